@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cases: small workloads that provoke one situation, as read from spec/cases/<area>/<id>.yaml.
+
+A case only drives the engine; the contract is judged by the requirements on its trace. `steps` and expectations are closed sets: each is
+a map with one key. Their models live in kvconform.steps and kvconform.expectations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveInt, model_validator
+
+from kvconform.expectations import Expectation
+from kvconform.expr import Expression, compile_capability
+from kvconform.requirement import CapabilityExpr, Id, Model, Relation
+from kvconform.steps import Step
+
+Engine = Literal["reference", "vllm", "live"]
+Scheduling = Literal["sync", "async"]
+Runner = Literal["v1", "v2"]
+
+
+class Config(Model):
+    """The engine that a case wants. Sizes in tokens and blocks; `num_blocks` includes the null block 0."""
+
+    block_size: PositiveInt = 4
+    num_blocks: PositiveInt = 32
+    budget: PositiveInt = Field(default=64, description="max_num_batched_tokens")
+    max_seqs: PositiveInt = 8
+    prefix_caching: bool = True
+    spec_tokens: Annotated[int, Field(ge=0)] = 0
+    load_failure_policy: Literal["recompute", "fail"] = "recompute"
+    role: Literal["kv_both", "kv_producer", "kv_consumer"] = "kv_both"
+    max_model_len: PositiveInt = 256
+    delivery: str | None = None
+
+
+class Matrix(Model):
+    """The axes; a case runs on their product. `depth` (steps in flight) matters to async only; sync always has depth 1."""
+
+    scheduling: list[Scheduling] = Field(default=["sync", "async"], min_length=1)
+    runner: list[Runner] = Field(default=["v1"], min_length=1)
+    depth: list[PositiveInt] = Field(default=[2], min_length=1)
+    block_size: list[PositiveInt] | None = Field(default=None, min_length=1, description="default: config.block_size")
+
+
+class Case(Model):
+    """One case file."""
+
+    id: Id
+    area: str
+    text: str = Field(min_length=1)
+    rules: list[Annotated[str, Field(pattern=r"^R\d{3}$")]] = []
+    bugs: list[Annotated[str, Field(pattern=r"^B\d{3}$")]] = []
+    config: Config = Config()
+    matrix: Matrix = Matrix()
+    engines: list[Engine] = Field(default=["reference", "vllm"], min_length=1)
+    policies: list[str] = []
+    needs: CapabilityExpr = "core"
+    relations: list[Relation] = ["no-connector"]
+    steps: list[Step] = Field(min_length=1)
+    expect: list[Expectation] = []
+    provokes: list[Expectation] = []
+
+    @model_validator(mode="after")
+    def _requests_exist(self) -> Case:
+        added: set[str] = set()
+        for number, step in enumerate(self.steps, 1):
+            unknown = step.mentions() - added
+            if unknown:
+                raise ValueError(f"step {number} ({step.op}) names request {sorted(unknown)[0]!r}, which no earlier step adds")
+            if step.op == "add":
+                if step.arg.req in added:
+                    raise ValueError(f"step {number} adds request {step.arg.req!r} again; use another name with the same `id`")
+                added.add(step.arg.req)
+        for expectation in (*self.expect, *self.provokes):
+            unknown = expectation.mentions() - added
+            if unknown:
+                raise ValueError(f"{expectation.what} names request {sorted(unknown)[0]!r}, which no step adds")
+        return self
+
+    @cached_property
+    def needs_expr(self) -> Expression:
+        """What the connector must be able to do, over `cap`: the declared `needs` and what the steps imply."""
+        implied = sorted({need for step in self.steps if (need := step.needs)})
+        return compile_capability([self.needs, *implied])
+
+    def unmet(self, caps: dict[str, Any]) -> str | None:
+        """The condition that a connector with these capabilities does not meet, or None if the case suits it."""
+        return None if self.needs_expr.bind(caps)({}) else self.needs_expr.source
+
+    def variants(self, engines: Sequence[str] | None = None, schedulings: Sequence[str] | None = None) -> list[Variant]:
+        """The runs of this case on the engines and schedulings asked for (None: all that the case names), in a fixed order."""
+        return list(self._variants(engines, schedulings))
+
+    def _variants(self, engines: Sequence[str] | None, schedulings: Sequence[str] | None) -> Iterator[Variant]:
+        sizes = self.matrix.block_size or [self.config.block_size]
+        for engine in self.engines:
+            for scheduling in self.matrix.scheduling:
+                if (engines is not None and engine not in engines) or (schedulings is not None and scheduling not in schedulings):
+                    continue
+                for runner in self.matrix.runner:
+                    for depth in self.matrix.depth if scheduling == "async" else [1]:
+                        for size in sizes:
+                            yield Variant(self, engine, scheduling, runner, depth, size)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Variant:
+    """One run to be made: a case at one point of its axes. Two variants are equal if their ids are."""
+
+    case: Case
+    engine: str
+    scheduling: str
+    runner: str
+    depth: int
+    block_size: int
+
+    @property
+    def id(self) -> str:
+        return f"{self.case.id}[{self.engine}-{self.scheduling}-{self.runner}-d{self.depth}-b{self.block_size}]"
+
+    @property
+    def axes(self) -> dict[str, str | int]:
+        """engine, scheduling, runner, depth and block_size."""
+        return {name: getattr(self, name) for name in ("engine", "scheduling", "runner", "depth", "block_size")}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Variant) and self.id == other.id
+
+    def __hash__(self) -> int:
+        return hash(self.id)

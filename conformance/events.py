@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The closed list of events: what an engine run is made of, and all that a requirement may look at.
+
+An event is a plain dict `{"k": kind, "seq": int, "step": int, ...}`. `seq` numbers the events of one run from 0; `step` counts the
+`schedule()` calls of the run from 1 (0 before the first). Events carry no wall-clock time: the same case and seed give the same trace.
+
+This file is the one place where an event or a field is added. Field notation: `name`, or `name:type` with
+types s(tring) i(nteger) b(oolean) f(loat) l(ist) d(ict) a(ny), and `?` where None is allowed too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+CHANNELS = ("hooks", "sched", "kv", "plan", "harness")
+"""Where events come from. `harness` events exist in every run; a requirement never has to ask for that channel."""
+
+COMMON_FIELDS = ("k", "seq", "step")
+
+PROVENANCE = (
+    "never_computed",
+    "poison",
+    "other_request",
+    "other_identity",
+    "other_position",
+    "rejected_draft",
+    "past_end",
+    "not_yet_loaded",
+    "stale_generation",
+    "torn",
+    "other_layer",
+    "kv_swapped",
+    "head_swapped",
+    "unknown",
+)
+"""What a wrong byte turned out to be (`kv.wrong.found`): a closed, disjoint list."""
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "s": (str,),
+    "i": (int,),
+    "b": (bool,),
+    "f": (int, float),
+    "l": (list, tuple),
+    "d": (dict,),
+    "a": (object,),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of event: its channel, its fields (name -> type code) and one line about it."""
+
+    name: str
+    channel: str
+    doc: str
+    fields: dict[str, str]
+
+    def accepts(self, field: str) -> bool:
+        """Whether a check on this kind may read `field`."""
+        return field in self.fields or field in COMMON_FIELDS
+
+
+EVENTS: dict[str, Kind] = {}
+
+
+def _kind(name: str, channel: str, fields: str, doc: str) -> None:
+    parsed = dict((part.split(":") if ":" in part else (part, "a")) for part in fields.split())
+    EVENTS[name] = Kind(name, channel, doc, parsed)
+
+
+# --- the run -----------------------------------------------------------------------------------------------------------------------
+_kind(
+    "run.start",
+    "harness",
+    "seed:i engine:s case:s scheduling:s runner:s depth:i vllm:s block_size:i num_blocks:i policies:l connector:s? spec_tokens:i role:s",
+    "The run begins; its fields are the constants `cfg`.",
+)
+_kind(
+    "run.end",
+    "harness",
+    "quiesced:b unfinished:l free_blocks:i free_blocks_at_start:i engine_requests:l request_objects_alive:l threads:i crashed:b",
+    "The run is over: what is still held. `threads` counts threads that were not there at the start.",
+)
+_kind("engine.lifecycle", "harness", "op:s pid:i error:s?", "The engine starts, shuts down (also twice) or restarts.")
+_kind("engine.crash", "harness", "where:s error:s hook:s? cause_seq:i?", "The engine died: of a hook, of itself or of the harness.")
+_kind("engine.stall", "harness", "steps:i waiting_on:l seconds:i", "No progress for the stall limit.")
+_kind("cache.reset", "harness", "phase:s returned:b? running:b connector:b", "The local (and, if asked, the connector's) cache is reset.")
+_kind(
+    "profile.expectation",
+    "harness",
+    "what:s req:s of:s? promised:i reloadable:i",
+    "A request repeats earlier content: how much the declared capabilities promise, how much could be had.",
+)
+_kind("case.expectation", "harness", "what:s holds:b detail:s?", "An expectation that the case itself states.")
+_kind("api", "harness", "item:s ok:b detail:s?", "One static check of the connector's class: signature, abstract or class-level method.")
+
+# --- hooks: what the probe sees ------------------------------------------------------------------------------------------------------
+_kind("hook.called", "hooks", "hook:s half:s rank:i depth:i bound:b? cls:s thread:s", "A hook is called; depth 0 = by the engine.")
+_kind(
+    "hook.returned",
+    "hooks",
+    "hook:s half:s rank:i depth:i error:s? error_text:s? value:s? value_ok:b mutated_args:b params_msgpack_ok:b params_aliased:b"
+    " called_seq:i layer:s? timed_out:b",
+    "A hook returned or raised; value_ok and params_* are true where they do not apply.",
+)
+_kind(
+    "meta.built",
+    "hooks",
+    "ok:b pickles:b pickle_error:s? digest:s? output_mutated:b none:b block_state_kept:b of_step:i",
+    "build_connector_meta returned.",
+)
+_kind("meta.bound", "hooks", "digest:s? same_as_built:b", "The worker half was given the metadata of its step.")
+_kind("meta.cleared", "hooks", "digest:s? same_as_built:b", "The metadata was taken away again.")
+_kind("layer.wait", "hooks", "layer:s bound:b order:i", "wait_for_layer_load of one layer.")
+_kind("layer.save", "hooks", "layer:s bound:b order:i", "save_kv_layer of one layer.")
+
+# --- sched: the scheduler and its block pool -----------------------------------------------------------------------------------------
+_kind(
+    "lookup",
+    "sched",
+    "req:s generation:i attempt:i local:i tokens:i? is_async:b type_ok:b N:i status:s repeat:b prev_tokens:i? store_may_have_shrunk:b"
+    " same_claim_failed:i ever_computed:i computed_before_reset:i after_reset:b prompt_len:i block_aligned:b C:i",
+    "get_num_new_matched_tokens answered.",
+)
+_kind(
+    "alloc",
+    "sched",
+    "req:s generation:i attempt:i transfer:s? local:i claimed:i? external:i is_async:b blocks:l shared_blocks:l second_call:b C:i",
+    "update_state_after_alloc was called: the grant.",
+)
+_kind(
+    "step.scheduled",
+    "sched",
+    "total:i new:l cached:l resumed:l preempted:l finished:l has_sync_loads:b empty:b drafts:d",
+    "schedule() returned: one step's output.",
+)
+_kind(
+    "req.scheduled",
+    "sched",
+    "req:s generation:i kind:s so_C:i C:i S:i P:i N:i inflight:i drafts:i new_blocks:l? table:l num_output_tokens:i v_before:i v_after:i?"
+    " prefill:b all_ids:i? prefill_ids:i? prev_so_C:i?",
+    "One request's share of a step. C is the count before it advances; v_before/v_after are the tokens whose KV is final.",
+)
+_kind("req.state", "sched", "req:s generation:i from:s? to:s reason:s C:i P:i N:i inflight:i", "A request changed its state.")
+_kind(
+    "req.updated",
+    "sched",
+    "req:s generation:i of_step:i C:i P:i N:i inflight:i hashes:i cached_blocks:i real:i status:s",
+    "A step's output was processed for a request; real = C - P.",
+)
+_kind(
+    "req.finished",
+    "sched",
+    "req:s generation:i status:s C:i P:i N:i inflight:i blocks:l delayed:b v_final:i",
+    "A request finished; delayed = its blocks stay until finished_sending.",
+)
+_kind("block", "sched", "op:s id:i group:i owner:s? hashed:b ref:i", "The block pool did something to one block.")
+_kind("hold", "sched", "req:s generation:i direction:s transfer:s? cause:s", "The engine starts to wait for a transfer.")
+_kind("release", "sched", "req:s generation:i direction:s transfer:s? cause:s", "The engine stops waiting for it.")
+_kind(
+    "transfer.reported",
+    "sched",
+    "req:s generation:i transfer:s? rank:i direction:s known:b held:b",
+    "The worker half reported a finished transfer; held = the engine waited for exactly this.",
+)
+_kind(
+    "transfer.failed",
+    "sched",
+    "req:s? transfer:s? rank:i blocks:l outside_grant:l groups:a is_async:b",
+    "The worker half reported blocks with load errors.",
+)
+_kind("sample", "sched", "req:s generation:i index:i token:i clean:b", "An output token; clean = all KV that it was computed from was right.")
+
+# --- kv: the worker and its memory ---------------------------------------------------------------------------------------------------
+_kind("worker.step_begin", "kv", "forward:b tokens:i attn_metadata_none:b failed_forward:b", "The worker begins a step.")
+_kind("worker.step_end", "kv", "forward:b tokens:i attn_metadata_none:b failed_forward:b", "The worker is done with a step.")
+_kind("kv.computed", "kv", "req:s generation:i start:i end:i accepted:i rejected:i past_end:i", "The model wrote KV of [start, end).")
+_kind(
+    "kv.changed",
+    "kv",
+    "after_hook:s layer:s req:l transfer:l tail:l shared:l over_computed:l null_block:l unallocated:l other_request:l",
+    "KV memory changed during a hook; the lists hold slots.",
+)
+_kind(
+    "load.due",
+    "kv",
+    "req:s generation:i transfer:s? granted:i missing:l wrong:l reported_failed:b is_async:b local:i",
+    "The engine is about to rely on a grant.",
+)
+_kind(
+    "kv.wrong",
+    "kv",
+    "req:s generation:i layer:s kv:s pos:i count:i slot:i block:i via:s transfer:s? transfer_sync:b? found:s origin:s",
+    "A slot that is read does not hold what it must; `found` says what it holds.",
+)
+
+# --- plan: from a connector's optional Inspector -------------------------------------------------------------------------------------
+_kind("plan", "plan", "op:s req:s start:i end:i timing:s key:s? C:i S:i N:i P:i", "What the connector's metadata plans to do.")
+_kind("gauge", "plan", "name:s value:f", "A count that the connector publishes about itself.")
+
+
+def channels_of(kinds: set[str]) -> set[str]:
+    """The channels that a check over these event kinds needs (`harness` left out: it is always there)."""
+    return {EVENTS[kind].channel for kind in kinds} - {"harness"}
+
+
+def check_event(event: dict[str, object]) -> list[str]:
+    """Sentences about what is wrong with an event's shape; empty if it is as listed. For tests and for debugging, not for the hot path."""
+    name = event.get("k")
+    kind = EVENTS.get(name) if isinstance(name, str) else None
+    if kind is None:
+        return [f"unknown event {name!r}"]
+    problems = [f"{name}: field {f} missing" for f in (*COMMON_FIELDS, *kind.fields) if f not in event]
+    for field, value in event.items():
+        if field in COMMON_FIELDS:
+            continue
+        code = kind.fields.get(field)
+        if code is None:
+            problems.append(f"{name}: unknown field {field}")
+        elif value is None:
+            if not code.endswith("?") and code[0] != "a":
+                problems.append(f"{name}: {field} is None")
+        elif not isinstance(value, _TYPES[code[0]]) or (isinstance(value, bool) and code[0] in "if"):
+            problems.append(f"{name}: {field} is {value!r}, not {_TYPES[code[0]][0].__name__}")
+    return problems

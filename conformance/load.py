@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the specification (spec/) into models. Problems are collected over all files and raised together, each as `file:line: sentence`.
+
+Parsing some 300 KB of YAML in pure Python takes about a second, so the parsed data (not the models) is kept as JSON in the user's cache
+directory, keyed by the hash of each file's text. The cache is never needed and never trusted to be there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.resources
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from kvconform import yamlio
+from kvconform.case import Case
+from kvconform.errors import UsageError
+from kvconform.profile import Profile, Waiver
+from kvconform.requirement import Model, Requirement
+
+_CACHE_FORMAT = 1
+
+
+class SpecError(UsageError):
+    """The specification itself is broken. `problems` are all the `file:line: sentence` found."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+@dataclass
+class Spec:
+    """The whole specification. `places` maps `requirement:ID`, `case:ID`, ... to `file:line`; `defects` are the ids in defects.yaml."""
+
+    requirements: dict[str, Requirement] = field(default_factory=dict)
+    cases: dict[str, Case] = field(default_factory=dict)
+    profiles: dict[str, Profile] = field(default_factory=dict)
+    waivers: list[Waiver] = field(default_factory=list)
+    defects: dict[str, dict[str, Any]] = field(default_factory=dict)
+    places: dict[str, str] = field(default_factory=dict)
+    line_counts: dict[str, int] = field(default_factory=dict)
+
+
+def load_spec(root: Path | None = None, *, cache: bool = True) -> Spec:
+    """The specification under `root` (default: the one that this distribution carries). Raises SpecError."""
+    base: Traversable = importlib.resources.files("kvconform.spec") if root is None else root
+    loader = _Loader(_Cache(enabled=cache))
+    for name, text in _files(base, "requirements", "spec/"):
+        loader.requirements(name, text)
+    for name, text in _files(base, "cases", "spec/"):
+        loader.case(name, text)
+    for name, take in (("profiles.yaml", loader.profiles), ("waivers.yaml", loader.waivers), ("defects.yaml", loader.defects)):
+        if (base / name).is_file():
+            take(f"spec/{name}", (base / name).read_text(encoding="utf-8"))
+    loader.cache.save()
+    if loader.problems:
+        raise SpecError(loader.problems)
+    return loader.spec
+
+
+def _files(base: Traversable, folder: str, prefix: str) -> Iterator[tuple[str, str]]:
+    """(name to show, text) of every .yaml file under `folder`, sorted."""
+    here = base / folder
+    if not here.is_dir():
+        return
+    for entry in sorted(here.iterdir(), key=lambda e: e.name):
+        name = f"{prefix}{folder}/{entry.name}"
+        if entry.is_dir():
+            yield from _files(here, entry.name, f"{prefix}{folder}/")
+        elif entry.name.endswith(".yaml"):
+            yield name, entry.read_text(encoding="utf-8")
+
+
+class _Loader:
+    def __init__(self, cache: _Cache) -> None:
+        self.spec = Spec()
+        self.cache = cache
+        self.problems: list[str] = []
+
+    def data(self, name: str, text: str, kind: type) -> Any:
+        """The parsed file, or an empty `kind` after noting what is wrong with it."""
+        try:
+            data = self.cache.parse(text, name)
+        except UsageError as error:
+            self.problems.append(error.message)
+            return kind()
+        if not isinstance(data, kind):
+            if data is not None:
+                self.problems.append(f"{name}:1: the file must hold a {'list' if kind is list else 'map'}")
+            return kind()
+        self.spec.line_counts[name] = text.count("\n") + (not text.endswith("\n"))
+        return data
+
+    def model(self, model: type[Model], raw: Any, name: str, text: str, path: tuple[str | int, ...]) -> Any:
+        """`raw` as `model`, or None after noting every problem with the line that it is on."""
+        try:
+            return model.model_validate(raw)
+        except ValidationError as error:
+            lines: yamlio.Lines = {}
+            yamlio.parse(text, name, lines)
+            seen: set[tuple[int, str]] = set()
+            for problem in error.errors(include_url=False, include_context=False, include_input=False):
+                line = yamlio.line_of(lines, (*path, *problem["loc"]))
+                where = ".".join(str(part) for part in problem["loc"])
+                sentence = problem["msg"].removeprefix("Value error, ")
+                if (line, sentence) not in seen:
+                    seen.add((line, sentence))
+                    self.problems.append(f"{name}:{line}: {where + ': ' if where else ''}{sentence}")
+            return None
+
+    def place(self, key: str, name: str, text: str, path: tuple[str | int, ...]) -> bool:
+        """Remember where `key` is; False, with a problem noted, if it is already somewhere else."""
+        if key in self.spec.places:
+            self.problems.append(f"{name}:{_line(text, path)}: {key.replace(':', ' ', 1)} is defined at {self.spec.places[key]} already")
+            return False
+        self.spec.places[key] = f"{name}:{_line(text, path)}"
+        return True
+
+    def requirements(self, name: str, text: str) -> None:
+        area = name.rsplit("/", 1)[-1].removesuffix(".yaml")
+        for index, raw in enumerate(self.data(name, text, list)):
+            if isinstance(raw, dict) and "area" not in raw:
+                raw = {**raw, "area": area}
+            found = self.model(Requirement, raw, name, text, (index,))
+            if found is not None and self.place(f"requirement:{found.id}", name, text, (index, found.id)):
+                self.spec.requirements[found.id] = found
+
+    def case(self, name: str, text: str) -> None:
+        raw = self.data(name, text, dict)
+        found = self.model(Case, raw, name, text, ()) if raw else None
+        if found is not None and self.place(f"case:{found.id}", name, text, ()):
+            self.spec.cases[found.id] = found
+
+    def profiles(self, name: str, text: str) -> None:
+        for index, raw in enumerate(self.data(name, text, list)):
+            found = self.model(Profile, raw, name, text, (index,))
+            if found is not None and self.place(f"profile:{found.id}", name, text, (index, found.id)):
+                self.spec.profiles[found.id] = found
+
+    def waivers(self, name: str, text: str) -> None:
+        for index, raw in enumerate(self.data(name, text, list)):
+            found = self.model(Waiver, raw, name, text, (index,))
+            if found is not None:
+                self.spec.waivers.append(found)
+
+    def defects(self, name: str, text: str) -> None:
+        """Only the ids matter here; kvconform.defects reads the rest."""
+        for index, raw in enumerate(self.data(name, text, list)):
+            if isinstance(raw, dict) and isinstance(raw.get("id"), str):
+                if self.place(f"defect:{raw['id']}", name, text, (index, raw["id"])):
+                    self.spec.defects[raw["id"]] = raw
+            else:
+                self.problems.append(f"{name}:{_line(text, (index,))}: a defect needs an id")
+
+
+def _line(text: str, path: tuple[str | int, ...]) -> int:
+    """The line of the list entry with the id `path[1]`, found in the text: parsing again for every entry would be too slow."""
+    if len(path) < 2:
+        return 1
+    wanted = f"id: {path[1]}"
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.lstrip("- {").rstrip().startswith(wanted) and line.lstrip("- {")[len(wanted) :].strip()[:1] in ("", ",", "#", "}"):
+            return number
+    return 1
+
+
+class _Cache:
+    """Parsed files by the hash of their text, kept in one JSON file that holds exactly the files of the last load."""
+
+    def __init__(self, enabled: bool) -> None:
+        self.path = _cache_path() if enabled else None
+        self.old: dict[str, Any] = {}
+        self.new: dict[str, Any] = {}
+        self.missed = False
+        if self.path is not None:
+            with contextlib.suppress(OSError, ValueError):
+                stored = json.loads(self.path.read_text(encoding="utf-8"))
+                if isinstance(stored, dict) and stored.get("format") == _CACHE_FORMAT:
+                    self.old = stored["files"]
+
+    def parse(self, text: str, name: str) -> Any:
+        key = hashlib.sha256(text.encode()).hexdigest()
+        if key in self.old:
+            data = self.old[key]
+        else:
+            self.missed = True
+            data = yamlio.parse(text, name)
+        self.new[key] = data
+        return data
+
+    def save(self) -> None:
+        """Replace the file atomically; a cache that cannot be written is no error."""
+        if self.path is None or not self.missed:
+            return
+        with contextlib.suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            handle, name = tempfile.mkstemp(dir=self.path.parent)
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump({"format": _CACHE_FORMAT, "files": self.new}, file)
+            os.replace(name, self.path)
+
+
+def _cache_path() -> Path | None:
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base) / "kvconform" / "spec.json" if os.path.isabs(base) else None
