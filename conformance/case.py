@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, PositiveInt, model_validator
 
 from kvconform.expectations import Expectation
 from kvconform.expr import Expression, compile_capability
 from kvconform.requirement import CapabilityExpr, Id, Model, Relation
-from kvconform.steps import Step
+from kvconform.steps import Step, one_by_one
 
 Engine = Literal["reference", "vllm", "live"]
 Scheduling = Literal["sync", "async"]
@@ -62,7 +62,7 @@ class Case(Model):
     policies: list[str] = []
     needs: CapabilityExpr = "core"
     relations: list[Relation] = ["no-connector"]
-    steps: list[Step] = Field(min_length=1)
+    steps: Annotated[list[Step], AfterValidator(one_by_one)] = Field(min_length=1)
     expect: list[Expectation] = []
     provokes: list[Expectation] = []
 

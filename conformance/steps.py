@@ -32,6 +32,18 @@ class OfPrompt(Model):
     then: Natural = 0
 
 
+def _prompt_form(value: Any) -> str:
+    if isinstance(value, SamePrompt) or (isinstance(value, dict) and "same" in value):
+        return "same"
+    return "of" if isinstance(value, (OfPrompt, dict)) else "length"
+
+
+Prompt = Annotated[
+    Annotated[PositiveInt, Tag("length")] | Annotated[SamePrompt, Tag("same")] | Annotated[OfPrompt, Tag("of")],
+    Discriminator(_prompt_form),
+]
+
+
 class MultiModal(Model):
     """An image or the like at token `at` of the prompt, `length` tokens long; `id` decides whether two are the same."""
 
@@ -44,7 +56,7 @@ class Add(Model):
     """A new request. `prompt` is a length in tokens, or refers to another request. `drafts`: accepted drafts per verify step, last repeats."""
 
     req: Req
-    prompt: PositiveInt | SamePrompt | OfPrompt
+    prompt: Prompt
     max_tokens: PositiveInt = 4
     salt: str | None = None
     lora: str | None = None
@@ -65,6 +77,27 @@ class Add(Model):
         elif isinstance(self.prompt, OfPrompt):
             found.add(self.prompt.of)
         return found
+
+
+class AddMany(Model):
+    """`count` requests named req0, req1, ...; lists are cycled through."""
+
+    req: Req
+    count: PositiveInt
+    prompt: PositiveInt | list[PositiveInt]
+    max_tokens: PositiveInt | list[PositiveInt] = 4
+    drafts: list[Natural] | None = None
+
+    def each(self) -> list[Add]:
+        """The requests one by one."""
+
+        def pick(value: int | list[int], index: int) -> int:
+            return value[index % len(value)] if isinstance(value, list) else value
+
+        return [
+            Add(req=f"{self.req}{i}", prompt=pick(self.prompt, i), max_tokens=pick(self.max_tokens, i), drafts=self.drafts)
+            for i in range(self.count)
+        ]
 
 
 class Empty(Model):
@@ -113,11 +146,15 @@ class _Step(Model):
         return set()
 
 
+def _add_form(value: Any) -> str:
+    return "many" if isinstance(value, AddMany) or (isinstance(value, dict) and "count" in value) else "one"
+
+
 class AddStep(_Step):
-    add: Add
+    add: Annotated[Annotated[Add, Tag("one")] | Annotated[AddMany, Tag("many")], Discriminator(_add_form)]
 
     def mentions(self) -> set[str]:
-        return self.add.mentions()
+        return self.add.mentions() if isinstance(self.add, Add) else set()
 
 
 class StepStep(_Step):
@@ -278,4 +315,16 @@ Step = Annotated[
     BeforeValidator(_bare),
 ]
 
-__all__ = ["STEPS", "Add", "MultiModal", "OfPrompt", "Req", "SamePrompt", "Step"]
+
+def one_by_one(steps: list[Step]) -> list[Step]:
+    """The steps with every `add` of many requests replaced by as many `add`s of one."""
+    plain: list[Step] = []
+    for step in steps:
+        if isinstance(step, AddStep) and isinstance(step.add, AddMany):
+            plain.extend(AddStep(add=add) for add in step.add.each())
+        else:
+            plain.append(step)
+    return plain
+
+
+__all__ = ["STEPS", "Add", "MultiModal", "OfPrompt", "Req", "SamePrompt", "Step", "one_by_one"]
