@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Between token positions and the paged KV tensors.
+
+A slot is ``block_id * block_size + offset``. A layer's tensor has shape ``[blocks, heads, tokens per block, values]`` (K and V side
+by side in ``values``, one head for MLA); its strides are anything, and its blocks may be smaller than the scheduler's (then several
+in a row make one).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+NULL_BLOCK = 0
+
+
+def slots_of(table: Sequence[int], start: int, end: int, block_size: int) -> tuple[int, ...]:
+    """Slots of the positions ``[start, end)``. IndexError when the table is too short: such tokens have no KV."""
+    return tuple(table[position // block_size] * block_size + position % block_size for position in range(start, end))
+
+
+def read_slots(layer: torch.Tensor, slots: Sequence[int]) -> bytes:
+    """Bytes of ``slots``, one row ``[heads, values]`` after the other."""
+    blocks, offsets = _index(layer, slots)
+    rows = layer[blocks, :, offsets].contiguous()
+    return rows.view(torch.uint8).cpu().numpy().tobytes()
+
+
+def write_slots(layer: torch.Tensor, slots: Sequence[int], data: bytes, first: int) -> bool:
+    """Copy the rows ``[first, first + len(slots))`` of a chunk into the layer. False, and nothing changes, when the chunk has too
+    few of them."""
+    width = layer.shape[1] * layer.shape[3] * layer.element_size()
+    wanted = data[first * width : (first + len(slots)) * width]
+    if len(wanted) != len(slots) * width or len(data) % width:
+        return False
+    rows = torch.frombuffer(bytearray(wanted), dtype=torch.uint8).view(layer.dtype).view(len(slots), layer.shape[1], layer.shape[3])
+    blocks, offsets = _index(layer, slots)
+    layer[blocks, :, offsets] = rows.to(layer.device)
+    return True
+
+
+def _index(layer: torch.Tensor, slots: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    flat = torch.tensor(slots, dtype=torch.long, device=layer.device)
+    return flat // layer.shape[2], flat % layer.shape[2]
