@@ -17,21 +17,19 @@ from kvconform.refimpl.inspector import Inspector
 from kvconform.refimpl.keys import extend_keys, root_key
 from kvconform.refimpl.options import Options
 from kvconform.refimpl.paging import NULL_BLOCK, read_slots, write_slots
-from kvconform.refimpl.plan import Load, Piece, ReferenceMetadata, Save, Tracked, cut
+from kvconform.refimpl.plan import Load, Piece, ReferenceMetadata, Save, cut
 from kvconform.refimpl.store import open_store
+from kvconform.refimpl.tracking import Tracked, first_group, scheduled
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
 from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
-
-FINISHED_NORMALLY = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
 class ReferenceConnector(KVConnectorBase_V1):
@@ -63,8 +61,6 @@ class ReferenceConnector(KVConnectorBase_V1):
         self._invalid: set[int] = set()  # to be reported
         self._bad: set[int] = set()  # hold garbage until the engine recomputes them
 
-    # ---- What the engine asks about the class ----
-
     @property
     def requires_kv_delivery(self) -> bool:
         return False  # a lost save is a later miss, nothing worse
@@ -84,14 +80,12 @@ class ReferenceConnector(KVConnectorBase_V1):
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Called at every admission: with the granted tokens, and a second time, with none, when an asynchronous load is over."""
-        tracked = Tracked(request, self._table(blocks.get_block_ids()))
-        self._tracked[request.request_id] = tracked
+        tracked = self._tracked[request.request_id] = Tracked(request, first_group(blocks.get_block_ids()))
         if num_external_tokens > 0:
             self._granted[request.request_id] = (tracked, num_external_tokens, self.options.load == "async")
 
     def _stored_prefix(self, request: Request) -> int:
-        """Tokens of the longest stored prefix, over whole chunks, prompt and output alike: a resumed request may find its own
-        output."""
+        """Tokens of the longest stored prefix. Of the prompt and the output: a resumed request has both."""
         keys = self._keys(request, [], request.num_tokens)
         for index, key in enumerate(keys):
             if not self._store.has(key):
@@ -100,16 +94,15 @@ class ReferenceConnector(KVConnectorBase_V1):
 
     def _claim(self, request: Request, found: int) -> int:
         """How far a load may reach. A synchronous one leaves a token to compute, for there must be something to sample from."""
-        limit = request.num_tokens if self.options.load == "async" else request.num_tokens - 1
-        end = min(found, limit)
-        return end - end % self._block_size if self.options.whole_blocks else end
+        limit = request.num_tokens - (0 if self.options.load == "async" else 1)
+        return min(found, limit) // self._block_size * self._block_size if self.options.whole_blocks else min(found, limit)
 
     # ---- Scheduler half: the plan of a step ----
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self._forget_preempted(scheduler_output.preempted_req_ids or ())
         loads = tuple(self._plan_load(*granted) for granted in self._granted.values())
-        saves = tuple(self._final) + tuple(self._plan_saves(scheduler_output))
+        saves = (*self._final, *(save for save in self._plan_saves(scheduler_output) if save.pieces))
         metadata = ReferenceMetadata(self._store.epoch(), loads, saves, frozenset(self._dropped), frozenset(self._repaired))
         self._granted, self._final, self._dropped, self._repaired = {}, [], set(), set()
         for tracked in self._tracked.values():
@@ -117,48 +110,33 @@ class ReferenceConnector(KVConnectorBase_V1):
         return metadata
 
     def _forget_preempted(self, preempted: Iterable[str]) -> None:
-        """Their blocks belong to somebody else now. A request may come back within the same step, with blocks of its own: keep that
-        state."""
+        """Their blocks belong to somebody else now. One that came back within the same step already has new blocks: keep those."""
         for req_id in preempted:
             self._dropped.add(req_id)
             if req_id in self._tracked and not self._tracked[req_id].fresh:
                 del self._tracked[req_id]
 
     def _plan_load(self, tracked: Tracked, granted: int, is_async: bool) -> Load:
-        """The granted tokens end where the request's computed tokens end now; what precedes them is shared with others and only
-        read."""
-        request = tracked.request
-        end = request.num_computed_tokens
+        """The grant ends where the request's computed tokens end now. Blocks before it are shared with others: never written."""
+        request, end = tracked.request, tracked.request.num_computed_tokens
         if is_async:
             self._loading.add(request.request_id)
         return self._faults.strike(Load(request.request_id, end - granted, end, self._pieces(tracked, end - granted, end), is_async))
 
     def _plan_saves(self, scheduler_output: SchedulerOutput) -> Iterator[Save]:
-        for req_id, computed, new_blocks, replaces in self._scheduled(scheduler_output):
+        for req_id, computed, new_blocks, replaces in scheduled(scheduler_output):
             tracked = self._tracked.get(req_id)
-            if tracked is None:
-                continue
-            self._extend_table(tracked, new_blocks, replaces)
-            tracked.saved = min(tracked.saved, computed // self.options.chunk_tokens)  # computed tokens fall back when a load failed
-            scheduled = scheduler_output.num_scheduled_tokens[req_id]
-            save = self._plan_save(tracked, self._save_bound(tracked.request, computed, scheduled), scheduled)
-            if save.pieces:
-                yield save
-
-    @staticmethod
-    def _scheduled(output: SchedulerOutput) -> Iterator[tuple[str, int, Sequence[Sequence[int]] | None, bool]]:
-        """(request, C, block ids, whether they replace the table). A *new* entry may be a request that resumes (model runner V2)."""
-        for new in output.scheduled_new_reqs:
-            yield new.req_id, new.num_computed_tokens, new.block_ids, True
-        cached = output.scheduled_cached_reqs
-        for req_id, computed, blocks in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True):
-            yield req_id, computed, blocks, req_id in cached.resumed_req_ids
+            if tracked is not None:
+                self._extend_table(tracked, new_blocks, replaces)
+                tracked.saved = min(tracked.saved, computed // self.options.chunk_tokens)  # C falls back when a load has failed
+                count = scheduler_output.num_scheduled_tokens[req_id]
+                yield self._plan_save(tracked, self._save_bound(tracked.request, computed, count), count)
 
     def _extend_table(self, tracked: Tracked, new_blocks: Sequence[Sequence[int]] | None, replaces: bool) -> None:
         if replaces:
-            tracked.table = self._table(new_blocks or ())
+            tracked.table = first_group(new_blocks or ())
         elif new_blocks is not None:
-            tracked.table += self._table(new_blocks)
+            tracked.table += first_group(new_blocks)
 
     def _save_bound(self, request: Request, computed: int, scheduled: int) -> int:
         """KV is final for [0, min(C+S, N)) once the step is over: what lies beyond is a placeholder, a draft or a lookahead slot."""
@@ -166,7 +144,7 @@ class ReferenceConnector(KVConnectorBase_V1):
         return end if self.options.save_decode else min(end, request.num_prompt_tokens)
 
     def _plan_save(self, tracked: Tracked, end: int, scheduled: int, final: bool = False) -> Save:
-        """Whole chunks only; those that a step leaves incomplete are completed by a later one. Advances ``tracked``."""
+        """Whole chunks only; one that this step leaves incomplete is completed by a later step. Advances ``tracked``."""
         request, chunk = tracked.request, self.options.chunk_tokens
         start, end = tracked.saved * chunk, end - end % chunk
         pieces = self._pieces(tracked, start, end) if self._may_save and not tracked.outdated else ()
@@ -180,15 +158,13 @@ class ReferenceConnector(KVConnectorBase_V1):
     # ---- Scheduler half: the end of a request, reports, reset ----
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Called once for every request in whatever state, also for requests never seen before. True keeps the blocks until we
-        report."""
+        """Called once for every request in whatever state, also for those never seen before. True keeps the blocks until we report."""
         req_id = request.request_id
         tracked = self._tracked.pop(req_id, None)
-        self._granted.pop(req_id, None)
         self._faults.disarm(req_id)
         if tracked is None or req_id in self._loading:
             return False, None  # the report of the load releases the blocks
-        if not block_ids or request.status not in FINISHED_NORMALLY:
+        if not block_ids or request.status not in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED):
             self._dropped.add(req_id)
             return False, None
         tracked.table = list(block_ids)
@@ -224,7 +200,7 @@ class ReferenceConnector(KVConnectorBase_V1):
         self._save_queue.drop(lambda queued: queued[1].req in dropped and not queued[1].final)
         self._bad -= kv_connector_metadata.repaired
 
-    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Called in every step, with or without a forward pass; after it, unless the step needs a synchronous load."""
         for load in self._metadata().loads:
             if load.is_async:
@@ -251,18 +227,17 @@ class ReferenceConnector(KVConnectorBase_V1):
             if self.options.async_saves:
                 self._save_queue.add((metadata.epoch, save), self.options.save_delay)
             else:
-                self._save(metadata.epoch, save, self._layers.keys() - self._hooked)
+                self._save(metadata.epoch, save, [layer for layer in self._layers if layer not in self._hooked])
         self._hooked.clear()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        received = set()
-        for load in self._load_queue.poll():
+        loads = self._load_queue.poll()
+        for load in loads:
             self._load(load, self._layers)
-            received.add(load.req)
         for epoch, save in self._save_queue.poll():
             self._save(epoch, save, self._layers)
         sent, self._sent = self._sent, set()
-        return sent or None, received or None
+        return sent or None, {load.req for load in loads} or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         invalid, self._invalid = self._invalid, set()
@@ -303,8 +278,6 @@ class ReferenceConnector(KVConnectorBase_V1):
         """KV computed upon a failed load is garbage, whichever request computed it."""
         return self._bad.isdisjoint(save.table)
 
-    # ---- Common ----
-
     def _metadata(self) -> ReferenceMetadata:
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, ReferenceMetadata)
@@ -313,22 +286,15 @@ class ReferenceConnector(KVConnectorBase_V1):
     def _keys(self, request: Request, keys: list[str], end: int) -> Sequence[str]:
         return extend_keys(keys, self._root, request, self.options.chunk_tokens, end)
 
-    @staticmethod
-    def _table(block_ids: Sequence[Sequence[int]]) -> list[int]:
-        return list(block_ids[0]) if block_ids else []
-
     def _pieces(self, tracked: Tracked, start: int, end: int) -> tuple[Piece, ...]:
         chunk = self.options.chunk_tokens
         keys = self._keys(tracked.request, tracked.keys, -(-end // chunk) * chunk)
         return cut(keys, tracked.table, start, end, chunk, self._block_size)
 
-    # ---- Hooks for the conformance suite; no connector needs them ----
+    # ---- Optional, for the conformance suite: see what is planned, and (capability fault_injection) lose chunks before a load ----
 
     def kvconform_inspector(self) -> Inspector:
-        """Optional: lets the suite see what is planned, not only what happens."""
         return Inspector(self)
 
     def kvconform_fail_load(self, req_id: str, positions: Iterable[int] | None = None) -> None:
-        """Optional (capability ``fault_injection``), scheduler half: the next load planned for the request finds the chunks of
-        these token positions gone; None: of all positions."""
         self._faults.arm(req_id, positions)

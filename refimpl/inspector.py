@@ -7,6 +7,7 @@ judges what it sees from outside.
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from typing import TYPE_CHECKING, Any
 
 from kvconform.refimpl.plan import Load, ReferenceMetadata, Save
@@ -38,9 +39,10 @@ class Inspector:
     def gauges(self) -> dict[str, int]:
         """Entries of the tables that must be empty when no request is left."""
         connector = self._connector
-        tables = {"tracked": connector._tracked, "granted": connector._granted, "loading": connector._loading, "final": connector._final}
-        queues = {"loads": connector._load_queue, "saves": connector._save_queue, "sent": connector._sent, "invalid": connector._invalid}
-        return {name: len(table) for name, table in {**tables, **queues}.items()}
+        tables: dict[str, Sized] = {"tracked": connector._tracked, "granted": connector._granted, "loading": connector._loading}
+        tables |= {"final": connector._final, "sent": connector._sent, "invalid": connector._invalid}
+        tables |= {"loads": connector._load_queue, "saves": connector._save_queue}
+        return {name: len(table) for name, table in tables.items()}
 
 
 def _entry(op: str, transfer: Load | Save, timing: str, counters: tuple[int, int, int, int]) -> dict[str, Any]:

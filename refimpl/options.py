@@ -40,7 +40,7 @@ class Options:
         unknown = sorted(set(given) - set(cls.__dataclass_fields__))
         if unknown:
             raise ValueError(f"unknown option in kv_connector_extra_config: {', '.join(unknown)}")
-        options = cls(**given)  # type: ignore[arg-type]
+        options = cls(**given)
         if options.load not in ("sync", "async"):
             raise ValueError(f"load must be 'sync' or 'async', not {options.load!r}")
         if options.chunk_tokens < 1:

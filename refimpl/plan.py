@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 from kvconform.refimpl.paging import slots_of
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
-from vllm.v1.request import Request
 
 
 @dataclass(frozen=True)
@@ -70,20 +69,3 @@ class ReferenceMetadata(KVConnectorMetadata):
     saves: tuple[Save, ...] = ()
     dropped: frozenset[str] = frozenset()
     repaired: frozenset[int] = frozenset()
-
-
-@dataclass
-class Tracked:
-    """A request that has blocks, as the scheduler half sees it.
-
-    ``saved``: its first ``saved`` chunks need no further thought; a boundary, not a count of stores. ``fresh``: admitted since the
-    last metadata was built. ``planned``: has had saves. ``outdated``: the store was emptied since.
-    """
-
-    request: Request
-    table: list[int]
-    saved: int = 0
-    fresh: bool = True
-    planned: bool = False
-    outdated: bool = False
-    keys: list[str] = field(default_factory=list)
