@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker's view of requests: built from SchedulerOutput alone, as a model runner builds its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvconform.grants import slots_of
+from kvconform.model import Script
+from kvconform.provenance import Chain, Identity, extend
+
+
+@dataclass
+class WorkerRequest:
+    """A request as the worker knows it: content chain (known tokens, sampled ones included), block table, end of the final KV."""
+
+    chain: Chain
+    prompt_len: int
+    script: Script
+    table: list[int] = field(default_factory=list)
+    valid_end: int = 0
+    in_batch: bool = False
+
+
+@dataclass
+class Row:
+    """One request in one step: positions [start, start + count), of which the last `drafts` are drafts and `accepted` of those hold."""
+
+    state: WorkerRequest
+    start: int
+    count: int
+    drafts: int
+    accepted: int
+    draft_ids: list[int]
+    slots: np.ndarray
+    samples: bool
+    before: int
+
+    @property
+    def known(self) -> int:
+        """End of the positions that hold accepted tokens after this step."""
+        return self.start + self.count - (self.drafts - self.accepted)
+
+    def content(self) -> np.ndarray:
+        """Content ids [count] that this step writes."""
+        accepted = self.state.chain.ids[self.start : self.known]
+        return np.array(accepted + self.draft_ids, dtype=np.uint64)
+
+
+Lookup = Callable[[str], tuple[int, Identity, Script]]
+
+
+class Batch:
+    """Persistent requests of one worker. `lookup(req_id)` gives incarnation, identity and script of a request from the harness."""
+
+    def __init__(self, block_size: int, lookup: Lookup) -> None:
+        self.block_size, self.lookup = block_size, lookup
+        self.requests: dict[str, WorkerRequest] = {}
+
+    def update(self, output: Any) -> None:
+        """Apply a SchedulerOutput: finished, new, resumed and running requests. Finished ids first: an id may be reused at once."""
+        for req in output.finished_req_ids:
+            self.requests.pop(req, None)
+        for new in output.scheduled_new_reqs:
+            self._start(new)
+        cached = output.scheduled_cached_reqs
+        resumed = getattr(cached, "resumed_req_ids", ())
+        for index, req in enumerate(cached.req_ids):
+            state = self.requests[req]
+            blocks = cached.new_block_ids[index]
+            if req in resumed:
+                state.table = list(blocks[0])
+                state.valid_end = cached.num_computed_tokens[index]
+                tokens = cached.all_token_ids.get(req)
+                if tokens is not None:
+                    self._align(state, list(tokens))
+            else:
+                state.table += blocks[0] if blocks else []
+                state.chain.truncate(state.prompt_len + cached.num_output_tokens[index])  # outputs dropped after a failed load
+
+    def _start(self, new: Any) -> None:
+        generation, identity, script = self.lookup(new.req_id)
+        tokens = getattr(new, "prefill_token_ids", None) or new.prompt_token_ids
+        known = self.requests.get(new.req_id)
+        if known is not None and known.chain.generation == generation:  # resumed under the V2 runner's protocol
+            self._align(known, list(tokens))
+            known.table, known.valid_end = list(new.block_ids[0]), new.num_computed_tokens
+            return
+        state = WorkerRequest(Chain(new.req_id, generation, identity), len(new.prompt_token_ids), script)
+        for token in tokens:
+            state.chain.append(token)
+        state.table, state.valid_end = list(new.block_ids[0]), new.num_computed_tokens
+        self.requests[new.req_id] = state
+
+    @staticmethod
+    def _align(state: WorkerRequest, tokens: list[int]) -> None:
+        same = 0
+        while same < min(len(tokens), len(state.chain.tokens)) and tokens[same] == state.chain.tokens[same]:
+            same += 1
+        state.chain.truncate(same)
+        for token in tokens[same:]:
+            state.chain.append(token)
+
+    def rows(self, output: Any) -> list[Row]:
+        """The rows of this step, in the order of the SchedulerOutput; decides acceptance and appends accepted draft tokens."""
+        starts = {n.req_id: n.num_computed_tokens for n in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        rows = []
+        for req, count in output.num_scheduled_tokens.items():
+            state = self.requests[req]
+            drafts = len(output.scheduled_spec_decode_tokens.get(req, ()))
+            start = min(starts[req], state.valid_end)  # the worker knows rejections that the scheduler has not processed yet
+            rows.append(self._row(state, start, count, drafts, padded=req not in cached.req_ids or not state.in_batch))
+        scheduled = set(output.num_scheduled_tokens)
+        for req, state in self.requests.items():
+            state.in_batch = req in scheduled
+        return rows
+
+    def _row(self, state: WorkerRequest, start: int, count: int, drafts: int, *, padded: bool) -> Row:
+        chain, known = state.chain, start + count - drafts
+        if known > len(chain.ids):
+            raise RuntimeError(f"harness: request {chain.req} is to compute position {known - 1} but only {len(chain.ids)} tokens are known")
+        samples = known == len(chain.ids)
+        accepted, draft_ids = 0, []
+        if drafts and samples:
+            accepted = 0 if padded else state.script.accepted(drafts)
+            for _ in range(accepted):
+                chain.append(state.script.token(chain, state.prompt_len))
+            last = chain.ids[-1]
+            for index in range(drafts - accepted):
+                last = extend(last, 7 + index, chain.identity.extra(len(chain.ids) + index) ^ 0xD8AF7)
+                draft_ids.append(last)
+        slots = slots_of(state.table, start, start + count, self.block_size)
+        return Row(state, start, count, drafts, accepted, draft_ids, slots, samples, before=state.valid_end)

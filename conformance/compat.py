@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that depends on the installed vLLM. No other module may branch on its version.
+
+Importing this module imports vLLM (6-10 s), so the controller process never does.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import torch
+import vllm
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+__all__ = [
+    "AsyncScheduler",
+    "DraftTokenIds",
+    "KVConnectorBase_V1",
+    "KVConnectorFactory",
+    "KVConnectorOutput",
+    "KVConnectorRole",
+    "KVTransferConfig",
+    "ModelRunnerOutput",
+    "Request",
+    "RequestStatus",
+    "Scheduler",
+    "SupportsHMA",
+    "kv_transfer_state",
+    "torch",
+]
+
+VLLM_VERSION: str = vllm.__version__
+STOP_TOKEN = 1
+init_none_hash(sha256)
+
+
+def hook_classes() -> tuple[type, ...]:
+    """The classes whose public methods are the connector interface."""
+    return (KVConnectorBase_V1, SupportsHMA)
+
+
+def model_path() -> str:
+    """Directory of the tiny model configuration that a VllmConfig is built from (no weights, no network)."""
+    import kvconform.fixtures
+
+    return str(Path(next(iter(kvconform.fixtures.__path__))) / "tiny-model")
+
+
+def build_config(
+    *,
+    block_size: int,
+    num_blocks: int,
+    budget: int,
+    max_seqs: int,
+    max_model_len: int,
+    prefix_caching: bool,
+    spec_tokens: int,
+    scheduling: str,
+    runner: str,
+    policy: str,
+    transfer: KVTransferConfig | None,
+) -> VllmConfig:
+    """A VllmConfig for one engine; `num_blocks` includes the null block. A fresh object each call (connectors may keep it)."""
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # V2 demands Triton at configuration time; its protocol is switched on below
+    arguments: dict[str, Any] = dict(
+        model=model_path(),
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=max_model_len,
+        block_size=16,
+        num_gpu_blocks_override=num_blocks,
+        max_num_batched_tokens=max(budget, max_seqs),
+        max_num_seqs=max_seqs,
+        enable_prefix_caching=prefix_caching,
+        enable_chunked_prefill=True,
+        kv_transfer_config=transfer,
+        async_scheduling=False,
+        scheduling_policy=policy,
+    )
+    if spec_tokens:
+        arguments["speculative_config"] = {"method": "draft_model", "model": model_path(), "num_speculative_tokens": spec_tokens}
+    config = EngineArgs(**arguments).create_engine_config()
+    config.cache_config.block_size = block_size
+    config.cache_config.num_gpu_blocks = num_blocks
+    config.scheduler_config.async_scheduling = scheduling == "async"
+    config.scheduler_config.max_num_batched_tokens = budget
+    config.scheduler_config.max_num_scheduled_tokens = None
+    return config
+
+
+def build_cache_config(num_blocks: int, block_size: int, heads: int, head_dim: int, layers: list[str]) -> KVCacheConfig:
+    """One full-attention group over `layers`."""
+    spec = FullAttentionSpec(block_size=block_size, num_kv_heads=heads, head_size=head_dim, dtype=torch.float32)
+    return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(layers, spec)])
+
+
+def build_scheduler(config: VllmConfig, cache: KVCacheConfig, *, block_size: int, scheduling: str, runner: str) -> Scheduler:
+    """vLLM's own scheduler (it constructs the scheduler half of the connector itself)."""
+    cls = AsyncScheduler if scheduling == "async" else Scheduler
+    scheduler = cls(
+        vllm_config=config,
+        kv_cache_config=cache,
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=block_size,
+        log_stats=False,
+    )
+    scheduler.use_v2_model_runner = runner == "v2"
+    return scheduler
+
+
+@lru_cache(maxsize=64)
+def _hasher(block_size: int) -> Any:
+    return get_request_block_hasher(block_size, sha256)
+
+
+def build_request(
+    req_id: str,
+    tokens: list[int],
+    *,
+    max_tokens: int,
+    block_size: int,
+    stop: bool,
+    salt: str | None,
+    lora: str | None,
+    items: list[dict[str, Any]],
+    priority: int,
+    params: dict[str, Any] | None,
+    skip_reading_prefix_cache: bool,
+    arrival: float,
+) -> Request:
+    """vLLM's own Request, as the engine core would make it."""
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        temperature=0,
+        stop_token_ids=[STOP_TOKEN] if stop else None,
+        extra_args={"kv_transfer_params": params} if params is not None else None,
+    )
+    sampling.update_from_generation_config({}, 2)
+    features = [
+        MultiModalFeatureSpec(
+            data=None,
+            modality="image",
+            identifier=str(item["id"]),
+            mm_position=PlaceholderRange(offset=int(item["at"]), length=int(item["length"])),
+        )
+        for item in items
+    ]
+    request = Request(
+        request_id=req_id,
+        prompt_token_ids=list(tokens),
+        sampling_params=sampling,
+        pooling_params=None,
+        arrival_time=arrival,
+        mm_features=features or None,
+        lora_request=LoRARequest(lora, 1 + sum(lora.encode()) % 1000, f"/adapters/{lora}") if lora else None,
+        cache_salt=salt,
+        priority=priority,
+        block_hasher=_hasher(block_size),
+    )
+    if skip_reading_prefix_cache:
+        request.skip_reading_prefix_cache = True
+    return request
+
+
+def transfer_config(connector: str, role: str, extra: dict[str, Any], module: str | None, policy: str, engine_id: str) -> KVTransferConfig:
+    """KVTransferConfig for `connector` (class name or registered name; `module` for classes outside the registry)."""
+    return KVTransferConfig(
+        kv_connector=connector,
+        kv_role=role,
+        kv_connector_extra_config=extra,
+        kv_connector_module_path=module,
+        kv_load_failure_policy=policy,
+        engine_id=engine_id,
+    )
+
+
+def force_preemption(scheduler: Any, request: Request) -> None:
+    """Preempt a running request between two steps, as the scheduler itself does when memory runs out."""
+    if hasattr(scheduler, "preempt"):
+        scheduler.preempt(request.request_id)
+        return
+    scheduler.running.remove(request)
+    scheduler._preempt_request(request, 0.0, drop_stale_output=scheduler.requires_kv_delivery)
+
+
+def is_chunk(request: Request) -> bool:
+    """Whether the request's prefill is not complete after the steps scheduled so far."""
+    return bool(request.is_prefill_chunk)
+
+
+def finished_recving_pending(scheduler: Any, req_id: str) -> bool:
+    """Whether the engine waits for `finished_recving` of this request (an asynchronous load, possibly of an aborted request)."""
+    request = scheduler.requests.get(req_id)
+    return request is not None and request.status == RequestStatus.WAITING_FOR_REMOTE_KVS

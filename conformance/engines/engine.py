@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One engine: scheduler, worker and both connector halves, driven step by step as vLLM's engine core drives its own."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvconform import compat
+from kvconform.batch import Batch
+from kvconform.case import Variant
+from kvconform.compat import DraftTokenIds, KVConnectorFactory, KVConnectorRole, RequestStatus
+from kvconform.digest import pickle_round_trip
+from kvconform.engines.ledger import Ledger
+from kvconform.engines.setup import build_configs, build_scheduler
+from kvconform.kvcache import PagedCache
+from kvconform.lifecycle import make_lifecycle
+from kvconform.model import Script
+from kvconform.observer import Memory, Observer
+from kvconform.oracle import Oracle
+from kvconform.probe import Call, Probe, wrap_instance_hooks
+from kvconform.provenance import Identity, Registry
+from kvconform.target import Target
+from kvconform.trace import Trace
+from kvconform.worker import Worker
+
+
+@dataclass
+class Info:
+    """What the harness knows about one incarnation of a request."""
+
+    name: str
+    generation: int
+    identity: Identity
+    script: Script
+
+
+class EngineFault(AssertionError):
+    """The engine cannot go on because of what the connector made it believe."""
+
+
+class Engine:
+    """`info(req_id)` gives the harness's knowledge of a live request. All methods change the engine and the trace."""
+
+    def __init__(
+        self, variant: Variant, target: Target, trace: Trace, registry: Registry, memory: Memory, info: Callable[[str], Info], tmp: Path,
+        *, with_connector: bool, pickle_metadata: bool = False,
+    ) -> None:  # fmt: skip
+        self.variant, self.trace, self.memory, self.info = variant, trace, memory, info
+        self.pickle_metadata = pickle_metadata
+        self.depth = variant.depth if variant.scheduling == "async" else 1
+        self.queue: deque[tuple[Any, Any, int]] = deque()
+        self.probe = Probe(trace)
+        Probe.active = self.probe
+        settings = variant.case.config
+        cache = PagedCache(registry.book, settings.num_blocks, variant.block_size)
+        self.config, self.cache_config = build_configs(variant, target, tmp, cache.names, with_connector=with_connector)
+        trace.emit("engine.lifecycle", op="start", pid=0, error=None)
+        self.worker_half = None
+        if with_connector:
+            self.worker_half = KVConnectorFactory.create_connector(
+                config=self.config, role=KVConnectorRole.WORKER, kv_cache_config=self.cache_config
+            )
+            wrap_instance_hooks(self.worker_half)
+        self.scheduler: Any = None
+        self.oracle = Oracle(cache, registry, trace, self.tables)
+        self.batch = Batch(variant.block_size, self._incarnation)
+        self.worker = Worker(cache, registry, trace, self.oracle, self.batch, memory.computed)
+        self.lifecycle = make_lifecycle(
+            variant.engine, self.worker, self.worker_half, self.config, runner=variant.runner, speculative=settings.spec_tokens > 0
+        )
+        self.lifecycle.register()
+        self.scheduler, self.applied = build_scheduler(variant, self.config, self.cache_config, with_connector=with_connector)
+        self.connector = self.scheduler.connector
+        if self.connector is not None:
+            wrap_instance_hooks(self.connector)
+            handshake = self.worker_half.get_handshake_metadata()
+            self.connector.set_xfer_handshake_metadata_pp_aware({} if handshake is None else {(0, 0): handshake})
+            self.connector.get_finished_count()
+        self.pool = self.scheduler.kv_cache_manager.block_pool
+        self.observer = Observer(
+            trace, self.probe, self.oracle, memory, self.scheduler, lambda r: info(r).generation, lambda r: info(r).identity, self._valid_end
+        )
+        self.ledger = Ledger(trace, self.scheduler, self.pool, self.observer, self.batch)
+        self._listen()
+        self.blocks_at_start = self.pool.get_num_free_blocks()
+        self.progress = 0
+
+    def _incarnation(self, req_id: str) -> tuple[int, Identity, Script]:
+        found = self.info(req_id)
+        return found.generation, found.identity, found.script
+
+    def _valid_end(self, req_id: str) -> int:
+        state = self.batch.requests.get(req_id)
+        return state.valid_end if state and state.chain.generation == self.info(req_id).generation else 0
+
+    def _listen(self) -> None:
+        self.probe.on("handle_preemptions", after=lambda call: self.worker.poison_fresh())
+        for hook in ("wait_for_layer_load", "save_kv_layer"):
+            self.probe.on(hook, after=self._layer_hook)
+        for hook in ("start_load_kv", "wait_for_save", "get_transfer_results", "save_kv_layer", "bind_connector_metadata"):
+            self.probe.on(hook, after=lambda call: self.oracle.check_writes(call.hook))
+        self.probe.on("get_transfer_results", after=self._async_due)
+        inspector = getattr(self.connector, "kvconform_inspector", None)
+        self.inspector = inspector() if callable(inspector) else None
+
+    def _layer_hook(self, call: Call) -> None:
+        kind = "layer.wait" if call.hook == "wait_for_layer_load" else "layer.save"
+        self.worker.order += 1
+        bound = bool(call.event and call.event["bound"])
+        self.trace.emit(kind, layer=call.arg(0, "layer_name"), bound=bound, order=self.worker.order)
+
+    def _async_due(self, call: Call) -> None:
+        """Asynchronous loads that were reported: the engine may rely on them from now on."""
+        if call.error is not None:
+            return
+        self.reported_now = set(call.result.finished_recving or ())
+
+    reported_now: set[str] = set()
+
+    def tables(self) -> dict[str, list[int]]:
+        """Block tables of all requests that hold blocks, by request id."""
+        if self.scheduler is None:
+            return {}
+        manager, tables = self.scheduler.kv_cache_manager, {}
+        for req_id in self.scheduler.requests:
+            table = list(manager.get_block_ids(req_id)[0])
+            if table:
+                tables[req_id] = table
+        return tables
+
+    # -- steps -----------------------------------------------------------------------------------------------------------------
+    def schedule(self) -> None:
+        """One schedule() and its execution; the output joins the queue."""
+        self.trace.step += 1
+        Probe.active = self.probe
+        self.ledger.before_schedule()
+        output = self.scheduler.schedule()
+        self.ledger.after_schedule(output, self.tables())
+        fresh = self.ledger.take_fresh(self.tables())
+        result = self._execute(output, fresh)
+        self.queue.append((output, result, self.trace.step))
+
+    def _execute(self, output: Any, fresh: list[tuple[int, str]]) -> Any:
+        self._check_starts(output)
+        meta = output.kv_connector_metadata
+        if self.connector is not None:
+            self.observer.current_digest = self.observer.built.pop(id(meta), None)
+            if self.inspector is not None:
+                self._plan(meta)
+            if self.pickle_metadata:
+                copy, reason = pickle_round_trip(meta)
+                if reason is None:
+                    output.kv_connector_metadata = copy
+        self.worker.begin(output, fresh)
+        total = output.total_num_scheduled_tokens
+        self.trace.emit("worker.step_begin", forward=total > 0, tokens=total, attn_metadata_none=total == 0, failed_forward=False)
+        self.oracle.failed_blocks, self.oracle.failed_reqs, self.reported_now = set(), set(), set()
+        self.observer.activity += 1 if total else 0
+        self.worker.scheduled = set(output.num_scheduled_tokens)
+        result = self.lifecycle.step(output)
+        self.oracle.check_writes("wait_for_save")
+        self._due()
+        self.oracle.settle_reads()
+        self.ledger.after_execute(self.worker.rows)
+        self.trace.emit("worker.step_end", forward=total > 0, tokens=total, attn_metadata_none=total == 0, failed_forward=False)
+        if total or self.reported_now:
+            self.progress += 1
+        return result
+
+    def _check_starts(self, output: Any) -> None:
+        cached = output.scheduled_cached_reqs
+        starts = [(n.req_id, n.num_computed_tokens) for n in output.scheduled_new_reqs]
+        starts += list(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for req, start in starts:
+            if start < 0:
+                raise EngineFault(f"request {req} is to be computed from position {start}: the model would run on a negative position")
+
+    def _due(self) -> None:
+        for grant in self.oracle.open_grants():
+            state = self.batch.requests.get(grant.req)
+            if grant.is_async:
+                if grant.req in self.reported_now or grant.req in self.oracle.failed_reqs:
+                    self.oracle.due(grant, self._chain(grant.req))
+            elif state is not None and grant.req in self.worker.scheduled:
+                self.oracle.due(grant, state.chain)
+
+    def _chain(self, req_id: str) -> Any:
+        from kvconform.provenance import Chain
+
+        request, info = self.scheduler.requests[req_id], self.info(req_id)
+        chain = Chain(req_id, info.generation, info.identity)
+        for token in request.all_token_ids:
+            chain.append(token)
+        return chain
+
+    def _plan(self, meta: Any) -> None:
+        for entry in self.inspector.plan(meta):
+            self.trace.emit("plan", **entry)
+
+    def land(self) -> None:
+        """Process the oldest queued output."""
+        output, result, step = self.queue.popleft()
+        Probe.active = self.probe
+        self.ledger.before_update()
+        drafts = None
+        if self.variant.case.config.spec_tokens and self.variant.scheduling == "sync" and output.num_scheduled_tokens:
+            ids = list(output.num_scheduled_tokens)
+            drafts = DraftTokenIds(ids, [[2] * self.variant.case.config.spec_tokens for _ in ids])
+        self.scheduler.update_from_output(output, result)
+        if drafts is not None:
+            self.scheduler.update_draft_token_ids(drafts)
+        self.ledger.after_update(output, step)
+        if self.variant.engine == "reference":
+            self.scheduler.check_integrity()
+
+    def iterate(self) -> None:
+        """One engine-core iteration: sync schedule and land; async keeps up to `depth` steps in the queue."""
+        if self.depth <= 1:
+            if self.scheduler.has_requests():
+                self.schedule()
+            if self.queue:
+                self.land()
+            return
+        if self.scheduler.has_requests():
+            self.schedule()
+            newest = self.queue[-1][0]
+            if len(self.queue) < self.depth and (newest.total_num_scheduled_tokens > 0 or self.scheduler.has_requests()):
+                return
+        if self.queue:
+            self.land()
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything left to do."""
+        return bool(self.queue) or bool(self.scheduler.has_requests())
+
+    # -- control ---------------------------------------------------------------------------------------------------------------
+    def add(self, request: Any) -> None:
+        """Hand a request to the scheduler."""
+        Probe.active = self.probe
+        self.ledger.added(request)
+        self.scheduler.add_request(request)
+
+    def abort(self, req_id: str) -> None:
+        """Abort a request, as a client that goes away."""
+        Probe.active = self.probe
+        self.ledger.before_update()
+        self.scheduler.finish_requests(req_id, RequestStatus.FINISHED_ABORTED)
+        self.ledger.state_changes("abort")
+
+    def preempt(self, req_id: str) -> bool:
+        """Preempt a running request between two steps; False if it is not running."""
+        request = self.scheduler.requests.get(req_id)
+        if request is None or request.status != RequestStatus.RUNNING:
+            return False
+        Probe.active = self.probe
+        self.ledger.before_update()
+        compat.force_preemption(self.scheduler, request)
+        self.ledger.state_changes("preempt")
+        return True
+
+    def reset(self, *, running: bool, connector: bool) -> bool:
+        """reset_prefix_cache; returns what the scheduler returned."""
+        Probe.active = self.probe
+        self.ledger.before_update()
+        done = self.scheduler.reset_prefix_cache(reset_running_requests=running, reset_connector=connector)
+        self.ledger.state_changes("preempt")
+        return bool(done)
+
+    def shutdown(self, again: bool = False) -> None:
+        """Shut both connector halves down, the worker's first."""
+        if self.worker_half is None:
+            return
+        Probe.active = self.probe
+        self.worker_half.shutdown()
+        self.connector.shutdown()
+        self.trace.emit("engine.lifecycle", op="shutdown_again" if again else "shutdown", pid=0, error=None)

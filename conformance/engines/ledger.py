@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps book of one scheduler between its calls and emits what changed: steps, scheduled requests, states, blocks, releases."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from kvconform.batch import Batch, Row
+from kvconform.compat import RequestStatus, is_chunk
+from kvconform.observer import Observer
+from kvconform.trace import Event, Trace
+
+_REASONS = {
+    RequestStatus.FINISHED_STOPPED: "stop",
+    RequestStatus.FINISHED_LENGTH_CAPPED: "length",
+    RequestStatus.FINISHED_ABORTED: "abort",
+    RequestStatus.FINISHED_ERROR: "error",
+    RequestStatus.PREEMPTED: "preempt",
+    RequestStatus.WAITING_FOR_REMOTE_KVS: "load",
+}
+
+
+class Ledger:
+    """Reads a scheduler's requests before and after each call. Emits events; changes nothing in the engine but the pool's wrappers."""
+
+    def __init__(self, trace: Trace, scheduler: Any, pool: Any, observer: Observer, batch: Batch) -> None:
+        self.trace, self.scheduler, self.pool, self.observer, self.batch = trace, scheduler, pool, observer, batch
+        self.fresh: list[int] = []
+        self.alive: list[tuple[str, weakref.ref[Any]]] = []
+        self.finals: dict[str, Any] = {}
+        self._states: dict[str, tuple[str, int]] = {}
+        self._current: dict[str, Event] = {}
+        self._last: dict[tuple[str, int], int] = {}
+        self._wrap_pool()
+
+    def _wrap_pool(self) -> None:
+        get_new_blocks, free_blocks = self.pool.get_new_blocks, self.pool.free_blocks
+
+        def take(count: int) -> list[Any]:
+            blocks = get_new_blocks(count)
+            self.fresh.extend(block.block_id for block in blocks)
+            return blocks  # type: ignore[no-any-return]
+
+        def give(blocks: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
+            listed = list(blocks)
+            result = free_blocks(listed, *args, **kwargs)
+            for block in listed:
+                self.trace.emit(
+                    "block", op="free", id=block.block_id, group=0, owner=None, hashed=block.block_hash is not None, ref=block.ref_cnt
+                )
+            return result
+
+        self.pool.get_new_blocks, self.pool.free_blocks = take, give
+
+    def take_fresh(self, tables: dict[str, list[int]]) -> list[tuple[int, str]]:
+        """Blocks that the last schedule handed out, with their owners."""
+        owners = {block: req for req, table in tables.items() for block in table}
+        fresh = [(block, owners.get(block, "nobody")) for block in self.fresh if block != 0]
+        for block, owner in fresh:
+            self.trace.emit("block", op="alloc", id=block, group=0, owner=owner, hashed=False, ref=1)
+        self.fresh = []
+        return fresh
+
+    # -- requests --------------------------------------------------------------------------------------------------------------
+    def added(self, request: Any) -> None:
+        """A request is about to be added."""
+        self.alive.append((request.request_id, weakref.ref(request)))
+        self._states[request.request_id] = (request.status.name, 0)
+
+    def _snapshot(self) -> dict[str, tuple[str, int]]:
+        return {r: (q.status.name, q.num_computed_tokens) for r, q in self.scheduler.requests.items()}
+
+    def before_schedule(self) -> None:
+        """Before schedule()."""
+        self._states = self._snapshot()
+
+    def before_update(self) -> None:
+        """Before anything that changes requests outside schedule()."""
+        self._states = self._snapshot()
+        self._objects = dict(self.scheduler.requests)
+
+    _objects: dict[str, Any] = {}
+
+    def state_changes(self, reason: str) -> None:
+        """Emit req.state for every request whose status changed, or whose progress fell, since the snapshot."""
+        for req, (status, computed) in self._states.items():
+            request = self.scheduler.requests.get(req) or self._objects.get(req)
+            if request is None:
+                continue
+            now = request.status.name
+            fell = request.num_computed_tokens < computed
+            if now == status and not fell:
+                continue
+            why = _REASONS.get(request.status, reason) if now != status else "rollback"
+            self.trace.emit(
+                "req.state", req=req, generation=self.observer.generation(req), **{"from": status, "to": now}, reason=why,
+                C=request.num_computed_tokens, P=request.num_output_placeholders, N=request.num_tokens, inflight=request.num_in_flight_tokens,
+            )  # fmt: skip
+
+    # -- after schedule --------------------------------------------------------------------------------------------------------
+    def after_schedule(self, output: Any, tables: dict[str, list[int]]) -> None:
+        """Emit step.scheduled, req.scheduled and req.state of one schedule()."""
+        cached = output.scheduled_cached_reqs
+        resumed = set(getattr(cached, "resumed_req_ids", ()) or ())
+        drafts = {r: len(d) for r, d in output.scheduled_spec_decode_tokens.items()}
+        self.trace.emit(
+            "step.scheduled", total=output.total_num_scheduled_tokens, new=[n.req_id for n in output.scheduled_new_reqs],
+            cached=list(cached.req_ids), resumed=sorted(resumed), preempted=sorted(output.preempted_req_ids or ()),
+            finished=sorted(output.finished_req_ids), has_sync_loads=bool(output.has_sync_kv_loads),
+            empty=output.total_num_scheduled_tokens == 0, drafts=drafts,
+        )  # fmt: skip
+        self._current = {}
+        for new in output.scheduled_new_reqs:
+            request = self.scheduler.requests[new.req_id]
+            kind = "resumed_as_new" if request.num_preemptions else "new"
+            prefill = getattr(new, "prefill_token_ids", None)
+            self._scheduled(
+                request, kind, new.num_computed_tokens, output, tables, new_blocks=list(new.block_ids[0]), outputs=0, all_ids=None,
+                prefill_ids=None if prefill is None else len(prefill),
+            )  # fmt: skip
+        for index, req in enumerate(cached.req_ids):
+            blocks, ids = cached.new_block_ids[index], cached.all_token_ids.get(req)
+            self._scheduled(
+                self.scheduler.requests[req], "resumed" if req in resumed else "cached", cached.num_computed_tokens[index], output, tables,
+                new_blocks=None if blocks is None else list(blocks[0]), outputs=cached.num_output_tokens[index],
+                all_ids=None if ids is None else len(ids), prefill_ids=None,
+            )  # fmt: skip
+        self.state_changes("admit")
+
+    def _scheduled(
+        self, request: Any, kind: str, so_c: int, output: Any, tables: dict[str, list[int]], *, new_blocks: list[int] | None, outputs: int,
+        all_ids: int | None, prefill_ids: int | None,
+    ) -> None:  # fmt: skip
+        req, count = request.request_id, output.num_scheduled_tokens[request.request_id]
+        drafts = len(output.scheduled_spec_decode_tokens.get(req, ()))
+        key = (req, self.observer.generation(req))
+        # schedule() has advanced the counters; the hook saw them as they were before: C by this step's tokens, P by what it will sample.
+        placeholders = request.num_output_placeholders
+        if self._is_async and not is_chunk(request):
+            placeholders -= 1 + drafts
+        self._current[req] = self.trace.emit(
+            "req.scheduled", req=req, generation=key[1], kind=kind, so_C=so_c, C=request.num_computed_tokens - count, S=count,
+            P=placeholders, N=request.num_tokens, inflight=request.num_in_flight_tokens - count, drafts=drafts, new_blocks=new_blocks,
+            table=tables.get(req, []), num_output_tokens=outputs, v_before=None, v_after=None, prefill=is_chunk(request), all_ids=all_ids,
+            prefill_ids=prefill_ids, prev_so_C=self._last.get(key),
+        )  # fmt: skip
+        self._last[key] = so_c
+
+    @property
+    def _is_async(self) -> bool:
+        return bool(self.scheduler.vllm_config.scheduler_config.async_scheduling)
+
+    def after_execute(self, rows: list[Row]) -> None:
+        """Fill in what the worker made of the step: final KV before and after it."""
+        for row in rows:
+            event = self._current.get(row.state.chain.req)
+            if event is not None:
+                event["v_before"], event["v_after"] = min(row.before, row.start + row.count), row.known
+
+    # -- after update ----------------------------------------------------------------------------------------------------------
+    def after_update(self, output: Any, step: int) -> None:
+        """Emit req.updated, req.state and releases of one update_from_output()."""
+        manager = self.scheduler.kv_cache_manager
+        for req in output.num_scheduled_tokens:
+            request = self.scheduler.requests.get(req)
+            if request is None:
+                continue
+            blocks = manager.get_block_ids(req)[0]
+            cached = sum(self.pool.blocks[b].block_hash is not None for b in blocks)
+            self.trace.emit(
+                "req.updated", req=req, generation=self.observer.generation(req), of_step=step, C=request.num_computed_tokens,
+                P=request.num_output_placeholders, N=request.num_tokens, inflight=request.num_in_flight_tokens,
+                hashes=len(request.block_hashes), cached_blocks=cached, real=request.num_computed_tokens - request.num_output_placeholders,
+                status=request.status.name,
+            )  # fmt: skip
+        self.state_changes("output")
+        self._releases()
+
+    def _releases(self) -> None:
+        for req, directions in list(self.observer.held.items()):
+            request = self.scheduler.requests.get(req)
+            for direction in sorted(directions):
+                waiting = direction == "recv" and request is not None and (
+                    request.status == RequestStatus.WAITING_FOR_REMOTE_KVS or request.is_finished()
+                )  # fmt: skip
+                held = direction == "send" and request is not None
+                recved = req in self.scheduler.finished_recving_kv_req_ids
+                if recved or not (waiting or held):
+                    self.observer.release(req, direction, "reported")
+
+    def leaked(self) -> list[str]:
+        """Ids of Request objects that are still alive although the engine has forgotten them. Call after a garbage collection."""
+        return sorted(r for r, ref in self.alive if (found := ref()) is not None and self.scheduler.requests.get(r) is not found)

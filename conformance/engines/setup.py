@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the parts of an engine in the order in which vLLM does: worker half first, then the scheduler with its half."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvconform import compat, policies
+from kvconform.case import Variant
+from kvconform.target import Target
+
+LAYERS, HEADS, HEAD_DIM = 2, 2, 16
+
+
+@dataclass
+class Parts:
+    """The engine's vLLM objects; `worker` and `connector` are the two halves (None without a connector)."""
+
+    config: Any
+    cache_config: Any
+    scheduler: Any
+    connector: Any
+    worker: Any
+    applied: frozenset[str]
+
+
+def build_configs(variant: Variant, target: Target, tmp: Path, layer_names: list[str], *, with_connector: bool) -> tuple[Any, Any]:
+    """(VllmConfig, KVCacheConfig) of a variant."""
+    settings = variant.case.config
+    transfer = None
+    if with_connector:
+        transfer = compat.transfer_config(
+            target.name,
+            target.role or settings.role,
+            target.options(tmp),
+            target.module,
+            settings.load_failure_policy,
+            engine_id=f"kvconform-{variant.case.id}",
+        )
+    config = compat.build_config(
+        block_size=variant.block_size,
+        num_blocks=settings.num_blocks,
+        budget=settings.budget,
+        max_seqs=settings.max_seqs,
+        max_model_len=settings.max_model_len,
+        prefix_caching=settings.prefix_caching,
+        spec_tokens=settings.spec_tokens,
+        scheduling=variant.scheduling,
+        runner=variant.runner,
+        policy="priority" if any(s.op == "add" and s.arg.priority for s in variant.case.steps) else "fcfs",
+        transfer=transfer,
+    )
+    policies.prepare(config, frozenset(variant.case.policies), variant.block_size)
+    cache = compat.build_cache_config(settings.num_blocks, variant.block_size, HEADS, HEAD_DIM, layer_names)
+    return config, cache
+
+
+def build_scheduler(variant: Variant, config: Any, cache: Any, *, with_connector: bool) -> tuple[Any, frozenset[str]]:
+    """The scheduler of the variant's engine, which constructs (or is given) the scheduler half of the connector."""
+    wanted = frozenset(variant.case.policies)
+    if variant.engine == "reference":
+        from kvconform.refimpl.scheduler import ReferenceScheduler
+
+        connector = None
+        if with_connector:
+            connector = compat.KVConnectorFactory.create_connector(
+                config=config, role=compat.KVConnectorRole.SCHEDULER, kv_cache_config=cache
+            )
+        scheduler: Any = ReferenceScheduler(
+            config,
+            cache,
+            connector,
+            block_size=variant.block_size,
+            async_scheduling=variant.scheduling == "async",
+            runner=variant.runner,
+            policies=wanted,
+        )
+        return scheduler, wanted
+    scheduler = compat.build_scheduler(
+        config, cache, block_size=variant.block_size, scheduling=variant.scheduling, runner=variant.runner
+    )
+    return scheduler, policies.apply(scheduler, wanted)

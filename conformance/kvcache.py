@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The paged KV cache that a connector reads and writes, with a shadow copy that only the engine writes."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from kvconform.kernels.codes import CodeBook
+
+
+class PagedCache:
+    """Per layer one tensor [num_blocks, heads, block_size, 2 * head_dim] (K and V packed in the last axis), vLLM's layout since 0.29.
+
+    A *slot* is `block * block_size + offset`. Engine writes go to the tensor and to the shadow; whatever differs between the two was
+    written by the connector.
+    """
+
+    def __init__(self, book: CodeBook, num_blocks: int, block_size: int, device: str = "cpu") -> None:
+        self.book, self.num_blocks, self.block_size = book, num_blocks, block_size
+        shape = (num_blocks, book.heads, block_size, book.width)
+        self.names = [f"model.layers.{i}.self_attn.attn" for i in range(book.layers)]
+        self.tensors = [torch.zeros(shape, dtype=torch.float32, device=device) for _ in self.names]
+        self.shadow = [t.clone() for t in self.tensors]
+        self._mask = torch.from_numpy(book.content_mask())
+
+    def split(self, slots: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slots [n] to (block ids, offsets)."""
+        index = torch.from_numpy(np.ascontiguousarray(slots, dtype=np.int64))
+        return index // self.block_size, index % self.block_size
+
+    def write(self, layer: int, slots: np.ndarray, rows: np.ndarray) -> None:
+        """Engine write of rows [n, heads, width] to slots [n] of one layer."""
+        blocks, offsets = self.split(slots)
+        values = torch.from_numpy(rows).to(torch.float32)
+        self.tensors[layer][blocks, :, offsets] = values
+        self.shadow[layer][blocks, :, offsets] = values
+
+    def read(self, layer: int, slots: np.ndarray) -> torch.Tensor:
+        """Rows [n, heads, width] of slots [n] as they are now."""
+        blocks, offsets = self.split(slots)
+        return self.tensors[layer][blocks, :, offsets]
+
+    def mismatches(self, layer: int, slots: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Indices into `slots` whose content differs from `rows` (the nonce lanes are not compared)."""
+        have = self.read(layer, slots)
+        different = ((have != torch.from_numpy(rows)) & self._mask).flatten(1).any(1)
+        return different.nonzero().flatten().numpy()
+
+    def untouched(self, layer: int, slots: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Indices into `slots` that still hold exactly `rows`, nonce included."""
+        have = self.read(layer, slots)
+        return (have == torch.from_numpy(rows)).flatten(1).all(1).nonzero().flatten().numpy()
+
+    def foreign(self, layer: int) -> np.ndarray:
+        """Slots [n] of one layer that somebody other than the engine changed since the last call; takes them into the shadow."""
+        real, shadow = self.tensors[layer], self.shadow[layer]
+        if torch.equal(real, shadow):
+            return np.empty(0, dtype=np.int64)
+        touched = ((real != shadow) | (real.isnan() != shadow.isnan())).any(3).any(1)
+        slots = touched.flatten().nonzero().flatten().numpy()
+        blocks, offsets = self.split(slots)
+        shadow[blocks, :, offsets] = real[blocks, :, offsets]
+        return slots

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns what the scheduler and its connector half did into events (lookup, alloc, req.scheduled, req.state, hold, release, ...)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvconform.compat import RequestStatus
+from kvconform.digest import digest, pickle_round_trip, scheduler_output_digest
+from kvconform.grants import Grant
+from kvconform.oracle import Oracle
+from kvconform.probe import Call, Probe
+from kvconform.provenance import extend
+from kvconform.trace import Event, Trace
+
+_WAITING = {RequestStatus.WAITING: "waiting", RequestStatus.PREEMPTED: "preempted"}
+
+
+class Memory:
+    """What all engines of one run ever computed (content ids), before and since the last reset of the connector's store."""
+
+    def __init__(self) -> None:
+        self.ever: set[int] = set()
+        self.since_reset: set[int] = set()
+
+    def computed(self, ids: list[int]) -> None:
+        """Note content ids that now exist in an engine's cache."""
+        self.ever.update(ids)
+        self.since_reset.update(ids)
+
+    def reset(self) -> None:
+        """The connector said that its store is empty."""
+        self.since_reset.clear()
+
+
+class Observer:
+    """Watches one engine. `generation(req_id)` and `identity(req_id)` come from the harness; nothing here changes engine state."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        probe: Probe,
+        oracle: Oracle,
+        memory: Memory,
+        scheduler: Any,
+        generation: Callable[[str], int],
+        identity: Callable[[str], Any],
+        valid_end: Callable[[str], int],
+    ) -> None:
+        self.trace, self.probe, self.oracle, self.memory, self.scheduler = trace, probe, oracle, memory, scheduler
+        self.generation, self.identity, self.valid_end = generation, identity, valid_end
+        self.attempts = 0
+        self.lookups: dict[tuple[str, int], dict[str, Any]] = {}
+        self.failed_claims: dict[tuple[str, int, int], int] = {}
+        self.transfers = 0
+        self.held: dict[str, set[str]] = {}
+        self.activity = 0
+        self.reset_seen = False
+        self.last_so_c: dict[tuple[str, int], int] = {}
+        self.scheduled: dict[str, Event] = {}
+        self.on_lookup: Callable[[Any, Event], None] | None = None
+        self.built: dict[int, str] = {}
+        for hook, listener in (
+            ("get_num_new_matched_tokens", self._lookup),
+            ("update_state_after_alloc", self._alloc),
+            ("request_finished", self._finished),
+            ("request_finished_all_groups", self._finished),
+            ("build_connector_meta", self._built),
+            ("get_transfer_results", self._reported),
+            ("get_block_ids_with_load_errors", self._errors),
+            ("bind_connector_metadata", self._bound),
+            ("clear_connector_metadata", self._cleared),
+            ("reset_cache", self._reset),
+        ):
+            probe.on(hook, after=listener)
+        probe.on("build_connector_meta", before=self._building)
+        probe.on("reset_cache", before=lambda call: self._cache_reset("called", None))
+        self.failed: list[Event] = []
+        self.errors: set[int] = set()
+
+    # -- lookups and allocations -----------------------------------------------------------------------------------------------
+    def _prefix(self, request: Any) -> tuple[int, int]:
+        """(longest prefix of the request ever computed, longest prefix computed since the last reset)."""
+        identity, chain, ever, since = self.identity(request.request_id), None, 0, 0
+        fresh = True
+        for position, token in enumerate(request.all_token_ids):
+            chain = extend(0x9E3779B97F4A7C15 if chain is None else chain, token, identity.extra(position))
+            if chain not in self.memory.ever:
+                break
+            ever += 1
+            fresh = fresh and chain in self.memory.since_reset
+            since += fresh
+        return ever, since
+
+    def _lookup(self, call: Call) -> None:
+        if call.error is not None:
+            return
+        request, local = call.arg(0, "request"), call.arg(1, "num_computed_tokens")
+        tokens, is_async, type_ok = _answer(call.result)
+        key = (request.request_id, self.generation(request.request_id))
+        previous = self.lookups.get(key)
+        ever, since = self._prefix(request)
+        self.attempts += 1
+        end = local + tokens if isinstance(tokens, int) else 0
+        event = self.trace.emit(
+            "lookup", req=key[0], generation=key[1], attempt=self.attempts, local=local, tokens=tokens, is_async=is_async, type_ok=type_ok,
+            N=request.num_tokens, status=_WAITING.get(request.status, request.status.name.lower()),
+            repeat=previous is not None and not previous["allocated"], prev_tokens=None if previous is None else previous["tokens"],
+            store_may_have_shrunk=previous is None or previous["activity"] != self.activity or previous["local"] != local,
+            same_claim_failed=self.failed_claims.get((*key, tokens if isinstance(tokens, int) else -1), 0), ever_computed=ever,
+            computed_before_reset=max(0, min(end, ever) - max(since, local)) if self.reset_seen and end > local else 0,
+            after_reset=self.reset_seen, prompt_len=request.num_prompt_tokens,
+            block_aligned=not isinstance(tokens, int) or tokens % self.oracle.cache.block_size == 0, C=request.num_computed_tokens,
+        )  # fmt: skip
+        self.lookups[key] = {"tokens": tokens, "local": local, "allocated": False, "activity": self.activity, "is_async": is_async}
+        if self.on_lookup:
+            self.on_lookup(request, event)
+
+    def _alloc(self, call: Call) -> None:
+        if call.error is not None:
+            return
+        request, blocks, external = call.arg(0, "request"), call.arg(1, "blocks"), call.arg(2, "num_external_tokens")
+        key = (request.request_id, self.generation(request.request_id))
+        last = self.lookups.get(key)
+        table = list(blocks.get_block_ids()[0])
+        second = last is None or last["allocated"]
+        local = request.num_computed_tokens if second or last is None else last["local"]
+        is_async = bool(last and last["is_async"]) and external > 0
+        transfer = None
+        if external > 0:
+            self.transfers += 1
+            transfer = f"{key[0]}#{key[1]}.{self.transfers}"
+            grant = Grant(
+                transfer, key[0], key[1], local, local + external, is_async, table, self.oracle.cache.block_size, len(self.oracle.cache.tensors)
+            )
+            grant.started_step = self.trace.step
+            self.oracle.grants.append(grant)
+        if last:
+            last["allocated"] = True
+        size = self.oracle.cache.block_size
+        self.trace.emit(
+            "alloc", req=key[0], generation=key[1], attempt=self.attempts, transfer=transfer, local=local,
+            claimed=last["tokens"] if last and not second else None, external=external, is_async=is_async, blocks=table,
+            shared_blocks=table[: local // size], second_call=second, C=request.num_computed_tokens,
+        )  # fmt: skip
+        if is_async:
+            self.hold(key[0], "recv", transfer, "async load")
+
+    # -- holds -----------------------------------------------------------------------------------------------------------------
+    def hold(self, req: str, direction: str, transfer: str | None, cause: str) -> None:
+        """The engine waits for a completion report of this request."""
+        self.held.setdefault(req, set()).add(direction)
+        self.trace.emit("hold", req=req, generation=self.generation(req), direction=direction, transfer=transfer, cause=cause)
+
+    def release(self, req: str, direction: str, cause: str) -> None:
+        """The engine took note of a completion report."""
+        if direction in self.held.get(req, set()):
+            self.held[req].discard(direction)
+            self.trace.emit("release", req=req, generation=self.generation(req), direction=direction, transfer=None, cause=cause)
+
+    def _finished(self, call: Call) -> None:
+        request = call.arg(0, "request")
+        blocks = call.arg(1, "block_ids")
+        flat = list(blocks[0]) if blocks and isinstance(blocks, tuple) else list(blocks or [])
+        delayed = call.error is None and isinstance(call.result, tuple) and bool(call.result) and call.result[0] is True
+        final = min(self.valid_end(request.request_id), request.num_tokens)
+        self.trace.emit(
+            "req.finished", req=request.request_id, generation=self.generation(request.request_id), status=request.status.name,
+            C=request.num_computed_tokens, P=request.num_output_placeholders, N=request.num_tokens, inflight=request.num_in_flight_tokens,
+            blocks=flat, delayed=delayed, v_final=final,
+        )  # fmt: skip
+        if delayed:
+            self.hold(request.request_id, "send", None, "request_finished returned True")
+
+    # -- worker reports --------------------------------------------------------------------------------------------------------
+    def _reported(self, call: Call) -> None:
+        if call.error is not None or call.result is None:
+            return
+        sending, recving = call.result.finished_sending or (), call.result.finished_recving or ()
+        failed = set(getattr(call.result, "failed_recving", ()) or ())
+        for direction, ids in (("send", sending), ("recv", recving)):
+            for req in sorted(ids):
+                grant = self._open_async(req) if direction == "recv" else None
+                self.trace.emit(
+                    "transfer.reported", req=req, generation=self.generation(req), transfer=grant.transfer if grant else None, rank=0,
+                    direction=direction, known=req in self.scheduler.requests, held=direction in self.held.get(req, set()),
+                )  # fmt: skip
+        for req in sorted(failed):
+            grant = self._open_async(req)
+            self._fail(req, grant, sorted(grant.blocks) if grant else [], [])
+        self.oracle.failed_reqs = failed
+        self.recved = list(recving)
+
+    def _open_async(self, req: str) -> Grant | None:
+        return next((g for g in self.oracle.open_grants() if g.req == req and g.is_async), None)
+
+    def _fail(self, req: str | None, grant: Grant | None, blocks: list[int], outside: list[int]) -> None:
+        event = self.trace.emit(
+            "transfer.failed", req=req, transfer=grant.transfer if grant else None, rank=0, blocks=blocks, outside_grant=outside, groups=1,
+            is_async=bool(grant and grant.is_async),
+        )  # fmt: skip
+        self.failed.append(event)
+        if grant:
+            key = (grant.req, grant.generation, grant.end - grant.start)
+            self.failed_claims[key] = self.failed_claims.get(key, 0) + 1
+
+    def _errors(self, call: Call) -> None:
+        if call.error is not None:
+            return
+        self.errors = set(call.result or ())
+        self.oracle.failed_blocks = self.errors
+        left = set(self.errors)
+        for grant in self.oracle.open_grants():
+            hit = self.errors & grant.blocks
+            if hit and grant.req not in self.oracle.failed_reqs:
+                self._fail(grant.req, grant, sorted(hit), [])
+            left -= hit
+        if left:
+            self._fail(None, None, sorted(self.errors), sorted(left))
+
+    # -- metadata --------------------------------------------------------------------------------------------------------------
+    def _building(self, call: Call) -> None:
+        call.scratch["digest"] = scheduler_output_digest(call.arg(0, "scheduler_output"))
+
+    def _built(self, call: Call) -> None:
+        if call.error is not None:
+            return
+        output = call.arg(0, "scheduler_output")
+        meta = call.result
+        copy, reason = (None, None) if meta is None else pickle_round_trip(meta)
+        state = getattr(output, "kv_connector_block_state", None)
+        kept = state is not None and any(v is state for v in vars(meta).values()) if meta is not None and hasattr(meta, "__dict__") else False
+        mark = digest(meta)
+        self.built[id(meta)] = mark
+        mutated = scheduler_output_digest(output) != call.scratch["digest"]
+        if call.result_event is not None:
+            call.result_event["mutated_args"] = mutated
+        self.trace.emit(
+            "meta.built", ok=meta is not None, pickles=meta is not None and reason is None, pickle_error=reason, digest=mark,
+            output_mutated=mutated, none=meta is None, block_state_kept=kept, of_step=self.trace.step,
+        )  # fmt: skip
+
+    def _bound(self, call: Call) -> None:
+        meta = call.arg(0, "connector_metadata")
+        mark = digest(meta)
+        built = self.current_digest
+        self.trace.emit("meta.bound", digest=mark, same_as_built=built is None or built == mark)
+
+    def _cleared(self, call: Call) -> None:
+        self.trace.emit("meta.cleared", digest=None, same_as_built=True)
+
+    current_digest: str | None = None
+    recved: list[str] = []
+
+    # -- reset -----------------------------------------------------------------------------------------------------------------
+    def _cache_reset(self, phase: str, returned: Any) -> None:
+        running = bool(self.scheduler.running)
+        self.trace.emit("cache.reset", phase=phase, returned=returned, running=running, connector=True)
+
+    def _reset(self, call: Call) -> None:
+        if call.error is None:
+            self._cache_reset("returned", call.result)
+            if call.result is not False:
+                self.memory.reset()
+                self.reset_seen = True
+
+
+def _answer(result: Any) -> tuple[Any, bool, bool]:
+    """(tokens, is_async, type_ok) of a lookup's answer; a malformed answer gives (None, False, False)."""
+    if not isinstance(result, tuple) or len(result) != 2:
+        return None, False, False
+    tokens, is_async = result
+    ok = (tokens is None or type(tokens) is int) and isinstance(is_async, bool)
+    if not (tokens is None or isinstance(tokens, (int, float))) or isinstance(tokens, bool):
+        return None, False, False
+    return tokens, bool(is_async), ok

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The oracle: who may write which slot when, and what every slot must hold when the engine reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvconform.grants import Grant
+from kvconform.kvcache import PagedCache
+from kvconform.provenance import Chain, Registry, diagnose
+from kvconform.trace import Trace
+
+OWN, EXTERNAL = 1, 2
+Tables = Callable[[], dict[str, list[int]]]
+
+
+@dataclass
+class Wrong:
+    """A wrong slot seen by a reader, kept back until the step's load failures are known."""
+
+    layer: int
+    chain: Chain
+    pos: int
+    slot: int
+    found: str
+    side: str
+    origin: str
+    grant: Grant | None
+
+
+class Oracle:
+    """Judges bytes of one engine's cache. `tables()` returns the live block tables by request id.
+
+    It emits kv.changed, load.due and kv.wrong; it never writes the cache.
+    """
+
+    def __init__(self, cache: PagedCache, registry: Registry, trace: Trace, tables: Tables) -> None:
+        self.cache, self.registry, self.trace, self.tables = cache, registry, trace, tables
+        slots = cache.num_blocks * cache.block_size
+        self.fill_kind = np.zeros(slots, dtype=np.int8)
+        self.fill_ref = np.full(slots, -1, dtype=np.int64)
+        self.version = np.zeros(slots, dtype=np.int64)
+        self.refs: list[str] = []
+        self.grants: list[Grant] = []
+        self.pending: list[Wrong] = []
+        self.reported: dict[tuple[int, int], int] = {}
+        self.failed_blocks: set[int] = set()
+        self.failed_reqs: set[str] = set()
+
+    # -- what fills a slot -----------------------------------------------------------------------------------------------------
+    def _ref(self, name: str) -> int:
+        self.refs.append(name)
+        return len(self.refs) - 1
+
+    def filled(self, slots: np.ndarray, kind: int, name: str) -> None:
+        """Note that `slots` were filled by the engine (OWN: request `name`) or by a transfer (EXTERNAL: transfer id)."""
+        self.fill_kind[slots] = kind
+        self.fill_ref[slots] = self._ref(name)
+        self.version[slots] += 1
+
+    def emptied(self, slots: np.ndarray) -> None:
+        """Note that `slots` hold nothing any more (handed out again)."""
+        self.fill_kind[slots] = 0
+        self.fill_ref[slots] = -1
+        self.version[slots] += 1
+
+    def open_grants(self) -> list[Grant]:
+        """Grants that the engine has not relied on yet."""
+        return [g for g in self.grants if g.open]
+
+    # -- writes by the connector -----------------------------------------------------------------------------------------------
+    def check_writes(self, after_hook: str) -> None:
+        """Classify whatever the connector wrote since the last call; emits one kv.changed per layer that changed."""
+        for layer in range(len(self.cache.tensors)):
+            slots = self.cache.foreign(layer)
+            if len(slots):
+                self._classify(after_hook, layer, slots)
+
+    def _classify(self, after_hook: str, layer: int, slots: np.ndarray) -> None:
+        size = self.cache.block_size
+        grants = self.open_grants()
+        owners: dict[int, list[str]] = {}
+        for req, table in self.tables().items():
+            for block in table:
+                owners.setdefault(block, []).append(req)
+        kinds: dict[str, list[int]] = {k: [] for k in ("tail", "shared", "over_computed", "null_block", "unallocated", "other_request")}
+        reqs: set[str] = set()
+        transfers: set[str] = set()
+        for slot in slots.tolist():
+            block = slot // size
+            if block == 0:
+                kinds["null_block"].append(slot)
+                continue
+            inside = [g for g in grants if g.position(slot) is not None]
+            if inside:
+                for grant in inside:
+                    self._granted(grant, layer, slot, after_hook)
+                    reqs.add(grant.req)
+                    transfers.add(grant.transfer)
+                continue
+            mine = [g for g in grants if block in g.table]
+            kinds[self._outside(slot, block, mine, owners)].append(slot)
+            reqs.update(g.req for g in mine)
+            transfers.update(g.transfer for g in mine)
+        self.version[slots] += 1
+        self.trace.emit("kv.changed", after_hook=after_hook, layer=layer, req=sorted(reqs), transfer=sorted(transfers), **kinds)
+
+    def _outside(self, slot: int, block: int, mine: list[Grant], owners: dict[int, list[str]]) -> str:
+        if block not in owners and not mine:
+            return "unallocated"
+        for grant in mine:
+            if block in grant.shared:
+                return "shared"
+        if not mine:
+            return "other_request"
+        return "over_computed" if self.fill_kind[slot] else "tail"
+
+    def _granted(self, grant: Grant, layer: int, slot: int, after_hook: str) -> None:
+        pos = grant.position(slot)
+        assert pos is not None
+        if pos in grant.late:
+            self.trace.emit(
+                "kv.wrong", req=grant.req, generation=grant.generation, layer=layer, kv="both", pos=pos, count=1, slot=slot,
+                block=slot // self.cache.block_size, via="external", transfer=grant.transfer, transfer_sync=not grant.is_async,
+                found="not_yet_loaded", origin=f"bytes that arrived in {after_hook}, after the layer had been read",
+            )  # fmt: skip
+        grant.written[layer, pos - grant.start] = True
+        self.fill_kind[slot] = EXTERNAL
+        self.fill_ref[slot] = self._ref(grant.transfer)
+
+    # -- reads by the engine ---------------------------------------------------------------------------------------------------
+    def check_read(self, layer: int, chain: Chain, slots: np.ndarray, rows: np.ndarray) -> list[int]:
+        """Compare what positions [0, len(slots)) of `chain` hold with `rows` [n, heads, width]; returns the wrong positions."""
+        wrong = self.cache.mismatches(layer, slots, rows).tolist()
+        for pos in wrong:
+            slot = int(slots[pos])
+            if self.reported.get((layer, slot)) == int(self.version[slot]):
+                continue
+            self.reported[(layer, slot)] = int(self.version[slot])
+            grant = next((g for g in self.open_grants() if g.position(slot) is not None), None)
+            loading = grant is not None and not grant.written[layer, pos - grant.start] if grant and grant.start <= pos < grant.end else False
+            row = self.cache.read(layer, slots[pos : pos + 1])[0].numpy()
+            found, side, origin = diagnose(self.registry, row, layer, chain, pos, loading=loading)
+            if loading and grant is not None:
+                grant.late.add(pos)
+            self.pending.append(Wrong(layer, chain, pos, slot, found, side, origin, grant))
+        return wrong
+
+    def settle_reads(self) -> None:
+        """Emit kv.wrong for the wrong slots seen since the last call, except those whose load was reported failed in time."""
+        runs: list[tuple[Wrong, int]] = []
+        for item in self.pending:
+            if item.slot // self.cache.block_size in self.failed_blocks or item.chain.req in self.failed_reqs:
+                continue
+            if item.found == "not_yet_loaded" and item.grant is not None:
+                continue  # never arrived: load.due.missing has it; arrived late: emitted when it did
+            last = runs[-1] if runs else None
+            if last and last[0].chain is item.chain and last[0].layer == item.layer and last[0].found == item.found and last[0].side == item.side \
+                    and last[0].pos + last[1] == item.pos:  # fmt: skip
+                runs[-1] = (last[0], last[1] + 1)
+            else:
+                runs.append((item, 1))
+        for item, count in runs:
+            via, transfer, sync = self._via(item)
+            self.trace.emit(
+                "kv.wrong", req=item.chain.req, generation=item.chain.generation, layer=item.layer, kv=item.side, pos=item.pos, count=count,
+                slot=item.slot, block=item.slot // self.cache.block_size, via=via, transfer=transfer, transfer_sync=sync, found=item.found,
+                origin=item.origin,
+            )  # fmt: skip
+        self.pending.clear()
+
+    def _via(self, item: Wrong) -> tuple[str, str | None, bool | None]:
+        kind, ref = int(self.fill_kind[item.slot]), int(self.fill_ref[item.slot])
+        name = self.refs[ref] if ref >= 0 else None
+        mine = f"{item.chain.req}#{item.chain.generation}"
+        if kind == EXTERNAL and name is not None:
+            grant = next((g for g in self.grants if g.transfer == name), None)
+            sync = None if grant is None else not grant.is_async
+            return ("external" if name.startswith(mine + ".") else "local"), name, sync
+        if item.grant is not None and item.grant.key == (item.chain.req, item.chain.generation):
+            return "external", item.grant.transfer, not item.grant.is_async
+        return ("own" if name == mine else "local"), None, None
+
+    # -- grants become due -----------------------------------------------------------------------------------------------------
+    def due(self, grant: Grant, chain: Chain) -> None:
+        """The engine is about to rely on `grant`: emit load.due and close it."""
+        grant.open = False
+        missing = grant.missing()
+        wrong: set[int] = set()
+        length = min(grant.end, len(chain.ids)) - grant.start
+        if length > 0:
+            rows = self.cache.book.rows(chain.array(grant.start, grant.start + length))
+            for layer in range(len(self.cache.tensors)):
+                bad = self.cache.mismatches(layer, grant.slots[:length], rows[:, layer])
+                wrong.update(grant.start + int(i) for i in bad if grant.written[layer, int(i)])
+        affected = {grant.table[p // grant.block_size] for p in missing}
+        reported = grant.req in self.failed_reqs or bool(affected) and affected <= self.failed_blocks
+        self.trace.emit(
+            "load.due", req=grant.req, generation=grant.generation, transfer=grant.transfer, granted=grant.end - grant.start,
+            missing=missing, wrong=sorted(wrong), reported_failed=bool(reported), is_async=grant.is_async, local=grant.start,
+        )  # fmt: skip

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The probe: records every call that crosses the connector interface.
+
+The connector's class is patched in place: a subclass would break `type(self) is C`, lookups by module path and MultiConnector's children.
+Hooks are found by introspection on the installed base class, so a method that a newer vLLM adds is recorded too. The patch is
+installed once per class and talks to whichever `Probe` is active; with none active it costs one attribute read.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from kvconform import watchdog
+from kvconform.trace import Event, Trace
+from kvconform.values import ValueCheck, check_value
+
+Listener = Callable[["Call"], None]
+
+
+class Call:
+    """One call of a hook: what went in, what came out. `error` is the exception that the connector raised, if any."""
+
+    __slots__ = ("args", "connector", "depth", "error", "event", "half", "hook", "kwargs", "result", "result_event", "scratch")
+
+    def __init__(self, connector: Any, hook: str, half: str, depth: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.connector, self.hook, self.half, self.depth = connector, hook, half, depth
+        self.args, self.kwargs = args, kwargs
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.event: Event | None = None
+        self.result_event: Event | None = None
+        self.scratch: dict[str, Any] = {}
+
+    def arg(self, index: int, name: str, default: Any = None) -> Any:
+        """Positional or keyword argument of the call."""
+        return self.args[index] if len(self.args) > index else self.kwargs.get(name, default)
+
+
+class Probe:
+    """Records the hooks of one engine's connector halves into a trace and tells listeners.
+
+    `halves` maps id(connector) to (half, rank); a connector that is not in it (a MultiConnector's child) is not recorded.
+    """
+
+    active: Probe | None = None
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.halves: dict[int, tuple[str, int]] = {}
+        self.before: dict[str, list[Listener]] = {}
+        self.after: dict[str, list[Listener]] = {}
+        self.after_any: list[Listener] = []
+        self._depth = 0
+        self._main = threading.get_ident()
+        self.last_error: tuple[str, BaseException, int] | None = None
+
+    def on(self, hook: str, *, before: Listener | None = None, after: Listener | None = None) -> None:
+        """Call `before`/`after` around each outermost call of `hook` (also when it raised)."""
+        if before:
+            self.before.setdefault(hook, []).append(before)
+        if after:
+            self.after.setdefault(hook, []).append(after)
+
+    def record(self, connector: Any, hook: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one hook under the probe; returns what it returned, raises what it raised."""
+        half, rank = self.halves.get(id(connector), (None, 0))
+        if half is None or threading.get_ident() != self._main:
+            return call(connector, *args, **kwargs)
+        item = Call(connector, hook, half, self._depth, args, kwargs)
+        outermost = self._depth == 0
+        if outermost:
+            for listener in self.before.get(hook, ()):
+                listener(item)
+        bound = None
+        if half == "worker":
+            bound = getattr(connector, "_connector_metadata", None) is not None
+        item.event = self.trace.emit(
+            "hook.called", hook=hook, half=half, rank=rank, depth=item.depth, bound=bound, cls=type(connector).__name__, thread="main"
+        )
+        self._depth += 1
+        timed_out = False
+        try:
+            with watchdog.hook(hook):
+                item.result = call(connector, *args, **kwargs)
+        except watchdog.HookTimeout as error:
+            item.error, timed_out = error, True
+            raise
+        except BaseException as error:
+            item.error = error
+            raise
+        finally:
+            self._depth -= 1
+            self._returned(item, rank, timed_out, outermost)
+        return item.result
+
+    def _returned(self, item: Call, rank: int, timed_out: bool, outermost: bool) -> None:
+        check = check_value(item) if outermost and item.error is None else ValueCheck()
+        text = None if item.error is None else f"{type(item.error).__name__}: {item.error}".splitlines()[0][:300]
+        assert item.event is not None
+        item.result_event = self.trace.emit(
+            "hook.returned",
+            hook=item.hook,
+            half=item.half,
+            rank=rank,
+            depth=item.depth,
+            error=None if item.error is None else type(item.error).__name__,
+            error_text=text,
+            value=check.text,
+            value_ok=check.ok,
+            mutated_args=False,
+            params_msgpack_ok=check.msgpack_ok,
+            params_aliased=check.aliased,
+            called_seq=item.event["seq"],
+            layer=item.arg(0, "layer_name") if item.hook in ("wait_for_layer_load", "save_kv_layer") else None,
+            timed_out=timed_out,
+        )
+        if item.error is not None and self.last_error is None or (item.error is not None and self.last_error and self.last_error[1] is not item.error):
+            self.last_error = (item.hook, item.error, item.result_event["seq"])
+        if outermost:
+            for listener in self.after.get(item.hook, ()):
+                listener(item)
+            for listener in self.after_any:
+                listener(item)
+
+
+def hook_names() -> tuple[str, ...]:
+    """Public instance methods of the installed KVConnectorBase_V1 and its SupportsHMA companion, in definition order."""
+    from kvconform.compat import hook_classes
+
+    names: list[str] = []
+    for cls in hook_classes():
+        for name, member in vars(cls).items():
+            if inspect.isfunction(member) and not name.startswith("_") and name not in names:
+                names.append(name)
+    return tuple(names)
+
+
+def _wrapper(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def recorded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        probe = Probe.active
+        if probe is None:
+            return original(self, *args, **kwargs)
+        return probe.record(self, name, original, args, kwargs)
+
+    recorded._kvconform_original = original  # type: ignore[attr-defined]
+    return recorded
+
+
+class Patch:
+    """Patches `cls` in place while it is entered, and restores every attribute afterwards."""
+
+    def __init__(self, cls: type) -> None:
+        self.cls = cls
+        self._own: dict[str, Any] = {}
+        self._added: list[str] = []
+
+    def __enter__(self) -> Patch:
+        for name in hook_names():
+            original = getattr(self.cls, name, None)
+            if original is None or not inspect.isfunction(original) or hasattr(original, "_kvconform_original"):
+                continue
+            if name in vars(self.cls):
+                self._own[name] = vars(self.cls)[name]
+            else:
+                self._added.append(name)
+            setattr(self.cls, name, _wrapper(name, original))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for name, original in self._own.items():
+            setattr(self.cls, name, original)
+        for name in self._added:
+            delattr(self.cls, name)
+        self._own.clear()
+        self._added.clear()
+
+
+def wrap_instance_hooks(connector: Any) -> None:
+    """Wrap hooks that a constructor assigned on the instance (`self.get_finished = ...`), which hide the patched class's."""
+    for name in hook_names():
+        member = vars(connector).get(name) if hasattr(connector, "__dict__") else None
+        if callable(member) and not hasattr(member, "_kvconform_original"):
+
+            def bound(_self: Any, *args: Any, _member: Callable[..., Any] = member, **kwargs: Any) -> Any:
+                return _member(*args, **kwargs)
+
+            wrapped = functools.partial(_wrapper(name, bound), connector)
+            wrapped._kvconform_original = member  # type: ignore[attr-defined]
+            setattr(connector, name, wrapped)

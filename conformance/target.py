@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connector under test: how it is named, configured and found."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvconform.errors import UsageError
+
+
+@dataclass
+class Target:
+    """A connector and its configuration. `connector` is `package.module:Class`, a name registered in vLLM's factory, or None.
+
+    `{tmp}` in the strings of `extra_config` stands for the run's own directory. `capabilities` are the declared ones.
+    """
+
+    connector: str | None
+    extra_config: dict[str, Any] = field(default_factory=dict)
+    role: str | None = None
+    capabilities: dict[str, Any] = field(default_factory=dict)
+    stall_seconds: float = 2.0
+    hook_timeout: float = 10.0
+
+    @property
+    def name(self) -> str:
+        """What vLLM's `kv_connector` is set to: the class or registered name."""
+        return (self.connector or "none").rpartition(":")[2]
+
+    @property
+    def module(self) -> str | None:
+        """What `kv_connector_module_path` is set to; None for registered names."""
+        return (self.connector or "").rpartition(":")[0] or None
+
+    def resolve(self) -> type:
+        """The connector's class. Imports it (and vLLM); UsageError in one sentence if that cannot be."""
+        from kvconform.compat import KVConnectorBase_V1, KVConnectorFactory
+
+        assert self.connector is not None
+        if self.module is None:
+            if self.name not in KVConnectorFactory._registry:
+                known = ", ".join(sorted(KVConnectorFactory._registry))
+                raise UsageError(f"vLLM knows no connector named {self.name!r}: give it as package.module:Class, or one of {known}.")
+            try:
+                return KVConnectorFactory._registry[self.name]()
+            except Exception as error:  # a registered connector may import anything
+                raise UsageError(f"Connector {self.name} cannot be imported: {_one_line(error)}.") from error
+        try:
+            module = importlib.import_module(self.module)
+        except Exception as error:  # the user's module may raise anything while it is imported
+            raise UsageError(f"Module {self.module} of connector {self.connector} cannot be imported: {_one_line(error)}.") from error
+        cls = getattr(module, self.name, None)
+        if cls is None:
+            raise UsageError(f"Module {self.module} has no attribute {self.name!r}: name the connector's class as package.module:Class.")
+        if not (isinstance(cls, type) and issubclass(cls, KVConnectorBase_V1)):
+            raise UsageError(f"{self.connector} is not a KV connector: it must be a subclass of vLLM's KVConnectorBase_V1.")
+        return cls
+
+    def options(self, tmp: Path) -> dict[str, Any]:
+        """`extra_config` with `{tmp}` replaced."""
+        return _substitute(self.extra_config, str(tmp))  # type: ignore[no-any-return]
+
+    def declared(self, cls: type | None) -> dict[str, Any]:
+        """Declared capabilities: those of the class (`kvconform_capabilities(extra_config)`), overridden by the configuration's."""
+        found: dict[str, Any] = {}
+        offered = getattr(cls, "kvconform_capabilities", None)
+        if callable(offered):
+            found |= offered(dict(self.extra_config))
+        elif isinstance(offered, dict):
+            found |= offered
+        return found | self.capabilities
+
+
+def _substitute(value: Any, tmp: str) -> Any:
+    if isinstance(value, str):
+        return value.replace("{tmp}", tmp)
+    if isinstance(value, dict):
+        return {k: _substitute(v, tmp) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_substitute(v, tmp) for v in value]
+    return value
+
+
+def _one_line(error: BaseException) -> str:
+    text = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
+    return text[:300]

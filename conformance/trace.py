@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trace of one engine run: a list of plain-dict events with a step counter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Event = dict[str, Any]
+
+
+class Trace:
+    """Appends events (kinds and fields: `kvconform.events`) and numbers them. `emit` changes the trace; nothing else does."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.step = 0
+
+    def emit(self, kind: str, **fields: Any) -> Event:
+        """Append an event of `kind`; returns the dict, whose fields may still be filled in until the run ends."""
+        event: Event = {"k": kind, "seq": len(self.events), "step": self.step, **fields}
+        self.events.append(event)
+        return event

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Judges the type of what a hook returned, against what the engine does with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvconform.probe import Call
+
+
+@dataclass(frozen=True)
+class ValueCheck:
+    """`ok`: the value has the contract's type; `msgpack_ok`/`aliased`: transfer parameters serialise and are a fresh dict."""
+
+    ok: bool = True
+    msgpack_ok: bool = True
+    aliased: bool = False
+    text: str = "None"
+
+
+def short(value: Any) -> str:
+    """A short, address-free description of a value for traces."""
+    if value is None or isinstance(value, (bool, int, float)):
+        return repr(value)
+    if isinstance(value, str):
+        return repr(value[:60])
+    if isinstance(value, (set, frozenset)):
+        return "{" + ", ".join(sorted(short(v) for v in value)[:8]) + "}"
+    if isinstance(value, (tuple, list)) and len(value) <= 8:
+        inside = ", ".join(short(v) for v in value)
+        return f"({inside})" if isinstance(value, tuple) else f"[{inside}]"
+    if isinstance(value, dict) and len(value) <= 8:
+        return "{" + ", ".join(f"{short(k)}: {short(v)}" for k, v in value.items()) + "}"
+    return type(value).__name__
+
+
+def _set_or_none(value: Any) -> bool:
+    return value is None or isinstance(value, (set, frozenset))
+
+
+def _finish(call: Call) -> ValueCheck:
+    value = call.result
+    ok = isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], bool) and (value[1] is None or isinstance(value[1], dict))
+    if not ok:
+        return ValueCheck(ok=False, text=short(value))
+    params = value[1]
+    msgpack_ok, aliased = True, False
+    if params is not None:
+        import msgspec
+
+        try:
+            msgspec.msgpack.encode(params)
+        except Exception:  # whatever the encoder rejects cannot reach the front end
+            msgpack_ok = False
+        aliased = params is getattr(call.arg(0, "request"), "kv_transfer_params", None)
+    return ValueCheck(True, msgpack_ok, aliased, short(value))
+
+
+def _transfer_results(value: Any) -> bool:
+    return all(isinstance(getattr(value, name, None), (set, frozenset)) for name in ("finished_sending", "finished_recving", "failed_recving"))
+
+
+def _finished(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and all(_set_or_none(v) for v in value)
+
+
+def _blocks(value: Any) -> bool:
+    return isinstance(value, (set, frozenset)) and all(isinstance(v, int) for v in value)
+
+
+_CHECKS: dict[str, Callable[[Any], bool]] = {
+    "get_finished": _finished,
+    "get_transfer_results": _transfer_results,
+    "get_block_ids_with_load_errors": _blocks,
+    "reset_cache": lambda v: v is None or isinstance(v, bool),
+    "has_pending_block_frees": lambda v: isinstance(v, bool),
+    "has_pending_push_work": lambda v: isinstance(v, bool),
+    "get_loaded_kv_cache_group_ids": lambda v: isinstance(v, tuple) and all(isinstance(i, int) for i in v),
+    "take_events": lambda v: v is None or hasattr(v, "__iter__"),
+    "get_finished_count": lambda v: v is None or isinstance(v, int),
+}
+
+
+def check_value(call: Call) -> ValueCheck:
+    """Judge the outcome of a finished outermost call. Reads only."""
+    if call.hook in ("request_finished", "request_finished_all_groups"):
+        return _finish(call)
+    check = _CHECKS.get(call.hook)
+    return ValueCheck(ok=check is None or check(call.result), text=short(call.result))

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The provenance code: the bytes of a slot as a function of what the slot holds.
+
+A *content id* is a 64-bit integer (see `kvconform.provenance`). For layer `l`, K or V `s` and head `h` it becomes a 48-bit
+fingerprint, written as 12 nibbles into 12 lanes of the head's vector; four further lanes hold the write generation (nonce). All
+values are the integers 0..15, which fp32, fp16, bf16, fp8 e4m3 and uint8 hold exactly. Lanes beyond the 16th repeat the fingerprint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+FINGERPRINT_LANES = 12
+NONCE_LANES = 4
+MIN_HEAD_DIM = FINGERPRINT_LANES + NONCE_LANES
+_FINGERPRINT_MASK = np.uint64((1 << (4 * FINGERPRINT_LANES)) - 1)
+
+
+def mix64(value: int) -> int:
+    """Avalanche a 64-bit integer (the finaliser of splitmix64). Pure."""
+    mask = (1 << 64) - 1
+    value &= mask
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
+    return value ^ (value >> 31)
+
+
+def _mix_array(values: np.ndarray) -> np.ndarray:
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+@dataclass(frozen=True)
+class CodeBook:
+    """Encoder and decoder for one cache geometry.
+
+    A row has shape [layers, heads, 2 * head_dim]: K in the first half of the last axis, V in the second.
+    """
+
+    layers: int
+    heads: int
+    head_dim: int
+    _keys: np.ndarray = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.head_dim < MIN_HEAD_DIM:
+            raise ValueError(f"head_dim must be at least {MIN_HEAD_DIM} to hold fingerprint and nonce, got {self.head_dim}")
+        keys = np.array(
+            [
+                [[mix64(1 + (layer * 2 + kv) * 4096 + head) for head in range(self.heads)] for kv in range(2)]
+                for layer in range(self.layers)
+            ],
+            dtype=np.uint64,
+        )
+        object.__setattr__(self, "_keys", keys)
+
+    @property
+    def width(self) -> int:
+        """Elements per slot, layer and head: K and V packed."""
+        return 2 * self.head_dim
+
+    def fingerprints(self, content: np.ndarray) -> np.ndarray:
+        """Content ids [n] uint64 to fingerprints [n, layers, 2, heads] uint64. Pure."""
+        return _mix_array(content[:, None, None, None] ^ self._keys[None]) & _FINGERPRINT_MASK
+
+    def rows(self, content: np.ndarray, nonce: int = 0) -> np.ndarray:
+        """Content ids [n] uint64 to rows [n, layers, heads, 2 * head_dim] uint8; `nonce` (16 bits) fills the nonce lanes. Pure."""
+        prints = self.fingerprints(content)
+        shifts = np.arange(FINGERPRINT_LANES, dtype=np.uint64) * np.uint64(4)
+        lanes = ((prints[..., None] >> shifts) & np.uint64(15)).astype(np.uint8)  # [n, layers, 2, heads, 12]
+        out = np.empty((*prints.shape, self.head_dim), dtype=np.uint8)
+        out[..., :FINGERPRINT_LANES] = lanes
+        out[..., FINGERPRINT_LANES:MIN_HEAD_DIM] = [(nonce >> (4 * i)) & 15 for i in range(NONCE_LANES)]
+        for lane in range(MIN_HEAD_DIM, self.head_dim):
+            out[..., lane] = lanes[..., lane % FINGERPRINT_LANES]
+        n = len(content)
+        return np.ascontiguousarray(out.transpose(0, 1, 3, 2, 4)).reshape(n, self.layers, self.heads, self.width)
+
+    def content_mask(self) -> np.ndarray:
+        """Boolean [2 * head_dim]: lanes that carry content (not the nonce)."""
+        half = np.ones(self.head_dim, dtype=bool)
+        half[FINGERPRINT_LANES:MIN_HEAD_DIM] = False
+        return np.concatenate([half, half])
+
+    def read_print(self, lanes: np.ndarray) -> int | None:
+        """One K or V vector [head_dim] of numbers back to its fingerprint; None if it is no code (not integers 0..15)."""
+        head = np.asarray(lanes[:FINGERPRINT_LANES], dtype=np.float64)
+        if not np.all((head >= 0) & (head <= 15) & (head == np.floor(head))):
+            return None
+        return int(sum(int(v) << (4 * i) for i, v in enumerate(head)))
