@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Landing a step: sampled tokens, rejected drafts, stops, and then what the connector reported."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from kvconform.refimpl import transfers
+from kvconform.refimpl.errors import EngineAssertion
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+if TYPE_CHECKING:
+    from kvconform.refimpl.scheduler import ReferenceScheduler
+
+
+def land(engine: ReferenceScheduler, output: SchedulerOutput, result: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
+    """Apply the result of the oldest step in flight. Returns the clients' outputs by client index.
+
+    Order (R204): deferred frees, failed loads, sampled tokens (request_finished), requests that fail, update_connector_output, finished
+    transfers, get_kv_connector_stats, take_events.
+    """
+    if engine.settings.defer_frees and output.total_num_scheduled_tokens:
+        engine.landed_steps += 1
+        _free_deferred(engine)
+    reported = result.kv_connector_output
+    failed = transfers.failed_loads(engine, reported, output.num_scheduled_tokens) if reported else set()
+
+    scheduled = engine.in_flight.pop(id(output), (output, engine.requests))[1]
+    outputs: dict[int, list[EngineCoreOutput]] = defaultdict(list)
+    stopped: set[Request] = set()
+    for request_id, tokens in output.num_scheduled_tokens.items():
+        request = engine.requests.get(request_id)
+        if request is None or scheduled.get(request_id) is not request:
+            continue  # finished, and its id may belong to another request by now
+        request.num_in_flight_tokens -= tokens
+        is_stale = request.num_stale_output_tokens > 0
+        if is_stale:
+            request.num_stale_output_tokens -= tokens
+        if request_id in failed or request.is_finished() or (is_stale and request.drop_stale_output):
+            continue
+        sampled = result.sampled_token_ids[result.req_id_to_index[request_id]] if result.sampled_token_ids else []
+        if not sampled:
+            continue
+        drafts = output.scheduled_spec_decode_tokens.get(request_id)
+        if drafts and not is_stale:
+            _roll_back(request, rejected=len(drafts) - (len(sampled) - 1))
+        emitted = _append(engine, request, sampled, is_stale)
+        item = EngineCoreOutput(request_id=request_id, new_token_ids=emitted)
+        outputs[request.client_index].append(item)
+        if request.is_finished():
+            stopped.add(request)
+            item.finish_reason = request.get_finished_reason()
+            item.stop_reason = request.stop_reason
+            item.kv_transfer_params = engine.end(request)
+    if stopped:
+        engine.running = [request for request in engine.running if request not in stopped]
+        engine.waiting.remove_requests(stopped)
+        engine.kv_holding_waiting.remove_requests(stopped)
+
+    if failed and not engine.settings.recompute_failed_loads:
+        for request in engine.finish_requests(sorted(failed), RequestStatus.FINISHED_ERROR):
+            outputs[request.client_index].append(
+                EngineCoreOutput(request_id=request.request_id, new_token_ids=[], finish_reason=request.get_finished_reason())
+            )
+    if engine.connector is not None:
+        if reported:
+            transfers.finished(engine, engine.connector, reported)
+        stats = engine.connector.get_kv_connector_stats()
+        if stats is not None and not stats.is_empty() and reported and reported.kv_connector_stats is not None:
+            reported.kv_connector_stats.aggregate(stats)
+        for _ in engine.connector.take_events() or ():
+            pass
+    return {client: EngineCoreOutputs(outputs=items) for client, items in outputs.items()}
+
+
+def _roll_back(request: Request, rejected: int) -> None:
+    """Take rejected drafts back out of what counts as computed, and out of the placeholders."""
+    if request.num_computed_tokens > 0:
+        request.num_computed_tokens -= rejected
+    if request.num_output_placeholders > 0:
+        request.num_output_placeholders -= rejected
+
+
+def _append(engine: ReferenceScheduler, request: Request, sampled: list[int], is_stale: bool) -> list[int]:
+    """Append tokens until one stops the request; returns those that count. Publishes the blocks that are now known and computed."""
+    was_running = request.status == RequestStatus.RUNNING
+    count, stops = 0, False
+    while count < len(sampled) and not stops:
+        request.append_output_token_ids(sampled[count])
+        stops = _stops(engine, request, sampled[count])
+        count += 1
+    if engine.settings.is_async:
+        if not is_stale:
+            request.num_output_placeholders -= count
+            if request.num_output_placeholders < 0:
+                raise EngineAssertion("R161", f"{request.request_id}: more tokens than placeholders ({request.num_output_placeholders})")
+        if was_running:
+            engine.kv_cache_manager.cache_blocks(request, request.num_computed_tokens - request.num_output_placeholders)
+    return sampled[:count]
+
+
+def _stops(engine: ReferenceScheduler, request: Request, token: int) -> bool:
+    """Whether `token`, the last one, ends the request; its status says so."""
+    params = request.sampling_params
+    assert params is not None
+    if token == params.eos_token_id:
+        request.status = RequestStatus.FINISHED_STOPPED
+    elif token in (params.stop_token_ids or ()):
+        request.status, request.stop_reason = RequestStatus.FINISHED_STOPPED, token
+    elif request.num_tokens >= engine.settings.max_model_len or request.num_output_tokens >= request.max_tokens:
+        request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    return request.is_finished()
+
+
+def _free_deferred(engine: ReferenceScheduler) -> None:
+    """Free the blocks whose last possible writer has landed."""
+    while engine.deferred_frees and engine.deferred_frees[0][0] <= engine.landed_steps:
+        engine.kv_cache_manager.block_pool.free_blocks(reversed(engine.deferred_frees.popleft()[1]))

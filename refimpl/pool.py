@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The block pool: every KV block, the queue of free ones in eviction order, and the local prefix cache."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from kvconform.refimpl.errors import EngineAssertion
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, make_block_hash_with_group_id
+from vllm.v1.request import Request
+
+
+class BlockPool:
+    """Blocks 0..num_blocks-1 of one KV cache group. Block 0 is the null block: never handed out, its count is not kept.
+
+    A block is free while nobody holds it (`ref_cnt` 0). A free block keeps its hash, and so its bytes, until it is handed out: the local
+    prefix cache is the set of hashed blocks, free or not. Unhashed blocks are handed out first, the last freed before the others; then
+    hashed ones, the longest unused first, the tail of a request before its head.
+    """
+
+    def __init__(self, num_blocks: int, *, caching: bool, reuse_freed_first: bool = False, permute: bool = False) -> None:
+        self.enable_caching = caching
+        self.blocks = [KVCacheBlock(i) for i in range(num_blocks)]
+        self.null_block = self.blocks[0]
+        self.null_block.is_null = True
+        self.free_queue: OrderedDict[int, KVCacheBlock] = OrderedDict((b.block_id, b) for b in self.blocks[1:])
+        self.cached: dict[bytes, list[KVCacheBlock]] = {}  # hash with group -> blocks with these bytes, oldest first
+        self._reuse_freed_first = reuse_freed_first
+        self._permute = permute
+
+    def get_num_free_blocks(self) -> int:
+        """Blocks that can be handed out, hashed ones included."""
+        return len(self.free_queue)
+
+    def get_usage(self) -> float:
+        """Share of the blocks in use, 0..1."""
+        return 1.0 - len(self.free_queue) / max(1, len(self.blocks) - 1)
+
+    def get_cached_block(self, block_hash: bytes, kv_cache_group_ids: Sequence[int] = (0,)) -> list[KVCacheBlock] | None:
+        """The oldest cached block with this hash, in a list, or None. State is not changed."""
+        found = self.cached.get(make_block_hash_with_group_id(block_hash, kv_cache_group_ids[0]))
+        return [found[0]] if found else None
+
+    def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        """Take `num_blocks` free blocks, each held once and without a hash. ValueError if there are not enough."""
+        if num_blocks > len(self.free_queue):
+            raise ValueError(f"{num_blocks} blocks wanted, {len(self.free_queue)} are free")
+        taken = [self.free_queue.popitem(last=False)[1] for _ in range(num_blocks)]
+        for block in taken:
+            if block._block_hash is not None:
+                self._maybe_evict_cached_block(block)
+            block.ref_cnt += 1
+        if self._permute:
+            taken.reverse()
+        return taken
+
+    def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Hold these blocks once more; free ones leave the queue with their hash."""
+        for block in blocks:
+            if block.ref_cnt == 0 and not block.is_null:
+                del self.free_queue[block.block_id]
+            block.ref_cnt += 1
+
+    def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
+        """Release one hold on each block; the first of them will be the first to be evicted."""
+        first: list[KVCacheBlock] = []
+        for block in ordered_blocks:
+            block.ref_cnt -= 1
+            if block.ref_cnt or block.is_null:
+                continue
+            if block._block_hash is None or not self.enable_caching or self._reuse_freed_first:
+                first.append(block)
+            else:
+                self.free_queue[block.block_id] = block
+        for block in reversed(first):
+            self.free_queue[block.block_id] = block
+            self.free_queue.move_to_end(block.block_id, last=False)
+
+    def cache_full_blocks(
+        self,
+        request: Request,
+        blocks: list[KVCacheBlock],
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        block_size: int,
+        kv_cache_group_id: int = 0,
+    ) -> None:
+        """Publish `blocks[num_cached_blocks:num_full_blocks]` of `request` under the request's own hashes."""
+        for i in range(num_cached_blocks, num_full_blocks):
+            block, key = blocks[i], make_block_hash_with_group_id(request.block_hashes[i], kv_cache_group_id)
+            if block.is_null:
+                continue
+            block.set_block_hash(key, (i + 1) * block_size)
+            self.cached.setdefault(key, []).append(block)
+
+    def evict_blocks(self, block_ids: Iterable[int]) -> None:
+        """Forget the hashes of these blocks; who holds them keeps holding them."""
+        for block_id in block_ids:
+            if not 0 <= block_id < len(self.blocks):
+                raise EngineAssertion("R139", f"block {block_id} was never handed out, there are {len(self.blocks)}")
+            self._maybe_evict_cached_block(self.blocks[block_id])
+
+    def _maybe_evict_cached_block(self, block: KVCacheBlock) -> bool:
+        """Take a block out of the prefix cache. True if it was in."""
+        key = block.block_hash
+        if key is None:
+            return False
+        same = self.cached[key]
+        same.remove(block) if len(same) > 1 else self.cached.pop(key)
+        block.reset_hash()
+        return True
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every hash. False, and nothing changed, while any block is held."""
+        if len(self.free_queue) != len(self.blocks) - 1:
+            return False
+        self.cached.clear()
+        for block in self.blocks:
+            block.reset_hash()
+        return True

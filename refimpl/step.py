@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One step while it is being scheduled, and the SchedulerOutput that it becomes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import CachedRequestData, KVConnectorBlockState, NewRequestData, SchedulerOutput
+from vllm.v1.request import Request, RequestStatus
+
+if TYPE_CHECKING:
+    from kvconform.refimpl.scheduler import ReferenceScheduler
+
+
+@dataclass(slots=True)
+class Step:
+    """What is decided so far: who runs, with how many tokens and which new blocks, and what is left of the budgets (tokens)."""
+
+    token_budget: int
+    input_budget: int
+    long_prefill: int
+    running: list[Request] = field(default_factory=list)
+    new: list[Request] = field(default_factory=list)
+    resumed: list[Request] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+    tokens: dict[str, int] = field(default_factory=dict)
+    blocks: dict[str, KVCacheBlocks] = field(default_factory=dict)  # new at the end of the table; the whole table for new and resumed
+    drafts: dict[str, list[int]] = field(default_factory=dict)
+    has_prefill: bool = False
+    has_sync_loads: bool = False
+
+    def admit(self, request: Request, table: KVCacheBlocks, new_tokens: int, draft_slots: int) -> None:
+        """Add a request from the waiting queue, with its whole table."""
+        (self.resumed if request.status == RequestStatus.PREEMPTED else self.new).append(request)
+        self.take(request.request_id, table, new_tokens, draft_slots)
+
+    def take(self, request_id: str, blocks: KVCacheBlocks, new_tokens: int, draft_slots: int) -> None:
+        """Book tokens and blocks."""
+        self.tokens[request_id] = new_tokens
+        self.blocks[request_id] = blocks
+        self.token_budget -= new_tokens
+        self.input_budget -= new_tokens + draft_slots
+
+    def give_back(self, request: Request, draft_slots: int) -> None:
+        """Take a request that was scheduled in this step out of it again."""
+        self.running.remove(request)
+        tokens = self.tokens.pop(request.request_id)
+        self.token_budget += tokens
+        self.input_budget += tokens + draft_slots
+        del self.blocks[request.request_id]
+        self.drafts.pop(request.request_id, None)
+
+
+def build_output(engine: ReferenceScheduler, step: Step) -> SchedulerOutput:
+    """The step as vLLM's SchedulerOutput, without the connector's metadata. Computed tokens are those before the step (R058)."""
+    v2 = engine.settings.v2
+    if "reverse-batch" in engine.settings.policies:
+        for requests in (step.running, step.new, step.resumed):
+            requests.reverse()
+        step.tokens = dict(reversed(step.tokens.items()))
+    # Model runner V2 gets a resumed request as if it were new, with all its tokens (R062).
+    new = step.new + step.resumed if v2 else step.new
+    cached = step.running if v2 else step.running + step.resumed
+    known = engine.scheduled_before
+    output = SchedulerOutput(
+        scheduled_new_reqs=[
+            NewRequestData.from_request(
+                request,
+                step.blocks[request.request_id].get_block_ids(),
+                request._all_token_ids if v2 else None,
+                uses_mrope=engine.uses_mrope,
+            )
+            for request in new
+        ],
+        scheduled_cached_reqs=CachedRequestData(
+            req_ids=[request.request_id for request in cached],
+            resumed_req_ids=set() if v2 else {request.request_id for request in step.resumed},
+            new_token_ids=[],
+            all_token_ids={} if v2 else {r.request_id: r.all_token_ids.copy() for r in cached if r.request_id not in known},
+            new_block_ids=[_new_ids(engine, step.blocks[request.request_id]) for request in cached],
+            num_computed_tokens=[request.num_computed_tokens for request in cached],
+            num_output_tokens=[request.num_output_tokens + request.num_output_placeholders for request in cached],
+        ),
+        num_scheduled_tokens=step.tokens,
+        total_num_scheduled_tokens=sum(step.tokens.values()),
+        scheduled_spec_decode_tokens=step.drafts,
+        scheduled_encoder_inputs={},
+        preempted_req_ids=engine.preempted_req_ids,
+        finished_req_ids=engine.finished_req_ids,
+        free_encoder_mm_hashes=[],
+        has_sync_kv_loads=step.has_sync_loads,
+        num_spec_tokens_to_schedule=engine.num_spec_tokens,
+    )
+    engine.scheduled_before = set(step.tokens)
+    if engine.connector is not None:
+        output.kv_connector_block_state = KVConnectorBlockState(
+            req_ids=set(step.tokens), resolve_block_ids=engine.kv_cache_manager.get_block_ids, boundary_state_offloads={}
+        )
+    return output
+
+
+def _new_ids(engine: ReferenceScheduler, blocks: KVCacheBlocks) -> tuple[list[int], ...] | None:
+    return None if blocks is engine.kv_cache_manager.empty_kv_cache_blocks else blocks.get_block_ids()

@@ -1,0 +1,492 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drives ReferenceScheduler and vLLM's own scheduler through the same script, with one fake model runner and one scripted connector."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from kvconform import compat
+from kvconform.refimpl.scheduler import ReferenceScheduler
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+NOT_SAMPLED = -7  # a draft that nobody proposed: sampled tokens never equal it
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One engine configuration; frozen, for the vLLM configuration behind it is built once and shared."""
+
+    scheduling: str = "sync"
+    runner: str = "v1"
+    depth: int = 2
+    block_size: int = 4
+    num_blocks: int = 64
+    budget: int = 64
+    max_seqs: int = 4
+    max_model_len: int = 256
+    spec: int = 0
+    caching: bool = True
+    role: str = "kv_both"
+    failure: str = "recompute"
+    policy: str = "fcfs"
+    connector: str = "ScriptedConnector"  # "" for none
+    delivery: bool | None = None
+    full_isl: bool = True
+    long_prefill: int = 0
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request: prompt tokens, and what the script does to it."""
+
+    req: str
+    prompt: tuple[int, ...]
+    max_tokens: int = 8
+    accepted: tuple[int, ...] = ()  # drafts accepted in successive verifications; then none
+    stop_at: int | None = None  # output index at which the stop token is sampled
+    answers: tuple[Any, ...] = ()  # of successive lookups: None, (tokens in the store, asynchronous), or ("raw", answer); the last repeats
+    load_steps: int = 1  # steps that an asynchronous load takes
+    failures: tuple[Any, ...] = ()  # of successive loads: None, "request", or the positions (in blocks from the first loaded) that fail
+    send_steps: int = 0  # > 0: request_finished takes the blocks over for so many steps
+    skip_reading: bool = False
+    priority: int = 0
+
+
+@dataclass
+class Load:
+    req: str
+    blocks: list[int]
+    left: int
+    failure: Any
+    is_async: bool
+
+
+class ScriptedConnector(KVConnectorBase_V1):
+    """Answers from the script, records every call with the state of its request."""
+
+    delivery: bool | None = None
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.log: list[Any] = []
+        self.asks: dict[str, Ask] = {}
+        self.lookups: dict[str, int] = defaultdict(int)
+        self.loads: list[Load] = []
+        self.sends: dict[str, int] = {}
+        self.load_count: dict[str, int] = defaultdict(int)
+        self.last_local: dict[str, int] = {}
+        self.block_size = vllm_config.cache_config.block_size
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        given = self._kv_transfer_config.kv_connector_extra_config.get("delivery")
+        return super().requires_kv_delivery if given is None else given
+
+    def note(self, hook: str, request: Request | None = None, **values: Any) -> None:
+        state = () if request is None else state_of(request)
+        self.log.append((hook, state, tuple(sorted(values.items(), key=lambda item: item[0]))))
+
+    def on_new_request(self, request: Request) -> None:
+        self.note("on_new_request", request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Any:
+        ask, count = self.asks[request.request_id], self.lookups[request.request_id]
+        self.lookups[request.request_id] += 1
+        answer = ask.answers[min(count, len(ask.answers) - 1)] if ask.answers else (0, False)
+        if answer is None:
+            result: Any = (None, False)
+        elif answer[0] == "raw":
+            result = answer[1]
+        else:
+            stored, is_async = answer
+            tokens = max(0, min(stored, request.num_tokens - (0 if is_async else 1)) - num_computed_tokens)
+            result = (tokens, is_async and tokens > 0)
+        self.last_local[request.request_id] = num_computed_tokens
+        self.note("match", request, local=num_computed_tokens, result=repr(result))
+        return result
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        self.note("loaded_groups", request)
+        return super().get_loaded_kv_cache_group_ids(request)
+
+    def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
+        table = blocks.get_block_ids()[0]
+        self.note("alloc", request, table=table, external=num_external_tokens)
+        if num_external_tokens > 0:
+            ask, first = self.asks[request.request_id], self.last_local[request.request_id] // self.block_size
+            count = self.load_count[request.request_id]
+            self.load_count[request.request_id] += 1
+            failure = ask.failures[count] if count < len(ask.failures) else None
+            last = -(-(self.last_local[request.request_id] + num_external_tokens) // self.block_size)
+            self.loads.append(Load(request.request_id, table[first:last], ask.load_steps, failure, bool(eval_async(ask, self.lookups))))
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        state = scheduler_output.kv_connector_block_state
+        tables = {req: state.get_block_ids(req) for req in sorted(scheduler_output.num_scheduled_tokens)}
+        self.note("meta", None, output=picture(scheduler_output), tables=tables, unknown=state.get_block_ids("nobody"))
+        return KVConnectorMetadata()
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self.note(
+            "update", None, received=sorted(connector_output.finished_recving or ()), sent=sorted(connector_output.finished_sending or ())
+        )
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.finish(request, [block_ids])
+
+    def finish(self, request: Request, tables: list[list[int]]) -> tuple[bool, dict[str, Any] | None]:
+        ask = self.asks[request.request_id]
+        loading = any(load.req == request.request_id and load.is_async for load in self.loads)
+        takes = ask.send_steps > 0 and not loading
+        self.note("finished", request, tables=tables, takes=takes)
+        if takes:
+            self.sends[request.request_id] = ask.send_steps
+        return takes, {"from": request.request_id} if takes else None
+
+    def get_kv_connector_stats(self) -> None:
+        self.note("stats")
+
+    def take_events(self) -> Any:
+        self.note("events")
+        return ()
+
+    def reset_cache(self) -> bool:
+        self.note("reset")
+        return True
+
+    def has_pending_block_frees(self) -> bool:
+        self.note("pending_frees")
+        return super().has_pending_block_frees()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None: ...
+    def wait_for_layer_load(self, layer_name: str) -> None: ...
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None: ...
+    def wait_for_save(self) -> None: ...
+
+
+class ScriptedHMAConnector(ScriptedConnector, SupportsHMA):
+    def request_finished_all_groups(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        return self.finish(request, list(block_ids))
+
+
+def eval_async(ask: Ask, lookups: dict[str, int]) -> bool:
+    """Whether the answer that led to this allocation was asynchronous."""
+    answer = ask.answers[min(lookups[ask.req] - 1, len(ask.answers) - 1)]
+    return answer[1][1] if answer[0] == "raw" else answer[1]
+
+
+def state_of(request: Request) -> tuple[Any, ...]:
+    """Everything of a request that scheduling may change."""
+    return (
+        request.request_id,
+        request.status.name,
+        ("C", request.num_computed_tokens),
+        ("P", request.num_output_placeholders),
+        ("N", request.num_tokens),
+        ("inflight", request.num_in_flight_tokens),
+        ("stale", request.num_stale_output_tokens, request.drop_stale_output),
+        ("spec", tuple(request.spec_token_ids)),
+        ("hashes", len(request.block_hashes)),
+        ("preemptions", request.num_preemptions, request.is_prefill_chunk),
+    )
+
+
+def picture(output: Any) -> dict[str, Any]:
+    """A SchedulerOutput as plain data, copied."""
+    cached = output.scheduled_cached_reqs
+    return copy.deepcopy(
+        {
+            "new": [
+                (r.req_id, r.prompt_token_ids, r.block_ids, r.num_computed_tokens, r.prefill_token_ids) for r in output.scheduled_new_reqs
+            ],
+            "cached": list(zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, cached.num_output_tokens, strict=True)),
+            "resumed": sorted(cached.resumed_req_ids),
+            "new_tokens": cached.new_token_ids,
+            "all_tokens": {req: list(tokens) for req, tokens in sorted(cached.all_token_ids.items())},
+            "tokens": list(output.num_scheduled_tokens.items()),
+            "total": output.total_num_scheduled_tokens,
+            "drafts": dict(output.scheduled_spec_decode_tokens),
+            "finished": sorted(output.finished_req_ids),
+            "preempted": sorted(output.preempted_req_ids or ()),
+            "sync_loads": output.has_sync_kv_loads,
+            "zero": output.new_block_ids_to_zero,
+            "spec": output.num_spec_tokens_to_schedule,
+        }
+    )
+
+
+@cache
+def _configs(setup: Setup) -> tuple[Any, Any]:
+    transfer = None
+    if setup.connector:
+        extra = {} if setup.delivery is None else {"delivery": setup.delivery}
+        transfer = compat.transfer_config(setup.connector, setup.role, extra, "scheduler_rig", setup.failure, "rig")
+    config = compat.build_config(
+        block_size=setup.block_size,
+        num_blocks=setup.num_blocks,
+        budget=setup.budget,
+        max_seqs=setup.max_seqs,
+        max_model_len=setup.max_model_len,
+        prefix_caching=setup.caching,
+        spec_tokens=setup.spec,
+        scheduling=setup.scheduling,
+        runner=setup.runner,
+        policy=setup.policy,
+        transfer=transfer,
+    )
+    config.scheduler_config.scheduler_reserve_full_isl = setup.full_isl
+    config.scheduler_config.long_prefill_token_threshold = setup.long_prefill
+    return config, compat.build_cache_config(setup.num_blocks, setup.block_size, 1, 64, ["layer.0"])
+
+
+def build(engine: str, setup: Setup, policies: frozenset[str] = frozenset()) -> Any:
+    """A fresh scheduler: 'reference' or 'vllm'."""
+    config, cache_config = _configs(setup)
+    if engine == "vllm":
+        return compat.build_scheduler(config, cache_config, block_size=setup.block_size, scheduling=setup.scheduling, runner=setup.runner)
+    connector = globals()[setup.connector](config, KVConnectorRole.SCHEDULER, cache_config) if setup.connector else None
+    return ReferenceScheduler(
+        config,
+        cache_config,
+        connector,
+        block_size=setup.block_size,
+        async_scheduling=setup.scheduling == "async",
+        runner=setup.runner,
+        policies=policies,
+    )
+
+
+@dataclass
+class Rig:
+    """One engine with its fake runner. `trace` gets one entry per thing that happened; two engines agree if their traces are equal."""
+
+    engine: str
+    setup: Setup
+    policies: frozenset[str] = frozenset()
+    trace: list[Any] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)  # one per request and step
+
+    def __post_init__(self) -> None:
+        self.s = build(self.engine, self.setup, self.policies)
+        self.connector: ScriptedConnector | None = self.s.connector
+        self.asks: dict[str, Ask] = {}
+        self.requests: dict[str, Request] = {}
+        self.sampled: dict[str, int] = defaultdict(int)
+        self.verified: dict[str, int] = defaultdict(int)
+        self.queue: deque[tuple[Any, Any]] = deque()
+        self.steps = self.landed = 0
+        self.arrivals = 0
+
+    # -- stimuli --
+
+    def add(self, ask: Ask) -> Request:
+        self.arrivals += 1
+        request = compat.build_request(
+            ask.req,
+            list(ask.prompt),
+            max_tokens=ask.max_tokens,
+            block_size=self.setup.block_size,
+            stop=True,
+            salt=None,
+            lora=None,
+            items=[],
+            priority=ask.priority,
+            params=None,
+            skip_reading_prefix_cache=ask.skip_reading,
+            arrival=float(self.arrivals),
+        )
+        self.asks[ask.req] = ask
+        if self.connector is not None:
+            self.connector.asks = self.asks
+        self.requests[ask.req] = request
+        self.sampled[ask.req] = self.verified[ask.req] = 0
+        self.s.add_request(request)
+        self.look("add")
+        return request
+
+    def abort(self, req: str) -> None:
+        self.s.finish_requests(req, RequestStatus.FINISHED_ABORTED)
+        self.look("abort")
+
+    def reset(self, running: bool = False, connector: bool = False) -> None:
+        try:
+            self.trace.append(("reset", self.s.reset_prefix_cache(running, connector)))
+        except RuntimeError:
+            self.trace.append(("reset", "RuntimeError"))
+        self.look("reset")
+
+    def step(self) -> bool:
+        """One turn of the engine's loop. False if there was nothing to do."""
+        if self.setup.scheduling == "sync":
+            if not self.s.has_requests():
+                return False
+            self.land(*self.schedule())
+            return True
+        if self.s.has_requests():
+            self.queue.appendleft(self.schedule())
+            if len(self.queue) < self.setup.depth:
+                return True
+        if not self.queue:
+            return False
+        self.land(*self.queue.pop())
+        return True
+
+    def run(self, limit: int = 200) -> Rig:
+        while limit and self.step():
+            limit -= 1
+        return self
+
+    # -- the fake model runner --
+
+    def schedule(self) -> tuple[Any, Any]:
+        self.steps += 1
+        before = {req: (r.num_computed_tokens, r.num_output_placeholders, r.num_in_flight_tokens) for req, r in self.requests.items()}
+        output = self.s.schedule()
+        self.trace.append(("schedule", self.steps, picture(output)))
+        self._rows(output, before)
+        self.look("scheduled")
+        return output, self._execute(output)
+
+    def _rows(self, output: Any, before: dict[str, tuple[int, int, int]]) -> None:
+        new = {r.req_id: ("new", r.num_computed_tokens, r.block_ids[0]) for r in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        for req, blocks, computed in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
+            new[req] = ("resumed" if req in cached.resumed_req_ids else "cached", computed, blocks and blocks[0])
+        for req, tokens in output.num_scheduled_tokens.items():
+            kind, computed, blocks = new[req]
+            _, _, inflight = before[req]
+            drafts = len(output.scheduled_spec_decode_tokens.get(req, ()))
+            advanced = 1 + drafts if self.setup.scheduling == "async" and not self.requests[req].is_prefill_chunk else 0
+            self.rows.append(
+                {
+                    "step": self.steps,
+                    "req": req,
+                    "kind": kind,
+                    "C": computed,
+                    "S": tokens,
+                    "P": self.requests[req].num_output_placeholders - advanced,
+                    "inflight": inflight,
+                    "N": self.requests[req].num_tokens,
+                    "drafts": drafts,
+                    "blocks": blocks,
+                }
+            )
+
+    def _execute(self, output: Any) -> ModelRunnerOutput:
+        req_ids, sampled = list(output.num_scheduled_tokens), []
+        for req in req_ids:
+            request, ask = self.requests[req], self.asks[req]
+            if request.is_prefill_chunk:
+                sampled.append([])
+                continue
+            drafts, accepted = len(output.scheduled_spec_decode_tokens.get(req, ())), 0
+            if drafts:
+                accepted = min(drafts, ask.accepted[self.verified[req]] if self.verified[req] < len(ask.accepted) else 0)
+                self.verified[req] += 1
+            tokens = []
+            for _ in range(accepted + 1):
+                index = self.sampled[req]
+                tokens.append(compat.STOP_TOKEN if index == ask.stop_at else 100 + (sum(ask.prompt) * 31 + index * 7) % 1000)
+                self.sampled[req] += 1
+            sampled.append(tokens)
+        result = ModelRunnerOutput(
+            req_ids=req_ids,
+            req_id_to_index={req: i for i, req in enumerate(req_ids)},
+            sampled_token_ids=sampled,
+            logprobs=None,
+            prompt_logprobs_dict={},
+            pooler_output=[],
+        )
+        result.kv_connector_output = self._transfers(output)
+        return result
+
+    def _transfers(self, output: Any) -> KVConnectorOutput | None:
+        if self.connector is None:
+            return None
+        report = KVConnectorOutput(finished_sending=set(), finished_recving=set(), invalid_block_ids=set(), failed_recving=set())
+        for load in list(self.connector.loads):
+            load.left -= 1
+            if load.is_async and load.left > 0:
+                continue
+            if isinstance(load.failure, tuple):
+                report.invalid_block_ids |= {load.blocks[i % len(load.blocks)] for i in load.failure}
+            elif load.failure == "request" and load.is_async:
+                report.failed_recving.add(load.req)
+            if load.is_async:
+                report.finished_recving.add(load.req)
+            self.connector.loads.remove(load)
+        for req in list(self.connector.sends):
+            self.connector.sends[req] -= 1
+            if self.connector.sends[req] <= 0:
+                report.finished_sending.add(req)
+                del self.connector.sends[req]
+        return report
+
+    def land(self, output: Any, result: ModelRunnerOutput) -> None:
+        self.landed += 1
+        result = copy.copy(result)
+        emitted = self.s.update_from_output(output, result)
+        lines = [
+            (o.request_id, list(o.new_token_ids), str(o.finish_reason), o.stop_reason, o.kv_transfer_params)
+            for client in sorted(emitted)
+            for o in emitted[client].outputs
+        ]
+        self.trace.append(("land", self.landed, lines))
+        if self.setup.spec and self.setup.scheduling == "sync" and output.num_scheduled_tokens:
+            ids = list(output.num_scheduled_tokens)
+            self.s.update_draft_token_ids(DraftTokenIds(ids, [[NOT_SAMPLED] * self.setup.spec for _ in ids]))
+        self.look("landed")
+
+    # -- observation --
+
+    def look(self, when: str) -> None:
+        """Append everything that can be seen of the engine."""
+        s, manager = self.s, self.s.kv_cache_manager
+        pool = manager.block_pool
+        if self.engine == "reference":
+            s.check_integrity()
+            queue, cached = list(pool.free_queue), {req: count for req, count in manager.num_cached.items() if count}
+        else:
+            queue = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
+            cached = {req: count for req, count in manager.coordinator.single_type_managers[0].num_cached_block.items() if count}
+        self.trace.append(
+            (
+                when,
+                [(*state_of(request), manager.get_block_ids(req)[0]) for req, request in sorted(s.requests.items())],
+                [r.request_id for r in s.running],
+                [r.request_id for r in s.kv_holding_waiting],
+                [r.request_id for r in s.waiting],
+                ("blocks", queue, [(b.ref_cnt, b.block_hash) for b in pool.blocks[1:]], sorted(cached.items())),
+                ("flags", s.has_requests(), s.has_finished_requests(), s.get_num_unfinished_requests()),
+            )
+        )
+        if self.connector is not None:
+            self.trace.append(("hooks", list(self.connector.log)))
+            self.connector.log.clear()
+
+
+def difference(one: list[Any], other: list[Any]) -> str:
+    """The first difference of two traces in words, '' if they are equal."""
+    for i, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return f"entry {i}: {_inner(a, b)}"
+    return "" if len(one) == len(other) else f"{len(one)} entries, {len(other)} entries"
+
+
+def _inner(a: Any, b: Any, path: str = "") -> str:
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)) and len(a) == len(b):
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            if x != y:
+                return _inner(x, y, f"{path}[{i}]")
+    if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
+        for key in a:
+            if a[key] != b[key]:
+                return _inner(a[key], b[key], f"{path}[{key!r}]")
+    return f"{path}: {a!r} != {b!r}"
