@@ -37,6 +37,7 @@ class Config(Model):
     role: Literal["kv_both", "kv_producer", "kv_consumer"] = "kv_both"
     max_model_len: PositiveInt = 256
     delivery: str | None = None
+    long_prefill_threshold: Annotated[int, Field(ge=0)] = Field(default=0, description="long_prefill_token_threshold, 0 = off")
 
 
 class Matrix(Model):

@@ -4,7 +4,7 @@
 An event is a plain dict `{"k": kind, "seq": int, "step": int, ...}`. `seq` numbers the events of one run from 0; `step` counts the
 `schedule()` calls of the run from 1 (0 before the first). Events carry no wall-clock time: the same case and seed give the same trace.
 
-This file is the one place where an event or a field is added. Field notation: `name`, or `name:type` with
+This file is the one place where an event or a field is added. Field notation: `name:type` with
 types s(tring) i(nteger) b(oolean) f(loat) l(ist) d(ict) a(ny), and `?` where None is allowed too.
 """
 
@@ -64,8 +64,7 @@ EVENTS: dict[str, Kind] = {}
 
 
 def _kind(name: str, channel: str, fields: str, doc: str) -> None:
-    parsed = dict((part.split(":") if ":" in part else (part, "a")) for part in fields.split())
-    EVENTS[name] = Kind(name, channel, doc, parsed)
+    EVENTS[name] = Kind(name, channel, doc, dict(part.split(":", 1) for part in fields.split()))
 
 
 # --- the run -----------------------------------------------------------------------------------------------------------------------
@@ -169,7 +168,7 @@ _kind(
     "req:s? transfer:s? rank:i blocks:l outside_grant:l groups:a is_async:b",
     "The worker half reported blocks with load errors.",
 )
-_kind("sample", "sched", "req:s generation:i index:i token:i clean:b", "An output token; clean = all KV that it was computed from was right.")
+_kind("sample", "sched", "req:s generation:i index:i token:i clean:b", "An output token; clean = computed from right KV only.")
 
 # --- kv: the worker and its memory ---------------------------------------------------------------------------------------------------
 _kind("worker.step_begin", "kv", "forward:b tokens:i attn_metadata_none:b failed_forward:b", "The worker begins a step.")

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
-from kvconform.expr import Expression, ExprError, compile_expr
+from kvconform.expr import ExprError, Expression, compile_expr
 from kvconform.requirement import Check, Model
 
 Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$", description="a request's name within the case")]

@@ -86,6 +86,21 @@ class Expression:
                 parts.append(f"{base}.{name}={text if len(text) <= 80 else text[:77] + '...'}")
         return ", ".join(parts)
 
+    def culprit(self, wanted: bool, cap: Mapping[str, Any], cfg: Mapping[str, Any], e: Mapping[str, Any]) -> tuple[str, str]:
+        """(text, values) of the part that decided: the first false conjunct if `wanted` is true, the first true alternative if not."""
+        tree = self.tree
+        if isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.And if wanted else ast.Or):
+            for part in tree.values:
+                if bool(bind_code(code_of(part), cap, cfg)(e)) is not wanted:
+                    text = _FIELD.sub(r"\1.\2", ast.unparse(part))
+                    reads = tuple(read for read in self.reads if re.search(rf"\b{read[0]}\.{read[1]}\b", text))
+                    return text, Expression(text, part, reads, self.code).values(e)
+        return self.source, self.values(e)
+
+
+_FIELD = re.compile(r"\b(e|t|cap|cfg)\['(\w+)'\]")
+"""A field as it looks after the rewriting."""
+
 
 def code_of(tree: ast.expr) -> CodeType:
     """Compile a checked and rewritten tree into the code of `lambda e, t=None: tree`."""
@@ -167,7 +182,7 @@ class _Compiler(ast.NodeTransformer):
             raise self.fail(f"attribute .{node.attr}: names that begin with an underscore are not allowed", node)
         self.check_field(base.id, name, node)
         self.reads.append((base.id, name))
-        return ast.copy_location(ast.Subscript(ast.copy_location(ast.Name(base.id, ast.Load()), base), ast.Constant(name), ast.Load()), node)
+        return ast.Subscript(ast.Name(base.id, ast.Load()), ast.Constant(name), ast.Load())
 
     def check_field(self, base: str, name: str, node: ast.AST) -> None:
         if base in ("e", "t"):
@@ -223,7 +238,7 @@ class _Compiler(ast.NodeTransformer):
             generator.ifs = [self.visit(condition) for condition in generator.ifs]
         node.elt = self.visit(node.elt)
         del self.local[depth:]
-        return node  # type: ignore[no-any-return]
+        return node
 
     visit_ListComp = visit_comprehension_node
     visit_SetComp = visit_comprehension_node

@@ -45,7 +45,9 @@ def _any(globs: Iterable[str], name: str) -> bool:
     return any(fnmatch.fnmatchcase(name, glob) for glob in globs)
 
 
-def select(profiles: dict[str, Profile], name: str, requirements: Iterable[Requirement], cases: Iterable[Case]) -> tuple[list[str], list[str]]:
+def select(
+    profiles: dict[str, Profile], name: str, requirements: Iterable[Requirement], cases: Iterable[Case]
+) -> tuple[list[str], list[str]]:
     """The ids of the requirements and cases of profile `name` and of those it includes, in the order given. KeyError if unknown."""
     chain: list[Profile] = []
     waiting = [name]

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from kvconform.events import EVENTS, channels_of
-from kvconform.expr import Expression, ExprError, compile_capability, compile_expr
+from kvconform.expr import ExprError, Expression, compile_capability, compile_expr
 
 Level = Literal["MUST", "MUST NOT", "SHOULD", "SHOULD NOT", "MAY"]
 KEYWORDS = re.compile(r"\b(MUST NOT|MUST|SHOULD NOT|SHOULD|MAY|SHALL NOT|SHALL|REQUIRED|RECOMMENDED|OPTIONAL)\b")
@@ -100,12 +100,18 @@ class Respond(Model):
 
 
 class Relate(Model):
-    """The projections of all matching events of two runs of one case are equal, in order."""
+    """The projections of all matching events of two runs of one case are equal: in order within each `per` (one group if absent).
+
+    `ordered: false` compares them as bags; with `prefix`, a group that merely stops earlier is equal.
+    """
 
     runs: list[Relation] = Field(min_length=2, max_length=2)
     event: Event
     where: Check | None = None
     project: Check
+    per: Check | None = None
+    ordered: bool = True
+    prefix: bool = False
 
 
 def _capability_text(value: Any) -> Any:
@@ -172,9 +178,9 @@ class Requirement(Model):
             raise ValueError(str(error)) from None
         for name in ("good", "bad"):
             traces = getattr(self, name)
-            if self.relate is not None and traces and isinstance(traces[0], list) and traces[0] and isinstance(traces[0][0], dict):
-                if len(traces) != 2:
-                    raise ValueError(f"{name}: a relate trace is a pair of traces")
+            flat = bool(traces) and isinstance(traces[0], list) and bool(traces[0]) and isinstance(traces[0][0], dict)
+            if self.relate is not None and flat and len(traces) != 2:
+                raise ValueError(f"{name}: a relate trace is a pair of traces")
         return self
 
     @property
@@ -250,6 +256,7 @@ def _compile_all(req: Requirement) -> dict[str, Expression]:
     if req.relate is not None:
         add("where", req.relate.where, req.relate.event)
         add("project", req.relate.project, req.relate.event)
+        add("per", req.relate.per, req.relate.event)
         return found
     event = req.event
     add("where", req.where, event)
@@ -264,4 +271,3 @@ def _compile_all(req: Requirement) -> dict[str, Expression]:
         add("then", req.respond.then.where, req.respond.then.event, event)
         add("by", req.respond.by.where, req.respond.by.event, event)
     return found
-

@@ -53,7 +53,7 @@ class MultiModal(Model):
 
 
 class Add(Model):
-    """A new request. `prompt` is a length in tokens, or refers to another request. `drafts`: accepted drafts per verify step, last repeats."""
+    """A new request. `prompt`: its length in tokens, or another request. `drafts`: drafts accepted per verify step, the last repeats."""
 
     req: Req
     prompt: Prompt

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Splits the `where` of `precede` and `respond` so that a trigger finds its partners by hash instead of by scanning.
+
+`e.req == t.req and e.direction == 'send' and e.end >= t.end` becomes a key over e (`e.req`), the same key over t (`t.req`), a filter
+over e alone (`e.direction == 'send'`), and a rest that is evaluated per pair (`e.end >= t.end`).
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+from kvconform.expr import Expression, bind_code, code_of
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """The compiled parts; None where there is nothing to check. Both keys exist or neither does."""
+
+    filter: CodeType | None
+    key_e: CodeType | None
+    key_t: CodeType | None
+    rest: CodeType | None
+
+    def bind(self, cap: Mapping[str, Any], cfg: Mapping[str, Any]) -> BoundJoin:
+        def fix(code: CodeType | None) -> Callable[..., Any] | None:
+            return None if code is None else bind_code(code, cap, cfg)
+
+        key_e, key_t, rest = fix(self.key_e), fix(self.key_t), fix(self.rest)
+        return BoundJoin(
+            fix(self.filter),
+            _nothing if key_e is None else lambda e: hashable(key_e(e)),
+            _nothing if key_t is None else lambda t: hashable(key_t(None, t)),
+            rest,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BoundJoin:
+    """The parts as functions: `filter(e)`, `key_e(e)`, `key_t(t)`, `rest(e, t)`."""
+
+    filter: Callable[..., Any] | None
+    key_e: Callable[[Any], Hashable]
+    key_t: Callable[[Any], Hashable]
+    rest: Callable[..., Any] | None
+
+
+def _nothing(_: Any) -> Hashable:
+    return None
+
+
+def split(where: Expression | None) -> Join:
+    """The parts of a guard over (e, t); with no guard everything matches."""
+    if where is None:
+        return Join(None, None, None, None)
+    tree = where.tree
+    parts = tree.values if isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.And) else [tree]
+    filters: list[ast.expr] = []
+    keys: list[tuple[ast.expr, ast.expr]] = []
+    rest: list[ast.expr] = []
+    for part in parts:
+        pair = _equality(part)
+        if pair is not None:
+            keys.append(pair)
+        elif _names(part) == {"e"} and _cannot_raise(part):
+            filters.append(part)
+        else:
+            rest.append(part)
+    return Join(
+        _all(filters),
+        code_of(ast.Tuple([e for e, _ in keys], ast.Load())) if keys else None,
+        code_of(ast.Tuple([t for _, t in keys], ast.Load())) if keys else None,
+        _all(rest),
+    )
+
+
+def _all(parts: list[ast.expr]) -> CodeType | None:
+    if not parts:
+        return None
+    return code_of(parts[0] if len(parts) == 1 else ast.BoolOp(ast.And(), parts))
+
+
+def _equality(part: ast.expr) -> tuple[ast.expr, ast.expr] | None:
+    """(side over e, side over t) of `e.x == t.y`, either way round. Only plain fields: evaluating one early can then not raise."""
+    if isinstance(part, ast.Compare) and len(part.ops) == 1 and isinstance(part.ops[0], ast.Eq):
+        left, right = part.left, part.comparators[0]
+        if _field(left) == "e" and _field(right) == "t":
+            return left, right
+        if _field(left) == "t" and _field(right) == "e":
+            return right, left
+    return None
+
+
+def _field(node: ast.expr) -> str | None:
+    """`e` or `t` if the node is one plain field of it."""
+    plain = isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and isinstance(node.slice, ast.Constant)
+    return node.value.id if plain and node.value.id in ("e", "t") else None  # type: ignore[attr-defined]
+
+
+def _names(node: ast.expr) -> set[str]:
+    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name)} & {"e", "t", "cap", "cfg"}
+
+
+def _cannot_raise(part: ast.expr) -> bool:
+    """Whether the part may be evaluated where `and` would have stopped before it: a field's truth, or its (in)equality with a literal."""
+    if isinstance(part, ast.UnaryOp) and isinstance(part.op, ast.Not):
+        return _cannot_raise(part.operand)
+    if isinstance(part, ast.Compare) and len(part.ops) == 1 and isinstance(part.ops[0], (ast.Eq, ast.NotEq, ast.Is, ast.IsNot)):
+        return all(_field(side) is not None or isinstance(side, ast.Constant) for side in (part.left, part.comparators[0]))
+    return _field(part) is not None
+
+
+def hashable(value: Any) -> Hashable:
+    """`value` itself if it can be hashed, else an equal-if-equal stand-in."""
+    try:
+        hash(value)
+    except TypeError:
+        return _freeze(value)
+    return value
+
+
+def _freeze(value: Any) -> Hashable:
+    if isinstance(value, list):
+        return ("list", *map(_freeze, value))
+    if isinstance(value, tuple):
+        return tuple(map(_freeze, value))
+    if isinstance(value, dict):
+        return ("dict", frozenset((key, _freeze(item)) for key, item in value.items()))
+    if isinstance(value, (set, frozenset)):
+        return ("set", frozenset(value))
+    return value

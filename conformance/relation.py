@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`relate`: a property of two runs of one case, for example that with and without connector the same tokens come out.
+
+The matching events of each run are projected to values, grouped by `per` (one group if absent), and the groups must be equal in order
+(`ordered: false`: as bags). With `prefix`, a group that merely stops earlier is equal too: an abort may land at another token.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvconform.join import hashable
+from kvconform.monitor import Event, Monitor
+from kvconform.requirement import Requirement
+
+Groups = dict[Any, list[tuple[Any, Event]]]
+
+
+class RelateMonitor(Monitor):
+    """The outcome of a `relate`, in the shape of a monitor: `violations` hold the first difference per group."""
+
+    def handlers(self) -> dict[str, Any]:
+        return {}
+
+    def compare(self, traces: Sequence[Sequence[Event]], names: Sequence[str]) -> None:
+        """Compare the two traces."""
+        try:
+            first, second = (self.groups(trace) for trace in traces)
+        except Exception as error:  # as in a monitor: a defect of the specification
+            self.error = f"the check of {self.requirement.id} failed: {type(error).__name__} {error}"
+            return
+        self.exercised = sum(len(group) for group in first.values()) + sum(len(group) for group in second.values())
+        end: Event = traces[0][-1] if traces[0] else {"k": "run.end", "seq": 0, "step": 0}
+        for key in first.keys() | second.keys():
+            found = self.difference(first.get(key, []), second.get(key, []))
+            if found is None:
+                continue
+            index, one, two = found
+            about = one[1] if one is not None else end
+            req = next((side[1].get("req") for side in (one, two) if side is not None), None)
+            left, right = (repr(side[0]) if side is not None else "nothing" for side in (one, two))
+            message = f"{names[0]} and {names[1]} differ at {self.label(key, index)}: {left} against {right}"
+            self.violate(about, {"seq": about.get("seq", 0), "step": about.get("step", 0), "req": req}, lambda text=message: text)  # type: ignore[misc]
+        self.violations.sort(key=lambda violation: violation.seq)
+
+    def groups(self, trace: Sequence[Event]) -> Groups:
+        relate, expressions = self.requirement.relate, self.requirement.expressions
+        assert relate is not None
+        where = self.where
+        project = expressions["project"].bind(self.cap, self.cfg)
+        per = expressions["per"].bind(self.cap, self.cfg) if "per" in expressions else None
+        found: Groups = {}
+        for event in trace:
+            if event["k"] == relate.event and (where is None or where(event)):
+                key = hashable(per(event)) if per is not None else None
+                found.setdefault(key, []).append((project(event), event))
+        return found
+
+    def difference(
+        self, first: list[tuple[Any, Event]], second: list[tuple[Any, Event]]
+    ) -> tuple[int, tuple[Any, Event] | None, tuple[Any, Event] | None] | None:
+        """(index, left or None, right or None) of the first difference, or None if there is none."""
+        relate = self.requirement.relate
+        assert relate is not None
+        if not relate.ordered:
+            return _bag_difference(first, second)
+        for index, (left, right) in enumerate(zip(first, second, strict=False)):
+            if left[0] != right[0]:
+                return index, left, right
+        shorter = min(len(first), len(second))
+        if len(first) == len(second) or relate.prefix:
+            return None
+        return shorter, first[shorter] if len(first) > shorter else None, second[shorter] if len(second) > shorter else None
+
+    def label(self, key: Any, index: int) -> str:
+        relate = self.requirement.relate
+        assert relate is not None
+        return f"{relate.event} {index}" + (f" of {key!r}" if relate.per is not None else "")
+
+
+def _bag_difference(
+    first: list[tuple[Any, Event]], second: list[tuple[Any, Event]]
+) -> tuple[int, tuple[Any, Event] | None, tuple[Any, Event] | None] | None:
+    """The first item of either side that the other does not have as often."""
+    ours, theirs = (Counter(hashable(value) for value, _ in side) for side in (first, second))
+    for index, item in enumerate(first):
+        if ours[hashable(item[0])] > theirs[hashable(item[0])]:
+            return index, item, None
+    for index, item in enumerate(second):
+        if theirs[hashable(item[0])] > ours[hashable(item[0])]:
+            return index, None, item
+    return None
+
+
+def relate_runs(
+    requirement: Requirement,
+    traces: Mapping[str, Sequence[Event]],
+    cap: Mapping[str, Any] | None = None,
+    cfg: Mapping[str, Any] | None = None,
+) -> RelateMonitor | None:
+    """Compare the two runs that the requirement names; None if one of them was not made."""
+    relate = requirement.relate
+    assert relate is not None
+    if any(run not in traces for run in relate.runs):
+        return None
+    monitor = RelateMonitor(requirement, cap or {}, cfg or {})
+    monitor.compare([traces[run] for run in relate.runs], relate.runs)
+    return monitor
