@@ -9,7 +9,7 @@ entry means that the stimulus did not happen, which is never the connector's fau
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
@@ -18,7 +18,6 @@ from kvconform.requirement import Check, Model
 
 Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$", description="a request's name within the case")]
 Natural = Annotated[int, Field(ge=0)]
-T = TypeVar("T")
 
 
 class _PerScheduling(Model):
@@ -123,7 +122,7 @@ def _counted(value: Any) -> Any:
 Counted = Annotated[AtLeast, BeforeValidator(_counted)]
 
 
-class _Expectation(Model):
+class BaseExpectation(Model):
     """A map with one key, what is expected, and an optional guard over cap and cfg."""
 
     when: Check | None = None
@@ -173,77 +172,77 @@ def resolve(value: Any, scheduling: str) -> Any:
     return value
 
 
-class StateE(_Expectation):
+class StateE(BaseExpectation):
     state: State
 
 
-class RowsE(_Expectation):
+class RowsE(BaseExpectation):
     rows: RowsOf
 
 
-class OutputsE(_Expectation):
+class OutputsE(BaseExpectation):
     outputs: Outputs
 
 
-class PreemptedE(_Expectation):
+class PreemptedE(BaseExpectation):
     preempted: Counted
 
 
-class ResumedE(_Expectation):
+class ResumedE(BaseExpectation):
     resumed: Counted
 
 
-class AbortedE(_Expectation):
+class AbortedE(BaseExpectation):
     aborted: Counted
 
 
-class ChunksE(_Expectation):
+class ChunksE(BaseExpectation):
     """Steps in which the request's prompt was computed."""
 
     chunks: Counted
 
 
-class LoadsE(_Expectation):
+class LoadsE(BaseExpectation):
     """Grants with external tokens."""
 
     loads: Counted
 
 
-class RejectedE(_Expectation):
+class RejectedE(BaseExpectation):
     """Drafts rejected."""
 
     rejected: Counted
 
 
-class ExternalE(_Expectation):
+class ExternalE(BaseExpectation):
     """External tokens granted to a request, in all."""
 
     external: OfRequest
 
 
-class FailedLoadsE(_Expectation):
+class FailedLoadsE(BaseExpectation):
     """Loads reported as failed."""
 
     failed_loads: Counted = Field(alias="failed-loads")
 
 
-class RepeatedLookupsE(_Expectation):
+class RepeatedLookupsE(BaseExpectation):
     """Lookups asked again before memory was granted."""
 
     repeated_lookups: Counted = Field(alias="repeated-lookups")
 
 
-class LocalHitsE(_Expectation):
+class LocalHitsE(BaseExpectation):
     """Tokens found in the local prefix cache at a lookup or grant."""
 
     local_hits: Counted = Field(alias="local-hits")
 
 
-class FreeBlocksE(_Expectation):
+class FreeBlocksE(BaseExpectation):
     free_blocks: Number
 
 
-EXPECTATIONS: dict[str, type[_Expectation]] = {
+EXPECTATIONS: dict[str, type[BaseExpectation]] = {
     "state": StateE, "rows": RowsE, "outputs": OutputsE, "preempted": PreemptedE, "resumed": ResumedE, "aborted": AbortedE,
     "chunks": ChunksE, "loads": LoadsE, "rejected": RejectedE, "external": ExternalE, "failed-loads": FailedLoadsE,
     "repeated-lookups": RepeatedLookupsE, "local-hits": LocalHitsE, "free_blocks": FreeBlocksE,
@@ -251,7 +250,7 @@ EXPECTATIONS: dict[str, type[_Expectation]] = {
 
 
 def _what(value: Any) -> str | None:
-    if isinstance(value, _Expectation):
+    if isinstance(value, BaseExpectation):
         return value.what
     keys = [key for key in value if key != "when"] if isinstance(value, dict) else []
     return keys[0] if len(keys) == 1 else None
@@ -266,25 +265,15 @@ def _guard_outside(value: Any) -> Any:
     return value
 
 
-Expectation = Annotated[
-    Annotated[StateE, Tag("state")]
-    | Annotated[RowsE, Tag("rows")]
-    | Annotated[OutputsE, Tag("outputs")]
-    | Annotated[PreemptedE, Tag("preempted")]
-    | Annotated[ResumedE, Tag("resumed")]
-    | Annotated[AbortedE, Tag("aborted")]
-    | Annotated[ChunksE, Tag("chunks")]
-    | Annotated[LoadsE, Tag("loads")]
-    | Annotated[RejectedE, Tag("rejected")]
-    | Annotated[ExternalE, Tag("external")]
-    | Annotated[FailedLoadsE, Tag("failed-loads")]
-    | Annotated[RepeatedLookupsE, Tag("repeated-lookups")]
-    | Annotated[LocalHitsE, Tag("local-hits")]
-    | Annotated[FreeBlocksE, Tag("free_blocks")],
-    Discriminator(
-        _what,
-        custom_error_type="unknown_expectation",
-        custom_error_message="an expectation is a map with one key (and an optional `when`), one of: " + ", ".join(EXPECTATIONS),
-    ),
-    BeforeValidator(_guard_outside),
-]
+if TYPE_CHECKING:
+    Expectation = BaseExpectation
+else:
+    Expectation = Annotated[
+        Union[tuple(Annotated[model, Tag(name)] for name, model in EXPECTATIONS.items())],  # noqa: UP007
+        Discriminator(
+            _what,
+            custom_error_type="unknown_expectation",
+            custom_error_message="an expectation is a map with one key (and an optional `when`), one of: " + ", ".join(EXPECTATIONS),
+        ),
+        BeforeValidator(_guard_outside),
+    ]

@@ -6,98 +6,13 @@ Each step knows which requests it mentions (so that a typo is found when the fil
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 from pydantic import BeforeValidator, Discriminator, Field, PositiveInt, Tag
 
+from kvconform.added import Add, AddMany, MultiModal, Natural, OfPrompt, Req, SamePrompt
 from kvconform.expectations import Expectation
 from kvconform.requirement import Model
-
-Req = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$", description="a request's name within the case")]
-Natural = Annotated[int, Field(ge=0)]
-
-
-class SamePrompt(Model):
-    """The prompt of another request."""
-
-    same: Req
-
-
-class OfPrompt(Model):
-    """The first `tokens` tokens of another request (its whole prompt if absent; with `outputs` its output too), `then` new ones."""
-
-    of: Req
-    tokens: PositiveInt | None = None
-    outputs: bool = False
-    then: Natural = 0
-
-
-def _prompt_form(value: Any) -> str:
-    if isinstance(value, SamePrompt) or (isinstance(value, dict) and "same" in value):
-        return "same"
-    return "of" if isinstance(value, (OfPrompt, dict)) else "length"
-
-
-Prompt = Annotated[
-    Annotated[PositiveInt, Tag("length")] | Annotated[SamePrompt, Tag("same")] | Annotated[OfPrompt, Tag("of")],
-    Discriminator(_prompt_form),
-]
-
-
-class MultiModal(Model):
-    """An image or the like at token `at` of the prompt, `length` tokens long; `id` decides whether two are the same."""
-
-    at: Natural
-    length: PositiveInt
-    id: str
-
-
-class Add(Model):
-    """A new request. `prompt`: its length in tokens, or another request. `drafts`: drafts accepted per verify step, the last repeats."""
-
-    req: Req
-    prompt: Prompt
-    max_tokens: PositiveInt = 4
-    salt: str | None = None
-    lora: str | None = None
-    mm: list[MultiModal] = []
-    priority: int = 0
-    params: dict[str, Any] = Field(default={}, description="kv_transfer_params")
-    drafts: list[Natural] | None = None
-    stop_at: Natural | None = Field(default=None, description="output index at which the stop token is sampled")
-    skip_reading_prefix_cache: bool = False
-    reloads: Req | None = Field(default=None, description="repeats this request's content: its lookup says how much of it came back")
-    id: str | None = Field(default=None, description="the client's request id; the same id twice is id reuse")
-
-    def mentions(self) -> set[str]:
-        """The other requests that it refers to."""
-        found = {self.reloads} if self.reloads else set()
-        if isinstance(self.prompt, SamePrompt):
-            found.add(self.prompt.same)
-        elif isinstance(self.prompt, OfPrompt):
-            found.add(self.prompt.of)
-        return found
-
-
-class AddMany(Model):
-    """`count` requests named req0, req1, ...; lists are cycled through."""
-
-    req: Req
-    count: PositiveInt
-    prompt: PositiveInt | list[PositiveInt]
-    max_tokens: PositiveInt | list[PositiveInt] = 4
-    drafts: list[Natural] | None = None
-
-    def each(self) -> list[Add]:
-        """The requests one by one."""
-
-        def pick(value: int | list[int], index: int) -> int:
-            return value[index % len(value)] if isinstance(value, list) else value
-
-        return [
-            Add(req=f"{self.req}{i}", prompt=pick(self.prompt, i), max_tokens=pick(self.max_tokens, i), drafts=self.drafts)
-            for i in range(self.count)
-        ]
 
 
 class Empty(Model):
@@ -124,7 +39,7 @@ class FailLoad(Model):
     positions: list[Natural] | Literal["all"] = "all"
 
 
-class _Step(Model):
+class BaseStep(Model):
     """A map with one key, the operation."""
 
     @property
@@ -150,43 +65,43 @@ def _add_form(value: Any) -> str:
     return "many" if isinstance(value, AddMany) or (isinstance(value, dict) and "count" in value) else "one"
 
 
-class AddStep(_Step):
+class AddStep(BaseStep):
     add: Annotated[Annotated[Add, Tag("one")] | Annotated[AddMany, Tag("many")], Discriminator(_add_form)]
 
     def mentions(self) -> set[str]:
         return self.add.mentions() if isinstance(self.add, Add) else set()
 
 
-class StepStep(_Step):
+class StepStep(BaseStep):
     """n engine iterations: schedule, execute, update; async as vLLM's engine core does with its batch queue."""
 
     step: PositiveInt
 
 
-class RunStep(_Step):
+class RunStep(BaseStep):
     run: Run
 
 
-class ScheduleStep(_Step):
+class ScheduleStep(BaseStep):
     """n times schedule and execute; the outputs stay in the queue."""
 
     schedule: PositiveInt
 
 
-class LandStep(_Step):
+class LandStep(BaseStep):
     """Process the n oldest queued outputs."""
 
     land: PositiveInt
 
 
-class AbortStep(_Step):
+class AbortStep(BaseStep):
     abort: Req
 
     def mentions(self) -> set[str]:
         return {self.abort}
 
 
-class PreemptStep(_Step):
+class PreemptStep(BaseStep):
     """Forced, between steps."""
 
     preempt: Req
@@ -195,35 +110,35 @@ class PreemptStep(_Step):
         return {self.preempt}
 
 
-class DropLocalStep(_Step):
+class DropLocalStep(BaseStep):
     """Reset the local prefix cache only."""
 
     drop_local: Empty = Field(alias="drop-local")
 
 
-class ResetStep(_Step):
+class ResetStep(BaseStep):
     reset: Reset
 
 
-class IdleStep(_Step):
+class IdleStep(BaseStep):
     """n steps without work."""
 
     idle: PositiveInt
 
 
-class RestartStep(_Step):
+class RestartStep(BaseStep):
     """Shut the connector halves down and build new ones over the same store."""
 
     restart: Literal["engine", "process"]
 
 
-class ShutdownStep(_Step):
+class ShutdownStep(BaseStep):
     """Shut down, twice."""
 
     shutdown: Empty
 
 
-class FailLoadStep(_Step):
+class FailLoadStep(BaseStep):
     fail_load: FailLoad = Field(alias="fail-load")
 
     @property
@@ -234,7 +149,7 @@ class FailLoadStep(_Step):
         return {self.fail_load.req}
 
 
-class LookupOnlyStep(_Step):
+class LookupOnlyStep(BaseStep):
     """A scheduling attempt that asks the connector but gets no memory."""
 
     lookup_only: Req = Field(alias="lookup-only")
@@ -243,23 +158,23 @@ class LookupOnlyStep(_Step):
         return {self.lookup_only}
 
 
-class ReorderStep(_Step):
+class ReorderStep(BaseStep):
     """Reverse the running batch."""
 
     reorder: Empty
 
 
-class PauseStep(_Step):
+class PauseStep(BaseStep):
     """The scheduler takes no new requests until `resume`."""
 
     pause: Empty
 
 
-class ResumeStep(_Step):
+class ResumeStep(BaseStep):
     resume: Empty
 
 
-class ExpectStep(_Step):
+class ExpectStep(BaseStep):
     """An expectation at this point."""
 
     expect: Expectation
@@ -268,7 +183,7 @@ class ExpectStep(_Step):
         return self.expect.mentions()
 
 
-STEPS: dict[str, type[_Step]] = {
+STEPS: dict[str, type[BaseStep]] = {
     "add": AddStep, "step": StepStep, "run": RunStep, "schedule": ScheduleStep, "land": LandStep, "abort": AbortStep,
     "preempt": PreemptStep, "drop-local": DropLocalStep, "reset": ResetStep, "idle": IdleStep, "restart": RestartStep,
     "shutdown": ShutdownStep, "fail-load": FailLoadStep, "lookup-only": LookupOnlyStep, "reorder": ReorderStep, "pause": PauseStep,
@@ -278,7 +193,7 @@ STEPS: dict[str, type[_Step]] = {
 
 def _op(value: Any) -> str | None:
     """Which step a map is: its key. Also for instances, so that models can be validated again."""
-    if isinstance(value, _Step):
+    if isinstance(value, BaseStep):
         return value.op
     return next(iter(value)) if isinstance(value, dict) and len(value) == 1 else None
 
@@ -288,32 +203,18 @@ def _bare(value: Any) -> Any:
     return {value: {}} if isinstance(value, str) and value in STEPS else value
 
 
-Step = Annotated[
-    Annotated[AddStep, Tag("add")]
-    | Annotated[StepStep, Tag("step")]
-    | Annotated[RunStep, Tag("run")]
-    | Annotated[ScheduleStep, Tag("schedule")]
-    | Annotated[LandStep, Tag("land")]
-    | Annotated[AbortStep, Tag("abort")]
-    | Annotated[PreemptStep, Tag("preempt")]
-    | Annotated[DropLocalStep, Tag("drop-local")]
-    | Annotated[ResetStep, Tag("reset")]
-    | Annotated[IdleStep, Tag("idle")]
-    | Annotated[RestartStep, Tag("restart")]
-    | Annotated[ShutdownStep, Tag("shutdown")]
-    | Annotated[FailLoadStep, Tag("fail-load")]
-    | Annotated[LookupOnlyStep, Tag("lookup-only")]
-    | Annotated[ReorderStep, Tag("reorder")]
-    | Annotated[PauseStep, Tag("pause")]
-    | Annotated[ResumeStep, Tag("resume")]
-    | Annotated[ExpectStep, Tag("expect")],
-    Discriminator(
-        _op,
-        custom_error_type="unknown_step",
-        custom_error_message="a step is a map with one key, one of: " + ", ".join(STEPS),
-    ),
-    BeforeValidator(_bare),
-]
+if TYPE_CHECKING:
+    Step = BaseStep
+else:
+    Step = Annotated[
+        Union[tuple(Annotated[model, Tag(name)] for name, model in STEPS.items())],  # noqa: UP007
+        Discriminator(
+            _op,
+            custom_error_type="unknown_step",
+            custom_error_message="a step is a map with one key, one of: " + ", ".join(STEPS),
+        ),
+        BeforeValidator(_bare),
+    ]
 
 
 def one_by_one(steps: list[Step]) -> list[Step]:

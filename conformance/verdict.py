@@ -11,7 +11,8 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any, Protocol
 
-from kvconform.monitor import Event, Monitor, Violation, evaluate
+from kvconform.evaluate import evaluate
+from kvconform.monitor import Event, Monitor, Violation
 from kvconform.relation import relate_runs
 from kvconform.requirement import Requirement
 

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs monitors over a trace, indexed by event kind: an event touches only the monitors that look at its kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from kvconform.monitor import Event, Handler, Monitor
+from kvconform.patterns import CountMonitor, InvariantMonitor, PrecedeMonitor, RespondMonitor
+from kvconform.requirement import Requirement
+
+
+def _none(event: Event) -> None:
+    """No handler."""
+
+
+_MONITORS: dict[str, type[Monitor]] = {
+    "always": InvariantMonitor,
+    "never": InvariantMonitor,
+    "count": CountMonitor,
+    "precede": PrecedeMonitor,
+    "respond": RespondMonitor,
+}
+
+
+def monitor_for(requirement: Requirement, cap: Mapping[str, Any] | None = None, cfg: Mapping[str, Any] | None = None) -> Monitor:
+    """A fresh monitor. `relate` has none (kvconform.relation): ValueError."""
+    if requirement.pattern not in _MONITORS:
+        raise ValueError(f"{requirement.id} relates two runs; it cannot be monitored on one")
+    return _MONITORS[requirement.pattern](requirement, cap or {}, cfg or {})
+
+
+def evaluate(
+    requirements: Iterable[Requirement], trace: Iterable[Event], cap: Mapping[str, Any] | None = None, cfg: Mapping[str, Any] | None = None
+) -> dict[str, Monitor]:
+    """Run the monitors of all requirements (without `relate`) over a trace; finished monitors by requirement id."""
+    monitors = {req.id: monitor_for(req, cap, cfg) for req in requirements if req.pattern != "relate"}
+    index: dict[str, list[Handler]] = {}
+    owner: dict[int, Monitor] = {}
+    for monitor in monitors.values():
+        for kind, handler in monitor.by_kind.items():
+            index.setdefault(kind, []).append(handler)
+            owner[id(handler)] = monitor
+    last: Event | None = None
+    for event in trace:
+        last = event
+        rest = iter(index.get(event["k"], ()))
+        while True:  # one pass, unless a handler raises: then it goes on after that one
+            handler = _none
+            try:
+                for handler in rest:
+                    handler(event)
+                break
+            except Exception as error:
+                owner[id(handler)].fault(event, error)
+    for monitor in monitors.values():
+        monitor.finish(last)
+    return monitors
