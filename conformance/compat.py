@@ -218,3 +218,11 @@ def finished_recving_pending(scheduler: Any, req_id: str) -> bool:
     """Whether the engine waits for `finished_recving` of this request (an asynchronous load, possibly of an aborted request)."""
     request = scheduler.requests.get(req_id)
     return request is not None and request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+
+
+def set_paused(scheduler: Any, paused: bool) -> None:
+    """Stop or resume the admission of new requests."""
+    from vllm.v1.core.sched.interface import PauseState
+
+    own = type(scheduler).__module__.startswith("kvconform.")
+    scheduler.set_pause_state(int(paused) if own else PauseState.PAUSED_NEW if paused else PauseState.UNPAUSED)

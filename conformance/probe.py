@@ -43,14 +43,13 @@ class Call:
 class Probe:
     """Records the hooks of one engine's connector halves into a trace and tells listeners.
 
-    `halves` maps id(connector) to (half, rank); a connector that is not in it (a MultiConnector's child) is not recorded.
+    Only instances of the patched class reach it, so a MultiConnector's children stay out; the half is the instance's role.
     """
 
     active: Probe | None = None
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
-        self.halves: dict[int, tuple[str, int]] = {}
         self.before: dict[str, list[Listener]] = {}
         self.after: dict[str, list[Listener]] = {}
         self.after_any: list[Listener] = []
@@ -67,8 +66,8 @@ class Probe:
 
     def record(self, connector: Any, hook: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one hook under the probe; returns what it returned, raises what it raised."""
-        half, rank = self.halves.get(id(connector), (None, 0))
-        if half is None or threading.get_ident() != self._main:
+        half, rank = getattr(getattr(connector, "_role", None), "name", "").lower(), 0
+        if not half or threading.get_ident() != self._main:
             return call(connector, *args, **kwargs)
         item = Call(connector, hook, half, self._depth, args, kwargs)
         outermost = self._depth == 0
@@ -118,7 +117,7 @@ class Probe:
             layer=item.arg(0, "layer_name") if item.hook in ("wait_for_layer_load", "save_kv_layer") else None,
             timed_out=timed_out,
         )
-        if item.error is not None and self.last_error is None or (item.error is not None and self.last_error and self.last_error[1] is not item.error):
+        if item.error is not None and (self.last_error is None or self.last_error[1] is not item.error):
             self.last_error = (item.hook, item.error, item.result_event["seq"])
         if outermost:
             for listener in self.after.get(item.hook, ()):

@@ -15,7 +15,7 @@ class Trace:
         self.events: list[Event] = []
         self.step = 0
 
-    def emit(self, kind: str, **fields: Any) -> Event:
+    def emit(self, kind: str, /, **fields: Any) -> Event:
         """Append an event of `kind`; returns the dict, whose fields may still be filled in until the run ends."""
         event: Event = {"k": kind, "seq": len(self.events), "step": self.step, **fields}
         self.events.append(event)

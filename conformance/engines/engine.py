@@ -271,6 +271,10 @@ class Engine:
         self.ledger.state_changes("preempt")
         return bool(done)
 
+    def pause(self, paused: bool) -> None:
+        """Stop or resume the admission of new requests."""
+        compat.set_paused(self.scheduler, paused)
+
     def shutdown(self, again: bool = False) -> None:
         """Shut both connector halves down, the worker's first."""
         if self.worker_half is None:

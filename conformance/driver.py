@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drives one engine through the steps of one case."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from kvconform.case import Variant
+from kvconform.compat import build_request
+from kvconform.engines.engine import Engine, Info
+from kvconform.expect import Expectations
+from kvconform.kernels.codes import mix64
+from kvconform.model import FIRST_TOKEN, VOCABULARY, Script
+from kvconform.observer import Memory
+from kvconform.promise import Promises
+from kvconform.provenance import Identity, Registry, text_id
+from kvconform.steps import OfPrompt, SamePrompt
+from kvconform.target import Target
+from kvconform.trace import Event, Trace
+
+STALL_STEPS = 60
+RUN_LIMIT = 20_000
+
+
+class Stalled(Exception):
+    """No progress for STALL_STEPS steps and the target's stall time."""
+
+
+class Driver:
+    """Executes a case's steps. Owns the run's engines one after the other (a restart makes a new one over the same store)."""
+
+    def __init__(
+        self, variant: Variant, target: Target, trace: Trace, registry: Registry, *, seed: int, tmp: Path, with_connector: bool,
+        pickle_metadata: bool, caps: dict[str, Any], promises: Promises | None,
+    ) -> None:  # fmt: skip
+        self.variant, self.target, self.trace, self.registry = variant, target, trace, registry
+        self.seed, self.tmp, self.with_connector, self.pickle_metadata = seed, tmp, with_connector, pickle_metadata
+        self.caps, self.promises = caps, promises
+        self.memory = Memory()
+        self.infos: dict[str, Info] = {}
+        self.adds: dict[str, Any] = {}
+        self.prompts: dict[str, list[int]] = {}
+        self.ids: dict[str, str] = {}
+        self.requests: dict[str, Any] = {}
+        self._generations: dict[str, int] = {}
+        self._reloads: dict[str, str] = {}
+        self.threads = threading.active_count()
+        self.engine = self._start()
+        self.expectations = Expectations(self)
+
+    def _start(self) -> Engine:
+        engine = Engine(
+            self.variant, self.target, self.trace, self.registry, self.memory, self.info, self.tmp,
+            with_connector=self.with_connector, pickle_metadata=self.pickle_metadata,
+        )  # fmt: skip
+        engine.observer.on_lookup = self._looked_up
+        return engine
+
+    def info(self, req_id: str) -> Info:
+        """What the harness knows about the live incarnation of a request id."""
+        return self.infos[req_id]
+
+    # -- prompts ---------------------------------------------------------------------------------------------------------------
+    def _tokens(self, name: str, count: int) -> list[int]:
+        """Fresh tokens of a request: a function of case, seed and name."""
+        base = text_id(f"{self.variant.case.id}/{self.seed}/{name}")
+        return [FIRST_TOKEN + mix64(base + i) % VOCABULARY for i in range(count)]
+
+    def _prompt(self, add: Any) -> list[int]:
+        prompt = add.prompt
+        if isinstance(prompt, SamePrompt):
+            return list(self.prompts[prompt.same])
+        if isinstance(prompt, OfPrompt):
+            known = list(self.prompts[prompt.of])
+            if prompt.outputs:
+                known = list(self.requests[prompt.of].all_token_ids)
+            return known[: prompt.tokens] + self._tokens(add.req, prompt.then)
+        return self._tokens(add.req, prompt)
+
+    # -- steps -----------------------------------------------------------------------------------------------------------------
+    def execute(self) -> None:
+        """All steps of the case, then whatever is left to run, then the shutdown."""
+        for step in self.variant.case.steps:
+            getattr(self, "_do_" + step.op.replace("-", "_"))(step.arg)
+        down = any(s.op == "shutdown" for s in self.variant.case.steps)
+        if not down:
+            self._run(None)
+        self.expectations.at_end(self.variant.case.expect)
+        self.close(shut_down=not down)
+
+    def _do_add(self, add: Any) -> None:
+        tokens = self._prompt(add)
+        req_id = add.id or add.req
+        generation = self._generations.get(req_id, -1) + 1
+        self._generations[req_id] = generation
+        items = [m.model_dump() for m in add.mm]
+        for item in items:  # every image has the same placeholder token, as in a real tokenised prompt
+            tokens[item["at"] : item["at"] + item["length"]] = [7] * item["length"]
+        self.adds[add.req], self.prompts[add.req], self.ids[add.req] = add, tokens, req_id
+        self.infos[req_id] = Info(
+            add.req, generation, Identity.of(add.salt, add.lora, items), Script(list(add.drafts or []), add.stop_at)
+        )
+        if add.reloads:
+            self._reloads[req_id] = add.reloads
+        request = build_request(
+            req_id, tokens, max_tokens=add.max_tokens, block_size=self.variant.block_size, stop=add.stop_at is not None, salt=add.salt,
+            lora=add.lora, items=items, priority=add.priority, params=dict(add.params) or None,
+            skip_reading_prefix_cache=add.skip_reading_prefix_cache, arrival=float(len(self.adds)),
+        )  # fmt: skip
+        self.requests[add.req] = Snapshot(request)
+        self.engine.add(request)
+
+    def _do_step(self, count: int) -> None:
+        for _ in range(count):
+            self.engine.iterate()
+
+    def _do_run(self, run: Any) -> None:
+        self._run(run.max)
+
+    def _run(self, limit: int | None) -> None:
+        idle, since, progress = 0, time.monotonic(), self.engine.progress
+        for _ in range(limit or RUN_LIMIT):
+            if not self.engine.busy:
+                return
+            self.engine.iterate()
+            if self.engine.progress != progress:
+                idle, since, progress = 0, time.monotonic(), self.engine.progress
+                continue
+            idle += 1
+            if idle >= STALL_STEPS:
+                if time.monotonic() - since > self.target.stall_seconds:
+                    self._stall(idle)
+                    raise Stalled
+                time.sleep(0.002)
+        if limit is None:
+            self._stall(RUN_LIMIT)
+            raise Stalled
+
+    def _stall(self, steps: int) -> None:
+        waiting = [f"{r}: {q.status.name}" for r, q in sorted(self.engine.scheduler.requests.items())]
+        # The number of idle steps depends on the machine's speed; the trace must not.
+        self.trace.emit("engine.stall", steps=min(steps, STALL_STEPS), waiting_on=waiting, seconds=0)
+
+    def _do_schedule(self, count: int) -> None:
+        for _ in range(count):
+            self.engine.schedule()
+
+    def _do_land(self, count: int) -> None:
+        for _ in range(count):
+            if self.engine.queue:
+                self.engine.land()
+
+    def _do_abort(self, name: str) -> None:
+        self.engine.abort(self.ids[name])
+
+    def _do_preempt(self, name: str) -> None:
+        self.engine.preempt(self.ids[name])
+
+    def _do_drop_local(self, _: Any) -> None:
+        self.engine.reset(running=False, connector=False)
+
+    def _do_reset(self, reset: Any) -> None:
+        self.engine.reset(running=reset.running, connector=reset.connector)
+        if reset.connector:
+            self._reloads.clear()
+
+    def _do_idle(self, count: int) -> None:
+        for _ in range(count):
+            self.engine.schedule()
+            self.engine.land()
+
+    def _do_restart(self, _: str) -> None:
+        self._run(None)
+        self.engine.shutdown()
+        self.engine = self._start()
+        self.trace.emit("engine.lifecycle", op="restart", pid=0, error=None)
+
+    def _do_shutdown(self, _: Any) -> None:
+        self.engine.shutdown()
+        self.engine.shutdown(again=True)
+
+    def _do_fail_load(self, fail: Any) -> None:
+        positions = None if fail.positions == "all" else list(fail.positions)
+        if self.engine.connector is not None:
+            self.engine.connector.kvconform_fail_load(self.ids[fail.req], positions)
+
+    def _do_lookup_only(self, name: str) -> None:
+        if self.engine.connector is None:
+            return
+        request = self.engine.scheduler.requests[self.ids[name]]
+        self.engine.connector.get_num_new_matched_tokens(request, 0)
+
+    def _do_reorder(self, _: Any) -> None:
+        self.engine.scheduler.running.reverse()
+
+    def _do_pause(self, _: Any) -> None:
+        self.engine.pause(True)
+
+    def _do_resume(self, _: Any) -> None:
+        self.engine.pause(False)
+
+    def _do_expect(self, expectation: Any) -> None:
+        self.expectations.check(expectation)
+
+    # -- promises --------------------------------------------------------------------------------------------------------------
+    def _looked_up(self, request: Any, event: Event) -> None:
+        source = self._reloads.get(request.request_id)
+        if source is None or event["tokens"] is None or self.promises is None:
+            return
+        del self._reloads[request.request_id]
+        promised = self.promises.promised(self.requests[source], self.prompts[source], request, self.variant.block_size, self._final(source))
+        self.trace.emit(
+            "profile.expectation", what=self.caps["saves"], req=request.request_id, of=source, promised=promised,
+            reloadable=event["local"] + event["tokens"],
+        )  # fmt: skip
+
+    def _final(self, name: str) -> int | None:
+        """Final KV of a finished request (None: it is not one whose KV a connector must keep)."""
+        events = [e for e in self.trace.events if e["k"] == "req.finished" and e["req"] == self.ids[name]]
+        if not events or events[-1]["status"] not in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"):
+            return None
+        return int(events[-1]["v_final"])
+
+    # -- end -------------------------------------------------------------------------------------------------------------------
+    def close(self, *, shut_down: bool, crashed: bool = False) -> None:
+        """Emit run.end and, unless it happened already, shut the connector down."""
+        engine = self.engine
+        live = sorted(engine.scheduler.requests) if engine.scheduler is not None else []
+        gc.collect()
+        self.trace.emit(
+            "run.end", quiesced=not engine.busy and not live, unfinished=live, free_blocks=engine.pool.get_num_free_blocks(),
+            free_blocks_at_start=engine.blocks_at_start, engine_requests=live, request_objects_alive=engine.ledger.leaked(),
+            threads=max(0, threading.active_count() - self.threads), crashed=crashed,
+        )  # fmt: skip
+        if shut_down:
+            engine.shutdown()
+
+
+class Snapshot:
+    """Follows a request without keeping it alive: tokens and status as of the last look, for prompts built on outputs."""
+
+    def __init__(self, request: Any) -> None:
+        import weakref
+
+        self._ref = weakref.ref(request)
+        self._tokens = request._all_token_ids  # the list itself: it outlives the request and is extended in place
+        self.num_prompt_tokens = request.num_prompt_tokens
+        self.request_id = request.request_id
+
+    @property
+    def all_token_ids(self) -> list[int]:
+        """Prompt and output tokens so far."""
+        return list(self._tokens)
+
+    @property
+    def live(self) -> Any:
+        """The request, or None when nobody keeps it any more."""
+        return self._ref()

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Learns a connector's capabilities from its class and from the plainest runs there are, and what it promises from calibration."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvconform.capabilities import CAPABILITIES, complete
+from kvconform.case import Variant
+from kvconform.promise import Plain, Promises
+from kvconform.run import plain_case, run_variant
+from kvconform.target import Target
+
+
+@dataclass
+class Profile:
+    """Capabilities of a target, where each came from (declared, inferred, default), and its promises."""
+
+    caps: dict[str, Any]
+    sources: dict[str, str]
+    promises: Promises
+    notes: list[str] = field(default_factory=list)
+
+
+class Calibration:
+    """Runs the plain round trip on the reference engine; results are kept per (workload, block size)."""
+
+    def __init__(self, target: Target, tmp: Path) -> None:
+        self.target, self.tmp = target, tmp
+        self._counter = itertools.count()
+        self._known: dict[tuple[Plain, int], tuple[int, bool]] = {}
+
+    def came_back(self, plain: Plain, block_size: int) -> tuple[int, bool]:
+        """(tokens that the second lookup claimed, whether by an asynchronous load) in the plain workload."""
+        key = (plain, block_size)
+        if key not in self._known:
+            variant = Variant(plain_case(plain, block_size), "reference", "sync", "v1", 1, block_size)
+            run = run_variant(variant, self.target, seed=0, tmp=self.tmp / f"calibration-{next(self._counter)}")
+            answers = [e for e in run.trace if e["k"] == "lookup" and e["req"] == "b" and e["tokens"] is not None]
+            crashed = any(e["k"] in ("engine.crash", "engine.stall") for e in run.trace)
+            claim = answers[-1] if answers else None
+            self._known[key] = (0, False) if claim is None or crashed else (max(0, int(claim["tokens"])), claim["is_async"])
+        return self._known[key]
+
+
+def profile_of(target: Target, tmp: Path) -> Profile:
+    """The profile of a target. Runs up to three plain round trips on the reference engine; UsageError for impossible declarations."""
+    cls = target.resolve()
+    declared = target.declared(cls)
+    complete(declared)
+    caps, sources = dict(declared), dict.fromkeys(declared, "declared")
+    calibration = Calibration(target, tmp)
+
+    def learn(name: str, value: Any) -> None:
+        if name not in caps:
+            caps[name], sources[name] = value, "inferred"
+
+    from kvconform.compat import SupportsHMA
+
+    learn("hma", issubclass(cls, SupportsHMA))
+    learn("fault_injection", hasattr(cls, "kvconform_fail_load"))
+    block = 4
+    if not {"store", "saves", "async_load"} <= set(caps):
+        prompt, is_async = calibration.came_back(Plain(41, 1, 41, 41), block)
+        learn("async_load", is_async)
+        learn("store", prompt > 0)
+        if "saves" not in caps:
+            more = calibration.came_back(Plain(41, 24, 64, 66), block)[0] if prompt > 0 else 0
+            learn("saves", "none" if prompt == 0 else "all" if more > prompt + block else "prompt")
+    for name in CAPABILITIES:
+        sources.setdefault(name, "default")
+    full = complete(caps)
+    has_declared = sources["saves"] == "declared" and sources["chunk_tokens"] == "declared"
+    promises = Promises(full, has_declared, lambda plain, size: calibration.came_back(plain, size)[0])
+    return Profile(full, sources, promises)

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a connector promises to bring back: declared, or learned from the plainest run there is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Plain:
+    """The plain workload: `prompt` + `outputs` tokens are computed, then a prompt of `wanted` tokens shares the first `common` of them."""
+
+    prompt: int
+    outputs: int
+    common: int
+    wanted: int
+
+
+class Promises:
+    """Promised reloadable tokens. Declared capabilities give a formula; inferred ones are calibrated: a prompt that was chunked, preempted
+    or speculated on must come back as far as the same number of tokens does when nothing of that happened.
+
+    `calibrate(plain, block_size)` runs that plain workload and returns how many tokens came back.
+    """
+
+    def __init__(self, caps: dict[str, Any], declared: bool, calibrate: Callable[[Plain, int], int]) -> None:
+        self.caps, self.declared, self.calibrate = caps, declared, calibrate
+
+    def promised(self, source: Any, prompt: list[int], request: Any, block_size: int, final: int | None) -> int:
+        """Tokens of `request` that must be loadable or local, given that `source` computed `final` positions. Reads only."""
+        saves = self.caps["saves"]
+        if final is None or saves == "none" or not self.caps["store"]:
+            return 0
+        known, wanted = source.all_token_ids, request.all_token_ids
+        common = 0
+        while common < min(len(known), len(wanted)) and known[common] == wanted[common]:
+            common += 1
+        limit = min(final, common, len(wanted) - 1)
+        if saves == "prompt":
+            limit = min(limit, len(prompt))
+        if self.declared:
+            chunk = max(1, int(self.caps["chunk_tokens"]))
+            return limit // chunk * chunk
+        plain = Plain(len(prompt), len(known) - len(prompt), common, len(wanted))
+        return min(limit, self.calibrate(plain, block_size)) if limit > 0 else 0
