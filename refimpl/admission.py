@@ -59,6 +59,7 @@ def _finish_load(engine: ReferenceScheduler, request: Request) -> None:
     failed = request_id in engine.failed_recving_kv_req_ids
     if failed and not request.num_computed_tokens:
         manager.free(request)
+        engine.inflight_prefills.discard(request)  # it starts anew: its reservation must not stand in its own way
     else:
         manager.cache_blocks(request, request.num_computed_tokens)
     if request.num_computed_tokens == request.num_tokens:
@@ -168,7 +169,7 @@ def _chunk(engine: ReferenceScheduler, step: Step, request: Request, computed: i
     if settings.num_spec and new_tokens == 1 and not step.has_prefill and (step.running or computed > 0):
         # One token beside decoding requests: pad it with drafts that will be rejected, so that all rows have one length.
         wide = 1 + settings.num_spec
-        if computed + wide + 1 <= settings.max_model_len:
+        if computed + wide + 1 <= settings.max_model_len and not 0 < step.long_prefill < wide:
             if wide > budget:
                 return None, False
             new_tokens, padded = wide, True

@@ -34,7 +34,7 @@ def land(engine: ReferenceScheduler, output: SchedulerOutput, result: ModelRunne
     stopped: set[Request] = set()
     for request_id, tokens in output.num_scheduled_tokens.items():
         request = engine.requests.get(request_id)
-        if request is None or scheduled.get(request_id) is not request:
+        if request is None or request != scheduled.get(request_id):
             continue  # finished, and its id may belong to another request by now
         request.num_in_flight_tokens -= tokens
         is_stale = request.num_stale_output_tokens > 0

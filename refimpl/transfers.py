@@ -41,6 +41,11 @@ def failed_loads(engine: ReferenceScheduler, reported: KVConnectorOutput, schedu
         void |= running
         if recompute:
             engine.failed_recving_kv_req_ids |= loading
+            for request_id in running if engine.settings.is_async else ():
+                # Later steps in flight read the bad KV: their tokens must not count either, so the placeholders go with them (R136).
+                request = engine.requests[request_id]
+                request.num_output_placeholders, request.spec_token_ids = 0, []
+                request.num_stale_output_tokens, request.drop_stale_output = request.num_in_flight_tokens, True
         else:
             void |= loading
     return void

@@ -82,6 +82,7 @@ class ScriptedConnector(KVConnectorBase_V1):
         self.sends: dict[str, int] = {}
         self.load_count: dict[str, int] = defaultdict(int)
         self.last_local: dict[str, int] = {}
+        self.loading: set[str] = set()  # as the scheduler half knows: until update_connector_output
         self.block_size = vllm_config.cache_config.block_size
 
     @property
@@ -125,7 +126,10 @@ class ScriptedConnector(KVConnectorBase_V1):
             self.load_count[request.request_id] += 1
             failure = ask.failures[count] if count < len(ask.failures) else None
             last = -(-(self.last_local[request.request_id] + num_external_tokens) // self.block_size)
-            self.loads.append(Load(request.request_id, table[first:last], ask.load_steps, failure, bool(eval_async(ask, self.lookups))))
+            is_async = answered_async(ask, self.lookups[request.request_id])
+            if is_async:
+                self.loading.add(request.request_id)
+            self.loads.append(Load(request.request_id, table[first:last], ask.load_steps, failure, is_async))
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         state = scheduler_output.kv_connector_block_state
@@ -134,6 +138,7 @@ class ScriptedConnector(KVConnectorBase_V1):
         return KVConnectorMetadata()
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self.loading -= connector_output.finished_recving or set()
         self.note(
             "update", None, received=sorted(connector_output.finished_recving or ()), sent=sorted(connector_output.finished_sending or ())
         )
@@ -143,8 +148,7 @@ class ScriptedConnector(KVConnectorBase_V1):
 
     def finish(self, request: Request, tables: list[list[int]]) -> tuple[bool, dict[str, Any] | None]:
         ask = self.asks[request.request_id]
-        loading = any(load.req == request.request_id and load.is_async for load in self.loads)
-        takes = ask.send_steps > 0 and not loading
+        takes = ask.send_steps > 0 and request.request_id not in self.loading  # one hold only (R127)
         self.note("finished", request, tables=tables, takes=takes)
         if takes:
             self.sends[request.request_id] = ask.send_steps
@@ -176,10 +180,10 @@ class ScriptedHMAConnector(ScriptedConnector, SupportsHMA):
         return self.finish(request, list(block_ids))
 
 
-def eval_async(ask: Ask, lookups: dict[str, int]) -> bool:
-    """Whether the answer that led to this allocation was asynchronous."""
-    answer = ask.answers[min(lookups[ask.req] - 1, len(ask.answers) - 1)]
-    return answer[1][1] if answer[0] == "raw" else answer[1]
+def answered_async(ask: Ask, lookups: int) -> bool:
+    """Whether the last of `lookups` answers, which led to an allocation, was asynchronous."""
+    answer = ask.answers[min(lookups, len(ask.answers)) - 1]
+    return bool(answer[1][1] if answer[0] == "raw" else answer[1])
 
 
 def state_of(request: Request) -> tuple[Any, ...]:
@@ -246,11 +250,14 @@ def _configs(setup: Setup) -> tuple[Any, Any]:
     return config, compat.build_cache_config(setup.num_blocks, setup.block_size, 1, 64, ["layer.0"])
 
 
-def build(engine: str, setup: Setup, policies: frozenset[str] = frozenset()) -> Any:
-    """A fresh scheduler: 'reference' or 'vllm'."""
+def build(engine: str, setup: Setup, policies: frozenset[str] = frozenset(), repaired: bool = True) -> Any:
+    """A fresh scheduler: 'reference' or 'vllm' (`repaired`: without the defects that docs/reference-vs-vllm.md lists)."""
     config, cache_config = _configs(setup)
     if engine == "vllm":
-        return compat.build_scheduler(config, cache_config, block_size=setup.block_size, scheduling=setup.scheduling, runner=setup.runner)
+        scheduler = compat.build_scheduler(
+            config, cache_config, block_size=setup.block_size, scheduling=setup.scheduling, runner=setup.runner
+        )
+        return repair(scheduler) if repaired else scheduler
     connector = globals()[setup.connector](config, KVConnectorRole.SCHEDULER, cache_config) if setup.connector else None
     return ReferenceScheduler(
         config,
@@ -263,6 +270,37 @@ def build(engine: str, setup: Setup, policies: frozenset[str] = frozenset()) -> 
     )
 
 
+def repair(scheduler: Any) -> Any:
+    """Mends, in one vLLM scheduler, what the reference scheduler does differently on purpose, so that all the rest can be compared exactly.
+
+    docs/reference-vs-vllm.md explains each; test_reference_scheduler_differences.py shows each on a scheduler that is not mended.
+    """
+    finish, finish_load, cut_back = scheduler.finish_requests, scheduler._update_waiting_for_remote_kv, scheduler._handle_invalid_blocks
+
+    def finish_in_order(request_ids: Any, status: RequestStatus) -> list[Request]:
+        if status != RequestStatus.FINISHED_ERROR:
+            return finish(request_ids, status)
+        return [request for req in sorted(request_ids) for request in finish(req, status)]
+
+    def finish_load_and_reservation(request: Request) -> None:
+        finish_load(request)
+        if not scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]:
+            scheduler._inflight_prefills.discard(request)
+
+    def cut_back_and_drop(invalid_block_ids: set[int], num_scheduled_tokens: dict[str, int]) -> set[str]:
+        affected = cut_back(invalid_block_ids, num_scheduled_tokens)
+        for request in scheduler.running if scheduler.recompute_kv_load_failures and hasattr(scheduler, "decode_stagger") else ():
+            if request.request_id in affected:
+                request.num_output_placeholders, request.spec_token_ids = 0, []
+                request.num_stale_output_tokens, request.drop_stale_output = request.num_in_flight_tokens, True
+        return affected
+
+    scheduler.finish_requests = finish_in_order
+    scheduler._update_waiting_for_remote_kv = finish_load_and_reservation
+    scheduler._handle_invalid_blocks = cut_back_and_drop
+    return scheduler
+
+
 @dataclass
 class Rig:
     """One engine with its fake runner. `trace` gets one entry per thing that happened; two engines agree if their traces are equal."""
@@ -270,11 +308,12 @@ class Rig:
     engine: str
     setup: Setup
     policies: frozenset[str] = frozenset()
+    repaired: bool = True
     trace: list[Any] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)  # one per request and step
 
     def __post_init__(self) -> None:
-        self.s = build(self.engine, self.setup, self.policies)
+        self.s = build(self.engine, self.setup, self.policies, self.repaired)
         self.connector: ScriptedConnector | None = self.s.connector
         self.asks: dict[str, Ask] = {}
         self.requests: dict[str, Request] = {}
