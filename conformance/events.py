@@ -118,7 +118,7 @@ _kind(
     "lookup",
     "sched",
     "req:s generation:i attempt:i local:i tokens:i? is_async:b type_ok:b N:i status:s repeat:b prev_tokens:i? store_may_have_shrunk:b"
-    " same_claim_failed:i ever_computed:i computed_before_reset:i after_reset:b prompt_len:i block_aligned:b C:i",
+    " same_claim_failed:i ever_computed:i ever_plain:i computed_before_reset:i after_reset:b prompt_len:i block_aligned:b C:i",
     "get_num_new_matched_tokens answered.",
 )
 _kind(

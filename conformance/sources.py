@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a symbol that a requirement cites exists in the installed vLLM, by reading its source: vLLM is never imported."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from functools import lru_cache
+from pathlib import Path
+
+
+@lru_cache(maxsize=1)
+def vllm_root() -> Path | None:
+    """The installed vLLM package's directory, or None."""
+    try:
+        spec = importlib.util.find_spec("vllm")
+    except (ImportError, ValueError):
+        return None
+    places = list(spec.submodule_search_locations or ()) if spec is not None else []
+    return Path(places[0]) if places else None
+
+
+@lru_cache(maxsize=1)
+def vllm_version() -> str | None:
+    """The installed vLLM's version as its `_version.py` says, or None."""
+    root = vllm_root()
+    try:
+        text = (root / "_version.py").read_text(encoding="utf-8") if root is not None else ""
+    except OSError:
+        return None
+    found = re.search(r"""version\s*=\s*['"](\d+\.\d+[^'"]*)['"]""", text)
+    return found.group(1) if found else None
+
+
+def missing(file: str, symbol: str) -> str | None:
+    """A sentence if `file` (relative to vllm/) or `symbol` (dotted) does not exist; None if it does, or if no vLLM is installed."""
+    root = vllm_root()
+    if root is None:
+        return None
+    known = _symbols(root / file)
+    if known is None:
+        return f"vLLM {vllm_version()} has no file {file}"
+    return None if symbol in known else f"{file} of vLLM {vllm_version()} has no {symbol}"
+
+
+@lru_cache(maxsize=64)
+def _symbols(path: Path) -> frozenset[str] | None:
+    """The dotted names of a module's classes, functions, methods, and module and class variables; None if it cannot be read."""
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError):
+        return None
+    found: set[str] = set()
+    _collect(tree.body, "", found)
+    return frozenset(found)
+
+
+def _collect(body: list[ast.stmt], prefix: str, found: set[str]) -> None:
+    for node in body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            found.add(prefix + node.name)
+        elif isinstance(node, ast.ClassDef):
+            found.add(prefix + node.name)
+            _collect(node.body, f"{prefix}{node.name}.", found)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found.update(prefix + target.id for target in targets if isinstance(target, ast.Name))
+        elif isinstance(node, (ast.If, ast.Try)):
+            _collect(node.body, prefix, found)
+            _collect(node.orelse, prefix, found)
