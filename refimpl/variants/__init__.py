@@ -1,1 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Correct connectors that do things differently from the reference connector. None of them may fail anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+HERE = "kvconform.refimpl.variants"
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "sync": ("kvconform.refimpl.connector:ReferenceConnector", {}),
+    "async": ("kvconform.refimpl.connector:ReferenceConnector", {"load": "async", "async_saves": True}),
+    "layerwise": ("kvconform.refimpl.connector:ReferenceConnector", {"layerwise": True, "chunk_tokens": 6, "whole_blocks": False}),
+    "prompt": ("kvconform.refimpl.connector:ReferenceConnector", {"save_decode": False, "chunk_tokens": 8}),
+    "lazy": (f"{HERE}.saving:LazySaver", {}),
+    "whole-prompt": (f"{HERE}.saving:WholePromptSaver", {}),
+    "undecided": (f"{HERE}.loading:Undecided", {}),
+    "block-filler": (f"{HERE}.loading:BlockFiller", {"whole_blocks": False}),
+    "delayed": (f"{HERE}.loading:Delayed", {"load": "async", "async_saves": True, "save_delay": 3}),
+    "decoy": (f"{HERE}.decoy:Decoy", {}),
+    "plain": (f"{HERE}.plain:Plain", {}),
+}
+"""Name -> connector and extra configuration (besides ``store``)."""

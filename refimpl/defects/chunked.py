@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts that are computed over several steps, and blocks that fill up long after they were allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.plan import Save
+from kvconform.refimpl.tracking import Tracked, scheduled
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+
+class FirstStepOnly(ReferenceConnector):
+    """Stores what the first step of a request computes and nothing of what later steps add (B021, B032)."""
+
+    def _plan_saves(self, scheduler_output: SchedulerOutput) -> Iterator[Save]:
+        new = {entry.req_id for entry in scheduler_output.scheduled_new_reqs}
+        return (save for save in super()._plan_saves(scheduler_output) if save.req in new)
+
+
+class NeedsNewBlocks(ReferenceConnector):
+    """Stores in steps that bring new blocks; the step that fills a block usually brings none (B003)."""
+
+    def _plan_saves(self, scheduler_output: SchedulerOutput) -> Iterator[Save]:
+        growing = {req_id for req_id, _, blocks, _ in scheduled(scheduler_output) if blocks is not None}
+        return (save for save in super()._plan_saves(scheduler_output) if save.req in growing)
+
+
+class AllHashes(ReferenceConnector):
+    """Stores every block that has a hash and a block id. All of the prompt has hashes before any of it is computed."""
+
+    def _save_bound(self, request: Request, computed: int, scheduled: int) -> int:
+        table = self._tracked[request.request_id].table
+        return min(len(request.block_hashes), len(table)) * self._block_size
+
+
+class DropsPartialChunk(ReferenceConnector):
+    """Gives up a chunk that the end of a prefill step cuts in two, and everything after it cannot be reached (B034)."""
+
+    def _plan_save(self, tracked: Tracked, end: int, scheduled: int, final: bool = False) -> Save:
+        save, request = super()._plan_save(tracked, end, scheduled, final), tracked.request
+        if end % self.options.chunk_tokens and request.num_computed_tokens + scheduled < request.num_prompt_tokens:
+            tracked.outdated = True
+        return save

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys that are equal although the KV is not, and keys that nobody finds again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.keys import digest, extend_keys
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+class _PartialIdentity(ReferenceConnector):
+    """Builds keys from what ``_identity`` leaves of a request."""
+
+    def _identity(self, request: Request) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _keys(self, request: Request, keys: list[str], end: int) -> Sequence[str]:
+        names = ("all_token_ids", "cache_salt", "lora_request", "mm_features", "prompt_embeds")
+        seen: Any = SimpleNamespace(**{name: getattr(request, name) for name in names} | self._identity(request))
+        return extend_keys(keys, self._root, seen, self.options.chunk_tokens, end)
+
+
+class NoSalt(_PartialIdentity):
+    """One tenant's KV is served to another: the cache salt is not in the key (B076)."""
+
+    def _identity(self, request: Request) -> dict[str, Any]:
+        return {"cache_salt": None}
+
+
+class NoAdapter(_PartialIdentity):
+    """KV of one LoRA adapter is served to another (B080)."""
+
+    def _identity(self, request: Request) -> dict[str, Any]:
+        return {"lora_request": None}
+
+
+class NoImages(_PartialIdentity):
+    """Two prompts that differ only in the image share KV: placeholder tokens are all alike (B077)."""
+
+    def _identity(self, request: Request) -> dict[str, Any]:
+        return {"mm_features": []}
+
+
+class ImagesAnywhere(_PartialIdentity):
+    """The key says which images a chunk shows, not where (B079)."""
+
+    def _identity(self, request: Request) -> dict[str, Any]:
+        size = self.options.chunk_tokens
+        positions = [feature.mm_position for feature in request.mm_features]
+        covers = [range(p.offset // size, (p.offset + p.length - 1) // size + 1) for p in positions]
+        return {
+            "mm_features": [
+                SimpleNamespace(identifier=feature.identifier, mm_position=SimpleNamespace(offset=chunk * size, length=size))
+                for feature, chunks in zip(request.mm_features, covers, strict=True)
+                for chunk in chunks
+            ]
+        }
+
+
+class Unchained(ReferenceConnector):
+    """A chunk's key is made of its own tokens, so it is found behind any prefix."""
+
+    def _keys(self, request: Request, keys: list[str], end: int) -> Sequence[str]:
+        size = self.options.chunk_tokens
+        for start in range(len(keys) * size, end - size + 1, size):
+            keys.append(digest(self._root, str(list(request.all_token_ids[start : start + size]))).hex())
+        return keys
+
+
+class ProcessHash(ReferenceConnector):
+    """Keys are made with hash(), which is another function in every process (B087)."""
+
+    def _keys(self, request: Request, keys: list[str], end: int) -> Sequence[str]:
+        keys[:] = [f"{hash(key) % 2**64:x}" for key in extend_keys([], self._root, request, self.options.chunk_tokens, end)]
+        return keys
+
+
+class SaveKeyDiffers(ReferenceConnector):
+    """Looks a chunk up under another key than it is stored under (B038, B089)."""
+
+    def _stored_prefix(self, request: Request) -> int:
+        shorter = super()._stored_prefix(request)
+        return 0 if request.num_tokens % self._block_size == 1 else shorter

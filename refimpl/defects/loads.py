@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a load writes, when, and what is said when it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.plan import Load, Piece
+from kvconform.refimpl.tracking import Tracked
+
+
+class OverLocal(ReferenceConnector):
+    """Loads from the beginning of the request, over the local hit that it shares with other requests (B043)."""
+
+    def _plan_load(self, tracked: Tracked, granted: int, is_async: bool) -> Load:
+        load = super()._plan_load(tracked, granted, is_async)
+        return Load(load.req, 0, load.end, self._pieces(tracked, 0, load.end), is_async)
+
+
+class FromFirstBlock(ReferenceConnector):
+    """Loads the right chunks into the blocks from the beginning of the table: the local hit is not skipped (B028, B043)."""
+
+    def _plan_load(self, tracked: Tracked, granted: int, is_async: bool) -> Load:
+        load = super()._plan_load(tracked, granted, is_async)
+        shifted = [
+            Piece(piece.key, piece.first, tuple(slots)) for piece, slots in zip(load.pieces, self._front(tracked, load), strict=True)
+        ]
+        return Load(load.req, load.start, load.end, tuple(shifted), is_async)
+
+    def _front(self, tracked: Tracked, load: Load) -> list[tuple[int, ...]]:
+        slots = [block * self._block_size + offset for block in tracked.table for offset in range(self._block_size)]
+        lengths = [len(piece.slots) for piece in load.pieces]
+        return [tuple(slots[sum(lengths[:index]) : sum(lengths[: index + 1])]) for index in range(len(lengths))]
+
+
+class SilentlyPartial(ReferenceConnector):
+    """Says nothing when a chunk is gone: its slots keep the bytes of their previous owner (B074)."""
+
+    def _load(self, load: Load, layers: Iterable[str]) -> None:
+        for piece in load.pieces:
+            for layer in layers:
+                self._load_layer(piece, layer)
+
+
+class ReportsLate(ReferenceConnector):
+    """Reports the failed blocks of a load one step later, when others have already computed upon them."""
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        late: set[int] = self.__dict__.get("_late", set())
+        self._late = super().get_block_ids_with_load_errors()
+        return late
+
+
+class ReportsAgain(ReferenceConnector):
+    """Does not drain the set of failed blocks: it reports them again in every step."""
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set(self._invalid)
+
+
+class FailedIsUnfinished(ReferenceConnector):
+    """Reports the blocks of a failed asynchronous load, but not that the load is over (B047)."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        sent, received = super().get_finished(finished_req_ids)
+        return sent, None if self._invalid else received
+
+
+class NeedsForward(ReferenceConnector):
+    """Loads only when there is attention metadata; an asynchronous load's only step may have none (B056)."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if forward_context.attn_metadata is not None:
+            super().start_load_kv(forward_context, **kwargs)
+
+
+class NoKeywords(ReferenceConnector):
+    """Accepts no keyword arguments; model runner V2 passes some (B126)."""
+
+    def start_load_kv(self, forward_context: Any) -> None:
+        super().start_load_kv(forward_context)
+
+
+class StateFromStart(ReferenceConnector):
+    """Saves layers by the plan it noted in start_load_kv, which comes after the forward pass when nothing is loaded (B128)."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        super().start_load_kv(forward_context, **kwargs)
+        self._noted = self._metadata()
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        for save in self._noted.saves:
+            self._save_layer(self._noted.epoch, save, layer_name, kv_layer)
+
+
+class LoadsAfterForward(ReferenceConnector):
+    """Performs synchronous loads in wait_for_save: the layers have read the blocks by then."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        return
+
+    def wait_for_save(self) -> None:
+        super().start_load_kv(None)
+        super().wait_for_save()
+
+
+class LayerOrder(ReferenceConnector):
+    """Puts the bytes of the first layer into all layers."""
+
+    def _load_layer(self, piece: Piece, layer: str) -> bool:
+        data = self._store.get(piece.key, next(iter(self._layers)))
+        self._store.get = lambda key, name, data=data: data  # type: ignore[method-assign]
+        try:
+            return super()._load_layer(piece, layer)
+        finally:
+            del self._store.get

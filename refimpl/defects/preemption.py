@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that lose their blocks and come back with others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.tracking import Tracked, first_group
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.request import Request
+
+
+class _RemembersPreempted(ReferenceConnector):
+    """What a request had before it was preempted is kept, and nothing but the step's output changes it."""
+
+    def _forget_preempted(self, preempted: Iterable[str]) -> None:
+        self._dropped.update(preempted)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        before = self._tracked.get(request.request_id)
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if before is not None:
+            self._tracked[request.request_id].table = before.table
+
+
+class AppendsOnResume(_RemembersPreempted):
+    """Appends the blocks of a resumed request to those that it had before, which belong to somebody else by now (B013)."""
+
+    def _extend_table(self, tracked: Tracked, new_blocks: Sequence[Sequence[int]] | None, replaces: bool) -> None:
+        blocks = first_group(new_blocks or ())
+        if tracked.table != blocks:
+            tracked.table += blocks
+
+
+class KnownIsOld(_RemembersPreempted):
+    """Takes a new entry of a known id for a duplicate. On model runner V2 it is the resumed request with its new blocks."""
+
+    def _extend_table(self, tracked: Tracked, new_blocks: Sequence[Sequence[int]] | None, replaces: bool) -> None:
+        if not (replaces and tracked.table):
+            super()._extend_table(tracked, new_blocks, replaces)
+
+
+class CancelsNewLoad(ReferenceConnector):
+    """Drops everything about a preempted request, also the load of one that was preempted and resumed within the same step."""
+
+    def _forget_preempted(self, preempted: Iterable[str]) -> None:
+        for req_id in preempted:
+            self._tracked.pop(req_id, None)
+            self._granted.pop(req_id, None)
+
+
+class UnfencedSaves(ReferenceConnector):
+    """Lets a save that is still under way read blocks that a preemption has handed to another request (B010)."""
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        return
+
+
+class ResumedIsStored(ReferenceConnector):
+    """Believes that a request which had saves before a preemption needs none after it (B012, B021)."""
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        self._tracked[request.request_id].outdated = request.num_preemptions > 0
+
+
+class PromptOnlyLookup(ReferenceConnector):
+    """Looks up the prompt alone and does not expect that a resumed request finds more of itself locally (B044)."""
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        found = min(self._stored_prefix(request), (request.num_prompt_tokens - 1) // self._block_size * self._block_size)
+        return found - num_computed_tokens if found else 0, False

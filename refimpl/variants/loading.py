@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Connectors that answer late, load more than they must, or take their time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.plan import Load
+from kvconform.refimpl.tracking import Tracked
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+PATIENCE = 2
+
+
+class Undecided(ReferenceConnector):
+    """Needs three lookups of a request until it knows."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._asked: dict[str, int] = {}
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        asked = self._asked[request.request_id] = self._asked.get(request.request_id, 0) + 1
+        return (None, False) if asked <= PATIENCE else super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        self._asked.pop(request.request_id, None)
+        return super().request_finished(request, block_ids)
+
+
+class BlockFiller(ReferenceConnector):
+    """Moves whole blocks: fills the rest of the last granted block too, before anything in it is computed."""
+
+    def _plan_load(self, tracked: Tracked, granted: int, is_async: bool) -> Load:
+        load = super()._plan_load(tracked, granted, is_async)
+        end = min(-(-load.end // self._block_size) * self._block_size, self._stored_prefix(tracked.request))
+        pieces = self._pieces(tracked, load.start, max(end, load.end))
+        return Load(load.req, load.start, load.end, pieces, is_async)
+
+
+class Delayed(ReferenceConnector):
+    """Loads of longer ranges take longer, so they finish in another order than they started."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        for load in self._metadata().loads:
+            self._load_queue.add(load, 1 + (load.end - load.start) // self._block_size % 3)
