@@ -4,19 +4,18 @@
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kvconform.refimpl.errors import EngineAssertion
-from kvconform.refimpl.queues import WaitingQueue
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.request import Request, RequestStatus
 
-if TYPE_CHECKING:
-    from kvconform.refimpl.scheduler import ReferenceScheduler
-    from kvconform.refimpl.step import Step
+from kvconform.refimpl.engine import Engine
+from kvconform.refimpl.errors import EngineAssertion
+from kvconform.refimpl.queues import WaitingQueue
+from kvconform.refimpl.step import Step
 
 
-def admit_waiting(engine: ReferenceScheduler, step: Step) -> None:
+def admit_waiting(engine: Engine, step: Step) -> None:
     """Admit waiting requests into `step` until the budget, the slots, the memory or the queue is exhausted.
 
     Who holds blocks comes first. A request that cannot go on now is skipped and keeps its place; one that finds no memory ends it.
@@ -42,7 +41,7 @@ def holds_blocks(request: Request) -> bool:
     return request.num_computed_tokens > 0 or request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
 
 
-def _is_ready(engine: ReferenceScheduler, request: Request) -> bool:
+def _is_ready(engine: Engine, request: Request) -> bool:
     """Whether the request may be admitted now. A finished asynchronous load is taken into account here."""
     if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
         if request.request_id not in engine.finished_recving_kv_req_ids:
@@ -53,7 +52,7 @@ def _is_ready(engine: ReferenceScheduler, request: Request) -> bool:
     return not request.num_stale_output_tokens or request.drop_stale_output
 
 
-def _finish_load(engine: ReferenceScheduler, request: Request) -> None:
+def _finish_load(engine: Engine, request: Request) -> None:
     """Publish what an asynchronous load brought; after a failure, what is left of it."""
     manager, request_id = engine.kv_cache_manager, request.request_id
     failed = request_id in engine.failed_recving_kv_req_ids
@@ -69,7 +68,7 @@ def _finish_load(engine: ReferenceScheduler, request: Request) -> None:
     engine.finished_recving_kv_req_ids.remove(request_id)
 
 
-def _look_up(engine: ReferenceScheduler, request: Request) -> tuple[KVCacheBlocks, int, int, bool] | None:
+def _look_up(engine: Engine, request: Request) -> tuple[KVCacheBlocks, int, int, bool] | None:
     """(local blocks, local tokens, external tokens, load asynchronously); None when the connector does not know yet."""
     blocks, local, _ = engine.kv_cache_manager.get_computed_blocks(request)
     if engine.connector is None:
@@ -97,7 +96,7 @@ def _checked_answer(answer: Any, request: Request) -> tuple[int | None, bool]:
         raise EngineAssertion("R029", f"{request.request_id}: lookup answered {answer!r}, not (int or None, bool)") from error
 
 
-def _admit(engine: ReferenceScheduler, step: Step, request: Request) -> str:
+def _admit(engine: Engine, step: Step, request: Request) -> str:
     """Admit one request: 'admitted', 'skip' (not now, try the next) or 'stop' (no budget or no memory: nobody behind it either)."""
     settings, manager, connector = engine.settings, engine.kv_cache_manager, engine.connector
     blocks, local, external, is_async = manager.empty_kv_cache_blocks, 0, 0, False
@@ -153,7 +152,7 @@ def _admit(engine: ReferenceScheduler, step: Step, request: Request) -> str:
     return "admitted"
 
 
-def _denied(engine: ReferenceScheduler, request: Request) -> bool:
+def _denied(engine: Engine, request: Request) -> bool:
     """Whether the policy deny-first-alloc pretends, once for every request, that there is no memory."""
     if "deny-first-alloc" not in engine.settings.policies or request in engine.denied_once:
         return False
@@ -161,7 +160,7 @@ def _denied(engine: ReferenceScheduler, request: Request) -> bool:
     return True
 
 
-def _chunk(engine: ReferenceScheduler, step: Step, request: Request, computed: int) -> tuple[int | None, bool]:
+def _chunk(engine: Engine, step: Step, request: Request, computed: int) -> tuple[int | None, bool]:
     """(tokens to schedule, padded with drafts): None when the request has to wait for a larger budget."""
     settings = engine.settings
     budget = min(step.token_budget, step.input_budget - settings.draft_slots)

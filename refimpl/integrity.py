@@ -6,14 +6,15 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from kvconform.refimpl.errors import IntegrityError
 from vllm.v1.request import Request, RequestStatus
 
+from kvconform.refimpl.errors import IntegrityError
+
 if TYPE_CHECKING:
-    from kvconform.refimpl.scheduler import ReferenceScheduler
+    from kvconform.refimpl.engine import Engine
 
 
-def check_integrity(engine: ReferenceScheduler) -> None:
+def check_integrity(engine: Engine) -> None:
     """Raise IntegrityError for the first invariant that does not hold. Valid between steps; a connector's own holds (touch) are allowed."""
     _check_blocks(engine)
     _check_queues(engine)
@@ -21,7 +22,7 @@ def check_integrity(engine: ReferenceScheduler) -> None:
         _check_request(engine, request)
 
 
-def _check_blocks(engine: ReferenceScheduler) -> None:
+def _check_blocks(engine: Engine) -> None:
     pool, tables = engine.kv_cache_manager.block_pool, engine.kv_cache_manager.tables
     for request_id in tables.keys() - engine.requests.keys():
         raise IntegrityError(f"request {request_id}", "has a block table and does not exist")
@@ -47,7 +48,7 @@ def _check_blocks(engine: ReferenceScheduler) -> None:
             raise IntegrityError(f"request {request_id}", f"holds a block twice: {[block.block_id for block in table]}")
 
 
-def _check_queues(engine: ReferenceScheduler) -> None:
+def _check_queues(engine: Engine) -> None:
     places: Counter[str] = Counter(r.request_id for queue in (engine.running, engine.waiting, engine.kv_holding_waiting) for r in queue)
     for request_id, request in engine.requests.items():
         expected = 0 if request.is_finished() else 1
@@ -60,7 +61,7 @@ def _check_queues(engine: ReferenceScheduler) -> None:
             raise IntegrityError(f"request {request.request_id}", f"in the running list as {request.status.name}")
 
 
-def _check_request(engine: ReferenceScheduler, request: Request) -> None:
+def _check_request(engine: Engine, request: Request) -> None:
     name = f"request {request.request_id}"
     table = engine.kv_cache_manager.tables.get(request.request_id, [])
     computed, placeholders = request.num_computed_tokens, request.num_output_placeholders

@@ -4,20 +4,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING
 
-from kvconform.refimpl import transfers
-from kvconform.refimpl.errors import EngineAssertion
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-if TYPE_CHECKING:
-    from kvconform.refimpl.scheduler import ReferenceScheduler
+from kvconform.refimpl import transfers
+from kvconform.refimpl.engine import Engine
+from kvconform.refimpl.errors import EngineAssertion
 
 
-def land(engine: ReferenceScheduler, output: SchedulerOutput, result: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
+def land(engine: Engine, output: SchedulerOutput, result: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
     """Apply the result of the oldest step in flight. Returns the clients' outputs by client index.
 
     Order (R204): deferred frees, failed loads, sampled tokens (request_finished), requests that fail, update_connector_output, finished
@@ -56,11 +54,7 @@ def land(engine: ReferenceScheduler, output: SchedulerOutput, result: ModelRunne
             item.finish_reason = request.get_finished_reason()
             item.stop_reason = request.stop_reason
             item.kv_transfer_params = engine.end(request)
-    if stopped:
-        engine.running = [request for request in engine.running if request not in stopped]
-        engine.waiting.remove_requests(stopped)
-        engine.kv_holding_waiting.remove_requests(stopped)
-
+    engine.leave_queues(stopped)
     if failed and not engine.settings.recompute_failed_loads:
         for request in engine.finish_requests(sorted(failed), RequestStatus.FINISHED_ERROR):
             outputs[request.client_index].append(
@@ -85,7 +79,7 @@ def _roll_back(request: Request, rejected: int) -> None:
         request.num_output_placeholders -= rejected
 
 
-def _append(engine: ReferenceScheduler, request: Request, sampled: list[int], is_stale: bool) -> list[int]:
+def _append(engine: Engine, request: Request, sampled: list[int], is_stale: bool) -> list[int]:
     """Append tokens until one stops the request; returns those that count. Publishes the blocks that are now known and computed."""
     was_running = request.status == RequestStatus.RUNNING
     count, stops = 0, False
@@ -103,7 +97,7 @@ def _append(engine: ReferenceScheduler, request: Request, sampled: list[int], is
     return sampled[:count]
 
 
-def _stops(engine: ReferenceScheduler, request: Request, token: int) -> bool:
+def _stops(engine: Engine, request: Request, token: int) -> bool:
     """Whether `token`, the last one, ends the request; its status says so."""
     params = request.sampling_params
     assert params is not None
@@ -116,7 +110,7 @@ def _stops(engine: ReferenceScheduler, request: Request, token: int) -> bool:
     return request.is_finished()
 
 
-def _free_deferred(engine: ReferenceScheduler) -> None:
+def _free_deferred(engine: Engine) -> None:
     """Free the blocks whose last possible writer has landed."""
     while engine.deferred_frees and engine.deferred_frees[0][0] <= engine.landed_steps:
         engine.kv_cache_manager.block_pool.free_blocks(reversed(engine.deferred_frees.popleft()[1]))

@@ -50,7 +50,7 @@ class Settings:
 
 
 def read_settings(
-    vllm_config: Any, kv_cache_config: Any, *, block_size: int, async_scheduling: bool, runner: str, policies: Iterable[str]
+    vllm_config: Any, kv_cache_config: Any, block_size: int, async_scheduling: bool, runner: str, policies: Iterable[str]
 ) -> Settings:
     """Settings from vLLM's configuration. ValueError in one sentence for what this scheduler does not do."""
     scheduler, spec, transfer = vllm_config.scheduler_config, vllm_config.speculative_config, vllm_config.kv_transfer_config

@@ -4,14 +4,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import CachedRequestData, KVConnectorBlockState, NewRequestData, SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
-if TYPE_CHECKING:
-    from kvconform.refimpl.scheduler import ReferenceScheduler
+from kvconform.refimpl.engine import Engine
 
 
 @dataclass(slots=True)
@@ -53,9 +51,9 @@ class Step:
         self.drafts.pop(request.request_id, None)
 
 
-def build_output(engine: ReferenceScheduler, step: Step) -> SchedulerOutput:
+def build_output(engine: Engine, step: Step) -> SchedulerOutput:
     """The step as vLLM's SchedulerOutput, without the connector's metadata. Computed tokens are those before the step (R058)."""
-    v2 = engine.settings.v2
+    v2, manager, before = engine.settings.v2, engine.kv_cache_manager, engine.scheduled_before
     if "reverse-batch" in engine.settings.policies:
         for requests in (step.running, step.new, step.resumed):
             requests.reverse()
@@ -63,23 +61,17 @@ def build_output(engine: ReferenceScheduler, step: Step) -> SchedulerOutput:
     # Model runner V2 gets a resumed request as if it were new, with all its tokens (R062).
     new = step.new + step.resumed if v2 else step.new
     cached = step.running if v2 else step.running + step.resumed
-    known = engine.scheduled_before
+    added = [step.blocks[request.request_id] for request in cached]
     output = SchedulerOutput(
         scheduled_new_reqs=[
-            NewRequestData.from_request(
-                request,
-                step.blocks[request.request_id].get_block_ids(),
-                request._all_token_ids if v2 else None,
-                uses_mrope=engine.uses_mrope,
-            )
-            for request in new
+            NewRequestData.from_request(r, step.blocks[r.request_id].get_block_ids(), r._all_token_ids if v2 else None) for r in new
         ],
         scheduled_cached_reqs=CachedRequestData(
             req_ids=[request.request_id for request in cached],
             resumed_req_ids=set() if v2 else {request.request_id for request in step.resumed},
             new_token_ids=[],
-            all_token_ids={} if v2 else {r.request_id: r.all_token_ids.copy() for r in cached if r.request_id not in known},
-            new_block_ids=[_new_ids(engine, step.blocks[request.request_id]) for request in cached],
+            all_token_ids={} if v2 else {r.request_id: r.all_token_ids.copy() for r in cached if r.request_id not in before},
+            new_block_ids=[None if blocks is manager.empty_kv_cache_blocks else blocks.get_block_ids() for blocks in added],
             num_computed_tokens=[request.num_computed_tokens for request in cached],
             num_output_tokens=[request.num_output_tokens + request.num_output_placeholders for request in cached],
         ),
@@ -95,11 +87,5 @@ def build_output(engine: ReferenceScheduler, step: Step) -> SchedulerOutput:
     )
     engine.scheduled_before = set(step.tokens)
     if engine.connector is not None:
-        output.kv_connector_block_state = KVConnectorBlockState(
-            req_ids=set(step.tokens), resolve_block_ids=engine.kv_cache_manager.get_block_ids, boundary_state_offloads={}
-        )
+        output.kv_connector_block_state = KVConnectorBlockState(set(step.tokens), manager.get_block_ids, boundary_state_offloads={})
     return output
-
-
-def _new_ids(engine: ReferenceScheduler, blocks: KVCacheBlocks) -> tuple[list[int], ...] | None:
-    return None if blocks is engine.kv_cache_manager.empty_kv_cache_blocks else blocks.get_block_ids()

@@ -4,20 +4,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
-from kvconform.refimpl.errors import EngineAssertion
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-if TYPE_CHECKING:
-    from kvconform.refimpl.scheduler import ReferenceScheduler
+from kvconform.refimpl.engine import Engine
+from kvconform.refimpl.errors import EngineAssertion
 
 LOADING = RequestStatus.WAITING_FOR_REMOTE_KVS
 
 
-def failed_loads(engine: ReferenceScheduler, reported: KVConnectorOutput, scheduled: dict[str, int]) -> set[str]:
+def failed_loads(engine: Engine, reported: KVConnectorOutput, scheduled: dict[str, int]) -> set[str]:
     """Cut back every request that a failed load touches. Returns the ids whose output of this step does not count.
 
     With the policy "recompute", C falls to the last good block: a running request goes on from there, a loading one when its load has
@@ -51,9 +49,7 @@ def failed_loads(engine: ReferenceScheduler, reported: KVConnectorOutput, schedu
     return void
 
 
-def _cut_back(
-    engine: ReferenceScheduler, requests: Iterable[Request], invalid: set[int], scheduled: dict[str, int], evict: bool
-) -> set[str]:
+def _cut_back(engine: Engine, requests: Iterable[Request], invalid: set[int], scheduled: dict[str, int], evict: bool) -> set[str]:
     """Set C of each request to the start of its first invalid block that nobody before it recomputes. Returns who is affected."""
     block_size, taken, affected, evicted = engine.settings.block_size, set[int](), set[str](), set[int]()
     for request in requests:
@@ -73,7 +69,7 @@ def _cut_back(
     return affected
 
 
-def finished(engine: ReferenceScheduler, connector: KVConnectorBase_V1, reported: KVConnectorOutput) -> None:
+def finished(engine: Engine, connector: KVConnectorBase_V1, reported: KVConnectorOutput) -> None:
     """Hand the report to the connector, then free or wake the requests in it. EngineAssertion for one that nobody waits for."""
     connector.update_connector_output(reported)
     for request_id in reported.finished_recving or ():
@@ -88,7 +84,7 @@ def finished(engine: ReferenceScheduler, connector: KVConnectorBase_V1, reported
         engine.forget(_known(engine, request_id, "finished_sending"))
 
 
-def _known(engine: ReferenceScheduler, request_id: str, what: str) -> Request:
+def _known(engine: Engine, request_id: str, what: str) -> Request:
     request = engine.requests.get(request_id)
     if request is None:
         raise EngineAssertion("R146", f"{what} for {request_id}, which the engine does not know or has already freed")

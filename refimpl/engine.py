@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state of a reference engine, and the lives of its requests: added, preempted, finished, held for a transfer, forgotten.
+
+The state of a request is vLLM's own `Request`. In the comments: C = num_computed_tokens (counts every scheduled step, landed or not),
+P = num_output_placeholders (tokens sampled but not known yet, asynchronous scheduling only), N = num_tokens (known token ids).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, SupportsHMA
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from kvconform.refimpl.errors import EngineAssertion
+from kvconform.refimpl.integrity import check_integrity
+from kvconform.refimpl.kv_manager import KVManager
+from kvconform.refimpl.queues import WaitingQueue
+from kvconform.refimpl.settings import read_settings
+
+
+class Engine:
+    """Requests, queues and blocks of one engine, and everything that its owner does to them between two steps.
+
+    `connector` is the scheduler half, already constructed; it is bound here. `policies` are names from settings.POLICIES. ValueError for a
+    configuration that the reference engine does not do.
+    """
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        connector: KVConnectorBase_V1 | None,
+        *,
+        block_size: int,
+        async_scheduling: bool,
+        runner: str = "v1",
+        policies: frozenset[str] = frozenset(),
+    ) -> None:
+        self.settings = read_settings(vllm_config, kv_cache_config, block_size, async_scheduling, runner, policies)
+        self.vllm_config, self.kv_cache_config = vllm_config, kv_cache_config
+        self.num_spec_tokens = self.settings.num_spec
+        self.connector = connector
+        # Asked once (R162): whether tokens that were in flight at a preemption are dropped, for their KV was promised to somebody.
+        self.requires_kv_delivery = connector.requires_kv_delivery if connector is not None else False
+        self.kv_cache_manager = KVManager(self.settings)
+        if connector is not None:
+            connector.bind_kv_cache_manager(self.kv_cache_manager)
+
+        self.requests: dict[str, Request] = {}  # also finished ones whose blocks a transfer still holds
+        self.waiting = WaitingQueue(self.settings.priority)
+        self.kv_holding_waiting = WaitingQueue(self.settings.priority)  # loading, or loaded: served before `waiting`
+        self.running: list[Request] = []
+        self.pause_level = 0  # 1: nothing new starts, what holds blocks goes on; 2: nothing runs
+        self.finished_req_ids: set[str] = set()  # since the last step, like the next one
+        self.preempted_req_ids: set[str] = set()
+        self.scheduled_before: set[str] = set()  # in the last step
+        self.finished_recving_kv_req_ids: set[str] = set()
+        self.failed_recving_kv_req_ids: set[str] = set()
+        self.inflight_prefills: set[Request] = set()  # loading or in the middle of their prompt: their blocks are spoken for
+        self.in_flight: dict[int, tuple[SchedulerOutput, dict[str, Request]]] = {}  # id(output) -> who was scheduled
+        # Deferred frees (R150): blocks wait until every step that may write them has landed. Both counters count steps with tokens.
+        self.scheduled_steps = self.landed_steps = 0
+        self.deferred_frees: deque[tuple[int, list[KVCacheBlock]]] = deque()
+        self.denied_once: set[Request] = set()  # policy deny-first-alloc
+        self.preempted_between_steps = False
+
+    # -- questions --
+
+    def get_num_unfinished_requests(self) -> int:
+        """Requests that can still be scheduled, the pause considered."""
+        waiting = len(self.kv_holding_waiting) + (len(self.waiting) if self.pause_level == 0 else 0)
+        return waiting + len(self.running) if self.pause_level < 2 else 0
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether any request can still be scheduled."""
+        return self.get_num_unfinished_requests() > 0
+
+    def has_finished_requests(self) -> bool:
+        """Whether a finish is still to be announced, or a finished request's blocks are still held for a transfer."""
+        alive = len(self.running) + len(self.waiting) + len(self.kv_holding_waiting)
+        return bool(self.finished_req_ids) or (self.connector is not None and len(self.requests) > alive)
+
+    def has_requests(self) -> bool:
+        """Whether the engine has to go on stepping (R151, R224)."""
+        busy = self.has_unfinished_requests() or self.has_finished_requests()
+        return busy or (self.connector is not None and self.connector.has_pending_push_work())
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError, naming the block or the request, if the engine's books do not add up. Call it between steps."""
+        check_integrity(self)
+
+    # -- requests --
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request. EngineAssertion if its id is in use."""
+        if request.request_id in self.requests:
+            raise EngineAssertion("R060", f"duplicate request id {request.request_id}")
+        if request.resumable or request.pooling_params is not None or request.structured_output_request is not None:
+            raise ValueError(f"The reference engine runs plain generation only; {request.request_id} wants more.")
+        self.waiting.add_request(request)
+        self.requests[request.request_id] = request
+        if self.connector is not None:
+            self.connector.on_new_request(request)
+
+    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
+        """End requests from outside (abort, error), in the order given; None: all. Returns those that were not finished yet."""
+        ids = [request_ids] if isinstance(request_ids, str) else list(self.requests if request_ids is None else dict.fromkeys(request_ids))
+        ending = [request for request in map(self.requests.get, ids) if request is not None and not request.is_finished()]
+        self.leave_queues(set(ending))
+        for request in ending:
+            request_id = request.request_id
+            # A load that is under way writes into the blocks: they are freed when it reports (R126).
+            loading = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS and request_id not in self.finished_recving_kv_req_ids
+            self.finished_recving_kv_req_ids.discard(request_id)
+            self.failed_recving_kv_req_ids.discard(request_id)
+            request.status = finished_status
+            self.end(request, delay_free=loading)
+        return ending
+
+    def leave_queues(self, requests: set[Request]) -> None:
+        """Take requests out of whatever queue they are in."""
+        if requests:
+            self.running = [request for request in self.running if request not in requests]
+            self.waiting.remove_requests(requests)
+            self.kv_holding_waiting.remove_requests(requests)
+
+    def end(self, request: Request, *, delay_free: bool = False) -> dict[str, Any] | None:
+        """Tell the connector that a request is finished; free its blocks unless it takes them. Returns what the client is to get."""
+        delay, params = False, None
+        self.inflight_prefills.discard(request)
+        self.denied_once.discard(request)
+        if self.connector is not None:
+            covering = -(-request.num_computed_tokens // self.settings.block_size)
+            table = self.kv_cache_manager.get_block_ids(request.request_id)[0][:covering]
+            if isinstance(self.connector, SupportsHMA):
+                delay, params = self.connector.request_finished_all_groups(request, (table,))
+            else:
+                delay, params = self.connector.request_finished(request, table)
+        self.finished_req_ids.add(request.request_id)
+        if not (delay or delay_free):
+            self.forget(request)
+        return params
+
+    def forget(self, request: Request) -> None:
+        """Free a finished request's blocks and drop it. EngineAssertion if it is not finished."""
+        if not request.is_finished():
+            raise EngineAssertion("R146", f"{request.request_id} is {request.status.name}, not finished: its blocks cannot be freed")
+        self.free_blocks(request)
+        del self.requests[request.request_id]
+
+    def frees_at_once(self, request: Request) -> bool:
+        """Whether no step in flight may still write the request's blocks, as far as that matters here (R150)."""
+        return not self.settings.defer_frees or request.last_sched_seq <= self.landed_steps
+
+    def free_blocks(self, request: Request) -> None:
+        """Free the request's blocks, now or when the last step that was scheduled has landed."""
+        if self.frees_at_once(request):
+            self.kv_cache_manager.free(request)
+        elif blocks := self.kv_cache_manager.pop_blocks_for_free(request):
+            self.deferred_frees.append((self.scheduled_steps, blocks))
+
+    # -- preemption and reset --
+
+    def preempt_now(self, request: Request, *, drop_stale: bool) -> None:
+        """Take the blocks of a request that left `running` and put it in front of the waiting ones. It will compute everything again."""
+        self.free_blocks(request)
+        self.inflight_prefills.discard(request)
+        request.status = RequestStatus.PREEMPTED
+        request.num_computed_tokens = request.num_output_placeholders = 0
+        request.spec_token_ids = []
+        # What is in flight is stale (R161): delivered without moving the counters, or dropped. Once dropped it stays dropped.
+        request.drop_stale_output = drop_stale or (request.drop_stale_output and request.num_stale_output_tokens > 0)
+        request.num_stale_output_tokens = request.num_in_flight_tokens
+        request.num_preemptions += 1
+        self.waiting.prepend_requests([request])
+        self.preempted_req_ids.add(request.request_id)
+
+    def preempt(self, request_id: str) -> bool:
+        """Preempt a running request as if memory had run out: its blocks go, and nobody is admitted in the next step.
+
+        False, and nothing changed, if it is not running or its blocks could not be freed at once (R160): land a step and ask again.
+        """
+        request = self.requests.get(request_id)
+        if request is None or request not in self.running or not self.frees_at_once(request):
+            return False
+        self.running.remove(request)
+        self.preempt_now(request, drop_stale=self.requires_kv_delivery)
+        self.preempted_between_steps = True
+        return True
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Empty the local prefix cache and, if asked, the connector's. False if blocks are in use or the connector failed.
+
+        With `reset_running_requests` everything that runs is preempted first and may resume in the next step (R153); RuntimeError if blocks
+        are held even so (R172): by a load, a transfer after a finish, or a step in flight.
+        """
+        if reset_running_requests:
+            while self.running:
+                self.preempt_now(self.running.pop(), drop_stale=True)
+            self.scheduled_before = set()
+        done = self.kv_cache_manager.reset_prefix_cache()
+        if reset_running_requests and not done:
+            raise RuntimeError("The KV cache was not reset: blocks are still held though everything that runs was preempted (R172).")
+        if reset_connector and self.connector is not None:
+            done = self.connector.reset_cache() is not False and done
+        return done
+
+    def set_pause_state(self, level: int) -> None:
+        """Set `pause_level`: 0, 1 or 2."""
+        self.pause_level = int(level)
+
+    def shutdown(self) -> None:
+        """Shut the connector's scheduler half down."""
+        if self.connector is not None:
+            self.connector.shutdown()
