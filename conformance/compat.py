@@ -21,7 +21,7 @@ import vllm
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole, SupportsHMA
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
@@ -40,6 +40,7 @@ __all__ = [
     "DraftTokenIds",
     "KVConnectorBase_V1",
     "KVConnectorFactory",
+    "KVConnectorMetadata",
     "KVConnectorOutput",
     "KVConnectorRole",
     "KVTransferConfig",

@@ -11,7 +11,7 @@ from typing import Any
 from kvconform.capabilities import CAPABILITIES, complete
 from kvconform.case import Variant
 from kvconform.promise import Plain, Promises
-from kvconform.run import plain_case, run_variant
+from kvconform.runner import plain_case, run_variant
 from kvconform.target import Target
 
 

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvconform.compat import RequestStatus
+from kvconform.compat import KVConnectorMetadata, RequestStatus
 from kvconform.digest import digest, pickle_round_trip, scheduler_output_digest
 from kvconform.grants import Grant
 from kvconform.oracle import Oracle
 from kvconform.probe import Call, Probe
-from kvconform.provenance import extend
+from kvconform.provenance import ROOT, extend
 from kvconform.trace import Event, Trace
 
 _WAITING = {RequestStatus.WAITING: "waiting", RequestStatus.PREEMPTED: "preempted"}
@@ -22,11 +22,13 @@ class Memory:
 
     def __init__(self) -> None:
         self.ever: set[int] = set()
+        self.plain: set[int] = set()
         self.since_reset: set[int] = set()
 
-    def computed(self, ids: list[int]) -> None:
-        """Note content ids that now exist in an engine's cache."""
+    def computed(self, ids: list[int], plain: list[int]) -> None:
+        """Note content ids (and the ids of the same tokens without identity) that now exist in an engine's cache."""
         self.ever.update(ids)
+        self.plain.update(plain)
         self.since_reset.update(ids)
 
     def reset(self) -> None:
@@ -75,23 +77,24 @@ class Observer:
         ):
             probe.on(hook, after=listener)
         probe.on("build_connector_meta", before=self._building)
+        probe.on("handle_preemptions", before=self._arrived)
         probe.on("reset_cache", before=lambda call: self._cache_reset("called", None))
         self.failed: list[Event] = []
         self.errors: set[int] = set()
 
     # -- lookups and allocations -----------------------------------------------------------------------------------------------
-    def _prefix(self, request: Any) -> tuple[int, int]:
-        """(longest prefix of the request ever computed, longest prefix computed since the last reset)."""
-        identity, chain, ever, since = self.identity(request.request_id), None, 0, 0
-        fresh = True
+    def _prefix(self, request: Any) -> tuple[int, int, int]:
+        """Longest prefix of the request computed (ever, since the last reset, ever under whatever identity)."""
+        identity, chain, plain = self.identity(request.request_id), ROOT, ROOT
+        ever = since = anyhow = 0
         for position, token in enumerate(request.all_token_ids):
-            chain = extend(0x9E3779B97F4A7C15 if chain is None else chain, token, identity.extra(position))
-            if chain not in self.memory.ever:
+            chain, plain = extend(chain, token, identity.extra(position)), extend(plain, token)
+            if plain not in self.memory.plain:
                 break
-            ever += 1
-            fresh = fresh and chain in self.memory.since_reset
-            since += fresh
-        return ever, since
+            anyhow += 1
+            ever += ever == position and chain in self.memory.ever
+            since += since == position and chain in self.memory.since_reset
+        return ever, since, anyhow
 
     def _lookup(self, call: Call) -> None:
         if call.error is not None:
@@ -100,7 +103,7 @@ class Observer:
         tokens, is_async, type_ok = _answer(call.result)
         key = (request.request_id, self.generation(request.request_id))
         previous = self.lookups.get(key)
-        ever, since = self._prefix(request)
+        ever, since, anyhow = self._prefix(request)
         self.attempts += 1
         end = local + tokens if isinstance(tokens, int) else 0
         event = self.trace.emit(
@@ -108,7 +111,7 @@ class Observer:
             N=request.num_tokens, status=_WAITING.get(request.status, request.status.name.lower()),
             repeat=previous is not None and not previous["allocated"], prev_tokens=None if previous is None else previous["tokens"],
             store_may_have_shrunk=previous is None or previous["activity"] != self.activity or previous["local"] != local,
-            same_claim_failed=self.failed_claims.get((*key, tokens if isinstance(tokens, int) else -1), 0), ever_computed=ever,
+            same_claim_failed=self.failed_claims.get((*key, tokens if isinstance(tokens, int) else -1), 0), ever_computed=ever, ever_plain=anyhow,
             computed_before_reset=max(0, min(end, ever) - max(since, local)) if self.reset_seen and end > local else 0,
             after_reset=self.reset_seen, prompt_len=request.num_prompt_tokens,
             block_aligned=not isinstance(tokens, int) or tokens % self.oracle.cache.block_size == 0, C=request.num_computed_tokens,
@@ -181,7 +184,7 @@ class Observer:
         failed = set(getattr(call.result, "failed_recving", ()) or ())
         for direction, ids in (("send", sending), ("recv", recving)):
             for req in sorted(ids):
-                grant = self._open_async(req) if direction == "recv" else None
+                grant = (self._open_async(req) or self._last_async(req)) if direction == "recv" else None
                 self.trace.emit(
                     "transfer.reported", req=req, generation=self.generation(req), transfer=grant.transfer if grant else None, rank=0,
                     direction=direction, known=req in self.scheduler.requests, held=direction in self.held.get(req, set()),
@@ -194,6 +197,10 @@ class Observer:
 
     def _open_async(self, req: str) -> Grant | None:
         return next((g for g in self.oracle.open_grants() if g.req == req and g.is_async), None)
+
+    def _last_async(self, req: str) -> Grant | None:
+        generation = self.generation(req)
+        return next((g for g in reversed(self.oracle.grants) if g.key == (req, generation) and g.is_async), None)
 
     def _fail(self, req: str | None, grant: Grant | None, blocks: list[int], outside: list[int]) -> None:
         event = self.trace.emit(
@@ -237,20 +244,23 @@ class Observer:
         if call.result_event is not None:
             call.result_event["mutated_args"] = mutated
         self.trace.emit(
-            "meta.built", ok=meta is not None, pickles=meta is not None and reason is None, pickle_error=reason, digest=mark,
+            "meta.built", ok=isinstance(meta, KVConnectorMetadata), pickles=meta is not None and reason is None, pickle_error=reason, digest=mark,
             output_mutated=mutated, none=meta is None, block_state_kept=kept, of_step=self.trace.step,
         )  # fmt: skip
 
+    def _arrived(self, call: Call) -> None:
+        # First sight of the worker: a connector may consume its own copy from handle_preemptions on.
+        self.arrived = digest(call.arg(0, "kv_connector_metadata"))
+
     def _bound(self, call: Call) -> None:
-        meta = call.arg(0, "connector_metadata")
-        mark = digest(meta)
-        built = self.current_digest
-        self.trace.emit("meta.bound", digest=mark, same_as_built=built is None or built == mark)
+        built, mark = self.current_digest, self.arrived
+        self.trace.emit("meta.bound", digest=mark, same_as_built=built is None or mark is None or built == mark)
 
     def _cleared(self, call: Call) -> None:
         self.trace.emit("meta.cleared", digest=None, same_as_built=True)
 
     current_digest: str | None = None
+    arrived: str | None = None
     recved: list[str] = []
 
     # -- reset -----------------------------------------------------------------------------------------------------------------

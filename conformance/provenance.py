@@ -16,12 +16,12 @@ import numpy as np
 from kvconform.kernels.codes import CodeBook, mix64
 
 _MASK = (1 << 64) - 1
-_ROOT = 0x9E3779B97F4A7C15
+ROOT = 0x9E3779B97F4A7C15
 
 
 def text_id(text: str) -> int:
     """A 64-bit id of a string, the same in every process. Pure."""
-    value = _ROOT
+    value = ROOT
     for byte in text.encode():
         value = mix64(value * 257 + byte + 1)
     return value
@@ -77,13 +77,13 @@ class Chain:
         """Add one accepted token; return its content id."""
         self.tokens.append(token)
         self.ids.append(self.peek(token))
-        self.plain.append(extend(self.plain[-1] if self.plain else _ROOT, token))
+        self.plain.append(extend(self.plain[-1] if self.plain else ROOT, token))
         return self.ids[-1]
 
     def peek(self, token: int) -> int:
         """Content id that `token` would have as the next one."""
         position = len(self.ids)
-        return extend(self.ids[-1] if self.ids else _ROOT, token, self.identity.extra(position))
+        return extend(self.ids[-1] if self.ids else ROOT, token, self.identity.extra(position))
 
     def truncate(self, length: int) -> None:
         """Forget positions from `length` on (tokens that the engine discarded)."""
@@ -193,6 +193,9 @@ def diagnose(registry: Registry, row: np.ndarray, layer: int, reader: Chain, pos
                 return "kv_swapped", side, "the right token, with K and V exchanged"
             if hit[3] != head:
                 return "head_swapped", side, f"the right token, but head {hit[3]}'s bytes in head {head}"
+    first = registry.origins.get(expected)
+    if origin.kind == "poison" and not loading and first is not None and first.req == origin.req:
+        return "never_computed", side, f"{origin}; it was taken before request {first.req} had computed the token"
     return _classify(origin, content, reader, pos, loading), side, str(origin)
 
 

@@ -1,165 +1,105 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs one variant of a case and returns its trace; and runs all that judging it takes."""
+"""Runs a variant with all the runs that judging it takes, and judges it."""
 
 from __future__ import annotations
 
-import atexit
-import gc
-import traceback
-from dataclasses import dataclass, field
+import shutil
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvconform import compat
-from kvconform.capabilities import complete
-from kvconform.case import Case, Variant
-from kvconform.driver import Driver, Stalled
-from kvconform.engines.engine import EngineFault
-from kvconform.engines.setup import HEAD_DIM, HEADS, LAYERS
-from kvconform.errors import KvconformError
-from kvconform.kernels.codes import CodeBook
-from kvconform.probe import Patch, Probe
-from kvconform.promise import Plain, Promises
-from kvconform.provenance import Registry
+from kvconform.case import Variant
+from kvconform.infer import Profile, profile_of
+from kvconform.load import Spec
+from kvconform.runner import Run, run_variant
 from kvconform.target import Target
-from kvconform.trace import Trace
-from kvconform.watchdog import HookTimeout
+from kvconform.verdict import Verdict, judge, rows_for
 
-_BOOK = CodeBook(LAYERS, HEADS, HEAD_DIM)
-_frozen = False
+__all__ = ["CaseReport", "Run", "run_and_judge", "run_variant"]
+
+EXCERPT = 18
+_profiles: dict[str, Profile] = {}
 
 
 @dataclass
-class Run:
-    """One engine run: its trace, the capabilities it was judged by and the channels that the engine has."""
+class CaseReport:
+    """What one variant came to. Everything is JSON-able.
 
-    variant: Variant
-    relation: str
-    trace: list[dict[str, Any]]
-    caps: dict[str, Any]
-    channels: frozenset[str]
-    harness_error: str | None = None
+    `rows` are verdict.Row dicts, one per requirement; `unmet` are stimuli that did not happen; `timelines` maps a failed requirement to the
+    events around its first violation; `trace` is the whole trace if it was asked for.
+    """
+
+    variant: str
+    case: str
+    axes: dict[str, Any]
+    rows: list[dict[str, Any]]
     unmet: list[str] = field(default_factory=list)
+    timelines: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    harness_error: str | None = None
+    capabilities: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    trace: list[dict[str, Any]] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """A plain dict."""
+        return asdict(self)
 
 
-def run_variant(
-    variant: Variant, target: Target, *, seed: int, tmp: Path, relation: str = "connector", caps: dict[str, Any] | None = None,
-    promises: Promises | None = None,
-) -> Run:  # fmt: skip
-    """One run. `relation` says how it differs from the plain one: `no-connector`, `pickled-metadata`, `repeat`. Writes below `tmp` only."""
-    _freeze()
-    with_connector = relation != "no-connector" and target.connector is not None
-    caps = caps if caps is not None else complete(dict(target.capabilities))
-    trace, settings = Trace(), variant.case.config
-    trace.emit(
-        "run.start", seed=seed, engine=variant.engine, case=variant.case.id, scheduling=variant.scheduling, runner=variant.runner,
-        depth=variant.depth, vllm=compat.VLLM_VERSION, block_size=variant.block_size, num_blocks=settings.num_blocks,
-        policies=list(variant.case.policies), connector=target.connector if with_connector else None, spec_tokens=settings.spec_tokens,
-        role=target.role or settings.role,
-    )  # fmt: skip
-    run = Run(variant, relation, trace.events, caps, frozenset({"hooks", "sched", "kv"}) if with_connector else frozenset({"sched", "kv"}))
-    tmp.mkdir(parents=True, exist_ok=True)
-    if with_connector:
-        with Patch(target.resolve()):
-            _drive(run, variant, target, trace, seed, tmp, relation, caps, promises)
-    else:
-        _drive(run, variant, target, trace, seed, tmp, relation, caps, None)
-    return run
+def target_profile(target: Target, tmp: Path) -> Profile:
+    """The capabilities and promises of a target, worked out once per process."""
+    key = repr((target.connector, sorted(target.extra_config.items(), key=str), target.role, sorted(target.capabilities.items(), key=str)))
+    if key not in _profiles:
+        _profiles[key] = profile_of(target, tmp)
+    return _profiles[key]
 
 
-def _drive(
-    run: Run, variant: Variant, target: Target, trace: Trace, seed: int, tmp: Path, relation: str, caps: dict[str, Any],
-    promises: Promises | None,
-) -> None:  # fmt: skip
-    driver, outer = None, Probe.active  # a calibration runs inside another run
-    try:
-        driver = Driver(
-            variant, target, trace, Registry(_BOOK), seed=seed, tmp=tmp, with_connector=relation != "no-connector",
-            pickle_metadata=relation == "pickled-metadata", caps=caps, promises=promises,
-        )  # fmt: skip
-        driver.execute()
-        run.unmet = driver.expectations.unmet(variant.case.provokes)
-    except Stalled:
-        assert driver is not None
-        driver.close(shut_down=True, crashed=False)
-    except KvconformError:
-        raise
-    except (Exception, HookTimeout) as error:  # whatever the connector or the engine raised is a finding; our own faults are told apart
-        _crashed(run, trace, driver, error)
-    finally:
-        if driver is not None and driver.engine.inspector is not None:
-            run.channels |= {"plan"}
-        Probe.active = outer
+def run_and_judge(
+    variant: Variant, target: Target, spec: Spec, *, seed: int, tmp: Path, requirements: Iterable[str] | None = None, strict: bool = False,
+    disabled: Iterable[str] = (), keep_trace: bool = False,
+) -> CaseReport:  # fmt: skip
+    """Run the variant and the runs it is compared with, judge all (or the named) requirements. Writes below `tmp` and cleans up."""
+    wanted = [r for r in spec.requirements.values() if requirements is None or r.id in set(requirements)]
+    profile = target_profile(target, tmp.parent / "profile")
+    report = CaseReport(variant.id, variant.case.id, dict(variant.axes), [], capabilities=profile.caps, sources=profile.sources)
+    missing = variant.case.unmet(profile.caps)
+    if missing is not None:
+        rows = rows_for(wanted, variant, Verdict.UNSUPPORTED, f"the case needs {missing}", strict=strict)
+        report.rows = [row.to_dict() for row in rows]
+        return report
+    runs = {
+        relation: run_variant(
+            variant, target, seed=seed, tmp=tmp / relation, relation=relation, caps=profile.caps, promises=profile.promises
+        )
+        for relation in ("connector", *variant.case.relations)
+    }
+    main = runs["connector"]
+    rows = judge(wanted, runs, profile.caps, strict=strict, disabled=set(disabled))
+    report.rows = [row.to_dict() for row in rows]
+    report.unmet = main.unmet
+    report.harness_error = next((run.harness_error for run in runs.values() if run.harness_error), None)
+    report.timelines = {
+        row.requirement: excerpt(main.trace, row.event, row.req) for row in rows if row.verdict == Verdict.FAIL and row.event is not None
+    }
+    report.trace = main.trace if keep_trace else None
+    shutil.rmtree(tmp, ignore_errors=True)
+    return report
 
 
-def _crashed(run: Run, trace: Trace, driver: Driver | None, error: BaseException) -> None:
-    probe = Probe.active
-    last = probe.last_error if probe is not None else None
-    where, hook, cause = _blame(error), None, None
-    if last is not None and (last[1] is error or last[1] is error.__cause__ or last[1] is error.__context__):
-        where, hook, cause = "hook", last[0], last[2]
-    elif driver is None and where != "harness":
-        where, hook = "hook", "__init__"
-    text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-    trace.emit("engine.crash", where=where, error=text, hook=hook, cause_seq=cause)
-    if where == "harness":
-        run.harness_error = "".join(traceback.format_exception(error))[-3000:]
-    trace.emit(
-        "run.end", quiesced=False, unfinished=[], free_blocks=0, free_blocks_at_start=0, engine_requests=[], request_objects_alive=[],
-        threads=0, crashed=True,
-    )  # fmt: skip
-    if driver is not None and not isinstance(error, HookTimeout):
-        try:
-            driver.engine.shutdown()
-        except Exception as late:  # the run is over; how the connector shuts down after a crash is only noted
-            trace.emit("engine.lifecycle", op="shutdown", pid=0, error=f"{type(late).__name__}: {late}"[:200])
+def excerpt(trace: list[dict[str, Any]], seq: int, req: str | None) -> list[dict[str, Any]]:
+    """The events that tell the story of the violation at `seq`: what concerns its request, the steps, and what crossed its worker."""
+    told = {
+        "step.scheduled", "req.scheduled", "lookup", "alloc", "req.state", "req.finished", "load.due", "kv.wrong", "kv.changed", "hold",
+        "release", "transfer.reported", "transfer.failed", "cache.reset", "engine.crash", "engine.stall", "engine.lifecycle", "plan", "run.end",
+        "profile.expectation", "case.expectation",
+    }  # fmt: skip
+    chosen = [
+        e for e in trace
+        if e["seq"] == seq
+        or e["k"] in told and (req is None or e.get("req") in (None, req) or isinstance(e.get("req"), list) and req in e["req"])
+        or e["k"] == "hook.returned" and e["error"] is not None
+    ]  # fmt: skip
+    before = [e for e in chosen if e["seq"] <= seq][-EXCERPT:]
+    return before + [e for e in chosen if e["seq"] > seq][:3]
 
 
-def _blame(error: BaseException) -> str:
-    """`engine` if vLLM's or the reference engine's own code refused to go on, `harness` if ours broke."""
-    if isinstance(error, (EngineFault, HookTimeout)):
-        return "engine"
-    module = ""
-    frame = error.__traceback__
-    while frame is not None:
-        module = frame.tb_frame.f_globals.get("__name__", "")
-        frame = frame.tb_next
-    ours = module.startswith("kvconform.") and not module.startswith("kvconform.refimpl")
-    return "harness" if ours else "engine"
-
-
-def _freeze() -> None:
-    """Take what importing vLLM left behind out of the garbage collector's sight: every run collects once to find leaked requests."""
-    global _frozen
-    if not _frozen:
-        gc.collect()
-        gc.freeze()
-        atexit.register(gc.unfreeze)  # extension modules report what is left at exit as leaks
-        _frozen = True
-
-
-def plain_case(plain: Plain, block_size: int) -> Case:
-    """The plainest round trip: compute a prompt, drop the local cache, ask again."""
-    total = max(plain.prompt + plain.outputs, plain.wanted) + 8
-    return Case.model_validate(
-        {
-            "id": "internal.calibration",
-            "area": "internal",
-            "text": "A prompt is computed, the local cache dropped, the same prompt asked for again.",
-            "config": {"budget": max(64, total), "num_blocks": 3 * (total // block_size + 3), "max_model_len": max(256, 2 * total)},
-            "steps": [
-                {"add": {"req": "a", "prompt": plain.prompt, "max_tokens": plain.outputs}},
-                {"run": {}},
-                {"drop-local": {}},
-                {
-                    "add": {
-                        "req": "b",
-                        "prompt": {"of": "a", "outputs": True, "tokens": plain.common, "then": plain.wanted - plain.common},
-                        "max_tokens": 1,
-                    }
-                },
-                {"run": {}},
-            ],
-        },
-        strict=False,
-    )

@@ -80,6 +80,7 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "has_pending_push_work": lambda v: isinstance(v, bool),
     "get_loaded_kv_cache_group_ids": lambda v: isinstance(v, tuple) and all(isinstance(i, int) for i in v),
     "take_events": lambda v: v is None or hasattr(v, "__iter__"),
+    "build_connector_worker_meta": lambda v: v is None or callable(getattr(v, "aggregate", None)),
     "get_finished_count": lambda v: v is None or isinstance(v, int),
 }
 

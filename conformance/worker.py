@@ -29,7 +29,7 @@ class Worker:
     `execute` changes the cache, the batch and the trace.
     """
 
-    def __init__(self, cache: PagedCache, registry: Registry, trace: Trace, oracle: Oracle, batch: Batch, computed: Callable[[list[int]], None]):
+    def __init__(self, cache: PagedCache, registry: Registry, trace: Trace, oracle: Oracle, batch: Batch, computed: Callable[[list[int], list[int]], None]):
         self.cache, self.registry, self.trace, self.oracle, self.batch = cache, registry, trace, oracle, batch
         self.computed = computed
         self.rows: list[Row] = []
@@ -142,7 +142,7 @@ class Worker:
                 "kv.computed", req=chain.req, generation=chain.generation, start=row.start, end=row.start + row.count,
                 accepted=row.accepted, rejected=row.drafts - row.accepted, past_end=0,
             )  # fmt: skip
-            self.computed(chain.ids[row.start : row.known])
+            self.computed(chain.ids[row.start : row.known], chain.plain[row.start : row.known])
             if not row.samples:
                 tokens.append([])
                 continue

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,12 +59,12 @@ class Engine:
         settings = variant.case.config
         cache = PagedCache(registry.book, settings.num_blocks, variant.block_size)
         self.config, self.cache_config = build_configs(variant, target, tmp, cache.names, with_connector=with_connector)
-        trace.emit("engine.lifecycle", op="start", pid=0, error=None)
         self.worker_half = None
         if with_connector:
-            self.worker_half = KVConnectorFactory.create_connector(
-                config=self.config, role=KVConnectorRole.WORKER, kv_cache_config=self.cache_config
-            )
+            with self._noted("start"):
+                self.worker_half = KVConnectorFactory.create_connector(
+                    config=self.config, role=KVConnectorRole.WORKER, kv_cache_config=self.cache_config
+                )
             wrap_instance_hooks(self.worker_half)
         self.scheduler: Any = None
         self.oracle = Oracle(cache, registry, trace, self.tables)
@@ -165,7 +166,7 @@ class Engine:
         self.oracle.check_writes("wait_for_save")
         self._due()
         self.oracle.settle_reads()
-        self.ledger.after_execute(self.worker.rows)
+        self.ledger.after_execute(self.worker.rows, self._failed())
         self.trace.emit("worker.step_end", forward=total > 0, tokens=total, attn_metadata_none=total == 0, failed_forward=False)
         if total or self.reported_now:
             self.progress += 1
@@ -187,6 +188,12 @@ class Engine:
                     self.oracle.due(grant, self._chain(grant.req))
             elif state is not None and grant.req in self.worker.scheduled:
                 self.oracle.due(grant, state.chain)
+
+    def _failed(self) -> set[str]:
+        blocks = self.oracle.failed_blocks
+        if not blocks:
+            return set()
+        return {row.state.chain.req for row in self.worker.rows if blocks & set(row.state.table)}
 
     def _chain(self, req_id: str) -> Any:
         from kvconform.provenance import Chain
@@ -280,6 +287,17 @@ class Engine:
         if self.worker_half is None:
             return
         Probe.active = self.probe
-        self.worker_half.shutdown()
-        self.connector.shutdown()
-        self.trace.emit("engine.lifecycle", op="shutdown_again" if again else "shutdown", pid=0, error=None)
+        op = "shutdown_again" if again else "shutdown"
+        with self._noted(op):
+            self.worker_half.shutdown()
+            self.connector.shutdown()
+
+    @contextmanager
+    def _noted(self, op: str) -> Iterator[None]:
+        """Emit engine.lifecycle with the error, if any, that the connector raised."""
+        event = self.trace.emit("engine.lifecycle", op=op, pid=0, error=None)
+        try:
+            yield
+        except Exception as error:
+            event["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            raise

@@ -32,6 +32,7 @@ class Ledger:
         self.finals: dict[str, Any] = {}
         self._states: dict[str, tuple[str, int]] = {}
         self._current: dict[str, Event] = {}
+        self._flying: dict[str, list[Event]] = {}
         self._last: dict[tuple[str, int], int] = {}
         self._wrap_pool()
 
@@ -93,6 +94,9 @@ class Ledger:
             fell = request.num_computed_tokens < computed
             if now == status and not fell:
                 continue
+            if request.status != RequestStatus.RUNNING:
+                for event in self._flying.pop(req, ()):  # what those steps wrote is nobody's any more
+                    event["v_after"] = None
             why = _REASONS.get(request.status, reason) if now != status else "rollback"
             self.trace.emit(
                 "req.state", req=req, generation=self.observer.generation(req), **{"from": status, "to": now}, reason=why,
@@ -105,6 +109,7 @@ class Ledger:
         cached = output.scheduled_cached_reqs
         resumed = set(getattr(cached, "resumed_req_ids", ()) or ())
         drafts = {r: len(d) for r, d in output.scheduled_spec_decode_tokens.items()}
+        self.state_changes("admit")
         self.trace.emit(
             "step.scheduled", total=output.total_num_scheduled_tokens, new=[n.req_id for n in output.scheduled_new_reqs],
             cached=list(cached.req_ids), resumed=sorted(resumed), preempted=sorted(output.preempted_req_ids or ()),
@@ -127,7 +132,6 @@ class Ledger:
                 new_blocks=None if blocks is None else list(blocks[0]), outputs=cached.num_output_tokens[index],
                 all_ids=None if ids is None else len(ids), prefill_ids=None,
             )  # fmt: skip
-        self.state_changes("admit")
 
     def _scheduled(
         self, request: Any, kind: str, so_c: int, output: Any, tables: dict[str, list[int]], *, new_blocks: list[int] | None, outputs: int,
@@ -137,13 +141,13 @@ class Ledger:
         drafts = len(output.scheduled_spec_decode_tokens.get(req, ()))
         key = (req, self.observer.generation(req))
         # schedule() has advanced the counters; the hook saw them as they were before: C by this step's tokens, P by what it will sample.
-        placeholders = request.num_output_placeholders
+        before, placeholders = request.num_computed_tokens - count, request.num_output_placeholders
         if self._is_async and not is_chunk(request):
             placeholders -= 1 + drafts
         self._current[req] = self.trace.emit(
-            "req.scheduled", req=req, generation=key[1], kind=kind, so_C=so_c, C=request.num_computed_tokens - count, S=count,
+            "req.scheduled", req=req, generation=key[1], kind=kind, so_C=so_c, C=before, S=count,
             P=placeholders, N=request.num_tokens, inflight=request.num_in_flight_tokens - count, drafts=drafts, new_blocks=new_blocks,
-            table=tables.get(req, []), num_output_tokens=outputs, v_before=None, v_after=None, prefill=is_chunk(request), all_ids=all_ids,
+            table=tables.get(req, []), num_output_tokens=outputs, v_before=None, v_after=None, prefill=before - placeholders < request.num_tokens - 1, all_ids=all_ids,
             prefill_ids=prefill_ids, prev_so_C=self._last.get(key),
         )  # fmt: skip
         self._last[key] = so_c
@@ -152,12 +156,14 @@ class Ledger:
     def _is_async(self) -> bool:
         return bool(self.scheduler.vllm_config.scheduler_config.async_scheduling)
 
-    def after_execute(self, rows: list[Row]) -> None:
-        """Fill in what the worker made of the step: final KV before and after it."""
+    def after_execute(self, rows: list[Row], failed: set[str]) -> None:
+        """Fill in what the worker made of the step: final KV before and after it (None where the request's load failed)."""
         for row in rows:
             event = self._current.get(row.state.chain.req)
             if event is not None:
-                event["v_before"], event["v_after"] = min(row.before, row.start + row.count), row.known
+                event["v_before"] = min(row.before, row.start + row.count)
+                event["v_after"] = None if row.state.chain.req in failed else row.known
+                self._flying.setdefault(row.state.chain.req, []).append(event)
 
     # -- after update ----------------------------------------------------------------------------------------------------------
     def after_update(self, output: Any, step: int) -> None:
@@ -165,6 +171,7 @@ class Ledger:
         manager = self.scheduler.kv_cache_manager
         for req in output.num_scheduled_tokens:
             request = self.scheduler.requests.get(req)
+            self._flying[req] = self._flying.get(req, [])[1:]
             if request is None:
                 continue
             blocks = manager.get_block_ids(req)[0]

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs one variant of a case and returns its trace; and runs all that judging it takes."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvconform import compat
+from kvconform.capabilities import complete
+from kvconform.case import Case, Variant
+from kvconform.driver import Driver, Stalled
+from kvconform.engines.engine import EngineFault
+from kvconform.engines.setup import HEAD_DIM, HEADS, LAYERS
+from kvconform.errors import KvconformError
+from kvconform.kernels.codes import CodeBook
+from kvconform.probe import Patch, Probe
+from kvconform.promise import Plain, Promises
+from kvconform.provenance import Registry
+from kvconform.target import Target
+from kvconform.trace import Trace
+from kvconform.watchdog import HookTimeout
+
+_BOOK = CodeBook(LAYERS, HEADS, HEAD_DIM)
+_frozen = False
+
+
+@dataclass
+class Run:
+    """One engine run: its trace, the capabilities it was judged by and the channels that the engine has."""
+
+    variant: Variant
+    relation: str
+    trace: list[dict[str, Any]]
+    caps: dict[str, Any]
+    channels: frozenset[str]
+    harness_error: str | None = None
+    unmet: list[str] = field(default_factory=list)
+
+
+def run_variant(
+    variant: Variant, target: Target, *, seed: int, tmp: Path, relation: str = "connector", caps: dict[str, Any] | None = None,
+    promises: Promises | None = None,
+) -> Run:  # fmt: skip
+    """One run. `relation` says how it differs from the plain one: `no-connector`, `pickled-metadata`, `repeat`. Writes below `tmp` only."""
+    _freeze()
+    with_connector = relation != "no-connector" and target.connector is not None
+    caps = caps if caps is not None else complete(dict(target.capabilities))
+    trace, settings = Trace(), variant.case.config
+    trace.emit(
+        "run.start", seed=seed, engine=variant.engine, case=variant.case.id, scheduling=variant.scheduling, runner=variant.runner,
+        depth=variant.depth, vllm=compat.VLLM_VERSION, block_size=variant.block_size, num_blocks=settings.num_blocks,
+        policies=list(variant.case.policies), connector=target.connector if with_connector else None, spec_tokens=settings.spec_tokens,
+        role=target.role or settings.role,
+    )  # fmt: skip
+    run = Run(variant, relation, trace.events, caps, frozenset({"hooks", "sched", "kv"}) if with_connector else frozenset({"sched", "kv"}))
+    tmp.mkdir(parents=True, exist_ok=True)
+    if with_connector:
+        with Patch(target.resolve()):
+            _drive(run, variant, target, trace, seed, tmp, relation, caps, promises)
+    else:
+        _drive(run, variant, target, trace, seed, tmp, relation, caps, None)
+    return run
+
+
+def _drive(
+    run: Run, variant: Variant, target: Target, trace: Trace, seed: int, tmp: Path, relation: str, caps: dict[str, Any],
+    promises: Promises | None,
+) -> None:  # fmt: skip
+    driver, outer = None, Probe.active  # a calibration runs inside another run
+    try:
+        driver = Driver(
+            variant, target, trace, Registry(_BOOK), seed=seed, tmp=tmp, with_connector=relation != "no-connector",
+            pickle_metadata=relation == "pickled-metadata", caps=caps, promises=promises,
+        )  # fmt: skip
+        driver.execute()
+        run.unmet = driver.expectations.unmet(variant.case.provokes)
+    except Stalled:
+        assert driver is not None
+        driver.close(shut_down=True, crashed=False)
+    except KvconformError:
+        raise
+    except (Exception, HookTimeout) as error:  # whatever the connector or the engine raised is a finding; our own faults are told apart
+        _crashed(run, trace, driver, error)
+    finally:
+        if driver is not None and driver.engine.inspector is not None:
+            run.channels |= {"plan"}
+        Probe.active = outer
+
+
+def _crashed(run: Run, trace: Trace, driver: Driver | None, error: BaseException) -> None:
+    probe = Probe.active
+    last = probe.last_error if probe is not None else None
+    where, hook, cause = _blame(error), None, None
+    if last is not None and (last[1] is error or last[1] is error.__cause__ or last[1] is error.__context__):
+        where, hook, cause = "hook", last[0], last[2]
+    elif driver is None and where != "harness":
+        where, hook = "hook", "__init__"
+    text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+    trace.emit("engine.crash", where=where, error=text, hook=hook, cause_seq=cause)
+    if where == "harness":
+        run.harness_error = "".join(traceback.format_exception(error))[-3000:]
+    trace.emit(
+        "run.end", quiesced=False, unfinished=[], free_blocks=0, free_blocks_at_start=0, engine_requests=[], request_objects_alive=[],
+        threads=0, crashed=True,
+    )  # fmt: skip
+    if driver is not None and not isinstance(error, HookTimeout):
+        try:
+            driver.engine.shutdown()
+        except Exception as late:  # the run is over; how the connector shuts down after a crash is only noted
+            trace.emit("engine.lifecycle", op="shutdown", pid=0, error=f"{type(late).__name__}: {late}"[:200])
+
+
+def _blame(error: BaseException) -> str:
+    """`engine` if vLLM's or the reference engine's own code refused to go on, `harness` if ours broke."""
+    if isinstance(error, (EngineFault, HookTimeout)):
+        return "engine"
+    module = ""
+    frame = error.__traceback__
+    while frame is not None:
+        module = frame.tb_frame.f_globals.get("__name__", "")
+        frame = frame.tb_next
+    ours = module.startswith("kvconform.") and not module.startswith("kvconform.refimpl")
+    return "harness" if ours else "engine"
+
+
+def _freeze() -> None:
+    """Take what importing vLLM left behind out of the garbage collector's sight: every run collects once to find leaked requests."""
+    global _frozen
+    if not _frozen:
+        gc.collect()
+        gc.freeze()
+        atexit.register(gc.unfreeze)  # extension modules report what is left at exit as leaks
+        _frozen = True
+
+
+def plain_case(plain: Plain, block_size: int) -> Case:
+    """The plainest round trip: compute a prompt, drop the local cache, ask again."""
+    total = max(plain.prompt + plain.outputs, plain.wanted) + 8
+    return Case.model_validate(
+        {
+            "id": "internal.calibration",
+            "area": "internal",
+            "text": "A prompt is computed, the local cache dropped, the same prompt asked for again.",
+            "config": {"budget": max(64, total), "num_blocks": 3 * (total // block_size + 3), "max_model_len": max(256, 2 * total)},
+            "steps": [
+                {"add": {"req": "a", "prompt": plain.prompt, "max_tokens": plain.outputs}},
+                {"run": {}},
+                {"drop-local": {}},
+                {
+                    "add": {
+                        "req": "b",
+                        "prompt": {"of": "a", "outputs": True, "tokens": plain.common, "then": plain.wanted - plain.common},
+                        "max_tokens": 1,
+                    }
+                },
+                {"run": {}},
+            ],
+        },
+        strict=False,
+    )
