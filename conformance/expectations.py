@@ -51,7 +51,13 @@ Rows = list[list[int | None]] | RowsPer
 ROW_FIELDS = ("step", "so_C", "C", "S", "P", "N", "inflight", "drafts", "num_output_tokens", "v_before", "v_after", "all_ids")
 
 
-class State(Model):
+class _Body(Model):
+    """What is expected. `when` may be written here; it ends up beside the body, in the expectation."""
+
+    when: Check | None = None
+
+
+class State(_Body):
     """The scheduler's view of a request now. computed = C, placeholders = P, tokens = N, real = C - P."""
 
     req: Name
@@ -63,7 +69,7 @@ class State(Model):
     real: Number | None = None
 
 
-class RowsOf(Model):
+class RowsOf(_Body):
     """The `req.scheduled` events of a request so far: these fields have these values, in order."""
 
     req: Name
@@ -78,7 +84,7 @@ class RowsOf(Model):
         return self
 
 
-class Outputs(Model):
+class Outputs(_Body):
     """What a request produced."""
 
     req: Name
@@ -88,7 +94,7 @@ class Outputs(Model):
     clean: Flag | None = None
 
 
-class AtLeast(Model):
+class AtLeast(_Body):
     """Something happened to a request at least so many times, or exactly so many times."""
 
     req: Name | None = None
@@ -119,7 +125,7 @@ def _counted(value: Any) -> Any:
     return value
 
 
-Counted = Annotated[AtLeast, BeforeValidator(_counted)]
+Counted = Annotated[AtLeast, BeforeValidator(_counted, json_schema_input_type=Name | Natural | AtLeast)]
 
 
 class BaseExpectation(Model):

@@ -63,10 +63,6 @@ class Expression:
     reads: tuple[tuple[str, str], ...]
     code: CodeType = field(repr=False, compare=False)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Code objects cannot be pickled: compile again on the other side."""
-        return _revive, (self.source, self.tree, self.reads)
-
     @property
     def constant(self) -> bool:
         """Whether no event, trigger or constant of the run is read: the value is always the same."""
@@ -113,10 +109,6 @@ def bind_code(code: CodeType, cap: Mapping[str, Any] | None, cfg: Mapping[str, A
     scope = {"__builtins__": {}, "cap": cap or {}, "cfg": cfg or {}, "has": has, **FUNCTIONS}
     function: Callable[..., Any] = eval(code, scope)  # the tree passed the whitelist of _Compiler
     return function
-
-
-def _revive(source: str, tree: ast.expr, reads: tuple[tuple[str, str], ...]) -> Expression:
-    return Expression(source, tree, reads, code_of(tree))
 
 
 def compile_expr(source: str, scope: Mapping[str, str | None]) -> Expression:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvconform.join import BoundJoin, hashable, split
+from kvconform.join import BoundJoin, hashable
 from kvconform.monitor import Event, Handler, Monitor
 from kvconform.requirement import Match
 
@@ -90,8 +90,8 @@ class PrecedeMonitor(Monitor):
     def handlers(self) -> dict[str, Handler]:
         req = self.requirement
         assert req.event is not None and req.precede is not None
-        before = _Latest(split(req.expressions.get("before")).bind(self.cap, self.cfg))
-        end = _Latest(split(req.expressions.get("end")).bind(self.cap, self.cfg)) if req.precede.end else None
+        before = _Latest(req.joins["before"].bind(self.cap, self.cfg))
+        end = _Latest(req.joins["end"].bind(self.cap, self.cfg)) if req.precede.end else None
         where, clock = self.where, [0]
 
         def on_trigger(t: Event) -> None:
@@ -157,7 +157,7 @@ class RespondMonitor(Monitor):
     def handlers(self) -> dict[str, Handler]:
         req = self.requirement
         assert req.event is not None and req.respond is not None
-        join = split(req.expressions.get("then")).bind(self.cap, self.cfg)
+        join = req.joins["then"].bind(self.cap, self.cfg)
         deadline = req.expressions["by"].bind(self.cap, self.cfg) if "by" in req.expressions else None
         where, rest = self.where, join.rest
         self.open: dict[Any, list[Event]] = {}

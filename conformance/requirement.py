@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from kvconform.events import EVENTS, channels_of
 from kvconform.expr import ExprError, Expression, compile_capability, compile_expr
+from kvconform.join import Join, split
 
 Level = Literal["MUST", "MUST NOT", "SHOULD", "SHOULD NOT", "MAY"]
 KEYWORDS = re.compile(r"\b(MUST NOT|MUST|SHOULD NOT|SHOULD|MAY|SHALL NOT|SHALL|REQUIRED|RECOMMENDED|OPTIONAL)\b")
@@ -39,7 +40,7 @@ def _expression_text(value: Any) -> Any:
 
 
 Event = Annotated[str, AfterValidator(_known_event)]
-Check = Annotated[str, BeforeValidator(_expression_text), Field(min_length=1)]
+Check = Annotated[str, BeforeValidator(_expression_text, json_schema_input_type=str | bool | int), Field(min_length=1)]
 TraceEvent = dict[str, Any]
 Trace = list[TraceEvent]
 
@@ -48,6 +49,12 @@ class Model(BaseModel):
     """Base of everything that is read from YAML: unknown keys and coercions are errors, instances are immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, ignored_types=(cached_property,))
+
+    def __getstate__(self) -> dict[Any, Any]:
+        """Pickled without what is cached: compiled expressions cannot be pickled, and are cheap to make again."""
+        state = super().__getstate__()
+        state["__dict__"] = {name: value for name, value in state["__dict__"].items() if name in type(self).model_fields}
+        return state
 
 
 class Source(Model):
@@ -96,7 +103,7 @@ class Respond(Model):
     """Every trigger `t` is followed by a `then` event no later than the next `by` event. Seen at the same event, `then` counts."""
 
     then: Match
-    by: Annotated[Match, BeforeValidator(_deadline)]
+    by: Annotated[Match, BeforeValidator(_deadline, json_schema_input_type=str | Match)]
 
 
 class Relate(Model):
@@ -128,7 +135,9 @@ def _capability_valid(value: str) -> str:
     return value
 
 
-CapabilityExpr = Annotated[str, BeforeValidator(_capability_text), AfterValidator(_capability_valid)]
+CapabilityExpr = Annotated[
+    str, BeforeValidator(_capability_text, json_schema_input_type=str | list[str]), AfterValidator(_capability_valid)
+]
 
 
 class Requirement(Model):
@@ -192,6 +201,11 @@ class Requirement(Model):
     def expressions(self) -> dict[str, Expression]:
         """The compiled expressions by role: where, check, per, before, end, then, by, project. Absent ones have no entry."""
         return _compile_all(self)
+
+    @cached_property
+    def joins(self) -> dict[str, Join]:
+        """The guards that pair an event with a trigger, split for hashing, by role: before, end, then. Roles without a guard too."""
+        return {role: split(self.expressions.get(role)) for role in ("before", "end", "then")}
 
     @cached_property
     def capability_expr(self) -> Expression:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
-from pydantic import BeforeValidator, Discriminator, Field, PositiveInt, Tag
+from pydantic import Discriminator, Field, PositiveInt, Tag
 
 from kvconform.added import Add, AddMany, MultiModal, Natural, OfPrompt, Req, SamePrompt
 from kvconform.expectations import Expectation
@@ -198,11 +198,6 @@ def _op(value: Any) -> str | None:
     return next(iter(value)) if isinstance(value, dict) and len(value) == 1 else None
 
 
-def _bare(value: Any) -> Any:
-    """`- shutdown` is `- shutdown: {}`."""
-    return {value: {}} if isinstance(value, str) and value in STEPS else value
-
-
 if TYPE_CHECKING:
     Step = BaseStep
 else:
@@ -213,7 +208,6 @@ else:
             custom_error_type="unknown_step",
             custom_error_message="a step is a map with one key, one of: " + ", ".join(STEPS),
         ),
-        BeforeValidator(_bare),
     ]
 
 
