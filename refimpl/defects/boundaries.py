@@ -99,4 +99,4 @@ class CapturesDrafts(ReferenceConnector):
             if piece.key == "":
                 captured[piece.slots, layer] = read_slots(kv_layer, piece.slots)
             else:
-                self._store.put(epoch, piece.key, layer, captured.pop((piece.slots, layer), None) or read_slots(kv_layer, piece.slots))
+                self._store.put(epoch, piece.key, layer, captured.pop((piece.slots, layer), b"") or read_slots(kv_layer, piece.slots))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.paging import write_slots
 from kvconform.refimpl.plan import Load, Piece
 from kvconform.refimpl.tracking import Tracked
 
@@ -81,7 +82,7 @@ class NeedsForward(ReferenceConnector):
 class NoKeywords(ReferenceConnector):
     """Accepts no keyword arguments; model runner V2 passes some (B126)."""
 
-    def start_load_kv(self, forward_context: Any) -> None:
+    def start_load_kv(self, forward_context: Any) -> None:  # type: ignore[override]
         super().start_load_kv(forward_context)
 
 
@@ -113,8 +114,4 @@ class LayerOrder(ReferenceConnector):
 
     def _load_layer(self, piece: Piece, layer: str) -> bool:
         data = self._store.get(piece.key, next(iter(self._layers)))
-        self._store.get = lambda key, name, data=data: data  # type: ignore[method-assign]
-        try:
-            return super()._load_layer(piece, layer)
-        finally:
-            del self._store.get
+        return data is not None and write_slots(self._layers[layer], piece.slots, data, piece.first)
