@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
+import json
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvconform.load import load_spec
+from kvconform.requirement import Requirement
 
 CONNECTOR = "kvconform.refimpl.connector:ReferenceConnector"
 ENGINES = ("reference", "vllm")
@@ -38,16 +40,27 @@ class Stopwatch:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - began
 
 
-def measure_gate(every: int, clock: Stopwatch) -> dict[str, float]:
-    """Run every `every`-th variant of every case on each engine, judge it and write it as a report; fills `clock`.
+@dataclass
+class Gate:
+    """What one measured gate came to: runs made per engine, and all the events of the runs with the connector."""
 
-    Returns {engine: runs per second of driving}. The runs include the one without the connector that `relate` requirements need.
-    """
+    clock: Stopwatch = field(default_factory=Stopwatch)
+    runs: dict[str, int] = field(default_factory=dict)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    requirements: list[Requirement] = field(default_factory=list)
+    caps: dict[str, Any] = field(default_factory=dict)
+
+
+def measure_gate(every: int) -> Gate:
+    """Run every `every`-th variant on each engine with all the runs that it is compared with, judge them, and write a report."""
+    gate = Gate()
+    clock = gate.clock
     with clock("specification"):
         spec = load_spec()
+        gate.requirements = list(spec.requirements.values())
     with clock("import vLLM"):
         from kvconform import compat
-        from kvconform.run import Run, run_variant
+        from kvconform.run import Run, run_variant, target_profile
         from kvconform.target import Target
         from kvconform.verdict import judge
     with clock("first configuration"):
@@ -55,75 +68,65 @@ def measure_gate(every: int, clock: Stopwatch) -> dict[str, float]:
             block_size=4, num_blocks=8, budget=64, max_seqs=4, max_model_len=256, prefix_caching=True, spec_tokens=0, scheduling="sync",
             runner="v1", policy="fcfs", transfer=None,
         )  # fmt: skip
-    target, requirements = Target(CONNECTOR, {"store": "{tmp}"}), list(spec.requirements.values())
-    rates: dict[str, float] = {}
-    with tempfile.TemporaryDirectory() as folder, (Path(folder) / "report.jsonl").open("w", encoding="utf-8") as report:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        target = Target(CONNECTOR, {"store": "{tmp}"})
+        with clock("capabilities"):
+            profile = target_profile(target, folder / "profile")
+        gate.caps = profile.caps
         for engine in ENGINES:
-            variants = [variant for case in spec.cases.values() for variant in case.variants([engine])][::every]
-            made = 0
+            variants = [v for case in spec.cases.values() if case.unmet(profile.caps) is None for v in case.variants([engine])][::every]
             for number, variant in enumerate(variants):
                 runs: dict[str, Run] = {}
-                for relation in ("connector", "no-connector"):
-                    with clock(f"{engine}: runs"):
-                        tmp = Path(folder) / f"{engine}-{number}-{relation}"
-                        runs[relation] = run_variant(variant, target, seed=0, tmp=tmp, relation=relation)
-                    made += 1
+                with clock(f"{engine}: runs"):
+                    for relation in ("connector", *variant.case.relations):
+                        runs[relation] = run_variant(
+                            variant, target, seed=0, tmp=folder / f"{engine}-{number}-{relation}", relation=relation, caps=profile.caps,
+                            promises=profile.promises,
+                        )  # fmt: skip
                 with clock(f"{engine}: requirements"):
-                    rows = judge(requirements, runs, runs["connector"].caps)
-                with clock("report"):
-                    write(report, rows)
-            rates[engine] = made / max(clock.seconds.get(f"{engine}: runs", 0.0), 1e-9)
-    return rates
+                    rows = judge(gate.requirements, runs, profile.caps)
+                with clock("report"), (folder / "report.jsonl").open("a", encoding="utf-8") as report:
+                    report.writelines(json.dumps(row.to_dict()) + "\n" for row in rows)
+                gate.runs[engine] = gate.runs.get(engine, 0) + len(runs)
+                gate.events += runs["connector"].trace
+    return gate
 
 
-def write(report: Any, rows: list[Any]) -> None:
-    """One line of JSON per row, as report.jsonl has them."""
-    import json
-
-    report.writelines(json.dumps(row.to_dict()) + "\n" for row in rows)
-
-
-def show(clock: Stopwatch, rates: dict[str, float], every: int) -> None:
+def show(gate: Gate, every: int) -> None:
     """Print the phases with their shares, and the ratios."""
-    total = sum(clock.seconds.values())
-    print(f"One process, every {every}. variant:" if every > 1 else "One process, every variant:")
-    for phase, seconds in clock.seconds.items():
-        print(f"  {phase:<24}{seconds:8.2f} s {100 * seconds / total:6.1f} %")
+    seconds = gate.clock.seconds
+    total = sum(seconds.values())
+    print("One process, every variant:" if every == 1 else f"One process, one variant in {every}:")
+    for phase, spent in seconds.items():
+        print(f"  {phase:<24}{spent:8.2f} s {100 * spent / total:6.1f} %")
     print(f"  {'total':<24}{total:8.2f} s")
-    for engine, rate in rates.items():
-        judged = clock.seconds.get(f"{engine}: requirements", 0.0) / max(clock.seconds.get(f"{engine}: runs", 0.0), 1e-9)
-        print(f"  {engine}: {rate:.0f} runs/s; judging takes {judged:.2f} x the time of the runs")
-    print(f"  vllm / reference: {rates['reference'] / rates['vllm']:.2f} x the time per run")
+    per_run = {}
+    for engine, runs in gate.runs.items():
+        spent = seconds[f"{engine}: runs"]
+        per_run[engine] = spent / runs
+        ratio = seconds[f"{engine}: requirements"] / spent
+        print(f"  {engine}: {runs} runs, {runs / spent:.0f} per second; judging takes {ratio:.2f} x the time of the runs")
+    print(f"  a run on vllm takes {per_run['vllm'] / per_run['reference']:.2f} x the time of one on reference")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print all benchmarks; returns the exit status."""
     parser = argparse.ArgumentParser(prog="kvconform.bench", description=__doc__)
-    parser.add_argument("--every", type=int, default=4, metavar="N", help="run every N-th variant (default: 4)")
-    options = parser.parse_args(arguments)
-    clock = Stopwatch()
-    show(clock, measure_gate(max(1, options.every), clock), options.every)
-    for module, function, title in (
-        ("kvconform.bench_scheduler", "compare", "Reference scheduler against vLLM's"),
-        ("kvconform.bench_monitors", "measure", "Requirements"),
+    parser.add_argument("--every", type=int, default=4, metavar="N", help="run one variant in N (default: 4)")
+    every = max(1, parser.parse_args(arguments).every)
+    gate = measure_gate(every)
+    show(gate, every)
+    from kvconform import bench_monitors, bench_scheduler
+
+    for title, found in (
+        ("Requirements, on the events of these runs", bench_monitors.measure(gate.events, gate.requirements, gate.caps)),
+        ("Reference scheduler against vLLM's", bench_scheduler.compare()),
     ):
         print(f"\n{title}:")
-        if importlib.util.find_spec(module) is None:
-            print(f"  {module} is missing")
-            continue
-        found = getattr(importlib.import_module(module), function)()
-        for line in describe(found):
-            print(f"  {line}")
+        for name, value in found.items():
+            print(f"  {name:<24}{value:12.3f}" if isinstance(value, float) else f"  {name:<24}{value!s:>12}")
     return 0
-
-
-def describe(found: Any) -> list[str]:
-    """Lines for what a benchmark returned: a map, a list of lines, a text, or nothing when it printed by itself."""
-    if found is None:
-        return []
-    if isinstance(found, dict):
-        return [f"{name}: {value:.3g}" if isinstance(value, float) else f"{name}: {value}" for name, value in found.items()]
-    return found.splitlines() if isinstance(found, str) else [str(line) for line in found]
 
 
 if __name__ == "__main__":
