@@ -27,6 +27,7 @@ from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -54,7 +55,9 @@ __all__ = [
 ]
 
 VLLM_VERSION: str = vllm.__version__
+torch.set_num_threads(1)  # tensors are tiny; threads only cost
 STOP_TOKEN = 1
+ENCODER_BUDGET = 4096
 init_none_hash(sha256)
 
 
@@ -131,6 +134,9 @@ def build_scheduler(config: VllmConfig, cache: KVCacheConfig, *, block_size: int
         log_stats=False,
     )
     scheduler.use_v2_model_runner = runner == "v2"
+    # The tiny model has no vision tower; requests with multi-modal items need an encoder budget all the same.
+    scheduler.max_num_encoder_input_tokens = ENCODER_BUDGET
+    scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=ENCODER_BUDGET)
     return scheduler
 
 

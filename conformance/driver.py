@@ -230,10 +230,13 @@ class Driver:
         """Emit run.end and, unless it happened already, shut the connector down."""
         engine = self.engine
         live = sorted(engine.scheduler.requests) if engine.scheduler is not None else []
-        gc.collect()
+        leaked = engine.ledger.leaked()
+        if leaked:  # perhaps only a cycle that nobody holds
+            gc.collect()
+            leaked = engine.ledger.leaked()
         self.trace.emit(
             "run.end", quiesced=not engine.busy and not live, unfinished=live, free_blocks=engine.pool.get_num_free_blocks(),
-            free_blocks_at_start=engine.blocks_at_start, engine_requests=live, request_objects_alive=engine.ledger.leaked(),
+            free_blocks_at_start=engine.blocks_at_start, engine_requests=live, request_objects_alive=leaked,
             threads=max(0, threading.active_count() - self.threads), crashed=crashed,
         )  # fmt: skip
         if shut_down:

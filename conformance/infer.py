@@ -64,15 +64,24 @@ def profile_of(target: Target, tmp: Path) -> Profile:
     learn("fault_injection", hasattr(cls, "kvconform_fail_load"))
     block = 4
     if not {"store", "saves", "async_load"} <= set(caps):
-        prompt, is_async = calibration.came_back(Plain(41, 1, 41, 41), block)
+        length, prompt, is_async = _first_hit(calibration, block)
         learn("async_load", is_async)
         learn("store", prompt > 0)
         if "saves" not in caps:
-            more = calibration.came_back(Plain(41, 24, 64, 66), block)[0] if prompt > 0 else 0
-            learn("saves", "none" if prompt == 0 else "all" if more > prompt + block else "prompt")
+            more = calibration.came_back(Plain(length, 24, length + 23, length + 25), block)[0] if prompt > 0 else 0
+            learn("saves", "none" if prompt == 0 else "all" if more > length else "prompt")
     for name in CAPABILITIES:
         sources.setdefault(name, "default")
     full = complete(caps)
     has_declared = sources["saves"] == "declared" and sources["chunk_tokens"] == "declared"
     promises = Promises(full, has_declared, lambda plain, size: calibration.came_back(plain, size)[0])
     return Profile(full, sources, promises)
+
+
+def _first_hit(calibration: Calibration, block: int) -> tuple[int, int, bool]:
+    """(prompt length, tokens that came back, asynchronously?) of the first plain repeat that hits; connectors differ in which lengths do."""
+    for length in range(10 * block + 1, 11 * block + 1):
+        back, is_async = calibration.came_back(Plain(length, 1, length, length), block)
+        if back > 0:
+            return length, back, is_async
+    return 0, 0, False

@@ -198,5 +198,5 @@ class Ledger:
                     self.observer.release(req, direction, "reported")
 
     def leaked(self) -> list[str]:
-        """Ids of Request objects that are still alive although the engine has forgotten them. Call after a garbage collection."""
+        """Ids of Request objects that are still alive although the engine has forgotten them."""
         return sorted(r for r, ref in self.alive if (found := ref()) is not None and self.scheduler.requests.get(r) is not found)
