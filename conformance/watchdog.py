@@ -102,6 +102,8 @@ class _Watch:
         """The daemon thread."""
         while self.running:
             time.sleep(0.1)
+            if not self.running:
+                return
             deadline, serial, now = self.deadline, self.serial, time.monotonic()
             self.push_back(deadline, now)
             if deadline is None or now < deadline:
@@ -126,6 +128,9 @@ class _Watch:
 
 
 _watch = _Watch()
+_logs: list[IO[Any]] = []
+"""Log files are kept for good: if faulthandler drops the last reference to one while it sets a new timer, closing it releases the
+interpreter lock, and a second thread that sets the timer meanwhile makes the first wait for that timer with the lock held."""
 
 
 class hook:
@@ -173,6 +178,7 @@ def start(limit: float = DEFAULT_LIMIT, note: Path | None = None, grace: float =
         with note.open("r+b") as file:
             _watch.note = mmap.mmap(file.fileno(), _SIZE)
         _watch.log = note.with_suffix(".log").open("w")
+        _logs.append(_watch.log)
     if threading.current_thread() is threading.main_thread():
         _watch.owner = threading.get_ident()
         signal.signal(_SIGNAL, _watch.on_signal)
