@@ -185,7 +185,7 @@ class _Cache:
         if self.path is not None:
             with contextlib.suppress(OSError, ValueError):
                 stored = json.loads(self.path.read_text(encoding="utf-8"))
-                if isinstance(stored, dict) and stored.get("format") == _CACHE_FORMAT:
+                if isinstance(stored, dict) and stored.get("format") == _CACHE_FORMAT and isinstance(stored.get("files"), dict):
                     self.old = stored["files"]
 
     def parse(self, text: str, name: str) -> Any:

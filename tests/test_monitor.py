@@ -102,7 +102,8 @@ def test_precede_says_why() -> None:
 
 
 RESPOND = requirement(
-    event="hold", respond={"then": {"event": "transfer.reported", "where": "e.req == t.req and e.direction == t.direction"}, "by": "run.end"}
+    event="hold",
+    respond={"then": {"event": "transfer.reported", "where": "e.req == t.req and e.direction == t.direction"}, "by": "run.end"},
 )
 
 
@@ -147,7 +148,10 @@ def test_respond_with_a_guarded_deadline() -> None:
 def test_a_check_that_raises_is_an_error_and_stops_nobody_else() -> None:
     bad = requirement(event="lookup", always="e.tokens > 0")
     good = Requirement.model_validate({**bad.model_dump(exclude_none=True), "id": "x.good", "always": "e.local == 0"})
-    events = [{"k": "lookup", "seq": 7, "step": 1, "tokens": None, "local": 0}, {"k": "lookup", "seq": 8, "step": 1, "tokens": 1, "local": 1}]
+    events = [
+        {"k": "lookup", "seq": 7, "step": 1, "tokens": None, "local": 0},
+        {"k": "lookup", "seq": 8, "step": 1, "tokens": 1, "local": 1},
+    ]
     for order in ([bad, good], [good, bad]):
         found = evaluate(order, events)
         error = found["x.y"].error
@@ -188,7 +192,10 @@ GUARDS: list[Guard] = [
     ("e.req == t.req", lambda e, t: e["req"] == t["req"]),
     ("t.req == e.req and e.direction == t.direction", lambda e, t: t["req"] == e["req"] and e["direction"] == t["direction"]),
     ("e.req == t.req and e.generation >= t.generation", lambda e, t: e["req"] == t["req"] and e["generation"] >= t["generation"]),
-    ("e.direction == 'send' and e.generation == t.generation", lambda e, t: e["direction"] == "send" and e["generation"] == t["generation"]),
+    (
+        "e.direction == 'send' and e.generation == t.generation",
+        lambda e, t: e["direction"] == "send" and e["generation"] == t["generation"],
+    ),
     ("e.generation < t.generation", lambda e, t: e["generation"] < t["generation"]),
     ("e.req != t.req or not e.generation", lambda e, t: e["req"] != t["req"] or not e["generation"]),
     ("e.direction == 'recv'", lambda e, t: e["direction"] == "recv"),
@@ -257,7 +264,9 @@ def test_respond_against_the_oracle(trace: list[Event], trigger: str, then: str,
 
 
 @oracle_settings
-@given(events_strategy, st.none() | st.integers(1, 3), st.none() | st.integers(0, 3), st.sampled_from([None, "e.req", "(e.req, e.transfer)"]))
+@given(
+    events_strategy, st.none() | st.integers(1, 3), st.none() | st.integers(0, 3), st.sampled_from([None, "e.req", "(e.req, e.transfer)"])
+)
 def test_count_against_the_oracle(trace: list[Event], least: int | None, most: int | None, per: str | None) -> None:
     if (least is None and most is None) or (least is not None and most is not None and least > most):
         return
@@ -294,7 +303,11 @@ def test_the_join_really_uses_keys() -> None:
     assert sends.key_e is not None and sends.filter is not None and sends.rest is None
 
 
-@given(st.recursive(st.integers(0, 1) | st.sampled_from("ab"), lambda x: st.lists(x, max_size=2) | st.dictionaries(st.sampled_from("xy"), x, max_size=1)))
+@given(
+    st.recursive(
+        st.integers(0, 1) | st.sampled_from("ab"), lambda x: st.lists(x, max_size=2) | st.dictionaries(st.sampled_from("xy"), x, max_size=1)
+    )
+)
 def test_hashable_keeps_equality(value: Any) -> None:
     import copy
 

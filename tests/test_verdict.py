@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verdicts of a run, who is to blame, expected failures and the overall answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import date
+from typing import Any
+
+import pytest
+
+from kvconform.aggregate import aggregate
+from kvconform.capabilities import complete
+from kvconform.expected import apply_expected, apply_waivers, unknown_requirements
+from kvconform.profile import Expected, Waiver
+from kvconform.report_models import RowLine
+from kvconform.requirement import Requirement
+from kvconform.verdict import CRASH, Row, Verdict, judge, rows_for
+
+TODAY = date(2026, 6, 1)
+AXES: dict[str, Any] = {"engine": "reference", "scheduling": "sync", "runner": "v1", "depth": 1, "block_size": 4}
+
+
+@dataclass
+class FakeCase:
+    id: str = "lifecycle.one"
+
+
+@dataclass
+class FakeVariant:
+    case: FakeCase = field(default_factory=FakeCase)
+    axes: dict[str, Any] = field(default_factory=lambda: dict(AXES))
+
+
+@dataclass
+class FakeRun:
+    trace: list[dict[str, Any]]
+    channels: frozenset[str] = frozenset({"hooks", "sched", "kv"})
+    harness_error: str | None = None
+    variant: FakeVariant = field(default_factory=FakeVariant)
+
+
+def requirement(name: str, **fields: Any) -> Requirement:
+    check = {} if {"relate", "never", "count", "respond", "precede"} & fields.keys() else {"always": "e.type_ok"}
+    event = {} if "relate" in fields else {"event": "lookup"}
+    source = {"file": "v1/x.py", "symbol": "X.y"}
+    return Requirement.model_validate({"id": name, "text": "It MUST be.", "source": source, **event, **check, **fields})
+
+
+def trace(*events: dict[str, Any]) -> list[dict[str, Any]]:
+    start = {"k": "run.start", "depth": 2}
+    return [{"seq": seq, "step": seq // 2, **event} for seq, event in enumerate([start, *events])]
+
+
+def lookup(ok: bool = True, **more: Any) -> dict[str, Any]:
+    return {"k": "lookup", "type_ok": ok, "tokens": 1, "local": 0, "req": "a", **more}
+
+
+END = {"k": "run.end", "crashed": False, "free_blocks": 1, "free_blocks_at_start": 1}
+CRASHED = {"k": "engine.crash", "where": "hook", "error": "KeyError", "hook": "request_finished", "cause_seq": 1}
+
+
+def verdicts(reqs: list[Requirement], *events: dict[str, Any], caps: dict[str, Any] | None = None, **options: Any) -> dict[str, Row]:
+    run = FakeRun(trace(*events), **options.pop("run", {}))
+    rows = judge(reqs, {"connector": run, **options.pop("runs", {})}, complete(caps or {}), **options)
+    assert [row.requirement for row in rows] == [req.id for req in reqs]
+    return {row.requirement: row for row in rows}
+
+
+def verdict(req: Requirement, *events: dict[str, Any], **options: Any) -> Verdict:
+    return verdicts([req], *events, **options)[req.id].verdict
+
+
+def test_pass_fail_and_silence() -> None:
+    req = requirement("a.b")
+    assert verdict(req, lookup()) is Verdict.PASS
+    assert verdict(req, lookup(False)) is Verdict.FAIL
+    assert verdict(req) is Verdict.NOT_EXERCISED
+
+
+def test_a_failure_says_where_and_why() -> None:
+    row = verdicts([requirement("a.b")], lookup(), lookup(False), lookup(False))["a.b"]
+    assert (row.step, row.event, row.req, row.count, row.exercised) == (1, 2, "a", 2, 3)
+    assert row.message == "`e.type_ok` is false: e.type_ok=False" and row.evidence == "v1/x.py: X.y"
+    assert (row.case, row.engine, row.depth, row.kind, row.level, row.gating) == (
+        "lifecycle.one",
+        "reference",
+        1,
+        "requirement",
+        "MUST",
+        True,
+    )
+
+
+def test_what_is_not_judged() -> None:
+    assert verdict(requirement("a.b", capability="store"), lookup(False)) is Verdict.UNSUPPORTED
+    assert verdict(requirement("a.b", capability="store"), lookup(False), caps={"store": True}) is Verdict.FAIL
+    assert verdict(requirement("a.b", needs=["plan"]), lookup(False)) is Verdict.UNOBSERVABLE
+    assert verdict(requirement("a.b", event="kv.wrong", never="e.count"), run={"channels": frozenset({"sched"})}) is Verdict.UNOBSERVABLE
+    assert verdict(requirement("a.b", engines=["vllm"]), lookup(False)) is Verdict.UNOBSERVABLE
+    assert verdict(requirement("a.b"), lookup(False), disabled={"a.b"}) is Verdict.DISABLED
+    assert verdict(requirement("a.b", event="run.end", always="e.free_blocks"), END, run={"channels": frozenset()}) is Verdict.PASS
+
+
+def test_errors_of_the_harness_hit_every_row() -> None:
+    reqs = [requirement("a.b"), requirement("a.c", capability="store")]
+    for found in (
+        verdicts(reqs, lookup(False), run={"harness_error": "boom"}),
+        verdicts(reqs, lookup(False), runs={"no-connector": FakeRun([], harness_error="boom")}),
+        verdicts(reqs, lookup(False), {**CRASHED, "where": "harness", "error": "boom"}),
+    ):
+        assert {row.verdict for row in found.values()} == {Verdict.ERROR} and all("boom" in (row.message or "") for row in found.values())
+
+
+def test_a_check_that_raises_is_an_error_of_that_row_only() -> None:
+    found = verdicts([requirement("a.b", always="e.tokens > 0"), requirement("a.c")], lookup(tokens=None))
+    assert found["a.b"].verdict is Verdict.ERROR and "TypeError" in (found["a.b"].message or "") and found["a.c"].verdict is Verdict.PASS
+
+
+def test_a_consequence_is_blocked_by_an_earlier_failure() -> None:
+    cause = requirement("a.cause")
+    later = requirement("a.later", event="run.end", always="e.free_blocks == e.free_blocks_at_start", consequence=True)
+    leak = {**END, "free_blocks": 0}
+    for order in ([cause, later], [later, cause]):
+        found = verdicts(order, lookup(False), leak)
+        assert found["a.cause"].verdict is Verdict.FAIL
+        assert (found["a.later"].verdict, found["a.later"].blocked_by) == (Verdict.BLOCKED, "a.cause")
+    assert verdicts([cause, later], lookup(), leak)["a.later"].verdict is Verdict.FAIL
+
+
+def test_a_consequence_is_not_blocked_by_what_came_later_or_only_should() -> None:
+    effect = requirement("a.effect", event="sample", always="e.clean", consequence=True)
+    sample = {"k": "sample", "clean": False, "req": "a"}
+    assert verdicts([requirement("a.cause"), effect], sample, lookup(False))["a.effect"].verdict is Verdict.FAIL
+    assert verdicts([requirement("a.cause", level="SHOULD"), effect], lookup(False), sample)["a.effect"].verdict is Verdict.FAIL
+    # The first of its violations is its own, the second explained: it fails, for the first.
+    row = verdicts([requirement("a.cause"), effect], sample, lookup(False), sample)["a.effect"]
+    assert row.verdict is Verdict.FAIL and row.event == 1 and row.count == 2
+
+
+def test_a_chain_of_consequences_has_one_root() -> None:
+    first = requirement("a.first", event="sample", always="e.clean", consequence=True)
+    second = requirement("a.second", event="run.end", always="e.free_blocks", consequence=True)
+    events = ({"k": "sample", "clean": False, "req": "a"}, {**END, "free_blocks": 0})
+    found = verdicts([second, first], *events)
+    assert found["a.first"].verdict is Verdict.FAIL and found["a.second"].blocked_by == "a.first"
+    found = verdicts([second, first, requirement("a.root")], lookup(False), *events)
+    assert found["a.first"].blocked_by == found["a.second"].blocked_by == "a.root"
+
+
+PENDING = {"event": "hold", "respond": {"then": {"event": "transfer.reported", "where": "e.req == t.req"}, "by": "run.end"}}
+HOLD = {"k": "hold", "req": "a", "generation": 0, "direction": "send"}
+
+
+def test_after_a_crash_nothing_is_blamed_on_what_came_after() -> None:
+    end = requirement("a.end", event="run.end", always="e.free_blocks")
+    pending = requirement("a.pending", **PENDING)
+    crash = requirement("a.crash", event="engine.crash", never=True, consequence=True)
+    events = (lookup(False), HOLD, CRASHED, {**END, "crashed": True, "free_blocks": 0})
+    found = verdicts([end, pending, crash, requirement("a.cause")], *events)
+    assert {name: (row.verdict, row.blocked_by) for name, row in found.items()} == {
+        "a.cause": (Verdict.FAIL, None),
+        "a.crash": (Verdict.BLOCKED, "a.cause"),
+        "a.end": (Verdict.BLOCKED, "a.cause"),
+        "a.pending": (Verdict.BLOCKED, "a.cause"),
+    }
+    found = verdicts([end, pending, crash, requirement("a.cause")], lookup(), *events[1:])
+    assert found["a.crash"].verdict is Verdict.FAIL and found["a.cause"].verdict is Verdict.PASS
+    assert found["a.end"].blocked_by == found["a.pending"].blocked_by == "a.crash"
+
+
+def test_obligations_that_a_crash_cut_short() -> None:
+    for by in ("worker.step_end", "run.end"):
+        req = requirement("a.b", event="hold", respond={"then": {"event": "transfer.reported"}, "by": by})
+        row = verdicts([req], HOLD, CRASHED)["a.b"]
+        assert (row.verdict, row.blocked_by) == (Verdict.BLOCKED, CRASH)
+    assert verdict(requirement("a.b", **PENDING), HOLD, {"k": "transfer.reported", "req": "a"}, CRASHED) is Verdict.PASS
+    assert verdict(requirement("a.b", **PENDING), HOLD, END) is Verdict.FAIL
+    # A run that only says that it crashed is treated alike.
+    assert verdict(requirement("a.b", **PENDING), HOLD, {**END, "crashed": True}) is Verdict.BLOCKED
+
+
+def test_relations_are_judged_over_the_runs() -> None:
+    relate = {"runs": ["connector", "no-connector"], "event": "sample", "project": "e.token"}
+    req = requirement("compose.null-effect", relate=relate, consequence=True)
+    other = FakeRun(trace({"k": "sample", "token": 5}))
+    assert verdict(req, {"k": "sample", "token": 5}, runs={"no-connector": other}) is Verdict.PASS
+    assert verdict(req, {"k": "sample", "token": 6}, runs={"no-connector": other}) is Verdict.FAIL
+    assert verdict(req, {"k": "sample", "token": 5}) is Verdict.UNOBSERVABLE
+    assert verdict(req, runs={"no-connector": FakeRun([])}) is Verdict.NOT_EXERCISED
+    found = verdicts([requirement("a.b"), req], lookup(False), {"k": "sample", "token": 6}, runs={"no-connector": other})
+    assert found["compose.null-effect"].blocked_by == "a.b"
+
+
+def test_what_counts_against_the_connector() -> None:
+    reqs = [requirement("a.must"), requirement("a.should", level="SHOULD"), requirement("engine.g", kind="guarantee")]
+    assert [row.gating for row in verdicts(reqs, lookup(False)).values()] == [True, False, False]
+    assert [row.gating for row in verdicts(reqs, lookup(False), strict=True).values()] == [True, True, False]
+    assert {row.verdict for row in verdicts(reqs, lookup(False)).values()} == {Verdict.FAIL}
+
+
+def test_rows_survive_json_and_match_the_report() -> None:
+    rows = list(verdicts([requirement("a.b"), requirement("a.c", **PENDING)], lookup(False), HOLD, CRASHED).values())
+    for row in rows:
+        assert Row.from_dict({"type": "row", **row.to_dict()}) == row
+        assert RowLine.model_validate({"type": "row", **row.to_dict()}).model_dump(exclude={"type"}) == {
+            **{name: getattr(row, name) for name in Row.__slots__}, "verdict": str(row.verdict),
+        }  # fmt: skip
+    assert "blocked_by" not in rows[0].to_dict() and set(RowLine.model_fields) == {"type", *Row.__slots__}
+    found = rows_for([requirement("a.b")], FakeVariant(), Verdict.UNSUPPORTED, "needs store")
+    assert found[0].verdict is Verdict.UNSUPPORTED and found[0].message == "needs store"
+
+
+def row(name: str, verdict: Verdict, case: str = "c.one", **more: Any) -> Row:
+    return Row(requirement=name, case=case, verdict=verdict, **{**AXES, **more})
+
+
+def test_the_status_of_a_requirement_is_its_worst() -> None:
+    found = aggregate(
+        [
+            row("a", Verdict.PASS), row("a", Verdict.FAIL, "c.two"), row("b", Verdict.NOT_EXERCISED), row("b", Verdict.PASS, "c.two"),
+            row("c", Verdict.UNOBSERVABLE), row("c", Verdict.NOT_EXERCISED, "c.two"), row("d", Verdict.BLOCKED), row("d", Verdict.PASS, "c.two"),
+        ]
+    )  # fmt: skip
+    assert found.status == {"a": Verdict.FAIL, "b": Verdict.PASS, "c": Verdict.NOT_EXERCISED, "d": Verdict.BLOCKED}
+    assert (found.total, found.exercised, found.cases, found.failed) == (4, 3, 2, ["a"])
+    assert found.counts["PASS"] == 3 and found.counts["XPASS"] == 0 and sum(found.counts.values()) == 8
+
+
+@pytest.mark.parametrize(
+    ("rows", "overall"),
+    [
+        ([], "error"),
+        ([row("a", Verdict.PASS)], "conformant"),
+        (
+            [row("a", Verdict.PASS), row("b", Verdict.NOT_EXERCISED), row("c", Verdict.UNSUPPORTED), row("d", Verdict.UNOBSERVABLE)],
+            "conformant",
+        ),
+        ([row("a", Verdict.PASS), row("b", Verdict.FAIL)], "nonconformant"),
+        ([row("a", Verdict.PASS), row("b", Verdict.FAIL, gating=False, level="SHOULD")], "conformant"),
+        ([row("a", Verdict.PASS), row("b", Verdict.FAIL, gating=False, kind="guarantee")], "conformant"),
+        ([row("a", Verdict.PASS), row("b", Verdict.XPASS)], "nonconformant"),
+        ([row("a", Verdict.PASS), row("b", Verdict.BLOCKED, blocked_by=CRASH)], "nonconformant"),
+        ([row("a", Verdict.PASS), row("b", Verdict.BLOCKED, blocked_by="c"), row("c", Verdict.XFAIL)], "partial"),
+        ([row("a", Verdict.PASS), row("b", Verdict.BLOCKED, blocked_by="c"), row("c", Verdict.XFAIL, "c.two")], "nonconformant"),
+        (
+            [row("a", Verdict.PASS), row("b", Verdict.BLOCKED, blocked_by="g"), row("g", Verdict.FAIL, kind="guarantee", gating=False)],
+            "partial",
+        ),
+        ([row("a", Verdict.PASS), row("b", Verdict.XFAIL)], "partial"),
+        ([row("a", Verdict.PASS), row("b", Verdict.DISABLED)], "partial"),
+        ([row("a", Verdict.NOT_EXERCISED)], "partial"),
+        ([row("a", Verdict.FAIL), row("b", Verdict.ERROR)], "error"),
+    ],
+)
+def test_the_overall_verdict(rows: list[Row], overall: str) -> None:
+    found = aggregate(rows)
+    assert found.verdict == overall and bool(found.reasons) is (overall != "conformant")
+
+
+def test_a_wrong_expectation_is_an_error() -> None:
+    assert aggregate([row("a", Verdict.PASS)], problems=["it matches nothing"]).verdict == "error"
+
+
+def expect(requirement: str, **more: Any) -> Expected:
+    return Expected(requirement=requirement, reason="known", **more)
+
+
+def test_expected_failures() -> None:
+    rows = [
+        row("a", Verdict.FAIL),
+        row("a", Verdict.PASS, "c.two"),
+        row("b", Verdict.PASS),
+        row("c", Verdict.FAIL),
+        row("d", Verdict.BLOCKED),
+    ]
+    assert apply_expected(rows, [expect("a"), expect("b"), expect("d")], today=TODAY) == []
+    assert [r.verdict for r in rows] == [Verdict.XFAIL, Verdict.PASS, Verdict.XPASS, Verdict.FAIL, Verdict.BLOCKED]
+    assert rows[2].message == "was expected to fail: known"
+
+
+def test_expected_failures_of_one_case() -> None:
+    rows = [row("a", Verdict.FAIL), row("a", Verdict.FAIL, "c.two")]
+    assert apply_expected(rows, [expect("a", case="*.two")], today=TODAY) == []
+    assert [r.verdict for r in rows] == [Verdict.FAIL, Verdict.XFAIL]
+
+
+def test_entries_that_match_nothing_or_have_expired() -> None:
+    rows = [row("a", Verdict.FAIL)]
+    assert apply_expected(rows, [expect("z")], today=TODAY) == ["expected failure of z on * matches nothing"]
+    assert apply_expected(rows, [expect("z")], today=TODAY, complete=False) == []
+    assert apply_expected(rows, [expect("a", expires="2026-05-31")], today=TODAY) == ["expected failure of a on * expired on 2026-05-31"]
+    assert rows[0].verdict is Verdict.FAIL
+    assert apply_expected(rows, [expect("a", expires="2026-06-01")], today=TODAY) == [] and rows[0].verdict is Verdict.XFAIL
+    assert unknown_requirements([expect("a*"), expect("zz")], ["a.b"]) == ["zz"]
+    with pytest.raises(ValueError, match="expires"):
+        expect("a", expires="tomorrow")
+
+
+def test_waivers_concern_guarantees_of_an_engine_and_a_version() -> None:
+    waiver = Waiver(requirement="g", reason="known", vllm=">=0.32,<0.33", scheduling=["async"])
+
+    def settled(vllm: str, **more: Any) -> Verdict:
+        rows = [row("g", Verdict.FAIL, **{"kind": "guarantee", "engine": "vllm", "scheduling": "async", **more})]
+        assert apply_waivers(rows, [waiver], vllm=vllm, today=TODAY) == []
+        return rows[0].verdict
+
+    assert settled("0.32.0") is Verdict.XFAIL
+    assert settled("0.33.0") is Verdict.FAIL
+    assert settled("0.32.0", engine="reference") is Verdict.FAIL
+    assert settled("0.32.0", scheduling="sync") is Verdict.FAIL
+    assert settled("0.32.0", kind="requirement") is Verdict.FAIL
