@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from kvconform import compat
-from kvconform.refimpl.scheduler import ReferenceScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
+
+from kvconform import compat
+from kvconform.refimpl.scheduler import ReferenceScheduler
 
 NOT_SAMPLED = -7  # a draft that nobody proposed: sampled tokens never equal it
 
@@ -77,6 +79,7 @@ class ScriptedConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         self.log: list[Any] = []
         self.asks: dict[str, Ask] = {}
+        self.requests: dict[str, Request] = {}
         self.lookups: dict[str, int] = defaultdict(int)
         self.loads: list[Load] = []
         self.sends: dict[str, int] = {}
@@ -95,6 +98,7 @@ class ScriptedConnector(KVConnectorBase_V1):
         self.log.append((hook, state, tuple(sorted(values.items(), key=lambda item: item[0]))))
 
     def on_new_request(self, request: Request) -> None:
+        self.requests[request.request_id] = request
         self.note("on_new_request", request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Any:
@@ -134,7 +138,9 @@ class ScriptedConnector(KVConnectorBase_V1):
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         state = scheduler_output.kv_connector_block_state
         tables = {req: state.get_block_ids(req) for req in sorted(scheduler_output.num_scheduled_tokens)}
-        self.note("meta", None, output=picture(scheduler_output), tables=tables, unknown=state.get_block_ids("nobody"))
+        requests = ((req, self.requests[req]) for req in tables)
+        states = {req: (r.num_computed_tokens, r.num_output_placeholders, r.num_tokens, r.num_in_flight_tokens) for req, r in requests}
+        self.note("meta", None, output=picture(scheduler_output), tables=tables, states=states, unknown=state.get_block_ids("nobody"))
         return KVConnectorMetadata()
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -310,7 +316,7 @@ class Rig:
     policies: frozenset[str] = frozenset()
     repaired: bool = True
     trace: list[Any] = field(default_factory=list)
-    rows: list[dict[str, Any]] = field(default_factory=list)  # one per request and step
+    story: list[str] = field(default_factory=list)  # the same in the words of reference_timelines.txt
 
     def __post_init__(self) -> None:
         self.s = build(self.engine, self.setup, self.policies, self.repaired)
@@ -361,6 +367,10 @@ class Rig:
             self.trace.append(("reset", "RuntimeError"))
         self.look("reset")
 
+    def pause(self, level: int) -> None:
+        self.s.set_pause_state(PauseState(level))
+        self.look("pause")
+
     def step(self) -> bool:
         """One turn of the engine's loop. False if there was nothing to do."""
         if self.setup.scheduling == "sync":
@@ -386,37 +396,10 @@ class Rig:
 
     def schedule(self) -> tuple[Any, Any]:
         self.steps += 1
-        before = {req: (r.num_computed_tokens, r.num_output_placeholders, r.num_in_flight_tokens) for req, r in self.requests.items()}
         output = self.s.schedule()
         self.trace.append(("schedule", self.steps, picture(output)))
-        self._rows(output, before)
         self.look("scheduled")
         return output, self._execute(output)
-
-    def _rows(self, output: Any, before: dict[str, tuple[int, int, int]]) -> None:
-        new = {r.req_id: ("new", r.num_computed_tokens, r.block_ids[0]) for r in output.scheduled_new_reqs}
-        cached = output.scheduled_cached_reqs
-        for req, blocks, computed in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
-            new[req] = ("resumed" if req in cached.resumed_req_ids else "cached", computed, blocks and blocks[0])
-        for req, tokens in output.num_scheduled_tokens.items():
-            kind, computed, blocks = new[req]
-            _, _, inflight = before[req]
-            drafts = len(output.scheduled_spec_decode_tokens.get(req, ()))
-            advanced = 1 + drafts if self.setup.scheduling == "async" and not self.requests[req].is_prefill_chunk else 0
-            self.rows.append(
-                {
-                    "step": self.steps,
-                    "req": req,
-                    "kind": kind,
-                    "C": computed,
-                    "S": tokens,
-                    "P": self.requests[req].num_output_placeholders - advanced,
-                    "inflight": inflight,
-                    "N": self.requests[req].num_tokens,
-                    "drafts": drafts,
-                    "blocks": blocks,
-                }
-            )
 
     def _execute(self, output: Any) -> ModelRunnerOutput:
         req_ids, sampled = list(output.num_scheduled_tokens), []
@@ -508,7 +491,35 @@ class Rig:
         )
         if self.connector is not None:
             self.trace.append(("hooks", list(self.connector.log)))
+            for hook, state, values in self.connector.log:
+                self._tell(hook, state, dict(values))
             self.connector.log.clear()
+
+    def _tell(self, hook: str, state: tuple[Any, ...], values: dict[str, Any]) -> None:
+        step, req = self.steps, state[0] if state else ""
+        c, p, n, f = (state[i][1] for i in (2, 3, 4, 5)) if state else (0, 0, 0, 0)
+        if hook == "match":
+            self.story.append(f"{step} match {req} {state[1].lower()} N{n} local{values['local']} -> {_dense(values['result'])}")
+        elif hook == "alloc":
+            self.story.append(f"{step} alloc {req} C{c} external{values['external']} {_dense(values['table'])}")
+        elif hook == "finished":
+            line = f"end {req} C{c} P{p} F{f} N{n} {_dense(values['tables'][0])} {state[1].lower()} takes={values['takes']}"
+            self.story.append(line)
+        elif hook == "meta":
+            output = values["output"]
+            kinds = {req: ("new", blocks[0]) for req, _, blocks, _, _ in output["new"]}
+            for req, blocks, _, _ in output["cached"]:
+                kinds[req] = ("resumed" if req in output["resumed"] else "cached", blocks and blocks[0])
+            for req, (kind, blocks) in kinds.items():
+                c, p, n, f = values["states"][req]
+                drafts, tokens = len(output["drafts"].get(req, ())), dict(output["tokens"])[req]
+                self.story.append(f"{step} {kind} {req} C{c}+{tokens} P{p} F{f} N{n} drafts{drafts} {_dense(blocks)}")
+            total, finished, preempted = output["total"], _dense(output["finished"]), _dense(output["preempted"])
+            self.story.append(f"{step} step {total} tokens finished{finished} preempted{preempted} sync_loads={output['sync_loads']}")
+
+
+def _dense(value: Any) -> str:
+    return str(value).replace(" ", "")
 
 
 def difference(one: list[Any], other: list[Any]) -> str:

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random workloads on the reference scheduler and on vLLM's: everything that can be seen of the two must be equal after every event.
+
+Compared are the scheduler outputs, every hook of the connector with its arguments and the state of its request at that moment, the
+client's outputs, and between events the whole state: requests (C, P, N, in flight, stale, drafts, status), block tables, queues,
+reference counts, block hashes, and the order of the free queue. What differs on purpose is mended in vLLM's scheduler first
+(scheduler_rig.repair).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from hypothesis import HealthCheck, given, note, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parent))  # vLLM imports the scripted connector by the rig's module name
+
+from scheduler_rig import Ask, Rig, Setup, difference
+
+EXAMPLES = int(os.environ.get("KVCONFORM_SCHEDULER_EXAMPLES", "150"))
+STEPS_AFTER = 150
+
+
+@st.composite
+def setups(draw: Any) -> Setup:
+    spec = draw(st.sampled_from([0, 0, 1, 3]))
+    return Setup(
+        scheduling=draw(st.sampled_from(["sync", "async"])),
+        runner=draw(st.sampled_from(["v1", "v2"])),
+        depth=draw(st.sampled_from([1, 2, 2, 3])),
+        num_blocks=draw(st.sampled_from([9, 12, 16, 64])),
+        budget=draw(st.sampled_from([6, 8, 16, 64])),
+        max_seqs=draw(st.sampled_from([1, 2, 4])),
+        max_model_len=draw(st.sampled_from([32, 256])),
+        spec=spec,
+        caching=draw(st.sampled_from([True, True, True, False])),
+        role=draw(st.sampled_from(["kv_both", "kv_producer", "kv_consumer"])),
+        failure=draw(st.sampled_from(["recompute", "fail"])),
+        policy=draw(st.sampled_from(["fcfs", "fcfs", "priority"])),
+        connector=draw(st.sampled_from(["ScriptedConnector", "ScriptedConnector", "ScriptedHMAConnector", ""])),
+        delivery=draw(st.sampled_from([None, False])),
+        full_isl=draw(st.booleans()),
+        long_prefill=draw(st.sampled_from([0, 0, max(3, 1 + spec)])),
+    )
+
+
+ANSWERS = st.one_of(
+    st.none(),
+    st.tuples(st.sampled_from([0, 4, 8, 10, 12, 64]), st.just(False)),
+    st.tuples(st.sampled_from([4, 8, 10, 12, 64]), st.just(True)),
+)
+FAILURES = st.sampled_from([None, None, None, "request", (0,), (1,), (0, 2)])
+
+
+@st.composite
+def asks(draw: Any, req: str, setup: Setup) -> Ask:
+    longest = min(setup.max_model_len - 2, (setup.num_blocks - 1) * setup.block_size - 10, 30)
+    base = draw(st.sampled_from([0, 100]))  # prompts with the same base share a prefix
+    prompt = [base + i for i in range(draw(st.integers(1, longest)))]
+    if draw(st.booleans()):
+        prompt[-1] = 900 + draw(st.integers(0, 9))
+    answers = draw(st.lists(ANSWERS, max_size=3))
+    if answers and answers[-1] is None:
+        answers.append((8, draw(st.booleans())))  # "don't know yet" ends some time (R028)
+    return Ask(
+        req,
+        tuple(prompt),
+        max_tokens=draw(st.integers(1, 12)),
+        accepted=tuple(draw(st.lists(st.integers(0, 3), max_size=6))),
+        stop_at=draw(st.sampled_from([None, None, 3, 6])),
+        answers=tuple(answers),
+        load_steps=draw(st.integers(1, 4)),
+        failures=tuple(draw(st.lists(FAILURES, max_size=3))),
+        send_steps=draw(st.sampled_from([0, 0, 1, 4])),
+        skip_reading=draw(st.sampled_from([False] * 9 + [True])),
+        priority=draw(st.integers(0, 2)),
+    )
+
+
+@st.composite
+def workloads(draw: Any) -> tuple[Setup, list[tuple[Any, ...]]]:
+    """A configuration, and what happens in which order: requests that arrive, steps, aborts, resets."""
+    setup = draw(setups())
+    names = [f"r{i}" for i in range(draw(st.integers(1, 5)))]
+    steps = st.integers(0, 4).map(lambda count: [("step",)] * count)
+    events: list[tuple[Any, ...]] = []
+    for name in names:
+        events.append(("add", draw(asks(name, setup))))
+        events.extend(draw(steps))
+    for _ in range(draw(st.integers(0, 6))):
+        events.extend(draw(steps))
+        events.append(
+            draw(
+                st.one_of(
+                    st.tuples(st.just("abort"), st.sampled_from(names)),
+                    st.tuples(st.just("reset"), st.booleans(), st.booleans()),
+                    st.tuples(st.just("pause"), st.sampled_from([0, 0, 1, 2])),
+                )
+            )
+        )
+    return setup, [*events, ("pause", 0)]
+
+
+def play(engine: str, setup: Setup, events: list[tuple[Any, ...]]) -> Rig:
+    rig = Rig(engine, setup)
+    for event in events:
+        if event[0] == "add":
+            rig.add(event[1])
+        elif event[0] == "step":
+            rig.step()
+        elif event[0] == "abort":
+            rig.abort(event[1])
+        elif event[0] == "reset":
+            rig.reset(event[1], event[2])
+        else:
+            rig.pause(event[1])
+    return rig.run(STEPS_AFTER)
+
+
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(workloads())
+def test_both_schedulers_do_the_same(workload: tuple[Setup, list[tuple[Any, ...]]]) -> None:
+    setup, events = workload
+    ours, theirs = play("reference", setup, events), play("vllm", setup, events)
+    note(f"{ours.steps} steps, {len(ours.trace)} entries")
+    assert not difference(ours.trace, theirs.trace)
+    if not ours.s.has_requests():
+        pool = ours.s.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == len(pool.blocks) - 1
