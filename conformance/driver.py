@@ -6,6 +6,9 @@ from __future__ import annotations
 import gc
 import threading
 import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,20 @@ STALL_STEPS = 60
 RUN_LIMIT = 20_000
 
 
+@dataclass
+class Progress:
+    """What one part of a case hands to the next, also from one process to another."""
+
+    memory: Memory = field(default_factory=Memory)
+    infos: dict[str, Info] = field(default_factory=dict)
+    adds: dict[str, Any] = field(default_factory=dict)
+    prompts: dict[str, list[int]] = field(default_factory=dict)
+    ids: dict[str, str] = field(default_factory=dict)
+    requests: dict[str, Snapshot] = field(default_factory=dict)
+    generations: dict[str, int] = field(default_factory=dict)
+    reloads: dict[str, str] = field(default_factory=dict)
+
+
 class Stalled(Exception):
     """No progress for STALL_STEPS steps and the target's stall time."""
 
@@ -34,20 +51,17 @@ class Driver:
     """Executes a case's steps. Owns the run's engines one after the other (a restart makes a new one over the same store)."""
 
     def __init__(
-        self, variant: Variant, target: Target, trace: Trace, registry: Registry, *, seed: int, tmp: Path, with_connector: bool,
-        pickle_metadata: bool, caps: dict[str, Any], promises: Promises | None,
+        self, variant: Variant, target: Target, trace: Trace, registry: Registry, *, seed: int, tmp: Path, relation: str,
+        caps: dict[str, Any], promises: Promises | None, before: Progress | None = None,
     ) -> None:  # fmt: skip
         self.variant, self.target, self.trace, self.registry = variant, target, trace, registry
-        self.seed, self.tmp, self.with_connector, self.pickle_metadata = seed, tmp, with_connector, pickle_metadata
+        self.seed, self.tmp, self.relation = seed, tmp, relation
         self.caps, self.promises = caps, promises
-        self.memory = Memory()
-        self.infos: dict[str, Info] = {}
-        self.adds: dict[str, Any] = {}
-        self.prompts: dict[str, list[int]] = {}
-        self.ids: dict[str, str] = {}
-        self.requests: dict[str, Any] = {}
-        self._generations: dict[str, int] = {}
-        self._reloads: dict[str, str] = {}
+        progress = before or Progress()
+        self.memory, self.infos, self.adds, self.prompts = progress.memory, progress.infos, progress.adds, progress.prompts
+        self.ids, self.requests = progress.ids, progress.requests
+        self._generations, self._reloads = progress.generations, progress.reloads
+        self.progress = progress
         self.threads = threading.active_count()
         self.engine = self._start()
         self.expectations = Expectations(self)
@@ -55,7 +69,7 @@ class Driver:
     def _start(self) -> Engine:
         engine = Engine(
             self.variant, self.target, self.trace, self.registry, self.memory, self.info, self.tmp,
-            with_connector=self.with_connector, pickle_metadata=self.pickle_metadata,
+            relation=self.relation,
         )  # fmt: skip
         engine.observer.on_lookup = self._looked_up
         return engine
@@ -82,9 +96,16 @@ class Driver:
         return self._tokens(add.req, prompt)
 
     # -- steps -----------------------------------------------------------------------------------------------------------------
-    def execute(self) -> None:
-        """All steps of the case, then whatever is left to run, then the shutdown."""
-        for step in self.variant.case.steps:
+    def execute_part(self, steps: Sequence[Any]) -> None:
+        """Some steps of the case; then everything that is in flight lands and the connector is shut down."""
+        for step in steps:
+            getattr(self, "_do_" + step.op.replace("-", "_"))(step.arg)
+        self._run(None)
+        self.engine.shutdown()
+
+    def execute(self, steps: Sequence[Any]) -> None:
+        """The steps, then whatever is left to run, then the case's expectations and the shutdown."""
+        for step in steps:
             getattr(self, "_do_" + step.op.replace("-", "_"))(step.arg)
         down = any(s.op == "shutdown" for s in self.variant.case.steps)
         if not down:
@@ -247,9 +268,7 @@ class Snapshot:
     """Follows a request without keeping it alive: tokens and status as of the last look, for prompts built on outputs."""
 
     def __init__(self, request: Any) -> None:
-        import weakref
-
-        self._ref = weakref.ref(request)
+        self._ref: Any = weakref.ref(request)
         self._tokens = request._all_token_ids  # the list itself: it outlives the request and is extended in place
         self.num_prompt_tokens = request.num_prompt_tokens
         self.request_id = request.request_id
@@ -259,7 +278,10 @@ class Snapshot:
         """Prompt and output tokens so far."""
         return list(self._tokens)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_ref": None, "_tokens": list(self._tokens)}
+
     @property
     def live(self) -> Any:
         """The request, or None when nobody keeps it any more."""
-        return self._ref()
+        return self._ref() if self._ref is not None else None

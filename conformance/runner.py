@@ -16,11 +16,13 @@ from kvconform.case import Case, Variant
 from kvconform.driver import Driver, Stalled
 from kvconform.engines.engine import EngineFault
 from kvconform.engines.setup import HEAD_DIM, HEADS, LAYERS
+from kvconform.elsewhere import process_restart, run_elsewhere, run_first_part
 from kvconform.errors import KvconformError
 from kvconform.kernels.codes import CodeBook
 from kvconform.probe import Patch, Probe
 from kvconform.promise import Plain, Promises
 from kvconform.provenance import Registry
+from kvconform.remote import RemoteHalf
 from kvconform.target import Target
 from kvconform.trace import Trace
 from kvconform.watchdog import HookTimeout
@@ -48,6 +50,8 @@ def run_variant(
 ) -> Run:  # fmt: skip
     """One run. `relation` says how it differs from the plain one: `no-connector`, `pickled-metadata`, `repeat`. Writes below `tmp` only."""
     _freeze()
+    if relation == "hash-seed":
+        return run_elsewhere(variant, target, seed=seed, tmp=tmp, caps=caps)
     with_connector = relation != "no-connector" and target.connector is not None
     caps = caps if caps is not None else complete(dict(target.capabilities))
     trace, settings = Trace(), variant.case.config
@@ -60,7 +64,7 @@ def run_variant(
     run = Run(variant, relation, trace.events, caps, frozenset({"hooks", "sched", "kv"}) if with_connector else frozenset({"sched", "kv"}))
     tmp.mkdir(parents=True, exist_ok=True)
     if with_connector:
-        with Patch(target.resolve()):
+        with Patch(target.resolve()), Patch(RemoteHalf):
             _drive(run, variant, target, trace, seed, tmp, relation, caps, promises)
     else:
         _drive(run, variant, target, trace, seed, tmp, relation, caps, None)
@@ -72,12 +76,18 @@ def _drive(
     promises: Promises | None,
 ) -> None:  # fmt: skip
     driver, outer = None, Probe.active  # a calibration runs inside another run
+    rest, before, registry = list(variant.case.steps), None, Registry(_BOOK)
     try:
+        if split := process_restart(rest):
+            first, rest = rest[:split], rest[split + 1 :]
+            before, registry = run_first_part(
+                lambda: Driver(variant, target, trace, registry, seed=seed, tmp=tmp, relation=relation, caps=caps, promises=promises),
+                first, trace,
+            )
         driver = Driver(
-            variant, target, trace, Registry(_BOOK), seed=seed, tmp=tmp, with_connector=relation != "no-connector",
-            pickle_metadata=relation == "pickled-metadata", caps=caps, promises=promises,
+            variant, target, trace, registry, seed=seed, tmp=tmp, relation=relation, caps=caps, promises=promises, before=before,
         )  # fmt: skip
-        driver.execute()
+        driver.execute(rest)
         run.unmet = driver.expectations.unmet(variant.case.provokes)
     except Stalled:
         assert driver is not None

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvconform import compat
+from kvconform.api import inspect_class
 from kvconform.batch import Batch
 from kvconform.case import Variant
 from kvconform.compat import DraftTokenIds, KVConnectorFactory, KVConnectorRole, RequestStatus
@@ -24,6 +25,7 @@ from kvconform.observer import Memory, Observer
 from kvconform.oracle import Oracle
 from kvconform.probe import Call, Probe, wrap_instance_hooks
 from kvconform.provenance import Identity, Registry
+from kvconform.remote import RemoteHalf
 from kvconform.target import Target
 from kvconform.trace import Trace
 from kvconform.worker import Worker
@@ -48,10 +50,11 @@ class Engine:
 
     def __init__(
         self, variant: Variant, target: Target, trace: Trace, registry: Registry, memory: Memory, info: Callable[[str], Info], tmp: Path,
-        *, with_connector: bool, pickle_metadata: bool = False,
+        *, relation: str,
     ) -> None:  # fmt: skip
         self.variant, self.trace, self.memory, self.info = variant, trace, memory, info
-        self.pickle_metadata = pickle_metadata
+        self.pickle_metadata = relation == "pickled-metadata"
+        with_connector = relation != "no-connector" and target.connector is not None
         self.depth = variant.depth if variant.scheduling == "async" else 1
         self.queue: deque[tuple[Any, Any, int]] = deque()
         self.probe = Probe(trace)
@@ -62,10 +65,11 @@ class Engine:
         self.worker_half = None
         if with_connector:
             with self._noted("start"):
-                self.worker_half = KVConnectorFactory.create_connector(
-                    config=self.config, role=KVConnectorRole.WORKER, kv_cache_config=self.cache_config
-                )
+                self.worker_half = self._worker_half(cache, apart=relation == "second-process")
             wrap_instance_hooks(self.worker_half)
+            if variant.case.id == "lifecycle.api":
+                for item, ok, detail in inspect_class(type(self.worker_half), target.options(tmp), self.config):
+                    trace.emit("api", item=item, ok=ok, detail=detail)
         self.scheduler: Any = None
         self.oracle = Oracle(cache, registry, trace, self.tables)
         self.batch = Batch(variant.block_size, self._incarnation)
@@ -89,6 +93,12 @@ class Engine:
         self._listen()
         self.blocks_at_start = self.pool.get_num_free_blocks()
         self.progress = 0
+
+    def _worker_half(self, cache: PagedCache, *, apart: bool) -> Any:
+        def create() -> Any:
+            return KVConnectorFactory.create_connector(config=self.config, role=KVConnectorRole.WORKER, kv_cache_config=self.cache_config)
+
+        return RemoteHalf(create, cache, self.config) if apart else create()
 
     def _incarnation(self, req_id: str) -> tuple[int, Identity, Script]:
         found = self.info(req_id)

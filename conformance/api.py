@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The static shape of a connector's class against the installed base class: signatures, class methods, abstract methods."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from kvconform.compat import KVConnectorBase_V1
+from kvconform.probe import hook_names
+
+Finding = tuple[str, bool, str]
+
+
+def inspect_class(cls: type, extra_config: dict[str, Any], config: Any) -> Iterator[Finding]:
+    """(item, ok, detail) per check. Calls the class-level questions that vLLM asks without an instance; changes nothing else."""
+    yield _constructor(cls)
+    missing = sorted(getattr(cls, "__abstractmethods__", ()))
+    yield "abstract-methods", not missing, f"not implemented: {', '.join(missing)}" if missing else ""
+    yield _class_methods(cls, extra_config, config)
+    yield _start_load(cls)
+    for name in hook_names():
+        own, base = getattr(cls, name, None), getattr(KVConnectorBase_V1, name, None)
+        if own is None or base is None or _plain(own) is _plain(base) or name == "start_load_kv":
+            continue
+        problem = _accepts_like(_plain(own), _plain(base))
+        yield f"signature:{name}", problem is None, problem or ""
+
+
+def _plain(function: Any) -> Any:
+    return getattr(function, "_kvconform_original", function)
+
+
+def _constructor(cls: type) -> Finding:
+    names = list(inspect.signature(cls.__init__).parameters.values())[1:]  # type: ignore[misc]
+    wide = any(p.kind == p.VAR_KEYWORD for p in names)
+    if wide or any(p.name == "kv_cache_config" for p in names):
+        try:
+            inspect.signature(cls).bind(object(), object(), object())
+        except TypeError as error:
+            return "constructor", False, f"cannot be called with (vllm_config, role, kv_cache_config): {error}"
+        return "constructor", True, ""
+    return "constructor", False, "has no parameter named kv_cache_config: vLLM refuses the two-argument form"
+
+
+def _class_methods(cls: type, extra_config: dict[str, Any], config: Any) -> Finding:
+    for name in ("get_required_kvcache_layout", "requires_piecewise_for_cudagraph", "build_kv_connector_stats", "build_prom_metrics"):
+        member = inspect.getattr_static(cls, name, None)
+        if member is not None and not isinstance(member, (classmethod, staticmethod)):
+            return "class-methods", False, f"{name} is not a class method, but vLLM asks the class"
+    try:
+        cls.requires_piecewise_for_cudagraph(dict(extra_config))  # type: ignore[attr-defined]
+        cls.get_required_kvcache_layout(config)  # type: ignore[attr-defined]
+    except Exception as error:  # whatever the class raises would end vLLM's start-up
+        return "class-methods", False, f"{type(error).__name__}: {error}".splitlines()[0]
+    return "class-methods", True, ""
+
+
+def _start_load(cls: type) -> Finding:
+    parameters = inspect.signature(_plain(cls.start_load_kv)).parameters.values()  # type: ignore[attr-defined]
+    ok = any(p.kind == p.VAR_KEYWORD for p in parameters)
+    return "start-load-kwargs", ok, "" if ok else "takes no **kwargs, and model runner V2 passes some"
+
+
+def _accepts_like(own: Any, base: Any) -> str | None:
+    """Why `own` cannot be called as vLLM calls `base` (positionally, without what has a default), or None."""
+    wanted = [p for p in inspect.signature(base).parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    count = sum(p.default is p.empty for p in wanted)
+    try:
+        inspect.signature(own).bind(*[object()] * count)
+    except TypeError as error:
+        return f"cannot be called with {count - 1} argument{'s' * (count != 2)} ({', '.join(p.name for p in wanted[1:])}): {error}"
+    return None
