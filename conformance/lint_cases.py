@@ -7,7 +7,7 @@ import fnmatch
 from collections.abc import Iterator
 
 from kvconform.capabilities import CAPABILITIES
-from kvconform.expr import compile_expr
+from kvconform.expr import compile_capability, compile_expr
 from kvconform.lint import CASE_LINES, Finding
 from kvconform.lint_requirements import numbers
 from kvconform.load import Spec
@@ -82,6 +82,7 @@ def _capabilities(spec: Spec) -> Iterator[Finding]:
         return
     used: set[str] = set()
     expressions = [req.capability_expr for req in spec.requirements.values()] + [case.needs_expr for case in spec.cases.values()]
+    expressions += [compile_capability(profile.capability) for profile in spec.profiles.values()]
     for req in spec.requirements.values():
         expressions.extend(req.expressions.values())
     for case in spec.cases.values():

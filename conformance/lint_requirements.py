@@ -67,6 +67,7 @@ def _examples(req: Requirement) -> Iterator[tuple[str, str]]:
         return
     if _cannot_fail(req):
         yield "L006", "the check is a constant that no event can violate"
+        return
     triggered = False
     for outcome in outcomes(req):
         monitor = outcome.monitor

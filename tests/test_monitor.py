@@ -70,10 +70,11 @@ def test_count() -> None:
     assert run(unhashable, {"k": "alloc", "blocks": [1, [2]]}, {"k": "alloc", "blocks": [1, [2]]}).count == 1
 
 
+SAME = "e.req == t.req and e.direction == t.direction"
 PRECEDE = requirement(
     event="transfer.reported",
-    precede={"before": {"event": "hold", "where": "e.req == t.req and e.direction == t.direction"}, "end": {"event": "release", "where": "e.req == t.req"}},
-)  # fmt: skip
+    precede={"before": {"event": "hold", "where": SAME}, "end": {"event": "release", "where": "e.req == t.req"}},
+)
 
 
 @pytest.mark.parametrize(

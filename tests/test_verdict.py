@@ -219,7 +219,8 @@ def test_the_status_of_a_requirement_is_its_worst() -> None:
     found = aggregate(
         [
             row("a", Verdict.PASS), row("a", Verdict.FAIL, "c.two"), row("b", Verdict.NOT_EXERCISED), row("b", Verdict.PASS, "c.two"),
-            row("c", Verdict.UNOBSERVABLE), row("c", Verdict.NOT_EXERCISED, "c.two"), row("d", Verdict.BLOCKED), row("d", Verdict.PASS, "c.two"),
+            row("c", Verdict.UNOBSERVABLE), row("c", Verdict.NOT_EXERCISED, "c.two"), row("d", Verdict.BLOCKED),
+            row("d", Verdict.PASS, "c.two"),
         ]
     )  # fmt: skip
     assert found.status == {"a": Verdict.FAIL, "b": Verdict.PASS, "c": Verdict.NOT_EXERCISED, "d": Verdict.BLOCKED}
