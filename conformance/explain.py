@@ -63,6 +63,7 @@ def check_lines(req: Requirement) -> list[str]:
     assert req.event is not None
     lines = [f"on     {req.event}: {EVENTS[req.event].doc}"]
     lines += [f"where  `{req.where}`"] if req.where else []
+    lines += [f"at stake with {_match(req.exercised)}"] if req.exercised else []
     if req.always is not None:
         lines.append(f"always `{req.always}`")
     elif req.never is not None:

@@ -99,4 +99,4 @@ def _cannot_fail(req: Requirement) -> bool:
 def _can_be_good(req: Requirement) -> bool:
     """Whether a triggered good example can exist: not if every occurrence is a violation (`never: True`)."""
     expression = req.expressions.get("check")
-    return expression is None or not expression.constant
+    return req.exercised is not None or expression is None or not expression.constant

@@ -64,6 +64,20 @@ class Monitor:
         expressions = self.requirement.expressions
         self.where = expressions["where"].bind(self.cap, self.cfg) if "where" in expressions else None
         self.by_kind = self.handlers()
+        if self.requirement.exercised is not None:
+            kind = self.requirement.exercised.event
+            self.by_kind[kind] = both(self.by_kind[kind], self.at_stake()) if kind in self.by_kind else self.at_stake()
+
+    def at_stake(self) -> Handler:
+        """Counts the events of `exercised`: that nothing was broken says something only where something could have been."""
+        expression = self.requirement.expressions.get("exercised")
+        where = expression.bind(self.cap, self.cfg) if expression is not None else None
+
+        def on_event(e: Event) -> None:
+            if where is None or where(e):
+                self.exercised += 1
+
+        return on_event
 
     def fault(self, event: Event, error: Exception) -> None:
         """Note that the check raised on this event; the first time counts."""
@@ -78,3 +92,13 @@ class Monitor:
             seq = at.get("seq", 0)
             violation = Violation(seq, about.get("seq", seq), about.get("step", 0), about.get("req"), message(), trigger)
             self.violations.append(violation)
+
+
+def both(first: Handler, second: Handler) -> Handler:
+    """Two handlers as one, in order."""
+
+    def handler(event: Event) -> None:
+        first(event)
+        second(event)
+
+    return handler

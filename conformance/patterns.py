@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvconform.join import BoundJoin, hashable
-from kvconform.monitor import Event, Handler, Monitor
+from kvconform.monitor import Event, Handler, Monitor, both
 from kvconform.requirement import Match
 
 
@@ -210,13 +210,5 @@ def _merged(steps: list[tuple[str, Handler]]) -> dict[str, Handler]:
     """One handler per kind; where several roles watch the same kind they act in the order given."""
     found: dict[str, Handler] = {}
     for kind, handler in steps:
-        found[kind] = _both(found[kind], handler) if kind in found else handler
+        found[kind] = both(found[kind], handler) if kind in found else handler
     return found
-
-
-def _both(first: Handler, second: Handler) -> Handler:
-    def handler(event: Event) -> None:
-        first(event)
-        second(event)
-
-    return handler

@@ -160,6 +160,7 @@ class Requirement(Model):
 
     event: Event | None = None
     where: Check | None = None
+    exercised: Match | None = Field(default=None, description="what shows that the rule was at stake, where `event` is the breach itself")
     always: Check | None = None
     never: Check | None = None
     count: Count | None = None
@@ -181,6 +182,8 @@ class Requirement(Model):
             raise ValueError(f"exactly one of {', '.join(PATTERNS)} is needed, found {', '.join(names) or 'none'}")
         if (self.event is None) != (names[0] == "relate"):
             raise ValueError("`event` is missing" if self.event is None else "with `relate`, put `event` and `where` inside of it")
+        if self.exercised is not None and self.relate is not None:
+            raise ValueError("`exercised` goes with an `event`, not with `relate`")
         try:
             _ = self.expressions
         except ExprError as error:
@@ -221,7 +224,7 @@ class Requirement(Model):
         """The event kinds that it looks at."""
         matches = [self.precede.before, self.precede.end] if self.precede else [self.respond.then, self.respond.by] if self.respond else []
         own = self.relate.event if self.relate else self.event
-        return frozenset({own, *(m.event for m in matches if m is not None)} - {None})  # type: ignore[arg-type]
+        return frozenset({own, *(m.event for m in [*matches, self.exercised] if m is not None)} - {None})  # type: ignore[arg-type]
 
     @cached_property
     def channels(self) -> frozenset[str]:
@@ -275,6 +278,8 @@ def _compile_all(req: Requirement) -> dict[str, Expression]:
     event = req.event
     add("where", req.where, event)
     add("check", req.always if req.always is not None else req.never, event)
+    if req.exercised is not None:
+        add("exercised", req.exercised.where, req.exercised.event)
     if req.count is not None:
         add("per", req.count.per, event)
     if req.precede is not None:

@@ -175,6 +175,21 @@ def test_feeding_by_hand_is_the_same() -> None:
         monitor_for(requirement(relate={"runs": ["connector", "no-connector"], "event": "sample", "project": "e.token"}))
 
 
+def test_a_rule_whose_event_is_its_breach_is_exercised_by_another_event() -> None:
+    req = requirement(event="kv.wrong", never="e.found == 'poison'", exercised={"event": "load.due", "where": "e.granted > 0"})
+    due, wrong = {"k": "load.due", "granted": 4}, {"k": "kv.wrong", "found": "poison"}
+    assert run(req, due, due, {**due, "granted": 0}).exercised == 2
+    assert run(req, due, wrong).count == 1 and run(req).exercised == 0
+    assert req.kinds == {"kv.wrong", "load.due"}
+    same = requirement(event="hold", where="e.direction == 'send'", never="e.generation", exercised={"event": "hold"})
+    assert run(same, held(), held(direction="recv")).exercised == 3  # a match of its own guard, and two at stake
+    with pytest.raises(ValueError, match="unknown event"):
+        requirement(event="hold", never=True, exercised={"event": "held"})
+    relate = {"runs": ["connector", "repeat"], "event": "hold", "project": "e.req"}
+    with pytest.raises(ValueError, match="not with `relate`"):
+        requirement(relate=relate, exercised={"event": "hold"})
+
+
 def test_only_so_many_violations_are_described() -> None:
     found = run(requirement(event="sample", never=True), *[{"k": "sample"}] * 50)
     assert found.count == 50 and len(found.violations) == KEPT
