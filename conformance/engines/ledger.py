@@ -102,6 +102,7 @@ class Ledger:
                 "req.state", req=req, generation=self.observer.generation(req), **{"from": status, "to": now}, reason=why,
                 C=request.num_computed_tokens, P=request.num_output_placeholders, N=request.num_tokens, inflight=request.num_in_flight_tokens,
             )  # fmt: skip
+        self._objects = {}  # whoever holds a request here makes it look leaked
 
     # -- after schedule --------------------------------------------------------------------------------------------------------
     def after_schedule(self, output: Any, tables: dict[str, list[int]]) -> None:
