@@ -11,6 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
+from vllm.v1.request import RequestStatus
+
 from kvconform.refimpl.delay import Countdown
 from kvconform.refimpl.faults import Faults
 from kvconform.refimpl.inspector import Inspector
@@ -20,8 +23,6 @@ from kvconform.refimpl.paging import NULL_BLOCK, read_slots, write_slots
 from kvconform.refimpl.plan import Load, Piece, ReferenceMetadata, Save, cut
 from kvconform.refimpl.store import open_store
 from kvconform.refimpl.tracking import Tracked, first_group, scheduled
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
-from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -51,6 +52,7 @@ class ReferenceConnector(KVConnectorBase_V1):
         self._final: list[Save] = []
         self._dropped: set[str] = set()
         self._repaired: set[int] = set()
+        self._was_reset = False
         self._faults = Faults(self._store)
         # Worker half.
         self._layers: dict[str, torch.Tensor] = {}
@@ -128,6 +130,8 @@ class ReferenceConnector(KVConnectorBase_V1):
             tracked = self._tracked.get(req_id)
             if tracked is not None:
                 self._extend_table(tracked, new_blocks, replaces)
+                if tracked.fresh and self._was_reset:  # the engine's own cache may have survived the reset: its KV is not stored again
+                    tracked.first = -(-computed // self.options.chunk_tokens)
                 tracked.saved = min(tracked.saved, computed // self.options.chunk_tokens)  # C falls back when a load has failed
                 count = scheduler_output.num_scheduled_tokens[req_id]
                 yield self._plan_save(tracked, self._save_bound(tracked.request, computed, count), count)
@@ -146,7 +150,7 @@ class ReferenceConnector(KVConnectorBase_V1):
     def _plan_save(self, tracked: Tracked, end: int, scheduled: int, final: bool = False) -> Save:
         """Whole chunks only; one that this step leaves incomplete is completed by a later step. Advances ``tracked``."""
         request, chunk = tracked.request, self.options.chunk_tokens
-        start, end = tracked.saved * chunk, end - end % chunk
+        start, end = max(tracked.saved, tracked.first) * chunk, end - end % chunk
         pieces = self._pieces(tracked, start, end) if self._may_save and not tracked.outdated else ()
         pieces = tuple(piece for piece in pieces if not self._store.has(piece.key) and NULL_BLOCK not in piece.blocks(self._block_size))
         tracked.saved = max(tracked.saved, end // chunk)
@@ -183,6 +187,7 @@ class ReferenceConnector(KVConnectorBase_V1):
         self._repaired |= connector_output.invalid_block_ids
 
     def reset_cache(self) -> bool | None:
+        self._was_reset = True
         self._store.reset()
         for tracked in self._tracked.values():  # the KV in their blocks is as old as what was in the store
             tracked.outdated = True

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from kvconform.refimpl.paging import slots_of
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+from kvconform.refimpl.paging import slots_of
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,15 @@ if TYPE_CHECKING:
 class Tracked:
     """A request that has blocks, as the scheduler half sees it.
 
-    ``saved``: its first ``saved`` chunks need no further thought; a boundary, not a count of stores. ``fresh``: admitted since the
-    last metadata was built. ``planned``: has had saves. ``outdated``: the store was emptied since.
+    ``saved``: its first ``saved`` chunks need no further thought; a boundary, not a count of stores. ``first``: the first chunk
+    that may be stored at all. ``fresh``: admitted since the last metadata was built. ``planned``: has had saves. ``outdated``: the
+    store was emptied since its admission.
     """
 
     request: Request
     table: list[int]
     saved: int = 0
+    first: int = 0
     fresh: bool = True
     planned: bool = False
     outdated: bool = False
