@@ -68,6 +68,7 @@ class _Watch:
         self.allowed = 0.0
         self.step = 0
         self.case = ""
+        self.case_deadline: float | None = None
         self.expired: tuple[int, float] | None = None
         self.note: mmap.mmap | None = None
         self.owner: int | None = None
@@ -106,6 +107,8 @@ class _Watch:
                 return
             deadline, serial, now = self.deadline, self.serial, time.monotonic()
             self.push_back(deadline, now)
+            if self.case_deadline is not None and now > self.case_deadline:
+                self.die(now)
             if deadline is None or now < deadline:
                 continue
             if self.expired is None or self.expired[0] != serial:
@@ -113,8 +116,11 @@ class _Watch:
                 if self.owner is not None:
                     signal.pthread_kill(self.owner, _SIGNAL)
             elif now > self.expired[1] + self.grace and serial == self.serial and self.deadline is not None:
-                self.write(now, 0.0, self.name, hung=True)
-                os._exit(EXIT_HANG)
+                self.die(now)
+
+    def die(self, now: float) -> None:
+        self.write(now, 0.0, self.name if self.deadline is not None else "", hung=True)
+        os._exit(EXIT_HANG)
 
     def push_back(self, deadline: float | None, now: float) -> None:
         """The last resort gets longer than the first two lines need, and much longer while no hook runs (imports hold the lock)."""
@@ -155,14 +161,15 @@ class hook:
 
 
 @contextmanager
-def case(case_id: str) -> Iterator[None]:
-    """Context: hooks belong to this case from now on."""
+def case(case_id: str, limit: float | None = None) -> Iterator[None]:
+    """Context: hooks belong to this case from now on. If it takes longer than `limit` seconds (s), in hooks or not, the process exits."""
     _watch.case, _watch.step = case_id, 0
     _watch.write_case()
+    _watch.case_deadline = None if limit is None else time.monotonic() + limit
     try:
         yield
     finally:
-        _watch.case = ""
+        _watch.case, _watch.case_deadline = "", None
         _watch.write_case()
 
 

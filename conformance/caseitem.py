@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker's half of the plugin: runs one variant per pytest item and attaches what came of it to the item's report.
+
+What travels to the controller is one JSON text per item, in the attribute `kvconform` of the TestReport: a Payload.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any, TypedDict
+
+import pytest
+
+from kvconform import watchdog
+from kvconform.errors import KvconformError
+from kvconform.load import load_spec
+from kvconform.report import timeline
+from kvconform.settings import Settings
+from kvconform.suite import Selection, select
+
+PAYLOAD = pytest.StashKey[str]()
+START = "(start of the worker)"
+START_LIMIT = 120.0
+RUNNER = "KVCONFORM_RUNNER"
+"""Environment variable: `module:function` to use instead of kvconform.run:run_and_judge. For tests of everything around it."""
+
+
+class Payload(TypedDict, total=False):
+    """`abort`: (exit code, sentence), the run cannot go on. Otherwise what CaseReport has, time lines as text."""
+
+    abort: tuple[int, str]
+    variant: str
+    rows: list[dict[str, Any]]
+    unmet: list[str]
+    timelines: dict[str, list[str]]
+    trace: list[str]
+    harness_error: str | None
+    capabilities: dict[str, Any]
+    sources: dict[str, str]
+
+
+class Worker:
+    """State of one worker process. Registered as a plugin. `quiet`: send what the process prints to a log in `logs`."""
+
+    def __init__(self, settings: Settings, vllm: str, scratch: Path, name: str, logs: Path | None) -> None:
+        self.settings, self.scratch, self.name = settings, scratch, name
+        if logs is not None:
+            _redirect(logs / f"{name}.log")
+        for folder in settings.pythonpath:
+            if folder not in sys.path:
+                sys.path.append(folder)
+        os.environ.update(settings.env)
+        self.spec = load_spec()
+        self.selection: Selection = select(self.spec, settings, vllm)
+        self._judge: Any = None
+        self._target: Any = None
+        self._number = 0
+
+    def pytest_sessionstart(self) -> None:
+        watchdog.start(self.settings.hook_timeout, self.scratch / f"{self.name}.note")
+
+    def pytest_sessionfinish(self) -> None:
+        watchdog.stop()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Any:
+        report = yield
+        if report.when == "call" and PAYLOAD in item.stash:
+            report.kvconform = item.stash[PAYLOAD]
+        return report
+
+    def run(self, item: pytest.Item, variant: Any) -> None:
+        """Run a variant; fails the item if a row that counts is FAIL or ERROR."""
+        self._number += 1
+        tmp = self.scratch / f"{self.name}-{self._number}"
+        payload: Payload
+        try:
+            if self._judge is None:
+                self._prepare(tmp)
+            payload = self._run(variant, tmp)
+        except KvconformError as error:
+            payload = {"abort": (error.code, error.message)}
+        finally:
+            if not self.settings.debug:
+                shutil.rmtree(tmp, ignore_errors=True)
+        item.stash[PAYLOAD] = normalised(json.dumps(payload, ensure_ascii=False), tmp)
+        if "abort" in payload:
+            pytest.fail(payload["abort"][1], pytrace=False)
+        bad = [row for row in payload["rows"] if row["verdict"] == "ERROR" or (row["verdict"] == "FAIL" and row.get("gating", True))]
+        if bad:
+            pytest.fail("\n".join(f"{row['requirement']}: {row.get('message') or row['verdict']}" for row in bad), pytrace=False)
+
+    def _prepare(self, tmp: Path) -> None:
+        """Import vLLM and the connector, construct it once. KvconformError if that cannot be."""
+        runner = os.environ.get(RUNNER)
+        with watchdog.case(START, START_LIMIT + 60):
+            if runner:
+                module, _, function = runner.partition(":")
+                self._judge = getattr(importlib.import_module(module), function)
+                self._target = self.settings
+                return
+            from kvconform import smoke
+
+            self._target = smoke.target_of(self.settings)
+            smoke.check(self._target, tmp, START_LIMIT)
+        from kvconform.run import run_and_judge
+
+        self._judge = run_and_judge
+
+    def _run(self, variant: Any, tmp: Path) -> Payload:
+        with watchdog.case(variant.id, max(120.0, 12 * self.settings.hook_timeout)):
+            report = self._judge(
+                variant,
+                self._target,
+                self.spec,
+                seed=self.settings.seed,
+                tmp=tmp / "case",
+                requirements=self.selection.judged,
+                strict=self.settings.strict,
+                disabled=self.selection.disabled,
+                keep_trace=self.settings.trace is not None,
+            )
+        payload = Payload(
+            variant=variant.id,
+            rows=report.rows,
+            unmet=report.unmet,
+            timelines={name: timeline.render(events) for name, events in report.timelines.items()},
+            harness_error=report.harness_error,
+            capabilities=report.capabilities,
+            sources=report.sources,
+        )
+        if report.trace is not None:
+            payload["trace"] = timeline.render(report.trace)
+        return payload
+
+
+def normalised(text: str, tmp: Path) -> str:
+    """Without what differs from run to run and means nothing: the run's own directory and addresses of objects."""
+    text = re.sub(re.escape(str(tmp)) + r"(/case(/(connector|no-connector|pickled-metadata|second-process|hash-seed|repeat))?)?", "{tmp}", text)
+    return re.sub(r"\b0x[0-9a-f]{8,}\b", "0x…", text)
+
+
+def _redirect(log: Path) -> None:
+    """Send the process's standard output and error, also those of C code, to a file."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    for stream in (1, 2):
+        os.dup2(handle, stream)
+    os.close(handle)

