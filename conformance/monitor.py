@@ -27,8 +27,13 @@ class Violation:
     event: int
     step: int
     req: str | None
-    message: str
+    say: Callable[[], str]
     trigger: Event | None = None
+
+    @property
+    def message(self) -> str:
+        """What is wrong, in words. Made when it is asked for: of many violations only one is reported."""
+        return self.say()
 
 
 @dataclass
@@ -90,7 +95,7 @@ class Monitor:
         self.count += 1
         if len(self.violations) < KEPT:
             seq = at.get("seq", 0)
-            violation = Violation(seq, about.get("seq", seq), about.get("step", 0), about.get("req"), message(), trigger)
+            violation = Violation(seq, about.get("seq", seq), about.get("step", 0), about.get("req"), message, trigger)
             self.violations.append(violation)
 
 

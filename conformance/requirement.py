@@ -195,7 +195,7 @@ class Requirement(Model):
                 raise ValueError(f"{name}: a relate trace is a pair of traces")
         return self
 
-    @property
+    @cached_property
     def pattern(self) -> str:
         """The name of the pattern: always, never, count, precede, respond or relate."""
         return next(name for name in PATTERNS if getattr(self, name) is not None)
