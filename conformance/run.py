@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvconform.case import Variant
+from kvconform.diagnosis import describe
 from kvconform.infer import Profile, profile_of
 from kvconform.load import Spec
 from kvconform.runner import Run, run_variant
@@ -75,6 +76,10 @@ def run_and_judge(
     }
     main = runs["connector"]
     rows = judge(wanted, runs, profile.caps, strict=strict, disabled=set(disabled))
+    for row in rows:
+        told = describe(main.trace[row.event]) if row.verdict == Verdict.FAIL and row.event is not None else None
+        if told is not None:
+            row.message = f"{told} [{row.message}]"
     report.rows = [row.to_dict() for row in rows]
     report.unmet = main.unmet
     report.harness_error = next((run.harness_error for run in runs.values() if run.harness_error), None)

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Says in words what the event that broke a requirement means: which bytes, which request, what the connector did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+Event = dict[str, Any]
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """`12-15, 20` from a list of integers."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in found[:6]) + (", ..." if len(found) > 6 else "")
+
+
+_VIA = {
+    "external": "loaded by the connector",
+    "local": "found in the local prefix cache",
+    "own": "computed by the request itself",
+}
+_SLOTS = {
+    "shared": "belong to the local prefix cache hit of the request, which other requests may share",
+    "over_computed": "hold KV that the engine had already computed",
+    "null_block": "belong to the null block",
+    "unallocated": "belong to no request",
+    "other_request": "belong to another request",
+}
+
+
+def _wrong(e: Event) -> str:
+    last = e["pos"] + e["count"] - 1
+    where = f"position {e['pos']}" if e["count"] == 1 else f"positions {e['pos']}-{last}"
+    side = {"k": "K", "v": "V", "both": "K and V"}[e["kv"]]
+    return (
+        f"{side} of {where} of request {e['req']} (layer {e['layer']}, block {e['block']}, {_VIA[e['via']]}) hold {e['found'].replace('_', ' ')}:"
+        f" {e['origin']}"
+    )
+
+
+def _changed(e: Event) -> str:
+    bad = [f"slots {spans(e[kind])} {text}" for kind, text in _SLOTS.items() if e[kind]]
+    return f"{e['after_hook']} wrote where it must not (layer {e['layer']}, for {', '.join(e['req']) or 'nobody'}): {'; '.join(bad)}"
+
+
+def _due(e: Event) -> str:
+    return (
+        f"of the {e['granted']} tokens granted to {e['req']} from position {e['local']}, positions {spans(e['missing'])} were never written"
+        f" and no failure was reported"
+        if e["missing"]
+        else f"the load of {e['req']} was due"
+    )
+
+
+def _lookup(e: Event) -> str:
+    answer = "None" if e["tokens"] is None else f"{e['tokens']} tokens{' (asynchronous)' if e['is_async'] else ''}"
+    return (
+        f"asked for {e['req']} ({e['N']} tokens, {e['local']} of them local), the connector answered {answer};"
+        f" {e['ever_computed']} tokens of this request were ever computed under its identity, {e['ever_plain']} under any"
+    )
+
+
+def _hook(e: Event) -> str:
+    layer = f" for {e['layer']}" if e["layer"] else ""
+    if e["error"] is not None:
+        return f"{e['hook']}{layer} raised {e['error_text']}"
+    return f"{e['hook']}{layer} returned {e['value']}"
+
+
+def _promise(e: Event) -> str:
+    return f"{e['req']} repeats {e['of']}: {e['promised']} tokens should have come back, {e['reloadable']} did"
+
+
+def _alloc(e: Event) -> str:
+    return f"{e['req']} was granted {e['external']} external tokens after {e['local']} local ones, in blocks {e['blocks']}"
+
+
+def _end(e: Event) -> str:
+    parts = []
+    if e["unfinished"]:
+        parts.append(f"requests {', '.join(e['unfinished'])} are still there")
+    if e["free_blocks"] != e["free_blocks_at_start"]:
+        parts.append(f"{e['free_blocks']} blocks are free, {e['free_blocks_at_start']} were at the start")
+    if e["request_objects_alive"]:
+        parts.append(f"Request objects of {', '.join(e['request_objects_alive'])} are still referenced")
+    return "at the end of the run " + ("; ".join(parts) or "nothing was left over")
+
+
+def _reported(e: Event) -> str:
+    kind = "finished_recving" if e["direction"] == "recv" else "finished_sending"
+    return f"{kind} named {e['req']}, which the engine was {'' if e['held'] else 'not '}waiting for"
+
+
+_TEXT: dict[str, Callable[[Event], str]] = {
+    "kv.wrong": _wrong,
+    "kv.changed": _changed,
+    "load.due": _due,
+    "lookup": _lookup,
+    "hook.returned": _hook,
+    "profile.expectation": _promise,
+    "alloc": _alloc,
+    "run.end": _end,
+    "transfer.reported": _reported,
+    "transfer.failed": lambda e: f"blocks {spans(e['blocks'])} were reported as failed, of which {spans(e['outside_grant']) or 'none'} were in no load",
+    "hold": lambda e: f"the engine has been holding {e['req']} ({e['direction']}) since {e['cause']}",
+    "case.expectation": lambda e: f"the case expected {e['what']}: {e['detail']}",
+    "engine.crash": lambda e: f"{e['error']}" + (f" (in {e['hook']})" if e["hook"] else ""),
+    "engine.stall": lambda e: f"no progress; waiting: {', '.join(e['waiting_on']) or 'nobody'}",
+    "engine.lifecycle": lambda e: f"{e['op']} raised {e['error']}" if e["error"] else f"{e['op']}",
+    "meta.built": lambda e: "build_connector_meta returned " + ("None" if e["none"] else f"metadata; pickling: {e['pickle_error'] or 'fine'}")
+    + ("; it changed the SchedulerOutput" if e["output_mutated"] else ""),
+    "meta.bound": lambda e: "the metadata that reached the worker is" + (" " if e["same_as_built"] else " not ") + "what build_connector_meta returned",
+    "plan": lambda e: f"the connector plans to {e['op']} positions {e['start']}-{e['end']} of {e['req']} ({e['timing']}) with C={e['C']}, S={e['S']}, "
+    f"P={e['P']} and N={e['N']} known tokens",
+    "cache.reset": lambda e: f"reset_cache {e['phase']}" + (f" {e['returned']}" if e["phase"] == "returned" else ""),
+    "api": lambda e: f"{e['item']}: {e['detail']}",
+    "gauge": lambda e: f"{e['name']} is {e['value']}",
+}  # fmt: skip
+
+
+def describe(event: Event) -> str | None:
+    """One sentence about an event, or None if its kind says enough by itself."""
+    text = _TEXT.get(event["k"])
+    return text(event) if text is not None else None
