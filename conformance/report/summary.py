@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""summary.json: the answer, with the times and everything else that differs between two runs of the same."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from pathlib import Path
+
+from kvconform import __version__
+from kvconform.aggregate import Aggregate
+from kvconform.collector import Collector
+from kvconform.report_models import CaseCounts, RequirementCounts, Summary
+
+NAME = "summary.json"
+
+
+def write(folder: Path, collector: Collector, found: Aggregate, *, seconds: float, started: str, exit_code: int) -> None:
+    """Write the file. `started`: ISO time; `seconds`: s from start to end of the run."""
+    settings = collector.settings
+    summary = Summary(
+        suite=__version__,
+        vllm=collector.vllm,
+        connector=settings.connector,
+        engine=settings.engine,
+        scheduling=settings.scheduling,
+        verdict=found.verdict,  # type: ignore[arg-type]
+        counts=found.counts,  # type: ignore[arg-type]
+        requirements=RequirementCounts(total=found.total, exercised=found.exercised, failed=found.failed),
+        cases=CaseCounts(total=found.cases),
+        seconds=round(seconds, 2),
+        extra={
+            "started": started,
+            "exit_code": exit_code,
+            "reasons": found.reasons,
+            "guarantees_broken": found.engine_failed,
+            "advisory": found.advisory,
+            "runs": len(collector.rows),
+            "runs_missing": collector.missing(),
+            "workers": settings.workers,
+            "seed": settings.seed,
+            "profile": settings.profile,
+            "strict": settings.strict,
+            "python": sys.version.split()[0],
+            "platform": platform.platform(),
+        },
+    )
+    path = folder / NAME
+    scratch = folder / f".{NAME}.new"
+    scratch.write_text(summary.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    os.replace(scratch, path)

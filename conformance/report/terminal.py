@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report on the terminal: what was judged, a table per area, each failure once with its evidence, and the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Console, Group, RenderableType
+from rich.markup import escape
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from kvconform import __version__
+from kvconform.aggregate import Aggregate
+from kvconform.collector import CaseNotes, Collector
+from kvconform.report import repro
+from kvconform.requirement import Requirement
+from kvconform.verdict import Row, Verdict
+
+STYLE = {
+    Verdict.PASS: "green", Verdict.FAIL: "bold red", Verdict.ERROR: "bold magenta", Verdict.XFAIL: "yellow", Verdict.XPASS: "bold red",
+    Verdict.BLOCKED: "red", Verdict.DISABLED: "yellow",
+}  # fmt: skip
+ANSWER = {"conformant": "bold green", "partial": "bold yellow", "nonconformant": "bold red", "error": "bold magenta"}
+LISTED = 4
+
+
+def header(console: Console, collector: Collector, warnings: Sequence[str]) -> None:
+    """What is about to be judged."""
+    settings, selection = collector.settings, collector.selection
+    console.print(f"[bold]kvconform {__version__}[/]  vLLM {collector.vllm}")
+    console.print(f"connector   [bold]{escape(settings.connector)}[/]", highlight=False)
+    axes = f"engines {', '.join(settings.engines)} · scheduling {', '.join(settings.schedulings)}"
+    console.print(f"axes        {axes} · profile {settings.profile} · seed {settings.seed}", highlight=False)
+    runs = f"{len(selection.order())} cases, {len(selection.variants)} runs, {len(selection.shown)} requirements"
+    console.print(f"selection   {runs} · {settings.workers} worker{'s' if settings.workers > 1 else ''}", highlight=False)
+    if settings.file:
+        console.print(f"settings    {escape(settings.file)}", highlight=False)
+    for warning in warnings:
+        console.print(f"[yellow]warning[/]     {escape(warning)}", highlight=False)
+
+
+def report(console: Console, collector: Collector, rows: Sequence[Row], found: Aggregate, *, where: str, seconds: float) -> None:
+    """Everything after the run."""
+    notes = {note.variant: note for note in collector.ordered_notes()}
+    _traces(console, notes.values())
+    _capabilities(console, collector)
+    _tables(console, collector, rows, found)
+    failures = [row for row in rows if row.verdict is Verdict.FAIL]
+    mine = [row for row in failures if row.kind == "requirement"]
+    _section(console, collector, "Failures", [row for row in mine if row.gating], notes)
+    _section(console, collector, "Recommendations not followed (they count with --strict)", [row for row in mine if not row.gating], notes)
+    _section(console, collector, "Guarantees that the engine broke (not the connector's fault)", _only(failures, "guarantee"), notes)
+    _errors(console, rows, notes)
+    _unmet(console, notes.values())
+    _answer(console, rows, found, where, seconds)
+
+
+def _only(rows: Iterable[Row], kind: str) -> list[Row]:
+    return [row for row in rows if row.kind == kind]
+
+
+def _traces(console: Console, notes: Iterable[CaseNotes]) -> None:
+    for note in notes:
+        if note.trace:
+            console.rule(escape(note.variant), align="left", style="dim")
+            for line in note.trace:
+                console.print(Text(line), soft_wrap=True)
+
+
+def _capabilities(console: Console, collector: Collector) -> None:
+    if not collector.capabilities:
+        return
+    parts = []
+    for name, value in sorted(collector.capabilities.items()):
+        source = collector.sources.get(name, "default")
+        if source != "default":
+            parts.append(f"{name}={_plain(value)} ({source})")
+    console.print(f"\ncapabilities  {escape(', '.join(parts) or 'none declared, none found')}", highlight=False)
+
+
+def _plain(value: Any) -> str:
+    return (
+        {True: "yes", False: "no"}[value]
+        if isinstance(value, bool)
+        else ",".join(value)
+        if isinstance(value, (list, tuple))
+        else str(value)
+    )
+
+
+def _tables(console: Console, collector: Collector, rows: Sequence[Row], found: Aggregate) -> None:
+    """One table per area: every requirement with its status; those that were nowhere exercised only as a count."""
+    exercised: dict[str, int] = {}
+    failing: dict[str, int] = {}
+    for row in rows:
+        exercised[row.requirement] = exercised.get(row.requirement, 0) + (row.exercised > 0)
+        failing[row.requirement] = failing.get(row.requirement, 0) + (row.verdict in (Verdict.FAIL, Verdict.XFAIL))
+    areas: dict[str, list[str]] = {}
+    for name in found.status:
+        requirement = collector.spec.requirements.get(name)
+        areas.setdefault(requirement.area if requirement else name.partition(".")[0], []).append(name)
+    for area in sorted(areas):
+        table = Table(box=SIMPLE, title=area, title_justify="left", title_style="bold", pad_edge=False, show_edge=False)
+        for column, justify in (("requirement", "left"), ("level", "left"), ("verdict", "left"), ("exercised in", "right")):
+            table.add_column(column, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+        silent: dict[str, int] = {}
+        for name in sorted(areas[area]):
+            status = found.status[name]
+            if status in (Verdict.NOT_EXERCISED, Verdict.UNSUPPORTED, Verdict.UNOBSERVABLE, Verdict.DISABLED):
+                silent[status] = silent.get(status, 0) + 1
+                continue
+            text = f"{status} in {failing[name]}" if failing[name] else str(status)
+            table.add_row(name, _level(collector.spec.requirements.get(name)), Text(text, style=STYLE[status]), f"{exercised[name]} runs")
+        console.print()
+        if table.row_count:
+            console.print(table)
+        else:
+            console.print(f"[bold]{area}[/]")
+        if silent:
+            console.print("  " + ", ".join(f"{count} {_words(name)}" for name, count in silent.items()), style="dim")
+
+
+def _level(requirement: Requirement | None) -> str:
+    if requirement is None:
+        return "MUST NOT"
+    return requirement.level if requirement.kind == "requirement" else f"{requirement.level} (engine)"
+
+
+def _words(verdict: str) -> str:
+    return verdict.lower().replace("_", " ")
+
+
+def _section(console: Console, collector: Collector, title: str, rows: Sequence[Row], notes: dict[str, CaseNotes]) -> None:
+    """A panel per requirement, about its first failing run; the others are listed by name."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row.requirement, []).append(row)
+    if groups:
+        console.print()
+        console.rule(f"[bold]{title}", align="left")
+    for name, group in groups.items():
+        console.print(Panel(_failure(collector, group, notes), title=f"[bold red]{escape(name)}", title_align="left", border_style="red"))
+
+
+def _failure(collector: Collector, group: Sequence[Row], notes: dict[str, CaseNotes]) -> RenderableType:
+    first = group[0]
+    requirement = collector.spec.requirements.get(first.requirement)
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+
+    def line(name: str, text: str | None, style: str = "") -> None:
+        if text:
+            grid.add_row(name, Text(text, style=style))
+
+    line("rule", " ".join(requirement.text.split()) if requirement else "A connector MUST NOT end the process that it runs in.", "bold")
+    line("found", first.message)
+    variant = repro.variant_id(first)
+    where = [variant, f"step {first.step}" if first.step is not None else "", f"request {first.req}" if first.req else ""]
+    line("where", ", ".join(part for part in where if part))
+    line("evidence", first.evidence)
+    line("why", " ".join(requirement.why.split()) if requirement and requirement.why else None)
+    line("usual cause", " ".join(requirement.wrong.split()) if requirement and requirement.wrong else None)
+    if len(group) > 1:
+        others = list(dict.fromkeys(repro.variant_id(row) for row in group[1:]))
+        more = f" and {len(others) - LISTED} more" if len(others) > LISTED else ""
+        line("also in", f"{len(others)} more runs: {', '.join(others[:LISTED])}{more}")
+    alone = (
+        sum((v.engine, v.scheduling) == (first.engine, first.scheduling) for v in collector.variants.values() if v.case.id == first.case)
+        == 1
+    )
+    parts: list[RenderableType] = [grid]
+    lines = notes[variant].timelines.get(first.requirement, []) if variant in notes else []
+    if lines:
+        parts += [Text("\nstep  event", style="dim"), *(Text(text, style="bold" if text.startswith(">") else "") for text in lines)]
+    reproduce = repro.command(collector.settings, first, alone=alone)
+    parts.append(Text.assemble(("\nreproduce: ", "dim"), (reproduce, "cyan")))
+    return Group(*parts)
+
+
+def _errors(console: Console, rows: Sequence[Row], notes: dict[str, CaseNotes]) -> None:
+    """What went wrong with the harness, one line per message."""
+    groups: dict[str, list[str]] = {}
+    for row in rows:
+        if row.verdict is Verdict.ERROR:
+            text = (row.message or "unknown").strip().splitlines()[-1]
+            groups.setdefault(text, []).append(repro.variant_id(row))
+    if not groups:
+        return
+    console.print()
+    console.rule("[bold]Errors of the harness or the environment", align="left")
+    for text, where in groups.items():
+        runs = list(dict.fromkeys(where))
+        console.print(f"[magenta]ERROR[/]  {escape(text)}  [dim]{len(runs)} runs, first {escape(runs[0])}[/]", highlight=False)
+
+
+def _unmet(console: Console, notes: Iterable[CaseNotes]) -> None:
+    silent = [note for note in notes if note.unmet]
+    if silent:
+        first = f"{silent[0].variant}: {silent[0].unmet[0]}"
+        text = f"\n{len(silent)} runs did not bring about the situation that they are for, so they say less (first: {first})"
+        console.print(Text(text, style="dim"), soft_wrap=True)
+
+
+def _answer(console: Console, rows: Sequence[Row], found: Aggregate, where: str, seconds: float) -> None:
+    counts = ", ".join(f"{count} {_words(name)}" for name, count in found.counts.items() if count)
+    console.print()
+    console.print(f"verdicts    {counts}", highlight=False, style="dim")
+    by_status: dict[str, int] = {}
+    for status in found.status.values():
+        by_status[status] = by_status.get(status, 0) + 1
+    per = ", ".join(f"{count} {_words(name)}" for name, count in sorted(by_status.items(), key=lambda item: -item[1]))
+    console.print(f"requirements {found.exercised} of {found.total} exercised: {per}", highlight=False, style="dim")
+    console.print(f"reports     {escape(where)}", highlight=False, style="dim")
+    words = {"conformant": "CONFORMANT", "partial": "PARTLY CONFORMANT", "nonconformant": "NOT CONFORMANT", "error": "NO ANSWER"}
+    word, style = words[found.verdict], ANSWER[found.verdict]
+    console.print(f"[{style}]{word}[/]  in {seconds:.1f} s", highlight=False)
+    for reason in found.reasons:
+        console.print(f"  {escape(reason)}", highlight=False)
