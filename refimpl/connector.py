@@ -16,12 +16,12 @@ from vllm.v1.request import RequestStatus
 
 from kvconform.refimpl.delay import Countdown
 from kvconform.refimpl.faults import Faults
-from kvconform.refimpl.inspector import Inspector
 from kvconform.refimpl.keys import extend_keys, root_key
 from kvconform.refimpl.options import Options
 from kvconform.refimpl.paging import NULL_BLOCK, read_slots, write_slots
 from kvconform.refimpl.plan import Load, Piece, ReferenceMetadata, Save, cut
 from kvconform.refimpl.store import open_store
+from kvconform.refimpl.suite_hooks import SuiteHooks
 from kvconform.refimpl.tracking import Tracked, first_group, scheduled
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class ReferenceConnector(KVConnectorBase_V1):
+class ReferenceConnector(SuiteHooks, KVConnectorBase_V1):
     """A best-effort KV cache for models with one group of attention layers. Options: see ``Options``."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -295,11 +295,3 @@ class ReferenceConnector(KVConnectorBase_V1):
         chunk = self.options.chunk_tokens
         keys = self._keys(tracked.request, tracked.keys, -(-end // chunk) * chunk)
         return cut(keys, tracked.table, start, end, chunk, self._block_size)
-
-    # ---- Optional, for the conformance suite: see what is planned, and (capability fault_injection) lose chunks before a load ----
-
-    def kvconform_inspector(self) -> Inspector:
-        return Inspector(self)
-
-    def kvconform_fail_load(self, req_id: str, positions: Iterable[int] | None = None) -> None:
-        self._faults.arm(req_id, positions)

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a connector may offer the conformance suite beyond vLLM's interface. All of it is optional."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, cast
+
+from kvconform.refimpl.faults import Faults
+from kvconform.refimpl.inspector import Inspector
+
+if TYPE_CHECKING:
+    from kvconform.refimpl.connector import ReferenceConnector
+
+
+class SuiteHooks:
+    """Lets the suite see what is planned, not only what happens; lose chunks before a load; and know what to expect."""
+
+    _faults: Faults
+
+    def kvconform_inspector(self) -> Inspector:
+        """A window into this half: see ``Inspector``."""
+        return Inspector(cast("ReferenceConnector", self))
+
+    def kvconform_fail_load(self, req_id: str, positions: Iterable[int] | None = None) -> None:
+        """Scheduler half: the next load planned for the request finds the chunks of these token positions gone (None: of all positions)."""
+        self._faults.arm(req_id, positions)
+
+    @classmethod
+    def kvconform_capabilities(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        """Declared capabilities for a configuration; what is not declared is found out. The chunk is a block unless configured."""
+        return {name: extra_config[name] for name in ("chunk_tokens",) if name in extra_config}
