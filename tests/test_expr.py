@@ -56,6 +56,7 @@ def test_values(text: str, wanted: object) -> None:
         ("[len for len in e.req]", "cannot be the variable", 9),
         ("[e for e in e.req]", "cannot be the variable", 7),
         ("[_x for _x in e.req]", "cannot be the variable", 8),
+        ("[x for x in e.req] and x", "unknown name `x`", 23),
         ("x for x in e.req", "not a Python expression", 2),
         ("(lambda: 1)()", "call of `lambda: 1`", 0),
         ("lambda: 1", "Lambda is not allowed", 0),
