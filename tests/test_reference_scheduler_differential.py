@@ -28,6 +28,19 @@ STEPS_AFTER = 150
 @st.composite
 def setups(draw: Any) -> Setup:
     spec = draw(st.sampled_from([0, 0, 1, 3]))
+    if draw(st.sampled_from([False, False, True])):
+        # Many short requests in little memory, preempted while steps are in flight.
+        return Setup(
+            scheduling="async",
+            runner=draw(st.sampled_from(["v1", "v2"])),
+            depth=draw(st.sampled_from([2, 3])),
+            num_blocks=draw(st.sampled_from([8, 9, 12])),
+            spec=spec,
+            role="kv_producer",
+            policy=draw(st.sampled_from(["fcfs", "priority"])),
+            delivery=False,
+            full_isl=False,
+        )
     return Setup(
         scheduling=draw(st.sampled_from(["sync", "async"])),
         runner=draw(st.sampled_from(["v1", "v2"])),
@@ -58,9 +71,10 @@ FAILURES = st.sampled_from([None, None, None, "request", (0,), (1,), (0, 2)])
 
 @st.composite
 def asks(draw: Any, req: str, setup: Setup) -> Ask:
-    longest = min(setup.max_model_len - 2, (setup.num_blocks - 1) * setup.block_size - 10, 30)
+    tight = setup.delivery is False and not setup.full_isl
+    longest = 8 if tight else min(setup.max_model_len - 2, (setup.num_blocks - 1) * setup.block_size - 10, 30)
     base = draw(st.sampled_from([0, 100]))  # prompts with the same base share a prefix
-    prompt = [base + i for i in range(draw(st.integers(1, longest)))]
+    prompt = [base + i for i in range(draw(st.one_of(st.just(longest), st.integers(1, longest))))]
     if draw(st.booleans()):
         prompt[-1] = 900 + draw(st.integers(0, 9))
     answers = draw(st.lists(ANSWERS, max_size=3))
@@ -69,7 +83,7 @@ def asks(draw: Any, req: str, setup: Setup) -> Ask:
     return Ask(
         req,
         tuple(prompt),
-        max_tokens=draw(st.integers(1, 12)),
+        max_tokens=draw(st.integers(8, 16) if tight else st.integers(1, 12)),
         accepted=tuple(draw(st.lists(st.integers(0, 3), max_size=6))),
         stop_at=draw(st.sampled_from([None, None, 3, 6])),
         answers=tuple(answers),
