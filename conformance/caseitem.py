@@ -126,11 +126,12 @@ class Worker:
                 disabled=self.selection.disabled,
                 keep_trace=self.settings.trace is not None,
             )
+        marks = {row["requirement"]: row.get("event") for row in report.rows}
         payload = Payload(
             variant=variant.id,
             rows=report.rows,
             unmet=report.unmet,
-            timelines={name: timeline.render(events) for name, events in report.timelines.items()},
+            timelines={name: timeline.render(events, marks.get(name)) for name, events in report.timelines.items()},
             harness_error=report.harness_error,
             capabilities=report.capabilities,
             sources=report.sources,
@@ -142,7 +143,8 @@ class Worker:
 
 def normalised(text: str, tmp: Path) -> str:
     """Without what differs from run to run and means nothing: the run's own directory and addresses of objects."""
-    text = re.sub(re.escape(str(tmp)) + r"(/case(/(connector|no-connector|pickled-metadata|second-process|hash-seed|repeat))?)?", "{tmp}", text)
+    relations = "connector|no-connector|pickled-metadata|second-process|hash-seed|repeat"
+    text = re.sub(rf"{re.escape(str(tmp))}(/case(/({relations}))?)?", "{tmp}", text)
     return re.sub(r"\b0x[0-9a-f]{8,}\b", "0x…", text)
 
 

@@ -43,7 +43,8 @@ class Collector:
         self.shown = set(selection.shown)
         requirements = [spec.requirements[name] for name in selection.shown]
         for variant in selection.switched_off:
-            self.rows[variant.id] = rows_for(requirements, variant, Verdict.DISABLED, "switched off by the operator", strict=settings.strict)
+            why = "switched off by the operator"
+            self.rows[variant.id] = rows_for(requirements, variant, Verdict.DISABLED, why, strict=settings.strict)
 
     def add(self, payload: dict[str, Any]) -> list[Row]:
         """Take in a worker's payload; returns its rows."""

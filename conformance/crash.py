@@ -72,12 +72,11 @@ def _trace(variant: Variant, hung: bool, hook: str | None, step: int, text: str)
     if hook is not None and hung:
         called = {"hook": hook, "half": "worker", "rank": 0, "depth": 0}
         events.append({"k": "hook.called", **called, "bound": None, "cls": "", "thread": "main"})
-        events.append(
-            {
-                "k": "hook.returned", **called, "error": "HookTimeout", "error_text": text, "value": None, "value_ok": True,
-                "mutated_args": False, "params_msgpack_ok": True, "params_aliased": False, "called_seq": 1, "layer": None, "timed_out": True,
-            }  # fmt: skip
-        )
+        returned = {
+            "k": "hook.returned", **called, "error": "HookTimeout", "error_text": text, "value": None, "value_ok": True,
+            "mutated_args": False, "params_msgpack_ok": True, "params_aliased": False, "called_seq": 1, "layer": None, "timed_out": True,
+        }  # fmt: skip
+        events.append(returned)
     where = "hook" if hung else "process"
     events.append({"k": "engine.crash", "where": where, "error": text, "hook": hook, "cause_seq": None})
     end = {

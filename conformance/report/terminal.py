@@ -169,15 +169,12 @@ def _failure(collector: Collector, group: Sequence[Row], notes: dict[str, CaseNo
         others = list(dict.fromkeys(repro.variant_id(row) for row in group[1:]))
         more = f" and {len(others) - LISTED} more" if len(others) > LISTED else ""
         line("also in", f"{len(others)} more runs: {', '.join(others[:LISTED])}{more}")
-    alone = (
-        sum((v.engine, v.scheduling) == (first.engine, first.scheduling) for v in collector.variants.values() if v.case.id == first.case)
-        == 1
-    )
+    case = collector.spec.cases[first.case]
     parts: list[RenderableType] = [grid]
     lines = notes[variant].timelines.get(first.requirement, []) if variant in notes else []
     if lines:
         parts += [Text("\nstep  event", style="dim"), *(Text(text, style="bold" if text.startswith(">") else "") for text in lines)]
-    reproduce = repro.command(collector.settings, first, alone=alone)
+    reproduce = repro.command(collector.settings, first, alone=len(case.variants([first.engine], [first.scheduling])) == 1)
     parts.append(Text.assemble(("\nreproduce: ", "dim"), (reproduce, "cyan")))
     return Group(*parts)
 

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands that run nothing: list, lint, version, and the way to `defects`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import platform
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from kvconform import __version__
+from kvconform.environment import NEWEST, OLDEST, vllm_version
+from kvconform.errors import UsageError
+from kvconform.load import Spec, load_spec
+
+KINDS = ("requirements", "cases", "profiles")
+
+
+def show(what: str) -> None:
+    """Print a list: a table on a terminal, tab-separated lines elsewhere."""
+    if what not in KINDS:
+        raise UsageError(f"list what? {what!r} is none of {', '.join(KINDS)}")
+    columns, rows = _rows(load_spec(), what)
+    if not sys.stdout.isatty():
+        sys.stdout.writelines("\t".join(row) + "\n" for row in rows)
+        return
+    table = Table(box=None, pad_edge=False)
+    for name in columns:
+        table.add_column(name, no_wrap=name != "text", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console(highlight=False, markup=False).print(table)
+
+
+def _rows(spec: Spec, what: str) -> tuple[list[str], list[list[str]]]:
+    if what == "requirements":
+        requirements = sorted(spec.requirements.values(), key=lambda r: (r.area, r.id))
+        rows = [[r.id, r.area, r.level + (" (engine)" if r.kind == "guarantee" else ""), _flat(r.text)] for r in requirements]
+        return ["requirement", "area", "level", "text"], rows
+    if what == "cases":
+        cases = spec.cases.values()
+        return ["case", "area", "runs", "text"], [[c.id, c.area, str(len(c.variants())), _flat(c.text)] for c in cases]
+    return ["profile", "text"], [[p.id, _flat(p.text)] for p in spec.profiles.values()]
+
+
+def _flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+def lint(root: str | None) -> int:
+    """Print the findings; exit code 0 without any, else 1. UsageError if there is no such directory."""
+    from kvconform.lint import lint_root
+
+    if root is not None and not Path(root).is_dir():
+        raise UsageError(f"there is no directory {root}")
+    findings = lint_root(Path(root) if root is not None else None)
+    for finding in findings:
+        print(finding)
+    print(f"{len(findings)} findings" if findings else "nothing found", file=sys.stderr)
+    return 1 if findings else 0
+
+
+def defects(arguments: list[str]) -> int:
+    """Hand over to kvconform.defects."""
+    return int(importlib.import_module("kvconform.defects").main(arguments) or 0)
+
+
+def versions() -> None:
+    """Print name and version of what matters, one per line."""
+    spec = load_spec()
+    found = {
+        "kvconform": f"{__version__} ({len(spec.requirements)} requirements, {len(spec.cases)} cases)",
+        "vllm": f"{vllm_version() or 'not installed'} (supported: {OLDEST} to {NEWEST})",
+        "python": f"{platform.python_version()} ({sys.platform})",
+        **{name: importlib.metadata.version(name) for name in ("pytest", "pytest-xdist", "pydantic")},
+    }
+    for name, value in found.items():
+        print(f"{name:<13}{value}")

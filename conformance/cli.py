@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line. Exit codes: 0 conformant, 1 not, 2 usage, 3 environment or harness error."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from kvconform.errors import KvconformError
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    help="Conformance suite for vLLM KV connectors. Exit codes: 0 conformant, 1 not, 2 usage, 3 environment or harness error.",
+)
+
+Text = str | None
+Texts = list[str] | None
+
+
+def _option(*names: str, **details: Any) -> Any:
+    return typer.Option(*names, **{"show_default": False, **details})
+
+
+CONNECTOR = typer.Argument(help="package.module:Class, or a name registered in vLLM's factory", show_default=False)
+EXTRA = "kv_connector_extra_config; {tmp} is a directory of each case's own"
+SELECT = "only these cases or requirements: ids, areas, globs; repeat, or a,b"
+ROLES = "kv_both|kv_producer|kv_consumer"
+
+
+@app.command()
+def run(
+    connector: Annotated[Text, CONNECTOR] = None,
+    option_connector: Annotated[Text, _option("--connector", hidden=True)] = None,
+    extra_config: Annotated[Text, _option("--extra-config", metavar="JSON|@FILE", help=EXTRA)] = None,
+    engine: Annotated[Text, _option("--engine", metavar="reference|vllm|all", help="engines to run on [all]")] = None,
+    scheduling: Annotated[Text, _option("--scheduling", metavar="sync|async|all", help="scheduling to run with [all]")] = None,
+    select: Annotated[Texts, _option("-k", metavar="ID...", help=SELECT)] = None,
+    profile: Annotated[Text, _option("--profile", help="profile to judge by [core]")] = None,
+    report_dir: Annotated[Text, _option("--report-dir", metavar="DIR", help="where reports go [kvconform-report]")] = None,
+    strict: Annotated[bool | None, _option("--strict", help="SHOULD and MAY count too")] = None,
+    workers: Annotated[int | None, _option("--workers", "-n", metavar="N", help="worker processes [2, or 1 on one CPU]")] = None,
+    seed: Annotated[int | None, _option("--seed", metavar="N", help="seed of prompts and tokens [0]")] = None,
+    trace: Annotated[Text, _option("--trace", metavar="CASE", help="run this case only, and print its timeline")] = None,
+    role: Annotated[Text, _option("--role", metavar=ROLES, help="kv_role, instead of the cases' own")] = None,
+    hook_timeout: Annotated[float | None, _option("--hook-timeout", metavar="SECONDS", help="time limit per hook [10]")] = None,
+    pythonpath: Annotated[Texts, _option("--pythonpath", metavar="DIR", help="where the connector's package is (repeat)")] = None,
+    config: Annotated[Text, _option("--config", metavar="FILE", help="settings, instead of kvconform.toml or pyproject.toml")] = None,
+    debug: Annotated[bool | None, _option("--debug", help="tracebacks, pytest's own output, temporary files stay")] = None,
+) -> None:
+    """Judge a connector (without one: the reference connector)."""
+    from kvconform import session, settings
+
+    if connector and option_connector:
+        raise typer.BadParameter("name the connector once")
+    given: dict[str, Any] = {
+        "connector": connector or option_connector,
+        "extra_config": settings.parse_extra_config(extra_config) if extra_config is not None else None,
+        "engine": engine,
+        "scheduling": scheduling,
+        "select": [part for entry in select for part in entry.split(",") if part] if select else None,
+        "profile": profile,
+        "report_dir": report_dir,
+        "strict": strict,
+        "workers": workers,
+        "seed": seed,
+        "trace": trace,
+        "role": role,
+        "hook_timeout": hook_timeout,
+        "pythonpath": pythonpath or None,
+        "debug": debug,
+    }
+    again = {"--extra-config": extra_config, "--profile": profile, "--role": role, "--config": config}
+    given["arguments"] = [part for name, value in again.items() if value is not None for part in (name, value)]
+    given["arguments"] += [part for folder in pythonpath or [] for part in ("--pythonpath", folder)]
+    raise typer.Exit(session.run(settings.load(given, file=config)))
+
+
+@app.command(name="list")
+def list_(what: Annotated[str, typer.Argument(metavar="[requirements|cases|profiles]", show_default=False)] = "requirements") -> None:
+    """List the requirements, the cases or the profiles."""
+    from kvconform import catalog
+
+    catalog.show(what)
+
+
+@app.command()
+def explain(identifier: Annotated[str, typer.Argument(metavar="ID", help="a requirement or a case")]) -> None:
+    """Everything that is known about a requirement or a case."""
+    from kvconform.explain import explain as text_of
+    from kvconform.load import load_spec
+
+    typer.echo(text_of(load_spec(), identifier), nl=False)
+
+
+@app.command()
+def lint(
+    root: Annotated[Text, typer.Argument(metavar="[DIR]", help="default: the built-in specification", show_default=False)] = None,
+) -> None:
+    """Look for mistakes in the specification itself."""
+    from kvconform import catalog
+
+    raise typer.Exit(catalog.lint(root))
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
+def defects(context: typer.Context) -> None:
+    """Does the suite find known defects? (For kvconform's own development.)"""
+    from kvconform import catalog
+
+    raise typer.Exit(catalog.defects(context.args))
+
+
+@app.command()
+def version() -> None:
+    """Versions of kvconform, vLLM and what the run depends on."""
+    from kvconform import catalog
+
+    catalog.versions()
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Entry point of the program: one sentence per error, no traceback without --debug."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        status = app(args=arguments, prog_name="kvconform", standalone_mode=False)
+    except KvconformError as error:
+        if "--debug" in arguments and error.__cause__ is not None:
+            raise
+        typer.echo(f"kvconform: {error.message}", err=True)
+        status = error.code
+    except KeyboardInterrupt:
+        typer.echo("kvconform: interrupted", err=True)
+        status = 3
+    except Exception as error:
+        if hasattr(error, "exit_code") and hasattr(error, "show"):  # of the option parser: unknown options and the like
+            error.show()
+            status = 2
+        elif "--debug" in arguments:
+            raise
+        else:
+            first = (str(error).splitlines() or [""])[0]
+            typer.echo(f"kvconform: internal error, {type(error).__name__}: {first} (--debug shows where)", err=True)
+            status = 3
+    sys.exit(status if isinstance(status, int) else 0)

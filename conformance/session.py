@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts pytest for `kvconform run`: our plugin and xdist, nothing else that happens to be installed or configured where it is started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from kvconform.controller import Controller
+from kvconform.errors import EnvironmentProblem
+from kvconform.plugin import PRESET
+from kvconform.settings import Settings
+
+
+class _Preset:
+    """Hands our controller to the plugin (which finds it by this name)."""
+
+    __name__ = PRESET
+
+    def __init__(self, controller: Controller) -> None:
+        self.controller = controller
+
+
+def run(settings: Settings) -> int:
+    """Judge; returns the exit code. Raises KvconformError if the run could not be made or not be completed."""
+    controller = Controller(settings, Console(), quiet_workers=not settings.debug)
+    try:
+        with _hermetic(settings.debug):
+            status = int(pytest.main(_arguments(settings), plugins=[_Preset(controller)]))
+    finally:
+        controller.clean_up()
+    if controller.problem is not None:
+        raise controller.problem
+    if controller.exit_code is None:
+        raise EnvironmentProblem(f"pytest ended with status {status} before anything was run (--debug shows what it said)")
+    return controller.exit_code
+
+
+def _arguments(settings: Settings) -> list[str]:
+    return [
+        "--pyargs",
+        "kvconform",
+        f"--connector={settings.connector}",
+        f"-n{settings.workers}",
+        "--dist=load",
+        "--max-worker-restart=1000",
+        "--import-mode=importlib",
+        f"-c{os.devnull}",
+        f"--rootdir={Path.cwd()}",
+        "--noconftest",
+        "-pno:cacheprovider",
+        "-s",
+        f"--junitxml={Path(settings.report_dir) / 'junit.xml'}",
+        "-ojunit_suite_name=kvconform",
+    ]
+
+
+@contextlib.contextmanager
+def _hermetic(debug: bool) -> Iterator[None]:
+    """No plugins and options of others; pytest's own output goes nowhere (the controller writes to the real standard output)."""
+    others = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS", "PYTEST_DISABLE_PLUGIN_AUTOLOAD")
+    before = {name: os.environ.pop(name, None) for name in others}
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    os.environ["PYTEST_PLUGINS"] = "xdist.plugin,kvconform.plugin"
+    try:
+        with contextlib.ExitStack() as stack:
+            if not debug:
+                sink = stack.enter_context(open(os.devnull, "w"))
+                stack.enter_context(contextlib.redirect_stdout(sink))
+                stack.enter_context(contextlib.redirect_stderr(sink))
+            yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        sys.stdout.flush()
