@@ -177,7 +177,7 @@ _kind("kv.computed", "kv", "req:s generation:i start:i end:i accepted:i rejected
 _kind(
     "kv.changed",
     "kv",
-    "after_hook:s layer:s req:l transfer:l tail:l shared:l over_computed:l null_block:l unallocated:l other_request:l",
+    "after_hook:s layer:i req:l transfer:l tail:l shared:l over_computed:l null_block:l unallocated:l other_request:l",
     "KV memory changed during a hook; the lists hold slots.",
 )
 _kind(
@@ -189,7 +189,7 @@ _kind(
 _kind(
     "kv.wrong",
     "kv",
-    "req:s generation:i layer:s kv:s pos:i count:i slot:i block:i via:s transfer:s? transfer_sync:b? found:s origin:s",
+    "req:s generation:i layer:i kv:s pos:i count:i slot:i block:i via:s transfer:s? transfer_sync:b? found:s origin:s",
     "A slot that is read does not hold what it must; `found` says what it holds.",
 )
 
