@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The specification itself: clean under lint, with examples that its checks accept and reject. Nothing here imports vLLM."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from kvconform.examples import outcomes
+from kvconform.lint import lint_root
+from kvconform.load import load_spec
+
+
+def test_the_specification_is_clean() -> None:
+    found = lint_root()
+    assert [str(finding) for finding in found] == []
+
+
+def test_every_example_of_the_specification() -> None:
+    """Lint says the same; here the numbers are checked: every requirement has examples that pass and fail."""
+    spec = load_spec()
+    for req in spec.requirements.values():
+        found = list(outcomes(req))
+        assert all(outcome.as_wanted for outcome in found), req.id
+        assert {"bad"} <= {outcome.which for outcome in found}, req.id
+
+
+def test_vllm_is_never_imported() -> None:
+    code = "import sys, kvconform.lint as l, kvconform.explain, kvconform.schema; l.lint_root(); sys.exit('vllm' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
