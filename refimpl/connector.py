@@ -144,7 +144,9 @@ class ReferenceConnector(SuiteHooks, KVConnectorBase_V1):
 
     def _save_bound(self, request: Request, computed: int, scheduled: int) -> int:
         """KV is final for [0, min(C+S, N)) once the step is over: what lies beyond is a placeholder, a draft or a lookahead slot."""
-        end = min(computed + scheduled, request.num_tokens)
+        return self._worth_saving(request, min(computed + scheduled, request.num_tokens))
+
+    def _worth_saving(self, request: Request, end: int) -> int:
         return end if self.options.save_decode else min(end, request.num_prompt_tokens)
 
     def _plan_save(self, tracked: Tracked, end: int, scheduled: int, final: bool = False) -> Save:
@@ -180,7 +182,7 @@ class ReferenceConnector(SuiteHooks, KVConnectorBase_V1):
 
     def _finish_bound(self, request: Request) -> int:
         """The last token was sampled but never computed, and C may count drafts: [0, min(C, N-1)) is what exists."""
-        return self._save_bound(request, min(request.num_computed_tokens, request.num_tokens - 1), 0)
+        return self._worth_saving(request, min(request.num_computed_tokens, request.num_tokens - 1))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self._loading -= set(connector_output.finished_recving or ())

@@ -30,8 +30,8 @@ class StaleSnapshot(ReferenceConnector):
 
     def _save_bound(self, request: Request, computed: int, scheduled: int) -> int:
         tracked = self._tracked[request.request_id]
-        snapshot = getattr(tracked, "snapshot", 0)
-        tracked.snapshot = request.num_output_placeholders  # type: ignore[attr-defined]
+        snapshot = tracked.__dict__.get("snapshot", 0)
+        tracked.__dict__["snapshot"] = request.num_output_placeholders
         return computed - snapshot + scheduled
 
 

@@ -65,8 +65,8 @@ class MonotonicProgress(ReferenceConnector):
 
     def _save_bound(self, request: Request, computed: int, scheduled: int) -> int:
         tracked = self._tracked[request.request_id]
-        assert computed >= getattr(tracked, "computed", 0)
-        tracked.computed = computed  # type: ignore[attr-defined]
+        assert computed >= tracked.__dict__.get("computed", 0)
+        tracked.__dict__["computed"] = computed
         return super()._save_bound(request, computed, scheduled)
 
 
