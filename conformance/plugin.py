@@ -78,10 +78,9 @@ def _controller(config: pytest.Config) -> Any:
     preset = config.pluginmanager.get_plugin(PRESET)
     if preset is not None:
         return preset.controller
-    from rich.console import Console
-
     from kvconform.controller import Controller
     from kvconform.errors import KvconformError
+    from kvconform.report.terminal import make_console
     from kvconform.settings import load, parse_extra_config
 
     names = ("engine", "scheduling", "select", "profile", "report_dir", "seed", "strict", "hook_timeout")
@@ -91,6 +90,6 @@ def _controller(config: pytest.Config) -> Any:
         given |= {"connector": config.getoption("connector"), "extra_config": parse_extra_config(extra) if extra else None}
         if isinstance(config.option.numprocesses, int) and config.option.numprocesses:
             given["workers"] = config.option.numprocesses
-        return Controller(load(given, file=config.getoption("kvconform_config")), Console(file=sys.stdout))
+        return Controller(load(given, file=config.getoption("kvconform_config")), make_console(sys.stdout))
     except KvconformError as error:
         raise pytest.UsageError(error.message) from None

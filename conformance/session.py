@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from kvconform.controller import Controller
 from kvconform.errors import EnvironmentProblem
 from kvconform.plugin import PRESET
+from kvconform.report.terminal import make_console
 from kvconform.settings import Settings
 
 
@@ -29,7 +29,7 @@ class _Preset:
 
 def run(settings: Settings) -> int:
     """Judge; returns the exit code. Raises KvconformError if the run could not be made or not be completed."""
-    controller = Controller(settings, Console(), quiet_workers=not settings.debug)
+    controller = Controller(settings, make_console(), quiet_workers=not settings.debug)
     try:
         with _hermetic(settings.debug):
             status = int(pytest.main(_arguments(settings), plugins=[_Preset(controller)]))

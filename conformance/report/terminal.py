@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import IO, Any
 
 from rich.box import SIMPLE
 from rich.console import Console, Group, RenderableType
@@ -26,21 +27,30 @@ STYLE = {
 }  # fmt: skip
 ANSWER = {"conformant": "bold green", "partial": "bold yellow", "nonconformant": "bold red", "error": "bold magenta"}
 LISTED = 4
+WIDTH = 130
+
+
+def make_console(file: IO[str] | None = None) -> Console:
+    """A console; wide enough for a table where the width is unknown."""
+    console = Console(file=file or sys.stdout, highlight=False)  # now, not when it is used: session.py redirects sys.stdout
+    if not console.is_terminal:
+        console.width = WIDTH
+    return console
 
 
 def header(console: Console, collector: Collector, warnings: Sequence[str]) -> None:
     """What is about to be judged."""
     settings, selection = collector.settings, collector.selection
     console.print(f"[bold]kvconform {__version__}[/]  vLLM {collector.vllm}")
-    console.print(f"connector   [bold]{escape(settings.connector)}[/]", highlight=False)
+    console.print(f"connector   [bold]{escape(settings.connector)}[/]")
     axes = f"engines {', '.join(settings.engines)} · scheduling {', '.join(settings.schedulings)}"
-    console.print(f"axes        {axes} · profile {settings.profile} · seed {settings.seed}", highlight=False)
+    console.print(f"axes        {axes} · profile {settings.profile} · seed {settings.seed}")
     runs = f"{len(selection.order())} cases, {len(selection.variants)} runs, {len(selection.shown)} requirements"
-    console.print(f"selection   {runs} · {settings.workers} worker{'s' if settings.workers > 1 else ''}", highlight=False)
+    console.print(f"selection   {runs} · {settings.workers} worker{'s' if settings.workers > 1 else ''}")
     if settings.file:
-        console.print(f"settings    {escape(settings.file)}", highlight=False)
+        console.print(f"settings    {escape(settings.file)}")
     for warning in warnings:
-        console.print(f"[yellow]warning[/]     {escape(warning)}", highlight=False)
+        console.print(f"[yellow]warning[/]     {escape(warning)}")
 
 
 def report(console: Console, collector: Collector, rows: Sequence[Row], found: Aggregate, *, where: str, seconds: float) -> None:
@@ -79,7 +89,7 @@ def _capabilities(console: Console, collector: Collector) -> None:
         source = collector.sources.get(name, "default")
         if source != "default":
             parts.append(f"{name}={_plain(value)} ({source})")
-    console.print(f"\ncapabilities  {escape(', '.join(parts) or 'none declared, none found')}", highlight=False)
+    console.print(f"\ncapabilities  {escape(', '.join(parts) or 'none declared, none found')}")
 
 
 def _plain(value: Any) -> str:
@@ -109,19 +119,22 @@ def _tables(console: Console, collector: Collector, rows: Sequence[Row], found: 
             table.add_column(column, justify=justify, no_wrap=True)  # type: ignore[arg-type]
         silent: dict[str, int] = {}
         for name in sorted(areas[area]):
-            status = found.status[name]
+            status, requirement = found.status[name], collector.spec.requirements.get(name)
+            if status is Verdict.PASS and requirement is not None and requirement.kind == "guarantee":
+                silent["guarantees of the engine held"] = silent.get("guarantees of the engine held", 0) + 1
+                continue
             if status in (Verdict.NOT_EXERCISED, Verdict.UNSUPPORTED, Verdict.UNOBSERVABLE, Verdict.DISABLED):
                 silent[status] = silent.get(status, 0) + 1
                 continue
             text = f"{status} in {failing[name]}" if failing[name] else str(status)
-            table.add_row(name, _level(collector.spec.requirements.get(name)), Text(text, style=STYLE[status]), f"{exercised[name]} runs")
+            table.add_row(name, _level(requirement), Text(text, style=STYLE[status]), f"{exercised[name]} runs")
+        rest = ", ".join(f"{count} {_words(name)}" for name, count in silent.items())
         console.print()
         if table.row_count:
             console.print(table)
+            console.print(f"[dim]{rest}[/]" if rest else "", end="\n" if rest else "")
         else:
-            console.print(f"[bold]{area}[/]")
-        if silent:
-            console.print("  " + ", ".join(f"{count} {_words(name)}" for name, count in silent.items()), style="dim")
+            console.print(f"[bold]{area}[/]  [dim]{rest}[/]")
 
 
 def _level(requirement: Requirement | None) -> str:
@@ -192,7 +205,7 @@ def _errors(console: Console, rows: Sequence[Row], notes: dict[str, CaseNotes]) 
     console.rule("[bold]Errors of the harness or the environment", align="left")
     for text, where in groups.items():
         runs = list(dict.fromkeys(where))
-        console.print(f"[magenta]ERROR[/]  {escape(text)}  [dim]{len(runs)} runs, first {escape(runs[0])}[/]", highlight=False)
+        console.print(f"[magenta]ERROR[/]  {escape(text)}  [dim]{len(runs)} runs, first {escape(runs[0])}[/]")
 
 
 def _unmet(console: Console, notes: Iterable[CaseNotes]) -> None:
@@ -211,10 +224,10 @@ def _answer(console: Console, rows: Sequence[Row], found: Aggregate, where: str,
     for status in found.status.values():
         by_status[status] = by_status.get(status, 0) + 1
     per = ", ".join(f"{count} {_words(name)}" for name, count in sorted(by_status.items(), key=lambda item: -item[1]))
-    console.print(f"requirements {found.exercised} of {found.total} exercised: {per}", highlight=False, style="dim")
+    console.print(f"exercised   {found.exercised} of {found.total} requirements: {per}", highlight=False, style="dim")
     console.print(f"reports     {escape(where)}", highlight=False, style="dim")
     words = {"conformant": "CONFORMANT", "partial": "PARTLY CONFORMANT", "nonconformant": "NOT CONFORMANT", "error": "NO ANSWER"}
     word, style = words[found.verdict], ANSWER[found.verdict]
-    console.print(f"[{style}]{word}[/]  in {seconds:.1f} s", highlight=False)
+    console.print(f"[{style}]{word}[/]  in {seconds:.1f} s")
     for reason in found.reasons:
-        console.print(f"  {escape(reason)}", highlight=False)
+        console.print(f"  {escape(reason)}")

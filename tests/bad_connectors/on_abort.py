@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Connectors that do something terrible when a request is aborted, and are all right otherwise."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from typing import Any
+
+from vllm.v1.request import RequestStatus
+
+from kvconform.refimpl.connector import ReferenceConnector
+
+
+class OnAbort(ReferenceConnector):
+    """Calls `terrible` in request_finished of an aborted request."""
+
+    def request_finished(self, request: Any, block_ids: Any) -> Any:
+        if request.status == RequestStatus.FINISHED_ABORTED:
+            self.terrible()
+        return super().request_finished(request, block_ids)
+
+    def terrible(self) -> None:
+        raise NotImplementedError
+
+
+class Sleeps(OnAbort):
+    """Waits for something that does not come; can be interrupted."""
+
+    def terrible(self) -> None:
+        time.sleep(3600)
+
+
+class Stuck(OnAbort):
+    """Locks a C mutex twice: no signal gets it out of there."""
+
+    def terrible(self) -> None:
+        mutex = ctypes.create_string_buffer(64)
+        lock = ctypes.CDLL(None).pthread_mutex_lock
+        lock(mutex)
+        lock(mutex)
+
+
+class Exits(OnAbort):
+    """Ends the process, as a library of its own would after a fatal error."""
+
+    def terrible(self) -> None:
+        os._exit(7)
+
+
+class Raises(OnAbort):
+    """Raises: no danger to the harness, a failure like any other."""
+
+    def terrible(self) -> None:
+        raise RuntimeError("lost the connection to the store")
