@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvconform.grants import slots_of
+from kvconform.kernels.codes import CodeBook
 from kvconform.model import Script
 from kvconform.provenance import Chain, Identity, extend
 
@@ -24,6 +25,20 @@ class WorkerRequest:
     table: list[int] = field(default_factory=list)
     valid_end: int = 0
     in_batch: bool = False
+    _encoded: np.ndarray | None = None
+    _encoded_ids: list[int] = field(default_factory=list)
+
+    def expected(self, book: CodeBook, end: int) -> np.ndarray:
+        """Rows [end, layers, heads, width] that positions [0, end) must hold (nonce 0). Encodes only what is new since the last call."""
+        ids, known = self.chain.ids, self._encoded_ids
+        same = min(len(known), len(ids))
+        while same and known[same - 1] != ids[same - 1]:  # ids are chained: equal at one position means equal before it
+            same -= 1
+        if same < len(ids) or self._encoded is None:
+            fresh = book.rows(self.chain.array(same, len(ids)))
+            self._encoded = fresh if self._encoded is None else np.concatenate([self._encoded[:same], fresh])
+            self._encoded_ids = list(ids)
+        return self._encoded[:end]
 
 
 @dataclass
@@ -124,7 +139,9 @@ class Batch:
     def _row(self, state: WorkerRequest, start: int, count: int, drafts: int, *, padded: bool) -> Row:
         chain, known = state.chain, start + count - drafts
         if known > len(chain.ids):
-            raise RuntimeError(f"harness: request {chain.req} is to compute position {known - 1} but only {len(chain.ids)} tokens are known")
+            raise RuntimeError(
+                f"harness: request {chain.req} is to compute position {known - 1} but only {len(chain.ids)} tokens are known"
+            )
         samples = known == len(chain.ids)
         accepted, draft_ids = 0, []
         if drafts and samples:

@@ -207,13 +207,15 @@ def transfer_config(connector: str, role: str, extra: dict[str, Any], module: st
     )
 
 
-def force_preemption(scheduler: Any, request: Request) -> None:
-    """Preempt a running request between two steps, as the scheduler itself does when memory runs out."""
+def force_preemption(scheduler: Any, request: Request) -> bool:
+    """Preempt a running request between two steps, as the scheduler itself does when memory runs out; False if it would not now."""
     if hasattr(scheduler, "preempt"):
-        scheduler.preempt(request.request_id)
-        return
+        return bool(scheduler.preempt(request.request_id))
+    if not scheduler._request_blocks_can_be_freed(request):
+        return False
     scheduler.running.remove(request)
     scheduler._preempt_request(request, 0.0, drop_stale_output=scheduler.requires_kv_delivery)
+    return True
 
 
 def is_chunk(request: Request) -> bool:

@@ -38,10 +38,8 @@ def _wrong(e: Event) -> str:
     last = e["pos"] + e["count"] - 1
     where = f"position {e['pos']}" if e["count"] == 1 else f"positions {e['pos']}-{last}"
     side = {"k": "K", "v": "V", "both": "K and V"}[e["kv"]]
-    return (
-        f"{side} of {where} of request {e['req']} (layer {e['layer']}, block {e['block']}, {_VIA[e['via']]}) hold {e['found'].replace('_', ' ')}:"
-        f" {e['origin']}"
-    )
+    what = e["found"].replace("_", " ")
+    return f"{side} of {where} of request {e['req']} (layer {e['layer']}, block {e['block']}, {_VIA[e['via']]}) hold {what}: {e['origin']}"
 
 
 def _changed(e: Event) -> str:
@@ -97,6 +95,30 @@ def _reported(e: Event) -> str:
     return f"{kind} named {e['req']}, which the engine was {'' if e['held'] else 'not '}waiting for"
 
 
+def _failed(e: Event) -> str:
+    return f"blocks {spans(e['blocks'])} were reported as failed, of which {spans(e['outside_grant']) or 'none'} were in no load"
+
+
+def _crash(e: Event) -> str:
+    return e["error"] + (f" (in {e['hook']})" if e["hook"] else "")
+
+
+def _built(e: Event) -> str:
+    what = "None" if e["none"] else f"metadata (pickling: {e['pickle_error'] or 'fine'})"
+    return f"build_connector_meta returned {what}" + ("; it changed the SchedulerOutput" if e["output_mutated"] else "")
+
+
+def _bound(e: Event) -> str:
+    return f"the metadata that reached the worker is{'' if e['same_as_built'] else ' not'} what build_connector_meta returned"
+
+
+def _plan(e: Event) -> str:
+    return (
+        f"the connector plans to {e['op']} positions {e['start']}-{e['end'] - 1} of {e['req']} ({e['timing'].replace('_', ' ')})"
+        f" when C={e['C']}, S={e['S']}, P={e['P']} and N={e['N']} tokens are known"
+    )
+
+
 _TEXT: dict[str, Callable[[Event], str]] = {
     "kv.wrong": _wrong,
     "kv.changed": _changed,
@@ -107,21 +129,19 @@ _TEXT: dict[str, Callable[[Event], str]] = {
     "alloc": _alloc,
     "run.end": _end,
     "transfer.reported": _reported,
-    "transfer.failed": lambda e: f"blocks {spans(e['blocks'])} were reported as failed, of which {spans(e['outside_grant']) or 'none'} were in no load",
+    "transfer.failed": _failed,
+    "meta.built": _built,
+    "meta.bound": _bound,
+    "plan": _plan,
+    "engine.crash": _crash,
     "hold": lambda e: f"the engine has been holding {e['req']} ({e['direction']}) since {e['cause']}",
     "case.expectation": lambda e: f"the case expected {e['what']}: {e['detail']}",
-    "engine.crash": lambda e: f"{e['error']}" + (f" (in {e['hook']})" if e["hook"] else ""),
     "engine.stall": lambda e: f"no progress; waiting: {', '.join(e['waiting_on']) or 'nobody'}",
-    "engine.lifecycle": lambda e: f"{e['op']} raised {e['error']}" if e["error"] else f"{e['op']}",
-    "meta.built": lambda e: "build_connector_meta returned " + ("None" if e["none"] else f"metadata; pickling: {e['pickle_error'] or 'fine'}")
-    + ("; it changed the SchedulerOutput" if e["output_mutated"] else ""),
-    "meta.bound": lambda e: "the metadata that reached the worker is" + (" " if e["same_as_built"] else " not ") + "what build_connector_meta returned",
-    "plan": lambda e: f"the connector plans to {e['op']} positions {e['start']}-{e['end']} of {e['req']} ({e['timing']}) with C={e['C']}, S={e['S']}, "
-    f"P={e['P']} and N={e['N']} known tokens",
+    "engine.lifecycle": lambda e: f"{e['op']} raised {e['error']}" if e["error"] else e["op"],
     "cache.reset": lambda e: f"reset_cache {e['phase']}" + (f" {e['returned']}" if e["phase"] == "returned" else ""),
     "api": lambda e: f"{e['item']}: {e['detail']}",
     "gauge": lambda e: f"{e['name']} is {e['value']}",
-}  # fmt: skip
+}
 
 
 def describe(event: Event) -> str | None:

@@ -19,18 +19,24 @@ def canonical(value: Any, depth: int = 0) -> Any:
     if isinstance(value, (list, tuple)):
         return (type(value).__name__, tuple(canonical(v, depth + 1) for v in value))
     if isinstance(value, (set, frozenset)):
-        return ("set", tuple(sorted((repr(canonical(v, depth + 1)) for v in value))))
+        return ("set", tuple(sorted(repr(canonical(v, depth + 1)) for v in value)))
     if isinstance(value, dict):
         return ("dict", tuple((canonical(k, depth + 1), canonical(v, depth + 1)) for k, v in value.items()))
     if hasattr(value, "detach") and hasattr(value, "numpy"):
         array = value.detach().cpu()
         return ("tensor", str(array.dtype), tuple(array.shape), array.contiguous().view(-1).numpy().tobytes() if array.numel() else b"")
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return (type(value).__name__, tuple((f.name, canonical(getattr(value, f.name, None), depth + 1)) for f in dataclasses.fields(value)))
+        return (
+            type(value).__name__,
+            tuple((f.name, canonical(getattr(value, f.name, None), depth + 1)) for f in dataclasses.fields(value)),
+        )
     if hasattr(value, "__dict__") and not callable(value):
         return (type(value).__name__, canonical(vars(value), depth + 1))
     if hasattr(value, "__slots__"):
-        return (type(value).__name__, tuple((s, canonical(getattr(value, s, None), depth + 1)) for s in value.__slots__ if s != "__weakref__"))
+        return (
+            type(value).__name__,
+            tuple((s, canonical(getattr(value, s, None), depth + 1)) for s in value.__slots__ if s != "__weakref__"),
+        )
     return type(value).__qualname__
 
 

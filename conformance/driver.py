@@ -122,9 +122,7 @@ class Driver:
         for item in items:  # every image has the same placeholder token, as in a real tokenised prompt
             tokens[item["at"] : item["at"] + item["length"]] = [7] * item["length"]
         self.adds[add.req], self.prompts[add.req], self.ids[add.req] = add, tokens, req_id
-        self.infos[req_id] = Info(
-            add.req, generation, Identity.of(add.salt, add.lora, items), Script(list(add.drafts or []), add.stop_at)
-        )
+        self.infos[req_id] = Info(add.req, generation, Identity.of(add.salt, add.lora, items), Script(list(add.drafts or []), add.stop_at))
         if add.reloads:
             self._reloads[req_id] = add.reloads
         request = build_request(
@@ -179,7 +177,8 @@ class Driver:
         self.engine.abort(self.ids[name])
 
     def _do_preempt(self, name: str) -> None:
-        self.engine.preempt(self.ids[name])
+        while not self.engine.preempt(self.ids[name]) and self.engine.queue:
+            self.engine.land()  # a victim with a step in flight is not preempted before that step has landed (R160)
 
     def _do_drop_local(self, _: Any) -> None:
         self.engine.reset(running=False, connector=False)
@@ -233,7 +232,9 @@ class Driver:
         if source is None or event["tokens"] is None or self.promises is None:
             return
         del self._reloads[request.request_id]
-        promised = self.promises.promised(self.requests[source], self.prompts[source], request, self.variant.block_size, self._final(source))
+        promised = self.promises.promised(
+            self.requests[source], self.prompts[source], request, self.variant.block_size, self._final(source)
+        )
         self.trace.emit(
             "profile.expectation", what=self.caps["saves"], req=request.request_id, of=source, promised=promised,
             reloadable=event["local"] + event["tokens"],

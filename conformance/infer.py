@@ -79,7 +79,7 @@ def profile_of(target: Target, tmp: Path) -> Profile:
 
 
 def _first_hit(calibration: Calibration, block: int) -> tuple[int, int, bool]:
-    """(prompt length, tokens that came back, asynchronously?) of the first plain repeat that hits; connectors differ in which lengths do."""
+    """(prompt length, tokens that came back, asynchronously?) of the first plain repeat that hits: not every length does everywhere."""
     for length in range(10 * block + 1, 11 * block + 1):
         back, is_async = calibration.came_back(Plain(length, 1, length, length), block)
         if back > 0:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the worker drives the connector's worker half through one step: our own order, and vLLM's own code for both model runners.
 
-Order of the hooks in our own life cycle, and why: vllm/v1/worker/kv_connector_model_runner_mixin.py (V1), vllm/v1/worker/gpu/kv_connector.py (V2).
+Order of the hooks in our own life cycle, and why: vllm/v1/worker/kv_connector_model_runner_mixin.py (V1) and
+vllm/v1/worker/gpu/kv_connector.py (V2).
 """
 
 from __future__ import annotations

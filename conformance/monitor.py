@@ -95,7 +95,7 @@ class Monitor:
         self.count += 1
         if len(self.violations) < KEPT:
             seq = at.get("seq", 0)
-            violation = Violation(seq, about.get("seq", seq), about.get("step", 0), about.get("req"), message, trigger)
+            violation = Violation(seq, about.get("seq", seq), about.get("step", 0), _request(about.get("req")), message, trigger)
             self.violations.append(violation)
 
 
@@ -107,3 +107,8 @@ def both(first: Handler, second: Handler) -> Handler:
         second(event)
 
     return handler
+
+
+def _request(value: Any) -> str | None:
+    """The request that an event is about; some events name several."""
+    return ", ".join(value) or None if isinstance(value, (list, tuple)) else value

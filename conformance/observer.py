@@ -31,9 +31,9 @@ class Memory:
         self.plain.update(plain)
         self.since_reset.update(ids)
 
-    def reset(self) -> None:
-        """The connector said that its store is empty."""
-        self.since_reset.clear()
+    def reset(self, kept: set[int]) -> None:
+        """The connector said that its store is empty; `kept` are content ids that requests still hold in the engine's own cache."""
+        self.since_reset = kept
 
 
 class Observer:
@@ -49,9 +49,10 @@ class Observer:
         generation: Callable[[str], int],
         identity: Callable[[str], Any],
         valid_end: Callable[[str], int],
+        held_contents: Callable[[], set[int]],
     ) -> None:
         self.trace, self.probe, self.oracle, self.memory, self.scheduler = trace, probe, oracle, memory, scheduler
-        self.generation, self.identity, self.valid_end = generation, identity, valid_end
+        self.generation, self.identity, self.valid_end, self.held_contents = generation, identity, valid_end, held_contents
         self.attempts = 0
         self.lookups: dict[tuple[str, int], dict[str, Any]] = {}
         self.failed_claims: dict[tuple[str, int, int], int] = {}
@@ -111,7 +112,8 @@ class Observer:
             N=request.num_tokens, status=_WAITING.get(request.status, request.status.name.lower()),
             repeat=previous is not None and not previous["allocated"], prev_tokens=None if previous is None else previous["tokens"],
             store_may_have_shrunk=previous is None or previous["activity"] != self.activity or previous["local"] != local,
-            same_claim_failed=self.failed_claims.get((*key, tokens if isinstance(tokens, int) else -1), 0), ever_computed=ever, ever_plain=anyhow,
+            same_claim_failed=self.failed_claims.get((*key, tokens if isinstance(tokens, int) else -1), 0), ever_computed=ever,
+            ever_plain=anyhow,
             computed_before_reset=max(0, min(end, ever) - max(since, local)) if self.reset_seen and end > local else 0,
             after_reset=self.reset_seen, prompt_len=request.num_prompt_tokens,
             block_aligned=not isinstance(tokens, int) or tokens % self.oracle.cache.block_size == 0, C=request.num_computed_tokens,
@@ -135,12 +137,22 @@ class Observer:
             self.transfers += 1
             transfer = f"{key[0]}#{key[1]}.{self.transfers}"
             grant = Grant(
-                transfer, key[0], key[1], local, local + external, is_async, table, self.oracle.cache.block_size, len(self.oracle.cache.tensors)
+                transfer,
+                key[0],
+                key[1],
+                local,
+                local + external,
+                is_async,
+                table,
+                self.oracle.cache.block_size,
+                len(self.oracle.cache.tensors),
             )
             grant.started_step = self.trace.step
             self.oracle.grants.append(grant)
         if last:
             last["allocated"] = True
+        if self.reset_seen and not second:
+            self._still_local(request, local)
         size = self.oracle.cache.block_size
         self.trace.emit(
             "alloc", req=key[0], generation=key[1], attempt=self.attempts, transfer=transfer, local=local,
@@ -149,6 +161,13 @@ class Observer:
         )  # fmt: skip
         if is_async:
             self.hold(key[0], "recv", transfer, "async load")
+
+    def _still_local(self, request: Any, local: int) -> None:
+        """What the engine's own cache kept over a reset of the connector's may be saved again."""
+        identity, chain = self.identity(request.request_id), ROOT
+        for position in range(local):
+            chain = extend(chain, request.all_token_ids[position], identity.extra(position))
+            self.memory.since_reset.add(chain)
 
     # -- holds -----------------------------------------------------------------------------------------------------------------
     def hold(self, req: str, direction: str, transfer: str | None, cause: str) -> None:
@@ -235,16 +254,19 @@ class Observer:
             return
         output = call.arg(0, "scheduler_output")
         meta = call.result
-        copy, reason = (None, None) if meta is None else pickle_round_trip(meta)
+        reason = None if meta is None else pickle_round_trip(meta)[1]
         state = getattr(output, "kv_connector_block_state", None)
-        kept = state is not None and any(v is state for v in vars(meta).values()) if meta is not None and hasattr(meta, "__dict__") else False
+        kept = (
+            state is not None and any(v is state for v in vars(meta).values()) if meta is not None and hasattr(meta, "__dict__") else False
+        )
         mark = digest(meta)
         self.built[id(meta)] = mark
         mutated = scheduler_output_digest(output) != call.scratch["digest"]
         if call.result_event is not None:
             call.result_event["mutated_args"] = mutated
         self.trace.emit(
-            "meta.built", ok=isinstance(meta, KVConnectorMetadata), pickles=meta is not None and reason is None, pickle_error=reason, digest=mark,
+            "meta.built", ok=isinstance(meta, KVConnectorMetadata), pickles=meta is not None and reason is None, pickle_error=reason,
+            digest=mark,
             output_mutated=mutated, none=meta is None, block_state_kept=kept, of_step=self.trace.step,
         )  # fmt: skip
 
@@ -272,7 +294,7 @@ class Observer:
         if call.error is None:
             self._cache_reset("returned", call.result)
             if call.result is not False:
-                self.memory.reset()
+                self.memory.reset(self.held_contents())
                 self.reset_seen = True
 
 

@@ -30,6 +30,11 @@ class Wrong:
     origin: str
     grant: Grant | None
 
+    @property
+    def kin(self) -> tuple[object, ...]:
+        """What neighbours must share to be reported as one range."""
+        return id(self.chain), self.layer, self.found, self.side
+
 
 class Oracle:
     """Judges bytes of one engine's cache. `tables()` returns the live block tables by request id.
@@ -40,9 +45,9 @@ class Oracle:
     def __init__(self, cache: PagedCache, registry: Registry, trace: Trace, tables: Tables) -> None:
         self.cache, self.registry, self.trace, self.tables = cache, registry, trace, tables
         slots = cache.num_blocks * cache.block_size
-        self.fill_kind = np.zeros(slots, dtype=np.int8)
-        self.fill_ref = np.full(slots, -1, dtype=np.int64)
-        self.version = np.zeros(slots, dtype=np.int64)
+        self.fill_kind: np.ndarray = np.zeros(slots, dtype=np.int8)
+        self.fill_ref: np.ndarray = np.full(slots, -1, dtype=np.int64)
+        self.version: np.ndarray = np.zeros(slots, dtype=np.int64)
         self.refs: list[str] = []
         self.grants: list[Grant] = []
         self.pending: list[Wrong] = []
@@ -132,22 +137,19 @@ class Oracle:
         self.fill_ref[slot] = self._ref(grant.transfer)
 
     # -- reads by the engine ---------------------------------------------------------------------------------------------------
-    def check_read(self, layer: int, chain: Chain, slots: np.ndarray, rows: np.ndarray) -> list[int]:
-        """Compare what positions [0, len(slots)) of `chain` hold with `rows` [n, heads, width]; returns the wrong positions."""
-        wrong = self.cache.mismatches(layer, slots, rows).tolist()
-        for pos in wrong:
-            slot = int(slots[pos])
-            if self.reported.get((layer, slot)) == int(self.version[slot]):
-                continue
-            self.reported[(layer, slot)] = int(self.version[slot])
-            grant = next((g for g in self.open_grants() if g.position(slot) is not None), None)
-            loading = grant is not None and not grant.written[layer, pos - grant.start] if grant and grant.start <= pos < grant.end else False
-            row = self.cache.read(layer, slots[pos : pos + 1])[0].numpy()
-            found, side, origin = diagnose(self.registry, row, layer, chain, pos, loading=loading)
-            if loading and grant is not None:
-                grant.late.add(pos)
-            self.pending.append(Wrong(layer, chain, pos, slot, found, side, origin, grant))
-        return wrong
+    def wrong_read(self, layer: int, chain: Chain, pos: int, slot: int) -> None:
+        """The engine read wrong content at `slot` for position `pos` of `chain`; the first reader of a filling is kept."""
+        if self.reported.get((layer, slot)) == int(self.version[slot]):
+            return
+        self.reported[(layer, slot)] = int(self.version[slot])
+        grant = next((g for g in self.open_grants() if g.position(slot) is not None), None)
+        inside = grant is not None and grant.start <= pos < grant.end
+        loading = grant is not None and inside and not grant.written[layer, pos - grant.start]
+        row = self.cache.read(layer, np.array([slot]))[0].numpy()
+        found, side, origin = diagnose(self.registry, row, layer, chain, pos, loading=loading)
+        if loading and grant is not None:
+            grant.late.add(pos)
+        self.pending.append(Wrong(layer, chain, pos, slot, found, side, origin, grant))
 
     def settle_reads(self) -> None:
         """Emit kv.wrong for the wrong slots seen since the last call, except those whose load was reported failed in time."""
@@ -158,8 +160,7 @@ class Oracle:
             if item.found == "not_yet_loaded" and item.grant is not None:
                 continue  # never arrived: load.due.missing has it; arrived late: emitted when it did
             last = runs[-1] if runs else None
-            if last and last[0].chain is item.chain and last[0].layer == item.layer and last[0].found == item.found and last[0].side == item.side \
-                    and last[0].pos + last[1] == item.pos:  # fmt: skip
+            if last and last[0].kin == item.kin and last[0].pos + last[1] == item.pos:
                 runs[-1] = (last[0], last[1] + 1)
             else:
                 runs.append((item, 1))

@@ -83,7 +83,7 @@ class Probe:
         self._depth += 1
         timed_out = False
         try:
-            with watchdog.hook(hook):
+            with watchdog.hook(hook, step=self.trace.step):
                 item.result = call(connector, *args, **kwargs)
         except watchdog.HookTimeout as error:
             item.error, timed_out = error, True

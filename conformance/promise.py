@@ -37,7 +37,7 @@ class Promises:
         common = 0
         while common < min(len(known), len(wanted)) and known[common] == wanted[common]:
             common += 1
-        limit = min(final, common, len(wanted) - 1)
+        limit = min(final, len(known) - 1, common, len(wanted) - 1)  # the last token's KV may be in flight at the finish (R141)
         if saves == "prompt":
             limit = min(limit, len(prompt))
         if self.declared:

@@ -68,7 +68,7 @@ def run_and_judge(
         rows = rows_for(wanted, variant, Verdict.UNSUPPORTED, f"the case needs {missing}", strict=strict)
         report.rows = [row.to_dict() for row in rows]
         return report
-    runs = {
+    runs: dict[str, Run] = {
         relation: run_variant(
             variant, target, seed=seed, tmp=tmp / relation, relation=relation, caps=profile.caps, promises=profile.promises
         )
@@ -95,8 +95,8 @@ def excerpt(trace: list[dict[str, Any]], seq: int, req: str | None) -> list[dict
     """The events that tell the story of the violation at `seq`: what concerns its request, the steps, and what crossed its worker."""
     told = {
         "step.scheduled", "req.scheduled", "lookup", "alloc", "req.state", "req.finished", "load.due", "kv.wrong", "kv.changed", "hold",
-        "release", "transfer.reported", "transfer.failed", "cache.reset", "engine.crash", "engine.stall", "engine.lifecycle", "plan", "run.end",
-        "profile.expectation", "case.expectation",
+        "release", "transfer.reported", "transfer.failed", "cache.reset", "engine.crash", "engine.stall", "engine.lifecycle", "plan",
+        "run.end", "profile.expectation", "case.expectation",
     }  # fmt: skip
     chosen = [
         e for e in trace
@@ -106,5 +106,3 @@ def excerpt(trace: list[dict[str, Any]], seq: int, req: str | None) -> list[dict
     ]  # fmt: skip
     before = [e for e in chosen if e["seq"] <= seq][-EXCERPT:]
     return before + [e for e in chosen if e["seq"] > seq][:3]
-
-

@@ -14,9 +14,9 @@ from kvconform import compat
 from kvconform.capabilities import complete
 from kvconform.case import Case, Variant
 from kvconform.driver import Driver, Stalled
+from kvconform.elsewhere import process_restart, run_elsewhere, run_first_part
 from kvconform.engines.engine import EngineFault
 from kvconform.engines.setup import HEAD_DIM, HEADS, LAYERS
-from kvconform.elsewhere import process_restart, run_elsewhere, run_first_part
 from kvconform.errors import KvconformError
 from kvconform.kernels.codes import CodeBook
 from kvconform.probe import Patch, Probe
@@ -27,7 +27,7 @@ from kvconform.target import Target
 from kvconform.trace import Trace
 from kvconform.watchdog import HookTimeout
 
-_BOOK = CodeBook(LAYERS, HEADS, HEAD_DIM)
+BOOK = CodeBook(LAYERS, HEADS, HEAD_DIM)
 _frozen = False
 
 
@@ -46,7 +46,7 @@ class Run:
 
 def run_variant(
     variant: Variant, target: Target, *, seed: int, tmp: Path, relation: str = "connector", caps: dict[str, Any] | None = None,
-    promises: Promises | None = None,
+    promises: Promises | None = None, book: CodeBook = BOOK,
 ) -> Run:  # fmt: skip
     """One run. `relation` says how it differs from the plain one: `no-connector`, `pickled-metadata`, `repeat`. Writes below `tmp` only."""
     _freeze()
@@ -65,24 +65,26 @@ def run_variant(
     tmp.mkdir(parents=True, exist_ok=True)
     if with_connector:
         with Patch(target.resolve()), Patch(RemoteHalf):
-            _drive(run, variant, target, trace, seed, tmp, relation, caps, promises)
+            _drive(run, variant, target, trace, Registry(book), seed, tmp, relation, caps, promises)
     else:
-        _drive(run, variant, target, trace, seed, tmp, relation, caps, None)
+        _drive(run, variant, target, trace, Registry(book), seed, tmp, relation, caps, None)
+    _scrub(trace, str(tmp))
     return run
 
 
 def _drive(
-    run: Run, variant: Variant, target: Target, trace: Trace, seed: int, tmp: Path, relation: str, caps: dict[str, Any],
+    run: Run, variant: Variant, target: Target, trace: Trace, registry: Registry, seed: int, tmp: Path, relation: str, caps: dict[str, Any],
     promises: Promises | None,
 ) -> None:  # fmt: skip
     driver, outer = None, Probe.active  # a calibration runs inside another run
-    rest, before, registry = list(variant.case.steps), None, Registry(_BOOK)
+    rest, before = list(variant.case.steps), None
     try:
         if split := process_restart(rest):
             first, rest = rest[:split], rest[split + 1 :]
             before, registry = run_first_part(
                 lambda: Driver(variant, target, trace, registry, seed=seed, tmp=tmp, relation=relation, caps=caps, promises=promises),
-                first, trace,
+                first,
+                trace,
             )
         driver = Driver(
             variant, target, trace, registry, seed=seed, tmp=tmp, relation=relation, caps=caps, promises=promises, before=before,
@@ -100,6 +102,15 @@ def _drive(
         if driver is not None and driver.engine.inspector is not None:
             run.channels |= {"plan"}
         Probe.active = outer
+
+
+def _scrub(trace: Trace, tmp: str) -> None:
+    """Take the run's own directory out of error texts: the same run must give the same trace everywhere."""
+    for event in trace.events:
+        for name in ("error", "error_text", "value", "detail", "pickle_error"):
+            text = event.get(name)
+            if isinstance(text, str) and tmp in text:
+                event[name] = text.replace(tmp, "{tmp}")
 
 
 def _crashed(run: Run, trace: Trace, driver: Driver | None, error: BaseException) -> None:

@@ -60,7 +60,9 @@ def _finish(call: Call) -> ValueCheck:
 
 
 def _transfer_results(value: Any) -> bool:
-    return all(isinstance(getattr(value, name, None), (set, frozenset)) for name in ("finished_sending", "finished_recving", "failed_recving"))
+    return all(
+        isinstance(getattr(value, name, None), (set, frozenset)) for name in ("finished_sending", "finished_recving", "failed_recving")
+    )
 
 
 def _finished(value: Any) -> bool:

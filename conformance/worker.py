@@ -12,6 +12,7 @@ import numpy as np
 
 from kvconform.batch import Batch, Row
 from kvconform.compat import ModelRunnerOutput, torch
+from kvconform.grants import slots_of
 from kvconform.kvcache import PagedCache
 from kvconform.oracle import OWN, Oracle
 from kvconform.provenance import Origin, Registry
@@ -29,12 +30,21 @@ class Worker:
     `execute` changes the cache, the batch and the trace.
     """
 
-    def __init__(self, cache: PagedCache, registry: Registry, trace: Trace, oracle: Oracle, batch: Batch, computed: Callable[[list[int], list[int]], None]):
+    def __init__(
+        self,
+        cache: PagedCache,
+        registry: Registry,
+        trace: Trace,
+        oracle: Oracle,
+        batch: Batch,
+        computed: Callable[[list[int], list[int]], None],
+    ):
         self.cache, self.registry, self.trace, self.oracle, self.batch = cache, registry, trace, oracle, batch
         self.computed = computed
         self.rows: list[Row] = []
         self.fresh: list[tuple[int, str]] = []
-        self._contents: dict[int, np.ndarray] = {}
+        nothing: np.ndarray = np.empty(0, dtype=np.int64)
+        self._written, self._read, self._ends, self._encoded, self._expected = nothing, nothing, nothing, nothing, nothing
         self._corruption: dict[str, int] = {}
         self._nonce = 0
         self.order = 0
@@ -68,10 +78,10 @@ class Worker:
         self._nonce = (self._nonce + 1) & 0xFFFF
         self._corruption = {}
         self.order = 0
-        self._contents = {}
-        for index, row in enumerate(self.rows):
+        contents = []
+        for row in self.rows:
             content = row.content()
-            self._contents[index] = content
+            contents.append(content)
             chain = row.state.chain
             for offset, value in enumerate(content.tolist()):
                 pos = row.start + offset
@@ -80,15 +90,18 @@ class Worker:
                 else:
                     self.registry.note(value, Origin("draft", chain.req, chain.generation, pos))
         if output.total_num_scheduled_tokens:
-            self._encoded = [self.cache.book.rows(self._contents[i], self._nonce) for i in range(len(self.rows))]
-            self._expected = [self.cache.book.rows(row.state.chain.array(0, row.known)) for row in self.rows]
-            self._reads = [_read_slots(row, self.cache.block_size) for row in self.rows]
+            size = self.cache.block_size
+            self._written = np.concatenate([row.slots for row in self.rows])
+            self._encoded = self.cache.book.rows(np.concatenate(contents), self._nonce)
+            self._read = np.concatenate([slots_of(row.state.table, 0, row.known, size) for row in self.rows])
+            self._expected = np.concatenate([row.state.expected(self.cache.book, row.known) for row in self.rows])
+            self._ends = np.cumsum([row.known for row in self.rows])
 
     def attention_metadata(self) -> tuple[dict[str, AttentionMetadata], dict[str, Any]]:
         """(attn_metadata, slot_mapping) by layer name, as the forward context carries them."""
         slots = np.concatenate([row.slots for row in self.rows])
         width = max(len(row.state.table) for row in self.rows)
-        table = np.zeros((len(self.rows), width), dtype=np.int32)
+        table: np.ndarray = np.zeros((len(self.rows), width), dtype=np.int32)
         for index, row in enumerate(self.rows):
             table[index, : len(row.state.table)] = row.state.table
         mapping = torch.from_numpy(slots)
@@ -103,19 +116,30 @@ class Worker:
 
     def write_layer(self, layer: int) -> None:
         """The KV update of one layer: this step's tokens go to their slots (before the layer's loads are waited for, as in vLLM)."""
-        for row, encoded in zip(self.rows, self._encoded, strict=True):
-            self.cache.write(layer, row.slots, encoded[:, layer])
-            if layer == 0:
+        self.cache.write(layer, self._written, self._encoded[:, layer])
+        if layer == 0:
+            for row in self.rows:
                 self.oracle.filled(row.slots, OWN, f"{row.state.chain.req}#{row.state.chain.generation}")
 
     def read_layer(self, layer: int) -> None:
-        """The attention of one layer: read every known position through the block table; wrong bytes change the sampled token."""
-        for row, expected, slots in zip(self.rows, self._expected, self._reads, strict=True):
-            wrong = self.oracle.check_read(layer, row.state.chain, slots, expected[:, layer])
-            if wrong:
-                bytes_read = self.cache.read(layer, slots[wrong]).contiguous().numpy().tobytes()
-                seed = self._corruption.get(row.state.chain.req, 0)
-                self._corruption[row.state.chain.req] = seed ^ int.from_bytes(hashlib.sha256(bytes_read).digest()[:8], "little")
+        """The attention of one layer: read every known position through the block tables; wrong bytes change the sampled token."""
+        wrong = self.cache.mismatches(layer, self._read, self._expected[:, layer])
+        by_row: dict[int, list[int]] = {}
+        for index in wrong.tolist():
+            by_row.setdefault(int(np.searchsorted(self._ends, index, side="right")), []).append(index)
+        for number, indices in by_row.items():
+            row = self.rows[number]
+            first = int(self._ends[number]) - row.known
+            for index in indices:
+                self.oracle.wrong_read(layer, row.state.chain, index - first, int(self._read[index]))
+            bytes_read = self.cache.read(layer, self._read[indices]).contiguous().numpy().tobytes()
+            seed = self._corruption.get(row.state.chain.req, 0)
+            self._corruption[row.state.chain.req] = seed ^ int.from_bytes(hashlib.sha256(bytes_read).digest()[:8], "little")
+
+    @property
+    def corrupt(self) -> set[str]:
+        """Requests whose tokens of this step were sampled from wrong KV."""
+        return set(self._corruption)
 
     def forward(self, attention: Callable[[str], None]) -> None:
         """All layers in order: KV update, then `attention(layer_name)`, which the life cycle wraps in the layer hooks."""
@@ -131,7 +155,8 @@ class Worker:
 
     def sample(self) -> ModelRunnerOutput:
         """Sample, advance the batch, and build the ModelRunnerOutput of a step with a forward pass."""
-        ids, tokens = [], []
+        ids: list[str] = []
+        tokens: list[list[int]] = []
         for row in self.rows:
             chain, state = row.state.chain, row.state
             corrupt = self._corruption.get(chain.req, 0)
@@ -148,13 +173,7 @@ class Worker:
                 continue
             token = state.script.token(chain, state.prompt_len, corrupt)
             chain.append(token)
-            new = chain.tokens[end - row.accepted :]
-            for offset, value in enumerate(new):
-                self.trace.emit(
-                    "sample", req=chain.req, generation=chain.generation, index=end - row.accepted - state.prompt_len + offset,
-                    token=value, clean=not corrupt,
-                )  # fmt: skip
-            tokens.append(list(new))
+            tokens.append(chain.tokens[end - row.accepted :])
         return ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={r: i for i, r in enumerate(ids)},
@@ -163,9 +182,3 @@ class Worker:
             prompt_logprobs_dict={},
             pooler_output=[],
         )
-
-
-def _read_slots(row: Row, block_size: int) -> np.ndarray:
-    from kvconform.grants import slots_of
-
-    return slots_of(row.state.table, 0, row.known, block_size)

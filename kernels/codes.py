@@ -81,7 +81,7 @@ class CodeBook:
 
     def content_mask(self) -> np.ndarray:
         """Boolean [2 * head_dim]: lanes that carry content (not the nonce)."""
-        half = np.ones(self.head_dim, dtype=bool)
+        half: np.ndarray = np.ones(self.head_dim, dtype=bool)
         half[FINGERPRINT_LANES:MIN_HEAD_DIM] = False
         return np.concatenate([half, half])
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvconform import compat
+from kvconform import compat, watchdog
 from kvconform.api import inspect_class
 from kvconform.batch import Batch
 from kvconform.case import Variant
@@ -56,15 +56,15 @@ class Engine:
         self.pickle_metadata = relation == "pickled-metadata"
         with_connector = relation != "no-connector" and target.connector is not None
         self.depth = variant.depth if variant.scheduling == "async" else 1
-        self.queue: deque[tuple[Any, Any, int]] = deque()
+        self.queue: deque[tuple[Any, Any, int, set[str]]] = deque()
         self.probe = Probe(trace)
         Probe.active = self.probe
         settings = variant.case.config
         cache = PagedCache(registry.book, settings.num_blocks, variant.block_size)
-        self.config, self.cache_config = build_configs(variant, target, tmp, cache.names, with_connector=with_connector)
-        self.worker_half = None
+        self.config, self.cache_config = build_configs(variant, target, tmp, registry.book, cache.names, with_connector=with_connector)
+        self.worker_half: Any = None
         if with_connector:
-            with self._noted("start"):
+            with self._noted("start"), watchdog.hook("__init__"):
                 self.worker_half = self._worker_half(cache, apart=relation == "second-process")
             wrap_instance_hooks(self.worker_half)
             if variant.case.id == "lifecycle.api":
@@ -78,7 +78,8 @@ class Engine:
             variant.engine, self.worker, self.worker_half, self.config, runner=variant.runner, speculative=settings.spec_tokens > 0
         )
         self.lifecycle.register()
-        self.scheduler, self.applied = build_scheduler(variant, self.config, self.cache_config, with_connector=with_connector)
+        with self._noted("start") if with_connector else nullcontext(), watchdog.hook("__init__"):
+            self.scheduler, self.applied = build_scheduler(variant, self.config, self.cache_config, with_connector=with_connector)
         self.connector = self.scheduler.connector
         if self.connector is not None:
             wrap_instance_hooks(self.connector)
@@ -87,7 +88,15 @@ class Engine:
             self.connector.get_finished_count()
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.observer = Observer(
-            trace, self.probe, self.oracle, memory, self.scheduler, lambda r: info(r).generation, lambda r: info(r).identity, self._valid_end
+            trace,
+            self.probe,
+            self.oracle,
+            memory,
+            self.scheduler,
+            lambda r: info(r).generation,
+            lambda r: info(r).identity,
+            self._valid_end,
+            self._held_contents,
         )
         self.ledger = Ledger(trace, self.scheduler, self.pool, self.observer, self.batch)
         self._listen()
@@ -108,6 +117,15 @@ class Engine:
         state = self.batch.requests.get(req_id)
         return state.valid_end if state and state.chain.generation == self.info(req_id).generation else 0
 
+    def _held_contents(self) -> set[int]:
+        """Content ids of the final KV of requests that hold blocks."""
+        held: set[int] = set()
+        for req_id in self.tables():
+            state = self.batch.requests.get(req_id)
+            if state is not None:
+                held.update(state.chain.ids[: state.valid_end])
+        return held
+
     def _listen(self) -> None:
         self.probe.on("handle_preemptions", after=lambda call: self.worker.poison_fresh())
         for hook in ("wait_for_layer_load", "save_kv_layer"):
@@ -116,7 +134,7 @@ class Engine:
             self.probe.on(hook, after=lambda call: self.oracle.check_writes(call.hook))
         self.probe.on("get_transfer_results", after=self._async_due)
         inspector = getattr(self.connector, "kvconform_inspector", None)
-        self.inspector = inspector() if callable(inspector) else None
+        self.inspector: Any = inspector() if callable(inspector) else None
 
     def _layer_hook(self, call: Call) -> None:
         kind = "layer.wait" if call.hook == "wait_for_layer_load" else "layer.save"
@@ -153,7 +171,7 @@ class Engine:
         self.ledger.after_schedule(output, self.tables())
         fresh = self.ledger.take_fresh(self.tables())
         result = self._execute(output, fresh)
-        self.queue.append((output, result, self.trace.step))
+        self.queue.append((output, result, self.trace.step, self.worker.corrupt))
 
     def _execute(self, output: Any, fresh: list[tuple[int, str]]) -> Any:
         self._check_starts(output)
@@ -220,7 +238,7 @@ class Engine:
 
     def land(self) -> None:
         """Process the oldest queued output."""
-        output, result, step = self.queue.popleft()
+        output, result, step, corrupt = self.queue.popleft()
         Probe.active = self.probe
         self.ledger.before_update()
         drafts = None
@@ -230,7 +248,7 @@ class Engine:
         self.scheduler.update_from_output(output, result)
         if drafts is not None:
             self.scheduler.update_draft_token_ids(drafts)
-        self.ledger.after_update(output, step)
+        self.ledger.after_update(output, step, corrupt)
         if self.variant.engine == "reference":
             self.scheduler.check_integrity()
 
@@ -270,15 +288,15 @@ class Engine:
         self.ledger.state_changes("abort")
 
     def preempt(self, req_id: str) -> bool:
-        """Preempt a running request between two steps; False if it is not running."""
+        """Preempt a running request between two steps; False if it is not running or the engine would not do it now (R160)."""
         request = self.scheduler.requests.get(req_id)
         if request is None or request.status != RequestStatus.RUNNING:
             return False
         Probe.active = self.probe
         self.ledger.before_update()
-        compat.force_preemption(self.scheduler, request)
+        done = compat.force_preemption(self.scheduler, request)
         self.ledger.state_changes("preempt")
-        return True
+        return done
 
     def reset(self, *, running: bool, connector: bool) -> bool:
         """reset_prefix_cache; returns what the scheduler returned."""

@@ -81,8 +81,10 @@ class Ledger:
         """Before anything that changes requests outside schedule()."""
         self._states = self._snapshot()
         self._objects = dict(self.scheduler.requests)
+        self._lengths = {r: q.num_tokens for r, q in self._objects.items()}
 
     _objects: dict[str, Any] = {}
+    _lengths: dict[str, int] = {}
 
     def state_changes(self, reason: str) -> None:
         """Emit req.state for every request whose status changed, or whose progress fell, since the snapshot."""
@@ -98,9 +100,12 @@ class Ledger:
                 for event in self._flying.pop(req, ()):  # what those steps wrote is nobody's any more
                     event["v_after"] = None
             why = _REASONS.get(request.status, reason) if now != status else "rollback"
+            if status == RequestStatus.WAITING_FOR_REMOTE_KVS.name and not request.is_finished():
+                why = "load"  # it ended: the request waits to be admitted, as preempted if it was (R124)
             self.trace.emit(
                 "req.state", req=req, generation=self.observer.generation(req), **{"from": status, "to": now}, reason=why,
-                C=request.num_computed_tokens, P=request.num_output_placeholders, N=request.num_tokens, inflight=request.num_in_flight_tokens,
+                C=request.num_computed_tokens, P=request.num_output_placeholders, N=request.num_tokens,
+                inflight=request.num_in_flight_tokens,
             )  # fmt: skip
         self._objects = {}  # whoever holds a request here makes it look leaked
 
@@ -148,7 +153,8 @@ class Ledger:
         self._current[req] = self.trace.emit(
             "req.scheduled", req=req, generation=key[1], kind=kind, so_C=so_c, C=before, S=count,
             P=placeholders, N=request.num_tokens, inflight=request.num_in_flight_tokens - count, drafts=drafts, new_blocks=new_blocks,
-            table=tables.get(req, []), num_output_tokens=outputs, v_before=None, v_after=None, prefill=before - placeholders < request.num_tokens - 1, all_ids=all_ids,
+            table=tables.get(req, []), num_output_tokens=outputs, v_before=None, v_after=None,
+            prefill=before - placeholders < request.num_tokens - 1, all_ids=all_ids,
             prefill_ids=prefill_ids, prev_so_C=self._last.get(key),
         )  # fmt: skip
         self._last[key] = so_c
@@ -167,10 +173,11 @@ class Ledger:
                 self._flying.setdefault(row.state.chain.req, []).append(event)
 
     # -- after update ----------------------------------------------------------------------------------------------------------
-    def after_update(self, output: Any, step: int) -> None:
-        """Emit req.updated, req.state and releases of one update_from_output()."""
+    def after_update(self, output: Any, step: int, corrupt: set[str]) -> None:
+        """Emit sample, req.updated, req.state and releases of one update_from_output(); `corrupt` read wrong KV in that step."""
         manager = self.scheduler.kv_cache_manager
         for req in output.num_scheduled_tokens:
+            self._samples(req, clean=req not in corrupt)
             request = self.scheduler.requests.get(req)
             self._flying[req] = self._flying.get(req, [])[1:]
             if request is None:
@@ -185,6 +192,17 @@ class Ledger:
             )  # fmt: skip
         self.state_changes("output")
         self._releases()
+
+    def _samples(self, req: str, *, clean: bool) -> None:
+        """Emit the tokens that the engine accepted: not those of a step that failed or was overtaken by a preemption."""
+        request = self._objects.get(req)
+        if request is None:
+            return
+        for position in range(self._lengths[req], request.num_tokens):
+            self.trace.emit(
+                "sample", req=req, generation=self.observer.generation(req), index=position - request.num_prompt_tokens,
+                token=request.all_token_ids[position], clean=clean,
+            )  # fmt: skip
 
     def _releases(self) -> None:
         for req, directions in list(self.observer.held.items()):

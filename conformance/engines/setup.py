@@ -3,30 +3,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvconform import compat, policies
 from kvconform.case import Variant
+from kvconform.kernels.codes import CodeBook
 from kvconform.target import Target
 
 LAYERS, HEADS, HEAD_DIM = 2, 2, 16
 
 
-@dataclass
-class Parts:
-    """The engine's vLLM objects; `worker` and `connector` are the two halves (None without a connector)."""
-
-    config: Any
-    cache_config: Any
-    scheduler: Any
-    connector: Any
-    worker: Any
-    applied: frozenset[str]
-
-
-def build_configs(variant: Variant, target: Target, tmp: Path, layer_names: list[str], *, with_connector: bool) -> tuple[Any, Any]:
+def build_configs(
+    variant: Variant, target: Target, tmp: Path, book: CodeBook, layer_names: list[str], *, with_connector: bool
+) -> tuple[Any, Any]:
     """(VllmConfig, KVCacheConfig) of a variant."""
     settings = variant.case.config
     transfer = None
@@ -52,8 +42,9 @@ def build_configs(variant: Variant, target: Target, tmp: Path, layer_names: list
         policy="priority" if any(s.op == "add" and s.arg.priority for s in variant.case.steps) else "fcfs",
         transfer=transfer,
     )
+    config.scheduler_config.long_prefill_token_threshold = settings.long_prefill_threshold
     policies.prepare(config, frozenset(variant.case.policies), variant.block_size)
-    cache = compat.build_cache_config(settings.num_blocks, variant.block_size, HEADS, HEAD_DIM, layer_names)
+    cache = compat.build_cache_config(settings.num_blocks, variant.block_size, book.heads, book.head_dim, layer_names)
     return config, cache
 
 
@@ -78,7 +69,5 @@ def build_scheduler(variant: Variant, config: Any, cache: Any, *, with_connector
             policies=wanted,
         )
         return scheduler, wanted
-    scheduler = compat.build_scheduler(
-        config, cache, block_size=variant.block_size, scheduling=variant.scheduling, runner=variant.runner
-    )
+    scheduler = compat.build_scheduler(config, cache, block_size=variant.block_size, scheduling=variant.scheduling, runner=variant.runner)
     return scheduler, policies.apply(scheduler, wanted)
