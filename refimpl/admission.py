@@ -11,8 +11,9 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvconform.refimpl.engine import Engine
 from kvconform.refimpl.errors import EngineAssertion
-from kvconform.refimpl.queues import WaitingQueue
 from kvconform.refimpl.step import Step
+
+LOADING = RequestStatus.WAITING_FOR_REMOTE_KVS
 
 
 def admit_waiting(engine: Engine, step: Step) -> None:
@@ -20,8 +21,8 @@ def admit_waiting(engine: Engine, step: Step) -> None:
 
     Who holds blocks comes first. A request that cannot go on now is skipped and keeps its place; one that finds no memory ends it.
     """
-    skipped: list[tuple[WaitingQueue, list[Request]]] = [(engine.kv_holding_waiting, []), (engine.waiting, [])]
-    while step.token_budget > 0 and step.input_budget > engine.settings.draft_slots and len(engine.running) < engine.settings.max_running:
+    settings, holding, others = engine.settings, list[Request](), list[Request]()
+    while step.token_budget > 0 and step.input_budget > settings.draft_slots and len(engine.running) < settings.max_running:
         queue = engine.kv_holding_waiting or (engine.waiting if engine.pause_level == 0 else None)
         if not queue:
             break
@@ -31,19 +32,14 @@ def admit_waiting(engine: Engine, step: Step) -> None:
             break
         queue.popleft()
         if outcome == "skip":
-            skipped[0 if holds_blocks(request) else 1][1].append(request)
-    for queue, requests in skipped:
-        queue.prepend_requests(requests)
-
-
-def holds_blocks(request: Request) -> bool:
-    """Whether a waiting request holds blocks: its load is under way, or it is done and the request was not scheduled yet."""
-    return request.num_computed_tokens > 0 or request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+            (holding if request.num_computed_tokens > 0 or request.status == LOADING else others).append(request)
+    engine.kv_holding_waiting.prepend_requests(holding)
+    engine.waiting.prepend_requests(others)
 
 
 def _is_ready(engine: Engine, request: Request) -> bool:
     """Whether the request may be admitted now. A finished asynchronous load is taken into account here."""
-    if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+    if request.status == LOADING:
         if request.request_id not in engine.finished_recving_kv_req_ids:
             return False
         _finish_load(engine, request)
@@ -55,15 +51,13 @@ def _is_ready(engine: Engine, request: Request) -> bool:
 def _finish_load(engine: Engine, request: Request) -> None:
     """Publish what an asynchronous load brought; after a failure, what is left of it."""
     manager, request_id = engine.kv_cache_manager, request.request_id
-    failed = request_id in engine.failed_recving_kv_req_ids
-    if failed and not request.num_computed_tokens:
+    if request_id in engine.failed_recving_kv_req_ids and not request.num_computed_tokens:
         manager.free(request)
         engine.inflight_prefills.discard(request)  # it starts anew: its reservation must not stand in its own way
     else:
         manager.cache_blocks(request, request.num_computed_tokens)
-    if request.num_computed_tokens == request.num_tokens:
-        # Everything was loaded: the last token is computed again, in place, for its logits (R024).
-        request.num_computed_tokens = request.num_tokens - 1
+    # If everything was loaded, the last token is computed again, in place, for its logits (R024).
+    request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
     engine.failed_recving_kv_req_ids.discard(request_id)
     engine.finished_recving_kv_req_ids.remove(request_id)
 
@@ -74,12 +68,10 @@ def _look_up(engine: Engine, request: Request) -> tuple[KVCacheBlocks, int, int,
     if engine.connector is None:
         return blocks, local, 0, False
     external, is_async = _checked_answer(engine.connector.get_num_new_matched_tokens(request, local), request)
-    if request.skip_reading_prefix_cache:
+    if request.skip_reading_prefix_cache or (external is not None and "ignore-hits" in engine.settings.policies):
         external, is_async = 0, False
     if external is None:
         return None
-    if "ignore-hits" in engine.settings.policies:
-        external, is_async = 0, False
     if local + external > request.num_tokens:
         raise EngineAssertion("R022", f"{request.request_id}: {external} tokens beyond {local}, the request has {request.num_tokens}")
     if is_async and external <= 0:
@@ -107,16 +99,14 @@ def _admit(engine: Engine, step: Step, request: Request) -> str:
             return "skip"
         blocks, local, external, is_async = found
         computed = local + external
-
-    new_tokens, padded = (0, False) if is_async else _chunk(engine, step, request, computed)
+    new_tokens, drafts = (0, 0) if is_async else _chunk(engine, step, request, computed)
     if new_tokens is None:
         return "stop"
     if is_async and connector is not None:
         connector.get_loaded_kv_cache_group_ids(request)
-    if _denied(engine, request):
+    if "deny-first-alloc" in settings.policies and request not in engine.denied_once:
+        engine.denied_once.add(request)
         return "stop"
-    # An asynchronous load holds its blocks without making progress: it must leave enough for who is already on the way.
-    reserved = settings.spec_step_blocks + sum(map(manager.blocks_to_complete, engine.inflight_prefills)) if is_async else 0
     granted = manager.allocate_slots(
         request,
         new_tokens,
@@ -126,7 +116,8 @@ def _admit(engine: Engine, step: Step, request: Request) -> str:
         num_external_computed_tokens=external,
         delay_cache_blocks=is_async,
         full_sequence_must_fit=settings.reserve_full_prompt,
-        reserved_blocks=reserved,
+        # An asynchronous load holds its blocks without making progress: it must leave enough for who is already on the way.
+        reserved_blocks=settings.spec_step_blocks + sum(map(manager.blocks_to_complete, engine.inflight_prefills)) if is_async else 0,
         has_scheduled_reqs=bool(engine.running),
     )
     if granted is None:
@@ -134,49 +125,38 @@ def _admit(engine: Engine, step: Step, request: Request) -> str:
     table = manager.get_blocks(request.request_id)
     if connector is not None:
         connector.update_state_after_alloc(request, table, external)
-    if is_async:
-        request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
-        request.num_computed_tokens = computed
-        engine.inflight_prefills.add(request)
-        return "skip"
-
-    step.admit(request, table, new_tokens, settings.draft_slots)
-    engine.running.append(request)
-    request.status = RequestStatus.RUNNING
     request.num_computed_tokens = computed
-    step.has_sync_loads |= external > 0
-    if padded:
-        step.drafts[request.request_id] = [-1] * settings.num_spec
-    if computed + new_tokens < request.num_tokens:
+    if is_async or computed + new_tokens < request.num_tokens:
         engine.inflight_prefills.add(request)
+    if is_async:
+        request.status = LOADING
+        return "skip"
+    (step.resumed if request.status == RequestStatus.PREEMPTED else step.new).append(request)
+    step.take(request.request_id, table, new_tokens, settings.draft_slots)
+    step.has_sync_loads |= external > 0
+    if drafts:
+        step.drafts[request.request_id] = [-1] * drafts
+    request.status = RequestStatus.RUNNING
+    engine.running.append(request)
     return "admitted"
 
 
-def _denied(engine: Engine, request: Request) -> bool:
-    """Whether the policy deny-first-alloc pretends, once for every request, that there is no memory."""
-    if "deny-first-alloc" not in engine.settings.policies or request in engine.denied_once:
-        return False
-    engine.denied_once.add(request)
-    return True
-
-
-def _chunk(engine: Engine, step: Step, request: Request, computed: int) -> tuple[int | None, bool]:
-    """(tokens to schedule, padded with drafts): None when the request has to wait for a larger budget."""
-    settings = engine.settings
+def _chunk(engine: Engine, step: Step, request: Request, computed: int) -> tuple[int | None, int]:
+    """(tokens to schedule, drafts among them): None when the request has to wait for a larger budget."""
+    settings, drafts = engine.settings, 0
     budget = min(step.token_budget, step.input_budget - settings.draft_slots)
-    new_tokens, padded = request.num_tokens - computed, False
+    new_tokens = request.num_tokens - computed
     if settings.num_spec and new_tokens == 1 and not step.has_prefill and (step.running or computed > 0):
         # One token beside decoding requests: pad it with drafts that will be rejected, so that all rows have one length.
         wide = 1 + settings.num_spec
         if computed + wide + 1 <= settings.max_model_len and not 0 < step.long_prefill < wide:
             if wide > budget:
-                return None, False
-            new_tokens, padded = wide, True
+                return None, 0
+            new_tokens, drafts = wide, settings.num_spec
     if 0 < step.long_prefill < new_tokens:
         new_tokens = step.long_prefill
-    if not settings.chunked_prefill and new_tokens > budget:
-        return None, False
-    new_tokens = min(new_tokens, budget)
+    if new_tokens > budget and not settings.chunked_prefill:
+        return None, 0
     if new_tokens <= 0:
         raise EngineAssertion("R023", f"{request.request_id}: {computed} of {request.num_tokens} tokens computed, none left to run")
-    return new_tokens, padded
+    return min(new_tokens, budget), drafts

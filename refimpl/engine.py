@@ -20,7 +20,7 @@ from kvconform.refimpl.errors import EngineAssertion
 from kvconform.refimpl.integrity import check_integrity
 from kvconform.refimpl.kv_manager import KVManager
 from kvconform.refimpl.queues import WaitingQueue
-from kvconform.refimpl.settings import read_settings
+from kvconform.refimpl.settings import Settings
 
 
 class Engine:
@@ -41,7 +41,7 @@ class Engine:
         runner: str = "v1",
         policies: frozenset[str] = frozenset(),
     ) -> None:
-        self.settings = read_settings(vllm_config, kv_cache_config, block_size, async_scheduling, runner, policies)
+        self.settings = Settings(vllm_config, kv_cache_config, block_size, async_scheduling, runner, policies)
         self.vllm_config, self.kv_cache_config = vllm_config, kv_cache_config
         self.num_spec_tokens = self.settings.num_spec
         self.connector = connector
@@ -203,7 +203,7 @@ class Engine:
             while self.running:
                 self.preempt_now(self.running.pop(), drop_stale=True)
             self.scheduled_before = set()
-        done = self.kv_cache_manager.reset_prefix_cache()
+        done = self.kv_cache_manager.block_pool.reset_prefix_cache()
         if reset_running_requests and not done:
             raise RuntimeError("The KV cache was not reset: blocks are still held though everything that runs was preempted (R172).")
         if reset_connector and self.connector is not None:

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-from kvconform.refimpl.pool import BlockPool
-from kvconform.refimpl.settings import Settings
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request, RequestStatus
+
+from kvconform.refimpl.pool import BlockPool
+from kvconform.refimpl.settings import Settings
 
 
 class KVManager:
@@ -18,15 +19,8 @@ class KVManager:
     """
 
     def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-        self.block_size = settings.block_size
-        self.enable_caching = settings.prefix_caching
-        self.block_pool = BlockPool(
-            settings.num_blocks,
-            caching=settings.prefix_caching,
-            reuse_freed_first="reuse-freed-first" in settings.policies,
-            permute="permute-blocks" in settings.policies,
-        )
+        self.settings, self.block_size, self.enable_caching = settings, settings.block_size, settings.prefix_caching
+        self.block_pool = BlockPool(settings.num_blocks, settings.prefix_caching, settings.policies)
         self.tables: dict[str, list[KVCacheBlock]] = {}
         self.num_cached: dict[str, int] = {}
         self.empty_kv_cache_blocks = KVCacheBlocks(((),))
@@ -42,22 +36,22 @@ class KVManager:
 
     def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int, int]:
         """The longest cached prefix: (blocks, their tokens, 0). Whole blocks, short of the last token, which gives the logits."""
-        if not self.enable_caching or request.skip_reading_prefix_cache:
-            return self.empty_kv_cache_blocks, 0, 0
         hits: list[KVCacheBlock] = []
-        for block_hash in request.block_hashes[: (request.num_tokens - 1) // self.block_size]:
-            found = self.block_pool.get_cached_block(block_hash)
-            if found is None:
-                break
-            hits.append(found[0])
+        if self.enable_caching and not request.skip_reading_prefix_cache:
+            for block_hash in request.block_hashes[: (request.num_tokens - 1) // self.block_size]:
+                if (found := self.block_pool.get_cached_block(block_hash)) is None:
+                    break
+                hits += found
         return (KVCacheBlocks((hits,)) if hits else self.empty_kv_cache_blocks), len(hits) * self.block_size, 0
+
+    def missing_blocks(self, request_id: str, tokens: int) -> int:
+        """How many blocks the request's table lacks to have slots for positions [0, tokens); negative if it has more."""
+        return -(-tokens // self.block_size) - len(self.tables.get(request_id, ()))
 
     def blocks_to_complete(self, request: Request) -> int:
         """Blocks that the request still lacks to hold all its known tokens and, with drafts, one verification step."""
-        tokens = min(request.num_tokens, self.settings.max_model_len)
-        if self.settings.num_spec:
-            tokens += 1 + self.settings.num_spec + self.settings.num_lookahead
-        return max(0, -(-tokens // self.block_size) - len(self.tables.get(request.request_id, ())))
+        drafts = 1 + self.settings.num_spec + self.settings.num_lookahead if self.settings.num_spec else 0
+        return max(0, self.missing_blocks(request.request_id, min(request.num_tokens, self.settings.max_model_len) + drafts))
 
     def allocate_slots(
         self,
@@ -77,52 +71,39 @@ class KVManager:
         Either everything is granted or nothing changes. Whole blocks of known tokens are published at once, before anything is computed or
         loaded, unless `delay_cache_blocks` (asynchronous loads).
         """
-        request_id, block_size = request.request_id, self.block_size
-        max_len = self.settings.max_model_len
+        request_id, max_len = request.request_id, self.settings.max_model_len
         local = request.num_computed_tokens + num_new_computed_tokens
         total = min(local + num_external_computed_tokens, max_len)
-        need_slots = min(total + num_new_tokens + num_lookahead_tokens, max_len)
-        table = self.tables.get(request_id)
-        held = len(table) if table else 0
-        wanted = -(-need_slots // block_size) - held
+        slots = min(total + num_new_tokens + num_lookahead_tokens, max_len)
+        wanted = self.missing_blocks(request_id, slots)
         hits = new_computed_blocks.blocks[0] if new_computed_blocks is not None else ()
+        admission = request.status != RequestStatus.RUNNING
 
-        if wanted > 0 or request.status != RequestStatus.RUNNING:
-            free = self.block_pool.get_num_free_blocks()
+        if wanted > 0 or admission:
             # Hits that nobody holds come out of the free blocks too.
-            revived = sum(block.ref_cnt == 0 for block in hits)
-            margin = self.settings.watermark_blocks if has_scheduled_reqs and request.status != RequestStatus.RUNNING else 0
-            if full_sequence_must_fit:
-                whole = -(-min(request.num_tokens, max_len) // block_size) - held
-                if max(0, whole - len(hits)) + revived + margin > free:
-                    return None
-            if max(0, wanted - len(hits)) + revived + margin > free - reserved_blocks:
+            spare = self.block_pool.get_num_free_blocks() - sum(block.ref_cnt == 0 for block in hits)
+            spare -= self.settings.watermark_blocks if has_scheduled_reqs and admission else 0
+            whole = self.missing_blocks(request_id, min(request.num_tokens, max_len)) if full_sequence_must_fit else 0
+            if max(0, whole - len(hits)) > spare or max(0, wanted - len(hits)) > spare - reserved_blocks:
                 return None
 
-        if table is None:
-            table = self.tables[request_id] = []
+        table = self.tables.setdefault(request_id, [])
         if hits:
             self.block_pool.touch(hits)
             table.extend(hits)
             self.num_cached[request_id] = len(hits)
         if num_external_computed_tokens > 0:
-            table.extend(self.block_pool.get_new_blocks(max(0, -(-(local + num_external_computed_tokens) // block_size) - len(table))))
-        added = -(-need_slots // block_size) - len(table)
-        new_blocks = self.empty_kv_cache_blocks
-        if added > 0:
-            blocks = self.block_pool.get_new_blocks(added)
-            table.extend(blocks)
-            new_blocks = KVCacheBlocks((blocks,))
+            table.extend(self.block_pool.get_new_blocks(max(0, self.missing_blocks(request_id, local + num_external_computed_tokens))))
+        added = self.block_pool.get_new_blocks(max(0, self.missing_blocks(request_id, slots)))
+        table.extend(added)
         if not delay_cache_blocks:
             self.cache_blocks(request, min(total + num_new_tokens, request.num_tokens))
-        return new_blocks
+        return KVCacheBlocks((added,)) if added else self.empty_kv_cache_blocks
 
     def cache_blocks(self, request: Request, num_tokens: int) -> None:
         """Publish the request's whole blocks below position `num_tokens`."""
-        if not self.enable_caching:
-            return
         cached, full = self.num_cached.get(request.request_id, 0), num_tokens // self.block_size
-        if full > cached:
+        if self.enable_caching and full > cached:
             self.block_pool.cache_full_blocks(request, self.tables[request.request_id], cached, full, self.block_size)
             self.num_cached[request.request_id] = full
 
@@ -134,11 +115,3 @@ class KVManager:
     def free(self, request: Request) -> None:
         """Release the request's blocks, last block first."""
         self.block_pool.free_blocks(reversed(self.pop_blocks_for_free(request)))
-
-    def evict_blocks(self, block_ids: set[int]) -> None:
-        """Take blocks out of the prefix cache."""
-        self.block_pool.evict_blocks(block_ids)
-
-    def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache. False while any block is held."""
-        return self.block_pool.reset_prefix_cache()

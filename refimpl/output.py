@@ -23,7 +23,8 @@ def land(engine: Engine, output: SchedulerOutput, result: ModelRunnerOutput) -> 
     """
     if engine.settings.defer_frees and output.total_num_scheduled_tokens:
         engine.landed_steps += 1
-        _free_deferred(engine)
+        while engine.deferred_frees and engine.deferred_frees[0][0] <= engine.landed_steps:
+            engine.kv_cache_manager.block_pool.free_blocks(reversed(engine.deferred_frees.popleft()[1]))
     reported = result.kv_connector_output
     failed = transfers.failed_loads(engine, reported, output.num_scheduled_tokens) if reported else set()
 
@@ -43,11 +44,11 @@ def land(engine: Engine, output: SchedulerOutput, result: ModelRunnerOutput) -> 
         sampled = result.sampled_token_ids[result.req_id_to_index[request_id]] if result.sampled_token_ids else []
         if not sampled:
             continue
-        drafts = output.scheduled_spec_decode_tokens.get(request_id)
-        if drafts and not is_stale:
-            _roll_back(request, rejected=len(drafts) - (len(sampled) - 1))
-        emitted = _append(engine, request, sampled, is_stale)
-        item = EngineCoreOutput(request_id=request_id, new_token_ids=emitted)
+        rejected = len(output.scheduled_spec_decode_tokens.get(request_id, ())) - (len(sampled) - 1)
+        if rejected:
+            request.num_computed_tokens -= rejected if request.num_computed_tokens > 0 else 0
+            request.num_output_placeholders -= rejected if request.num_output_placeholders > 0 else 0
+        item = EngineCoreOutput(request_id=request_id, new_token_ids=_append(engine, request, sampled, is_stale))
         outputs[request.client_index].append(item)
         if request.is_finished():
             stopped.add(request)
@@ -55,52 +56,39 @@ def land(engine: Engine, output: SchedulerOutput, result: ModelRunnerOutput) -> 
             item.stop_reason = request.stop_reason
             item.kv_transfer_params = engine.end(request)
     engine.leave_queues(stopped)
+
     if failed and not engine.settings.recompute_failed_loads:
         for request in engine.finish_requests(sorted(failed), RequestStatus.FINISHED_ERROR):
-            outputs[request.client_index].append(
-                EngineCoreOutput(request_id=request.request_id, new_token_ids=[], finish_reason=request.get_finished_reason())
-            )
+            reason = request.get_finished_reason()
+            outputs[request.client_index].append(EngineCoreOutput(request_id=request.request_id, new_token_ids=[], finish_reason=reason))
     if engine.connector is not None:
         if reported:
             transfers.finished(engine, engine.connector, reported)
         stats = engine.connector.get_kv_connector_stats()
         if stats is not None and not stats.is_empty() and reported and reported.kv_connector_stats is not None:
             reported.kv_connector_stats.aggregate(stats)
-        for _ in engine.connector.take_events() or ():
-            pass
+        list(engine.connector.take_events() or ())
     return {client: EngineCoreOutputs(outputs=items) for client, items in outputs.items()}
-
-
-def _roll_back(request: Request, rejected: int) -> None:
-    """Take rejected drafts back out of what counts as computed, and out of the placeholders."""
-    if request.num_computed_tokens > 0:
-        request.num_computed_tokens -= rejected
-    if request.num_output_placeholders > 0:
-        request.num_output_placeholders -= rejected
 
 
 def _append(engine: Engine, request: Request, sampled: list[int], is_stale: bool) -> list[int]:
     """Append tokens until one stops the request; returns those that count. Publishes the blocks that are now known and computed."""
-    was_running = request.status == RequestStatus.RUNNING
     count, stops = 0, False
     while count < len(sampled) and not stops:
         request.append_output_token_ids(sampled[count])
         stops = _stops(engine, request, sampled[count])
         count += 1
     if engine.settings.is_async:
-        if not is_stale:
-            request.num_output_placeholders -= count
-            if request.num_output_placeholders < 0:
-                raise EngineAssertion("R161", f"{request.request_id}: more tokens than placeholders ({request.num_output_placeholders})")
-        if was_running:
-            engine.kv_cache_manager.cache_blocks(request, request.num_computed_tokens - request.num_output_placeholders)
+        request.num_output_placeholders -= 0 if is_stale else count
+        if request.num_output_placeholders < 0:
+            raise EngineAssertion("R161", f"{request.request_id}: more tokens than placeholders ({request.num_output_placeholders})")
+        engine.kv_cache_manager.cache_blocks(request, request.num_computed_tokens - request.num_output_placeholders)
     return sampled[:count]
 
 
 def _stops(engine: Engine, request: Request, token: int) -> bool:
     """Whether `token`, the last one, ends the request; its status says so."""
     params = request.sampling_params
-    assert params is not None
     if token == params.eos_token_id:
         request.status = RequestStatus.FINISHED_STOPPED
     elif token in (params.stop_token_ids or ()):
@@ -108,9 +96,3 @@ def _stops(engine: Engine, request: Request, token: int) -> bool:
     elif request.num_tokens >= engine.settings.max_model_len or request.num_output_tokens >= request.max_tokens:
         request.status = RequestStatus.FINISHED_LENGTH_CAPPED
     return request.is_finished()
-
-
-def _free_deferred(engine: Engine) -> None:
-    """Free the blocks whose last possible writer has landed."""
-    while engine.deferred_frees and engine.deferred_frees[0][0] <= engine.landed_steps:
-        engine.kv_cache_manager.block_pool.free_blocks(reversed(engine.deferred_frees.popleft()[1]))

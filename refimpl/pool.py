@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from kvconform.refimpl.errors import EngineAssertion
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, make_block_hash_with_group_id
 from vllm.v1.request import Request
 
@@ -19,23 +18,18 @@ class BlockPool:
     hashed ones, the longest unused first, the tail of a request before its head.
     """
 
-    def __init__(self, num_blocks: int, *, caching: bool, reuse_freed_first: bool = False, permute: bool = False) -> None:
+    def __init__(self, num_blocks: int, caching: bool, policies: frozenset[str]) -> None:
         self.enable_caching = caching
         self.blocks = [KVCacheBlock(i) for i in range(num_blocks)]
         self.null_block = self.blocks[0]
         self.null_block.is_null = True
-        self.free_queue: OrderedDict[int, KVCacheBlock] = OrderedDict((b.block_id, b) for b in self.blocks[1:])
+        self.free_queue: OrderedDict[int, KVCacheBlock] = OrderedDict((block.block_id, block) for block in self.blocks[1:])
         self.cached: dict[bytes, list[KVCacheBlock]] = {}  # hash with group -> blocks with these bytes, oldest first
-        self._reuse_freed_first = reuse_freed_first
-        self._permute = permute
+        self._all_first, self._permute = "reuse-freed-first" in policies, "permute-blocks" in policies
 
     def get_num_free_blocks(self) -> int:
         """Blocks that can be handed out, hashed ones included."""
         return len(self.free_queue)
-
-    def get_usage(self) -> float:
-        """Share of the blocks in use, 0..1."""
-        return 1.0 - len(self.free_queue) / max(1, len(self.blocks) - 1)
 
     def get_cached_block(self, block_hash: bytes, kv_cache_group_ids: Sequence[int] = (0,)) -> list[KVCacheBlock] | None:
         """The oldest cached block with this hash, in a list, or None. State is not changed."""
@@ -48,12 +42,9 @@ class BlockPool:
             raise ValueError(f"{num_blocks} blocks wanted, {len(self.free_queue)} are free")
         taken = [self.free_queue.popitem(last=False)[1] for _ in range(num_blocks)]
         for block in taken:
-            if block._block_hash is not None:
-                self._maybe_evict_cached_block(block)
+            self._maybe_evict_cached_block(block)
             block.ref_cnt += 1
-        if self._permute:
-            taken.reverse()
-        return taken
+        return taken[::-1] if self._permute else taken
 
     def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Hold these blocks once more; free ones leave the queue with their hash."""
@@ -69,7 +60,7 @@ class BlockPool:
             block.ref_cnt -= 1
             if block.ref_cnt or block.is_null:
                 continue
-            if block._block_hash is None or not self.enable_caching or self._reuse_freed_first:
+            if block.block_hash is None or self._all_first:
                 first.append(block)
             else:
                 self.free_queue[block.block_id] = block
@@ -78,27 +69,17 @@ class BlockPool:
             self.free_queue.move_to_end(block.block_id, last=False)
 
     def cache_full_blocks(
-        self,
-        request: Request,
-        blocks: list[KVCacheBlock],
-        num_cached_blocks: int,
-        num_full_blocks: int,
-        block_size: int,
-        kv_cache_group_id: int = 0,
+        self, request: Request, blocks: list[KVCacheBlock], start: int, end: int, block_size: int, group: int = 0
     ) -> None:
-        """Publish `blocks[num_cached_blocks:num_full_blocks]` of `request` under the request's own hashes."""
-        for i in range(num_cached_blocks, num_full_blocks):
-            block, key = blocks[i], make_block_hash_with_group_id(request.block_hashes[i], kv_cache_group_id)
-            if block.is_null:
-                continue
-            block.set_block_hash(key, (i + 1) * block_size)
-            self.cached.setdefault(key, []).append(block)
+        """Publish `blocks[start:end]` of `request` under the request's own hashes."""
+        for i in range(start, end):
+            key = make_block_hash_with_group_id(request.block_hashes[i], group)
+            blocks[i].set_block_hash(key, (i + 1) * block_size)
+            self.cached.setdefault(key, []).append(blocks[i])
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Forget the hashes of these blocks; who holds them keeps holding them."""
         for block_id in block_ids:
-            if not 0 <= block_id < len(self.blocks):
-                raise EngineAssertion("R139", f"block {block_id} was never handed out, there are {len(self.blocks)}")
             self._maybe_evict_cached_block(self.blocks[block_id])
 
     def _maybe_evict_cached_block(self, block: KVCacheBlock) -> bool:
@@ -115,7 +96,5 @@ class BlockPool:
         """Forget every hash. False, and nothing changed, while any block is held."""
         if len(self.free_queue) != len(self.blocks) - 1:
             return False
-        self.cached.clear()
-        for block in self.blocks:
-            block.reset_hash()
+        self.evict_blocks(range(len(self.blocks)))
         return True

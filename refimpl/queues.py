@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Collection, Iterable
 
 from vllm.v1.request import Request
 
@@ -21,17 +20,12 @@ class WaitingQueue(deque[Request]):
         """Queue a request behind its equals."""
         insort(self, request) if self._priority else self.append(request)
 
-    def prepend_requests(self, requests: Iterable[Request]) -> None:
+    def prepend_requests(self, requests: list[Request]) -> None:
         """Put requests back in front, in their own order."""
-        if self._priority:
-            for request in requests:
-                insort(self, request)
-        else:
-            self.extendleft(reversed(list(requests)))
+        for request in reversed(requests):
+            insort(self, request) if self._priority else self.appendleft(request)
 
-    def remove_requests(self, requests: Collection[Request]) -> None:
+    def remove_requests(self, requests: set[Request]) -> None:
         """Drop these requests, wherever they are."""
-        if self and requests:
-            kept = [request for request in self if request not in requests]
-            self.clear()
-            self.extend(kept)
+        for request in requests.intersection(self):
+            self.remove(request)

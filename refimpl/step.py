@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import CachedRequestData, KVConnectorBlockState, NewRequestData, SchedulerOutput
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 
 from kvconform.refimpl.engine import Engine
 
@@ -29,15 +29,9 @@ class Step:
     has_prefill: bool = False
     has_sync_loads: bool = False
 
-    def admit(self, request: Request, table: KVCacheBlocks, new_tokens: int, draft_slots: int) -> None:
-        """Add a request from the waiting queue, with its whole table."""
-        (self.resumed if request.status == RequestStatus.PREEMPTED else self.new).append(request)
-        self.take(request.request_id, table, new_tokens, draft_slots)
-
     def take(self, request_id: str, blocks: KVCacheBlocks, new_tokens: int, draft_slots: int) -> None:
         """Book tokens and blocks."""
-        self.tokens[request_id] = new_tokens
-        self.blocks[request_id] = blocks
+        self.tokens[request_id], self.blocks[request_id] = new_tokens, blocks
         self.token_budget -= new_tokens
         self.input_budget -= new_tokens + draft_slots
 

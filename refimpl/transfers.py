@@ -65,7 +65,7 @@ def _cut_back(engine: Engine, requests: Iterable[Request], invalid: set[int], sc
         if own:
             evicted.update(table[own[0] :])
     if evict and evicted:
-        engine.kv_cache_manager.evict_blocks(evicted)
+        engine.kv_cache_manager.block_pool.evict_blocks(evicted)
     return affected
 
 
@@ -85,7 +85,6 @@ def finished(engine: Engine, connector: KVConnectorBase_V1, reported: KVConnecto
 
 
 def _known(engine: Engine, request_id: str, what: str) -> Request:
-    request = engine.requests.get(request_id)
-    if request is None:
+    if (request := engine.requests.get(request_id)) is None:
         raise EngineAssertion("R146", f"{what} for {request_id}, which the engine does not know or has already freed")
     return request
