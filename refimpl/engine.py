@@ -42,9 +42,7 @@ class Engine:
         policies: frozenset[str] = frozenset(),
     ) -> None:
         self.settings = Settings(vllm_config, kv_cache_config, block_size, async_scheduling, runner, policies)
-        self.vllm_config, self.kv_cache_config = vllm_config, kv_cache_config
-        self.num_spec_tokens = self.settings.num_spec
-        self.connector = connector
+        self.connector, self.num_spec_tokens = connector, self.settings.num_spec
         # Asked once (R162): whether tokens that were in flight at a preemption are dropped, for their KV was promised to somebody.
         self.requires_kv_delivery = connector.requires_kv_delivery if connector is not None else False
         self.kv_cache_manager = KVManager(self.settings)
@@ -56,11 +54,9 @@ class Engine:
         self.kv_holding_waiting = WaitingQueue(self.settings.priority)  # loading, or loaded: served before `waiting`
         self.running: list[Request] = []
         self.pause_level = 0  # 1: nothing new starts, what holds blocks goes on; 2: nothing runs
-        self.finished_req_ids: set[str] = set()  # since the last step, like the next one
-        self.preempted_req_ids: set[str] = set()
+        self.finished_req_ids, self.preempted_req_ids = set[str](), set[str]()  # since the last step
         self.scheduled_before: set[str] = set()  # in the last step
-        self.finished_recving_kv_req_ids: set[str] = set()
-        self.failed_recving_kv_req_ids: set[str] = set()
+        self.finished_recving_kv_req_ids, self.failed_recving_kv_req_ids = set[str](), set[str]()
         self.inflight_prefills: set[Request] = set()  # loading or in the middle of their prompt: their blocks are spoken for
         self.in_flight: dict[int, tuple[SchedulerOutput, dict[str, Request]]] = {}  # id(output) -> who was scheduled
         # Deferred frees (R150): blocks wait until every step that may write them has landed. Both counters count steps with tokens.
@@ -210,9 +206,9 @@ class Engine:
             done = self.connector.reset_cache() is not False and done
         return done
 
-    def set_pause_state(self, level: int) -> None:
+    def set_pause_state(self, pause_state: int) -> None:
         """Set `pause_level`: 0, 1 or 2."""
-        self.pause_level = int(level)
+        self.pause_level = int(pause_state)
 
     def shutdown(self) -> None:
         """Shut the connector's scheduler half down."""

@@ -21,8 +21,7 @@ class BlockPool:
     def __init__(self, num_blocks: int, caching: bool, policies: frozenset[str]) -> None:
         self.enable_caching = caching
         self.blocks = [KVCacheBlock(i) for i in range(num_blocks)]
-        self.null_block = self.blocks[0]
-        self.null_block.is_null = True
+        self.null_block, self.blocks[0].is_null = self.blocks[0], True
         self.free_queue: OrderedDict[int, KVCacheBlock] = OrderedDict((block.block_id, block) for block in self.blocks[1:])
         self.cached: dict[bytes, list[KVCacheBlock]] = {}  # hash with group -> blocks with these bytes, oldest first
         self._all_first, self._permute = "reuse-freed-first" in policies, "permute-blocks" in policies
@@ -42,7 +41,7 @@ class BlockPool:
             raise ValueError(f"{num_blocks} blocks wanted, {len(self.free_queue)} are free")
         taken = [self.free_queue.popitem(last=False)[1] for _ in range(num_blocks)]
         for block in taken:
-            self._maybe_evict_cached_block(block)
+            self._evict(block)
             block.ref_cnt += 1
         return taken[::-1] if self._permute else taken
 
@@ -80,21 +79,18 @@ class BlockPool:
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Forget the hashes of these blocks; who holds them keeps holding them."""
         for block_id in block_ids:
-            self._maybe_evict_cached_block(self.blocks[block_id])
+            self._evict(self.blocks[block_id])
 
-    def _maybe_evict_cached_block(self, block: KVCacheBlock) -> bool:
-        """Take a block out of the prefix cache. True if it was in."""
-        key = block.block_hash
-        if key is None:
-            return False
-        same = self.cached[key]
-        same.remove(block) if len(same) > 1 else self.cached.pop(key)
-        block.reset_hash()
-        return True
+    def _evict(self, block: KVCacheBlock) -> None:
+        """Take a block out of the prefix cache, if it is in."""
+        if (key := block.block_hash) is not None:
+            same = self.cached[key]
+            same.remove(block) if len(same) > 1 else self.cached.pop(key)
+            block.reset_hash()
 
     def reset_prefix_cache(self) -> bool:
         """Forget every hash. False, and nothing changed, while any block is held."""
-        if len(self.free_queue) != len(self.blocks) - 1:
-            return False
-        self.evict_blocks(range(len(self.blocks)))
-        return True
+        unused = len(self.free_queue) == len(self.blocks) - 1
+        if unused:
+            self.evict_blocks(range(len(self.blocks)))
+        return unused

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -59,6 +60,13 @@ class Ask:
     send_steps: int = 0  # > 0: request_finished takes the blocks over for so many steps
     skip_reading: bool = False
     priority: int = 0
+
+
+class OrderedNames(set[str]):
+    """A set that is gone through in the order of its names: vLLM frees what a report lists in the order of a set."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(super().__iter__()))
 
 
 @dataclass
@@ -432,7 +440,8 @@ class Rig:
     def _transfers(self, output: Any) -> KVConnectorOutput | None:
         if self.connector is None:
             return None
-        report = KVConnectorOutput(finished_sending=set(), finished_recving=set(), invalid_block_ids=set(), failed_recving=set())
+        sending, receiving, failed = OrderedNames(), OrderedNames(), OrderedNames()
+        report = KVConnectorOutput(finished_sending=sending, finished_recving=receiving, invalid_block_ids=set(), failed_recving=failed)
         for load in list(self.connector.loads):
             load.left -= 1
             if load.is_async and load.left > 0:
