@@ -98,7 +98,7 @@ class Engine:
             self._valid_end,
             self._held_contents,
         )
-        self.ledger = Ledger(trace, self.scheduler, self.pool, self.observer, self.batch)
+        self.ledger = Ledger(trace, self.scheduler, self.pool, self.observer, self.batch, is_async=variant.scheduling == "async")
         self._listen()
         self.blocks_at_start = self.pool.get_num_free_blocks()
         self.progress = 0

@@ -25,8 +25,9 @@ _REASONS = {
 class Ledger:
     """Reads a scheduler's requests before and after each call. Emits events; changes nothing in the engine but the pool's wrappers."""
 
-    def __init__(self, trace: Trace, scheduler: Any, pool: Any, observer: Observer, batch: Batch) -> None:
+    def __init__(self, trace: Trace, scheduler: Any, pool: Any, observer: Observer, batch: Batch, *, is_async: bool) -> None:
         self.trace, self.scheduler, self.pool, self.observer, self.batch = trace, scheduler, pool, observer, batch
+        self.is_async = is_async
         self.fresh: list[int] = []
         self.alive: list[tuple[str, weakref.ref[Any]]] = []
         self.finals: dict[str, Any] = {}
@@ -148,7 +149,7 @@ class Ledger:
         key = (req, self.observer.generation(req))
         # schedule() has advanced the counters; the hook saw them as they were before: C by this step's tokens, P by what it will sample.
         before, placeholders = request.num_computed_tokens - count, request.num_output_placeholders
-        if self._is_async and not is_chunk(request):
+        if self.is_async and not is_chunk(request):
             placeholders -= 1 + drafts
         self._current[req] = self.trace.emit(
             "req.scheduled", req=req, generation=key[1], kind=kind, so_C=so_c, C=before, S=count,
@@ -158,10 +159,6 @@ class Ledger:
             prefill_ids=prefill_ids, prev_so_C=self._last.get(key),
         )  # fmt: skip
         self._last[key] = so_c
-
-    @property
-    def _is_async(self) -> bool:
-        return bool(self.scheduler.vllm_config.scheduler_config.async_scheduling)
 
     def after_execute(self, rows: list[Row], failed: set[str]) -> None:
         """Fill in what the worker made of the step: final KV before and after it (None where the request's load failed)."""
