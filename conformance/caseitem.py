@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import sys
+import traceback
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -23,6 +24,7 @@ from kvconform.load import load_spec
 from kvconform.report import timeline
 from kvconform.settings import Settings
 from kvconform.suite import Selection, select
+from kvconform.verdict import Verdict, rows_for
 
 PAYLOAD = pytest.StashKey[str]()
 START = "(start of the worker)"
@@ -86,6 +88,8 @@ class Worker:
             payload = self._run(variant, tmp)
         except KvconformError as error:
             payload = {"abort": (error.code, error.message)}
+        except (Exception, SystemExit, watchdog.HookTimeout) as error:  # whatever comes through here is the harness's fault
+            payload = self._error(variant, error)
         finally:
             if not self.settings.debug:
                 shutil.rmtree(tmp, ignore_errors=True)
@@ -95,6 +99,14 @@ class Worker:
         bad = [row for row in payload["rows"] if row["verdict"] == "ERROR" or (row["verdict"] == "FAIL" and row.get("gating", True))]
         if bad:
             pytest.fail("\n".join(f"{row['requirement']}: {row.get('message') or row['verdict']}" for row in bad), pytrace=False)
+
+    def _error(self, variant: Any, error: BaseException) -> Payload:
+        """ERROR for all requirements."""
+        message = f"the harness failed: {type(error).__name__}: {error}".splitlines()[0]
+        requirements = [self.spec.requirements[name] for name in self.selection.judged]
+        rows = rows_for(requirements, variant, Verdict.ERROR, message, strict=self.settings.strict)
+        text = "".join(traceback.format_exception(error))
+        return Payload(variant=variant.id, rows=[row.to_dict() for row in rows], harness_error=text)
 
     def _prepare(self, tmp: Path) -> None:
         """Import vLLM and the connector, construct it once. KvconformError if that cannot be."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from rich.markup import escape
 
 from kvconform import __version__, crash
 from kvconform.caseitem import START
@@ -132,6 +133,9 @@ class Controller:
             self.exit_code = self.finish()
             session.exitstatus = self.exit_code
 
+    def pytest_unconfigure(self) -> None:
+        self.clean_up()
+
     # -- the rest --------------------------------------------------------------------------------------------------------------------
     def for_worker(self) -> str:
         """What a worker needs to know, as JSON."""
@@ -175,8 +179,7 @@ class Controller:
     def finish(self) -> int:
         """Tear down, write the reports, print the result; returns the exit code."""
         self.progress.stop()
-        for sentence in self.servers.down():
-            self.console.print(f"[yellow]warning[/]     {sentence}", highlight=False)
+        self.tear_down()
         code = self._report() if self.collector.rows and self._stream is not None else 3
         if self.problem is not None:
             code = self.problem.code
@@ -185,8 +188,15 @@ class Controller:
         self.clean_up()
         return code
 
+    def tear_down(self) -> None:
+        """Run the tear-down commands, if they were not run yet."""
+        for sentence in self.servers.down():
+            self.console.print(f"[yellow]warning[/]     {escape(sentence)}")
+
     def clean_up(self) -> None:
-        """Remove the run's temporary files (with --debug they stay)."""
+        """Leave nothing behind but the reports (with --debug, also the temporary files). pytest_sessionfinish need not have been called."""
+        self.progress.stop()
+        self.tear_down()
         if not self.settings.debug:
             shutil.rmtree(self.scratch, ignore_errors=True)
 

@@ -64,7 +64,7 @@ def rows_of(note: Note | None, variant: Variant, spec: Spec, selection: Selectio
 def _trace(variant: Variant, hung: bool, hook: str | None, step: int, text: str) -> list[dict[str, Any]]:
     """The made-up trace: the run began, the hook was called, and that was it."""
     settings = variant.case.config
-    start = {
+    start: dict[str, Any] = {
         "k": "run.start", "seed": 0, "case": variant.case.id, "vllm": "0", "num_blocks": settings.num_blocks, "connector": "",
         "policies": list(variant.case.policies), "spec_tokens": settings.spec_tokens, "role": settings.role, **variant.axes,
     }  # fmt: skip

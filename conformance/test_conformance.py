@@ -21,4 +21,5 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def test_case(request: pytest.FixtureRequest, variant: Any) -> None:
     """One run of a case, with the runs that it is compared with, judged by every requirement."""
-    request.config.pluginmanager.get_plugin(WORKER).run(request.node, variant)
+    worker: Any = request.config.pluginmanager.get_plugin(WORKER)
+    worker.run(request.node, variant)

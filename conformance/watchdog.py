@@ -119,7 +119,7 @@ class _Watch:
                 self.die(now)
 
     def die(self, now: float) -> None:
-        self.write(now, 0.0, self.name if self.deadline is not None else "", hung=True)
+        self.write(now, self.allowed, self.name if self.deadline is not None else "", hung=True)
         os._exit(EXIT_HANG)
 
     def push_back(self, deadline: float | None, now: float) -> None:

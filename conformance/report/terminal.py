@@ -64,7 +64,7 @@ def report(console: Console, collector: Collector, rows: Sequence[Row], found: A
     _section(console, collector, "Failures", [row for row in mine if row.gating], notes)
     _section(console, collector, "Recommendations not followed (they count with --strict)", [row for row in mine if not row.gating], notes)
     _section(console, collector, "Guarantees that the engine broke (not the connector's fault)", _only(failures, "guarantee"), notes)
-    _errors(console, rows, notes)
+    _errors(console, rows, notes, collector.settings.debug)
     _unmet(console, notes.values())
     _answer(console, rows, found, where, seconds)
 
@@ -192,8 +192,8 @@ def _failure(collector: Collector, group: Sequence[Row], notes: dict[str, CaseNo
     return Group(*parts)
 
 
-def _errors(console: Console, rows: Sequence[Row], notes: dict[str, CaseNotes]) -> None:
-    """What went wrong with the harness, one line per message."""
+def _errors(console: Console, rows: Sequence[Row], notes: dict[str, CaseNotes], debug: bool) -> None:
+    """What went wrong with the harness, one line per message; tracebacks with --debug."""
     groups: dict[str, list[str]] = {}
     for row in rows:
         if row.verdict is Verdict.ERROR:
@@ -203,9 +203,12 @@ def _errors(console: Console, rows: Sequence[Row], notes: dict[str, CaseNotes]) 
         return
     console.print()
     console.rule("[bold]Errors of the harness or the environment", align="left")
+    shown = [note.harness_error for note in notes.values() if note.harness_error] if debug else []
     for text, where in groups.items():
         runs = list(dict.fromkeys(where))
         console.print(f"[magenta]ERROR[/]  {escape(text)}  [dim]{len(runs)} runs, first {escape(runs[0])}[/]")
+    for error in shown[:LISTED]:
+        console.print(Text(error), soft_wrap=True)
 
 
 def _unmet(console: Console, notes: Iterable[CaseNotes]) -> None:
