@@ -63,6 +63,13 @@ class Collector:
         self.rows[variant] = kept
         return kept
 
+    def only(self, ids: set[str]) -> None:
+        """Only these runs will be made (pytest's own -k left out the others)."""
+        if ids < {variant.id for variant in self.selection.variants}:
+            self.selection.variants = [variant for variant in self.selection.variants if variant.id in ids]
+            self.selection.narrowed = True
+            self.variants = {v.id: v for v in (*self.selection.variants, *self.selection.switched_off)}
+
     def ordered(self) -> list[Row]:
         """All rows, by case (in the specification's order), run and requirement."""
         position = self.selection.order()

@@ -8,6 +8,7 @@ import json
 import shutil
 import tempfile
 import time
+from collections.abc import Sequence
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,15 @@ class Controller:
 
     def pytest_configure_node(self, node: Any) -> None:
         node.workerinput["kvconform"] = self.for_worker()
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: Sequence[str]) -> None:
+        self.collector.only({name[name.index("[") + 1 : -1] for name in ids if name.endswith("]")})
+        self.progress.total = len(self.collector.selection.variants)
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        if session.items:
+            self.pytest_xdist_node_collection_finished([item.name for item in session.items])
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         text = getattr(report, "kvconform", None)

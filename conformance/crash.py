@@ -45,7 +45,7 @@ def rows_of(note: Note | None, variant: Variant, spec: Spec, selection: Selectio
     hung, hook = note is not None and note.hung, note.hook if note is not None else None
     step = note.step if note is not None else 0
     requirements = [spec.requirements[name] for name in selection.judged]
-    known = dict(caps) or complete({})
+    known = complete({}) | dict(caps)
     run = DeadRun(variant, _trace(variant, hung, hook, step, sentence(note)))
     rows = judge(requirements, {"connector": run}, known, strict=strict, disabled=set(selection.disabled))
     culprit = HANG if hung else EXIT
