@@ -7,6 +7,7 @@ Importing this module imports vLLM (6-10 s), so the controller process never doe
 from __future__ import annotations
 
 import os
+import tempfile
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,18 @@ def build_config(
     config.scheduler_config.max_num_batched_tokens = budget
     config.scheduler_config.max_num_scheduled_tokens = None
     return config
+
+
+@lru_cache(maxsize=1)
+def init_parallel_state() -> None:
+    """The one-rank tensor and pipeline parallel groups that every vLLM worker process has; connectors ask them for their rank."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed.parallel_state import ensure_model_parallel_initialized, init_distributed_environment
+
+    store = Path(tempfile.mkdtemp(prefix="kvconform-")) / "rendezvous"
+    with set_current_vllm_config(VllmConfig()):
+        init_distributed_environment(1, 0, f"file://{store}", 0, "gloo")
+        ensure_model_parallel_initialized(1, 1)
 
 
 def build_cache_config(num_blocks: int, block_size: int, heads: int, head_dim: int, layers: list[str]) -> KVCacheConfig:

@@ -193,10 +193,15 @@ def diagnose(registry: Registry, row: np.ndarray, layer: int, reader: Chain, pos
                 return "kv_swapped", side, "the right token, with K and V exchanged"
             if hit[3] != head:
                 return "head_swapped", side, f"the right token, but head {hit[3]}'s bytes in head {head}"
-    first = registry.origins.get(expected)
-    if origin.kind == "poison" and not loading and first is not None and first.req == origin.req:
-        return "never_computed", side, f"{origin}; it was taken before request {first.req} had computed the token"
+    if origin.kind == "poison" and not loading and origin.req in _computed_by(registry, reader, pos):
+        return "never_computed", side, f"{origin}; it was taken before request {origin.req} had computed the token"
     return _classify(origin, content, reader, pos, loading), side, str(origin)
+
+
+def _computed_by(registry: Registry, reader: Chain, pos: int) -> set[str]:
+    """Requests that computed this position or the one before it first: poison of theirs is KV that was not there yet."""
+    found = {registry.origins.get(content) for content in reader.ids[max(0, pos - 1) : pos + 1]}
+    return {origin.req for origin in found if origin is not None}
 
 
 def _classify(origin: Origin, content: int, reader: Chain, pos: int, loading: bool) -> str:

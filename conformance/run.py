@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -14,6 +15,7 @@ from kvconform.diagnosis import describe
 from kvconform.infer import Profile, profile_of
 from kvconform.load import Spec
 from kvconform.runner import Run, run_variant
+from kvconform.stub import SCHEDULER_AREAS
 from kvconform.target import Target
 from kvconform.verdict import Verdict, judge, rows_for
 
@@ -48,10 +50,18 @@ class CaseReport:
 
 
 def target_profile(target: Target, tmp: Path) -> Profile:
-    """The capabilities and promises of a target, worked out once per process."""
-    key = repr((target.connector, sorted(target.extra_config.items(), key=str), target.role, sorted(target.capabilities.items(), key=str)))
+    """The capabilities and promises of a target, worked out once per process; calibration runs write below `tmp`."""
+    key = repr(
+        (
+            target.connector,
+            sorted(target.extra_config.items(), key=str),
+            target.role,
+            sorted(target.capabilities.items(), key=str),
+            target.half,
+        )
+    )
     if key not in _profiles:
-        _profiles[key] = profile_of(target, tmp)
+        _profiles[key] = profile_of(target, tmp / f"profile-{hashlib.sha256(key.encode()).hexdigest()[:8]}")
     return _profiles[key]
 
 
@@ -61,7 +71,7 @@ def run_and_judge(
 ) -> CaseReport:  # fmt: skip
     """Run the variant and the runs it is compared with, judge all (or the named) requirements. Writes below `tmp` and cleans up."""
     wanted = [r for r in spec.requirements.values() if requirements is None or r.id in set(requirements)]
-    profile = target_profile(target, tmp.parent / "profile")
+    profile = target_profile(target, tmp.parent)
     report = CaseReport(variant.id, variant.case.id, dict(variant.axes), [], capabilities=profile.caps, sources=profile.sources)
     missing = variant.case.unmet(profile.caps)
     if missing is not None:
@@ -75,7 +85,10 @@ def run_and_judge(
         for relation in ("connector", *variant.case.relations)
     }
     main = runs["connector"]
-    rows = judge(wanted, runs, profile.caps, strict=strict, disabled=set(disabled))
+    alone = target.half == "scheduler"
+    judged = [r for r in wanted if not alone or r.area in SCHEDULER_AREAS]
+    rows = judge(judged, runs, profile.caps, strict=strict, disabled=set(disabled))
+    rows += rows_for([r for r in wanted if r not in judged], variant, Verdict.UNOBSERVABLE, "needs the worker half", strict=strict)
     for row in rows:
         told = describe(main.trace[row.event]) if row.verdict == Verdict.FAIL and row.event is not None else None
         if told is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import sys
 import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,8 +15,8 @@ from kvconform import compat
 from kvconform.capabilities import complete
 from kvconform.case import Case, Variant
 from kvconform.driver import Driver, Stalled
-from kvconform.elsewhere import process_restart, run_elsewhere, run_first_part
-from kvconform.engines.engine import EngineFault
+from kvconform.elsewhere import FirstPartEnded, process_restart, run_elsewhere, run_first_part
+from kvconform.engines.fault import EngineFault
 from kvconform.engines.setup import HEAD_DIM, HEADS, LAYERS
 from kvconform.errors import KvconformError
 from kvconform.kernels.codes import CodeBook
@@ -23,10 +24,12 @@ from kvconform.probe import Patch, Probe
 from kvconform.promise import Plain, Promises
 from kvconform.provenance import Registry
 from kvconform.remote import RemoteHalf
+from kvconform.stub import NoWorkerHalf
 from kvconform.target import Target
 from kvconform.trace import Trace
 from kvconform.watchdog import HookTimeout
 
+_LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "msgspec", "pydantic", "pydantic_core"}
 BOOK = CodeBook(LAYERS, HEADS, HEAD_DIM)
 _frozen = False
 
@@ -61,15 +64,19 @@ def run_variant(
         policies=list(variant.case.policies), connector=target.connector if with_connector else None, spec_tokens=settings.spec_tokens,
         role=target.role or settings.role,
     )  # fmt: skip
-    run = Run(variant, relation, trace.events, caps, frozenset({"hooks", "sched", "kv"}) if with_connector else frozenset({"sched", "kv"}))
+    run = Run(variant, relation, trace.events, caps, _channels(target) if with_connector else frozenset({"sched", "kv"}))
     tmp.mkdir(parents=True, exist_ok=True)
     if with_connector:
-        with Patch(target.resolve()), Patch(RemoteHalf):
+        with Patch(target.resolve()), Patch(RemoteHalf), Patch(NoWorkerHalf):
             _drive(run, variant, target, trace, Registry(book), seed, tmp, relation, caps, promises)
     else:
         _drive(run, variant, target, trace, Registry(book), seed, tmp, relation, caps, None)
     _scrub(trace, str(tmp))
     return run
+
+
+def _channels(target: Target) -> frozenset[str]:
+    return frozenset({"hooks", "sched", "kv"} if target.half == "both" else {"hooks", "sched"})
 
 
 def _drive(
@@ -85,19 +92,19 @@ def _drive(
                 lambda: Driver(variant, target, trace, registry, seed=seed, tmp=tmp, relation=relation, caps=caps, promises=promises),
                 first,
                 trace,
+                lambda dead, error: _conclude(run, trace, dead, error),
             )
         driver = Driver(
             variant, target, trace, registry, seed=seed, tmp=tmp, relation=relation, caps=caps, promises=promises, before=before,
         )  # fmt: skip
         driver.execute(rest)
         run.unmet = driver.expectations.unmet(variant.case.provokes)
-    except Stalled:
-        assert driver is not None
-        driver.close(shut_down=True, crashed=False)
     except KvconformError:
         raise
-    except (Exception, HookTimeout) as error:  # whatever the connector or the engine raised is a finding; our own faults are told apart
-        _crashed(run, trace, driver, error)
+    except FirstPartEnded as ended:
+        run.harness_error = ended.harness_error
+    except (Exception, HookTimeout, SystemExit) as error:  # whatever connector or engine raised is a finding; our faults are told apart
+        _conclude(run, trace, driver, error)
     finally:
         if driver is not None and driver.engine.inspector is not None:
             run.channels |= {"plan"}
@@ -111,6 +118,18 @@ def _scrub(trace: Trace, tmp: str) -> None:
             text = event.get(name)
             if isinstance(text, str) and tmp in text:
                 event[name] = text.replace(tmp, "{tmp}")
+
+
+def _conclude(run: Run, trace: Trace, driver: Driver | None, error: BaseException) -> str | None:
+    """Finish the trace of a run that stalled or crashed; returns the harness's error, if it is one."""
+    try:
+        if not isinstance(error, Stalled):
+            _crashed(run, trace, driver, error)
+        elif driver is not None:
+            driver.close(shut_down=True, crashed=False)
+    except (Exception, HookTimeout) as late:  # closing a stalled run shuts the connector down, which may raise too
+        _crashed(run, trace, driver, late)
+    return run.harness_error
 
 
 def _crashed(run: Run, trace: Trace, driver: Driver | None, error: BaseException) -> None:
@@ -140,12 +159,13 @@ def _blame(error: BaseException) -> str:
     """`engine` if vLLM's or the reference engine's own code refused to go on, `harness` if ours broke."""
     if isinstance(error, (EngineFault, HookTimeout)):
         return "engine"
-    module = ""
-    frame = error.__traceback__
+    culprit, frame = "", error.__traceback__
     while frame is not None:
         module = frame.tb_frame.f_globals.get("__name__", "")
+        if module.partition(".")[0] not in _LIBRARIES:  # an error inside a library is the fault of whoever called it
+            culprit = module
         frame = frame.tb_next
-    ours = module.startswith("kvconform.") and not module.startswith("kvconform.refimpl")
+    ours = culprit.startswith("kvconform.") and not culprit.startswith("kvconform.refimpl")
     return "harness" if ours else "engine"
 
 

@@ -15,7 +15,8 @@ from kvconform.errors import UsageError
 class Target:
     """A connector and its configuration. `connector` is `package.module:Class`, a name registered in vLLM's factory, or None.
 
-    `{tmp}` in the strings of `extra_config` stands for the run's own directory. `capabilities` are the declared ones.
+    `{tmp}` in the strings of `extra_config` stands for the run's own directory. `capabilities` are the declared ones. `half` is `both`, or
+    `scheduler` to judge the scheduler half alone, with a worker half of ours that does nothing.
     """
 
     connector: str | None
@@ -24,6 +25,7 @@ class Target:
     capabilities: dict[str, Any] = field(default_factory=dict)
     stall_seconds: float = 2.0
     hook_timeout: float = 10.0
+    half: str = "both"
 
     @property
     def name(self) -> str:

@@ -4,18 +4,22 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvconform import compat, watchdog
+from vllm.config import set_current_vllm_config
+
+from kvconform import compat
 from kvconform.api import inspect_class
 from kvconform.batch import Batch
 from kvconform.case import Variant
-from kvconform.compat import DraftTokenIds, KVConnectorFactory, KVConnectorRole, RequestStatus
+from kvconform.compat import DraftTokenIds, RequestStatus
 from kvconform.digest import pickle_round_trip
+from kvconform.engines.fault import check_starts
+from kvconform.engines.halves import introduce, noted, start_worker_half
 from kvconform.engines.ledger import Ledger
 from kvconform.engines.setup import build_configs, build_scheduler
 from kvconform.kvcache import PagedCache
@@ -23,9 +27,8 @@ from kvconform.lifecycle import make_lifecycle
 from kvconform.model import Script
 from kvconform.observer import Memory, Observer
 from kvconform.oracle import Oracle
-from kvconform.probe import Call, Probe, wrap_instance_hooks
+from kvconform.probe import Call, Probe
 from kvconform.provenance import Identity, Registry
-from kvconform.remote import RemoteHalf
 from kvconform.target import Target
 from kvconform.trace import Trace
 from kvconform.worker import Worker
@@ -39,10 +42,6 @@ class Info:
     generation: int
     identity: Identity
     script: Script
-
-
-class EngineFault(AssertionError):
-    """The engine cannot go on because of what the connector made it believe."""
 
 
 class Engine:
@@ -64,11 +63,10 @@ class Engine:
         self.config, self.cache_config = build_configs(variant, target, tmp, registry.book, cache.names, with_connector=with_connector)
         self.worker_half: Any = None
         if with_connector:
-            with self._noted("start"), watchdog.hook("__init__"):
-                self.worker_half = self._worker_half(cache, apart=relation == "second-process")
-            wrap_instance_hooks(self.worker_half)
+            with noted(trace, "start"):
+                self.worker_half = start_worker_half(self.config, self.cache_config, cache, target, relation=relation)
             if variant.case.id == "lifecycle.api":
-                for item, ok, detail in inspect_class(type(self.worker_half), target.options(tmp), self.config):
+                for item, ok, detail in inspect_class(target.resolve(), target.options(tmp), self.config):
                     trace.emit("api", item=item, ok=ok, detail=detail)
         self.scheduler: Any = None
         self.oracle = Oracle(cache, registry, trace, self.tables)
@@ -77,15 +75,13 @@ class Engine:
         self.lifecycle = make_lifecycle(
             variant.engine, self.worker, self.worker_half, self.config, runner=variant.runner, speculative=settings.spec_tokens > 0
         )
-        self.lifecycle.register()
-        with self._noted("start") if with_connector else nullcontext(), watchdog.hook("__init__"):
+        with set_current_vllm_config(self.config):
+            self.lifecycle.register()
+        with noted(trace, "start") if with_connector else nullcontext():
             self.scheduler, self.applied = build_scheduler(variant, self.config, self.cache_config, with_connector=with_connector)
         self.connector = self.scheduler.connector
         if self.connector is not None:
-            wrap_instance_hooks(self.connector)
-            handshake = self.worker_half.get_handshake_metadata()
-            self.connector.set_xfer_handshake_metadata_pp_aware({} if handshake is None else {(0, 0): handshake})
-            self.connector.get_finished_count()
+            introduce(self.connector, self.worker_half)
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.observer = Observer(
             trace,
@@ -102,12 +98,6 @@ class Engine:
         self._listen()
         self.blocks_at_start = self.pool.get_num_free_blocks()
         self.progress = 0
-
-    def _worker_half(self, cache: PagedCache, *, apart: bool) -> Any:
-        def create() -> Any:
-            return KVConnectorFactory.create_connector(config=self.config, role=KVConnectorRole.WORKER, kv_cache_config=self.cache_config)
-
-        return RemoteHalf(create, cache, self.config) if apart else create()
 
     def _incarnation(self, req_id: str) -> tuple[int, Identity, Script]:
         found = self.info(req_id)
@@ -174,7 +164,7 @@ class Engine:
         self.queue.append((output, result, self.trace.step, self.worker.corrupt))
 
     def _execute(self, output: Any, fresh: list[tuple[int, str]]) -> Any:
-        self._check_starts(output)
+        check_starts(output)
         meta = output.kv_connector_metadata
         if self.connector is not None:
             self.observer.current_digest = self.observer.built.pop(id(meta), None)
@@ -199,14 +189,6 @@ class Engine:
         if total or self.reported_now:
             self.progress += 1
         return result
-
-    def _check_starts(self, output: Any) -> None:
-        cached = output.scheduled_cached_reqs
-        starts = [(n.req_id, n.num_computed_tokens) for n in output.scheduled_new_reqs]
-        starts += list(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        for req, start in starts:
-            if start < 0:
-                raise EngineFault(f"request {req} is to be computed from position {start}: the model would run on a negative position")
 
     def _due(self) -> None:
         for grant in self.oracle.open_grants():
@@ -316,16 +298,6 @@ class Engine:
             return
         Probe.active = self.probe
         op = "shutdown_again" if again else "shutdown"
-        with self._noted(op):
+        with noted(self.trace, op):
             self.worker_half.shutdown()
             self.connector.shutdown()
-
-    @contextmanager
-    def _noted(self, op: str) -> Iterator[None]:
-        """Emit engine.lifecycle with the error, if any, that the connector raised."""
-        event = self.trace.emit("engine.lifecycle", op=op, pid=0, error=None)
-        try:
-            yield
-        except Exception as error:
-            event["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-            raise

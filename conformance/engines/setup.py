@@ -9,6 +9,7 @@ from typing import Any
 from kvconform import compat, policies
 from kvconform.case import Variant
 from kvconform.kernels.codes import CodeBook
+from kvconform.provenance import text_id
 from kvconform.target import Target
 
 LAYERS, HEADS, HEAD_DIM = 2, 2, 16
@@ -27,7 +28,7 @@ def build_configs(
             target.options(tmp),
             target.module,
             settings.load_failure_policy,
-            engine_id=f"kvconform-{variant.case.id}",
+            engine_id=f"kvconform-{variant.case.id}-{text_id(str(tmp)):016x}",  # one per run: stores in memory go by it
         )
     config = compat.build_config(
         block_size=variant.block_size,

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts and ends the two halves of a connector, and notes how that went."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from vllm.config import set_current_vllm_config
+
+from kvconform import compat, watchdog
+from kvconform.compat import KVConnectorFactory, KVConnectorRole
+from kvconform.kvcache import PagedCache
+from kvconform.probe import wrap_instance_hooks
+from kvconform.remote import RemoteHalf
+from kvconform.stub import NoWorkerHalf
+from kvconform.target import Target
+from kvconform.trace import Trace
+
+
+@contextmanager
+def noted(trace: Trace, op: str) -> Iterator[None]:
+    """Emit engine.lifecycle with the error, if any, that the connector raised; constructors have the time limit of a hook."""
+    event = trace.emit("engine.lifecycle", op=op, pid=0, error=None)
+    try:
+        with watchdog.hook("__init__" if op == "start" else op):
+            yield
+    except Exception as error:
+        event["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        raise
+
+
+def start_worker_half(config: Any, cache_config: Any, cache: PagedCache, target: Target, *, relation: str) -> Any:
+    """The connector's worker half in the surroundings of a vLLM worker process: parallel groups and current configuration are set.
+
+    With relation `second-process` it lives in a forked process; where the target's half is `scheduler` a stand-in does nothing.
+    """
+    compat.init_parallel_state()
+    if target.half == "scheduler":
+        return NoWorkerHalf(config, KVConnectorRole.WORKER, cache_config)
+
+    def create() -> Any:
+        with set_current_vllm_config(config):
+            return KVConnectorFactory.create_connector(config=config, role=KVConnectorRole.WORKER, kv_cache_config=cache_config)
+
+    half = RemoteHalf(create, cache, config) if relation == "second-process" else create()
+    wrap_instance_hooks(half)
+    return half
+
+
+def introduce(scheduler_half: Any, worker_half: Any) -> None:
+    """What the engine core does between the halves before the first request: handshake metadata, number of completion reports."""
+    wrap_instance_hooks(scheduler_half)
+    handshake = worker_half.get_handshake_metadata()
+    scheduler_half.set_xfer_handshake_metadata_pp_aware({} if handshake is None else {(0, 0): handshake})
+    scheduler_half.get_finished_count()
