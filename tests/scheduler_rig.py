@@ -43,6 +43,9 @@ class Setup:
     delivery: bool | None = None
     full_isl: bool = True
     long_prefill: int = 0
+    adaptive: bool = False
+    watermark: float = 0.0
+    chunked: bool = True
 
 
 @dataclass(frozen=True)
@@ -181,7 +184,7 @@ class ScriptedConnector(KVConnectorBase_V1):
 
     def has_pending_block_frees(self) -> bool:
         self.note("pending_frees")
-        return super().has_pending_block_frees()
+        return bool(self.sends)  # blocks will come back: do not preempt for them
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None: ...
     def wait_for_layer_load(self, layer_name: str) -> None: ...
@@ -261,6 +264,9 @@ def _configs(setup: Setup) -> tuple[Any, Any]:
     )
     config.scheduler_config.scheduler_reserve_full_isl = setup.full_isl
     config.scheduler_config.long_prefill_token_threshold = setup.long_prefill
+    config.scheduler_config.long_prefill_token_threshold_adaptive = setup.adaptive
+    config.scheduler_config.watermark = setup.watermark
+    config.scheduler_config.enable_chunked_prefill = setup.chunked
     return config, compat.build_cache_config(setup.num_blocks, setup.block_size, 1, 64, ["layer.0"])
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
 
 from kvconform.refimpl.errors import EngineAssertion, IntegrityError
 from kvconform.refimpl.settings import POLICIES
@@ -188,6 +189,18 @@ def test_forced_preemption_waits_for_a_step_in_flight_of_a_consumer() -> None:
     assert not made.s.preempt("a")
     made.run()
     assert made.requests["a"].num_output_tokens == 4
+
+
+@pytest.mark.parametrize("engine", ["reference", "vllm"])
+def test_abort_of_everything(engine: str) -> None:
+    waiting, loading = Ask("c", tuple(range(80, 92))), Ask("b", tuple(range(50, 62)), answers=((8, True),), load_steps=2)
+    made = rig(Setup(max_seqs=1), Ask("a", PROMPT), loading, waiting, engine=engine)
+    made.step()
+    made.s.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+    made.look("abort")
+    assert sorted(line.split()[1] for line in made.story if line.startswith("end")) == ["a", "b", "c"]
+    made.run()
+    assert not made.s.has_requests()
 
 
 def test_pause_levels() -> None:

@@ -58,6 +58,9 @@ def setups(draw: Any) -> Setup:
         delivery=draw(st.sampled_from([None, False])),
         full_isl=draw(st.booleans()),
         long_prefill=draw(st.sampled_from([0, 0, max(3, 1 + spec)])),
+        adaptive=draw(st.booleans()),
+        watermark=draw(st.sampled_from([0.0, 0.0, 0.2])),
+        chunked=draw(st.sampled_from([True, True, True, False])),
     )
 
 
