@@ -6,10 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 
-def prepare(config: Any, policies: frozenset[str], block_size: int) -> None:
-    """Policies that are configuration: split-prefill makes chunks shorter than a block."""
+def prepare(config: Any, policies: frozenset[str], block_size: int, draft_tokens: int) -> None:
+    """Policies that are configuration: split-prefill makes chunks shorter than a block (but not than a verification, which vLLM asserts)."""
     if "split-prefill" in policies:
-        config.scheduler_config.long_prefill_token_threshold = max(1, block_size - 1)
+        config.scheduler_config.long_prefill_token_threshold = max(1, block_size - 1, draft_tokens + 1)
 
 
 def apply(scheduler: Any, policies: frozenset[str]) -> frozenset[str]:

@@ -15,7 +15,7 @@ from kvconform.diagnosis import describe
 from kvconform.infer import Profile, profile_of
 from kvconform.load import Spec
 from kvconform.runner import Run, run_variant
-from kvconform.stub import SCHEDULER_AREAS
+from kvconform.stub import judged_alone
 from kvconform.target import Target
 from kvconform.verdict import Verdict, judge, rows_for
 
@@ -86,7 +86,7 @@ def run_and_judge(
     }
     main = runs["connector"]
     alone = target.half == "scheduler"
-    judged = [r for r in wanted if not alone or r.area in SCHEDULER_AREAS]
+    judged = [r for r in wanted if not alone or judged_alone(r.id, r.area)]
     rows = judge(judged, runs, profile.caps, strict=strict, disabled=set(disabled))
     rows += rows_for([r for r in wanted if r not in judged], variant, Verdict.UNOBSERVABLE, "needs the worker half", strict=strict)
     for row in rows:

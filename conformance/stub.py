@@ -8,7 +8,14 @@ from typing import Any
 from kvconform.compat import KVConnectorBase_V1
 
 SCHEDULER_AREAS = ("lookup", "allocation", "metadata", "finish", "placeholders", "preemption", "speculation")
-"""Areas whose requirements can be judged on the scheduler half alone: nothing in them depends on what a worker stored or reported."""
+"""Areas whose requirements can be judged on the scheduler half alone: nothing in them depends on what a worker stored or reported..."""
+NEEDS_REPORTS = frozenset({"lookup.answers-eventually"})
+"""...but these: they wait for what only a worker half can report."""
+
+
+def judged_alone(requirement_id: str, area: str) -> bool:
+    """Whether a requirement can be judged without the connector's worker half."""
+    return area in SCHEDULER_AREAS and requirement_id not in NEEDS_REPORTS
 
 
 class NoWorkerHalf(KVConnectorBase_V1):

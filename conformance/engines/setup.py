@@ -44,7 +44,7 @@ def build_configs(
         transfer=transfer,
     )
     config.scheduler_config.long_prefill_token_threshold = settings.long_prefill_threshold
-    policies.prepare(config, frozenset(variant.case.policies), variant.block_size)
+    policies.prepare(config, frozenset(variant.case.policies), variant.block_size, settings.spec_tokens)
     cache = compat.build_cache_config(settings.num_blocks, variant.block_size, book.heads, book.head_dim, layer_names)
     return config, cache
 
