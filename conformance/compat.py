@@ -32,7 +32,7 @@ from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -133,7 +133,13 @@ def init_parallel_state() -> None:
 def build_cache_config(num_blocks: int, block_size: int, heads: int, head_dim: int, layers: list[str]) -> KVCacheConfig:
     """One full-attention group over `layers`."""
     spec = FullAttentionSpec(block_size=block_size, num_kv_heads=heads, head_size=head_dim, dtype=torch.float32)
-    return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(layers, spec)])
+    page = spec.page_size_bytes
+    if "layers" in KVCacheTensor.__dataclass_fields__:  # one allocation, layer after layer (0.32)
+        places = {"layers": list(layers), "layer_stride": page * num_blocks, "block_stride": page}
+        tensors = [KVCacheTensor(size=page * num_blocks * len(layers), **places)]
+    else:
+        tensors = [KVCacheTensor(size=page * num_blocks, shared_by=[name]) for name in layers]
+    return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=tensors, kv_cache_groups=[KVCacheGroupSpec(layers, spec)])
 
 
 def build_scheduler(config: VllmConfig, cache: KVCacheConfig, *, block_size: int, scheduling: str, runner: str) -> Scheduler:

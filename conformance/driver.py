@@ -80,8 +80,8 @@ class Driver:
 
     # -- prompts ---------------------------------------------------------------------------------------------------------------
     def _tokens(self, name: str, count: int) -> list[int]:
-        """Fresh tokens of a request: a function of case, seed and name."""
-        base = text_id(f"{self.variant.case.id}/{self.seed}/{name}")
+        """Fresh tokens of a request: a function of variant, seed and name, so a store that outlives its run knows none of the next's."""
+        base = text_id(f"{self.variant.id}/{self.seed}/{name}")
         return [FIRST_TOKEN + mix64(base + i) % VOCABULARY for i in range(count)]
 
     def _prompt(self, add: Any) -> list[int]:
@@ -151,7 +151,7 @@ class Driver:
                 continue
             idle += 1
             if idle >= STALL_STEPS:
-                if time.monotonic() - since > self.target.stall_seconds:
+                if self.target.half != "both" or time.monotonic() - since > self.target.stall_seconds:
                     self._stall(idle)
                     raise Stalled
                 time.sleep(0.002)
@@ -242,7 +242,8 @@ class Driver:
 
     def _final(self, name: str) -> int | None:
         """Final KV of a finished request (None: it is not one whose KV a connector must keep)."""
-        events = [e for e in self.trace.events if e["k"] == "req.finished" and e["req"] == self.ids[name]]
+        key = (self.ids[name], self.expectations.generation(name))
+        events = [e for e in self.trace.events if e["k"] == "req.finished" and (e["req"], e["generation"]) == key]
         if not events or events[-1]["status"] not in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"):
             return None
         return int(events[-1]["v_final"])

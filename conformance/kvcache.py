@@ -20,7 +20,8 @@ class PagedCache:
         self.book, self.num_blocks, self.block_size = book, num_blocks, block_size
         shape = (num_blocks, book.heads, block_size, book.width)
         self.names = [f"model.layers.{i}.self_attn.attn" for i in range(book.layers)]
-        self.tensors = [torch.zeros(shape, dtype=torch.float32, device=device) for _ in self.names]
+        # One allocation for all layers, as vLLM makes it: a layer's tensor is a view with an offset into shared storage.
+        self.tensors = list(torch.zeros((book.layers, *shape), dtype=torch.float32, device=device))
         self.shadow = [t.clone() for t in self.tensors]
         self._mask = torch.from_numpy(book.content_mask())
 
@@ -54,10 +55,10 @@ class PagedCache:
 
     def foreign(self, layer: int) -> np.ndarray:
         """Slots [n] of one layer that somebody other than the engine changed since the last call; takes them into the shadow."""
-        real, shadow = self.tensors[layer], self.shadow[layer]
+        real, shadow = self.tensors[layer].view(torch.int32), self.shadow[layer].view(torch.int32)  # as bits: NaN must equal itself
         if torch.equal(real, shadow):
             return np.empty(0, dtype=np.int64)
-        touched = ((real != shadow) | (real.isnan() != shadow.isnan())).any(3).any(1)
+        touched = (real != shadow).any(3).any(1)
         slots = touched.flatten().nonzero().flatten().numpy()
         blocks, offsets = self.split(slots)
         shadow[blocks, :, offsets] = real[blocks, :, offsets]
