@@ -14,6 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvconform.watchdog import HookTimeout
+
 if TYPE_CHECKING:
     from kvconform.case import Variant
     from kvconform.driver import Driver, Progress
@@ -34,16 +36,37 @@ def process_restart(steps: Sequence[Any]) -> int | None:
     return next((i for i, step in enumerate(steps) if step.op == "restart" and step.arg == "process"), None)
 
 
-def run_first_part(create: Callable[[], Driver], steps: Sequence[Any], trace: Trace) -> tuple[Progress, Registry]:
-    """Run `steps` in a forked process and take over what it knows: trace, contents, requests. The connector's memory stays behind there."""
+class FirstPartEnded(Exception):
+    """The run ended in the first process: its trace is complete. `harness_error` is set if the fault was ours."""
+
+    def __init__(self, harness_error: str | None) -> None:
+        super().__init__("the run ended before the restart")
+        self.harness_error = harness_error
+
+
+Conclude = Callable[["Driver | None", BaseException], "str | None"]
+
+
+def run_first_part(
+    create: Callable[[], Driver], steps: Sequence[Any], trace: Trace, conclude: Conclude
+) -> tuple[Progress, Registry]:  # fmt: skip
+    """Run `steps` in a forked process and take over what it knows: trace, contents, requests. The connector's memory stays behind there.
+
+    `conclude(driver, error)` finishes the trace of a run that ends there and returns the harness's error; then FirstPartEnded is raised.
+    """
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
 
     def child() -> None:
+        driver = None
         try:
-            driver = create()
-            driver.execute_part(steps)
-            answer = pickle.dumps((driver.trace.events, driver.trace.step, driver.progress, driver.registry))
+            try:
+                driver = create()
+                driver.execute_part(steps)
+                answer = pickle.dumps((trace.events, trace.step, driver.progress, driver.registry))
+            except (Exception, HookTimeout, SystemExit) as error:
+                fault = conclude(driver, error)
+                answer = pickle.dumps((trace.events, trace.step, FirstPartEnded(fault), None))
         except BaseException as error:
             answer = pickle.dumps(f"{type(error).__name__}: {error}")
         theirs.send_bytes(answer)
@@ -61,6 +84,8 @@ def run_first_part(create: Callable[[], Driver], steps: Sequence[Any], trace: Tr
         raise ElsewhereError(f"before the restart, in the first process: {answer}")
     events, step, progress, registry = answer
     trace.events[:], trace.step = events, step
+    if isinstance(progress, FirstPartEnded):
+        raise progress
     trace.emit("engine.lifecycle", op="restart", pid=1, error=None)
     return progress, registry
 
