@@ -86,8 +86,11 @@ class CodeBook:
         return np.concatenate([half, half])
 
     def read_print(self, lanes: np.ndarray) -> int | None:
-        """One K or V vector [head_dim] of numbers back to its fingerprint; None if it is no code (not integers 0..15)."""
-        head = np.asarray(lanes[:FINGERPRINT_LANES], dtype=np.float64)
+        """One K or V vector [head_dim] back to its fingerprint; None if it is no code (not integers 0..15, or the repeats disagree)."""
+        values = np.asarray(lanes, dtype=np.float64)
+        head = values[:FINGERPRINT_LANES]
         if not np.all((head >= 0) & (head <= 15) & (head == np.floor(head))):
+            return None
+        if np.any(values[MIN_HEAD_DIM:] != head[np.arange(MIN_HEAD_DIM, len(values)) % FINGERPRINT_LANES]):
             return None
         return int(sum(int(v) << (4 * i) for i, v in enumerate(head)))
