@@ -47,7 +47,7 @@ class Oracle:
         slots = cache.num_blocks * cache.block_size
         self.fill_kind: np.ndarray = np.zeros(slots, dtype=np.int8)
         self.fill_ref: np.ndarray = np.full(slots, -1, dtype=np.int64)
-        self.version: np.ndarray = np.zeros(slots, dtype=np.int64)
+        self.version: np.ndarray = np.zeros((len(cache.tensors), slots), dtype=np.int64)
         self.refs: list[str] = []
         self.grants: list[Grant] = []
         self.pending: list[Wrong] = []
@@ -64,13 +64,13 @@ class Oracle:
         """Note that `slots` were filled by the engine (OWN: request `name`) or by a transfer (EXTERNAL: transfer id)."""
         self.fill_kind[slots] = kind
         self.fill_ref[slots] = self._ref(name)
-        self.version[slots] += 1
+        self.version[:, slots] += 1
 
     def emptied(self, slots: np.ndarray) -> None:
         """Note that `slots` hold nothing any more (handed out again)."""
         self.fill_kind[slots] = 0
         self.fill_ref[slots] = -1
-        self.version[slots] += 1
+        self.version[:, slots] += 1
 
     def open_grants(self) -> list[Grant]:
         """Grants that the engine has not relied on yet."""
@@ -110,7 +110,7 @@ class Oracle:
             kinds[self._outside(slot, block, mine, owners)].append(slot)
             reqs.update(g.req for g in mine)
             transfers.update(g.transfer for g in mine)
-        self.version[slots] += 1
+        self.version[layer, slots] += 1
         self.trace.emit("kv.changed", after_hook=after_hook, layer=layer, req=sorted(reqs), transfer=sorted(transfers), **kinds)
 
     def _outside(self, slot: int, block: int, mine: list[Grant], owners: dict[int, list[str]]) -> str:
@@ -139,9 +139,10 @@ class Oracle:
     # -- reads by the engine ---------------------------------------------------------------------------------------------------
     def wrong_read(self, layer: int, chain: Chain, pos: int, slot: int) -> None:
         """The engine read wrong content at `slot` for position `pos` of `chain`; the first reader of a filling is kept."""
-        if self.reported.get((layer, slot)) == int(self.version[slot]):
+        version = int(self.version[layer, slot])
+        if self.reported.get((layer, slot)) == version:
             return
-        self.reported[(layer, slot)] = int(self.version[slot])
+        self.reported[(layer, slot)] = version
         grant = next((g for g in self.open_grants() if g.position(slot) is not None), None)
         inside = grant is not None and grant.start <= pos < grant.end
         loading = grant is not None and inside and not grant.written[layer, pos - grant.start]
