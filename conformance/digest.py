@@ -7,37 +7,48 @@ import dataclasses
 import hashlib
 import io
 import pickle
+from collections import deque
 from typing import Any
+
+import numpy as np
+import torch
 
 
 def canonical(value: Any, depth: int = 0) -> Any:
-    """A hashable, order-stable picture of `value`: containers, dataclasses, tensors by bytes, other objects by type and `__dict__`."""
+    """A hashable, order-stable picture of `value`: containers, dataclasses, tensors and arrays by bytes, other objects by their fields."""
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         return value
     if depth > 12:
         return "..."
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, deque)):
         return (type(value).__name__, tuple(canonical(v, depth + 1) for v in value))
     if isinstance(value, (set, frozenset)):
         return ("set", tuple(sorted(repr(canonical(v, depth + 1)) for v in value)))
     if isinstance(value, dict):
         return ("dict", tuple((canonical(k, depth + 1), canonical(v, depth + 1)) for k, v in value.items()))
     if hasattr(value, "detach") and hasattr(value, "numpy"):
-        array = value.detach().cpu()
-        return ("tensor", str(array.dtype), tuple(array.shape), array.contiguous().view(-1).numpy().tobytes() if array.numel() else b"")
+        flat = value.detach().cpu().contiguous().view(-1)
+        data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""  # as bytes: numpy has no bfloat16
+        return ("tensor", str(value.dtype), tuple(value.shape), data)
+    if isinstance(value, np.ndarray):
+        return ("array", str(value.dtype), value.shape, canonical(value.tolist(), depth + 1) if value.dtype.hasobject else value.tobytes())
+    if isinstance(value, (bytearray, memoryview, np.generic)):
+        return (type(value).__name__, bytes(value) if not isinstance(value, np.generic) else value.item())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return (
             type(value).__name__,
             tuple((f.name, canonical(getattr(value, f.name, None), depth + 1)) for f in dataclasses.fields(value)),
         )
-    if hasattr(value, "__dict__") and not callable(value):
-        return (type(value).__name__, canonical(vars(value), depth + 1))
-    if hasattr(value, "__slots__"):
-        return (
-            type(value).__name__,
-            tuple((s, canonical(getattr(value, s, None), depth + 1)) for s in value.__slots__ if s != "__weakref__"),
-        )
-    return type(value).__qualname__
+    if callable(value):
+        return type(value).__qualname__
+    slots = sorted({slot for cls in type(value).__mro__ for slot in _slots(cls)})
+    fields = {**{slot: getattr(value, slot, None) for slot in slots}, **getattr(value, "__dict__", {})}
+    return (type(value).__name__, canonical(fields, depth + 1)) if fields else type(value).__qualname__
+
+
+def _slots(cls: type) -> tuple[str, ...]:
+    names = vars(cls).get("__slots__", ())
+    return tuple(n for n in ((names,) if isinstance(names, str) else names) if n not in ("__weakref__", "__dict__"))
 
 
 def digest(value: Any) -> str:
