@@ -150,6 +150,14 @@ def _wrapper(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     return recorded
 
 
+def _instance_form(cls: type, name: str) -> Callable[..., Any] | None:
+    """The hook as a function of (self, ...), also where the class made it a static or class method; None if it is nothing to call."""
+    static, member = inspect.getattr_static(cls, name, None), getattr(cls, name, None)
+    if isinstance(static, (staticmethod, classmethod)) and callable(member):
+        return lambda _self, *args, **kwargs: member(*args, **kwargs)
+    return member if callable(member) else None
+
+
 class Patch:
     """Patches `cls` in place while it is entered, and restores every attribute afterwards."""
 
@@ -160,8 +168,8 @@ class Patch:
 
     def __enter__(self) -> Patch:
         for name in hook_names():
-            original = getattr(self.cls, name, None)
-            if original is None or not inspect.isfunction(original) or hasattr(original, "_kvconform_original"):
+            original = _instance_form(self.cls, name)
+            if original is None or hasattr(original, "_kvconform_original"):
                 continue
             if name in vars(self.cls):
                 self._own[name] = vars(self.cls)[name]
