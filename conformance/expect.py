@@ -66,14 +66,14 @@ class Expectations:
 
     def _of(self, kind: str, name: str | None, **where: Any) -> list[dict[str, Any]]:
         req = self._id(name)
-        generation = None if req is None else self._generation(name)
+        generation = None if req is None else self.generation(name)
         return [
             e for e in self._events
             if e["k"] == kind and (req is None or (e.get("req") == req and e.get("generation", generation) == generation))
             and all(e[k] == v for k, v in where.items())
         ]  # fmt: skip
 
-    def _generation(self, name: str | None) -> int:
+    def generation(self, name: str | None) -> int:
         """Incarnation that a case's name stands for: names with the same client id are numbered in the order of the case."""
         same = [n for n in self.driver.adds if self.driver.ids[n] == self._id(name)]
         return same.index(str(name))
@@ -138,11 +138,12 @@ class Expectations:
         return self._bounded(arg, len(self._of("req.finished", arg.req, status="FINISHED_ABORTED")), "aborts")
 
     def _chunks(self, arg: Any) -> str | None:
-        events = [e for e in self._of("req.scheduled", arg.req) if e["so_C"] < self._prompt_len(e["req"])]
+        events = [e for e in self._of("req.scheduled", arg.req) if e["so_C"] < self._prompt_len(e["req"], e["generation"])]
         return self._bounded(arg, len(events), "prefill chunks")
 
-    def _prompt_len(self, req: str) -> int:
-        return max(len(self.driver.prompts[n]) for n, i in self.driver.ids.items() if i == req)
+    def _prompt_len(self, req: str, generation: int) -> int:
+        names = [name for name in self.driver.adds if self.driver.ids[name] == req]
+        return len(self.driver.prompts[names[generation]])
 
     def _loads(self, arg: Any) -> str | None:
         return self._bounded(arg, sum(e["external"] > 0 for e in self._of("alloc", arg.req)), "loads")

@@ -38,7 +38,8 @@ class Calibration:
         key = (plain, block_size)
         if key not in self._known:
             variant = Variant(plain_case(plain, block_size), "reference", "sync", "v1", 1, block_size)
-            run = run_variant(variant, self.target, seed=0, tmp=self.tmp / f"calibration-{next(self._counter)}")
+            number = next(self._counter)  # also the seed: a store that outlives its run must not know the next one's tokens
+            run = run_variant(variant, self.target, seed=number, tmp=self.tmp / f"calibration-{number}")
             answers = [e for e in run.trace if e["k"] == "lookup" and e["req"] == "b" and e["tokens"] is not None]
             crashed = any(e["k"] in ("engine.crash", "engine.stall") for e in run.trace)
             claim = answers[-1] if answers else None
