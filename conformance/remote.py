@@ -19,6 +19,7 @@ from vllm.forward_context import set_forward_context
 from kvconform.compat import KVConnectorBase_V1, KVConnectorRole
 from kvconform.kvcache import PagedCache
 from kvconform.probe import Probe, hook_names
+from kvconform.watchdog import HookTimeout
 
 
 class RemoteError(RuntimeError):
@@ -46,6 +47,9 @@ class RemoteHalf(KVConnectorBase_V1):
             ok, value = pickle.loads(self._pipe.recv_bytes())
         except EOFError:
             raise RemoteError("the worker process died") from None
+        except HookTimeout:
+            self._child.kill()  # it hangs: nobody will ever ask it again
+            raise
         if not ok:
             raise RemoteError(value)
         return value
@@ -83,10 +87,14 @@ class RemoteHalf(KVConnectorBase_V1):
         self.call("wait_for_save")
 
     def shutdown(self) -> None:
-        if self._child.is_alive():
+        if not self._child.is_alive():
+            return
+        try:
             self.call("shutdown")
-            self._pipe.send_bytes(pickle.dumps((None, (), {})))
-            self._child.join(10)
+        finally:
+            if self._child.is_alive():
+                self._pipe.send_bytes(pickle.dumps((None, (), {})))
+                self._child.join(10)
 
     # Scheduler hooks are never called on the worker half; the base class wants them to exist.
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
