@@ -33,9 +33,10 @@ def check(target: Target, tmp: Path, limit: float) -> None:
     """Raises EnvironmentProblem for vLLM's troubles, UsageError for the connector's. Importing each must not take longer than `limit` s."""
     with _in_time("import of vLLM", limit):
         try:
-            from kvconform.runner import plain_case, run_variant
+            import kvconform.compat  # noqa: F401  # prepares the environment for vLLM, and imports it
         except Exception as error:  # vLLM's import runs code of many packages
-            raise EnvironmentProblem(f"vLLM cannot be imported: {_one_line(error)}") from error
+            raise EnvironmentProblem(f"vLLM cannot be imported, or lacks what kvconform needs: {_one_line(error)}") from error
+    from kvconform.runner import plain_case, run_variant
     from kvconform.promise import Plain
 
     with _in_time(f"import of {target.connector}", limit):
