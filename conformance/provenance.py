@@ -108,10 +108,8 @@ class Origin:
     def __str__(self) -> str:
         if self.kind == "poison":
             return f"poison that the engine put into block {self.pos} when it was handed out (never overwritten)"
-        what = "rejected draft token" if self.kind == "draft" else "token"
-        return f"{what} {self.token} at position {self.pos} of request {self.req}" + (
-            f" (incarnation {self.generation})" if self.generation else ""
-        )
+        what = "a rejected draft" if self.kind == "draft" else f"token {self.token}"
+        return f"{what} at position {self.pos} of request {self.req}" + (f" (incarnation {self.generation})" if self.generation else "")
 
 
 class Registry:
@@ -195,7 +193,8 @@ def diagnose(registry: Registry, row: np.ndarray, layer: int, reader: Chain, pos
                 return "head_swapped", side, f"the right token, but head {hit[3]}'s bytes in head {head}"
     if origin.kind == "poison" and not loading and origin.req in _computed_by(registry, reader, pos):
         return "never_computed", side, f"{origin}; it was taken before request {origin.req} had computed the token"
-    return _classify(origin, content, reader, pos, loading), side, str(origin)
+    name = _classify(origin, content, reader, pos, loading)
+    return name, side, f"{origin}, another request that had the same id" if name == "stale_generation" else str(origin)
 
 
 def _computed_by(registry: Registry, reader: Chain, pos: int) -> set[str]:
