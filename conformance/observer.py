@@ -259,6 +259,9 @@ class Observer:
         kept = (
             state is not None and any(v is state for v in vars(meta).values()) if meta is not None and hasattr(meta, "__dict__") else False
         )
+        if self.handed is not None and digest(self.handed[0]) != self.handed[1]:
+            self.refilled = True  # the step before has not been given this object back: under a deep queue it may still read it
+        self.handed, self.latest = None, meta
         mark = digest(meta)
         self.built[id(meta)] = mark
         mutated = scheduler_output_digest(output) != call.scratch["digest"]
@@ -276,13 +279,20 @@ class Observer:
 
     def _bound(self, call: Call) -> None:
         built, mark = self.current_digest, self.arrived
-        self.trace.emit("meta.bound", digest=mark, same_as_built=built is None or mark is None or built == mark)
+        same = built is None or mark is None or built == mark
+        self.trace.emit("meta.bound", digest=mark, same_as_built=same and not self.refilled)
+        self.refilled = False
 
     def _cleared(self, call: Call) -> None:
+        self.handed = self.latest, digest(self.latest)
         self.trace.emit("meta.cleared", digest=None, same_as_built=True)
 
     current_digest: str | None = None
     arrived: str | None = None
+    latest: Any = None
+    handed: tuple[Any, str | None] | None = None
+    """The metadata of the last step and its digest when the worker was done with it."""
+    refilled = False
     recved: list[str] = []
 
     # -- reset -----------------------------------------------------------------------------------------------------------------

@@ -137,7 +137,7 @@ class ShutdownOnce(ReferenceConnector):
 
     def shutdown(self) -> None:
         super().shutdown()
-        del self._layers
+        del self._bad
 
 
 class SavesTooEarly(ReferenceConnector):
