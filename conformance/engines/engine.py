@@ -108,11 +108,11 @@ class Engine:
         return state.valid_end if state and state.chain.generation == self.info(req_id).generation else 0
 
     def _held_contents(self) -> set[int]:
-        """Content ids of the final KV of requests that hold blocks."""
+        """Content ids of the final KV of live requests, which go on computing upon it; not of what is only kept for a save."""
         held: set[int] = set()
         for req_id in self.tables():
             state = self.batch.requests.get(req_id)
-            if state is not None:
+            if state is not None and not self.scheduler.requests[req_id].is_finished():
                 held.update(state.chain.ids[: state.valid_end])
         return held
 
