@@ -18,6 +18,7 @@ from kvconform import __version__
 from kvconform.aggregate import Aggregate
 from kvconform.collector import CaseNotes, Collector
 from kvconform.report import repro
+from kvconform.report.causes import by_cause
 from kvconform.requirement import Requirement
 from kvconform.verdict import Row, Verdict
 
@@ -148,15 +149,14 @@ def _words(verdict: str) -> str:
 
 
 def _section(console: Console, collector: Collector, title: str, rows: Sequence[Row], notes: dict[str, CaseNotes]) -> None:
-    """A panel per requirement, about its first failing run; the others are listed by name."""
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(row.requirement, []).append(row)
+    """A panel per requirement and root cause, about its first failing run; the others are listed by name."""
+    groups = by_cause(rows)
     if groups:
         console.print()
         console.rule(f"[bold]{title}", align="left")
-    for name, group in groups.items():
-        console.print(Panel(_failure(collector, group, notes), title=f"[bold red]{escape(name)}", title_align="left", border_style="red"))
+    for group in groups:
+        title_text = f"[bold red]{escape(group[0].requirement)}"
+        console.print(Panel(_failure(collector, group, notes), title=title_text, title_align="left", border_style="red"))
 
 
 def _failure(collector: Collector, group: Sequence[Row], notes: dict[str, CaseNotes]) -> RenderableType:
