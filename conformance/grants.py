@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +14,8 @@ class Grant:
     """One load that the engine granted: positions [start, end) of a request go to `slots` [end - start].
 
     `table` is the request's whole block table at the grant, `shared` its blocks before the grant. `written[layer]` marks positions
-    that the connector wrote. A grant is open from the allocation until the engine relied on it (or it failed).
+    that the connector wrote, `late` (layer, position) that the engine read before. A grant is open from the allocation until the engine
+    relied on it (or it failed); `due` is the load.due event of one that was incomplete then and said nothing.
     """
 
     transfer: str
@@ -27,7 +29,8 @@ class Grant:
     layers: int
     open: bool = True
     started_step: int = 0
-    late: set[int] = field(default_factory=set)
+    late: set[tuple[int, int]] = field(default_factory=set)
+    due: dict[str, Any] | None = None
     written: np.ndarray = field(init=False)
     slots: np.ndarray = field(init=False)
 
@@ -53,6 +56,11 @@ class Grant:
         """Request position of `slot` if the grant covers it."""
         hit = np.nonzero(self.slots == slot)[0]
         return self.start + int(hit[0]) if len(hit) else None
+
+    def awaits(self, slot: int) -> bool:
+        """Whether the connector still owes (or may still write) the bytes of `slot`."""
+        pos = self.position(slot)
+        return pos is not None and (self.open or self.due is not None and pos in self.due["missing"])
 
     def missing(self) -> list[int]:
         """Positions that some layer never received."""

@@ -50,6 +50,7 @@ class Oracle:
         self.version: np.ndarray = np.zeros((len(cache.tensors), slots), dtype=np.int64)
         self.refs: list[str] = []
         self.grants: list[Grant] = []
+        self.overdue: list[Grant] = []
         self.pending: list[Wrong] = []
         self.reported: dict[tuple[int, int], int] = {}
         self.failed_blocks: set[int] = set()
@@ -62,15 +63,22 @@ class Oracle:
 
     def filled(self, slots: np.ndarray, kind: int, name: str) -> None:
         """Note that `slots` were filled by the engine (OWN: request `name`) or by a transfer (EXTERNAL: transfer id)."""
+        self._refilled(slots)
         self.fill_kind[slots] = kind
         self.fill_ref[slots] = self._ref(name)
         self.version[:, slots] += 1
 
     def emptied(self, slots: np.ndarray) -> None:
         """Note that `slots` hold nothing any more (handed out again)."""
+        self._refilled(slots)
         self.fill_kind[slots] = 0
         self.fill_ref[slots] = -1
         self.version[:, slots] += 1
+
+    def _refilled(self, slots: np.ndarray) -> None:
+        for grant in [g for g in self.overdue if np.isin(g.slots, slots).any()]:  # whatever arrives from now on is a stray write
+            grant.due = None
+            self.overdue.remove(grant)
 
     def open_grants(self) -> list[Grant]:
         """Grants that the engine has not relied on yet."""
@@ -99,19 +107,23 @@ class Oracle:
             if block == 0:
                 kinds["null_block"].append(slot)
                 continue
-            inside = [g for g in grants if g.position(slot) is not None]
+            inside = [g for g in (*grants, *self.overdue) if g.awaits(slot) and (g.open or g.req in owners.get(block, ()))]
             if inside:
                 for grant in inside:
                     self._granted(grant, layer, slot, after_hook)
                     reqs.add(grant.req)
                     transfers.add(grant.transfer)
                 continue
-            mine = [g for g in grants if block in g.table]
+            mine = [g for g in grants if block in g.table] or self._past(block, owners)
             kinds[self._outside(slot, block, mine, owners)].append(slot)
             reqs.update(g.req for g in mine)
             transfers.update(g.transfer for g in mine)
         self.version[layer, slots] += 1
         self.trace.emit("kv.changed", after_hook=after_hook, layer=layer, req=sorted(reqs), transfer=sorted(transfers), **kinds)
+
+    def _past(self, block: int, owners: dict[int, list[str]]) -> list[Grant]:
+        """The last grant that put this block into the table of a request which still has it."""
+        return next(([g] for g in reversed(self.grants) if block in g.table and g.req in owners.get(block, ())), [])
 
     def _outside(self, slot: int, block: int, mine: list[Grant], owners: dict[int, list[str]]) -> str:
         if block not in owners and not mine:
@@ -121,18 +133,22 @@ class Oracle:
                 return "shared"
         if not mine:
             return "other_request"
-        return "over_computed" if self.fill_kind[slot] else "tail"
+        return "over_computed" if self.fill_kind[slot] or not any(g.open for g in mine) else "tail"
 
     def _granted(self, grant: Grant, layer: int, slot: int, after_hook: str) -> None:
         pos = grant.position(slot)
         assert pos is not None
-        if pos in grant.late:
+        if (layer, pos) in grant.late or not grant.open:
+            grant.late.discard((layer, pos))
+            after = "the layer had been read" if grant.open else "the load had been relied on"
             self.trace.emit(
                 "kv.wrong", req=grant.req, generation=grant.generation, layer=layer, kv="both", pos=pos, count=1, slot=slot,
                 block=slot // self.cache.block_size, via="external", transfer=grant.transfer, transfer_sync=not grant.is_async,
-                found="not_yet_loaded", origin=f"bytes that arrived in {after_hook}, after the layer had been read",
+                found="not_yet_loaded", origin=f"bytes that arrived in {after_hook}, after {after}",
             )  # fmt: skip
         grant.written[layer, pos - grant.start] = True
+        if grant.due is not None and grant.written[:, pos - grant.start].all():
+            grant.due["missing"].remove(pos)  # it was late, not missing
         self.fill_kind[slot] = EXTERNAL
         self.fill_ref[slot] = self._ref(grant.transfer)
 
@@ -143,13 +159,13 @@ class Oracle:
         if self.reported.get((layer, slot)) == version:
             return
         self.reported[(layer, slot)] = version
-        grant = next((g for g in self.open_grants() if g.position(slot) is not None), None)
+        grant = next((g for g in (*self.open_grants(), *self.overdue) if g.awaits(slot)), None)
         inside = grant is not None and grant.start <= pos < grant.end
         loading = grant is not None and inside and not grant.written[layer, pos - grant.start]
         row = self.cache.read(layer, np.array([slot]))[0].numpy()
         found, side, origin = diagnose(self.registry, row, layer, chain, pos, loading=loading)
         if loading and grant is not None:
-            grant.late.add(pos)
+            grant.late.add((layer, pos))
         self.pending.append(Wrong(layer, chain, pos, slot, found, side, origin, grant))
 
     def settle_reads(self) -> None:
@@ -200,7 +216,10 @@ class Oracle:
                 wrong.update(grant.start + int(i) for i in bad if grant.written[layer, int(i)])
         affected = {grant.table[p // grant.block_size] for p in missing}
         reported = grant.req in self.failed_reqs or bool(affected) and affected <= self.failed_blocks
-        self.trace.emit(
+        event = self.trace.emit(
             "load.due", req=grant.req, generation=grant.generation, transfer=grant.transfer, granted=grant.end - grant.start,
             missing=missing, wrong=sorted(wrong), reported_failed=bool(reported), is_async=grant.is_async, local=grant.start,
         )  # fmt: skip
+        if missing and not reported:
+            grant.due = event
+            self.overdue.append(grant)
