@@ -93,9 +93,10 @@ class Batch:
                 tokens = cached.all_token_ids.get(req)
                 if tokens is not None:
                     self._align(state, list(tokens))
+                    continue
             else:
                 state.table += blocks[0] if blocks else []
-                state.chain.truncate(state.prompt_len + cached.num_output_tokens[index])  # outputs dropped after a failed load
+            state.chain.truncate(state.prompt_len + cached.num_output_tokens[index])  # outputs that the engine dropped
 
     def _start(self, new: Any) -> None:
         generation, identity, script = self.lookup(new.req_id)
