@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 import traceback
 from pathlib import Path
 from typing import Any, TypedDict
@@ -58,6 +59,9 @@ class Worker:
             if folder not in sys.path:
                 sys.path.append(folder)
         os.environ.update(settings.env)
+        temporary = scratch / "tmp"  # what the connector and others leave behind goes with the run
+        temporary.mkdir(exist_ok=True)
+        os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
         self.spec = load_spec()
         self.selection: Selection = select(self.spec, settings, vllm)
         self._judge: Any = None

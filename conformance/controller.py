@@ -48,7 +48,7 @@ class Controller:
         self.spec = load_spec()
         self.collector = Collector(self.spec, settings, select(self.spec, settings, self.vllm), self.vllm)
         self.folder = Path(settings.report_dir)
-        self.scratch = Path(tempfile.mkdtemp(prefix="kvconform-"))
+        self.scratch = Path(tempfile.mkdtemp(prefix="kvconform-run-"))
         self.servers = Servers(settings, self.scratch, self.folder / "logs" / "commands.log")
         self.progress = Progress(console, len(self.collector.selection.variants))
         self.began, self.started = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")

@@ -145,7 +145,7 @@ def test_trace(tmp_path: Path) -> None:
     result = kvconform(tmp_path, "json:Fake", "--trace", CASES[0], orders={}, cases=[])
     assert result.code == 0
     assert f"{CASES[0]}[reference-sync-v1-d1-b4]" in result.out
-    assert "lifecycle   op=start" in result.out
+    assert "engine      start" in result.out
 
 
 SETTINGS = """

@@ -177,6 +177,23 @@ def _updated(e: Event) -> tuple[str, str]:
     return "  landed", f"{e['req']} step {e['of_step']}: C={e['C']} P={e['P']} N={e['N']} {e['status']}"
 
 
+def _lifecycle(e: Event) -> tuple[str, str]:
+    return "engine", e["op"] + (f" in process {e['pid']}" if e["pid"] else "") + (f": {e['error']}" if e["error"] else "")
+
+
+def _end(e: Event) -> tuple[str, str]:
+    missing = e["free_blocks_at_start"] - e["free_blocks"]
+    parts = [
+        "" if e["quiesced"] else "work is left",
+        f"unfinished {', '.join(map(str, e['unfinished']))}" if e["unfinished"] else "",
+        f"{missing} blocks not free" if missing > 0 else "",
+        f"requests still known to the engine: {', '.join(map(str, e['engine_requests']))}" if e["engine_requests"] else "",
+        f"request objects still alive: {', '.join(map(str, e['request_objects_alive']))}" if e["request_objects_alive"] else "",
+        f"{e['threads']} threads more than at the start" if e["threads"] > 0 else "",
+    ]
+    return "end", "of the run" if e["crashed"] or not any(parts) else "; ".join(part for part in parts if part)
+
+
 _SPECIAL: dict[str, Callable[[Event], tuple[str, str] | None]] = {
     "run.start": _start,
     "step.scheduled": _step,
@@ -192,6 +209,8 @@ _SPECIAL: dict[str, Callable[[Event], tuple[str, str] | None]] = {
     "meta.built": _built,
     "sample": lambda e: ("sample", f"{e['req']} output {e['index']} = {e['token']}" + ("" if e["clean"] else "  (from wrong KV)")),
     "req.finished": lambda e: ("finished", _fields(e, ("delayed",)) + (" blocks kept until sent" if e["delayed"] else "")),
+    "engine.lifecycle": _lifecycle,
+    "run.end": _end,
     "engine.crash": lambda e: ("CRASH", f"{e['hook'] or e['where']}: {e['error']}"),
     "engine.stall": lambda e: ("STALL", f"no progress in {e['steps']} steps; waiting: {', '.join(map(str, e['waiting_on']))}"),
     "transfer.reported": lambda e: ("transfer", f"{e['req']} {e['direction']} finished" + ("" if e["held"] else " (nobody waited for it)")),
