@@ -6,7 +6,9 @@ Importing this module imports vLLM (6-10 s), so the controller process never doe
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import tempfile
 from functools import lru_cache
 from pathlib import Path
@@ -124,7 +126,9 @@ def init_parallel_state() -> None:
     from vllm.config import set_current_vllm_config
     from vllm.distributed.parallel_state import ensure_model_parallel_initialized, init_distributed_environment
 
-    store = Path(tempfile.mkdtemp(prefix="kvconform-")) / "rendezvous"
+    directory = tempfile.mkdtemp(prefix="kvconform-")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    store = Path(directory) / "rendezvous"
     with set_current_vllm_config(VllmConfig()):
         init_distributed_environment(1, 0, f"file://{store}", 0, "gloo")
         ensure_model_parallel_initialized(1, 1)
