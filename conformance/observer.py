@@ -197,7 +197,7 @@ class Observer:
 
     # -- worker reports --------------------------------------------------------------------------------------------------------
     def _reported(self, call: Call) -> None:
-        if call.error is not None or call.result is None:
+        if not call.legal:
             return
         sending, recving = call.result.finished_sending or (), call.result.finished_recving or ()
         failed = set(getattr(call.result, "failed_recving", ()) or ())
@@ -232,7 +232,7 @@ class Observer:
             self.failed_claims[key] = self.failed_claims.get(key, 0) + 1
 
     def _errors(self, call: Call) -> None:
-        if call.error is not None:
+        if not call.legal:
             return
         self.errors = set(call.result or ())
         self.oracle.failed_blocks = self.errors

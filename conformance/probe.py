@@ -35,6 +35,11 @@ class Call:
         self.result_event: Event | None = None
         self.scratch: dict[str, Any] = {}
 
+    @property
+    def legal(self) -> bool:
+        """Whether the hook returned, and a value of the contract's type."""
+        return self.error is None and self.result_event is not None and bool(self.result_event["value_ok"])
+
     def arg(self, index: int, name: str, default: Any = None) -> Any:
         """Positional or keyword argument of the call."""
         return self.args[index] if len(self.args) > index else self.kwargs.get(name, default)
@@ -154,7 +159,7 @@ def _instance_form(cls: type, name: str) -> Callable[..., Any] | None:
     """The hook as a function of (self, ...), also where the class made it a static or class method; None if it is nothing to call."""
     static, member = inspect.getattr_static(cls, name, None), getattr(cls, name, None)
     if isinstance(static, (staticmethod, classmethod)) and callable(member):
-        return lambda _self, *args, **kwargs: member(*args, **kwargs)
+        return lambda self, *args, **kwargs: static.__get__(self, type(self))(*args, **kwargs)
     return member if callable(member) else None
 
 

@@ -127,7 +127,7 @@ def _conclude(run: Run, trace: Trace, driver: Driver | None, error: BaseExceptio
             _crashed(run, trace, driver, error)
         elif driver is not None:
             driver.close(shut_down=True, crashed=False)
-    except (Exception, HookTimeout) as late:  # closing a stalled run shuts the connector down, which may raise too
+    except (Exception, HookTimeout, SystemExit) as late:  # closing a stalled run shuts the connector down, which may raise too
         _crashed(run, trace, driver, late)
     return run.harness_error
 
@@ -144,14 +144,15 @@ def _crashed(run: Run, trace: Trace, driver: Driver | None, error: BaseException
     trace.emit("engine.crash", where=where, error=text, hook=hook, cause_seq=cause)
     if where == "harness":
         run.harness_error = "".join(traceback.format_exception(error))[-3000:]
-    trace.emit(
-        "run.end", quiesced=False, unfinished=[], free_blocks=0, free_blocks_at_start=0, engine_requests=[], request_objects_alive=[],
-        threads=0, crashed=True,
-    )  # fmt: skip
+    if not any(e["k"] == "run.end" for e in trace.events):  # a shutdown that raises comes after it
+        trace.emit(
+            "run.end", quiesced=False, unfinished=[], free_blocks=0, free_blocks_at_start=0, engine_requests=[], request_objects_alive=[],
+            threads=0, crashed=True,
+        )  # fmt: skip
     if driver is not None and not isinstance(error, HookTimeout):
         try:
             driver.engine.shutdown()
-        except Exception as late:  # the run is over; how the connector shuts down after a crash is only noted
+        except (Exception, HookTimeout, SystemExit) as late:  # the run is over; how the connector shuts down after a crash is only noted
             trace.emit("engine.lifecycle", op="shutdown", pid=0, error=f"{type(late).__name__}: {late}"[:200])
 
 

@@ -37,8 +37,8 @@ def short(value: Any) -> str:
     return type(value).__name__
 
 
-def _set_or_none(value: Any) -> bool:
-    return value is None or isinstance(value, (set, frozenset))
+def _ids(value: Any) -> bool:
+    return isinstance(value, (set, frozenset)) and all(isinstance(v, str) for v in value)
 
 
 def _finish(call: Call) -> ValueCheck:
@@ -60,13 +60,11 @@ def _finish(call: Call) -> ValueCheck:
 
 
 def _transfer_results(value: Any) -> bool:
-    return all(
-        isinstance(getattr(value, name, None), (set, frozenset)) for name in ("finished_sending", "finished_recving", "failed_recving")
-    )
+    return all(_ids(getattr(value, name, None)) for name in ("finished_sending", "finished_recving", "failed_recving"))
 
 
 def _finished(value: Any) -> bool:
-    return isinstance(value, tuple) and len(value) == 2 and all(_set_or_none(v) for v in value)
+    return isinstance(value, tuple) and len(value) == 2 and all(v is None or _ids(v) for v in value)
 
 
 def _blocks(value: Any) -> bool:

@@ -134,7 +134,7 @@ class Engine:
 
     def _async_due(self, call: Call) -> None:
         """Asynchronous loads that were reported: the engine may rely on them from now on."""
-        if call.error is not None:
+        if not call.legal:
             return
         self.reported_now = set(call.result.finished_recving or ())
 
