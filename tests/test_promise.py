@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a connector promises to bring back, declared or learned, and what is learned from the plainest runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvconform.errors import UsageError
+from kvconform.infer import profile_of
+from kvconform.promise import Plain, Promises
+from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.target import Target
+
+CAPS = {"store": True, "saves": "all", "chunk_tokens": 4}
+EXAMPLE = "vllm.distributed.kv_transfer.kv_connector.v1.example_connector:ExampleConnector"
+
+
+def promised(
+    known: int, wanted: int, *, prompt: int = 10, common: int = 99, final: int | None = 99, back: int | None = None, **caps: Any
+) -> int:
+    """`known` tokens of a source that computed `final` positions; a request for `wanted`, the first `common` of them the same."""
+    asked = []
+
+    def calibrate(plain: Plain, block_size: int) -> int:
+        asked.append((plain, block_size))
+        assert back is not None
+        return back
+
+    source = SimpleNamespace(all_token_ids=list(range(known)))
+    request = SimpleNamespace(all_token_ids=[t if t < common else -t for t in range(wanted)])
+    found = Promises({**CAPS, **caps}, back is None, calibrate).promised(source, list(range(prompt)), request, 4, final)
+    if asked:
+        assert asked == [(Plain(prompt, known - prompt, min(known, wanted, common), wanted), 4)]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "tokens"),
+    [
+        ({"known": 30, "wanted": 40}, 28),  # the last token's KV may be in flight at the finish: 29 are certain
+        ({"known": 29, "wanted": 40}, 28),
+        ({"known": 28, "wanted": 40}, 24),
+        ({"known": 30, "wanted": 17}, 16),
+        ({"known": 30, "wanted": 16}, 12),  # one must be left to compute
+        ({"known": 30, "wanted": 40, "common": 15}, 12),
+        ({"known": 30, "wanted": 40, "final": 11}, 8),
+        ({"known": 30, "wanted": 40, "saves": "prompt"}, 8),
+        ({"known": 30, "wanted": 40, "saves": "none"}, 0),
+        ({"known": 30, "wanted": 40, "store": False}, 0),
+        ({"known": 30, "wanted": 40, "final": None}, 0),
+        ({"known": 30, "wanted": 40, "chunk_tokens": 16}, 16),
+        ({"known": 30, "wanted": 40, "chunk_tokens": 1}, 29),
+        ({"known": 30, "wanted": 40, "common": 0}, 0),
+        ({"known": 30, "wanted": 40, "back": 20}, 20),  # calibrated
+        ({"known": 30, "wanted": 40, "back": 99}, 29),
+        ({"known": 30, "wanted": 40, "back": 20, "saves": "prompt"}, 10),
+        ({"known": 30, "wanted": 1, "back": 20}, 0),
+    ],
+)
+def test_promised_tokens(arguments: dict[str, Any], tokens: int) -> None:
+    assert promised(**arguments) == tokens
+
+
+# -- what is learned ------------------------------------------------------------------------------------------------------------
+
+
+class Undeclared(ReferenceConnector):
+    """The reference connector, which says nothing about itself."""
+
+    kvconform_capabilities = None  # type: ignore[assignment]
+
+
+class StoresNothing(Undeclared):
+    """Finds nothing, ever."""
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return 0, False
+
+
+class InMemory(Undeclared):
+    """One store for the whole process, whatever the configuration says."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        vllm_config.kv_transfer_config.kv_connector_extra_config["store"] = "memory:test-promise"
+        super().__init__(vllm_config, role, kv_cache_config)
+
+
+class CrashesLater(Undeclared):
+    """Claims, and then cannot load."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self._metadata().loads:
+            raise OSError("gone")
+
+
+def learned(cls: str | type, tmp_path: Path, extra: dict[str, Any] | None = None, **declared: Any) -> Any:
+    name = cls if isinstance(cls, str) else f"{__name__}:{cls.__name__}"
+    return profile_of(Target(name, extra if extra is not None else {"store": "{tmp}"}, capabilities=declared), tmp_path)
+
+
+def test_vllms_example_connector_saves_prompts(tmp_path: Path) -> None:
+    profile = learned(EXAMPLE, tmp_path, {"shared_storage_path": "{tmp}"})
+    assert (profile.caps["store"], profile.caps["saves"], profile.caps["async_load"]) == (True, "prompt", False)
+    assert (profile.sources["store"], profile.sources["saves"], profile.sources["lossy"]) == ("inferred", "inferred", "default")
+    assert not profile.promises.declared
+
+
+@pytest.mark.parametrize(
+    ("options", "saves", "is_async"),
+    [({}, "all", False), ({"load": "async"}, "all", True), ({"save_decode": False}, "prompt", False), ({"chunk_tokens": 8}, "all", False)],
+)
+def test_what_the_reference_connector_would_be_taken_for(options: dict[str, Any], saves: str, is_async: bool, tmp_path: Path) -> None:
+    profile = learned(Undeclared, tmp_path, {"store": "{tmp}", **options})
+    assert (profile.caps["store"], profile.caps["saves"], profile.caps["async_load"]) == (True, saves, is_async)
+    assert profile.caps["fault_injection"] is True and profile.caps["hma"] is False
+
+
+@pytest.mark.parametrize("cls", [StoresNothing, CrashesLater])
+def test_who_brings_nothing_back_promises_nothing(cls: type, tmp_path: Path) -> None:
+    profile = learned(cls, tmp_path)
+    assert (profile.caps["store"], profile.caps["saves"]) == (False, "none")
+    source, request = SimpleNamespace(all_token_ids=list(range(30))), SimpleNamespace(all_token_ids=list(range(30)))
+    assert profile.promises.promised(source, list(range(10)), request, 4, 29) == 0
+
+
+def test_a_store_that_outlives_its_run_is_not_taken_for_a_better_one(tmp_path: Path) -> None:
+    """Every calibration has tokens of its own, else the second one would find what the first one stored."""
+    profile = learned(InMemory, tmp_path, {"save_decode": False})
+    assert profile.caps["saves"] == "prompt"
+    assert [profile.promises.calibrate(Plain(n, 1, n, n), 4) for n in (41, 13, 21)] == [40, 12, 20]
+
+
+def test_declared_capabilities_override_what_would_be_learned(tmp_path: Path) -> None:
+    profile = learned(Undeclared, tmp_path, saves="prompt", chunk_tokens=8, store=True, async_load=False)
+    assert (profile.caps["saves"], profile.sources["saves"]) == ("prompt", "declared")
+    assert profile.promises.declared
+    assert not list(tmp_path.iterdir())  # nothing was left to find out
+    only = learned(Undeclared, tmp_path, saves="none")
+    assert (only.caps["saves"], only.caps["store"], only.sources["store"]) == ("none", True, "inferred")
+    assert not only.promises.declared
+
+
+def test_impossible_declarations_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError):
+        learned(Undeclared, tmp_path, saves="everything")
+    with pytest.raises(UsageError):
+        learned(Undeclared, tmp_path, no_such_capability=True)
