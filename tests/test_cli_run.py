@@ -125,7 +125,7 @@ def test_a_bug_of_the_harness_is_no_verdict(tmp_path: Path) -> None:
     result = kvconform(tmp_path, "json:Fake", orders={"raise": [CASES[0]]})
     assert result.code == 3
     assert "Traceback" not in result.out + result.err
-    assert "a bug of the harness" in result.out
+    assert "a bug of the harness" in result.out, result.err
     assert {row["case"] for row in result.rows(Verdict.PASS)} == {CASES[1]}
     assert {row["case"] for row in result.rows(Verdict.ERROR)} == {CASES[0]}
 

@@ -27,6 +27,8 @@ STYLE = {
     Verdict.BLOCKED: "red", Verdict.DISABLED: "yellow",
 }  # fmt: skip
 ANSWER = {"conformant": "bold green", "partial": "bold yellow", "nonconformant": "bold red", "error": "bold magenta"}
+COUNTED = {Verdict.ERROR, Verdict.NOT_EXERCISED, Verdict.UNSUPPORTED, Verdict.UNOBSERVABLE, Verdict.DISABLED}
+"""Statuses whose requirements are only counted in the tables; errors have a section of their own."""
 LISTED = 4
 WIDTH = 130
 
@@ -124,7 +126,7 @@ def _tables(console: Console, collector: Collector, rows: Sequence[Row], found: 
             if status is Verdict.PASS and requirement is not None and requirement.kind == "guarantee":
                 silent["guarantees of the engine held"] = silent.get("guarantees of the engine held", 0) + 1
                 continue
-            if status in (Verdict.NOT_EXERCISED, Verdict.UNSUPPORTED, Verdict.UNOBSERVABLE, Verdict.DISABLED):
+            if status in COUNTED:
                 silent[status] = silent.get(status, 0) + 1
                 continue
             text = f"{status} in {failing[name]}" if failing[name] else str(status)
@@ -194,18 +196,20 @@ def _failure(collector: Collector, group: Sequence[Row], notes: dict[str, CaseNo
 
 def _errors(console: Console, rows: Sequence[Row], notes: dict[str, CaseNotes], debug: bool) -> None:
     """What went wrong with the harness, one line per message; tracebacks with --debug."""
-    groups: dict[str, list[str]] = {}
+    groups: dict[str, list[Row]] = {}
     for row in rows:
         if row.verdict is Verdict.ERROR:
             text = (row.message or "unknown").strip().splitlines()[-1]
-            groups.setdefault(text, []).append(repro.variant_id(row))
+            groups.setdefault(text, []).append(row)
     if not groups:
         return
     console.print()
     console.rule("[bold]Errors of the harness or the environment", align="left")
     shown = [note.harness_error for note in notes.values() if note.harness_error] if debug else []
     for text, where in groups.items():
-        runs = list(dict.fromkeys(where))
+        runs = list(dict.fromkeys(map(repro.variant_id, where)))
+        names = {row.requirement for row in where}
+        text = f"{min(names)}: {text}" if len(names) == 1 else text
         console.print(f"[magenta]ERROR[/]  {escape(text)}  [dim]{len(runs)} runs, first {escape(runs[0])}[/]")
     for error in shown[:LISTED]:
         console.print(Text(error), soft_wrap=True)
