@@ -66,7 +66,7 @@ def _waivers(spec: Spec) -> Iterator[Finding]:
 def _defects(spec: Spec) -> Iterator[Finding]:
     for name, raw in spec.defects.items():
         where = spec.places.get(f"defect:{name}", name)
-        for key in ("requirement", "requirements", "caught_by", "must_fail"):
+        for key in ("fails", "may"):
             value = raw.get(key, [])
             for wanted in [value] if isinstance(value, str) else value if isinstance(value, list) else []:
                 if isinstance(wanted, str) and wanted not in spec.requirements:
