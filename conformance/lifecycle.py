@@ -17,6 +17,7 @@ from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from kvconform.compat import KVConnectorOutput, ModelRunnerOutput, kv_transfer_state
+from kvconform.engines.fault import EngineFault
 from kvconform.worker import Worker
 
 
@@ -141,6 +142,8 @@ class Own(_WithConnector):
         if not defer:
             connector.wait_for_save()
         transfers = connector.get_transfer_results(output.finished_req_ids)
+        if not all(hasattr(transfers, name) for name in ("finished_sending", "finished_recving", "failed_recving")):
+            raise EngineFault(f"get_transfer_results returned {type(transfers).__name__}, which is not transfer results")
         result.finished_sending = transfers.finished_sending or None
         result.finished_recving = transfers.finished_recving or None
         result.failed_recving = transfers.failed_recving

@@ -89,7 +89,7 @@ class Engine:
             self.oracle,
             memory,
             self.scheduler,
-            lambda r: info(r).generation,
+            self._generation,
             lambda r: info(r).identity,
             self._valid_end,
             self._held_contents,
@@ -98,6 +98,13 @@ class Engine:
         self._listen()
         self.blocks_at_start = self.pool.get_num_free_blocks()
         self.progress = 0
+
+    def _generation(self, req_id: str) -> int:
+        """Incarnation of a request id; 0 for one that nobody added: a connector may report anything."""
+        try:
+            return self.info(req_id).generation
+        except KeyError:
+            return 0
 
     def _incarnation(self, req_id: str) -> tuple[int, Identity, Script]:
         found = self.info(req_id)

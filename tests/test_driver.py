@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole runs: who is blamed for a crash, that a wrong byte is noticed, and what the steps of a case do."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvconform.batch import Batch
+from kvconform.load import load_spec
+from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.run import run_and_judge
+from kvconform.runner import Run
+from kvconform.target import Target
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from core_rig import REFERENCE, ROUND_TRIP, check_ok, make_case, run_case, select
+
+ENGINES = ["reference", "vllm"]
+Steps = list[dict[str, Any]]
+
+
+def crash(run: Run) -> tuple[str, str | None]:
+    """(where, hook) of the one crash of a run."""
+    (event,) = select(run.trace, "engine.crash")
+    assert len(select(run.trace, "run.end")) == 1
+    return event["where"], event["hook"]
+
+
+def case_of(cls: type, tmp_path: Path, steps: Steps = ROUND_TRIP, **more: Any) -> Run:
+    return run_case(f"{__name__}:{cls.__name__}", steps, tmp_path, **more)
+
+
+# -- who is blamed for a crash ----------------------------------------------------------------------------------------------------
+
+
+class RaisesInTorch(ReferenceConnector):
+    """The innermost frames of its error are a library's."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None: ...
+
+    def wait_for_save(self) -> None:
+        torch.nn.functional.cross_entropy(torch.zeros(2, 3), torch.zeros(9, dtype=torch.long))
+
+
+class AnswersZeroAsync(ReferenceConnector):
+    """Says that nothing is to be loaded, asynchronously."""
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return 0, True
+
+
+class AnswersNonsense(ReferenceConnector):
+    """Returns a bare number."""
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
+        return 4
+
+
+class NoConstructor(ReferenceConnector):
+    """Cannot be made."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        torch.zeros(2).view(3)
+
+
+class Exits(ReferenceConnector):
+    """Leaves."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        sys.exit(3)
+
+
+class RaisesAtShutdown(ReferenceConnector):
+    """Raises when it is told to end."""
+
+    def shutdown(self) -> None:
+        raise OSError("still busy")
+
+
+class NamesStrangers(ReferenceConnector):
+    """Reports requests that nobody knows."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> Any:
+        return {"nobody"}, None
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("cls", "where", "hook"),
+    [
+        (RaisesInTorch, "hook", "wait_for_save"),
+        (AnswersZeroAsync, "engine", None),
+        (AnswersNonsense, "engine", None),
+        (NoConstructor, "hook", "__init__"),
+        (Exits, "hook", "start_load_kv"),
+        (RaisesAtShutdown, "hook", "shutdown"),
+        (NamesStrangers, "engine", None),
+    ],
+)
+def test_a_crash_is_blamed_on_who_caused_it(cls: type, where: str, hook: str | None, engine: str, tmp_path: Path) -> None:
+    run = case_of(cls, tmp_path, engine=engine)
+    if (cls, engine) == (AnswersZeroAsync, "vllm"):
+        check_ok(run)  # vLLM takes (0, True) for (0, False)
+        return
+    assert crash(run) == (where, hook)
+    assert run.harness_error is None
+    if hook not in (None, "__init__"):
+        cause = run.trace[select(run.trace, "engine.crash")[0]["cause_seq"]]
+        assert (cause["k"], cause["hook"]) == ("hook.returned", hook) and cause["error"] is not None
+
+
+@pytest.mark.parametrize("answer", [None, 3, [1], ({"a"},), (["a"], None), ({1, "b"}, {2})])
+@pytest.mark.parametrize("hook", ["get_finished", "get_block_ids_with_load_errors", "get_transfer_results", "request_finished"])
+def test_an_illegal_report_is_never_our_own_fault(hook: str, answer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ReferenceConnector, hook, lambda self, *args: answer)
+    monkeypatch.setattr(Target, "stall_seconds", 0.0)
+    run = run_case(REFERENCE, ROUND_TRIP[:2], tmp_path)
+    assert run.harness_error is None
+    laundered = hook == "get_finished" and answer == (["a"], None)  # the base class makes sets of lists
+    assert laundered or any(not e["value_ok"] or e["error"] for e in select(run.trace, "hook.returned"))
+
+
+def test_our_own_fault_gives_error_rows_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when the innermost frames are a library's: here a broken `rows` deep inside the worker."""
+    scope: dict[str, Any] = {"__name__": "kvconform.batch", "torch": torch}
+    exec("def rows(self, output):\n    torch.nn.functional.cross_entropy(torch.zeros(2, 3), torch.zeros(9, dtype=torch.long))", scope)
+    monkeypatch.setattr(Batch, "rows", scope["rows"])
+    run = run_case(REFERENCE, ROUND_TRIP, tmp_path / "run")
+    assert crash(run) == ("harness", None)
+    assert run.harness_error is not None and "cross_entropy" in run.harness_error
+    spec = load_spec()
+    variant = spec.cases["placeholders.decode-timeline"].variants(["reference"], ["sync"])[0]
+    target = Target(REFERENCE, {"store": "{tmp}"}, capabilities={"store": True, "saves": "all", "chunk_tokens": 4, "async_load": False})
+    report = run_and_judge(variant, target, spec, seed=0, tmp=tmp_path / "judge")
+    assert report.harness_error is not None
+    assert {row["verdict"] for row in report.rows} == {"ERROR"} and len(report.rows) == len(spec.requirements)
+
+
+class BeforeRestart(ReferenceConnector):
+    """Raises in the first process."""
+
+    def wait_for_save(self) -> None:
+        raise OSError("disk full")
+
+
+RESTART: Steps = [*ROUND_TRIP[:2], {"restart": "process"}, ROUND_TRIP[3], {"run": {}}]
+
+
+def test_a_crash_before_a_process_restart_is_the_connectors(tmp_path: Path) -> None:
+    run = case_of(BeforeRestart, tmp_path, RESTART)
+    assert crash(run) == ("hook", "wait_for_save")
+    assert run.harness_error is None
+    assert select(run.trace, "req.scheduled", req="a") and not select(run.trace, "engine.lifecycle", op="restart")
+
+
+class NeverReceives(ReferenceConnector):
+    """Loads for ever."""
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return None, False
+
+
+def test_a_stall_before_a_process_restart_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvconform.driver.STALL_STEPS", 5)
+    monkeypatch.setattr(Target, "stall_seconds", 0.0)
+    run = case_of(NeverReceives, tmp_path, RESTART)
+    assert run.harness_error is None and not select(run.trace, "engine.crash")
+    (stall,) = select(run.trace, "engine.stall")
+    assert stall["waiting_on"] == ["a: WAITING"]
+    (end,) = select(run.trace, "run.end")
+    assert (end["quiesced"], end["unfinished"], end["crashed"]) == (False, ["a"], False)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_process_restart_goes_on_with_what_was_known(engine: str, tmp_path: Path) -> None:
+    run = run_case(REFERENCE, RESTART, tmp_path, engine=engine)
+    check_ok(run)
+    assert [e["pid"] for e in select(run.trace, "engine.lifecycle", op="restart")] == [1]
+    (lookup,) = select(run.trace, "lookup", req="b")
+    assert (lookup["tokens"], lookup["ever_computed"]) == (12, 13)
+    assert [e["seq"] for e in run.trace] == list(range(len(run.trace)))
+
+
+# -- sensitivity: what is done to the reference connector shows -------------------------------------------------------------------
+
+
+class FlipsOneByte(ReferenceConnector):
+    """One lane of one slot of one layer is off by one after a load."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        super().start_load_kv(forward_context, **kwargs)
+        for load in self._metadata().loads:
+            layer = self._layers["model.layers.1.self_attn.attn"]
+            slot = load.pieces[1].slots[2]
+            layer[slot // 4, 1, slot % 4, 20] = (layer[slot // 4, 1, slot % 4, 20] + 1) % 16
+
+
+class SkipsALayer(ReferenceConnector):
+    """Does not load the second layer."""
+
+    def _load_layer(self, piece: Any, layer: str) -> bool:
+        return "layers.1" in layer or super()._load_layer(piece, layer)
+
+
+class RewritesShared(ReferenceConnector):
+    """Loads a granted block twice: also over the local hit before it, whose content is the same."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        super().start_load_kv(forward_context, **kwargs)
+        for save in self._metadata().saves:
+            for layer in self._layers.values():
+                block = layer[save.table[0]]
+                block[:, 0, 12] = (block[:, 0, 12] + 1) % 16  # the nonce that other KV of the same content would have
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_one_flipped_byte_is_named_and_changes_the_output(engine: str, tmp_path: Path) -> None:
+    clean = run_case(REFERENCE, ROUND_TRIP, tmp_path / "clean", engine=engine)
+    check_ok(clean)
+    run = case_of(FlipsOneByte, tmp_path / "flipped", engine=engine)
+    (wrong,) = select(run.trace, "kv.wrong")
+    assert (wrong["req"], wrong["layer"], wrong["pos"], wrong["count"]) == ("b", 1, 6, 1)
+    assert (wrong["kv"], wrong["found"], wrong["via"]) == ("v", "unknown", "external")
+    (due,) = select(run.trace, "load.due")
+    assert (due["missing"], due["wrong"]) == ([], [6])
+    tokens = [[(e["token"], e["clean"]) for e in select(r.trace, "sample", req="b")] for r in (clean, run)]
+    assert [token for token, _ in tokens[0]] != [token for token, _ in tokens[1]]
+    assert all(ok for _, ok in tokens[0]) and not any(ok for _, ok in tokens[1])
+    assert [e["token"] for e in select(clean.trace, "sample", req="a")] == [e["token"] for e in select(run.trace, "sample", req="a")]
+
+
+def test_equal_requests_get_equal_tokens_with_and_without_a_load(tmp_path: Path) -> None:
+    clean = run_case(REFERENCE, ROUND_TRIP, tmp_path / "clean")
+    without = run_case(REFERENCE, ROUND_TRIP, tmp_path / "without", relation="no-connector")
+    check_ok(without)
+    assert not select(without.trace, "hook.called") and "hooks" not in without.channels
+    assert [(e["req"], e["token"]) for e in select(clean.trace, "sample")] == [
+        (e["req"], e["token"]) for e in select(without.trace, "sample")
+    ]
+
+
+def test_a_layer_that_is_not_loaded_is_missing(tmp_path: Path) -> None:
+    run = case_of(SkipsALayer, tmp_path)
+    (due,) = select(run.trace, "load.due")
+    assert (due["missing"], due["reported_failed"]) == (list(range(12)), False)
+    assert not select(run.trace, "kv.wrong")
+    assert not any(e["clean"] for e in select(run.trace, "sample", req="b"))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_identical_bytes_over_somebody_elses_block_show_by_their_nonce(engine: str, tmp_path: Path) -> None:
+    run = case_of(RewritesShared, tmp_path, ROUND_TRIP[:2], engine=engine)
+    assert any(e["other_request"] or e["over_computed"] for e in select(run.trace, "kv.changed"))
+    assert not select(run.trace, "kv.wrong") and all(e["clean"] for e in select(run.trace, "sample"))
+
+
+class ReportsTooEarly(ReferenceConnector):
+    """Reports an asynchronous load as finished before its bytes are there."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> Any:
+        sent, _ = super().get_finished(finished_req_ids)
+        return sent, {load.req for load in self._metadata().loads} or None
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_load_reported_too_early_was_late_not_incomplete(engine: str, tmp_path: Path) -> None:
+    run = case_of(ReportsTooEarly, tmp_path, engine=engine, extra={"store": "{tmp}", "load": "async", "load_delay": 3})
+    assert run.harness_error is None
+    assert [e["missing"] for e in select(run.trace, "load.due")] == [[]]
+    assert {(e["found"], e["transfer_sync"]) for e in select(run.trace, "kv.wrong")} == {("not_yet_loaded", False)}
+
+
+# -- steps ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_tokens_belong_to_the_variant_so_that_stores_cannot_mix_runs_up(tmp_path: Path) -> None:
+    """An in-memory store without a name of its own: neither another run of the case nor another variant finds anything in it."""
+    first = run_case(REFERENCE, ROUND_TRIP, tmp_path / "a", extra={})
+    assert [e["tokens"] for e in select(first.trace, "lookup")] == [0, 12]
+    again = run_case(REFERENCE, ROUND_TRIP, tmp_path / "b", extra={})
+    assert [e["tokens"] for e in select(again.trace, "lookup")] == [0, 12]
+    shared = {"store": "memory:test-driver"}
+    for scheduling in ("sync", "async"):
+        run = run_case(REFERENCE, ROUND_TRIP, tmp_path / scheduling, extra=shared, scheduling=scheduling)
+        assert [e["tokens"] for e in select(run.trace, "lookup")] == [0, 12]
+
+
+def test_a_reused_id_is_another_incarnation_also_for_promises(tmp_path: Path) -> None:
+    steps: Steps = [
+        {"add": {"req": "a", "prompt": 13, "max_tokens": 2}},
+        {"run": {}},
+        {"add": {"req": "b", "prompt": 6, "max_tokens": 2, "id": "a"}},
+        {"run": {}},
+        {"expect": {"outputs": {"req": "a", "count": 2, "finish": "length"}}},
+        {"expect": {"chunks": {"req": "b", "equal": 1}}},
+        {"expect": {"chunks": {"req": "a", "equal": 1}}},
+    ]
+    run = run_case(REFERENCE, steps, tmp_path)
+    check_ok(run)
+    assert all(e["holds"] for e in select(run.trace, "case.expectation"))
+    assert [(e["generation"], e["v_final"]) for e in select(run.trace, "req.finished")] == [(0, 14), (1, 7)]
+
+
+def test_a_case_must_be_sound() -> None:
+    with pytest.raises(ValueError, match="names request 'x'"):
+        make_case([{"add": {"req": "a", "prompt": 3}}, {"abort": "x"}])
