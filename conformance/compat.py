@@ -7,6 +7,7 @@ Importing this module imports vLLM (6-10 s), so the controller process never doe
 from __future__ import annotations
 
 import atexit
+import inspect
 import os
 import shutil
 import tempfile
@@ -18,6 +19,9 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if not (shutil.which("nvidia-smi") or Path("/dev/nvidiactl").exists()):
+    # A CUDA build of vLLM on a machine without a GPU finds no platform and refuses to build a configuration.
+    os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 
 import torch
 import vllm
@@ -33,6 +37,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
@@ -163,6 +168,13 @@ def build_scheduler(config: VllmConfig, cache: KVCacheConfig, *, block_size: int
     return scheduler
 
 
+def make_scheduler_output(**values: Any) -> SchedulerOutput:
+    """SchedulerOutput with the fields that the installed version has; what it wants besides is the empty value of its time."""
+    if "num_common_prefix_blocks" in SchedulerOutput.__dataclass_fields__:  # until 0.31, and unused since long before
+        values.setdefault("num_common_prefix_blocks", [])
+    return SchedulerOutput(**{name: value for name, value in values.items() if name in SchedulerOutput.__dataclass_fields__})
+
+
 @lru_cache(maxsize=64)
 def _hasher(block_size: int) -> Any:
     return get_request_block_hasher(block_size, sha256)
@@ -258,3 +270,11 @@ def set_paused(scheduler: Any, paused: bool) -> None:
 
     own = type(scheduler).__module__.startswith("kvconform.")
     scheduler.set_pause_state(int(paused) if own else PauseState.PAUSED_NEW if paused else PauseState.UNPAUSED)
+
+
+def pre_forward(active: Any, output: SchedulerOutput, batch: Any, metadata: Any) -> None:
+    """ActiveKVConnector.pre_forward: since 0.32 it takes the input batch and the attention metadata, and hands them to start_load_kv."""
+    if len(inspect.signature(active.pre_forward).parameters) > 1:
+        active.pre_forward(output, batch, metadata)
+    else:
+        active.pre_forward(output)

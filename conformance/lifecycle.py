@@ -16,7 +16,7 @@ from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfe
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
-from kvconform.compat import KVConnectorOutput, ModelRunnerOutput, kv_transfer_state
+from kvconform.compat import KVConnectorOutput, ModelRunnerOutput, kv_transfer_state, pre_forward
 from kvconform.engines.fault import EngineFault
 from kvconform.worker import Worker
 
@@ -215,7 +215,7 @@ class VllmV2(_WithConnector):
             )
             attention = _decorated(worker)
             with self._context(output) as metadata:
-                self.active.pre_forward(output, batch, metadata)
+                pre_forward(self.active, output, batch, metadata)
                 worker.forward(attention)
                 self.active.finish_forward()
                 collected = self.active.post_forward(output.finished_req_ids)

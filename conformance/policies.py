@@ -7,7 +7,7 @@ from typing import Any
 
 
 def prepare(config: Any, policies: frozenset[str], block_size: int, draft_tokens: int) -> None:
-    """Policies that are configuration: split-prefill makes chunks shorter than a block (but not than a verification, which vLLM asserts)."""
+    """Policies that are configuration: split-prefill makes chunks shorter than a block, but not than a verification (vLLM asserts)."""
     if "split-prefill" in policies:
         config.scheduler_config.long_prefill_token_threshold = max(1, block_size - 1, draft_tokens + 1)
 

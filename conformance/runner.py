@@ -23,7 +23,7 @@ from kvconform.kernels.codes import CodeBook
 from kvconform.probe import Patch, Probe
 from kvconform.promise import Plain, Promises
 from kvconform.provenance import Registry
-from kvconform.remote import RemoteHalf
+from kvconform.remote import RemoteError, RemoteHalf
 from kvconform.stub import NoWorkerHalf
 from kvconform.target import Target
 from kvconform.trace import Trace
@@ -158,7 +158,7 @@ def _crashed(run: Run, trace: Trace, driver: Driver | None, error: BaseException
 
 def _blame(error: BaseException) -> str:
     """`engine` if vLLM's or the reference engine's own code refused to go on, `harness` if ours broke."""
-    if isinstance(error, (EngineFault, HookTimeout)):
+    if isinstance(error, (EngineFault, HookTimeout, RemoteError)):
         return "engine"
     culprit, frame = "", error.__traceback__
     while frame is not None:
@@ -166,8 +166,8 @@ def _blame(error: BaseException) -> str:
         if module.partition(".")[0] not in _LIBRARIES:  # an error inside a library is the fault of whoever called it
             culprit = module
         frame = frame.tb_next
-    ours = culprit.startswith("kvconform.") and not culprit.startswith("kvconform.refimpl")
-    return "harness" if ours else "engine"
+    refused = isinstance(error, (EngineAssertion, IntegrityError))  # the reference engine refuses; its other errors are faults of ours
+    return "harness" if culprit.startswith("kvconform.") and not refused else "engine"
 
 
 def _freeze() -> None:

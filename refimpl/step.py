@@ -9,6 +9,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import CachedRequestData, KVConnectorBlockState, NewRequestData, SchedulerOutput
 from vllm.v1.request import Request
 
+from kvconform.compat import make_scheduler_output
 from kvconform.refimpl.engine import Engine
 
 
@@ -56,7 +57,7 @@ def build_output(engine: Engine, step: Step) -> SchedulerOutput:
     new = step.new + step.resumed if v2 else step.new
     cached = step.running if v2 else step.running + step.resumed
     added = [step.blocks[request.request_id] for request in cached]
-    output = SchedulerOutput(
+    output = make_scheduler_output(
         scheduled_new_reqs=[
             NewRequestData.from_request(r, step.blocks[r.request_id].get_block_ids(), r._all_token_ids if v2 else None) for r in new
         ],
