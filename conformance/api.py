@@ -65,6 +65,8 @@ def _start_load(cls: type) -> Finding:
 
 def _accepts_like(own: Any, base: Any) -> str | None:
     """Why `own` cannot be called as vLLM calls `base` (positionally, without what has a default), or None."""
+    if not callable(own):
+        return f"is not a function, but a {type(own).__name__}"
     wanted = [p for p in inspect.signature(base).parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     count = sum(p.default is p.empty for p in wanted)
     try:

@@ -167,7 +167,7 @@ def run_case(
     """Run a case with a connector (`module:Class`, or None)."""
     case = make_case(steps, **more)
     variant = Variant(case, engine, scheduling, runner, depth if scheduling == "async" else 1, case.config.block_size)
-    target = Target(connector, {"store": "{tmp}"} if extra is None else extra)
+    target = Target(connector, {"store": "{tmp}"} if extra is None else extra, stall_seconds=0.1)
     return run_variant(variant, target, seed=seed, tmp=tmp, relation=relation)
 
 

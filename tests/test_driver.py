@@ -119,7 +119,6 @@ def test_a_crash_is_blamed_on_who_caused_it(cls: type, where: str, hook: str | N
 @pytest.mark.parametrize("hook", ["get_finished", "get_block_ids_with_load_errors", "get_transfer_results", "request_finished"])
 def test_an_illegal_report_is_never_our_own_fault(hook: str, answer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ReferenceConnector, hook, lambda self, *args: answer)
-    monkeypatch.setattr(Target, "stall_seconds", 0.0)
     run = run_case(REFERENCE, ROUND_TRIP[:2], tmp_path)
     assert run.harness_error is None
     laundered = hook == "get_finished" and answer == (["a"], None)  # the base class makes sets of lists
@@ -168,7 +167,6 @@ class NeverReceives(ReferenceConnector):
 
 def test_a_stall_before_a_process_restart_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvconform.driver.STALL_STEPS", 5)
-    monkeypatch.setattr(Target, "stall_seconds", 0.0)
     run = case_of(NeverReceives, tmp_path, RESTART)
     assert run.harness_error is None and not select(run.trace, "engine.crash")
     (stall,) = select(run.trace, "engine.stall")
