@@ -23,6 +23,7 @@ from kvconform.kernels.codes import CodeBook
 from kvconform.probe import Patch, Probe
 from kvconform.promise import Plain, Promises
 from kvconform.provenance import Registry
+from kvconform.refimpl.errors import EngineAssertion, IntegrityError
 from kvconform.remote import RemoteError, RemoteHalf
 from kvconform.stub import NoWorkerHalf
 from kvconform.target import Target
