@@ -48,6 +48,7 @@ def run(
     seed: Annotated[int | None, _option("--seed", metavar="N", help="seed of prompts and tokens [0]")] = None,
     trace: Annotated[Text, _option("--trace", metavar="CASE", help="run this case only, and print its timeline")] = None,
     role: Annotated[Text, _option("--role", metavar=ROLES, help="kv_role, instead of the cases' own")] = None,
+    half: Annotated[Text, _option("--half", metavar="both|scheduler", help="scheduler: its worker half cannot run here [both]")] = None,
     hook_timeout: Annotated[float | None, _option("--hook-timeout", metavar="SECONDS", help="time limit per hook [10]")] = None,
     pythonpath: Annotated[Texts, _option("--pythonpath", metavar="DIR", help="where the connector's package is (repeat)")] = None,
     config: Annotated[Text, _option("--config", metavar="FILE", help="settings, instead of kvconform.toml or pyproject.toml")] = None,
@@ -71,11 +72,12 @@ def run(
         "seed": seed,
         "trace": trace,
         "role": role,
+        "half": half,
         "hook_timeout": hook_timeout,
         "pythonpath": pythonpath or None,
         "debug": debug,
     }
-    again = {"--extra-config": extra_config, "--profile": profile, "--role": role, "--config": config}
+    again = {"--extra-config": extra_config, "--profile": profile, "--role": role, "--half": half, "--config": config}
     given["arguments"] = [part for name, value in again.items() if value is not None for part in (name, value)]
     given["arguments"] += [part for folder in pythonpath or [] for part in ("--pythonpath", folder)]
     raise typer.Exit(session.run(settings.load(given, file=config)))

@@ -272,9 +272,9 @@ def set_paused(scheduler: Any, paused: bool) -> None:
     scheduler.set_pause_state(int(paused) if own else PauseState.PAUSED_NEW if paused else PauseState.UNPAUSED)
 
 
-def pre_forward(active: Any, output: SchedulerOutput, batch: Any, metadata: Any) -> None:
-    """ActiveKVConnector.pre_forward: since 0.32 it takes the input batch and the attention metadata, and hands them to start_load_kv."""
-    if len(inspect.signature(active.pre_forward).parameters) > 1:
+def pre_forward(active: Any, output: SchedulerOutput, batch: Any, metadata: Any, load_arguments: dict[str, Any]) -> None:
+    """ActiveKVConnector.pre_forward: until 0.31 it takes what start_load_kv is to get, since 0.32 what that is made of."""
+    if "input_batch" in inspect.signature(active.pre_forward).parameters:
         active.pre_forward(output, batch, metadata)
     else:
-        active.pre_forward(output)
+        active.pre_forward(output, **load_arguments)

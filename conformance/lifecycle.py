@@ -7,6 +7,7 @@ vllm/v1/worker/gpu/kv_connector.py (V2).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -19,6 +20,23 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 from kvconform.compat import KVConnectorOutput, ModelRunnerOutput, kv_transfer_state, pre_forward
 from kvconform.engines.fault import EngineFault
 from kvconform.worker import Worker
+
+
+class _InOrder(set[str]):
+    """A set of request ids that is iterated in their order."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(super().__iter__()))
+
+
+def in_order(result: ModelRunnerOutput) -> ModelRunnerOutput:
+    """Completion reports in the order of their ids: vLLM frees blocks as it walks these sets, and a run must not depend on the hash seed."""
+    reports = result.kv_connector_output
+    for name in ("finished_sending", "finished_recving", "failed_recving"):
+        ids = getattr(reports, name, None)
+        if type(ids) is set and all(isinstance(i, str) for i in ids):
+            setattr(reports, name, _InOrder(ids))
+    return result
 
 
 class Lifecycle(Protocol):
@@ -215,7 +233,7 @@ class VllmV2(_WithConnector):
             )
             attention = _decorated(worker)
             with self._context(output) as metadata:
-                pre_forward(self.active, output, batch, metadata)
+                pre_forward(self.active, output, batch, metadata, {**arguments, "attn_metadata": metadata})
                 worker.forward(attention)
                 self.active.finish_forward()
                 collected = self.active.post_forward(output.finished_req_ids)

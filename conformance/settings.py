@@ -32,6 +32,7 @@ class Settings(BaseModel):
     extra_config: dict[str, Any] = {}
     role: Literal["kv_both", "kv_producer", "kv_consumer"] | None = None
     capabilities: dict[str, Any] = Field(default={}, description="declared capabilities, over those that the class declares")
+    half: Literal["both", "scheduler"] = Field(default="both", description="scheduler: judge the scheduler half alone")
     engine: Literal["reference", "vllm", "all"] = "all"
     scheduling: Literal["sync", "async", "all"] = "all"
     select: list[str] = Field(default=[], description="ids, areas or globs of cases and requirements; ids of runs")

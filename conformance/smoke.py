@@ -26,6 +26,7 @@ def target_of(settings: Settings) -> Target:
         capabilities=settings.capabilities,
         stall_seconds=settings.stall_seconds,
         hook_timeout=settings.hook_timeout,
+        half=settings.half,
     )
 
 
@@ -46,6 +47,13 @@ def check(target: Target, tmp: Path, limit: float) -> None:
     crash = next((e for e in run.trace if e["k"] == "engine.crash"), None)
     if crash is not None and crash["hook"] == "__init__":
         raise UsageError(f"the constructor of {target.connector} raised {crash['error']} (is its --extra-config right?)")
+    if crash is not None and crash["where"] == "hook" and crash["step"] == 0:
+        advice = (
+            "it cannot run on this machine; --half scheduler judges its scheduler half alone"
+            if target.half == "both"
+            else "it cannot start"
+        )
+        raise EnvironmentProblem(f"{crash['hook']} of {target.connector} raised {crash['error']} before the first request: {advice}")
 
 
 @contextlib.contextmanager
