@@ -98,6 +98,9 @@ class Collector:
         waivers = self.spec.waivers
         self.problems += apply_waivers(rows, waivers, vllm=self.vllm if self.vllm != "unknown" else "0", today=today)
         found = aggregate(rows, problems=self.problems)
+        if self.settings.half != "both" and found.verdict == "conformant":
+            found.verdict = "partial"
+            found.reasons.append("only the scheduler half was judged")
         if not complete:
             found.verdict = "error"
             found.reasons.append(f"{len(self.missing())} of {len(self.variants)} runs were not made")

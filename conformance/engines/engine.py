@@ -23,7 +23,7 @@ from kvconform.engines.halves import introduce, noted, start_worker_half
 from kvconform.engines.ledger import Ledger
 from kvconform.engines.setup import build_configs, build_scheduler
 from kvconform.kvcache import PagedCache
-from kvconform.lifecycle import make_lifecycle
+from kvconform.lifecycle import in_order, make_lifecycle
 from kvconform.model import Script
 from kvconform.observer import Memory, Observer
 from kvconform.oracle import Oracle
@@ -187,7 +187,7 @@ class Engine:
         self.oracle.failed_blocks, self.oracle.failed_reqs, self.reported_now = set(), set(), set()
         self.observer.activity += 1 if total else 0
         self.worker.scheduled = set(output.num_scheduled_tokens)
-        result = self.lifecycle.step(output)
+        result = in_order(self.lifecycle.step(output))
         self.oracle.check_writes("wait_for_save")
         self._due()
         self.oracle.settle_reads()
@@ -291,9 +291,15 @@ class Engine:
         """reset_prefix_cache; returns what the scheduler returned."""
         Probe.active = self.probe
         self.ledger.before_update()
-        done = self.scheduler.reset_prefix_cache(reset_running_requests=running, reset_connector=connector)
+        done = False
+        try:
+            done = bool(self.scheduler.reset_prefix_cache(reset_running_requests=running, reset_connector=connector))
+        except RuntimeError as error:
+            if self.probe.last_error is not None and self.probe.last_error[1] is error:
+                raise
+            # The engine refuses while blocks are held for a transfer (R172); whoever asked for the reset is told, and it goes on.
         self.ledger.state_changes("preempt")
-        return bool(done)
+        return done
 
     def pause(self, paused: bool) -> None:
         """Stop or resume the admission of new requests."""
