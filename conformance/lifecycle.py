@@ -30,7 +30,7 @@ class _InOrder(set[str]):
 
 
 def in_order(result: ModelRunnerOutput) -> ModelRunnerOutput:
-    """Completion reports in the order of their ids: vLLM frees blocks as it walks these sets, and a run must not depend on the hash seed."""
+    """Completion reports in the order of their ids: vLLM frees blocks as it walks these sets, and no run may depend on the hash seed."""
     reports = result.kv_connector_output
     for name in ("finished_sending", "finished_recving", "failed_recving"):
         ids = getattr(reports, name, None)
