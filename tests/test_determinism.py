@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same case and seed give the same trace, byte for byte: in one process, and in another with another hash seed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvconform.case import Variant
+from kvconform.load import load_spec
+from kvconform.runner import run_variant
+from kvconform.target import Target
+
+CASES = ["preemption.many", "speculation.everything", "lifecycle.fail-recompute", "identity.two-images", "lifecycle.thirty-requests"]
+REFERENCE = "kvconform.refimpl.connector:ReferenceConnector"
+SYNC, ASYNC = {"store": "{tmp}"}, {"store": "{tmp}", "load": "async", "async_saves": True}
+
+
+def variants() -> list[Variant]:
+    """Per case one variant per engine, the scheduling taking turns."""
+    cases = load_spec().cases
+    made = []
+    for number, name in enumerate(CASES):
+        for turn, engine in enumerate(("reference", "vllm")):
+            found = cases[name].variants([engine])
+            wanted = ("sync", "async")[(number + turn) % 2]
+            made += [v for v in found if v.scheduling == wanted][:1] or found[:1]
+    return made
+
+
+def trace(variant: Variant, extra: dict[str, object], tmp: Path, seed: int = 0) -> str:
+    run = run_variant(variant, Target(REFERENCE, dict(extra)), seed=seed, tmp=tmp)
+    assert run.harness_error is None
+    return json.dumps(run.trace)
+
+
+def all_traces(tmp: Path) -> dict[str, str]:
+    return {v.id: trace(v, ASYNC if n % 3 == 0 else SYNC, tmp / str(n)) for n, v in enumerate(variants())}
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The traces of this process."""
+    return all_traces(tmp_path_factory.mktemp("first"))
+
+
+def same(one: dict[str, str], two: dict[str, str]) -> None:
+    assert one.keys() == two.keys() and len(one) == 2 * len(CASES)
+    for name in one:
+        if one[name] != two[name]:  # the first event that differs, not two long strings
+            pairs = zip(json.loads(one[name]), json.loads(two[name]), strict=False)
+            raise AssertionError(f"{name}: {next((pair for pair in pairs if pair[0] != pair[1]), 'one is longer')}")
+
+
+def test_twice_in_one_process(first: dict[str, str], tmp_path: Path) -> None:
+    same(first, all_traces(tmp_path))
+
+
+def test_in_another_process_with_another_hash_seed(first: dict[str, str], tmp_path: Path) -> None:
+    code = (
+        "import importlib.util, json, pathlib, sys\n"
+        "spec = importlib.util.spec_from_file_location('other', sys.argv[1]); other = importlib.util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(other)\n"
+        "pathlib.Path(sys.argv[2], 'traces').write_text(json.dumps(other.all_traces(pathlib.Path(sys.argv[2]))))"
+    )
+    seed = "2718" if os.environ.get("PYTHONHASHSEED") != "2718" else "1"
+    environment = {**os.environ, "PYTHONHASHSEED": seed}
+    subprocess.run([sys.executable, "-c", code, __file__, str(tmp_path)], env=environment, check=True, capture_output=True, timeout=120)
+    same(first, json.loads((tmp_path / "traces").read_text()))
+
+
+def test_another_seed_is_another_run(first: dict[str, str], tmp_path: Path) -> None:
+    variant = variants()[0]
+    assert trace(variant, ASYNC, tmp_path, seed=1) != first[variant.id]
+
+
+def test_events_are_numbered_and_hold_no_paths_addresses_or_times(first: dict[str, str]) -> None:
+    for text in first.values():
+        events = json.loads(text)
+        assert [e["seq"] for e in events] == list(range(len(events)))
+        assert [e["step"] for e in events] == sorted(e["step"] for e in events)
+        assert "/tmp" not in text and " at 0x" not in text
