@@ -12,12 +12,12 @@ from typing import Any
 
 from vllm.config import set_current_vllm_config
 
-from kvconform import compat
 from kvconform.api import inspect_class
 from kvconform.batch import Batch
 from kvconform.case import Variant
-from kvconform.compat import DraftTokenIds, RequestStatus
+from kvconform.compat import DraftTokenIds
 from kvconform.digest import pickle_round_trip
+from kvconform.engines.control import EngineControl
 from kvconform.engines.fault import check_starts
 from kvconform.engines.halves import introduce, noted, start_worker_half
 from kvconform.engines.ledger import Ledger
@@ -44,7 +44,7 @@ class Info:
     script: Script
 
 
-class Engine:
+class Engine(EngineControl):
     """`info(req_id)` gives the harness's knowledge of a live request. All methods change the engine and the trace."""
 
     def __init__(
@@ -261,49 +261,6 @@ class Engine:
     def busy(self) -> bool:
         """Whether there is anything left to do."""
         return bool(self.queue) or bool(self.scheduler.has_requests())
-
-    # -- control ---------------------------------------------------------------------------------------------------------------
-    def add(self, request: Any) -> None:
-        """Hand a request to the scheduler."""
-        Probe.active = self.probe
-        self.ledger.added(request)
-        self.scheduler.add_request(request)
-
-    def abort(self, req_id: str) -> None:
-        """Abort a request, as a client that goes away."""
-        Probe.active = self.probe
-        self.ledger.before_update()
-        self.scheduler.finish_requests(req_id, RequestStatus.FINISHED_ABORTED)
-        self.ledger.state_changes("abort")
-
-    def preempt(self, req_id: str) -> bool:
-        """Preempt a running request between two steps; False if it is not running or the engine would not do it now (R160)."""
-        request = self.scheduler.requests.get(req_id)
-        if request is None or request.status != RequestStatus.RUNNING:
-            return False
-        Probe.active = self.probe
-        self.ledger.before_update()
-        done = compat.force_preemption(self.scheduler, request)
-        self.ledger.state_changes("preempt")
-        return done
-
-    def reset(self, *, running: bool, connector: bool) -> bool:
-        """reset_prefix_cache; returns what the scheduler returned."""
-        Probe.active = self.probe
-        self.ledger.before_update()
-        done = False
-        try:
-            done = bool(self.scheduler.reset_prefix_cache(reset_running_requests=running, reset_connector=connector))
-        except RuntimeError as error:
-            if self.probe.last_error is not None and self.probe.last_error[1] is error:
-                raise
-            # The engine refuses while blocks are held for a transfer (R172); whoever asked for the reset is told, and it goes on.
-        self.ledger.state_changes("preempt")
-        return done
-
-    def pause(self, paused: bool) -> None:
-        """Stop or resume the admission of new requests."""
-        compat.set_paused(self.scheduler, paused)
 
     def shutdown(self, again: bool = False) -> None:
         """Shut both connector halves down, the worker's first."""
