@@ -141,7 +141,7 @@ def _crashed(run: Run, trace: Trace, driver: Driver | None, error: BaseException
         where, hook, cause = "hook", last[0], last[2]
     elif driver is None and where != "harness":
         where, hook = "hook", "__init__"
-    elif illegal := [e for e in trace.events if e["k"] == "hook.returned" and not e["value_ok"]]:
+    elif illegal := [e for e in trace.events if e["k"] == "hook.returned" and (e["mutated_args"] or not e["value_ok"])]:
         where, cause = "engine", illegal[-1]["seq"]  # no engine need bear it
     text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
     trace.emit("engine.crash", where=where, error=text, hook=hook, cause_seq=cause)

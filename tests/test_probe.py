@@ -316,6 +316,11 @@ def test_a_run_records_every_hook_and_leaves_the_class_alone(engine: str, tmp_pa
 
 def test_instance_hooks_of_a_connector_are_seen_in_a_run(tmp_path: Path) -> None:
     run = run_case(f"{__name__}:OnTheInstance", ROUND_TRIP[:2], tmp_path)
-    assert run.harness_error is None
+    assert run.harness_error is None  # what it did to the engine's step is its own fault
+    assert (
+        {e["step"] for e in select(run.trace, "meta.built", output_mutated=True)}
+        == {e["step"] for e in select(run.trace, "hook.returned", mutated_args=True)}
+        != set()
+    )
     assert select(run.trace, "hook.called", hook="get_finished", depth=1)
     assert {e["cls"] for e in select(run.trace, "hook.called")} == {"OnTheInstance"}
