@@ -20,7 +20,15 @@ EXAMPLE = "vllm.distributed.kv_transfer.kv_connector.v1.example_connector:Exampl
 
 
 def promised(
-    known: int, wanted: int, *, prompt: int = 10, common: int = 99, final: int | None = 99, back: int | None = None, **caps: Any
+    known: int,
+    wanted: int,
+    *,
+    prompt: int = 10,
+    common: int = 99,
+    final: int | None = 99,
+    back: int | None = None,
+    shared: int = 0,
+    **caps: Any,
 ) -> int:
     """`known` tokens of a source that computed `final` positions; a request for `wanted`, the first `common` of them the same."""
     asked = []
@@ -34,7 +42,7 @@ def promised(
     request = SimpleNamespace(all_token_ids=[t if t < common else -t for t in range(wanted)])
     found = Promises({**CAPS, **caps}, back is None, calibrate).promised(source, list(range(prompt)), request, 4, final)
     if asked:
-        assert asked == [(Plain(prompt, known - prompt, min(known, wanted, common), wanted), 4)]
+        assert asked == [(Plain(prompt, known - prompt, shared, wanted), 4)]
     return found
 
 
@@ -55,9 +63,10 @@ def promised(
         ({"known": 30, "wanted": 40, "chunk_tokens": 16}, 16),
         ({"known": 30, "wanted": 40, "chunk_tokens": 1}, 29),
         ({"known": 30, "wanted": 40, "common": 0}, 0),
-        ({"known": 30, "wanted": 40, "back": 20}, 20),  # calibrated
-        ({"known": 30, "wanted": 40, "back": 99}, 29),
-        ({"known": 30, "wanted": 40, "back": 20, "saves": "prompt"}, 10),
+        ({"known": 30, "wanted": 40, "back": 20, "shared": 29}, 20),  # calibrated, with as much in common as was final
+        ({"known": 30, "wanted": 40, "back": 99, "shared": 29}, 29),
+        ({"known": 30, "wanted": 40, "common": 15, "back": 12, "shared": 15}, 12),
+        ({"known": 30, "wanted": 40, "back": 20, "saves": "prompt", "shared": 10}, 10),
         ({"known": 30, "wanted": 1, "back": 20}, 0),
     ],
 )
