@@ -253,12 +253,16 @@ class Driver:
         )  # fmt: skip
 
     def _final(self, name: str) -> int | None:
-        """Final KV of a finished request (None: it is not one whose KV a connector must keep)."""
+        """Final KV of a finished request that one can save step by step (None: it is not one whose KV a connector must keep).
+
+        Tokens that only became known after the last step was planned belong to those who also save at the end; nobody has to.
+        """
         key = (self.ids[name], self.expectations.generation(name))
-        events = [e for e in self.trace.events if e["k"] == "req.finished" and (e["req"], e["generation"]) == key]
-        if not events or events[-1]["status"] not in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"):
+        mine = [e for e in self.trace.events if e["k"] in ("req.finished", "req.scheduled") and (e["req"], e["generation"]) == key]
+        if not mine or mine[-1].get("status") not in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"):
             return None
-        return int(events[-1]["v_final"])
+        planned = max((min(e["C"] + e["S"], e["N"]) for e in mine[:-1]), default=0)
+        return min(int(mine[-1]["v_final"]), planned)
 
     # -- end -------------------------------------------------------------------------------------------------------------------
     def close(self, *, shut_down: bool, crashed: bool = False) -> None:

@@ -43,5 +43,7 @@ class Promises:
         if self.declared:
             chunk = max(1, int(self.caps["chunk_tokens"]))
             return limit // chunk * chunk
-        plain = Plain(len(prompt), len(known) - len(prompt), common, len(wanted))
+        # What was not final is not shared in the plain run either: a connector that keeps whole chunks has none of a chunk cut short.
+        shared = common if limit >= min(common, len(wanted) - 1) else limit
+        plain = Plain(len(prompt), len(known) - len(prompt), shared, len(wanted))
         return min(limit, self.calibrate(plain, block_size)) if limit > 0 else 0
