@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from kvconform.case import Variant
+from kvconform.case import Case, Variant
 from kvconform.load import load_spec
+from kvconform.refimpl.connector import ReferenceConnector
 from kvconform.runner import run_variant
 from kvconform.target import Target
 
@@ -77,6 +78,25 @@ def test_in_another_process_with_another_hash_seed(first: dict[str, str], tmp_pa
 def test_another_seed_is_another_run(first: dict[str, str], tmp_path: Path) -> None:
     variant = variants()[0]
     assert trace(variant, ASYNC, tmp_path, seed=1) != first[variant.id]
+
+
+class KeepsOverReset(ReferenceConnector):
+    """Says that its store is empty, and goes on."""
+
+    def reset_cache(self) -> bool | None:
+        return True
+
+
+def test_what_a_reset_should_have_forgotten_is_counted(tmp_path: Path) -> None:
+    add = {"req": "a", "prompt": 13, "max_tokens": 2}
+    steps = [{"add": add}, {"run": {}}, {"reset": {}}, {"add": {**add, "req": "b", "prompt": {"same": "a"}}}, {"run": {}}]
+    counted = []
+    for name in (f"{__name__}:KeepsOverReset", REFERENCE):
+        case = Case.model_validate({"id": "test.reset", "area": "test", "text": "A test.", "steps": steps}, strict=False)
+        run = run_variant(case.variants(["reference"])[0], Target(name, dict(SYNC)), seed=0, tmp=tmp_path / str(len(counted)))
+        last = [e for e in run.trace if e["k"] == "lookup"][-1]
+        counted.append([last[k] for k in ("req", "tokens", "ever_computed", "computed_before_reset", "after_reset")])
+    assert counted == [["b", 12, 13, 12, True], ["b", 0, 13, 0, True]]
 
 
 def test_events_are_numbered_and_hold_no_paths_addresses_or_times(first: dict[str, str]) -> None:
