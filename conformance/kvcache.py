@@ -48,11 +48,6 @@ class PagedCache:
         different = ((have != torch.from_numpy(rows)) & self._mask).flatten(1).any(1)
         return different.nonzero().flatten().numpy()
 
-    def untouched(self, layer: int, slots: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Indices into `slots` that still hold exactly `rows`, nonce included."""
-        have = self.read(layer, slots)
-        return (have == torch.from_numpy(rows)).flatten(1).all(1).nonzero().flatten().numpy()
-
     def foreign(self, layer: int) -> np.ndarray:
         """Slots [n] of one layer that somebody other than the engine changed since the last call; takes them into the shadow."""
         real, shadow = self.tensors[layer].view(torch.int32), self.shadow[layer].view(torch.int32)  # as bits: NaN must equal itself
