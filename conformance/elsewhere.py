@@ -18,7 +18,8 @@ from kvconform.watchdog import HookTimeout
 
 if TYPE_CHECKING:
     from kvconform.case import Variant
-    from kvconform.driver import Driver, Progress
+    from kvconform.driver import Driver
+    from kvconform.progress import Progress
     from kvconform.provenance import Registry
     from kvconform.runner import Run
     from kvconform.target import Target

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,28 +19,20 @@ from kvconform.digest import pickle_round_trip
 from kvconform.engines.control import EngineControl
 from kvconform.engines.fault import check_starts
 from kvconform.engines.halves import introduce, noted, start_worker_half
+from kvconform.engines.info import Info
 from kvconform.engines.ledger import Ledger
 from kvconform.engines.setup import build_configs, build_scheduler
 from kvconform.kvcache import PagedCache
 from kvconform.lifecycle import in_order, make_lifecycle
+from kvconform.memory import Memory
 from kvconform.model import Script
-from kvconform.observer import Memory, Observer
+from kvconform.observer import Observer
 from kvconform.oracle import Oracle
 from kvconform.probe import Call, Probe
 from kvconform.provenance import Identity, Registry
 from kvconform.target import Target
 from kvconform.trace import Trace
 from kvconform.worker import Worker
-
-
-@dataclass
-class Info:
-    """What the harness knows about one incarnation of a request."""
-
-    name: str
-    generation: int
-    identity: Identity
-    script: Script
 
 
 class Engine(EngineControl):
