@@ -171,7 +171,7 @@ def test_profiles_waivers_and_defects(tmp_path: Path) -> None:
     assert findings(tmp_path, {"kind": "guarantee"}, **plain) == []
     assert codes(findings(tmp_path, {"kind": "guarantee"}, **{"waivers__yaml": [{**waiver, "case": "nope"}]})) == {"L022"}
     empty: dict[str, Any] = {"profiles__yaml": [], "waivers__yaml": []}
-    assert codes(findings(tmp_path, **empty, **{"defects__yaml": [{"id": "d", "requirements": ["nope"]}]})) == {"L026"}
+    assert codes(findings(tmp_path, **empty, **{"defects__yaml": [{"id": "d", "fails": ["nope"]}]})) == {"L026"}
 
 
 def test_what_no_case_exercises(tmp_path: Path) -> None:
