@@ -277,4 +277,4 @@ def pre_forward(active: Any, output: SchedulerOutput, batch: Any, metadata: Any,
     if "input_batch" in inspect.signature(active.pre_forward).parameters:
         active.pre_forward(output, batch, metadata)
     else:
-        active.pre_forward(output, **load_arguments)
+        active.pre_forward(**{**load_arguments, "scheduler_output": output})
