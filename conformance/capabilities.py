@@ -4,32 +4,54 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from kvconform.errors import UsageError
+
+_YES_NO = (bool, "true or false")
 
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """One capability: the value assumed when nothing is declared, the values allowed (None: any of the default's type), one line."""
+    """One capability: the value assumed when nothing is declared; the type of its values, and that in words; one line."""
 
     default: Any
-    choices: tuple[Any, ...] | None
+    kind: tuple[Any, str]
     doc: str
+
+    def check(self, name: str, value: Any) -> None:
+        """UsageError unless `value` is of the declared type; nothing is converted."""
+        kind, words = self.kind
+        try:
+            TypeAdapter(kind).validate_python(value, strict=True)
+        except ValidationError:
+            raise UsageError(f"capability {name} is {value!r}; it must be {words}") from None
 
 
 CAPABILITIES: dict[str, Capability] = {
-    "store": Capability(False, None, "keeps KV after its request is gone, for later requests to load"),
-    "saves": Capability("none", ("none", "prompt", "all"), "what it saves: nothing, prompts only, or generated tokens too"),
-    "chunk_tokens": Capability(1, None, "granularity of what it promises to return, in tokens"),
-    "synthesises_kv": Capability(False, None, "makes KV that no engine computed"),
-    "non_prefix_reuse": Capability(False, None, "reuses KV of content that is not a prefix"),
-    "lossy": Capability(False, None, "returns KV that differs within a tolerance (false, or the tolerance)"),
-    "async_load": Capability(False, None, "answers lookups with an asynchronous load"),
-    "layerwise": Capability(False, None, "loads or saves layer by layer"),
-    "hma": Capability(False, None, "supports the hybrid memory allocator (several KV cache groups)"),
-    "fault_injection": Capability(False, None, "lets the harness make loads fail"),
-    "roles": Capability(("kv_both",), None, "the kv_role values that it works with"),
+    "store": Capability(False, _YES_NO, "keeps KV after its request is gone, for later requests to load"),
+    "saves": Capability(
+        "none",
+        (Literal["none", "prompt", "all"], "one of none, prompt, all"),
+        "what it saves: nothing, prompts only, or generated tokens too",
+    ),
+    "chunk_tokens": Capability(
+        1, (Annotated[int, Field(gt=0)], "a whole number above 0"), "granularity of what it promises to return, in tokens"
+    ),
+    "synthesises_kv": Capability(False, _YES_NO, "makes KV that no engine computed"),
+    "non_prefix_reuse": Capability(False, _YES_NO, "reuses KV of content that is not a prefix"),
+    "lossy": Capability(
+        False,
+        (bool | float, "true, false or a tolerance such as 0.01"),
+        "returns KV that differs within a tolerance (false, or the tolerance)",
+    ),
+    "async_load": Capability(False, _YES_NO, "answers lookups with an asynchronous load"),
+    "layerwise": Capability(False, _YES_NO, "loads or saves layer by layer"),
+    "hma": Capability(False, _YES_NO, "supports the hybrid memory allocator (several KV cache groups)"),
+    "fault_injection": Capability(False, _YES_NO, "lets the harness make loads fail"),
+    "roles": Capability(("kv_both",), (tuple[str, ...] | list[str], "a list of names"), "the kv_role values that it works with"),
 }
 
 
@@ -39,8 +61,7 @@ def complete(declared: dict[str, Any]) -> dict[str, Any]:
         known = CAPABILITIES.get(name)
         if known is None:
             raise UsageError(f"unknown capability {name!r}; known are {', '.join(sorted(CAPABILITIES))}")
-        if known.choices is not None and value not in known.choices:
-            raise UsageError(f"capability {name} is {value!r}; it must be one of {', '.join(map(str, known.choices))}")
+        known.check(name, value)
     return {name: declared.get(name, known.default) for name, known in CAPABILITIES.items()}
 
 

@@ -279,8 +279,7 @@ class Observer:
 
     # -- reset -----------------------------------------------------------------------------------------------------------------
     def _cache_reset(self, phase: str, returned: Any) -> None:
-        running = bool(self.scheduler.running)
-        self.trace.emit("cache.reset", phase=phase, returned=returned, running=running, connector=True)
+        self.trace.emit("cache.reset", phase=phase, returned=returned, running=bool(self.scheduler.running), connector=True)
 
     def _reset(self, call: Call) -> None:
         if call.error is None:

@@ -165,7 +165,7 @@ class Worker:
             end = len(chain.ids)
             self.trace.emit(
                 "kv.computed", req=chain.req, generation=chain.generation, start=row.start, end=row.start + row.count,
-                accepted=row.accepted, rejected=row.drafts - row.accepted, past_end=0,
+                accepted=row.accepted, rejected=row.drafts - row.accepted,
             )  # fmt: skip
             self.computed(chain.ids[row.start : row.known], chain.plain[row.start : row.known])
             if not row.samples:

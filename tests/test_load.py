@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import time
 from pathlib import Path
 from typing import Any
 
@@ -282,16 +281,3 @@ def test_profiles_select_by_globs_and_include_each_other(tmp_path: Path) -> None
     assert chosen("none") == ([], [])
     with pytest.raises(KeyError):
         chosen("nope")
-
-
-def test_a_specification_of_full_size_loads_fast(tmp_path: Path) -> None:
-    """120 cases and 200 requirements; the second time from the cache. Generous: what it guards against is a second per load."""
-    root = write(tmp_path, "".join(REQUIREMENT.replace("non-negative", f"n{n}") for n in range(200)))
-    for n in range(120):
-        path = root / "cases" / "lifecycle" / f"lifecycle.n{n}.yaml"
-        path.write_text(CASE.replace("lifecycle.one", f"lifecycle.n{n}") + "  - run: {}\n" * 15, encoding="utf-8")
-    load_spec(root)
-    start = time.perf_counter()
-    spec = load_spec(root)
-    assert time.perf_counter() - start < 2.0
-    assert len(spec.requirements) == 200 and len(spec.cases) == 121

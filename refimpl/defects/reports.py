@@ -25,6 +25,14 @@ class ReceivedTwice(ReferenceConnector):
         return sent, (self._again | again) or None
 
 
+class ReceivedEarly(ReferenceConnector):
+    """Reports an asynchronous load as finished as soon as it was submitted: requests go on with what was in the blocks before."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> Finished:
+        sent, _ = super().get_finished(finished_req_ids)
+        return sent, {load.req for load in self._metadata().loads if load.is_async} or None
+
+
 class ReceivedSync(ReferenceConnector):
     """Reports synchronous loads as finished, for which nobody waits."""
 
