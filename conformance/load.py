@@ -26,6 +26,7 @@ from kvconform.case import Case
 from kvconform.errors import UsageError
 from kvconform.profile import Profile, Waiver
 from kvconform.requirement import Model, Requirement
+from kvconform.rules import Rule, RuleWaiver
 
 _CACHE_FORMAT = 1
 
@@ -46,6 +47,8 @@ class Spec:
     cases: dict[str, Case] = field(default_factory=dict)
     profiles: dict[str, Profile] = field(default_factory=dict)
     waivers: list[Waiver] = field(default_factory=list)
+    rules: dict[str, Rule] = field(default_factory=dict)
+    rule_waivers: dict[str, RuleWaiver] = field(default_factory=dict)
     defects: dict[str, dict[str, Any]] = field(default_factory=dict)
     places: dict[str, str] = field(default_factory=dict)
     line_counts: dict[str, int] = field(default_factory=dict)
@@ -59,7 +62,8 @@ def load_spec(root: Path | None = None, *, cache: bool = True) -> Spec:
         loader.requirements(name, text)
     for name, text in _files(base, "cases", "spec/"):
         loader.case(name, text)
-    for name, take in (("profiles.yaml", loader.profiles), ("waivers.yaml", loader.waivers), ("defects.yaml", loader.defects)):
+    for take in (loader.profiles, loader.rules, loader.waivers, loader.defects):
+        name = f"{take.__name__}.yaml"
         if (base / name).is_file():
             take(f"spec/{name}", (base / name).read_text(encoding="utf-8"))
     loader.cache.save()
@@ -149,9 +153,18 @@ class _Loader:
 
     def waivers(self, name: str, text: str) -> None:
         for index, raw in enumerate(self.data(name, text, list)):
-            found = self.model(Waiver, raw, name, text, (index,))
-            if found is not None:
+            of_rule = isinstance(raw, dict) and "rule" in raw
+            found = self.model(RuleWaiver if of_rule else Waiver, raw, name, text, (index,))
+            if of_rule and found is not None and self.place(f"waiver:{found.rule}", name, text, (index, found.rule)):
+                self.spec.rule_waivers[found.rule] = found
+            elif not of_rule and found is not None:
                 self.spec.waivers.append(found)
+
+    def rules(self, name: str, text: str) -> None:
+        for index, raw in enumerate(self.data(name, text, list)):
+            found = self.model(Rule, raw, name, text, (index,))
+            if found is not None and self.place(f"rule:{found.rule}", name, text, (index, found.rule)):
+                self.spec.rules[found.rule] = found
 
     def defects(self, name: str, text: str) -> None:
         """Only the ids matter here; kvconform.defects reads the rest."""
@@ -167,10 +180,10 @@ def _line(text: str, path: tuple[str | int, ...]) -> int:
     """The line of the list entry with the id `path[1]`, found in the text: parsing again for every entry would be too slow."""
     if len(path) < 2:
         return 1
-    wanted = f"id: {path[1]}"
     for number, line in enumerate(text.splitlines(), 1):
-        if line.lstrip("- {").rstrip().startswith(wanted) and line.lstrip("- {")[len(wanted) :].strip()[:1] in ("", ",", "#", "}"):
-            return number
+        for wanted in (f"id: {path[1]}", f"rule: {path[1]}"):
+            if line.lstrip("- {").rstrip().startswith(wanted) and line.lstrip("- {")[len(wanted) :].strip()[:1] in ("", ",", "#", "}"):
+                return number
     return 1
 
 

@@ -23,6 +23,7 @@ KEYWORDS = re.compile(r"\b(MUST NOT|MUST|SHOULD NOT|SHOULD|MAY|SHALL NOT|SHALL|R
 """RFC 2119 keywords, longest first."""
 
 ID = r"^[a-z0-9]+(?:[.-][a-z0-9]+)*$"
+TOUCHED = r"^([A-Z][A-Za-z0-9]+\.)?[a-z][a-z0-9_]*$"
 Id = Annotated[str, Field(pattern=ID)]
 Version = Annotated[str, Field(pattern=r"^\d+(\.\d+)*$")]
 Relation = Literal["connector", "no-connector", "pickled-metadata", "second-process", "hash-seed", "repeat"]
@@ -152,6 +153,7 @@ class Requirement(Model):
     until: Version | None = Field(default=None, description="first vLLM version in which it no longer holds")
     source: Source | None = None
     rules: list[Annotated[str, Field(pattern=r"^R\d{3}$")]] = []
+    touches: list[Annotated[str, Field(pattern=TOUCHED)]] = Field(default=[], description="hooks and Class.field that it is about")
     area: str = ""
     capability: CapabilityExpr = "core"
     needs: list[Literal["hooks", "sched", "kv", "plan"]] = []

@@ -16,12 +16,14 @@ from kvconform.case import Case
 from kvconform.profile import Profile, Waiver
 from kvconform.report_models import ReportLine, Summary
 from kvconform.requirement import Requirement
+from kvconform.rules import Rule, RuleWaiver
 
 FORMATS: dict[str, tuple[Any, str]] = {
     "requirement": (list[Requirement], "spec/requirements/<area>.yaml: a list of requirements"),
     "case": (Case, "spec/cases/<area>/<id>.yaml: one case"),
     "profiles": (list[Profile], "spec/profiles.yaml: a list of profiles"),
-    "waivers": (list[Waiver], "spec/waivers.yaml: a list of waivers"),
+    "waivers": (list[Waiver | RuleWaiver], "spec/waivers.yaml: a list of waivers"),
+    "rules": (list[Rule], "spec/rules.yaml: a list of rules"),
     "report-line": (ReportLine, "one line of report.jsonl"),
     "summary": (Summary, "summary.json"),
 }
