@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 from vllm.v1.request import RequestStatus
 
 from kvconform.refimpl.delay import Countdown
@@ -22,6 +22,7 @@ from kvconform.refimpl.paging import NULL_BLOCK, read_slots, write_slots
 from kvconform.refimpl.plan import Load, Piece, ReferenceMetadata, Save, cut
 from kvconform.refimpl.store import open_store
 from kvconform.refimpl.suite_hooks import SuiteHooks
+from kvconform.refimpl.telemetry import Telemetry
 from kvconform.refimpl.tracking import Tracked, first_group, scheduled
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class ReferenceConnector(SuiteHooks, KVConnectorBase_V1):
+class ReferenceConnector(SuiteHooks, Telemetry):
     """A best-effort KV cache for models with one group of attention layers. Options: see ``Options``."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -89,10 +90,9 @@ class ReferenceConnector(SuiteHooks, KVConnectorBase_V1):
     def _stored_prefix(self, request: Request) -> int:
         """Tokens of the longest stored prefix. Of the prompt and the output: a resumed request has both."""
         keys = self._keys(request, [], request.num_tokens)
-        for index, key in enumerate(keys):
-            if not self._store.has(key):
-                return index * self.options.chunk_tokens
-        return len(keys) * self.options.chunk_tokens
+        found = next((index for index, key in enumerate(keys) if not self._store.has(key)), len(keys))
+        self._withdraw(keys[found:])
+        return found * self.options.chunk_tokens
 
     def _claim(self, request: Request, found: int) -> int:
         """How far a load may reach. A synchronous one leaves a token to compute, for there must be something to sample from."""
@@ -156,7 +156,7 @@ class ReferenceConnector(SuiteHooks, KVConnectorBase_V1):
         pieces = self._pieces(tracked, start, end) if self._may_save and not tracked.outdated else ()
         pieces = tuple(piece for piece in pieces if not self._store.has(piece.key) and NULL_BLOCK not in piece.blocks(self._block_size))
         tracked.saved = max(tracked.saved, end // chunk)
-        tracked.planned |= bool(pieces)
+        tracked.planned |= self._expect(tracked, pieces)
         counters = (request.num_computed_tokens, scheduled, request.num_tokens, request.num_output_placeholders)
         table = tuple(tracked.table[: -(-end // self._block_size)]) if pieces else ()
         return Save(request.request_id, start, end, pieces, table, final, counters)
