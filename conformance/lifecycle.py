@@ -17,7 +17,7 @@ from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfe
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
-from kvconform.compat import KVConnectorOutput, ModelRunnerOutput, kv_transfer_state, pre_forward
+from kvconform.compat import KVConnectorOutput, ModelRunnerOutput, finish_forward, kv_transfer_state, pre_forward
 from kvconform.engines.fault import EngineFault
 from kvconform.worker import Worker
 
@@ -235,7 +235,7 @@ class VllmV2(_WithConnector):
             with self._context(output) as metadata:
                 pre_forward(self.active, output, batch, metadata, {**arguments, "attn_metadata": metadata})
                 worker.forward(attention)
-                self.active.finish_forward()
+                finish_forward(self.active)
                 collected = self.active.post_forward(output.finished_req_ids)
             result = worker.sample()
             result.kv_connector_output = collected

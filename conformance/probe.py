@@ -133,22 +133,29 @@ class Probe:
 
 def hook_names() -> tuple[str, ...]:
     """Public instance methods of the installed KVConnectorBase_V1 and its SupportsHMA companion, in definition order."""
-    from kvconform.compat import hook_classes
+    from kvconform.compat import UNRECORDED, hook_classes
 
     names: list[str] = []
     for cls in hook_classes():
         for name, member in vars(cls).items():
-            if inspect.isfunction(member) and not name.startswith("_") and name not in names:
+            if inspect.isfunction(member) and not name.startswith("_") and name not in UNRECORDED and name not in names:
                 names.append(name)
     return tuple(names)
 
 
 def _wrapper(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    from kvconform.compat import RESULTS_IN_SETS
+
+    by_sets = RESULTS_IN_SETS and name == "get_finished"
+
     @functools.wraps(original)
     def recorded(self: Any, *args: Any, **kwargs: Any) -> Any:
         probe = Probe.active
         if probe is None:
             return original(self, *args, **kwargs)
+        if by_sets and probe._depth == 0:
+            results = self.get_transfer_results(*args, **kwargs)
+            return results.finished_sending or None, results.finished_recving or None
         return probe.record(self, name, original, args, kwargs)
 
     recorded._kvconform_original = original  # type: ignore[attr-defined]

@@ -58,6 +58,7 @@ class ReferenceConnector(SuiteHooks, Telemetry):
         # Worker half.
         self._layers: dict[str, torch.Tensor] = {}
         self._hooked: set[str] = set()  # layers that were saved in their hook in this step
+        self._saved: ReferenceMetadata | None = None  # whose saves were done
         self._load_queue: Countdown[Load] = Countdown()
         self._save_queue: Countdown[tuple[int, Save]] = Countdown()
         self._sent: set[str] = set()
@@ -214,6 +215,8 @@ class ReferenceConnector(SuiteHooks, Telemetry):
                 self._load_queue.add(load, self.options.load_delay)
             else:
                 self._load(load, () if self.options.layerwise else self._layers)
+        if forward_context.attn_metadata is None:  # no forward pass; releases until 0.30 do not call wait_for_save then
+            self.wait_for_save()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         if self.options.layerwise:
@@ -230,12 +233,13 @@ class ReferenceConnector(SuiteHooks, Telemetry):
     def wait_for_save(self) -> None:
         """After all forward passes of the step. Layers that no hook saved (no forward pass, a drafter's layers) are saved here."""
         metadata = self._metadata()
-        for save in metadata.saves:
+        for save in metadata.saves if metadata is not self._saved else ():
             if self.options.async_saves:
                 self._save_queue.add((metadata.epoch, save), self.options.save_delay)
             else:
                 self._save(metadata.epoch, save, [layer for layer in self._layers if layer not in self._hooked])
         self._hooked.clear()
+        self._saved = metadata
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         loads = self._load_queue.poll()

@@ -6,10 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.core.sched.output import CachedRequestData, KVConnectorBlockState, NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.request import Request
 
-from kvconform.compat import make_scheduler_output
+from kvconform.compat import block_state, make_scheduler_output
 from kvconform.refimpl.engine import Engine
 
 
@@ -82,5 +82,5 @@ def build_output(engine: Engine, step: Step) -> SchedulerOutput:
     )
     engine.scheduled_before = set(step.tokens)
     if engine.connector is not None:
-        output.kv_connector_block_state = KVConnectorBlockState(set(step.tokens), manager.get_block_ids, boundary_state_offloads={})
+        output.kv_connector_block_state = block_state(set(step.tokens), manager.get_block_ids)
     return output

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connector interface of an older release, completed with what the newest one has, so that nobody else has to ask who has what.
+
+A hook that is added here does what an engine without it did: nothing. The probe does not record it, with one exception: until 0.30 the
+results of a step's transfers came from `get_finished` as two sets; they are recorded as the `get_transfer_results` that has replaced it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+RECORDED = "get_transfer_results"
+
+
+def _nothing(self: Any, *args: Any, **kwargs: Any) -> None:
+    """An engine of this release does not call it."""
+
+
+def _no(self: Any, *args: Any, **kwargs: Any) -> bool:
+    return False
+
+
+def _bind(self: Any, kv_cache_manager: Any) -> None:
+    bind_pool = getattr(self, "bind_gpu_block_pool", None)
+    if bind_pool is not None:
+        bind_pool(kv_cache_manager.block_pool)
+
+
+def _handshake(self: Any, metadata: dict[tuple[int, int], Any]) -> None:
+    """Until 0.22 the metadata was keyed by tensor parallel rank alone, and only handed over if there was any."""
+    if metadata and hasattr(self, "set_xfer_handshake_metadata"):
+        self.set_xfer_handshake_metadata({tensor_rank: value for (_, tensor_rank), value in metadata.items()})
+
+
+def _results(self: Any, finished_req_ids: set[str]) -> SimpleNamespace:
+    sending, recving = self.get_finished(finished_req_ids)
+    return SimpleNamespace(finished_sending=sending or set(), finished_recving=recving or set(), failed_recving=set())
+
+
+HOOKS: dict[str, Callable[..., Any]] = {
+    "bind_kv_cache_manager": _bind,
+    "build_connector_worker_meta": _nothing,
+    "finish_forward": _nothing,
+    "get_block_ids_with_load_errors": lambda self: set(),
+    "get_finished_count": _nothing,
+    "get_handshake_metadata": _nothing,
+    "get_kv_connector_kv_cache_events": _nothing,
+    "get_kv_connector_stats": _nothing,
+    "get_loaded_kv_cache_group_ids": _nothing,
+    "get_transfer_results": _results,
+    "handle_preemptions": _nothing,
+    "has_pending_block_frees": _no,
+    "has_pending_push_work": _no,
+    "on_new_request": _nothing,
+    "reset_cache": _nothing,
+    "set_xfer_handshake_metadata_pp_aware": _handshake,
+    "take_events": lambda self: (),
+}
+
+
+def complete(base: type) -> frozenset[str]:
+    """Add to `base` (KVConnectorBase_V1) what it lacks; returns the names that were added and are not recorded."""
+    added = [name for name in HOOKS if not hasattr(base, name)]
+    for name in added:
+        setattr(base, name, HOOKS[name])
+    if not hasattr(base, "requires_kv_delivery"):  # since 0.29: what was in flight at a preemption used to be delivered
+        base.requires_kv_delivery = property(_no)  # type: ignore[attr-defined]
+    return frozenset(added) - {RECORDED}
