@@ -105,6 +105,8 @@ class Telemetry(KVConnectorBase_V1):
             numbers = {key: index for index, key in enumerate(tracked.keys)}
             for piece in pieces:
                 start = numbers[piece.key] * chunk
+                if len(request.block_hashes) * size < start + chunk:
+                    break  # the engine hashes blocks only where somebody wants hashes
                 ends = [maybe_convert_block_hash(request.block_hashes[at // size - 1]) for at in (start, start + chunk) if at]
                 tokens = list(request.all_token_ids[start : start + chunk])
                 self._chunks[piece.key] = _Chunk(ends[-1:], ends[0] if start else None, tokens, request.lora_request)
