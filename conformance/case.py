@@ -16,7 +16,7 @@ from pydantic import AfterValidator, Field, PositiveInt, model_validator
 
 from kvconform.expectations import Expectation
 from kvconform.expr import Expression, compile_capability
-from kvconform.requirement import CapabilityExpr, Id, Model, Relation
+from kvconform.requirement import CapabilityExpr, Id, Model, Relation, Version, in_force
 from kvconform.steps import Step, one_by_one
 
 Engine = Literal["reference", "vllm", "live"]
@@ -57,6 +57,7 @@ class Case(Model):
     text: str = Field(min_length=1)
     rules: list[Annotated[str, Field(pattern=r"^R\d{3}$")]] = []
     bugs: list[Annotated[str, Field(pattern=r"^B\d{3}$")]] = []
+    since: Version | None = Field(default=None, description="first vLLM version whose engine can be brought there")
     config: Config = Config()
     matrix: Matrix = Matrix()
     engines: list[Engine] = Field(default=["reference", "vllm"], min_length=1)
@@ -89,6 +90,10 @@ class Case(Model):
         """What the connector must be able to do, over `cap`: the declared `needs` and what the steps imply."""
         implied = sorted({need for step in self.steps if (need := step.needs)})
         return compile_capability([self.needs, *implied])
+
+    def in_force(self, vllm: str) -> bool:
+        """Whether it is run with this vLLM version."""
+        return in_force(self.since, None, vllm)
 
     def unmet(self, caps: dict[str, Any]) -> str | None:
         """The condition that a connector with these capabilities does not meet, or None if the case suits it."""

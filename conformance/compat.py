@@ -193,10 +193,19 @@ def build_scheduler(config: VllmConfig, cache: KVCacheConfig, *, block_size: int
 
 
 def make_scheduler_output(**values: Any) -> SchedulerOutput:
-    """SchedulerOutput with the fields that the installed version has; what it wants besides is the empty value of its time."""
+    """SchedulerOutput; what the installed version wants besides is the empty value of its time, what it does not know yet is set all the same."""
     if "num_common_prefix_blocks" in SchedulerOutput.__dataclass_fields__:  # until 0.31, and unused since long before
         values.setdefault("num_common_prefix_blocks", [])
-    return SchedulerOutput(**{name: value for name, value in values.items() if name in SchedulerOutput.__dataclass_fields__})
+    known = SchedulerOutput.__dataclass_fields__
+    made = SchedulerOutput(**{name: value for name, value in values.items() if name in known})
+    for name in values.keys() - known:
+        setattr(made, name, values[name])
+    return made
+
+
+def has_sync_loads(scheduler_output: SchedulerOutput) -> bool:
+    """Whether loads must be there before this step's forward pass. Until 0.28 every load was started before it."""
+    return bool(getattr(scheduler_output, "has_sync_kv_loads", True))
 
 
 def block_state(req_ids: set[str], get_block_ids: Any) -> Any:
@@ -321,7 +330,7 @@ def finish_forward(active: Any) -> None:
 
 
 def pre_forward(active: Any, output: SchedulerOutput, batch: Any, metadata: Any, load_arguments: dict[str, Any]) -> None:
-    """ActiveKVConnector.pre_forward: nothing but the output until 0.29, in 0.31 what start_load_kv is to get, since 0.32 what that is made of."""
+    """ActiveKVConnector.pre_forward. Until 0.30 it takes the output, in 0.31 what start_load_kv is to get, since 0.32 what that is made of."""
     parameters = inspect.signature(active.pre_forward).parameters
     if "input_batch" in parameters:
         active.pre_forward(output, batch, metadata)

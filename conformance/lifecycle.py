@@ -17,7 +17,7 @@ from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfe
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
-from kvconform.compat import KVConnectorOutput, ModelRunnerOutput, finish_forward, kv_transfer_state, pre_forward
+from kvconform.compat import KVConnectorOutput, ModelRunnerOutput, finish_forward, has_sync_loads, kv_transfer_state, pre_forward
 from kvconform.engines.fault import EngineFault
 from kvconform.worker import Worker
 
@@ -119,17 +119,17 @@ class Own(_WithConnector):
             connector.bind_connector_metadata(output.kv_connector_metadata)
             if not output.total_num_scheduled_tokens:
                 with set_forward_context(None, self.config):
-                    if not output.has_sync_kv_loads:
+                    if not has_sync_loads(output):
                         self._load({})
                 return ModelRunnerOutput.with_kv_conn_output_only(self._collect(output, defer=False))
             with self._context(output) as metadata:
                 arguments = self._load_arguments(output, metadata)
-                if output.has_sync_kv_loads:
+                if has_sync_loads(output):
                     self._load(arguments)
                 worker.forward(self._attention)
                 if self.runner == "v2":
                     connector.finish_forward()
-                if not output.has_sync_kv_loads:
+                if not has_sync_loads(output):
                     self._load(arguments)
                 defer = self.speculative and self.runner == "v1"
                 collected = self._collect(output, defer=defer)

@@ -235,9 +235,7 @@ class Requirement(Model):
 
     def in_force(self, vllm: str) -> bool:
         """Whether it holds in this vLLM version: since <= version < until."""
-        version = version_key(vllm)
-        after = self.since is None or version >= version_key(self.since)
-        return after and (self.until is None or version < version_key(self.until))
+        return in_force(self.since, self.until, vllm)
 
     def traces(self, which: Literal["good", "bad"]) -> list[Any]:
         """The example traces in one shape: a list of traces (lists of events); for `relate`, of pairs of traces."""
@@ -262,6 +260,12 @@ def version_key(version: str) -> tuple[int, ...]:
     while len(numbers) > 1 and numbers[-1] == 0:
         numbers.pop()
     return tuple(numbers)
+
+
+def in_force(since: str | None, until: str | None, vllm: str) -> bool:
+    """Whether since <= version < until; None is no bound."""
+    version = version_key(vllm)
+    return (since is None or version >= version_key(since)) and (until is None or version < version_key(until))
 
 
 def _compile_all(req: Requirement) -> dict[str, Expression]:

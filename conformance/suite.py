@@ -49,6 +49,7 @@ def select(spec: Spec, settings: Settings, vllm: str) -> Selection:
     wanted_cases, wanted_requirements, wanted_variants = _wanted(spec, settings)
     if wanted_cases is not None:
         cases = [name for name in spec.cases if name in wanted_cases]
+    cases = [name for name in cases if not known or spec.cases[name].in_force(vllm)]
     shown = judged
     if wanted_requirements is not None:
         shown = [name for name in spec.requirements if name in wanted_requirements]

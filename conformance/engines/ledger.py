@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvconform.batch import Batch, Row
-from kvconform.compat import RequestStatus, is_chunk
+from kvconform.compat import RequestStatus, has_sync_loads, is_chunk
 from kvconform.observer import Observer
 from kvconform.trace import Event, Trace
 
@@ -35,6 +35,8 @@ class Ledger:
         self._current: dict[str, Event] = {}
         self._flying: dict[str, list[Event]] = {}
         self._last: dict[tuple[str, int], int] = {}
+        self._writes: dict[int, set[int]] = {}  # id(output) -> blocks that the step writes
+        self.in_flight: Callable[[], list[int]] = list  # id(output) of the steps that have not landed
         self._wrap_pool()
 
     def _wrap_pool(self) -> None:
@@ -48,10 +50,12 @@ class Ledger:
         def give(blocks: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
             listed = list(blocks)
             result = free_blocks(listed, *args, **kwargs)
+            written = {block for output in self.in_flight() for block in self._writes.get(output, ())}
             for block in listed:
                 self.trace.emit(
-                    "block", op="free", id=block.block_id, group=0, owner=None, hashed=block.block_hash is not None, ref=block.ref_cnt
-                )
+                    "block", op="free", id=block.block_id, group=0, owner=None, hashed=block.block_hash is not None, ref=block.ref_cnt,
+                    in_flight=block.block_id in written,
+                )  # fmt: skip
             return result
 
         self.pool.get_new_blocks, self.pool.free_blocks = take, give
@@ -61,7 +65,7 @@ class Ledger:
         owners = {block: req for req, table in tables.items() for block in table}
         fresh = [(block, owners.get(block, "nobody")) for block in self.fresh if block != 0]
         for block, owner in fresh:
-            self.trace.emit("block", op="alloc", id=block, group=0, owner=owner, hashed=False, ref=1)
+            self.trace.emit("block", op="alloc", id=block, group=0, owner=owner, hashed=False, ref=1, in_flight=False)
         self.fresh = []
         return fresh
 
@@ -104,7 +108,7 @@ class Ledger:
             if status == RequestStatus.WAITING_FOR_REMOTE_KVS.name and not request.is_finished():
                 why = "load"  # it ended: the request waits to be admitted, as preempted if it was (R124)
             self.trace.emit(
-                "req.state", req=req, generation=self.observer.generation(req), **{"from": status, "to": now}, reason=why,
+                "req.state", req=req, generation=self.observer.generation(req), **{"from": status, "to": now}, reason=why, by=reason,
                 C=request.num_computed_tokens, P=request.num_output_placeholders, N=request.num_tokens,
                 inflight=request.num_in_flight_tokens,
             )  # fmt: skip
@@ -120,10 +124,12 @@ class Ledger:
         self.trace.emit(
             "step.scheduled", total=output.total_num_scheduled_tokens, new=[n.req_id for n in output.scheduled_new_reqs],
             cached=list(cached.req_ids), resumed=sorted(resumed), preempted=sorted(output.preempted_req_ids or ()),
-            finished=sorted(output.finished_req_ids), has_sync_loads=bool(output.has_sync_kv_loads),
-            empty=output.total_num_scheduled_tokens == 0, drafts=drafts,
+            finished=sorted(output.finished_req_ids), has_sync_loads=has_sync_loads(output),
+            empty=output.total_num_scheduled_tokens == 0, drafts=drafts, new_ids=sum(map(len, getattr(cached, "new_token_ids", ()))),
         )  # fmt: skip
-        self._current = {}
+        self._current, flying = {}, self.in_flight()
+        self._writes = {step: blocks for step, blocks in self._writes.items() if step in flying} | {id(output): set()}
+        self._writing = self._writes[id(output)]
         for new in output.scheduled_new_reqs:
             request = self.scheduler.requests[new.req_id]
             kind = "resumed_as_new" if request.num_preemptions else "new"
@@ -159,6 +165,10 @@ class Ledger:
             prefill_ids=prefill_ids, prev_so_C=self._last.get(key),
         )  # fmt: skip
         self._last[key] = so_c
+        size, table = self.batch.block_size, tables.get(req, [])
+        self._writing.update(table[before // size : -(-(before + count) // size)])
+
+    _writing: set[int] = set()
 
     def after_execute(self, rows: list[Row], failed: set[str]) -> None:
         """Fill in what the worker made of the step: final KV before and after it (None where the request's load failed)."""
