@@ -193,7 +193,7 @@ def build_scheduler(config: VllmConfig, cache: KVCacheConfig, *, block_size: int
 
 
 def make_scheduler_output(**values: Any) -> SchedulerOutput:
-    """SchedulerOutput; what the installed version wants besides is the empty value of its time, what it does not know yet is set all the same."""
+    """SchedulerOutput. What the installed version wants besides is the empty value of its time; what it does not know yet is set too."""
     if "num_common_prefix_blocks" in SchedulerOutput.__dataclass_fields__:  # until 0.31, and unused since long before
         values.setdefault("num_common_prefix_blocks", [])
     known = SchedulerOutput.__dataclass_fields__
@@ -330,7 +330,7 @@ def finish_forward(active: Any) -> None:
 
 
 def pre_forward(active: Any, output: SchedulerOutput, batch: Any, metadata: Any, load_arguments: dict[str, Any]) -> None:
-    """ActiveKVConnector.pre_forward. Until 0.30 it takes the output, in 0.31 what start_load_kv is to get, since 0.32 what that is made of."""
+    """ActiveKVConnector.pre_forward: until 0.30 of the output, in 0.31 with start_load_kv's arguments, then with what those are made of."""
     parameters = inspect.signature(active.pre_forward).parameters
     if "input_batch" in parameters:
         active.pre_forward(output, batch, metadata)
