@@ -71,7 +71,8 @@ def _kind(name: str, channel: str, fields: str, doc: str) -> None:
 _kind(
     "run.start",
     "harness",
-    "seed:i engine:s case:s scheduling:s runner:s depth:i vllm:s block_size:i num_blocks:i policies:l connector:s? spec_tokens:i role:s",
+    "seed:i engine:s case:s scheduling:s runner:s depth:i vllm:s block_size:i num_blocks:i"
+    " policies:l connector:s? spec_tokens:i role:s failure_policy:s",
     "The run begins; its fields are the constants `cfg`.",
 )
 _kind(
@@ -91,6 +92,7 @@ _kind(
     "A request repeats earlier content: how much the declared capabilities promise, how much could be had.",
 )
 _kind("case.expectation", "harness", "what:s holds:b detail:s?", "An expectation that the case itself states.")
+_kind("engine.api", "harness", "item:s ok:b detail:s?", "One static check of the installed vLLM: what it refuses, what it has and has not.")
 _kind("api", "harness", "item:s ok:b detail:s?", "One static check of the connector's class: signature, abstract or class-level method.")
 
 # --- hooks: what the probe sees ------------------------------------------------------------------------------------------------------
@@ -111,7 +113,20 @@ _kind(
 _kind("meta.bound", "hooks", "digest:s? same_as_built:b", "The worker half was given the metadata of its step.")
 _kind("meta.cleared", "hooks", "digest:s? same_as_built:b", "The metadata was taken away again.")
 _kind("layer.wait", "hooks", "layer:s bound:b order:i", "wait_for_layer_load of one layer.")
-_kind("layer.save", "hooks", "layer:s bound:b order:i", "save_kv_layer of one layer.")
+_kind("layer.save", "hooks", "layer:s bound:b order:i whole:b", "save_kv_layer of one layer; whole = with the layer's registered tensor.")
+_kind(
+    "kv.event",
+    "hooks",
+    "op:s keys:l medium:s? tokens:i problem:s repeated:b",
+    "The connector published a KV event (stored, removed, cleared); `problem` says what is wrong with its fields.",
+)
+_kind(
+    "stats.taken",
+    "hooks",
+    "half:s empty:b kept:b merge:s? encode:s? rebuilt:b rebuild:s? observe:s?",
+    "Statistics were taken; the texts say what went wrong when they were merged, encoded, rebuilt and observed as metrics.",
+)
+_kind("handshake", "hooks", "none:b pickles:b detail:s?", "get_handshake_metadata returned.")
 
 # --- sched: the scheduler and its block pool -----------------------------------------------------------------------------------------
 _kind(
@@ -130,7 +145,7 @@ _kind(
 _kind(
     "step.scheduled",
     "sched",
-    "total:i new:l cached:l resumed:l preempted:l finished:l has_sync_loads:b empty:b drafts:d",
+    "total:i new:l cached:l resumed:l preempted:l finished:l has_sync_loads:b empty:b drafts:d new_ids:i?",
     "schedule() returned: one step's output.",
 )
 _kind(
@@ -140,7 +155,7 @@ _kind(
     " prefill:b all_ids:i? prefill_ids:i? prev_so_C:i?",
     "One request's share of a step. C is the count before it advances; v_before/v_after are the tokens whose KV is final.",
 )
-_kind("req.state", "sched", "req:s generation:i from:s? to:s reason:s C:i P:i N:i inflight:i", "A request changed its state.")
+_kind("req.state", "sched", "req:s generation:i from:s? to:s reason:s by:s C:i P:i N:i inflight:i", "A request changed its state.")
 _kind(
     "req.updated",
     "sched",
@@ -153,7 +168,12 @@ _kind(
     "req:s generation:i status:s C:i P:i N:i inflight:i blocks:l delayed:b v_final:i",
     "A request finished; delayed = its blocks stay until finished_sending.",
 )
-_kind("block", "sched", "op:s id:i group:i owner:s? hashed:b ref:i", "The block pool did something to one block.")
+_kind(
+    "block",
+    "sched",
+    "op:s id:i group:i owner:s? hashed:b ref:i in_flight:b",
+    "The block pool did something to one block; in_flight = a step that has not landed writes to it.",
+)
 _kind("hold", "sched", "req:s generation:i direction:s transfer:s? cause:s", "The engine starts to wait for a transfer.")
 _kind("release", "sched", "req:s generation:i direction:s transfer:s? cause:s", "The engine stops waiting for it.")
 _kind(
@@ -167,6 +187,19 @@ _kind(
     "sched",
     "req:s? transfer:s? rank:i blocks:l outside_grant:l groups:a is_async:b",
     "The worker half reported blocks with load errors.",
+)
+_kind("request.new", "sched", "req:s generation:i", "on_new_request was called.")
+_kind(
+    "hashes",
+    "sched",
+    "req:s generation:i count:i full:i same:b distinct:b",
+    "The block hashes of a request at a lookup; same/distinct: equal content had this hash before, other content had another.",
+)
+_kind(
+    "events.lookup",
+    "sched",
+    "req:s announced:i got:i keys:l local:i tokens:i untold:i",
+    "A lookup against the KV events so far: tokens announced, tokens had, blocks in between, tokens served that no event announced.",
 )
 _kind("sample", "sched", "req:s generation:i index:i token:i clean:b", "An output token; clean = computed from right KV only.")
 

@@ -63,7 +63,7 @@ def run_variant(
         "run.start", seed=seed, engine=variant.engine, case=variant.case.id, scheduling=variant.scheduling, runner=variant.runner,
         depth=variant.depth, vllm=compat.VLLM_VERSION, block_size=variant.block_size, num_blocks=settings.num_blocks,
         policies=list(variant.case.policies), connector=target.connector if with_connector else None, spec_tokens=settings.spec_tokens,
-        role=target.role or settings.role,
+        role=target.role or settings.role, failure_policy=settings.load_failure_policy,
     )  # fmt: skip
     run = Run(variant, relation, trace.events, caps, _channels(target) if with_connector else frozenset({"sched", "kv"}))
     tmp.mkdir(parents=True, exist_ok=True)

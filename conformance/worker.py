@@ -66,7 +66,7 @@ class Worker:
         self.oracle.check_writes("handle_preemptions")
         for block, owner in self.fresh:
             self._poison(block, owner)
-            self.trace.emit("block", op="poison", id=block, group=0, owner=owner, hashed=False, ref=1)
+            self.trace.emit("block", op="poison", id=block, group=0, owner=owner, hashed=False, ref=1, in_flight=False)
         self.fresh = []
 
     # -- one step --------------------------------------------------------------------------------------------------------------

@@ -71,7 +71,6 @@ class _Chunk:
     parent: Any
     tokens: list[int]
     lora: Any
-    announced: bool = False
 
     def stored(self) -> BlockStored:
         """The event; older releases know an adapter by its number only."""
@@ -91,7 +90,8 @@ class Telemetry(KVConnectorBase_V1):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._chunks: dict[str, _Chunk] = {}
+        self._planned: dict[str, _Chunk] = {}
+        self._announced: dict[str, _Chunk] = {}
         self._events: list[KVCacheEvent] = []
         self._events_epoch = 0
         self._counts: dict[str, int] = {}
@@ -109,28 +109,27 @@ class Telemetry(KVConnectorBase_V1):
                     break  # the engine hashes blocks only where somebody wants hashes
                 ends = [maybe_convert_block_hash(request.block_hashes[at // size - 1]) for at in (start, start + chunk) if at]
                 tokens = list(request.all_token_ids[start : start + chunk])
-                self._chunks[piece.key] = _Chunk(ends[-1:], ends[0] if start else None, tokens, request.lora_request)
+                self._planned[piece.key] = _Chunk(ends[-1:], ends[0] if start else None, tokens, request.lora_request)
         return bool(pieces)
 
     def _withdraw(self, keys: Iterable[str]) -> None:
         """Scheduler half: a lookup found the first of these chunks gone; those that were announced are taken back if gone, too."""
         for key in keys:
-            chunk = self._chunks.get(key)
-            if chunk is not None and chunk.announced and not self._store.has(key):
-                self._events.append(BlockRemoved(block_hashes=chunk.hashes, medium=MEDIUM))
+            if key in self._announced and not self._store.has(key):
+                self._events.append(BlockRemoved(block_hashes=self._announced.pop(key).hashes, medium=MEDIUM))
                 self._count("chunks_removed")
-                del self._chunks[key]
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         if self._store.epoch() != self._events_epoch:
-            self._events_epoch, self._chunks = self._store.epoch(), {}
+            self._events_epoch = self._store.epoch()
+            self._planned.clear()
+            self._announced.clear()
             self._events.append(AllBlocksCleared())
-        for key, chunk in self._chunks.items():
-            if not chunk.announced and self._store.has(key):
-                chunk.announced = True
-                self._count("chunks_stored")
-                self._events.append(chunk.stored())
-                chunk.tokens = []
+        for key in [key for key in self._planned if self._store.has(key)]:
+            chunk = self._announced[key] = self._planned.pop(key)
+            self._events.append(chunk.stored())
+            self._count("chunks_stored")
+            chunk.tokens = []
         taken, self._events = self._events, []
         return taken
 

@@ -53,7 +53,7 @@ class EngineControl:
             if self.probe.last_error is not None and self.probe.last_error[1] is error:
                 raise
             # The engine refuses while blocks are held for a transfer (R172); whoever asked for the reset is told, and it goes on.
-        self.ledger.state_changes("preempt")
+        self.ledger.state_changes("reset")
         return done
 
     def pause(self, paused: bool) -> None:

@@ -21,7 +21,9 @@ from kvconform.engines.fault import check_starts
 from kvconform.engines.halves import introduce, noted, start_worker_half
 from kvconform.engines.info import Info
 from kvconform.engines.ledger import Ledger
+from kvconform.engines.refusals import inspect_engine
 from kvconform.engines.setup import build_configs, build_scheduler
+from kvconform.hashes import HashBook
 from kvconform.kvcache import PagedCache
 from kvconform.lifecycle import in_order, make_lifecycle
 from kvconform.memory import Memory
@@ -31,7 +33,9 @@ from kvconform.oracle import Oracle
 from kvconform.probe import Call, Probe
 from kvconform.provenance import Identity, Registry
 from kvconform.target import Target
+from kvconform.telemetry import Telemetry
 from kvconform.trace import Trace
+from kvconform.watch import Watch
 from kvconform.worker import Worker
 
 
@@ -52,6 +56,8 @@ class Engine(EngineControl):
         settings = variant.case.config
         cache = PagedCache(registry.book, settings.num_blocks, variant.block_size)
         self.config, self.cache_config = build_configs(variant, target, tmp, registry.book, cache.names, with_connector=with_connector)
+        book = HashBook(variant.block_size, lambda r: info(r).identity)
+        self.watches = Watch(trace, self.probe, book, self._generation), Telemetry(trace, self.probe, book, self.config)
         self.worker_half: Any = None
         if with_connector:
             with noted(trace, "start"):
@@ -59,6 +65,8 @@ class Engine(EngineControl):
             if variant.case.id == "lifecycle.api":
                 for item, ok, detail in inspect_class(target.resolve(), target.options(tmp), self.config):
                     trace.emit("api", item=item, ok=ok, detail=detail)
+                for item, ok, detail in inspect_engine(self.config, self.cache_config) if variant.engine == "vllm" else ():
+                    trace.emit("engine.api", item=item, ok=ok, detail=detail)
         self.scheduler: Any = None
         self.oracle = Oracle(cache, registry, trace, self.tables)
         self.batch = Batch(variant.block_size, self._incarnation)
@@ -86,6 +94,7 @@ class Engine(EngineControl):
             self._held_contents,
         )
         self.ledger = Ledger(trace, self.scheduler, self.pool, self.observer, self.batch, is_async=variant.scheduling == "async")
+        self.ledger.in_flight = lambda: [id(step[0]) for step in self.queue]
         self._listen()
         self.blocks_at_start = self.pool.get_num_free_blocks()
         self.progress = 0
@@ -128,7 +137,11 @@ class Engine(EngineControl):
         kind = "layer.wait" if call.hook == "wait_for_layer_load" else "layer.save"
         self.worker.order += 1
         bound = bool(call.event and call.event["bound"])
-        self.trace.emit(kind, layer=call.arg(0, "layer_name"), bound=bound, order=self.worker.order)
+        event = self.trace.emit(kind, layer=call.arg(0, "layer_name"), bound=bound, order=self.worker.order)
+        if kind == "layer.save":
+            cache = self.oracle.cache
+            registered, given = dict(zip(cache.names, cache.tensors, strict=True)).get(event["layer"]), call.arg(1, "kv_layer")
+            event["whole"] = registered is None or (given.data_ptr() == registered.data_ptr() and given.shape == registered.shape)
 
     def _async_due(self, call: Call) -> None:
         """Asynchronous loads that were reported: the engine may rely on them from now on."""

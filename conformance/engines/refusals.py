@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the installed vLLM refuses to start with, and what its interface has left behind. Asked once, of the classes and a configuration."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import PropertyMock, patch
+
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+
+from kvconform import compat
+from kvconform.compat import KVConnectorBase_V1, KVConnectorFactory, KVConnectorRole, KVTransferConfig
+
+Finding = tuple[str, bool, str]
+NAME = "KvconformNobody"
+
+
+def inspect_engine(config: Any, cache_config: Any) -> Iterator[Finding]:
+    """(item, ok, detail) per check of the engine's own side. Leaves the registry, the environment and `config` as they were."""
+    bare = copy.copy(config)
+    bare.kv_transfer_config = None
+    yield _refuses("transfer-config", ValueError, lambda: KVConnectorBase_V1.__init__(_Blank(), bare, KVConnectorRole.WORKER, cache_config))
+    yield _refuses("unknown-name", ValueError, lambda: KVConnectorFactory.get_connector_class(_transfer(NAME)))
+    yield from _registry()
+    yield _refuses("role-required", ValueError, lambda: KVTransferConfig(kv_connector=NAME))
+    yield _refuses("role-known", ValueError, lambda: KVTransferConfig(kv_connector=NAME, kv_role="nobody"))
+    first, second = _transfer(NAME).engine_id, _transfer(NAME).engine_id
+    yield "engine-id", bool(first) and bool(second) and first != second, "not given, or given twice"
+    yield "failure-policy", _transfer(NAME).kv_load_failure_policy == "fail", f"is {_transfer(NAME).kv_load_failure_policy}"
+    yield _refuses("encoder-decoder", AssertionError, lambda: _encoder_decoder(config, cache_config))
+    yield _refuses("expandable-segments", ValueError, lambda: _expandable_segments(config))
+    for owner, names in REMOVED.items():
+        left = [name for name in names if name in getattr(owner, "__dataclass_fields__", {}) or hasattr(owner, name)]
+        empty = SchedulerOutput.make_empty() if owner is SchedulerOutput else None
+        left = [name for name in left if empty is None or getattr(empty, name) != []]  # a field that is always empty says nothing
+        yield f"removed:{owner.__name__}", not left, f"{', '.join(left)} is there" if left else ""
+
+
+REMOVED: dict[type, tuple[str, ...]] = {
+    CachedRequestData: ("resumed_from_preemption", "resumed_req_token_ids"),
+    SchedulerOutput: ("num_common_prefix_blocks",),
+    KVConnectorBase_V1: ("register_cross_layers_kv_cache", "prefer_cross_layer_blocks"),
+    KVTransferConfig: ("kv_buffer_size", "kv_rank", "kv_parallel_size", "kv_ip"),
+}
+"""Names of older releases, by the class that had them."""
+
+
+class _Blank(KVConnectorBase_V1):
+    """Something that the base class's constructor can be called on; its abstract methods do not matter."""
+
+    def __init__(self) -> None:
+        pass
+
+
+_Blank.__abstractmethods__ = frozenset()
+
+
+def _transfer(name: str) -> Any:
+    return KVTransferConfig(kv_connector=name, kv_role="kv_both")
+
+
+def _refuses(item: str, error: type[Exception], call: Callable[[], object]) -> Finding:
+    try:
+        call()
+    except error:
+        return item, True, ""
+    except Exception as other:  # any other refusal is not the one that was promised
+        return item, False, f"{type(other).__name__}: {other}".splitlines()[0][:200]
+    return item, False, "is accepted"
+
+
+def _registry() -> Iterator[Finding]:
+    registry = KVConnectorFactory._registry
+    try:
+        KVConnectorFactory.register_connector(NAME, "kvconform_no_such_module", NAME)
+        yield "lazy-registration", True, ""
+        yield _refuses("second-registration", ValueError, lambda: KVConnectorFactory.register_connector(NAME, "kvconform_other", NAME))
+        yield _refuses("broken-registration", ModuleNotFoundError, lambda: KVConnectorFactory.get_connector_class(_transfer(NAME)))
+    finally:
+        registry.pop(NAME, None)
+
+
+def _encoder_decoder(config: Any, cache_config: Any) -> None:
+    with patch.object(type(config.model_config), "is_encoder_decoder", new_callable=PropertyMock, return_value=True):
+        compat.build_scheduler(config, cache_config, block_size=config.cache_config.block_size, scheduling="sync", runner="v1")
+
+
+def _expandable_segments(config: Any) -> None:
+    with patch.dict(os.environ, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}):
+        config._verify_kv_transfer_compat()
