@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,11 @@ class HashBook:
         self.blocks: dict[Any, Stored] = {}
         self._hash_of: dict[int, Any] = {}
         self._content_of: dict[Any, int] = {}
+        self._numbers: dict[Any, int] = {}
+
+    def numbers(self, keys: Iterable[Any]) -> list[int]:
+        """Names for hashes that are the same in every process, whatever the hash seed: the order in which they were first named."""
+        return [self._numbers.setdefault(key, len(self._numbers)) for key in keys]
 
     def keys(self, request: Any) -> list[Any]:
         """The hashes of a request's full blocks, as KV events spell them."""

@@ -67,7 +67,7 @@ class Telemetry:
             tokens, size = list(getattr(event, "token_ids", None) or []), getattr(event, "block_size", 0)
             truth = self._truth(event, hashes, tokens, size) if op == "stored" else ""
             self.trace.emit(
-                "kv.event", op=op, keys=[_hex(h) for h in hashes], medium=getattr(event, "medium", None), tokens=len(tokens),
+                "kv.event", op=op, keys=self.book.numbers(hashes), medium=getattr(event, "medium", None), tokens=len(tokens),
                 problem=truth or _shape(op, event, hashes, tokens, size), repeated=any(event is other for other in self.taken),
             )  # fmt: skip
             if op == "stored":
@@ -115,7 +115,7 @@ class Telemetry:
         end = self.book.reach(request, self.stored)
         size = self.book.block_size
         due = min(end, (request.num_tokens - 1) // size * size)
-        keys = [_hex(key) for key in self.book.between(request, local + tokens, due)]
+        keys = self.book.numbers(self.book.between(request, local + tokens, due))
         whole = (local + tokens) // size * size
         self.trace.emit(
             "events.lookup", req=request.request_id, announced=due, got=local + tokens, keys=keys, local=local, tokens=tokens,
@@ -150,10 +150,6 @@ class Telemetry:
         if call.error is None:
             reason = None if call.result is None else pickle_round_trip(call.result)[1]
             self.trace.emit("handshake", none=call.result is None, pickles=reason is None, detail=reason)
-
-
-def _hex(key: Any) -> str:
-    return bytes(key).hex()[:16] if isinstance(key, bytes) else str(key)
 
 
 def _shape(op: str, event: Any, hashes: list[Any], tokens: list[int], size: Any) -> str:
