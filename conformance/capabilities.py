@@ -51,6 +51,7 @@ CAPABILITIES: dict[str, Capability] = {
     "layerwise": Capability(False, _YES_NO, "loads or saves layer by layer"),
     "hma": Capability(False, _YES_NO, "supports the hybrid memory allocator (several KV cache groups)"),
     "fault_injection": Capability(False, _YES_NO, "lets the harness make loads fail"),
+    "kv_events": Capability(False, _YES_NO, "publishes KV events for all that it stores"),
     "roles": Capability(("kv_both",), (tuple[str, ...] | list[str], "a list of names"), "the kv_role values that it works with"),
 }
 

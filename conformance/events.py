@@ -198,8 +198,8 @@ _kind(
 _kind(
     "events.lookup",
     "sched",
-    "req:s announced:i got:i keys:l local:i tokens:i untold:i",
-    "A lookup against the KV events so far: tokens announced, tokens had, blocks in between, tokens served that no event announced.",
+    "req:s announced:i got:i local:i tokens:i missing:l untold:l",
+    "A lookup against the KV events so far: tokens announced and had, blocks missing in between, blocks from the first unannounced on.",
 )
 _kind("sample", "sched", "req:s generation:i index:i token:i clean:b", "An output token; clean = computed from right KV only.")
 

@@ -68,8 +68,8 @@ class HashBook:
                 covered = end
         return covered
 
-    def between(self, request: Any, start: int, end: int) -> Iterator[Any]:
-        """The hashes of the blocks that end within (start, end]."""
+    def between(self, request: Any, start: int, end: int | None = None) -> Iterator[Any]:
+        """The hashes of the blocks that end within (start, end]; up to the last one without `end`."""
         for number, key in enumerate(self.keys(request), 1):
-            if start < number * self.block_size <= end:
+            if start < number * self.block_size and (end is None or number * self.block_size <= end):
                 yield key

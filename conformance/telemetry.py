@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import msgspec
 from prometheus_client import Counter, Gauge, Histogram
@@ -38,6 +39,7 @@ class _Metric:
     set = observe
 
 
+_engines: WeakKeyDictionary[Trace, int] = WeakKeyDictionary()
 METRICS: dict[type, type] = {Gauge: _Metric, Counter: _Metric, Histogram: _Metric}
 
 
@@ -50,6 +52,8 @@ class Telemetry:
         self.taken: list[Any] = []  # the events of the last call, kept so that their identity means something
         self.last: dict[str, Any] = {}
         self.metrics: Any = None
+        self.first = not any(event["k"] == "request.new" for event in trace.events)
+        _engines[trace] = _engines.get(trace, 0) + 1
         probe.on("take_events", after=self._events)
         probe.on("get_num_new_matched_tokens", after=self._lookup)
         probe.on("reset_cache", after=lambda call: self.stored.clear())
@@ -115,12 +119,16 @@ class Telemetry:
         end = self.book.reach(request, self.stored)
         size = self.book.block_size
         due = min(end, (request.num_tokens - 1) // size * size)
-        keys = self.book.numbers(self.book.between(request, local + tokens, due))
-        whole = (local + tokens) // size * size
+        missing = self.book.between(request, local + tokens, due)
+        untold = self.book.between(request, max(end, local)) if self._alone() and max(end, local) < (local + tokens) // size * size else ()
         self.trace.emit(
-            "events.lookup", req=request.request_id, announced=due, got=local + tokens, keys=keys, local=local, tokens=tokens,
-            untold=max(0, whole - max(end, local)) if tokens else 0,
+            "events.lookup", req=request.request_id, announced=due, got=local + tokens, local=local, tokens=tokens,
+            missing=self.book.numbers(missing), untold=self.book.numbers(untold),
         )  # fmt: skip
+
+    def _alone(self) -> bool:
+        """Whether no other engine, before or beside this one, can have stored anything."""
+        return self.first and _engines[self.trace] == 1
 
     # -- statistics ------------------------------------------------------------------------------------------------------------
     def _stats(self, call: Call) -> None:

@@ -71,6 +71,19 @@ def _blocks(value: Any) -> bool:
     return isinstance(value, (set, frozenset)) and all(isinstance(v, int) for v in value)
 
 
+def _with(*methods: str) -> Callable[[Any], bool]:
+    """None, or an object with these methods: rather than of vLLM's class, which older releases do not have."""
+    return lambda value: value is None or all(callable(getattr(value, name, None)) for name in methods)
+
+
+def _handshake(value: Any) -> bool:
+    return value is None or any(cls.__name__ == "KVConnectorHandshakeMetadata" for cls in type(value).__mro__)
+
+
+def _sources(value: Any) -> bool:
+    return isinstance(value, dict) and all(type(count) is int for count in value.values())
+
+
 _CHECKS: dict[str, Callable[[Any], bool]] = {
     "get_finished": _finished,
     "get_transfer_results": _transfer_results,
@@ -80,7 +93,12 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "has_pending_push_work": lambda v: isinstance(v, bool),
     "get_loaded_kv_cache_group_ids": lambda v: isinstance(v, tuple) and all(isinstance(i, int) for i in v),
     "take_events": lambda v: v is None or hasattr(v, "__iter__"),
-    "build_connector_worker_meta": lambda v: v is None or callable(getattr(v, "aggregate", None)),
+    "build_connector_worker_meta": _with("aggregate"),
+    "get_kv_connector_stats": _with("is_empty", "aggregate", "reduce", "reset", "to_dict"),
+    "get_kv_connector_kv_cache_events": _with("add_events", "aggregate", "increment_workers", "get_all_events", "get_number_of_workers"),
+    "get_handshake_metadata": _handshake,
+    "get_external_cache_hit_sources": _sources,
+    "get_mem_pool_context": _with("__enter__", "__exit__"),
     "get_finished_count": lambda v: v is None or isinstance(v, int),
 }
 

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a connector says about itself: events, statistics, metrics, handshake."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.telemetry import ReferenceHandshake, ReferenceMetrics, ReferenceStats
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+    from vllm.v1.request import Request
+
+    from kvconform.refimpl.plan import Piece
+    from kvconform.refimpl.tracking import Tracked
+
+
+class WrongParent(ReferenceConnector):
+    """Announces every block as if it were the first of its prompt."""
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        events = list(super().take_events())
+        for event in events:
+            if hasattr(event, "parent_block_hash"):
+                event.parent_block_hash = None
+        return events
+
+
+class KeepsEvents(ReferenceConnector):
+    """Hands out its list of events and goes on filling it."""
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        kept: list[KVCacheEvent] = self.__dict__.setdefault("_kept", [])
+        kept += super().take_events()
+        return list(kept)
+
+
+class SilentEviction(ReferenceConnector):
+    """Publishes what it stores and never what it loses."""
+
+    def _withdraw(self, keys: Iterable[str]) -> None:
+        return
+
+
+class PromptEventsOnly(ReferenceConnector):
+    """Publishes the first chunk of what a step stores and forgets the others."""
+
+    def _expect(self, tracked: Tracked, pieces: Sequence[Piece]) -> bool:
+        super()._expect(tracked, pieces[:1])
+        return bool(pieces)
+
+
+class KeepsStats(ReferenceConnector):
+    """Keeps one statistics object and adds to it."""
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        kept: ReferenceStats = self.__dict__.setdefault("_kept_stats", ReferenceStats())
+        latest = super().get_kv_connector_stats()
+        for name, count in (latest.data if latest else {}).items():
+            kept.data[name] = kept.data.get(name, 0) + count
+        return kept
+
+
+class _MergesInPlace(ReferenceStats):
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        self.data |= other.data
+        return None  # type: ignore[return-value]
+
+
+class MergesInPlace(ReferenceConnector):
+    """Its statistics are merged in place, and the merge returns nothing."""
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        stats = super().get_kv_connector_stats()
+        return None if stats is None or self.role.name == "SCHEDULER" else _MergesInPlace(stats.data)
+
+
+class TensorStats(ReferenceConnector):
+    """Puts a tensor into its statistics."""
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        stats = super().get_kv_connector_stats()
+        return None if stats is None else ReferenceStats({name: torch.tensor(count) for name, count in stats.data.items()})
+
+
+class RenamedStats(ReferenceConnector):
+    """Rebuilds its statistics from a name that it no longer sends."""
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return ReferenceStats({"chunks": (data or {"chunks": 0})["chunks"]})
+
+
+class UnloggedStats(ReferenceConnector):
+    """Collects statistics that the front end cannot rebuild."""
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return None
+
+
+class _NeedsAll(ReferenceMetrics):
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        super().observe({name: transfer_stats_data[name] for name in ("chunks_read", "chunks_written")}, engine_idx)
+
+
+class MetricsNeedAll(ReferenceConnector):
+    """Its metrics expect every statistic in every interval."""
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any) -> Any:
+        return _NeedsAll(*args)
+
+
+class LockedHandshake(ReferenceConnector):
+    """Puts a lock into its handshake metadata."""
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        handshake = ReferenceHandshake("x")
+        handshake.__dict__["lock"] = threading.Lock()
+        return handshake
+
+
+class PlainHandshake(ReferenceConnector):
+    """Returns its handshake metadata as a dict."""
+
+    def get_handshake_metadata(self) -> Any:
+        return {"store": "x"}
+
+
+class ConsumesReports(ReferenceConnector):
+    """Takes the ids that it knows out of the engine's own report."""
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        super().update_connector_output(connector_output)
+        (connector_output.finished_sending or set()).clear()
+
+
+class ConsumesFinished(ReferenceConnector):
+    """Empties the set of finished requests that it is given."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        result = super().get_finished(finished_req_ids)
+        finished_req_ids.clear()
+        return result
+
+
+class TrimsBlocks(ReferenceConnector):
+    """Shortens the list of blocks that it is given at the end of a request to what it saves."""
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        result = super().request_finished(request, block_ids)
+        del block_ids[1:]
+        return result
