@@ -82,6 +82,8 @@ LATER_REQUEST_FIELDS: dict[str, Any] = {  # what the reference scheduler keeps o
 }
 
 
+COUNTS_IN_FLIGHT = "num_in_flight_tokens" in Request.__init__.__code__.co_names
+"""Whether vLLM's own scheduler counts what is in flight; until 0.24 it did not."""
 UNRECORDED = older.complete(KVConnectorBase_V1)
 """Hooks that the installed release lacks."""
 RESULTS_IN_SETS = KVConnectorBase_V1.get_transfer_results is older.HOOKS["get_transfer_results"]
@@ -301,7 +303,18 @@ def force_preemption(scheduler: Any, request: Request) -> bool:
         scheduler._preempt_request(request, 0.0, drop_stale_output=scheduler.requires_kv_delivery)
     else:
         scheduler._preempt_request(request, 0.0)
+    if not hasattr(scheduler, "reset_preempted_req_ids") and not hasattr(scheduler, "preempted_req_ids"):
+        # Until 0.25 a victim could not come back in the next step, unless a reset had preempted it, which did this:
+        scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
     return True
+
+
+def set_block_hash(block: Any, key: Any, tokens: int) -> None:
+    """Give a KVCacheBlock its hash, which covers `tokens` tokens from the request's first (0.26 on keeps that number)."""
+    if hasattr(block, "set_block_hash"):
+        block.set_block_hash(key, tokens)
+    else:
+        block.block_hash = key
 
 
 def is_chunk(request: Request) -> bool:
@@ -323,10 +336,37 @@ def set_paused(scheduler: Any, paused: bool) -> None:
     scheduler.set_pause_state(int(paused) if own else PauseState.PAUSED_NEW if paused else PauseState.UNPAUSED)
 
 
+def output_without_forward(collected: KVConnectorOutput) -> ModelRunnerOutput:
+    """The result of a step without a forward pass; what is empty is left out (R201)."""
+    if hasattr(ModelRunnerOutput, "with_kv_conn_output_only"):  # since 0.22
+        return ModelRunnerOutput.with_kv_conn_output_only(collected)
+    kept = None if collected.is_empty() else collected
+    return ModelRunnerOutput(req_ids=[], req_id_to_index={}, sampled_token_ids=[], kv_connector_output=kept)
+
+
+def reuse_freed_first(queue: Any) -> None:
+    """Make a FreeKVCacheBlockQueue hand out first what was freed last. Changes the instance."""
+    append = queue.append_n
+
+    def prepend(blocks: Any) -> None:
+        if hasattr(queue, "prepend_n"):  # since 0.22
+            queue.prepend_n(list(blocks))
+        else:
+            append([*blocks, *queue.popleft_n(queue.num_free_blocks)])
+
+    queue.append_n = prepend
+
+
 def finish_forward(active: Any) -> None:
     """ActiveKVConnector.finish_forward, which releases until 0.30 do not have."""
     if hasattr(active, "finish_forward"):
         active.finish_forward()
+
+
+def post_forward(active: Any, output: SchedulerOutput) -> KVConnectorOutput | None:
+    """ActiveKVConnector.post_forward: until 0.22 of the output, then of its finished request ids."""
+    whole = "scheduler_output" in inspect.signature(active.post_forward).parameters
+    return active.post_forward(output if whole else output.finished_req_ids)  # type: ignore[no-any-return]
 
 
 def pre_forward(active: Any, output: SchedulerOutput, batch: Any, metadata: Any, load_arguments: dict[str, Any]) -> None:

@@ -17,7 +17,16 @@ from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfe
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
-from kvconform.compat import KVConnectorOutput, ModelRunnerOutput, finish_forward, has_sync_loads, kv_transfer_state, pre_forward
+from kvconform.compat import (
+    KVConnectorOutput,
+    ModelRunnerOutput,
+    finish_forward,
+    has_sync_loads,
+    kv_transfer_state,
+    output_without_forward,
+    post_forward,
+    pre_forward,
+)
 from kvconform.engines.fault import EngineFault
 from kvconform.worker import Worker
 
@@ -121,7 +130,7 @@ class Own(_WithConnector):
                 with set_forward_context(None, self.config):
                     if not has_sync_loads(output):
                         self._load({})
-                return ModelRunnerOutput.with_kv_conn_output_only(self._collect(output, defer=False))
+                return output_without_forward(self._collect(output, defer=False))
             with self._context(output) as metadata:
                 arguments = self._load_arguments(output, metadata)
                 if has_sync_loads(output):
@@ -236,7 +245,7 @@ class VllmV2(_WithConnector):
                 pre_forward(self.active, output, batch, metadata, {**arguments, "attn_metadata": metadata})
                 worker.forward(attention)
                 finish_forward(self.active)
-                collected = self.active.post_forward(output.finished_req_ids)
+                collected = post_forward(self.active, output)
             result = worker.sample()
             result.kv_connector_output = collected
             return result

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvconform import compat
+
 
 def prepare(config: Any, policies: frozenset[str], block_size: int, draft_tokens: int) -> None:
     """Policies that are configuration: split-prefill makes chunks shorter than a block, but not than a verification (vLLM asserts)."""
@@ -17,8 +19,7 @@ def apply(scheduler: Any, policies: frozenset[str]) -> frozenset[str]:
     manager, applied = scheduler.kv_cache_manager, set(policies & {"split-prefill"})
     pool = manager.block_pool
     if "reuse-freed-first" in policies:
-        queue = pool.free_block_queue
-        queue.append_n = lambda blocks: queue.prepend_n(list(blocks))
+        compat.reuse_freed_first(pool.free_block_queue)
         applied.add("reuse-freed-first")
     if "permute-blocks" in policies:
         get_new_blocks = pool.get_new_blocks

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, make_block_hash_with_group_id
 from vllm.v1.request import Request
 
+from kvconform.compat import set_block_hash
+
 
 class BlockPool:
     """Blocks 0..num_blocks-1 of one KV cache group. Block 0 is the null block: never handed out, its count is not kept.
@@ -73,7 +75,7 @@ class BlockPool:
         """Publish `blocks[start:end]` of `request` under the request's own hashes."""
         for i in range(start, end):
             key = make_block_hash_with_group_id(request.block_hashes[i], group)
-            blocks[i].set_block_hash(key, (i + 1) * block_size)
+            set_block_hash(blocks[i], key, (i + 1) * block_size)
             self.cached.setdefault(key, []).append(blocks[i])
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
