@@ -20,12 +20,37 @@ def inspect_class(cls: type, extra_config: dict[str, Any], config: Any) -> Itera
     yield "abstract-methods", not missing, f"not implemented: {', '.join(missing)}" if missing else ""
     yield _class_methods(cls, extra_config, config)
     yield _start_load(cls)
+    awaited = [name for name in hook_names() if inspect.iscoroutinefunction(_plain(getattr(cls, name, None)))]
+    yield "awaited:hooks", not awaited, f"{', '.join(awaited)}: a coroutine function, which nobody awaits" if awaited else ""
+    for name, member in vars(KVConnectorBase_V1).items():
+        if isinstance(member, property) and not name.startswith("_"):
+            own = inspect.getattr_static(cls, name)
+            ok = not callable(own)
+            yield f"property:{name}", ok, "" if ok else f"is a {type(own).__name__}, which is always true"
     for name in hook_names():
         own, base = getattr(cls, name, None), getattr(KVConnectorBase_V1, name, None)
         if own is None or base is None or _plain(own) is _plain(base) or name == "start_load_kv":
             continue
         problem = _accepts_like(_plain(own), _plain(base))
         yield f"signature:{name}", problem is None, problem or ""
+
+
+def inspect_instance(connector: Any) -> Iterator[Finding]:
+    """The same for what only the scheduler half can show, once it is bound: the values of properties, and what reached it."""
+    for name, member in vars(KVConnectorBase_V1).items():
+        if isinstance(member, property) and name != "role" and not name.startswith("_"):
+            value = getattr(connector, name)
+            yield f"property:{name}", isinstance(value, bool), "" if isinstance(value, bool) else f"is {value!r}"
+
+
+def bound(connector: Any, called: set[str]) -> Finding:
+    """Whether the block pool reached a connector that wants it; `called` are the hooks called so far, at any depth."""
+    mine = all(getattr(_plain(getattr(type(connector), n)), "__qualname__", "") != f"KVConnectorBase_V1.{n}" for n in BINDS)
+    missed = mine and BINDS[0] in called and BINDS[1] not in called
+    return "bind-hooks", not missed, "bind_gpu_block_pool is overridden and never called" if missed else ""
+
+
+BINDS = ("bind_kv_cache_manager", "bind_gpu_block_pool")
 
 
 def _plain(function: Any) -> Any:

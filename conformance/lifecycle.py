@@ -127,6 +127,8 @@ class Own(_WithConnector):
             connector.handle_preemptions(output.kv_connector_metadata)
             connector.bind_connector_metadata(output.kv_connector_metadata)
             if not output.total_num_scheduled_tokens:
+                if self.runner == "v2":
+                    connector.finish_forward()
                 with set_forward_context(None, self.config):
                     if not has_sync_loads(output):
                         self._load({})

@@ -101,6 +101,7 @@ class Telemetry(KVConnectorBase_V1):
         """Scheduler half: these chunks are going to be stored. Whether there are any."""
         request, chunk = tracked.request, self.options.chunk_tokens
         size = self._vllm_config.cache_config.block_size
+        self._notice_reset()
         if pieces and chunk % size == 0:
             numbers = {key: index for index, key in enumerate(tracked.keys)}
             for piece in pieces:
@@ -112,6 +113,14 @@ class Telemetry(KVConnectorBase_V1):
                 self._planned[piece.key] = _Chunk(ends[-1:], ends[0] if start else None, tokens, request.lora_request)
         return bool(pieces)
 
+    def _notice_reset(self) -> None:
+        """Scheduler half: forget what was planned and announced before the store was emptied."""
+        if self._store.epoch() != self._events_epoch:
+            self._events_epoch = self._store.epoch()
+            self._planned.clear()
+            self._announced.clear()
+            self._events.append(AllBlocksCleared())
+
     def _withdraw(self, keys: Iterable[str]) -> None:
         """Scheduler half: a lookup found the first of these chunks gone; those that were announced are taken back if gone, too."""
         for key in keys:
@@ -120,11 +129,7 @@ class Telemetry(KVConnectorBase_V1):
                 self._count("chunks_removed")
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        if self._store.epoch() != self._events_epoch:
-            self._events_epoch = self._store.epoch()
-            self._planned.clear()
-            self._announced.clear()
-            self._events.append(AllBlocksCleared())
+        self._notice_reset()
         for key in [key for key in self._planned if self._store.has(key)]:
             chunk = self._announced[key] = self._planned.pop(key)
             self._events.append(chunk.stored())

@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm.config import set_current_vllm_config
 
-from kvconform.api import inspect_class
+from kvconform.api import bound, inspect_class, inspect_instance
 from kvconform.batch import Batch
 from kvconform.case import Variant
 from kvconform.compat import DraftTokenIds
@@ -81,6 +81,10 @@ class Engine(EngineControl):
         self.connector = self.scheduler.connector
         if self.connector is not None:
             introduce(self.connector, self.worker_half)
+            if variant.case.id == "lifecycle.api":
+                called = {e["hook"] for e in trace.events if e["k"] == "hook.called" and e["half"] == "scheduler"}
+                for item, ok, detail in (*inspect_instance(self.connector), bound(self.connector, called)):
+                    trace.emit("api", item=item, ok=ok, detail=detail)
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.observer = Observer(
             trace,

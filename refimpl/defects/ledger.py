@@ -159,3 +159,27 @@ class TrimsBlocks(ReferenceConnector):
         result = super().request_finished(request, block_ids)
         del block_ids[1:]
         return result
+
+
+class DeliveryMethod(ReferenceConnector):
+    """Has a method where the base class has a property."""
+
+    def requires_kv_delivery(self) -> bool:  # type: ignore[override]
+        return False
+
+
+class AwaitedFlush(ReferenceConnector):
+    """Flushes in a coroutine that nobody awaits."""
+
+    async def reset_capture_state(self) -> None:  # type: ignore[override]
+        return
+
+
+class PoolNeverComes(ReferenceConnector):
+    """Keeps the cache manager and waits for a block pool that never comes."""
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        self._kv_cache_manager = kv_cache_manager
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._pool = gpu_block_pool
