@@ -83,9 +83,8 @@ def problems(spec: Spec) -> list[str]:
     """Sentences about items that nothing is about although it should be, or should not be although something is."""
     rows = table(spec)
     found = [f"no requirement touches {row.item}" for row in rows if not row.requirements and row.not_read is None]
-    return found + [
-        f"{row.item} is {row.not_read}, but {row.requirements[0]} touches it" for row in rows if row.requirements and row.not_read
-    ]
+    found += [f"{row.item} is {row.not_read}, but {row.requirements[0]} touches it" for row in rows if row.requirements and row.not_read]
+    return found
 
 
 def render(spec: Spec) -> str:
