@@ -30,4 +30,5 @@ class SuiteHooks:
     def kvconform_capabilities(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
         """Declared capabilities for a configuration; what is not declared is found out. The chunk is a block unless configured."""
         chunk = {name: extra_config[name] for name in ("chunk_tokens",) if name in extra_config}
-        return {"kv_events": not chunk, **chunk}  # a chunk that is no whole number of blocks has no hash to be announced by
+        roles = ["kv_both", "kv_producer", "kv_consumer"]
+        return {"roles": roles, "kv_events": not chunk, **chunk}  # a chunk that is no whole number of blocks is announced by no hash
