@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Discriminator, Field, PositiveInt, Tag
+from pydantic import BeforeValidator, Discriminator, Field, PositiveInt, Tag
 
 from kvconform.requirement import Model
 
@@ -48,6 +48,20 @@ class MultiModal(Model):
     id: str
 
 
+class Handed(Model):
+    """The parameters that request `of` ended with; `alter` changes values, so that what they refer to does not exist."""
+
+    of: Req
+    alter: dict[str, Any] = {}
+
+
+def _handed(value: Any) -> Any:
+    return {"of": value} if isinstance(value, str) else value
+
+
+HandedFrom = Annotated[Handed, BeforeValidator(_handed, json_schema_input_type=Req | Handed)]
+
+
 class Add(Model):
     """A new request. `prompt`: its length in tokens, or another request. `drafts`: drafts accepted per verify step, the last repeats."""
 
@@ -59,6 +73,8 @@ class Add(Model):
     mm: list[MultiModal] = []
     priority: int = 0
     params: dict[str, Any] = Field(default={}, description="kv_transfer_params")
+    hand_over: bool = Field(default=False, description="ask for its KV to be handed over, as a proxy does of a prefill engine")
+    handed: HandedFrom | None = Field(default=None, description="kv_transfer_params: what this request of the other engine ended with")
     drafts: list[Natural] | None = None
     stop_at: Natural | None = Field(default=None, description="output index at which the stop token is sampled")
     skip_reading_prefix_cache: bool = False
@@ -72,6 +88,8 @@ class Add(Model):
             found.add(self.prompt.same)
         elif isinstance(self.prompt, OfPrompt):
             found.add(self.prompt.of)
+        if self.handed is not None:
+            found.add(self.handed.of)
         return found
 
 

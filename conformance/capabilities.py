@@ -52,6 +52,7 @@ CAPABILITIES: dict[str, Capability] = {
     "hma": Capability(False, _YES_NO, "supports the hybrid memory allocator (several KV cache groups)"),
     "fault_injection": Capability(False, _YES_NO, "lets the harness make loads fail"),
     "kv_events": Capability(False, _YES_NO, "publishes KV events for all that it stores"),
+    "transfer": Capability(False, _YES_NO, "hands KV from a producer to a consumer engine, by the kv_transfer_params of their requests"),
     "roles": Capability(("kv_both",), (tuple[str, ...] | list[str], "a list of names"), "the kv_role values that it works with"),
 }
 

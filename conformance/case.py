@@ -22,6 +22,9 @@ from kvconform.steps import Step, one_by_one
 Engine = Literal["reference", "vllm", "live"]
 Scheduling = Literal["sync", "async"]
 Runner = Literal["v1", "v2"]
+Role = Literal["kv_both", "kv_producer", "kv_consumer"]
+Sibling = Literal["self", "idle", "winner", "late-winner", "holder"]
+Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 
 
 class Config(Model):
@@ -34,10 +37,17 @@ class Config(Model):
     prefix_caching: bool = True
     spec_tokens: Annotated[int, Field(ge=0)] = 0
     load_failure_policy: Literal["recompute", "fail"] = "recompute"
-    role: Literal["kv_both", "kv_producer", "kv_consumer"] = "kv_both"
+    role: Role = "kv_both"
     max_model_len: PositiveInt = 256
     delivery: str | None = None
     long_prefill_threshold: Annotated[int, Field(ge=0)] = Field(default=0, description="long_prefill_token_threshold, 0 = off")
+    engines: dict[Name, Role] = Field(default={}, description="two engines in one run: name -> kv_role; the first one is driven first")
+    multi: list[Sibling] = Field(default=[], description="run inside of MultiConnector with these children; `self` is the connector")
+
+    @property
+    def suffix(self) -> str:
+        """What tells the engine ids of one run apart."""
+        return ""
 
 
 class Matrix(Model):
@@ -85,10 +95,27 @@ class Case(Model):
                 raise ValueError(f"{expectation.what} names request {sorted(unknown)[0]!r}, which no step adds")
         return self
 
+    @model_validator(mode="after")
+    def _two_engines(self) -> Case:
+        names = self.config.engines
+        for step in self.steps:
+            if step.op == "on" and step.arg not in names:
+                raise ValueError(f"`on` names engine {step.arg!r}; config.engines has {', '.join(names) or 'none'}")
+            if names and (step.op in ("restart", "shutdown") or (step.op == "reset" and step.arg.connector)):
+                raise ValueError(f"`{step.op}` is not possible with two engines over one store: it would be about both")
+            if not names and step.op == "add" and (step.arg.handed is not None):
+                raise ValueError("`handed` needs two engines (config.engines)")
+        if names and len({add.arg.id or add.arg.req for add in self.steps if add.op == "add"}) < sum(s.op == "add" for s in self.steps):
+            raise ValueError("with two engines every request has an id of its own, as a front end makes them")
+        if len(names) == 1 or (self.config.multi and "self" not in self.config.multi):
+            raise ValueError("config: engines are two or none; multi has `self` among its children")
+        return self
+
     @cached_property
     def needs_expr(self) -> Expression:
         """What the connector must be able to do, over `cap`: the declared `needs` and what the steps imply."""
         implied = sorted({need for step in self.steps if (need := step.needs)})
+        implied += [f"'{role}' in cap.roles" for role in sorted(set(self.config.engines.values()) - {"kv_both"})]
         return compile_capability([self.needs, *implied])
 
     def in_force(self, vllm: str) -> bool:

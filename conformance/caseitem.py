@@ -159,7 +159,7 @@ class Worker:
 
 def normalised(text: str, tmp: Path) -> str:
     """Without what differs from run to run and means nothing: the run's own directory and addresses of objects."""
-    relations = "connector|no-connector|pickled-metadata|second-process|hash-seed|repeat"
+    relations = "connector|no-connector|pickled-metadata|second-process|hash-seed|repeat|inside-multi|alone"
     text = re.sub(rf"{re.escape(str(tmp))}(/case(/({relations}))?)?", "{tmp}", text)
     return re.sub(r"\b0x[0-9a-f]{8,}\b", "0x…", text)
 

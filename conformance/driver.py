@@ -24,6 +24,11 @@ from kvconform.steps import OfPrompt, SamePrompt
 from kvconform.target import Target
 from kvconform.trace import Event, Trace
 
+HAND_OVER: dict[str, Any] = {
+    "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None, "remote_host": None,
+    "remote_port": None,
+}  # fmt: skip
+"""What a proxy sends a prefill engine along, so that the KV is kept for a decode engine (vLLM's examples/online_serving)."""
 STALL_STEPS = 60
 PATIENCE = 8
 RUN_LIMIT = 20_000
@@ -113,11 +118,15 @@ class Driver:
             self._reloads[req_id] = add.reloads
         request = build_request(
             req_id, tokens, max_tokens=add.max_tokens, block_size=self.variant.block_size, stop=add.stop_at is not None, salt=add.salt,
-            lora=add.lora, items=items, priority=add.priority, params=dict(add.params) or None,
+            lora=add.lora, items=items, priority=add.priority, params=self._params(add),
             skip_reading_prefix_cache=add.skip_reading_prefix_cache, arrival=float(len(self.adds)),
         )  # fmt: skip
         self.requests[add.req] = Snapshot(request)
         self.engine.add(request)
+
+    def _params(self, add: Any) -> dict[str, Any] | None:
+        """kv_transfer_params of a request that is added."""
+        return {**(HAND_OVER if add.hand_over else {}), **add.params} or None
 
     def _do_step(self, count: int) -> None:
         for _ in range(count):
@@ -264,4 +273,8 @@ class Driver:
             threads=max(0, threading.active_count() - self.threads), crashed=crashed,
         )  # fmt: skip
         if shut_down:
-            engine.shutdown()
+            self.shutdown()
+
+    def shutdown(self) -> None:
+        """Shut the connector down."""
+        self.engine.shutdown()

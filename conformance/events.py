@@ -16,6 +16,8 @@ CHANNELS = ("hooks", "sched", "kv", "plan", "harness")
 """Where events come from. `harness` events exist in every run; a requirement never has to ask for that channel."""
 
 COMMON_FIELDS = ("k", "seq", "step")
+ENGINE_FIELD = "on"
+"""Which of two engines an event is about; events of one-engine runs do not have it."""
 
 PROVENANCE = (
     "never_computed",
@@ -94,6 +96,28 @@ _kind(
 _kind("case.expectation", "harness", "what:s holds:b detail:s?", "An expectation that the case itself states.")
 _kind("engine.api", "harness", "item:s ok:b detail:s?", "One static check of the installed vLLM: what it refuses, what it has and has not.")
 _kind("api", "harness", "item:s ok:b detail:s?", "One static check of the connector's class: signature, abstract or class-level method.")
+
+# --- two engines in one run ----------------------------------------------------------------------------------------------------------
+_kind("run.engines", "harness", "engines:d", "The run has several engines: name -> kv_role.")
+_kind("pair.engine", "harness", "on:s role:s delivery:b?", "One engine of several; delivery = its connector's requires_kv_delivery.")
+_kind(
+    "pair.params",
+    "sched",
+    "on:s req:s generation:i of:s asked:b finished:b none:b json:s? first_token:i? sampled:i?",
+    "The parameters that request `of` ended with are handed to request `req` of another engine; json = what JSON makes of them, if wrong.",
+)
+_kind(
+    "pair.lookup",
+    "sched",
+    "on:s role:s req:s generation:i of:s? stale:s local:i tokens:i? by_savers:i consumed:b delivered:b?",
+    "A lookup, seen across engines; by_savers = prefix computed by engines that may save; consumed = it has loaded before.",
+)
+_kind(
+    "pair.request",
+    "sched",
+    "on:s req:s generation:i of:s stale:s aborted:b offered:i local:i promised:i loaded:i wrong:b failed:b held:b released:i",
+    "The end of the run, for a request that was handed parameters: what became of the KV that they refer to.",
+)
 
 # --- hooks: what the probe sees ------------------------------------------------------------------------------------------------------
 _kind("hook.called", "hooks", "hook:s half:s rank:i depth:i bound:b? cls:s thread:s", "A hook is called; depth 0 = by the engine.")
@@ -244,7 +268,7 @@ def check_event(event: dict[str, object]) -> list[str]:
         return [f"unknown event {name!r}"]
     problems = [f"{name}: field {f} missing" for f in (*COMMON_FIELDS, *kind.fields) if f not in event]
     for field, value in event.items():
-        if field in COMMON_FIELDS:
+        if field in COMMON_FIELDS or field == ENGINE_FIELD:
             continue
         code = kind.fields.get(field)
         if code is None:

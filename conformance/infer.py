@@ -62,6 +62,8 @@ def profile_of(target: Target, tmp: Path) -> Profile:
     from kvconform.compat import SupportsHMA
 
     learn("hma", issubclass(cls, SupportsHMA))
+    roles = set(caps.get("roles", ()))
+    learn("transfer", {"kv_producer", "kv_consumer"} <= roles and "kv_both" not in roles)
     learn("fault_injection", hasattr(cls, "kvconform_fail_load"))
     block = 4
     if not {"store", "saves", "async_load"} <= set(caps):

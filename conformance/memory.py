@@ -21,3 +21,16 @@ class Memory:
     def reset(self, kept: set[int]) -> None:
         """The connector said that its store is empty; `kept` are content ids that requests still hold in the engine's own cache."""
         self.since_reset = kept
+
+
+class PartMemory(Memory):
+    """What one of several engines computed (`own`); `ever` and `plain` are those of all of them."""
+
+    def __init__(self, whole: Memory) -> None:
+        self.ever, self.plain, self.since_reset = whole.ever, whole.plain, whole.since_reset
+        self.own: set[int] = set()
+
+    def computed(self, ids: list[int], plain: list[int]) -> None:
+        """As Memory.computed, and note whose it was."""
+        super().computed(ids, plain)
+        self.own.update(ids)

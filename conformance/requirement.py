@@ -26,7 +26,7 @@ ID = r"^[a-z0-9]+(?:[.-][a-z0-9]+)*$"
 TOUCHED = r"^([A-Z][A-Za-z0-9]+\.)?[a-z][a-z0-9_]*$"
 Id = Annotated[str, Field(pattern=ID)]
 Version = Annotated[str, Field(pattern=r"^\d+(\.\d+)*$")]
-Relation = Literal["connector", "no-connector", "pickled-metadata", "second-process", "hash-seed", "repeat"]
+Relation = Literal["connector", "no-connector", "pickled-metadata", "second-process", "hash-seed", "repeat", "inside-multi", "alone"]
 
 
 def _known_event(name: str) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +65,19 @@ def target_profile(target: Target, tmp: Path) -> Profile:
     return _profiles[key]
 
 
+def in_its_role(target: Target) -> Target:
+    """The target in a kv_role that it works with: the one that is set, else the cases', else the first one that it declares."""
+    roles = list(target.declared(target.resolve()).get("roles", ())) if target.connector is not None and target.role is None else []
+    return replace(target, role=roles[0]) if roles and "kv_both" not in roles else target
+
+
 def run_and_judge(
     variant: Variant, target: Target, spec: Spec, *, seed: int, tmp: Path, requirements: Iterable[str] | None = None, strict: bool = False,
     disabled: Iterable[str] = (), keep_trace: bool = False,
 ) -> CaseReport:  # fmt: skip
     """Run the variant and the runs it is compared with, judge all (or the named) requirements. Writes below `tmp` and cleans up."""
     wanted = [r for r in spec.requirements.values() if requirements is None or r.id in set(requirements)]
+    target = in_its_role(target)
     profile = target_profile(target, tmp.parent)
     report = CaseReport(variant.id, variant.case.id, dict(variant.axes), [], capabilities=profile.caps, sources=profile.sources)
     missing = variant.case.unmet(profile.caps)

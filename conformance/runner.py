@@ -20,9 +20,11 @@ from kvconform.engines.fault import EngineFault
 from kvconform.engines.setup import HEAD_DIM, HEADS, LAYERS
 from kvconform.errors import KvconformError
 from kvconform.kernels.codes import CodeBook
+from kvconform.pair import PairDriver, PairTrace
 from kvconform.probe import Patch, Probe
 from kvconform.promise import Plain, Promises
 from kvconform.provenance import Registry
+from kvconform.refimpl import faulty
 from kvconform.refimpl.errors import EngineAssertion, IntegrityError
 from kvconform.remote import RemoteError, RemoteHalf
 from kvconform.stub import NoWorkerHalf
@@ -58,7 +60,8 @@ def run_variant(
         return run_elsewhere(variant, target, seed=seed, tmp=tmp, caps=caps)
     with_connector = relation != "no-connector" and target.connector is not None
     caps = caps if caps is not None else complete(dict(target.capabilities))
-    trace, settings = Trace(), variant.case.config
+    settings = variant.case.config
+    trace = PairTrace() if settings.engines else Trace()
     trace.emit(
         "run.start", seed=seed, engine=variant.engine, case=variant.case.id, scheduling=variant.scheduling, runner=variant.runner,
         depth=variant.depth, vllm=compat.VLLM_VERSION, block_size=variant.block_size, num_blocks=settings.num_blocks,
@@ -95,7 +98,7 @@ def _drive(
                 trace,
                 lambda dead, error: _conclude(run, trace, dead, error),
             )
-        driver = Driver(
+        driver = (PairDriver if variant.case.config.engines else Driver)(
             variant, target, trace, registry, seed=seed, tmp=tmp, relation=relation, caps=caps, promises=promises, before=before,
         )  # fmt: skip
         driver.execute(rest)
@@ -148,20 +151,22 @@ def _crashed(run: Run, trace: Trace, driver: Driver | None, error: BaseException
     if where == "harness":
         run.harness_error = "".join(traceback.format_exception(error))[-3000:]
     if not any(e["k"] == "run.end" for e in trace.events):  # a shutdown that raises comes after it
+        if isinstance(trace, PairTrace):
+            trace.on = None  # the end of all engines
         trace.emit(
             "run.end", quiesced=False, unfinished=[], free_blocks=0, free_blocks_at_start=0, engine_requests=[], request_objects_alive=[],
             threads=0, crashed=True,
         )  # fmt: skip
     if driver is not None and not isinstance(error, HookTimeout):
         try:
-            driver.engine.shutdown()
+            driver.shutdown()
         except (Exception, HookTimeout, SystemExit) as late:  # the run is over; how the connector shuts down after a crash is only noted
             trace.emit("engine.lifecycle", op="shutdown", pid=0, error=f"{type(late).__name__}: {late}"[:200])
 
 
 def _blame(error: BaseException) -> str:
     """`engine` if vLLM's or the reference engine's own code refused to go on, `harness` if ours broke."""
-    if isinstance(error, (EngineFault, HookTimeout, RemoteError)):
+    if isinstance(error, (EngineFault, HookTimeout, RemoteError)) or faulty.in_force():
         return "engine"
     culprit, frame = "", error.__traceback__
     while frame is not None:
@@ -170,7 +175,8 @@ def _blame(error: BaseException) -> str:
             culprit = module
         frame = frame.tb_next
     refused = isinstance(error, (EngineAssertion, IntegrityError))  # the reference engine refuses; its other errors are faults of ours
-    return "harness" if culprit.startswith("kvconform.") and not refused else "engine"
+    bad_on_purpose = culprit.startswith("kvconform.refimpl.defects.")  # what comes from there is a connector's
+    return "harness" if culprit.startswith("kvconform.") and not refused and not bad_on_purpose else "engine"
 
 
 def _freeze() -> None:

@@ -20,9 +20,11 @@ class Empty(Model):
 
 
 class Run(Model):
-    """Until idle, at most `max` engine iterations (None: the driver's limit)."""
+    """Until idle, at most `max` engine iterations (None: the driver's limit); with two engines both run. `until`: until this request has
+    finished, the current engine alone."""
 
     max: PositiveInt | None = None
+    until: Req | None = None
 
 
 class Reset(Model):
@@ -80,6 +82,15 @@ class StepStep(BaseStep):
 
 class RunStep(BaseStep):
     run: Run
+
+    def mentions(self) -> set[str]:
+        return {self.run.until} if self.run.until else set()
+
+
+class OnStep(BaseStep):
+    """Which engine the steps from here on are about, where there are two."""
+
+    on: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 
 
 class ScheduleStep(BaseStep):
@@ -184,7 +195,7 @@ class ExpectStep(BaseStep):
 
 
 STEPS: dict[str, type[BaseStep]] = {
-    "add": AddStep, "step": StepStep, "run": RunStep, "schedule": ScheduleStep, "land": LandStep, "abort": AbortStep,
+    "add": AddStep, "on": OnStep, "step": StepStep, "run": RunStep, "schedule": ScheduleStep, "land": LandStep, "abort": AbortStep,
     "preempt": PreemptStep, "drop-local": DropLocalStep, "reset": ResetStep, "idle": IdleStep, "restart": RestartStep,
     "shutdown": ShutdownStep, "fail-load": FailLoadStep, "lookup-only": LookupOnlyStep, "reorder": ReorderStep, "pause": PauseStep,
     "resume": ResumeStep, "expect": ExpectStep,

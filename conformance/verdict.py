@@ -11,10 +11,10 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any, Protocol
 
-from kvconform.evaluate import evaluate
 from kvconform.monitor import Event, Monitor, Violation
 from kvconform.relation import relate_runs
 from kvconform.requirement import Requirement
+from kvconform.sides import evaluate_sides
 
 
 class Verdict(StrEnum):
@@ -178,7 +178,7 @@ def _crash_time(trace: Sequence[Event]) -> int | None:
 def _judge_watched(watched: list[tuple[Requirement, Row]], runs: Mapping[str, RunLike], caps: Mapping[str, Any]) -> None:
     trace = runs["connector"].trace
     cfg = trace[0] if trace and trace[0]["k"] == "run.start" else {}
-    found: dict[str, Monitor] = dict(evaluate((req for req, _ in watched), trace, caps, cfg))
+    found: dict[str, Monitor] = dict(evaluate_sides((req for req, _ in watched), trace, caps, cfg))
     traces = {name: run.trace for name, run in runs.items()}
     for req, _ in watched:
         if req.relate is not None:

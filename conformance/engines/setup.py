@@ -28,7 +28,7 @@ def build_configs(
             target.options(tmp),
             target.module,
             settings.load_failure_policy,
-            engine_id=f"kvconform-{variant.case.id}-{text_id(str(tmp)):016x}",  # one per run: stores in memory go by it
+            engine_id=f"kvconform-{variant.case.id}-{text_id(str(tmp)):016x}{settings.suffix}",  # one per run: stores in memory go by it
         )
     config = compat.build_config(
         block_size=variant.block_size,

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drives two engines through one case, in lock step: over one store, or a producer that hands its KV to a consumer."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import threading
+import time
+from typing import Any
+
+from kvconform.case import Config
+from kvconform.driver import STALL_STEPS, Driver, Stalled
+from kvconform.engines.engine import Engine
+from kvconform.handover import Handovers
+from kvconform.memory import Memory, PartMemory
+from kvconform.trace import Event, Trace
+
+RUN_LIMIT = 20_000
+
+
+class PairTrace(Trace):
+    """A trace whose events say which engine they are about: `on`, the one that is driven now unless the event says otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on: str | None = None
+
+    def emit(self, kind: str, /, **fields: Any) -> Event:
+        """As Trace.emit."""
+        return super().emit(kind, **({"on": self.on} if self.on is not None and "on" not in fields else {}), **fields)
+
+
+class EngineConfig(Config):
+    """What one of several engines is built from: its role is its own, and its engine id ends with its name."""
+
+    name: str
+
+    @property
+    def suffix(self) -> str:
+        return f"-{self.name}"
+
+
+class PairDriver(Driver):
+    """Owns the engines of `config.engines`; `engine` is the one that steps are about."""
+
+    engines: dict[str, Engine]
+    trace: PairTrace
+
+    def _start(self) -> Engine:
+        roles: dict[str, str] = dict(self.variant.case.config.engines)
+        self.roles, self.engines, self.memories = roles, {}, {n: PartMemory(self.memory) for n in roles}
+        self.handovers = Handovers(self.trace, self)
+        self.trace.emit("run.engines", engines=roles)
+        for name in roles:
+            self.trace.on = name
+            self.engines[name] = self._start_engine(name)
+        first = self.engines[next(iter(roles))]
+        for engine in self.engines.values():  # whoever listens to the KV events of a store hears all that use it
+            for mine, theirs in zip(engine.watches, first.watches, strict=True):
+                mine.book = theirs.book
+            engine.watches[1].stored = first.watches[1].stored
+        self._do_on(next(iter(roles)))
+        return self.engine
+
+    def _start_engine(self, name: str) -> Engine:
+        given = self.variant.case.config
+        config = EngineConfig(**{**dict(given), "role": self.roles[name], "name": name})
+        variant = dataclasses.replace(self.variant, case=self.variant.case.model_copy(update={"config": config}))
+        target = dataclasses.replace(self.target, role=None)
+        engine = Engine(variant, target, self.trace, self.registry, self.memories[name], self.info, self.tmp, relation=self.relation)
+        engine.observer.on_lookup = self._looked_up
+        delivery = None if engine.connector is None else bool(engine.connector.requires_kv_delivery)
+        self.trace.emit("pair.engine", on=name, role=self.roles[name], delivery=delivery)
+        self.handovers.listen(engine)
+        return engine
+
+    def savers(self) -> list[Memory]:
+        """What the engines computed that may save."""
+        return [memory for name, memory in self.memories.items() if self.roles[name] != "kv_consumer"]
+
+    # -- steps -----------------------------------------------------------------------------------------------------------------
+    def _do_on(self, name: str) -> None:
+        self.trace.on, self.engine = name, self.engines[name]
+
+    def _params(self, add: Any) -> dict[str, Any] | None:
+        if add.handed is None:
+            return super()._params(add)
+        return self.handovers.take(add.handed, self.trace.on or "", add)
+
+    def _do_run(self, run: Any) -> None:
+        if run.until is None:
+            self._run(run.max)
+            return
+        name, idle = self.ids[run.until], 0
+        while (request := self.engine.scheduler.requests.get(name)) is not None and not request.is_finished():
+            before = self.engine.progress
+            self.engine.iterate()
+            idle = 0 if self.engine.progress != before else idle + 1
+            if idle >= STALL_STEPS:
+                self._stall(idle)
+                raise Stalled
+
+    def _run(self, limit: int | None) -> None:
+        """All engines in turn, until none has anything left to do."""
+        here, idle, since = self.trace.on or "", 0, time.monotonic()
+        for _ in range(limit or RUN_LIMIT):
+            busy = [name for name, engine in self.engines.items() if engine.busy]
+            if not busy:
+                break
+            before = self._progress()
+            for name in busy:
+                self._do_on(name)
+                self.engine.iterate()
+            if self._progress() != before:
+                idle, since = 0, time.monotonic()
+                continue
+            idle += 1
+            if idle >= STALL_STEPS:
+                if self.target.half != "both" or time.monotonic() - since > self.target.stall_seconds:
+                    self._stall(idle)
+                    raise Stalled
+                time.sleep(0.002)
+        self._do_on(here)
+
+    def _progress(self) -> tuple[int, ...]:
+        return tuple(value for engine in self.engines.values() for value in (engine.progress, len(engine.scheduler.requests)))
+
+    # -- end -------------------------------------------------------------------------------------------------------------------
+    def close(self, *, shut_down: bool, crashed: bool = False) -> None:
+        """run.end of every engine, after all that happened; then the shutdowns."""
+        if not crashed:
+            self.handovers.end()
+        gc.collect()
+        for name, engine in self.engines.items():
+            live = sorted(engine.scheduler.requests)
+            self.trace.emit(
+                "run.end", on=name, quiesced=not engine.busy and not live, unfinished=live,
+                free_blocks=engine.pool.get_num_free_blocks(), free_blocks_at_start=engine.blocks_at_start, engine_requests=live,
+                request_objects_alive=engine.ledger.leaked(), threads=max(0, threading.active_count() - self.threads), crashed=crashed,
+            )  # fmt: skip
+        if shut_down:
+            self.shutdown()
+
+    def shutdown(self) -> None:
+        """Both connectors of every engine."""
+        for name, engine in self.engines.items():
+            self._do_on(name)
+            engine.shutdown()
