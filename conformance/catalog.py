@@ -51,22 +51,23 @@ def _flat(text: str) -> str:
     return " ".join(text.split())
 
 
-def lint(root: str | None) -> int:
+def lint(root: str | None, *, strict: bool = False) -> int:
     """Print the findings; exit code 0 without any, else 1. UsageError if there is no such directory."""
     from kvconform.lint import lint_root
 
     if root is not None and not Path(root).is_dir():
         raise UsageError(f"there is no directory {root}")
-    findings = lint_root(Path(root) if root is not None else None)
+    findings = lint_root(Path(root) if root is not None else None, strict=strict)
     for finding in findings:
         print(finding)
     print(f"{len(findings)} findings" if findings else "nothing found", file=sys.stderr)
     return 1 if findings else 0
 
 
-def defects(arguments: list[str]) -> int:
-    """Hand over to kvconform.defects."""
-    return int(importlib.import_module("kvconform.defects").main(arguments) or 0)
+def defects(ids: list[str], jobs: int, report_dir: str | None, *, strict: bool) -> int:
+    """Examine defects and print the kill matrix; see `kvconform.defects.main`."""
+    module = importlib.import_module("kvconform.defects")
+    return int(module.main(ids, jobs=jobs, report_dir=report_dir, strict=strict))
 
 
 def versions() -> None:

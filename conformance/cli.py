@@ -103,19 +103,25 @@ def explain(identifier: Annotated[str, typer.Argument(metavar="ID", help="a requ
 @app.command()
 def lint(
     root: Annotated[Text, typer.Argument(metavar="[DIR]", help="default: the built-in specification", show_default=False)] = None,
+    strict: Annotated[bool, _option("--strict", help="name also every MUST that no defect violates")] = False,
 ) -> None:
     """Look for mistakes in the specification itself."""
     from kvconform import catalog
 
-    raise typer.Exit(catalog.lint(root))
+    raise typer.Exit(catalog.lint(root, strict=strict))
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
-def defects(context: typer.Context) -> None:
-    """Does the suite find known defects? (For kvconform's own development.)"""
+@app.command()
+def defects(
+    ids: Annotated[Texts, typer.Argument(metavar="[ID]...", help="default: all", show_default=False)] = None,
+    workers: Annotated[int, _option("--workers", "-n", metavar="N", help="worker processes [one per CPU, at most 4]")] = 0,
+    report_dir: Annotated[Text, _option("--report-dir", metavar="DIR", help="where kill-matrix.json and .md go")] = None,
+    strict: Annotated[bool, _option("--strict", help="a MUST that no defect violates is a failure")] = False,
+) -> None:
+    """Does the suite find known defects? Prints the kill matrix. (For kvconform's own development.)"""
     from kvconform import catalog
 
-    raise typer.Exit(catalog.defects(context.args))
+    raise typer.Exit(catalog.defects(ids or [], workers, report_dir, strict=strict))
 
 
 @app.command()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Known-bad connectors: does the suite find each of them, by the requirements that name it and by no others?
+"""Known-bad connectors and engine faults: does the suite find each of them, by the requirements that it names and by no others?
 
-`spec/defects.yaml` lists them. `python -m kvconform.defects` prints which requirement catches which, and fails when that is not as listed.
+`spec/defects.yaml` lists them. `kvconform defects` prints which requirement catches which, and fails when that is not as listed.
 """
 
 from __future__ import annotations
@@ -9,97 +9,62 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import nullcontext
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Annotated, Any
 
-from pydantic import Field, ValidationError
-
-from kvconform.case import Engine, Variant
+from kvconform.defect import REFERENCE, Defect, load_defects
 from kvconform.errors import UsageError
+from kvconform.kill_matrix import KillMatrix, Outcome, build, print_matrix, write
 from kvconform.load import Spec, load_spec
-from kvconform.requirement import Id, Model
+from kvconform.requirement import Requirement
+
+__all__ = ["Defect", "Outcome", "difference", "examine", "load_defects", "main", "run_defects"]
 
 FAILED = ("FAIL", "ERROR", "XPASS")
 
 
-class Defect(Model):
-    """One known-bad connector. Run on `cases`, it must fail exactly the requirements `fails`; those in `may` can fail too."""
-
-    id: Id
-    text: str = Field(min_length=1, description="what is wrong with it, in one line")
-    connector: str
-    extra_config: dict[str, Any] = {}
-    capabilities: dict[str, Any] = {}
-    bugs: list[Annotated[str, Field(pattern=r"^B\d{3}$")]] = Field(default=[], description="real bugs of this kind")
-    engines: list[Engine] = Field(default=["reference"], min_length=1)
-    hook_timeout: float = Field(default=10.0, description="seconds that a hook may take")
-    cases: list[Id] = Field(min_length=1)
-    fails: list[Id] = Field(min_length=1)
-    may: list[Id] = []
-
-
-@dataclass
-class Outcome:
-    """What became of one defect. `failed` maps requirements to the variants that failed them; `problem` is empty if all is as listed."""
-
-    defect: str
-    failed: dict[str, list[str]] = field(default_factory=dict)
-    problem: str = ""
-
-
-def load_defects(spec: Spec) -> dict[str, Defect]:
-    """The registry. UsageError for an entry that is not a defect or names a case or requirement that does not exist."""
-    found = {}
-    for name, raw in spec.defects.items():
-        where = spec.places.get(f"defect:{name}", name)
-        try:
-            defect = found[name] = Defect(**raw)
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise UsageError(f"{where}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-        unknown = [case for case in defect.cases if case not in spec.cases]
-        unknown += [requirement for requirement in (*defect.fails, *defect.may) if requirement not in spec.requirements]
-        if unknown:
-            raise UsageError(f"{where}: defect {name} names {unknown[0]}, which does not exist")
-    return found
-
-
-def variants(defect: Defect, spec: Spec) -> Iterator[Variant]:
-    """All runs of the defect's cases on its engines."""
-    for case in defect.cases:
-        yield from spec.cases[case].variants(defect.engines)
-
-
 def examine(defect: Defect, spec: Spec, tmp: Path) -> Outcome:
-    """Run one defect on its cases. Writes below `tmp` only."""
+    """Run one defect on its cases. Writes below `tmp` only; an engine's fault is in force meanwhile."""
     from kvconform import watchdog
-    from kvconform.run import run_and_judge
+    from kvconform.run import run_and_judge, target_profile
     from kvconform.target import Target
 
     # What the connector sets out to do is what the reference connector does: a defect must not talk its way out of a requirement.
     sound = {"store": True, "saves": "all", "chunk_tokens": 4, "async_load": defect.extra_config.get("load") == "async"}
-    options = {"store": "{tmp}/store", **defect.extra_config}
+    options = dict(defect.extra_config) if _has_own_options(defect) else {"store": "{tmp}/store", **defect.extra_config}
     target = Target(defect.connector, options, capabilities={**sound, **defect.capabilities}, hook_timeout=defect.hook_timeout)
-    outcome = Outcome(defect.id)
+    outcome, fault, start = Outcome(defect=defect.id), defect.fault(), time.perf_counter()
     watchdog.start(defect.hook_timeout)
     try:
-        for number, variant in enumerate(variants(defect, spec)):
-            report = run_and_judge(variant, target, spec, seed=0, tmp=tmp / str(number))
-            if report.harness_error:
-                outcome.problem = f"the harness broke on {variant.id}: {report.harness_error.splitlines()[-1]}"
-                return outcome
-            for row in report.rows:
-                if row["verdict"] in FAILED:
-                    outcome.failed.setdefault(row["requirement"], []).append(variant.id)
+        target_profile(target, tmp)  # kept for later runs: an engine without fault is what it has to be worked out on
+        with fault.active() if fault is not None else nullcontext():
+            for number, variant in enumerate(defect.variants(spec)):
+                report = run_and_judge(variant, target, spec, seed=0, tmp=tmp / str(number))
+                if report.harness_error:
+                    outcome.problem = f"the harness broke on {variant.id}: {report.harness_error.splitlines()[-1]}"
+                    return outcome
+                for row in report.rows:
+                    if row["verdict"] in FAILED:
+                        outcome.failed.setdefault(row["requirement"], []).append(variant.id)
+                        outcome.found.setdefault(row["requirement"], row.get("message", ""))
     finally:
         watchdog.stop()
+        outcome.seconds = round(time.perf_counter() - start, 2)
     outcome.problem = difference(defect, set(outcome.failed))
     return outcome
+
+
+def _has_own_options(defect: Defect) -> bool:
+    """Whether it is no reference connector, and would not know the option `store`."""
+    from kvconform.refimpl.connector import ReferenceConnector
+    from kvconform.target import Target
+
+    return defect.connector != REFERENCE and not issubclass(Target(defect.connector, {}).resolve(), ReferenceConnector)
 
 
 def difference(defect: Defect, failed: set[str]) -> str:
@@ -114,55 +79,62 @@ def _spec() -> Spec:
     return load_spec()
 
 
+@cache
+def _known() -> dict[str, Defect]:
+    return load_defects(_spec())
+
+
 def examine_named(name: str) -> Outcome:
     """`examine` for a worker process, which reads the specification once."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    spec = _spec()
-    with tempfile.TemporaryDirectory(prefix="kvconform-") as tmp:
-        return examine(load_defects(spec)[name], spec, Path(tmp))
+    with tempfile.TemporaryDirectory(prefix="kvconform-", dir=_scratch()) as tmp:
+        return examine(_known()[name], _spec(), Path(tmp))
 
 
-def run_defects(names: list[str], jobs: int) -> list[Outcome]:
-    """Examine the named defects (none: all) in `jobs` processes; in the order of the registry."""
-    known = load_defects(_spec())
+def _scratch() -> str | None:
+    """Stores are directories with many small files: in memory they cost nothing."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
+def run_defects(names: list[str], jobs: int) -> Iterator[Outcome]:
+    """Examine the named defects (none: all) in `jobs` processes; in the order of the registry. UsageError for an unknown name."""
+    known = _known()
     unknown = [name for name in names if name not in known]
     if unknown:
         raise UsageError(f"unknown defect {unknown[0]!r}; known are {', '.join(known)}")
-    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        return list(pool.map(examine_named, names or list(known)))
+    return _outcomes(names or list(known), jobs)
 
 
-def print_table(outcomes: list[Outcome]) -> None:
-    """defect | bug | caught by | also failed, and what is not as listed."""
-    from rich.console import Console
-    from rich.table import Table
-
-    known, table = load_defects(_spec()), Table("defect", "bug", "caught by", "also failed")
-    for column in table.columns:
-        column.overflow = "fold"  # an id cut short is of no use to anybody
-    for outcome in outcomes:
-        defect = known[outcome.defect]
-        caught = [name for name in defect.fails if name in outcome.failed]
-        also = [name for name in outcome.failed if name not in defect.fails]
-        table.add_row(defect.id, " ".join(defect.bugs), "\n".join(caught), "\n".join(also), style="red" if outcome.problem else None)
-    console = Console(width=None if sys.stdout.isatty() else 140)
-    console.print(table)
-    for outcome in outcomes:
-        if outcome.problem:
-            console.print(f"{outcome.defect}: {outcome.problem}", style="red", markup=False)
-    console.print(f"{sum(not outcome.problem for outcome in outcomes)} of {len(outcomes)} defects are caught as listed")
+def _outcomes(names: list[str], jobs: int) -> Iterator[Outcome]:
+    with ProcessPoolExecutor(min(jobs, len(names)), get_context("spawn")) as pool:
+        yield from pool.map(examine_named, names)
 
 
-def main(names: list[str] | None = None) -> int:
-    """The command: 0 if every defect is caught exactly as listed, 1 if not, 2 for a name that does not exist."""
+def in_force(spec: Spec) -> list[Requirement]:
+    """The requirements that the installed vLLM is held to."""
+    from kvconform.sources import vllm_version
+
+    version = vllm_version()
+    return [requirement for requirement in spec.requirements.values() if version is None or requirement.in_force(version)]
+
+
+def main(names: list[str], *, jobs: int = 0, report_dir: str | None = None, strict: bool = False) -> int:
+    """The command: 0 if every defect is caught exactly as listed, 1 if not, 2 for a name that does not exist.
+
+    `jobs` processes (0: as many as there are cores, at most 4). With `report_dir`, the kill matrix is written there. With `strict`, a MUST
+    that no defect violates is a failure too.
+    """
     try:
-        outcomes = run_defects(sys.argv[1:] if names is None else names, jobs=min(4, len(os.sched_getaffinity(0))))
+        known, outcomes = _known(), list(run_defects(names, jobs or min(4, len(os.sched_getaffinity(0)))))
     except UsageError as error:
         print(error.message, file=sys.stderr)
         return error.code
-    print_table(outcomes)
-    return int(any(outcome.problem for outcome in outcomes))
+    matrix: KillMatrix = build(outcomes, known, in_force(_spec()), complete=not names)
+    print_matrix(matrix)
+    if report_dir is not None:
+        write(matrix, Path(report_dir))
+    return int(any(outcome.problem for outcome in outcomes) or (strict and bool(matrix.unkilled)))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -40,6 +40,8 @@ RULES: dict[str, str] = {
     "L024": "the same rule, text or check twice",
     "L025": "no reason given (why)",
     "L026": "a defect names an unknown requirement",
+    "L027": "an entry of defects.yaml is no defect",
+    "L028": "a MUST that no defect violates",
 }
 
 CASE_LINES = 40
@@ -59,18 +61,22 @@ class Finding:
         return f"{self.where}: {self.code} {self.message}"
 
 
-def lint(spec: Spec, exercised: Mapping[str, object] | None = None) -> list[Finding]:
-    """All findings, sorted by place. `exercised`: how often each requirement was exercised in a full run; without it L005 is not judged."""
-    from kvconform import lint_cases, lint_requirements
+def lint(spec: Spec, exercised: Mapping[str, object] | None = None, *, strict: bool = False) -> list[Finding]:
+    """All findings, sorted by place. `exercised`: how often each requirement was exercised in a full run; without it L005 is not judged.
 
-    checks: list[Callable[[Spec], Iterable[Finding]]] = [lint_requirements.check, lint_cases.check]
+    `strict`: L028 too.
+    """
+    from kvconform import lint_cases, lint_defects, lint_requirements
+
+    checks: list[Callable[[Spec], Iterable[Finding]]] = [lint_requirements.check, lint_cases.check, lint_defects.check]
+    checks += [lint_defects.unkilled] if strict else []
     found = [finding for check in checks for finding in check(spec)]
     if exercised is not None:
         found.extend(not_exercised(spec, exercised))
     return sorted(set(found))
 
 
-def lint_root(root: Path | None = None, exercised: Mapping[str, object] | None = None) -> list[Finding]:
+def lint_root(root: Path | None = None, exercised: Mapping[str, object] | None = None, *, strict: bool = False) -> list[Finding]:
     """Load and lint the specification under `root` (default: the built-in one); what does not load is L001."""
     try:
         spec = load_spec(root)
@@ -80,7 +86,7 @@ def lint_root(root: Path | None = None, exercised: Mapping[str, object] | None =
             file, line, sentence = problem.split(":", 2)
             found.append(Finding(f"{file}:{line}", "L001", sentence.strip()))
         return found
-    return lint(spec, exercised)
+    return lint(spec, exercised, strict=strict)
 
 
 def not_exercised(spec: Spec, exercised: Mapping[str, object]) -> Iterator[Finding]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lint of cases, profiles, waivers, defects and capabilities."""
+"""Lint of cases, profiles, waivers and capabilities."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ def check(spec: Spec) -> Iterator[Finding]:
     yield from _cases(spec)
     yield from _profiles(spec)
     yield from _waivers(spec)
-    yield from _defects(spec)
     yield from _capabilities(spec)
 
 
@@ -61,20 +60,6 @@ def _waivers(spec: Spec) -> Iterator[Finding]:
             yield Finding("spec/waivers.yaml:1", "L022", f"waiver of {waiver.requirement}: there is no such guarantee")
         if not fnmatch.filter(spec.cases, waiver.case):
             yield Finding("spec/waivers.yaml:1", "L022", f"waiver of {waiver.requirement}: there is no case {waiver.case}")
-
-
-def _defects(spec: Spec) -> Iterator[Finding]:
-    for name, raw in spec.defects.items():
-        where = spec.places.get(f"defect:{name}", name)
-        for key in ("fails", "may"):
-            value = raw.get(key, [])
-            for wanted in [value] if isinstance(value, str) else value if isinstance(value, list) else []:
-                if isinstance(wanted, str) and wanted not in spec.requirements:
-                    yield Finding(where, "L026", f"defect {name} names the unknown requirement {wanted}")
-        bugs = raw.get("bugs", [])
-        if isinstance(bugs, list):
-            for code, message in numbers([], [bug for bug in bugs if isinstance(bug, str) and bug[1:].isdigit()]):
-                yield Finding(where, code, f"defect {name}: {message}")
 
 
 def _capabilities(spec: Spec) -> Iterator[Finding]:

@@ -13,6 +13,8 @@ from pydantic import TypeAdapter
 
 import kvconform.spec
 from kvconform.case import Case
+from kvconform.defect import Defect
+from kvconform.kill_matrix import KillMatrix
 from kvconform.profile import Profile, Waiver
 from kvconform.report_models import ReportLine, Summary
 from kvconform.requirement import Requirement
@@ -23,9 +25,11 @@ FORMATS: dict[str, tuple[Any, str]] = {
     "case": (Case, "spec/cases/<area>/<id>.yaml: one case"),
     "profiles": (list[Profile], "spec/profiles.yaml: a list of profiles"),
     "waivers": (list[Waiver | RuleWaiver], "spec/waivers.yaml: a list of waivers"),
+    "defects": (list[Defect], "spec/defects.yaml: a list of defects"),
     "rules": (list[Rule], "spec/rules.yaml: a list of rules"),
     "report-line": (ReportLine, "one line of report.jsonl"),
     "summary": (Summary, "summary.json"),
+    "kill-matrix": (KillMatrix, "kill-matrix.json"),
 }
 
 

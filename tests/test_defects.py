@@ -1,36 +1,161 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every known-bad connector is caught by exactly the requirements that name it."""
+"""The registry of defects and the way they are examined. That each of them is caught as listed is `nox -s defects`."""
 
 from __future__ import annotations
 
 import importlib
+import json
+import pkgutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
-from kvconform.defects import Defect, difference, examine, load_defects
+from kvconform.defect import Defect, load_defects
+from kvconform.defects import difference, examine, main
+from kvconform.errors import UsageError
+from kvconform.kill_matrix import KillMatrix, Outcome, build, summary
 from kvconform.load import load_spec
+from kvconform.refimpl import defects as package
 from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.faulty import Altered, Fault, connector_of, fault
 
 SPEC = load_spec()
 DEFECTS = load_defects(SPEC)
+MODULES = [importlib.import_module(f"{package.__name__}.{found.name}") for found in pkgutil.iter_modules(package.__path__)]
+PLAIN: dict[str, Any] = {"id": "d", "text": "t", "connector": "m:C", "cases": ["lifecycle.hook-order"], "fails": ["hook.no-raise"]}
 
 
-@pytest.mark.parametrize("name", DEFECTS)
+@pytest.mark.parametrize("name", ["float-count", "loads-over-local-prefix", "engine-preempts-in-silence"])
 def test_a_defect_is_caught_by_the_requirements_that_name_it(name: str, tmp_path: Path) -> None:
-    assert examine(DEFECTS[name], SPEC, tmp_path).problem == ""
+    outcome = examine(DEFECTS[name], SPEC, tmp_path)
+    assert (outcome.problem, set(DEFECTS[name].fails) <= set(outcome.failed)) == ("", True)
 
 
-def test_every_defective_class_is_in_the_registry() -> None:
-    listed = {defect.connector for defect in DEFECTS.values()}
-    for family in ("boundaries", "chunked", "identity", "lifecycle", "loads", "lookup", "preemption", "reports"):
-        module = importlib.import_module(f"kvconform.refimpl.defects.{family}")
+def test_a_defect_that_is_none_is_noticed(tmp_path: Path) -> None:
+    sound = Defect(**PLAIN | {"connector": "kvconform.refimpl.variants.loading:Undecided"})
+    assert examine(sound, SPEC, tmp_path).problem == "not caught by hook.no-raise"
+
+
+def test_every_defective_class_and_fault_is_in_the_registry() -> None:
+    listed = {defect.connector for defect in DEFECTS.values()} | {defect.engine_fault for defect in DEFECTS.values()}
+    for module in MODULES:
         for name, found in vars(module).items():
-            if isinstance(found, type) and issubclass(found, ReferenceConnector) and found.__module__ == module.__name__ and name[0] != "_":
+            bad = isinstance(found, type) and issubclass(found, ReferenceConnector) and found.__module__ == module.__name__
+            if (bad or isinstance(found, Fault)) and name[0] != "_":
                 assert f"{module.__name__}:{name}" in listed
 
 
-def test_a_difference_says_what_was_missed_and_what_was_not_expected() -> None:
-    defect = Defect(id="x", text="x", connector="m:C", cases=["c"], fails=["a", "b"], may=["d"])
-    assert difference(defect, {"a", "b", "d"}) == ""
-    assert difference(defect, {"a", "c"}) == "not caught by b; also fails c"
+def test_every_fault_of_the_registry_exists_and_says_what_is_wrong() -> None:
+    faults = {name: defect.fault() for name, defect in DEFECTS.items() if defect.engine_fault}
+    assert faults
+    assert [name for name, found in faults.items() if found is None or not found.text] == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"requirements": ["hook.no-raise"]},
+        {"connector": "no colon"},
+        {"connector": None},
+        {"fails": []},
+        {"may": ["hook.no-raise"]},
+        {"cases": ["lifecycle.hook-order", "lifecycle.hook-order"]},
+        {"bugs": ["B1"]},
+        {"engine_fault": "no colon"},
+    ],
+)
+def test_what_is_no_defect(change: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        Defect(**{key: value for key, value in (PLAIN | change).items() if value is not None})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"unknown": 1}, "unknown"),
+        ({"cases": ["nope"]}, "names nope"),
+        ({"fails": ["nope"]}, "names nope"),
+        ({"engines": ["vllm"], "cases": ["lifecycle.hook-order"], "scheduling": ["sync"]}, ""),
+        ({"engine_fault": "kvconform.refimpl.faulty:fault"}, "neither a guarantee"),
+    ],
+)
+def test_a_registry_that_names_what_does_not_exist(change: dict[str, Any], words: str) -> None:
+    spec = load_spec()
+    spec.defects = {"d": PLAIN | change}
+    if not words:
+        assert list(load_defects(spec)) == ["d"]
+        return
+    with pytest.raises(UsageError, match=words):
+        load_defects(spec)
+
+
+def test_a_fault_that_does_not_exist() -> None:
+    for symbol in ("kvconform.nope:x", "kvconform.refimpl.faulty:nope", "kvconform.refimpl.faulty:fault"):
+        with pytest.raises(UsageError):
+            Defect(**PLAIN | {"engine_fault": symbol}).fault()
+
+
+class _Adder:
+    connector: Any = None
+
+    def add(self, a: int, b: int) -> int:
+        return a + b
+
+    def sub(self, a: int, b: int) -> int:
+        return a - b
+
+
+def test_a_fault_is_in_force_for_a_while_only() -> None:
+    @fault(_Adder, "add")
+    def wrong(original: Any, adder: _Adder, a: int, b: int) -> int:
+        """Counts one too many."""
+        return int(original(adder, a, b)) + 1
+
+    both = wrong.and_(_Adder, "sub")(lambda original, adder, a, b: 0)
+    assert both.text == "Counts one too many."
+    with both.active():
+        assert (_Adder().add(1, 2), _Adder().sub(5, 2)) == (4, 0)
+    assert (_Adder().add(1, 2), _Adder().sub(5, 2)) == (3, 3)
+
+
+def test_an_altered_object_is_otherwise_the_same() -> None:
+    owner = _Adder()
+    owner.connector = inner = _Adder()
+    with connector_of(owner, add=lambda original, a, b: -original(a, b)):
+        assert isinstance(owner.connector, _Adder)
+        assert (owner.connector.add(1, 2), owner.connector.sub(5, 2)) == (-3, 3)
+        owner.connector.name = "set on the original"
+    assert owner.connector is inner
+    assert inner.name == "set on the original"  # type: ignore[attr-defined]
+    assert Altered(inner).sub(1, 1) == 0
+
+
+def test_an_outcome_that_is_not_as_listed_is_a_problem() -> None:
+    defect = DEFECTS["no-salt-in-key"]
+    assert difference(defect, set(defect.fails)) == ""
+    assert difference(defect, set()) == "not caught by identity.content, lookup.identity"
+    assert difference(defect, {*defect.fails, "hook.no-raise"}) == "also fails hook.no-raise"
+
+
+def test_the_matrix_says_what_nothing_kills() -> None:
+    requirements = [SPEC.requirements[name] for name in ("hook.no-raise", "lookup.identity", "engine.meta-once", "lookup.repeatable")]
+    outcomes = [Outcome(defect="d", failed={"hook.no-raise": ["v"], "lookup.identity": ["v"]}, problem="also fails lookup.identity")]
+    matrix = build(outcomes, {"d": Defect(**PLAIN | {"bugs": ["B001"]})}, requirements, complete=True)
+    assert matrix.unkilled == ["lookup.identity", "engine.meta-once"]  # a SHOULD needs no defect; one that was not listed kills nothing
+    assert matrix.bugs == {"B001": ["d"]}
+    text = "\n".join(summary(matrix))
+    assert "0 of 1 defects" in text
+    assert "MUST requirements killed: 1 of 2" in text
+    assert "MUST guarantees killed: 0 of 1" in text
+    assert build(outcomes, {"d": Defect(**PLAIN)}, requirements, complete=False).unkilled == []
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["nope"]) == 2
+    assert main(["float-count"], jobs=1, report_dir=str(tmp_path / "report")) == 0
+    assert "1 of 1 defects are caught as listed" in capsys.readouterr().out
+    matrix = KillMatrix.model_validate(json.loads((tmp_path / "report" / "kill-matrix.json").read_text()))
+    assert [row.id for row in matrix.requirements if row.by] == ["lookup.answer-type"]
+    assert "| `lookup.answer-type` | MUST | `float-count` |" in (tmp_path / "report" / "kill-matrix.md").read_text()

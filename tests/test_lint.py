@@ -34,6 +34,7 @@ class Scheduler:
     async def land(self): ...
     def schedule(self): ...
 """
+DEFECT = {"id": "known", "text": "Bad.", "connector": "bad:Bad", "cases": ["lifecycle.one"], "fails": ["lookup.last-token"]}
 CASE = {"id": "lifecycle.one", "area": "lifecycle", "text": "One.", "steps": [{"add": {"req": "a", "prompt": 3}}]}
 
 
@@ -102,7 +103,7 @@ def test_a_clean_specification(tmp_path: Path) -> None:
     ],
 )
 def test_requirements(tmp_path: Path, code: str, change: dict[str, Any], words: str) -> None:
-    found = findings(tmp_path, change, **{"defects__yaml": [{"id": "known"}]})
+    found = findings(tmp_path, change, **{"defects__yaml": [DEFECT]})
     assert code in codes(found) and words in " ".join(str(finding) for finding in found)
     assert codes(found) <= {code, "L013"}
     assert all(re.match(r"spec/requirements/lookup\.yaml:\d+$", finding.where) for finding in found)
@@ -171,7 +172,17 @@ def test_profiles_waivers_and_defects(tmp_path: Path) -> None:
     assert findings(tmp_path, {"kind": "guarantee"}, **plain) == []
     assert codes(findings(tmp_path, {"kind": "guarantee"}, **{"waivers__yaml": [{**waiver, "case": "nope"}]})) == {"L022"}
     empty: dict[str, Any] = {"profiles__yaml": [], "waivers__yaml": []}
-    assert codes(findings(tmp_path, **empty, **{"defects__yaml": [{"id": "d", "fails": ["nope"]}]})) == {"L026"}
+    assert codes(findings(tmp_path, **empty, **{"defects__yaml": [DEFECT | {"fails": ["nope"]}]})) == {"L026"}
+
+
+def test_defects(tmp_path: Path) -> None:
+    assert findings(tmp_path, **{"defects__yaml": [DEFECT]}) == []
+    for change in ({"requirements": ["lookup.last-token"]}, {"fails": []}, {"connector": "no colon"}, {"cases": ["lifecycle.two"]}):
+        assert codes(findings(tmp_path, **{"defects__yaml": [DEFECT | change]})) == {"L027"}
+    assert codes(findings(tmp_path, **{"defects__yaml": [{k: v for k, v in DEFECT.items() if k != "connector"}]})) == {"L027"}
+    for entries, expected in (([DEFECT], set()), ([], {"L028"})):
+        findings(tmp_path, **{"defects__yaml": entries})
+        assert codes(lint(load_spec(tmp_path / "spec"), strict=True)) & {"L028"} == expected
 
 
 def test_what_no_case_exercises(tmp_path: Path) -> None:

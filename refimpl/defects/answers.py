@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers of the wrong type or shape, and a class that vLLM cannot use."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvconform.refimpl.connector import ReferenceConnector
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+    from vllm.v1.request import Request
+
+
+class SentTwice(ReferenceConnector):
+    """Reports a request as sent when the copy is done, and again in the next step."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        sent, received = super().get_finished(finished_req_ids)
+        again: set[str] = self.__dict__.get("_again", set())
+        self._again = sent or set()
+        return (self._again | again) or None, received
+
+
+class ReportsLists(ReferenceConnector):
+    """Returns lists of finished requests."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        results = super().get_transfer_results(finished_req_ids)
+        return replace(results, finished_sending=sorted(results.finished_sending), finished_recving=sorted(results.finished_recving))
+
+
+class HoldsByCount(ReferenceConnector):
+    """Answers request_finished with the number of blocks that it wants to keep instead of a bool."""
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> Any:
+        holds, params = super().request_finished(request, block_ids)
+        return len(block_ids) if holds else 0, params
+
+
+class TensorParams(ReferenceConnector):
+    """Puts a tensor into the parameters that go back to the client."""
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return super().request_finished(request, block_ids)[0], {"block_ids": torch.tensor(block_ids)}
+
+
+class ResetCount(ReferenceConnector):
+    """Answers reset_cache with the number of chunks that it removed."""
+
+    def reset_cache(self) -> Any:
+        count = len(list(self._store.keys()))
+        super().reset_cache()
+        return count
+
+
+class ErrorsInAList(ReferenceConnector):
+    """Reports failed blocks in a list."""
+
+    def get_block_ids_with_load_errors(self) -> Any:
+        return sorted(super().get_block_ids_with_load_errors())
+
+
+class PlainWorkerMeta(ReferenceConnector):
+    """Returns a dictionary, which cannot be aggregated, as the worker's metadata."""
+
+    def build_connector_worker_meta(self) -> Any:
+        return {"layers": len(self._layers)}
+
+
+class PendingCount(ReferenceConnector):
+    """Answers has_pending_push_work with a number."""
+
+    def has_pending_push_work(self) -> Any:
+        return len(self._final)
+
+
+class PushesForever(ReferenceConnector):
+    """Says that there is work to push to somebody who never comes for it (B053): the engine steps forever."""
+
+    def has_pending_push_work(self) -> bool:
+        return True
+
+
+class KeepsOwnMetadata(ReferenceConnector):
+    """Overrides bind_connector_metadata and leaves out the base class's."""
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        self._own = connector_metadata
+
+    def _metadata(self) -> Any:
+        return self._own
+
+
+class ExitsProcess(ReferenceConnector):
+    """Ends the process when a load finds its server gone."""
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        if self._invalid:
+            sys.exit("the cache server is gone")
+        return super().get_block_ids_with_load_errors()
+
+
+class TwoArguments(ReferenceConnector):
+    """Has the constructor of older releases, without kv_cache_config (B126)."""
+
+    def __init__(self, vllm_config: Any, role: Any) -> None:
+        super().__init__(vllm_config, role, None)  # type: ignore[arg-type]
+
+
+class AsksTheInstance(ReferenceConnector):
+    """Needs an instance to say whether it works layer by layer, which vLLM asks before there is one."""
+
+    def requires_piecewise_for_cudagraph(self, extra_config: dict[str, Any]) -> bool:  # type: ignore[override]
+        return self.options.layerwise
+
+
+class OldPreemptions(ReferenceConnector):
+    """Expects the ids of preempted requests in handle_preemptions, beside the metadata (B123)."""
+
+    def handle_preemptions(self, preempted_req_ids: Any, kv_connector_metadata: Any) -> None:  # type: ignore[override]
+        super().handle_preemptions(kv_connector_metadata)
+
+
+class NoRestart(ReferenceConnector):
+    """Refuses to start over what an earlier process stored (B129: what it needs is not registered yet)."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        if any(self._store.keys()):
+            raise RuntimeError("the store belongs to another instance")

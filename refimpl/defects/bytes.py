@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes that change on their way, and plans that are carried out twice, late, or for somebody else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.keys import digest
+from kvconform.refimpl.paging import write_slots
+from kvconform.refimpl.plan import Load, Piece, ReferenceMetadata, Save
+from kvconform.refimpl.tracking import Tracked
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+
+class LosesPrecision(ReferenceConnector):
+    """Keeps half of every number, and says nothing of being lossy (B101, B113)."""
+
+    def _load_layer(self, piece: Piece, layer: str) -> bool:
+        data = self._store.get(piece.key, layer)
+        if data is None:
+            return False
+        halved = bytes(byte & 0xF0 for byte in data)
+        return write_slots(self._layers[layer], piece.slots, halved, piece.first)
+
+
+class SwapsHalves(ReferenceConnector):
+    """Takes values for keys: the layout is not the one that it asked for (B097, B099)."""
+
+    def _load_layer(self, piece: Piece, layer: str) -> bool:
+        data, kv = self._store.get(piece.key, layer), self._layers[layer]
+        if data is None:
+            return False
+        rows = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(kv.dtype).view(-1, 2, kv.shape[3] // 2).flip(1)
+        return write_slots(kv, piece.slots, rows.contiguous().view(torch.uint8).numpy().tobytes(), piece.first)
+
+
+class SwapsHeads(ReferenceConnector):
+    """Brings the heads back in another order than they were stored in (B099, B100)."""
+
+    def _load_layer(self, piece: Piece, layer: str) -> bool:
+        data, kv = self._store.get(piece.key, layer), self._layers[layer]
+        if data is None:
+            return False
+        rows = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(kv.dtype).view(-1, kv.shape[1], kv.shape[3]).flip(1)
+        return write_slots(kv, piece.slots, rows.contiguous().view(torch.uint8).numpy().tobytes(), piece.first)
+
+
+class KeyedByRequest(ReferenceConnector):
+    """Keys name the request and the position, not the tokens: a new request of the same id gets the KV of the old one (B012)."""
+
+    def _keys(self, request: Request, keys: list[str], end: int) -> Sequence[str]:
+        chunk = self.options.chunk_tokens
+        keys.extend(digest(self._root, request.request_id, str(index)).hex() for index in range(len(keys), end // chunk))
+        return keys
+
+
+class PlansLoadTwice(ReferenceConnector):
+    """Copies the pending loads into the metadata and clears them a step later (B028)."""
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        metadata = super().build_connector_meta(scheduler_output)
+        assert isinstance(metadata, ReferenceMetadata)
+        again: tuple[Load, ...] = self.__dict__.get("_again", ())
+        self._again = metadata.loads
+        return replace(metadata, loads=metadata.loads + again)
+
+
+class SavesLate(ReferenceConnector):
+    """Hands the saves of a step over with the next step, also those of a request that was preempted in between (B010, B012, B022)."""
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        metadata = super().build_connector_meta(scheduler_output)
+        assert isinstance(metadata, ReferenceMetadata)
+        late: tuple[Save, ...] = self.__dict__.get("_late", ())
+        self._late = tuple(save for save in metadata.saves if not save.final)
+        return replace(metadata, saves=late + tuple(save for save in metadata.saves if save.final))
+
+
+class KeepsCursor(ReferenceConnector):
+    """Plans its saves from a cursor that only grows, also when the computed count has gone back."""
+
+    def _plan_save(self, tracked: Tracked, end: int, scheduled: int, final: bool = False) -> Save:
+        save = super()._plan_save(tracked, end, scheduled, final)
+        cursors: dict[str, int] = self.__dict__.setdefault("_cursors", {})
+        start = max(cursors.get(save.req, 0), save.start)
+        cursors[save.req] = max(start, save.end)
+        return replace(save, start=start)
+
+
+class RecognisesMetadata(ReferenceConnector):
+    """Knows its metadata by identity: the worker half does nothing for a copy (B057)."""
+
+    _built: ClassVar[dict[int, Any]] = {}
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        metadata = super().build_connector_meta(scheduler_output)
+        self._built[id(metadata)] = metadata
+        return metadata
+
+    def _metadata(self) -> ReferenceMetadata:
+        metadata = super()._metadata()
+        return metadata if self._built.get(id(metadata)) is metadata else replace(metadata, loads=(), saves=())
+
+
+class ReadsTheOtherHalf(ReferenceConnector):
+    """The worker half reads what it has to load from the scheduler half's memory, which is elsewhere when the halves are apart (B057)."""
+
+    _plans: ClassVar[dict[str, Any]] = {}
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        metadata = super().build_connector_meta(scheduler_output)
+        assert isinstance(metadata, ReferenceMetadata)
+        self._plans.update({load.req: load for load in metadata.loads})
+        return replace(metadata, loads=tuple(replace(load, pieces=()) for load in metadata.loads))
+
+    def _load(self, load: Load, layers: Iterable[str]) -> None:
+        super()._load(self._plans.get(load.req, load), layers)
+
+
+class ClaimsPlanned(ReferenceConnector):
+    """Counts every chunk of a request as stored once one of them is (B001, B032)."""
+
+    def _stored_prefix(self, request: Request) -> int:
+        return request.num_tokens if super()._stored_prefix(request) else 0
+
+
+class AssertsLookup(ReferenceConnector):
+    """Expects that a request resumes at the local count that it was first looked up with (B019)."""
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        self.__dict__.setdefault("_expected", {}).setdefault(request.request_id, num_computed_tokens)
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def _plan_load(self, tracked: Tracked, granted: int, is_async: bool) -> Load:
+        load = super()._plan_load(tracked, granted, is_async)
+        assert load.start == self.__dict__["_expected"][load.req]
+        return load
+
+
+class PopsDrafterChunk(ReferenceConnector):
+    """With speculation, gives up the last chunk of every hit for a drafter that needs none: short prompts never hit (B029)."""
+
+    def _stored_prefix(self, request: Request) -> int:
+        found = super()._stored_prefix(request)
+        return max(0, found - self.options.chunk_tokens) if self._vllm_config.num_speculative_tokens else found
+
+
+class RefusalEndsPlanning(ReferenceConnector):
+    """Stops planning when its store is full, and the requests behind do not get their new blocks (B109)."""
+
+    def _plan_saves(self, scheduler_output: SchedulerOutput) -> Iterator[Save]:
+        for count, save in enumerate(super()._plan_saves(scheduler_output)):
+            if count and save.pieces:
+                return  # full: the generator's other requests are not looked at
+            yield save
+
+
+class ExpectsHit(ReferenceConnector):
+    """Asserts that what its lookup has found is still there when the load is planned (B110)."""
+
+    def _plan_load(self, tracked: Tracked, granted: int, is_async: bool) -> Load:
+        load = super()._plan_load(tracked, granted, is_async)
+        assert all(self._store.has(piece.key) for piece in load.pieces), f"expected {granted} hit tokens"
+        return load
+
+
+class NoFlush(ReferenceConnector):
+    """Saves a chunk when the next one is full, and nothing when the request finishes (B111)."""
+
+    def _worth_saving(self, request: Request, end: int) -> int:
+        return max(0, super()._worth_saving(request, end) - self.options.chunk_tokens)
