@@ -102,7 +102,7 @@ class Driver:
         if not down:
             self._run(None)
         self.expectations.at_end(self.variant.case.expect)
-        self.close(shut_down=not down)
+        self.close(shut_down=not down, crashed=down and self.engine.busy)  # shut down with work left: what was to come did not
 
     def _do_add(self, add: Any) -> None:
         tokens = self._prompt(add)

@@ -81,7 +81,7 @@ _kind(
     "run.end",
     "harness",
     "quiesced:b unfinished:l free_blocks:i free_blocks_at_start:i engine_requests:l request_objects_alive:l threads:i crashed:b",
-    "The run is over: what is still held. `threads` counts threads that were not there at the start.",
+    "The run is over: what is still held. `crashed`: or cut short by a shutdown; `threads` counts threads that were not there before.",
 )
 _kind("engine.lifecycle", "harness", "op:s pid:i error:s?", "The engine starts, shuts down (also twice) or restarts.")
 _kind("engine.crash", "harness", "where:s error:s hook:s? cause_seq:i?", "The engine died: of a hook, of itself or of the harness.")
@@ -115,8 +115,8 @@ _kind(
 _kind(
     "pair.request",
     "sched",
-    "on:s req:s generation:i of:s stale:s aborted:b offered:i local:i promised:i loaded:i wrong:b failed:b held:b released:i",
-    "The end of the run, for a request that was handed parameters: what became of the KV that they refer to.",
+    "on:s req:s generation:i of:s stale:s aborted:b offered:i local:i promised:i loaded:i wrong:b failed:b held:b released:i gone:b",
+    "At the end, for a request that was handed parameters: what became of the KV they refer to; gone = released before it was loaded.",
 )
 
 # --- hooks: what the probe sees ------------------------------------------------------------------------------------------------------

@@ -80,8 +80,10 @@ def _handshake(value: Any) -> bool:
     return value is None or any(cls.__name__ == "KVConnectorHandshakeMetadata" for cls in type(value).__mro__)
 
 
-def _sources(value: Any) -> bool:
-    return isinstance(value, dict) and all(type(count) is int for count in value.values())
+def _sources(call: Call) -> ValueCheck:
+    value = call.result
+    ok = isinstance(value, dict) and all(type(count) is int for count in value.values())
+    return ValueCheck(ok=ok and sum(value.values()) == call.arg(1, "num_external_tokens"), text=short(value))
 
 
 _CHECKS: dict[str, Callable[[Any], bool]] = {
@@ -97,7 +99,6 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "get_kv_connector_stats": _with("is_empty", "aggregate", "reduce", "reset", "to_dict"),
     "get_kv_connector_kv_cache_events": _with("add_events", "aggregate", "increment_workers", "get_all_events", "get_number_of_workers"),
     "get_handshake_metadata": _handshake,
-    "get_external_cache_hit_sources": _sources,
     "get_mem_pool_context": _with("__enter__", "__exit__"),
     "get_finished_count": lambda v: v is None or isinstance(v, int),
 }
@@ -107,5 +108,7 @@ def check_value(call: Call) -> ValueCheck:
     """Judge the outcome of a finished outermost call. Reads only."""
     if call.hook in ("request_finished", "request_finished_all_groups"):
         return _finish(call)
+    if call.hook == "get_external_cache_hit_sources":
+        return _sources(call)
     check = _CHECKS.get(call.hook)
     return ValueCheck(ok=check is None or check(call.result), text=short(call.result))

@@ -125,6 +125,8 @@ def _admit(engine: Engine, step: Step, request: Request) -> str:
     table = manager.get_blocks(request.request_id)
     if connector is not None:
         connector.update_state_after_alloc(request, table, external)
+        if external > 0 and not request.num_preemptions and hasattr(connector, "get_external_cache_hit_sources"):  # since 0.32
+            connector.get_external_cache_hit_sources(request, external)
     request.num_computed_tokens = computed
     if is_async or computed + new_tokens < request.num_tokens:
         engine.inflight_prefills.add(request)

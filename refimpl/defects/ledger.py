@@ -183,3 +183,18 @@ class PoolNeverComes(ReferenceConnector):
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self._pool = gpu_block_pool
+
+
+class CountsBlocks(ReferenceConnector):
+    """Says of how many blocks a hit consists, where tokens are asked for."""
+
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
+        sources = super().get_external_cache_hit_sources(request, num_external_tokens)
+        return {source: count // self._block_size for source, count in sources.items()}
+
+
+class ReturnsPool(ReferenceConnector):
+    """Returns a memory pool, which cannot be entered."""
+
+    def get_mem_pool_context(self) -> Any:
+        return object()
