@@ -45,7 +45,7 @@ def inspect_instance(connector: Any) -> Iterator[Finding]:
 
 def bound(connector: Any, called: set[str]) -> Finding:
     """Whether the block pool reached a connector that wants it; `called` are the hooks called so far, at any depth."""
-    mine = all(getattr(_plain(getattr(type(connector), n)), "__qualname__", "") != f"KVConnectorBase_V1.{n}" for n in BINDS)
+    mine = all(getattr(_plain(getattr(type(connector), n, None)), "__qualname__", "") != f"KVConnectorBase_V1.{n}" for n in BINDS)
     missed = mine and BINDS[0] in called and BINDS[1] not in called
     return "bind-hooks", not missed, "bind_gpu_block_pool is overridden and never called" if missed else ""
 

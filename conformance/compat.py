@@ -30,6 +30,7 @@ from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole, SupportsHMA
 from vllm.engine.arg_utils import EngineArgs
+from vllm.forward_context import ForwardContext, set_forward_context
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
@@ -44,10 +45,21 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from kvconform import older
 
+try:
+    from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
+except ImportError:  # until 0.15
+    from vllm.attention.utils.kv_transfer_utils import maybe_transfer_kv_layer  # type: ignore[no-redef]
+try:
+    from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
+except ImportError:  # until 0.15 model runner V2 knew no connectors
+    ActiveKVConnector = None  # type: ignore[assignment,misc]
+
 __all__ = [
+    "ActiveKVConnector",
     "AsyncScheduler",
     "DraftTokenIds",
     "KVConnectorBase_V1",
@@ -62,6 +74,7 @@ __all__ = [
     "Scheduler",
     "SupportsHMA",
     "kv_transfer_state",
+    "maybe_transfer_kv_layer",
     "torch",
 ]
 
@@ -82,8 +95,13 @@ LATER_REQUEST_FIELDS: dict[str, Any] = {  # what the reference scheduler keeps o
 }
 
 
+PREEMPTIONS_BY_METADATA = "kv_connector_metadata" in inspect.signature(getattr(KVConnectorBase_V1, "handle_preemptions", len)).parameters
+"""Whether handle_preemptions gets the step's metadata, in every step. Until 0.19 it got ids, if there were any; until 0.13 it was not."""
 COUNTS_IN_FLIGHT = "num_in_flight_tokens" in Request.__init__.__code__.co_names
 """Whether vLLM's own scheduler counts what is in flight; until 0.24 it did not."""
+CAN_DEFER = "defer_finalize" in inspect.signature(KVConnectorModelRunnerMixin.maybe_get_kv_connector_output).parameters
+FINISHED_ERROR = getattr(RequestStatus, "FINISHED_ERROR", RequestStatus.FINISHED_ABORTED)
+"""How a request ends that cannot be recovered; until 0.12 there was no such end."""
 UNRECORDED = older.complete(KVConnectorBase_V1)
 """Hooks that the installed release lacks."""
 RESULTS_IN_SETS = KVConnectorBase_V1.get_transfer_results is older.HOOKS["get_transfer_results"]
@@ -207,7 +225,7 @@ def make_scheduler_output(**values: Any) -> SchedulerOutput:
 
 def has_sync_loads(scheduler_output: SchedulerOutput) -> bool:
     """Whether loads must be there before this step's forward pass. Until 0.28 every load was started before it."""
-    return bool(getattr(scheduler_output, "has_sync_kv_loads", True))
+    return "has_sync_kv_loads" not in SchedulerOutput.__dataclass_fields__ or scheduler_output.has_sync_kv_loads
 
 
 def block_state(req_ids: set[str], get_block_ids: Any) -> Any:
@@ -270,6 +288,7 @@ def build_request(
         cache_salt=salt,
         priority=priority,
         block_hasher=_hasher(block_size),
+        **({"eos_token_id": None} if "eos_token_id" in inspect.signature(Request.__init__).parameters else {}),  # until 0.17
     )
     if skip_reading_prefix_cache:
         request.skip_reading_prefix_cache = True
@@ -334,6 +353,37 @@ def set_paused(scheduler: Any, paused: bool) -> None:
 
     own = type(scheduler).__module__.startswith("kvconform.")
     scheduler.set_pause_state(int(paused) if own else PauseState.PAUSED_NEW if paused else PauseState.UNPAUSED)
+
+
+def forward_context(metadata: Any, config: VllmConfig, **arguments: Any) -> Any:
+    """set_forward_context with those arguments that it takes (`slot_mapping`: since 0.16)."""
+    known = inspect.signature(set_forward_context).parameters
+    return set_forward_context(metadata, config, **{name: value for name, value in arguments.items() if name in known})
+
+
+def layer_cache(tensor: torch.Tensor) -> Any:
+    """A layer's `kv_cache`: until 0.18 a list with one tensor per virtual engine."""
+    return [tensor] if "virtual_engine" in ForwardContext.__dataclass_fields__ else tensor
+
+
+def handle_preemptions(connector: Any, output: SchedulerOutput) -> None:
+    """Call the hook as model runner V1 of the installed release does."""
+    if PREEMPTIONS_BY_METADATA:
+        connector.handle_preemptions(output.kv_connector_metadata)
+    elif output.preempted_req_ids and "handle_preemptions" not in UNRECORDED:
+        connector.handle_preemptions(output.preempted_req_ids)
+
+
+def collecting(output: SchedulerOutput, *, defer: bool) -> Any:
+    """The context in which model runner V1 computes; `defer`: the save is finished by finish_deferred (since 0.18)."""
+    mixin = KVConnectorModelRunnerMixin.maybe_get_kv_connector_output
+    return mixin(output, defer_finalize=defer) if CAN_DEFER else mixin(output)
+
+
+def finish_deferred() -> None:
+    """What `collecting(defer=True)` left to do after the drafter."""
+    if CAN_DEFER:
+        KVConnectorModelRunnerMixin.finalize_kv_connector()
 
 
 def output_without_forward(collected: KVConnectorOutput) -> ModelRunnerOutput:

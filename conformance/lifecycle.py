@@ -13,16 +13,21 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 
 from vllm.forward_context import get_forward_context, set_forward_context
-from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
-from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from kvconform.compat import (
+    ActiveKVConnector,
     KVConnectorOutput,
     ModelRunnerOutput,
+    collecting,
+    finish_deferred,
     finish_forward,
+    forward_context,
+    handle_preemptions,
     has_sync_loads,
     kv_transfer_state,
+    layer_cache,
+    maybe_transfer_kv_layer,
     output_without_forward,
     post_forward,
     pre_forward,
@@ -91,7 +96,7 @@ class _WithConnector:
         self.runner, self.speculative = runner, speculative
         layers = self.config.compilation_config.static_forward_context
         for name, tensor in zip(worker.cache.names, worker.cache.tensors, strict=True):
-            layers[name] = SimpleNamespace(kv_cache=tensor, layer_name=name)
+            layers[name] = SimpleNamespace(kv_cache=layer_cache(tensor), layer_name=name)
 
     def register(self) -> None:
         self.connector.register_kv_caches(dict(zip(self.worker.cache.names, self.worker.cache.tensors, strict=True)))
@@ -109,7 +114,7 @@ class _WithConnector:
     @contextmanager
     def _context(self, output: Any) -> Any:
         metadata, mapping = self.worker.attention_metadata()
-        with set_forward_context(metadata, self.config, num_tokens=output.total_num_scheduled_tokens, slot_mapping=mapping):
+        with forward_context(metadata, self.config, num_tokens=output.total_num_scheduled_tokens, slot_mapping=mapping):
             yield metadata
 
 
@@ -124,14 +129,13 @@ class Own(_WithConnector):
     def step(self, output: Any) -> ModelRunnerOutput:
         worker, connector = self.worker, self.connector
         with self._agent():
-            connector.handle_preemptions(output.kv_connector_metadata)
+            handle_preemptions(connector, output)
             connector.bind_connector_metadata(output.kv_connector_metadata)
             if not output.total_num_scheduled_tokens:
                 if self.runner == "v2":
                     connector.finish_forward()
                 with set_forward_context(None, self.config):
-                    if not has_sync_loads(output):
-                        self._load({})
+                    self._load({})
                 return output_without_forward(self._collect(output, defer=False))
             with self._context(output) as metadata:
                 arguments = self._load_arguments(output, metadata)
@@ -200,18 +204,18 @@ class VllmV1(_WithConnector):
     def step(self, output: Any) -> ModelRunnerOutput:
         worker = self.worker
         with self._agent():
-            self.connector.handle_preemptions(output.kv_connector_metadata)
+            handle_preemptions(self.connector, output)
             if not output.total_num_scheduled_tokens:
                 return KVConnectorModelRunnerMixin.kv_connector_no_forward(output, self.config)
             attention = _decorated(worker)
             with (
                 self._context(output),
-                KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(output, defer_finalize=self.speculative) as collected,
+                collecting(output, defer=self.speculative) as collected,
             ):
                 worker.forward(attention)
             result = worker.sample()
             if self.speculative:
-                KVConnectorModelRunnerMixin.finalize_kv_connector()
+                finish_deferred()
             result.kv_connector_output = collected
             return result
 

@@ -60,7 +60,8 @@ class Observer:
         ):
             probe.on(hook, after=listener)
         probe.on("build_connector_meta", before=self._building)
-        probe.on("handle_preemptions", before=self._arrived)
+        for hook in ("handle_preemptions", "bind_connector_metadata"):
+            probe.on(hook, before=self._arrived)
         probe.on("reset_cache", before=lambda call: self._cache_reset("called", None))
         self.failed: list[Event] = []
         self.errors: set[int] = set()
@@ -256,8 +257,10 @@ class Observer:
         )  # fmt: skip
 
     def _arrived(self, call: Call) -> None:
-        # First sight of the worker: a connector may consume its own copy from handle_preemptions on.
-        self.arrived = digest(call.arg(0, "kv_connector_metadata"))
+        # First sight of the worker: a connector may consume its own copy from then on. Until 0.22 the hooks came in another order.
+        metadata = call.args[0] if call.args else next(iter(call.kwargs.values()), None)
+        if not isinstance(metadata, set) and self.arrived_in != self.trace.step:
+            self.arrived, self.arrived_in = digest(metadata), self.trace.step
 
     def _bound(self, call: Call) -> None:
         built, mark = self.current_digest, self.arrived
@@ -271,6 +274,7 @@ class Observer:
 
     current_digest: str | None = None
     arrived: str | None = None
+    arrived_in = -1  # step
     latest: Any = None
     handed: tuple[Any, str | None] | None = None
     """The metadata of the last step and its digest when the worker was done with it."""

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvconform.case import Variant
+from kvconform.environment import runs_on
 from kvconform.errors import UsageError
 from kvconform.expected import unknown_requirements
 from kvconform.load import Spec
@@ -59,6 +60,8 @@ def select(spec: Spec, settings: Settings, vllm: str) -> Selection:
     off = set(_matching(settings.disable, spec.cases))
     for name in cases:
         for variant in spec.cases[name].variants(settings.engines, settings.schedulings):
+            if known and not runs_on(variant.runner, vllm):
+                continue
             if wanted_variants is None or variant.id in wanted_variants or variant.case.id in wanted_variants:
                 (found.switched_off if name in off else found.variants).append(variant)
     if not found.variants and not found.switched_off:

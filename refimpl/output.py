@@ -10,6 +10,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from kvconform.compat import FINISHED_ERROR, later
 from kvconform.refimpl import transfers
 from kvconform.refimpl.engine import Engine
 from kvconform.refimpl.errors import EngineAssertion
@@ -58,7 +59,7 @@ def land(engine: Engine, output: SchedulerOutput, result: ModelRunnerOutput) -> 
     engine.leave_queues(stopped)
 
     if failed and not engine.settings.recompute_failed_loads:
-        for request in engine.finish_requests(sorted(failed), RequestStatus.FINISHED_ERROR):
+        for request in engine.finish_requests(sorted(failed), FINISHED_ERROR):
             reason = request.get_finished_reason()
             outputs[request.client_index].append(EngineCoreOutput(request_id=request.request_id, new_token_ids=[], finish_reason=reason))
     if engine.connector is not None:
@@ -89,7 +90,7 @@ def _append(engine: Engine, request: Request, sampled: list[int], is_stale: bool
 def _stops(engine: Engine, request: Request, token: int) -> bool:
     """Whether `token`, the last one, ends the request; its status says so."""
     params = request.sampling_params
-    if token == params.eos_token_id:
+    if token == later(params, "eos_token_id", None):
         request.status = RequestStatus.FINISHED_STOPPED
     elif token in (params.stop_token_ids or ()):
         request.status, request.stop_reason = RequestStatus.FINISHED_STOPPED, token

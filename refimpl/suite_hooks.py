@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
+from kvconform.compat import PREEMPTIONS_BY_METADATA
 from kvconform.refimpl.faults import Faults
 from kvconform.refimpl.inspector import Inspector
 
@@ -25,6 +26,12 @@ class SuiteHooks:
     def kvconform_fail_load(self, req_id: str, positions: Iterable[int] | None = None) -> None:
         """Scheduler half: the next load planned for the request finds the chunks of these token positions gone (None: of all positions)."""
         self._faults.arm(req_id, positions)
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        """Releases until 0.19 do not show the metadata to handle_preemptions: what is done there is done here."""
+        super().bind_connector_metadata(connector_metadata)  # type: ignore[misc]
+        if not PREEMPTIONS_BY_METADATA:
+            cast("ReferenceConnector", self).handle_preemptions(connector_metadata)
 
     @classmethod
     def kvconform_capabilities(cls, extra_config: dict[str, Any]) -> dict[str, Any]:

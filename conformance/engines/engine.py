@@ -67,6 +67,8 @@ class Engine(EngineControl):
                     trace.emit("api", item=item, ok=ok, detail=detail)
                 for item, ok, detail in inspect_engine(self.config, self.cache_config) if variant.engine == "vllm" else ():
                     trace.emit("engine.api", item=item, ok=ok, detail=detail)
+                if hasattr(self.worker_half, "get_mem_pool_context"):  # asked before the KV tensors are allocated
+                    self.worker_half.get_mem_pool_context()
         self.scheduler: Any = None
         self.oracle = Oracle(cache, registry, trace, self.tables)
         self.batch = Batch(variant.block_size, self._incarnation)
@@ -128,7 +130,9 @@ class Engine(EngineControl):
         return held
 
     def _listen(self) -> None:
+        # Until 0.19 handle_preemptions is not called in every step: then the blocks are reused when the loads begin.
         self.probe.on("handle_preemptions", after=lambda call: self.worker.poison_fresh())
+        self.probe.on("start_load_kv", before=lambda call: self.worker.poison_fresh() if self.worker.fresh else None)
         for hook in ("wait_for_layer_load", "save_kv_layer"):
             self.probe.on(hook, after=self._layer_hook)
         for hook in ("start_load_kv", "wait_for_save", "get_transfer_results", "save_kv_layer", "bind_connector_metadata"):

@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvconform.batch import Batch, Row
-from kvconform.compat import RequestStatus, has_sync_loads, is_chunk
+from kvconform.compat import FINISHED_ERROR, RequestStatus, has_sync_loads, is_chunk
 from kvconform.observer import Observer
 from kvconform.trace import Event, Trace
 
 _REASONS = {
     RequestStatus.FINISHED_STOPPED: "stop",
     RequestStatus.FINISHED_LENGTH_CAPPED: "length",
+    FINISHED_ERROR: "error",
     RequestStatus.FINISHED_ABORTED: "abort",
-    RequestStatus.FINISHED_ERROR: "error",
     RequestStatus.PREEMPTED: "preempt",
     RequestStatus.WAITING_FOR_REMOTE_KVS: "load",
 }
