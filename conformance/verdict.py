@@ -167,12 +167,13 @@ def _harness_crash(trace: Sequence[Event]) -> str | None:
 
 
 def _crash_time(trace: Sequence[Event]) -> int | None:
-    """The seq after which everything is explained by the crash; None without one."""
+    """The seq after which everything is explained by the crash; None without one, also if the case shut the engine down with work left."""
     for event in trace:
         if event["k"] == "engine.crash":
             return int(event["seq"])
     last = trace[-1] if trace else {"k": ""}
-    return int(last["seq"]) - 1 if last["k"] == "run.end" and last.get("crashed") else None
+    cut = any(event["k"] == "engine.lifecycle" and event["op"] == "shutdown_again" for event in trace)
+    return int(last["seq"]) - 1 if last["k"] == "run.end" and last.get("crashed") and not cut else None
 
 
 def _judge_watched(watched: list[tuple[Requirement, Row]], runs: Mapping[str, RunLike], caps: Mapping[str, Any]) -> None:

@@ -69,6 +69,8 @@ class Engine(EngineControl):
                     trace.emit("engine.api", item=item, ok=ok, detail=detail)
                 if hasattr(self.worker_half, "get_mem_pool_context"):  # asked before the KV tensors are allocated
                     self.worker_half.get_mem_pool_context()
+                if hasattr(self.worker_half, "get_mem_pool_context"):  # asked before the KV tensors are allocated
+                    self.worker_half.get_mem_pool_context()
         self.scheduler: Any = None
         self.oracle = Oracle(cache, registry, trace, self.tables)
         self.batch = Batch(variant.block_size, self._incarnation)
