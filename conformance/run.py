@@ -100,6 +100,8 @@ def run_and_judge(
         told = describe(main.trace[row.event]) if row.verdict == Verdict.FAIL and row.event is not None else None
         if told is not None:
             row.message = f"{told} [{row.message}]"
+        if row.verdict == Verdict.FAIL and row.event is not None and row.requirement.startswith("hook."):
+            row.evidence = evidence_of(main.trace[row.event]) or row.evidence
     report.rows = [row.to_dict() for row in rows]
     report.unmet = main.unmet
     report.harness_error = next((run.harness_error for run in runs.values() if run.harness_error), None)
@@ -109,6 +111,14 @@ def run_and_judge(
     report.trace = main.trace if keep_trace else None
     shutil.rmtree(tmp, ignore_errors=True)
     return report
+
+
+def evidence_of(event: dict[str, Any]) -> str | None:
+    """Where vLLM says what the hook of a `hook.returned` event is for."""
+    if event["k"] != "hook.returned":
+        return None
+    owner = "SupportsHMA" if event["hook"] == "request_finished_all_groups" else "KVConnectorBase_V1"
+    return f"distributed/kv_transfer/kv_connector/v1/base.py: {owner}.{event['hook']}"
 
 
 def excerpt(trace: list[dict[str, Any]], seq: int, req: str | None) -> list[dict[str, Any]]:
