@@ -18,7 +18,7 @@ from kvconform.compat import DraftTokenIds
 from kvconform.digest import pickle_round_trip
 from kvconform.engines.control import EngineControl
 from kvconform.engines.fault import check_starts
-from kvconform.engines.halves import introduce, noted, start_worker_half
+from kvconform.engines.halves import introduce, noted, refused, start_worker_half
 from kvconform.engines.info import Info
 from kvconform.engines.ledger import Ledger
 from kvconform.engines.refusals import inspect_engine
@@ -55,7 +55,12 @@ class Engine(EngineControl):
         Probe.active = self.probe
         settings = variant.case.config
         cache = PagedCache(registry.book, settings.num_blocks, variant.block_size)
-        self.config, self.cache_config = build_configs(variant, target, tmp, registry.book, cache.names, with_connector=with_connector)
+        try:
+            self.config, self.cache_config = build_configs(variant, target, tmp, registry.book, cache.names, with_connector=with_connector)
+        except Exception as error:
+            if with_connector:
+                refused(trace, target.resolve(), error)
+            raise
         book = HashBook(variant.block_size, lambda r: info(r).identity)
         self.watches = Watch(trace, self.probe, book, self._generation), Telemetry(trace, self.probe, book, self.config)
         self.worker_half: Any = None

@@ -10,6 +10,7 @@ from typing import Any
 from vllm.config import set_current_vllm_config
 
 from kvconform import compat, watchdog
+from kvconform.api import inspect_class
 from kvconform.compat import KVConnectorFactory, KVConnectorRole
 from kvconform.kvcache import PagedCache
 from kvconform.probe import wrap_instance_hooks
@@ -29,6 +30,13 @@ def noted(trace: Trace, op: str) -> Iterator[None]:
     except Exception as error:
         event["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         raise
+
+
+def refused(trace: Trace, cls: type, error: Exception) -> None:
+    """vLLM looks at the class before it constructs it: note that it does not start, and whether its constructor is why."""
+    item, ok, detail = next(inspect_class(cls, {}, None))
+    trace.emit("api", item=item, ok=ok, detail=detail)
+    trace.emit("engine.lifecycle", op="start", pid=0, error=f"{type(error).__name__}: {error}".splitlines()[0][:300])
 
 
 def start_worker_half(config: Any, cache_config: Any, cache: PagedCache, target: Target, *, relation: str) -> Any:

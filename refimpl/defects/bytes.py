@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from kvconform.refimpl.connector import ReferenceConnector
-from kvconform.refimpl.keys import digest
 from kvconform.refimpl.paging import write_slots
 from kvconform.refimpl.plan import Load, Piece, ReferenceMetadata, Save
 from kvconform.refimpl.tracking import Tracked
@@ -54,15 +53,6 @@ class SwapsHeads(ReferenceConnector):
         return write_slots(kv, piece.slots, rows.contiguous().view(torch.uint8).numpy().tobytes(), piece.first)
 
 
-class KeyedByRequest(ReferenceConnector):
-    """Keys name the request and the position, not the tokens: a new request of the same id gets the KV of the old one (B012)."""
-
-    def _keys(self, request: Request, keys: list[str], end: int) -> Sequence[str]:
-        chunk = self.options.chunk_tokens
-        keys.extend(digest(self._root, request.request_id, str(index)).hex() for index in range(len(keys), end // chunk))
-        return keys
-
-
 class PlansLoadTwice(ReferenceConnector):
     """Copies the pending loads into the metadata and clears them a step later (B028)."""
 
@@ -85,17 +75,6 @@ class SavesLate(ReferenceConnector):
         return replace(metadata, saves=late + tuple(save for save in metadata.saves if save.final))
 
 
-class KeepsCursor(ReferenceConnector):
-    """Plans its saves from a cursor that only grows, also when the computed count has gone back."""
-
-    def _plan_save(self, tracked: Tracked, end: int, scheduled: int, final: bool = False) -> Save:
-        save = super()._plan_save(tracked, end, scheduled, final)
-        cursors: dict[str, int] = self.__dict__.setdefault("_cursors", {})
-        start = max(cursors.get(save.req, 0), save.start)
-        cursors[save.req] = max(start, save.end)
-        return replace(save, start=start)
-
-
 class RecognisesMetadata(ReferenceConnector):
     """Knows its metadata by identity: the worker half does nothing for a copy (B057)."""
 
@@ -109,21 +88,6 @@ class RecognisesMetadata(ReferenceConnector):
     def _metadata(self) -> ReferenceMetadata:
         metadata = super()._metadata()
         return metadata if self._built.get(id(metadata)) is metadata else replace(metadata, loads=(), saves=())
-
-
-class ReadsTheOtherHalf(ReferenceConnector):
-    """The worker half reads what it has to load from the scheduler half's memory, which is elsewhere when the halves are apart (B057)."""
-
-    _plans: ClassVar[dict[str, Any]] = {}
-
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        metadata = super().build_connector_meta(scheduler_output)
-        assert isinstance(metadata, ReferenceMetadata)
-        self._plans.update({load.req: load for load in metadata.loads})
-        return replace(metadata, loads=tuple(replace(load, pieces=()) for load in metadata.loads))
-
-    def _load(self, load: Load, layers: Iterable[str]) -> None:
-        super()._load(self._plans.get(load.req, load), layers)
 
 
 class ClaimsPlanned(ReferenceConnector):
@@ -178,3 +142,11 @@ class NoFlush(ReferenceConnector):
 
     def _worth_saving(self, request: Request, end: int) -> int:
         return max(0, super()._worth_saving(request, end) - self.options.chunk_tokens)
+
+
+class NegativeStart(ReferenceConnector):
+    """Counts back from the end of a step by what is scheduled, drafts included, and plans from before the beginning."""
+
+    def _plan_save(self, tracked: Tracked, end: int, scheduled: int, final: bool = False) -> Save:
+        save = super()._plan_save(tracked, end, scheduled, final)
+        return replace(save, start=save.end - scheduled - self.options.chunk_tokens)

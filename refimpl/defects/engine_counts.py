@@ -202,11 +202,3 @@ def drafts_beside_the_tokens(build: Any, engine: Engine, step: Any) -> Any:
 def slots_for_the_next_token_only(allocate: Any, manager: KVManager, request: Request, tokens: int, *args: Any, **kwargs: Any) -> Any:
     """Gives a running request slots for one token, however many are scheduled."""
     return allocate(manager, request, 1 if request.status == RequestStatus.RUNNING else tokens, *args, **kwargs)
-
-
-@fault(KVManager, "allocate_slots")
-def lookahead_while_loading(allocate: Any, manager: KVManager, request: Request, tokens: int, *args: Any, **kwargs: Any) -> Any:
-    """Allocates slots for drafts while the KV is still being loaded (B023)."""
-    if kwargs.get("delay_cache_blocks"):
-        kwargs["num_lookahead_tokens"] = manager.settings.num_lookahead or manager.settings.num_spec
-    return allocate(manager, request, tokens, *args, **kwargs)

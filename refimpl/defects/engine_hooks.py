@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.request import Request, RequestStatus
 
 from kvconform.refimpl import admission, output, scheduler, transfers
@@ -26,18 +25,6 @@ def allocates_in_silence(admit: Any, engine: Engine, step: Any) -> None:
             original(request, blocks, external)
 
     with connector_of(engine, update_state_after_alloc=granted):
-        admit(engine, step)
-
-
-@fault(scheduler, "admit_waiting")
-def passes_new_blocks_only(admit: Any, engine: Engine, step: Any) -> None:
-    """Passes only the blocks behind the local hit to update_state_after_alloc, as vLLM did until 0.14."""
-
-    def new_only(original: Any, request: Request, blocks: Any, external: int) -> None:
-        known = request.num_computed_tokens or engine.kv_cache_manager.num_cached.get(request.request_id, 0)
-        original(request, KVCacheBlocks((list(blocks.blocks[0])[known:],)) if external else blocks, external)
-
-    with connector_of(engine, update_state_after_alloc=new_only):
         admit(engine, step)
 
 
@@ -115,14 +102,6 @@ def finishes_twice(end: Any, engine: Engine, request: Request, **kwargs: Any) ->
         return original(asked, blocks)
 
     with connector_of(engine, request_finished=twice):
-        return end(engine, request, **kwargs)
-
-
-@fault(Engine, "end")
-def errors_in_silence(end: Any, engine: Engine, request: Request, **kwargs: Any) -> Any:
-    """Does not call request_finished for a request that ends because its load has failed."""
-    failed = request.status == RequestStatus.FINISHED_ERROR
-    with connector_of(engine, **({"request_finished": lambda original, *args: (False, None)} if failed else {})):
         return end(engine, request, **kwargs)
 
 

@@ -102,10 +102,15 @@ class LoadsAfterForward(ReferenceConnector):
     """Performs synchronous loads in wait_for_save: the layers have read the blocks by then."""
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        return
+        if forward_context.attn_metadata is None:
+            super().start_load_kv(forward_context, **kwargs)
+        else:
+            self._context = forward_context
 
     def wait_for_save(self) -> None:
-        super().start_load_kv(None)
+        context, self._context = self.__dict__.get("_context"), None
+        if context is not None:
+            super().start_load_kv(context)
         super().wait_for_save()
 
 
