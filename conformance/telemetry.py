@@ -133,7 +133,7 @@ class Telemetry:
     # -- statistics ------------------------------------------------------------------------------------------------------------
     def _stats(self, call: Call) -> None:
         stats = call.result
-        if call.error is not None or not isinstance(stats, KVConnectorStats):
+        if call.error is not None or stats is None or not isinstance(stats, KVConnectorStats):
             return
         same = self.last.get(call.half) is stats and not _try(stats.is_empty)[0]
         self.last[call.half] = stats

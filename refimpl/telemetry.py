@@ -30,7 +30,7 @@ class ReferenceStats(KVConnectorStats):
     """Counts of one interval, by name."""
 
     def reset(self) -> None:
-        self.data = {}
+        self.data.clear()
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         return ReferenceStats({name: self.data.get(name, 0) + other.data.get(name, 0) for name in {**self.data, **other.data}})

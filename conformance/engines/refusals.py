@@ -34,12 +34,12 @@ def inspect_engine(config: Any, cache_config: Any) -> Iterator[Finding]:
     yield _refuses("expandable-segments", ValueError, lambda: _expandable_segments(config))
     for owner, names in REMOVED.items():
         left = [name for name in names if name in getattr(owner, "__dataclass_fields__", {}) or hasattr(owner, name)]
-        empty = SchedulerOutput.make_empty() if owner is SchedulerOutput else None
-        left = [name for name in left if empty is None or getattr(empty, name) != []]  # a field that is always empty says nothing
+        empty = SchedulerOutput.make_empty()
+        left = [name for name in left if owner is not SchedulerOutput or getattr(empty, name) != []]  # always empty: it says nothing
         yield f"removed:{owner.__name__}", not left, f"{', '.join(left)} is there" if left else ""
 
 
-REMOVED: dict[type, tuple[str, ...]] = {
+REMOVED: dict[Any, tuple[str, ...]] = {
     CachedRequestData: ("resumed_from_preemption", "resumed_req_token_ids"),
     SchedulerOutput: ("num_common_prefix_blocks",),
     KVConnectorBase_V1: ("register_cross_layers_kv_cache", "prefer_cross_layer_blocks"),
