@@ -83,11 +83,10 @@ class Handovers:
         request, on = call.arg(0, "request"), next(n for n, e in self.driver.engines.items() if e is engine)
         req = request.request_id
         handed = self.handed.get(req)
-        loaded = [e for e in self.trace.events if e["k"] == "load.due" and e["req"] == req]
         self.trace.emit(
             "pair.lookup", on=on, role=self.driver.roles[on], req=req, generation=0, of=handed.of if handed else None,
             stale=handed.stale if handed else None, local=call.arg(1, "num_computed_tokens"), tokens=call.result[0],
-            by_savers=self._by_savers(request), consumed=bool(loaded), delivered=None,
+            by_savers=self._by_savers(request), consumed=any(g.req == req and not g.open for g in engine.oracle.grants), delivered=None,
         )  # fmt: skip
 
     def _by_savers(self, request: Any) -> int:
@@ -121,6 +120,7 @@ class Handovers:
         common = next((i for i, (a, b) in enumerate(zip(tokens, theirs, strict=False)) if a != b), min(len(tokens), len(theirs)))
         offered = min(common, ended["v_final"]) if ended is not None and ended["status"] in FINISHED else 0
         sends = [e for e in events if e.get("req") == handed.of and e.get("direction") == "send"]
+        released = [e["seq"] for e in sends if e["k"] == "transfer.reported"]
         lookups = [e for e in mine if e["k"] == "lookup" and e["tokens"] is not None]
         wrong = [e for e in dues if (e["missing"] and not e["reported_failed"]) or e["wrong"]]
         self.trace.emit(
@@ -128,7 +128,7 @@ class Handovers:
             local=max((e["local"] for e in mine if e["k"] == "alloc" and not e["second_call"]), default=0),
             promised=max((e["tokens"] for e in lookups), default=0), loaded=sum(e["granted"] for e in good),
             wrong=any(e["transfer"] not in failed for e in wrong), failed=any(e["transfer"] in failed for e in dues),
-            held=any(e["k"] == "hold" for e in sends), released=sum(e["k"] == "transfer.reported" for e in sends),
+            held=any(e["k"] == "hold" for e in sends), released=len(released), gone=bool(released and dues and released[0] < dues[0]["seq"]),
         )  # fmt: skip
 
 

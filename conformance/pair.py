@@ -16,15 +16,28 @@ from kvconform.handover import Handovers
 from kvconform.memory import Memory, PartMemory
 from kvconform.trace import Event, Trace
 
-RUN_LIMIT = 20_000
+RUN_LIMIT = 1_000
 
 
 class PairTrace(Trace):
-    """A trace whose events say which engine they are about: `on`, the one that is driven now unless the event says otherwise."""
+    """A trace whose events say which engine they are about: `on`, the one that is driven now unless the event says otherwise.
+
+    Every engine counts its own steps.
+    """
 
     def __init__(self) -> None:
-        super().__init__()
         self.on: str | None = None
+        self._steps: dict[str | None, int] = {}
+        super().__init__()
+
+    @property
+    def step(self) -> int:  # type: ignore[override]
+        """Steps of the engine that is driven now."""
+        return self._steps.get(self.on, 0)
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self._steps[self.on] = value
 
     def emit(self, kind: str, /, **fields: Any) -> Event:
         """As Trace.emit."""
@@ -89,24 +102,14 @@ class PairDriver(Driver):
         return self.handovers.take(add.handed, self.trace.on or "", add)
 
     def _do_run(self, run: Any) -> None:
-        if run.until is None:
-            self._run(run.max)
-            return
-        name, idle = self.ids[run.until], 0
-        while (request := self.engine.scheduler.requests.get(name)) is not None and not request.is_finished():
-            before = self.engine.progress
-            self.engine.iterate()
-            idle = 0 if self.engine.progress != before else idle + 1
-            if idle >= STALL_STEPS:
-                self._stall(idle)
-                raise Stalled
+        self._run(run.max, until=run.until)
 
-    def _run(self, limit: int | None) -> None:
-        """All engines in turn, until none has anything left to do."""
+    def _run(self, limit: int | None, until: str | None = None) -> None:
+        """All engines in turn, until none has anything left to do, or that request has finished."""
         here, idle, since = self.trace.on or "", 0, time.monotonic()
         for _ in range(limit or RUN_LIMIT):
             busy = [name for name, engine in self.engines.items() if engine.busy]
-            if not busy:
+            if not busy or (until is not None and self._over(self.ids[until])):
                 break
             before = self._progress()
             for name in busy:
@@ -121,7 +124,15 @@ class PairDriver(Driver):
                     self._stall(idle)
                     raise Stalled
                 time.sleep(0.002)
+        else:
+            if limit is None:
+                self._stall(RUN_LIMIT)
+                raise Stalled
         self._do_on(here)
+
+    def _over(self, req: str) -> bool:
+        found = [request for engine in self.engines.values() if (request := engine.scheduler.requests.get(req)) is not None]
+        return not found or found[0].is_finished()
 
     def _progress(self) -> tuple[int, ...]:
         return tuple(value for engine in self.engines.values() for value in (engine.progress, len(engine.scheduler.requests)))

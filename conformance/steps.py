@@ -20,8 +20,8 @@ class Empty(Model):
 
 
 class Run(Model):
-    """Until idle, at most `max` engine iterations (None: the driver's limit); with two engines both run. `until`: until this request has
-    finished, the current engine alone."""
+    """Until idle, at most `max` engine iterations (None: the driver's limit). With two engines both run, and `until` ends it when that
+    request has finished, though its engine may still hold its blocks."""
 
     max: PositiveInt | None = None
     until: Req | None = None
