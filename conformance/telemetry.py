@@ -133,16 +133,17 @@ class Telemetry:
     # -- statistics ------------------------------------------------------------------------------------------------------------
     def _stats(self, call: Call) -> None:
         stats = call.result
-        if call.error is not None or stats is None or not isinstance(stats, KVConnectorStats):
+        if call.error is not None or not isinstance(stats, KVConnectorStats):
             return
-        same = self.last.get(call.half) is stats and not _try(stats.is_empty)[0]
+        empty = bool(_try(stats.is_empty)[0])
+        same = self.last.get(call.half) is stats and not empty
         self.last[call.half] = stats
         _, merge_problem = _try(lambda: _merge(copy.deepcopy(stats)))
         data, problem = _try(lambda: msgspec.msgpack.decode(msgspec.msgpack.encode(stats.to_dict())))
         rebuilt, build_problem = (None, None) if problem else _try(lambda: _build(call.connector, stats, data))
         _, watch_problem = (None, None) if problem else _try(lambda: self._observe(call.connector, data))
         self.trace.emit(
-            "stats.taken", half=call.half, empty=bool(_try(stats.is_empty)[0]), kept=same, merge=merge_problem, encode=problem,
+            "stats.taken", half=call.half, empty=empty, kept=same, merge=merge_problem, encode=problem,
             rebuilt=bool(rebuilt), rebuild=build_problem, observe=watch_problem,
         )  # fmt: skip
 
