@@ -48,6 +48,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from kvconform import older
+from kvconform.requirement import version_key
 
 try:
     from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
@@ -100,6 +101,9 @@ PREEMPTIONS_BY_METADATA = "kv_connector_metadata" in inspect.signature(getattr(K
 COUNTS_IN_FLIGHT = "num_in_flight_tokens" in Request.__init__.__code__.co_names
 """Whether vLLM's own scheduler counts what is in flight; until 0.24 it did not."""
 CAN_DEFER = "defer_finalize" in inspect.signature(KVConnectorModelRunnerMixin.maybe_get_kv_connector_output).parameters
+_RELEASE = version_key(vllm.__version__)
+KV_LAYOUT = "kv-first" if _RELEASE < (0, 23) else "kv-second" if _RELEASE < (0, 26) else "packed"
+"""Layout of a layer's KV tensor (kvconform.kvcache.LAYOUTS), as FlashAttention registers it."""
 FINISHED_ERROR = getattr(RequestStatus, "FINISHED_ERROR", RequestStatus.FINISHED_ABORTED)
 """How a request ends that cannot be recovered; until 0.12 there was no such end."""
 UNRECORDED = older.complete(KVConnectorBase_V1)

@@ -3,11 +3,12 @@
 
 A slot is ``block_id * block_size + offset``. A layer's tensor has shape ``[blocks, heads, tokens per block, values]`` (K and V side
 by side in ``values``, one head for MLA); its strides are anything, and its blocks may be smaller than the scheduler's (then several
-in a row make one).
+in a row make one). Releases until 0.25 keep K and V on an axis of their own, the first or the second.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -20,8 +21,16 @@ def slots_of(table: Sequence[int], start: int, end: int, block_size: int) -> tup
     return tuple(table[position // block_size] * block_size + position % block_size for position in range(start, end))
 
 
+def blocks_first(layer: torch.Tensor) -> torch.Tensor:
+    """A view ``[blocks, heads, tokens per block, ...]`` of a layer's tensor in any of vLLM's layouts."""
+    if layer.dim() == 5:
+        return layer.permute(1, 3, 2, 0, 4) if layer.shape[0] == 2 else layer.permute(0, 3, 2, 1, 4)
+    return layer
+
+
 def read_slots(layer: torch.Tensor, slots: Sequence[int]) -> bytes:
     """Bytes of ``slots``, one row ``[heads, values]`` after the other."""
+    layer = blocks_first(layer)
     blocks, offsets = _index(layer, slots)
     rows = layer[blocks, :, offsets].contiguous()
     return rows.view(torch.uint8).cpu().numpy().tobytes()
@@ -30,11 +39,13 @@ def read_slots(layer: torch.Tensor, slots: Sequence[int]) -> bytes:
 def write_slots(layer: torch.Tensor, slots: Sequence[int], data: bytes, first: int) -> bool:
     """Copy the rows ``[first, first + len(slots))`` of a chunk into the layer. False, and nothing changes, when the chunk has too
     few of them."""
-    width = layer.shape[1] * layer.shape[3] * layer.element_size()
+    layer = blocks_first(layer)
+    row = (layer.shape[1], *layer.shape[3:])
+    width = math.prod(row) * layer.element_size()
     wanted = data[first * width : (first + len(slots)) * width]
     if len(wanted) != len(slots) * width or len(data) % width:
         return False
-    rows = torch.frombuffer(bytearray(wanted), dtype=torch.uint8).view(layer.dtype).view(len(slots), layer.shape[1], layer.shape[3])
+    rows = torch.frombuffer(bytearray(wanted), dtype=torch.uint8).view(layer.dtype).view(len(slots), *row)
     blocks, offsets = _index(layer, slots)
     layer[blocks, :, offsets] = rows.to(layer.device)
     return True

@@ -14,7 +14,7 @@ from vllm.config import set_current_vllm_config
 from kvconform.api import bound, inspect_class, inspect_instance
 from kvconform.batch import Batch
 from kvconform.case import Variant
-from kvconform.compat import DraftTokenIds
+from kvconform.compat import KV_LAYOUT, DraftTokenIds
 from kvconform.digest import pickle_round_trip
 from kvconform.engines.control import EngineControl
 from kvconform.engines.fault import check_starts
@@ -54,7 +54,7 @@ class Engine(EngineControl):
         self.probe = Probe(trace)
         Probe.active = self.probe
         settings = variant.case.config
-        cache = PagedCache(registry.book, settings.num_blocks, variant.block_size)
+        cache = PagedCache(registry.book, settings.num_blocks, variant.block_size, layout=KV_LAYOUT)
         try:
             self.config, self.cache_config = build_configs(variant, target, tmp, registry.book, cache.names, with_connector=with_connector)
         except Exception as error:
@@ -72,8 +72,6 @@ class Engine(EngineControl):
                     trace.emit("api", item=item, ok=ok, detail=detail)
                 for item, ok, detail in inspect_engine(self.config, self.cache_config) if variant.engine == "vllm" else ():
                     trace.emit("engine.api", item=item, ok=ok, detail=detail)
-                if hasattr(self.worker_half, "get_mem_pool_context"):  # asked before the KV tensors are allocated
-                    self.worker_half.get_mem_pool_context()
                 if hasattr(self.worker_half, "get_mem_pool_context"):  # asked before the KV tensors are allocated
                     self.worker_half.get_mem_pool_context()
         self.scheduler: Any = None
