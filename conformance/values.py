@@ -96,7 +96,7 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "get_loaded_kv_cache_group_ids": lambda v: isinstance(v, tuple) and all(isinstance(i, int) for i in v),
     "take_events": lambda v: v is None or hasattr(v, "__iter__"),
     "build_connector_worker_meta": _with("aggregate"),
-    "get_kv_connector_stats": _with("is_empty", "aggregate", "reduce", "reset", "to_dict"),
+    "get_kv_connector_stats": _with("is_empty", "aggregate", "reduce", "reset"),
     "get_kv_connector_kv_cache_events": _with("add_events", "aggregate", "increment_workers", "get_all_events", "get_number_of_workers"),
     "get_handshake_metadata": _handshake,
     "get_mem_pool_context": _with("__enter__", "__exit__"),
