@@ -127,7 +127,7 @@ class Silent(Peer):
     """Finishes requests that were to be handed over as if nobody had asked."""
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        held, params = super().request_finished(request, block_ids)
+        super().request_finished(request, block_ids)
         self._offers.clear()
         return False, None
 

@@ -4,7 +4,7 @@
 What a consumer is told travels in kv_transfer_params, with the names that vLLM's own connectors of this kind use. The network is a
 dictionary: each engine's worker has a `Board` under its engine id, on which it offers blocks and takes notes from others. Options:
 `lease`: polls until an offer that nobody fetched is withdrawn (0: never); `delay`: polls that a pull takes; `patience`: polls until a pull
-of something that is not (yet) on offer fails.
+of something that is not (yet) on offer fails; `whole_blocks`: leave the rest of the prompt's last block to the consumer.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ class Peer(KVConnectorBase_V1):
         extra = self._kv_transfer_config.kv_connector_extra_config
         self.engine_id = str(self._kv_transfer_config.engine_id)
         self.lease, self.delay, self.patience = extra.get("lease", 0), extra.get("delay", 1), extra.get("patience", 3)
+        self.whole_blocks = extra.get("whole_blocks", False)
         self.produces, self.consumes = self._kv_transfer_config.is_kv_producer, self._kv_transfer_config.is_kv_consumer
         self._size = vllm_config.cache_config.block_size
         self._offers: dict[str, tuple[str, list[int]]] = {}
@@ -89,9 +90,14 @@ class Peer(KVConnectorBase_V1):
         known = wanted and isinstance(params.get("remote_engine_id"), str) and isinstance(params.get("remote_request_id"), str)
         return params if known else None
 
+    def _available(self, request: Any, remote: dict[str, Any]) -> int:
+        """Tokens that can be pulled, from the first one on."""
+        tokens = min(int(remote.get("remote_num_tokens") or 0), request.num_prompt_tokens)
+        return tokens // self._size * self._size if self.whole_blocks else tokens
+
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         remote = self._remote(request)
-        tokens = min(int(remote.get("remote_num_tokens") or 0), request.num_prompt_tokens) - num_computed_tokens if remote else 0
+        tokens = self._available(request, remote) - num_computed_tokens if remote else 0
         return (tokens, True) if tokens > 0 else (0, False)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -102,7 +108,7 @@ class Peer(KVConnectorBase_V1):
         self._taken.add(request.request_id)
         first, end = request.num_computed_tokens // self._size, 0
         if num_external_tokens:
-            first = (min(int(remote["remote_num_tokens"]), request.num_prompt_tokens) - num_external_tokens) // self._size
+            first = (self._available(request, remote) - num_external_tokens) // self._size
             end = -(-(first * self._size + num_external_tokens) // self._size)
         self._pull(request.request_id, remote, first, tuple(blocks.get_block_ids()[0][first:end]) if end else ())
 
