@@ -9,11 +9,13 @@ from kvconform import compat
 from kvconform.compat import RequestStatus
 from kvconform.engines.ledger import Ledger
 from kvconform.probe import Probe
+from kvconform.trace import Trace
 
 
 class EngineControl:
     """Requests come, go and are preempted, caches are reset. Every method changes the engine and the trace."""
 
+    trace: Trace
     probe: Probe
     scheduler: Any
     ledger: Ledger
