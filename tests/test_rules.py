@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvconform import rules
+from kvconform import lint_rules, rules
 from kvconform.load import Spec, load_spec
 
 RULES = [
@@ -54,6 +54,13 @@ def test_a_waiver_stands_for_a_cover_and_not_beside_one(tmp_path: Path) -> None:
 
 def test_an_unknown_rule_is_found(tmp_path: Path) -> None:
     assert found(spec(tmp_path, {"rules": ["R001", "R003"]})) == ["R003"]
+
+
+def test_a_finding_says_where(tmp_path: Path) -> None:
+    (finding,) = lint_rules.check(spec(tmp_path, None, None, WAIVER))
+    assert (finding.code, finding.where) == ("L029", "spec/waivers.yaml:1")
+    (finding,) = lint_rules.check(spec(tmp_path, {"rules": []}))
+    assert finding.where == "spec/rules.yaml:1" and "R001 (an obligation)" in finding.message
 
 
 def test_every_rule_has_a_title_of_its_own() -> None:
