@@ -39,6 +39,8 @@ class Config(Model):
     load_failure_policy: Literal["recompute", "fail"] = "recompute"
     role: Role = "kv_both"
     max_model_len: PositiveInt = 256
+    tensor_parallel: Literal[1, 2] = Field(default=1, description="ranks that the heads are split over")
+    pipeline_parallel: Literal[1, 2] = Field(default=1, description="ranks that the layers are split over")
     delivery: str | None = None
     long_prefill_threshold: Annotated[int, Field(ge=0)] = Field(default=0, description="long_prefill_token_threshold, 0 = off")
     engines: dict[Name, Role] = Field(default={}, description="two engines in one run: name -> kv_role; the first one is driven first")

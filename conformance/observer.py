@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvconform.compat import KVConnectorMetadata, RequestStatus
@@ -132,6 +133,8 @@ class Observer:
             )
             grant.started_step = self.trace.step
             self.oracle.grants.append(grant)
+            for oracle in self.others:  # each rank is owed its own shard
+                oracle.grants.append(replace(grant, late=set(), layers=len(oracle.cache.tensors)))
         if last:
             last["allocated"] = True
         if self.reset_seen and not second:
@@ -272,6 +275,8 @@ class Observer:
         self.handed = self.latest, digest(self.latest)
         self.trace.emit("meta.cleared", digest=None, same_as_built=True)
 
+    others: Sequence[Oracle] = ()
+    """Oracles of the other ranks."""
     current_digest: str | None = None
     arrived: str | None = None
     arrived_in = -1  # step

@@ -6,6 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 Event = dict[str, Any]
+RANKED = frozenset({"kv.changed", "kv.wrong", "load.due"})
+"""Kinds that say which rank they are of, if there are several (`Trace.rank`)."""
 
 
 class Trace:
@@ -14,9 +16,12 @@ class Trace:
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.step = 0
+        self.rank: int | None = None
 
     def emit(self, kind: str, /, **fields: Any) -> Event:
         """Append an event of `kind`; returns the dict, whose fields may still be filled in until the run ends."""
+        if self.rank is not None and (kind in RANKED or "rank" in fields):
+            fields["rank"] = self.rank
         event: Event = {"k": kind, "seq": len(self.events), "step": self.step, **fields}
         self.events.append(event)
         return event

@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from vllm.config import set_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 
+from kvconform import compat
 from kvconform.api import bound, inspect_class, inspect_instance
 from kvconform.batch import Batch
 from kvconform.case import Variant
@@ -21,6 +24,7 @@ from kvconform.engines.fault import check_starts
 from kvconform.engines.halves import introduce, noted, refused, start_worker_half
 from kvconform.engines.info import Info
 from kvconform.engines.ledger import Ledger
+from kvconform.engines.ranks import Follower, Rank, config_of, in_place, places, shard, widen
 from kvconform.engines.refusals import inspect_engine
 from kvconform.engines.setup import build_configs, build_scheduler
 from kvconform.hashes import HashBook
@@ -54,19 +58,29 @@ class Engine(EngineControl):
         self.probe = Probe(trace)
         Probe.active = self.probe
         settings = variant.case.config
-        cache = PagedCache(registry.book, settings.num_blocks, variant.block_size, layout=KV_LAYOUT)
+        where = places(settings, with_connector=with_connector)
+        shards = [shard(registry, place, settings.num_blocks, variant.block_size, KV_LAYOUT) for place in where]
+        cache = shards[-1][0]
         try:
-            self.config, self.cache_config = build_configs(variant, target, tmp, registry.book, cache.names, with_connector=with_connector)
+            self.config, self.cache_config = build_configs(variant, target, tmp, cache.book, cache.names, with_connector=with_connector)
         except Exception as error:
             if with_connector:
                 refused(trace, target.resolve(), error)
             raise
         book = HashBook(variant.block_size, lambda r: info(r).identity)
         self.watches = Watch(trace, self.probe, book, self._generation), Telemetry(trace, self.probe, book, self.config)
+        widen(self.config, where[-1])
+        self.ranks = [
+            Rank(place, *part, config_of(self.config, place), self._cache_config(part[0]))
+            for place, part in zip(where, shards, strict=True)
+        ]
         self.worker_half: Any = None
         if with_connector:
             with noted(trace, "start"):
-                self.worker_half = start_worker_half(self.config, self.cache_config, cache, target, relation=relation)
+                for rank in self.ranks:
+                    with self._as(rank):
+                        rank.half = start_worker_half(rank.config, rank.cache_config, rank.cache, target, relation=relation)
+            self.worker_half = self.ranks[-1].half
             if variant.case.id == "lifecycle.api":
                 for item, ok, detail in inspect_class(target.resolve(), target.options(tmp), self.config):
                     trace.emit("api", item=item, ok=ok, detail=detail)
@@ -75,19 +89,25 @@ class Engine(EngineControl):
                 if hasattr(self.worker_half, "get_mem_pool_context"):  # asked before the KV tensors are allocated
                     self.worker_half.get_mem_pool_context()
         self.scheduler: Any = None
-        self.oracle = Oracle(cache, registry, trace, self.tables)
         self.batch = Batch(variant.block_size, self._incarnation)
-        self.worker = Worker(cache, registry, trace, self.oracle, self.batch, memory.computed)
-        self.lifecycle = make_lifecycle(
-            variant.engine, self.worker, self.worker_half, self.config, runner=variant.runner, speculative=settings.spec_tokens > 0
-        )
-        with set_current_vllm_config(self.config):
-            self.lifecycle.register()
+        for rank in self.ranks:
+            oracle = Oracle(rank.cache, rank.registry, trace, self.tables)
+            kind = Worker if rank is self.ranks[-1] else Follower
+            rank.worker = kind(rank.cache, rank.registry, trace, oracle, self.batch, memory.computed)
+            rank.lifecycle = make_lifecycle(
+                variant.engine, rank.worker, rank.half, rank.config, runner=variant.runner, speculative=settings.spec_tokens > 0
+            )
+            with set_current_vllm_config(rank.config), self._as(rank):
+                rank.lifecycle.register()
+        self.worker = self.ranks[-1].worker
+        self.oracle = self.worker.oracle
+        for rank in self.ranks[:-1]:
+            rank.worker.leader = self.worker
         with noted(trace, "start") if with_connector else nullcontext():
             self.scheduler, self.applied = build_scheduler(variant, self.config, self.cache_config, with_connector=with_connector)
         self.connector = self.scheduler.connector
         if self.connector is not None:
-            introduce(self.connector, self.worker_half)
+            introduce(self.connector, self.ranks)
             if variant.case.id == "lifecycle.api":
                 called = {e["hook"] for e in trace.events if e["k"] == "hook.called" and e["half"] == "scheduler"}
                 for item, ok, detail in (*inspect_instance(self.connector), bound(self.connector, called)):
@@ -104,11 +124,42 @@ class Engine(EngineControl):
             self._valid_end,
             self._held_contents,
         )
+        self.observer.others = [rank.worker.oracle for rank in self.ranks[:-1]]
+        self.aggregator: Any = None
+        if len(self.ranks) > 1 and self.connector is not None:
+            self.aggregator = KVOutputAggregator.from_connector(self.connector, len(self.ranks))
         self.ledger = Ledger(trace, self.scheduler, self.pool, self.observer, self.batch, is_async=variant.scheduling == "async")
         self.ledger.in_flight = lambda: [id(step[0]) for step in self.queue]
         self._listen()
         self.blocks_at_start = self.pool.get_num_free_blocks()
         self.progress = 0
+
+    def _cache_config(self, cache: PagedCache) -> Any:
+        if cache.names == self.cache_config.kv_cache_groups[0].layer_names:
+            return self.cache_config
+        return compat.build_cache_config(cache.num_blocks, cache.block_size, cache.book.heads, cache.book.head_dim, cache.names)
+
+    @contextmanager
+    def _as(self, rank: Rank) -> Iterator[None]:
+        """What belongs to one rank's process is in place: vLLM's parallel groups, and whom the listeners look at."""
+        if rank.place.alone:
+            yield
+            return
+        self.trace.rank = rank.place.rank
+        before = getattr(self, "worker", None)
+        if before is not None and rank.worker is not None:
+            self.worker, self.oracle = rank.worker, rank.worker.oracle
+            if hasattr(self, "observer"):
+                self.observer.oracle = self.oracle
+        try:
+            with in_place(rank.place):
+                yield
+        finally:
+            self.trace.rank = None
+            if before is not None:
+                self.worker, self.oracle = before, before.oracle
+                if hasattr(self, "observer"):
+                    self.observer.oracle = before.oracle
 
     def _generation(self, req_id: str) -> int:
         """Incarnation of a request id; 0 for one that nobody added: a connector may report anything."""
@@ -204,15 +255,31 @@ class Engine(EngineControl):
         self.oracle.failed_blocks, self.oracle.failed_reqs, self.reported_now = set(), set(), set()
         self.observer.activity += 1 if total else 0
         self.worker.scheduled = set(output.num_scheduled_tokens)
-        result = in_order(self.lifecycle.step(output))
-        self.oracle.check_writes("wait_for_save")
-        self._due()
-        self.oracle.settle_reads()
-        self.ledger.after_execute(self.worker.rows, self._failed())
+        result, failed = self._step_of_ranks(output, fresh)
+        self.ledger.after_execute(self.worker.rows, failed)
         self.trace.emit("worker.step_end", forward=total > 0, tokens=total, attn_metadata_none=total == 0, failed_forward=False)
         if total or self.reported_now:
             self.progress += 1
         return result
+
+    def _step_of_ranks(self, output: Any, fresh: list[tuple[int, str]]) -> tuple[Any, set[str]]:
+        """Run the step on every rank; returns the output of the one that samples, and the requests whose loads failed on any rank."""
+        results, failed, meta = [], set[str](), output.kv_connector_metadata
+        for rank in self.ranks:
+            with self._as(rank):
+                if rank.worker is not self.ranks[-1].worker:
+                    rank.worker.begin(output, list(self.ranks[-1].worker.fresh))
+                if self.aggregator is not None:  # every worker process unpickles its own
+                    output.kv_connector_metadata = pickle_round_trip(meta)[0] or meta
+                self.oracle.failed_blocks, self.oracle.failed_reqs, self.reported_now = set(), set(), set()
+                results.append(copy.copy(rank.lifecycle.step(output)))
+                self.oracle.check_writes("wait_for_save")
+                self._due()
+                self.oracle.settle_reads()
+                failed |= self._failed()
+        output.kv_connector_metadata = meta
+        result = results[0] if self.aggregator is None else self.aggregator.aggregate(results, len(results) - 1)
+        return in_order(result), failed
 
     def _due(self) -> None:
         for grant in self.oracle.open_grants():
@@ -286,5 +353,7 @@ class Engine(EngineControl):
         Probe.active = self.probe
         op = "shutdown_again" if again else "shutdown"
         with noted(self.trace, op):
-            self.worker_half.shutdown()
+            for rank in self.ranks:
+                with self._as(rank):
+                    rank.half.shutdown()
             self.connector.shutdown()

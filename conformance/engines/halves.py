@@ -12,6 +12,7 @@ from vllm.config import set_current_vllm_config
 from kvconform import compat, watchdog
 from kvconform.api import inspect_class
 from kvconform.compat import KVConnectorFactory, KVConnectorRole
+from kvconform.engines.ranks import Rank, in_place
 from kvconform.kvcache import PagedCache
 from kvconform.probe import wrap_instance_hooks
 from kvconform.remote import RemoteHalf
@@ -57,9 +58,12 @@ def start_worker_half(config: Any, cache_config: Any, cache: PagedCache, target:
     return half
 
 
-def introduce(scheduler_half: Any, worker_half: Any) -> None:
+def introduce(scheduler_half: Any, ranks: list[Rank]) -> None:
     """What the engine core does between the halves before the first request: handshake metadata, number of completion reports."""
     wrap_instance_hooks(scheduler_half)
-    handshake = worker_half.get_handshake_metadata()
-    scheduler_half.set_xfer_handshake_metadata_pp_aware({} if handshake is None else {(0, 0): handshake})
+    found = {}
+    for rank in sorted(ranks, key=lambda rank: rank.place.rank):
+        with in_place(rank.place):
+            found[rank.place.pp, rank.place.tp] = rank.half.get_handshake_metadata()
+    scheduler_half.set_xfer_handshake_metadata_pp_aware({at: said for at, said in found.items() if said is not None})
     scheduler_half.get_finished_count()
