@@ -23,7 +23,7 @@ Engine = Literal["reference", "vllm", "live"]
 Scheduling = Literal["sync", "async"]
 Runner = Literal["v1", "v2"]
 Role = Literal["kv_both", "kv_producer", "kv_consumer"]
-Sibling = Literal["self", "idle", "winner", "late-winner", "holder"]
+Sibling = Literal["self", "idle", "winner", "holder"]
 Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 
 

@@ -109,7 +109,7 @@ _kind(
 _kind(
     "pair.lookup",
     "sched",
-    "on:s role:s req:s generation:i of:s? stale:s local:i tokens:i? by_savers:i consumed:b delivered:b?",
+    "on:s role:s req:s generation:i of:s? stale:s? local:i tokens:i? by_savers:i consumed:b delivered:b?",
     "A lookup, seen across engines; by_savers = prefix computed by engines that may save; consumed = it has loaded before.",
 )
 _kind(

@@ -128,7 +128,8 @@ class Handovers:
             local=max((e["local"] for e in mine if e["k"] == "alloc" and not e["second_call"]), default=0),
             promised=max((e["tokens"] for e in lookups), default=0), loaded=sum(e["granted"] for e in good),
             wrong=any(e["transfer"] not in failed for e in wrong), failed=any(e["transfer"] in failed for e in dues),
-            held=any(e["k"] == "hold" for e in sends), released=len(released), gone=bool(released and dues) and released[0] < dues[0]["seq"],
+            held=any(e["k"] == "hold" for e in sends), released=len(released),
+            gone=bool(released and dues) and released[0] < dues[0]["seq"],
         )  # fmt: skip
 
 

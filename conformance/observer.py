@@ -259,6 +259,11 @@ class Observer:
             output_mutated=mutated, none=meta is None, block_state_kept=kept, of_step=self.trace.step,
         )  # fmt: skip
 
+    def take_digest(self, meta: Any) -> str | None:
+        """The digest of a step's metadata when it was built; of the connector's own part where it is the child of a MultiConnector."""
+        parts = meta.metadata if type(meta).__name__ == "MultiKVConnectorMetadata" else (meta,)
+        return next((self.built.pop(id(part)) for part in parts if id(part) in self.built), None)
+
     def _arrived(self, call: Call) -> None:
         # First sight of the worker: a connector may consume its own copy from then on. Until 0.22 the hooks came in another order.
         metadata = call.args[0] if call.args else next(iter(call.kwargs.values()), None)

@@ -92,6 +92,13 @@ class Oracle:
             if len(slots):
                 self._classify(after_hook, layer, slots)
 
+    def written_by_sibling(self) -> None:
+        """Whatever was written since the last call, another connector wrote."""
+        for layer in range(len(self.cache.tensors)):
+            slots = self.cache.foreign(layer)
+            if len(slots):
+                self.filled(slots, EXTERNAL, "a sibling")
+
     def _classify(self, after_hook: str, layer: int, slots: np.ndarray) -> None:
         size = self.cache.block_size
         grants = self.open_grants()

@@ -72,7 +72,7 @@ class Probe:
     def record(self, connector: Any, hook: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one hook under the probe; returns what it returned, raises what it raised."""
         half, rank = getattr(getattr(connector, "_role", None), "name", "").lower(), 0
-        if not half or threading.get_ident() != self._main:
+        if not half or threading.get_ident() != self._main or hasattr(connector, "kvconform_sibling"):
             return call(connector, *args, **kwargs)
         item = Call(connector, hook, half, self._depth, args, kwargs)
         outermost = self._depth == 0

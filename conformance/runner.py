@@ -20,6 +20,7 @@ from kvconform.engines.fault import EngineFault
 from kvconform.engines.setup import HEAD_DIM, HEADS, LAYERS
 from kvconform.errors import KvconformError
 from kvconform.kernels.codes import CodeBook
+from kvconform.multi import inside
 from kvconform.pair import PairDriver, PairTrace
 from kvconform.probe import Patch, Probe
 from kvconform.promise import Plain, Promises
@@ -58,6 +59,8 @@ def run_variant(
     _freeze()
     if relation == "hash-seed":
         return run_elsewhere(variant, target, seed=seed, tmp=tmp, caps=caps)
+    if relation == "inside-multi" or (variant.case.config.multi and relation not in ("no-connector", "alone")):
+        target = inside(target, variant.case.config.multi or ["self"])
     with_connector = relation != "no-connector" and target.connector is not None
     caps = caps if caps is not None else complete(dict(target.capabilities))
     settings = variant.case.config
@@ -65,7 +68,8 @@ def run_variant(
     trace.emit(
         "run.start", seed=seed, engine=variant.engine, case=variant.case.id, scheduling=variant.scheduling, runner=variant.runner,
         depth=variant.depth, vllm=compat.VLLM_VERSION, block_size=variant.block_size, num_blocks=settings.num_blocks,
-        policies=list(variant.case.policies), connector=target.connector if with_connector else None, spec_tokens=settings.spec_tokens,
+        policies=[*variant.case.policies, *(["sibling-loads"] * ("winner" in settings.multi))],
+        connector=target.connector if with_connector else None, spec_tokens=settings.spec_tokens,
         role=target.role or settings.role, failure_policy=settings.load_failure_policy,
     )  # fmt: skip
     run = Run(variant, relation, trace.events, caps, _channels(target) if with_connector else frozenset({"sched", "kv"}))

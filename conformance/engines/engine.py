@@ -193,6 +193,8 @@ class Engine(EngineControl):
             self.probe.on(hook, after=self._layer_hook)
         for hook in ("start_load_kv", "wait_for_save", "get_transfer_results", "save_kv_layer", "bind_connector_metadata"):
             self.probe.on(hook, after=lambda call: self.oracle.check_writes(call.hook))
+        if self.variant.case.config.multi:  # siblings that are listed first have written by then
+            self.probe.on("start_load_kv", before=lambda call: self.oracle.written_by_sibling())
         self.probe.on("get_transfer_results", after=self._async_due)
         inspector = getattr(self.connector, "kvconform_inspector", None)
         self.inspector: Any = inspector() if callable(inspector) else None
@@ -242,7 +244,7 @@ class Engine(EngineControl):
         check_starts(output)
         meta = output.kv_connector_metadata
         if self.connector is not None:
-            self.observer.current_digest = self.observer.built.pop(id(meta), None)
+            self.observer.current_digest = self.observer.take_digest(meta)
             if self.inspector is not None:
                 self._plan(meta)
             if self.pickle_metadata:

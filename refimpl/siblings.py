@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Connectors that stand beside the one under test in a MultiConnector. The suite does not record what is asked of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+from kvconform.refimpl.delay import Countdown
+from kvconform.refimpl.variants.decoy import Decoy
+from kvconform.refimpl.variants.plain import Plain
+
+
+class Idle(Decoy):
+    """Finds nothing, stores nothing."""
+
+    kvconform_sibling = True
+
+
+class Winner(Plain):
+    """Keeps everything and, listed first, loads it."""
+
+    kvconform_sibling = True
+    _stores: dict[str, Any] = {}
+
+
+@dataclass
+class HolderMetadata(KVConnectorMetadata):
+    """Requests whose blocks are held from this step on."""
+
+    held: list[str] = field(default_factory=list)
+
+
+class Holder(Decoy):
+    """Keeps the blocks of every finished request for some steps, and reports them then: reports that are no sibling's business."""
+
+    kvconform_sibling = True
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._held: list[str] = []
+        self._sending: Countdown[str] = Countdown()
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        if block_ids:
+            self._held.append(request.request_id)
+        return bool(block_ids), None
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        held, self._held = self._held, []
+        return HolderMetadata(held)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, HolderMetadata)
+        for req in metadata.held:
+            self._sending.add(req, 2)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return set(self._sending.poll()) or None, None

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Connectors as children of MultiConnector: what is recorded, and that correct ones fail nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvconform.case import Case
+from kvconform.load import load_spec
+from kvconform.multi import inside
+from kvconform.run import run_and_judge
+from kvconform.runner import run_variant
+from kvconform.target import Target
+
+REFERENCE = "kvconform.refimpl.connector:ReferenceConnector"
+SPEC = load_spec()
+CASES = [case for case in SPEC.cases.values() if case.area == "multi"]
+TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "sync": (REFERENCE, {"store": "{tmp}/store"}),
+    "async": (REFERENCE, {"store": "{tmp}/store", "load": "async", "async_saves": True}),
+    "plain": ("kvconform.refimpl.variants.plain:Plain", {}),
+    "decoy": ("kvconform.refimpl.variants.decoy:Decoy", {}),
+}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_a_correct_child_fails_nothing(case: Case, name: str, tmp_path: Path) -> None:
+    for number, variant in enumerate(case.variants(["reference", "vllm"])):
+        report = run_and_judge(variant, Target(*TARGETS[name]), SPEC, seed=number, tmp=tmp_path / str(number))
+        assert report.harness_error is None
+        assert [row for row in report.rows if row["verdict"] == "FAIL"] == []
+
+
+def test_the_child_is_recorded_and_nobody_else(tmp_path: Path) -> None:
+    variant = SPEC.cases["multi.after-winner"].variants(["reference"])[0]
+    trace = run_variant(variant, Target(*TARGETS["sync"]), seed=0, tmp=tmp_path).trace
+    assert {event["cls"] for event in trace if event["k"] == "hook.called"} == {"ReferenceConnector"}
+    answers = [event for event in trace if event["k"] == "lookup" and event["tokens"]]
+    grants = [event for event in trace if event["k"] == "alloc"]
+    assert answers, "the child is asked although its sibling has it all"
+    assert all(grant["external"] == 0 for grant in grants) and any(grant["blocks"] for grant in grants)
+
+
+def test_a_child_gets_its_own_options(tmp_path: Path) -> None:
+    target = inside(Target(*TARGETS["sync"], role="kv_producer"), ["idle", "self"])
+    children = target.options(tmp_path)["connectors"]
+    assert target.name == "MultiConnector" and target.resolve().__name__ == "ReferenceConnector"
+    assert [child["kv_connector"] for child in children] == ["Idle", "ReferenceConnector"]
+    assert children[1]["kv_connector_extra_config"] == {"store": f"{tmp_path}/store"} and children[1]["kv_role"] == "kv_producer"
+
+
+def test_any_case_can_be_run_inside(tmp_path: Path) -> None:
+    variant = SPEC.cases["lifecycle.last-token"].variants(["vllm"])[0]
+    runs = [
+        run_variant(variant, Target(*TARGETS["sync"]), seed=0, tmp=tmp_path / name, relation=name) for name in ("connector", "inside-multi")
+    ]
+    alone, within = ([(e["req"], e["tokens"]) for e in run.trace if e["k"] == "lookup"] for run in runs)
+    assert alone == within and alone
