@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.v1.request import RequestStatus
 
 from kvconform.refimpl.delay import Countdown
 from kvconform.refimpl.variants.decoy import Decoy
@@ -44,9 +45,10 @@ class Holder(Decoy):
         self._sending: Countdown[str] = Countdown()
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        if block_ids:
-            self._held.append(request.request_id)
-        return bool(block_ids), None
+        ended = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+        holds = ended and bool(block_ids)  # the blocks of an aborted load are freed by the report of the load, and by it alone
+        self._held += [request.request_id] * holds
+        return holds, None
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         held, self._held = self._held, []
