@@ -13,7 +13,7 @@ from kvconform.case import Config
 from kvconform.driver import STALL_STEPS, Driver, Stalled
 from kvconform.engines.engine import Engine
 from kvconform.handover import Handovers
-from kvconform.memory import Memory, PartMemory
+from kvconform.memory import PartMemory
 from kvconform.trace import Event, Trace
 
 RUN_LIMIT = 1_000
@@ -70,8 +70,7 @@ class PairDriver(Driver):
             self.engines[name] = self._start_engine(name)
         first = self.engines[next(iter(roles))]
         for engine in self.engines.values():  # whoever listens to the KV events of a store hears all that use it
-            for mine, theirs in zip(engine.watches, first.watches, strict=True):
-                mine.book = theirs.book
+            engine.watches[0].book = engine.watches[1].book = first.watches[0].book
             engine.watches[1].stored = first.watches[1].stored
         self._do_on(next(iter(roles)))
         return self.engine
@@ -88,7 +87,7 @@ class PairDriver(Driver):
         self.handovers.listen(engine)
         return engine
 
-    def savers(self) -> list[Memory]:
+    def savers(self) -> list[PartMemory]:
         """What the engines computed that may save."""
         return [memory for name, memory in self.memories.items() if self.roles[name] != "kv_consumer"]
 

@@ -193,7 +193,7 @@ class Peer(KVConnectorBase_V1):
                 offer.left -= 1
                 if offer.left < 0:
                     ended.append(key)
-        return {offer.req for key in dict.fromkeys(ended) if (offer := self.board.offers.pop(key, None)) is not None}
+        return {self.board.offers.pop(key).req for key in dict.fromkeys(ended) if key in self.board.offers}
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         invalid, self._invalid = self._invalid, set()
