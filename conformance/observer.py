@@ -16,6 +16,7 @@ from kvconform.probe import Call, Probe
 from kvconform.provenance import ROOT, extend
 from kvconform.trace import Event, Trace
 
+MULTI = "MultiKVConnectorMetadata"
 _WAITING = {RequestStatus.WAITING: "waiting", RequestStatus.PREEMPTED: "preempted"}
 
 
@@ -261,14 +262,15 @@ class Observer:
 
     def take_digest(self, meta: Any) -> str | None:
         """The digest of a step's metadata when it was built; of the connector's own part where it is the child of a MultiConnector."""
-        parts = meta.metadata if type(meta).__name__ == "MultiKVConnectorMetadata" else (meta,)
+        parts = meta.metadata if type(meta).__name__ == MULTI else (meta,)
         return next((self.built.pop(id(part)) for part in parts if id(part) in self.built), None)
 
     def _arrived(self, call: Call) -> None:
         # First sight of the worker: a connector may consume its own copy from then on. Until 0.22 the hooks came in another order.
         metadata = call.args[0] if call.args else next(iter(call.kwargs.values()), None)
         if not isinstance(metadata, set) and self.arrived_in != self.trace.step:
-            self.arrived, self.arrived_in = digest(metadata), self.trace.step
+            whole = type(metadata).__name__ == MULTI  # shown to a stand-in for the worker half, which is not the child of anything
+            self.arrived, self.arrived_in = None if whole else digest(metadata), self.trace.step
 
     def _bound(self, call: Call) -> None:
         built, mark = self.current_digest, self.arrived
