@@ -48,11 +48,11 @@ def entries(spec: Spec) -> list[Entry]:
     try:
         found = [Entry.model_validate(raw) for raw in parse(text, "spec/history.yaml")]
     except ValidationError as error:
-        raise SpecError(f"spec/history.yaml: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}") from None
+        raise SpecError([f"spec/history.yaml: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}"]) from None
     for entry in found:
         unknown = [name for name in entry.cases if name not in spec.cases] + [name for name in entry.fails if name not in spec.requirements]
         if unknown:
-            raise SpecError(f"spec/history.yaml: {entry.id} names {', '.join(unknown)}, which does not exist")
+            raise SpecError([f"spec/history.yaml: {entry.id} names {', '.join(unknown)}, which does not exist"])
     return found
 
 

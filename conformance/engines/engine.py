@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import copy
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +17,17 @@ from kvconform.api import bound, inspect_class, inspect_instance
 from kvconform.batch import Batch
 from kvconform.case import Variant
 from kvconform.compat import KV_LAYOUT, DraftTokenIds
-from kvconform.digest import pickle_round_trip
 from kvconform.engines.control import EngineControl
-from kvconform.engines.fault import check_starts
+from kvconform.engines.execution import EngineExecution
 from kvconform.engines.halves import introduce, noted, refused, start_worker_half
 from kvconform.engines.info import Info
 from kvconform.engines.ledger import Ledger
-from kvconform.engines.ranks import Follower, Rank, config_of, in_place, places, shard, widen
+from kvconform.engines.ranks import Follower, Rank, config_of, places, shard, widen
 from kvconform.engines.refusals import inspect_engine
 from kvconform.engines.setup import build_configs, build_scheduler
 from kvconform.hashes import HashBook
 from kvconform.kvcache import PagedCache
-from kvconform.lifecycle import in_order, make_lifecycle
+from kvconform.lifecycle import make_lifecycle
 from kvconform.memory import Memory
 from kvconform.model import Script
 from kvconform.observer import Observer
@@ -43,7 +41,7 @@ from kvconform.watch import Watch
 from kvconform.worker import Worker
 
 
-class Engine(EngineControl):
+class Engine(EngineControl, EngineExecution):
     """`info(req_id)` gives the harness's knowledge of a live request. All methods change the engine and the trace."""
 
     def __init__(
@@ -139,28 +137,6 @@ class Engine(EngineControl):
             return self.cache_config
         return compat.build_cache_config(cache.num_blocks, cache.block_size, cache.book.heads, cache.book.head_dim, cache.names)
 
-    @contextmanager
-    def _as(self, rank: Rank) -> Iterator[None]:
-        """What belongs to one rank's process is in place: vLLM's parallel groups, and whom the listeners look at."""
-        if rank.place.alone:
-            yield
-            return
-        self.trace.rank = rank.place.rank
-        before = getattr(self, "worker", None)
-        if before is not None and rank.worker is not None:
-            self.worker, self.oracle = rank.worker, rank.worker.oracle
-            if hasattr(self, "observer"):
-                self.observer.oracle = self.oracle
-        try:
-            with in_place(rank.place):
-                yield
-        finally:
-            self.trace.rank = None
-            if before is not None:
-                self.worker, self.oracle = before, before.oracle
-                if hasattr(self, "observer"):
-                    self.observer.oracle = before.oracle
-
     def _generation(self, req_id: str) -> int:
         """Incarnation of a request id; 0 for one that nobody added: a connector may report anything."""
         try:
@@ -215,8 +191,6 @@ class Engine(EngineControl):
             return
         self.reported_now = set(call.result.finished_recving or ())
 
-    reported_now: set[str] = set()
-
     def tables(self) -> dict[str, list[int]]:
         """Block tables of all requests that hold blocks, by request id."""
         if self.scheduler is None:
@@ -239,77 +213,6 @@ class Engine(EngineControl):
         fresh = self.ledger.take_fresh(self.tables())
         result = self._execute(output, fresh)
         self.queue.append((output, result, self.trace.step, self.worker.corrupt))
-
-    def _execute(self, output: Any, fresh: list[tuple[int, str]]) -> Any:
-        check_starts(output)
-        meta = output.kv_connector_metadata
-        if self.connector is not None:
-            self.observer.current_digest = self.observer.take_digest(meta)
-            if self.inspector is not None:
-                self._plan(meta)
-            if self.pickle_metadata:
-                copy, reason = pickle_round_trip(meta)
-                if reason is None:
-                    output.kv_connector_metadata = copy
-        self.worker.begin(output, fresh)
-        total = output.total_num_scheduled_tokens
-        self.trace.emit("worker.step_begin", forward=total > 0, tokens=total, attn_metadata_none=total == 0, failed_forward=False)
-        self.oracle.failed_blocks, self.oracle.failed_reqs, self.reported_now = set(), set(), set()
-        self.observer.activity += 1 if total else 0
-        self.worker.scheduled = set(output.num_scheduled_tokens)
-        result, failed = self._step_of_ranks(output, fresh)
-        self.ledger.after_execute(self.worker.rows, failed)
-        self.trace.emit("worker.step_end", forward=total > 0, tokens=total, attn_metadata_none=total == 0, failed_forward=False)
-        if total or self.reported_now:
-            self.progress += 1
-        return result
-
-    def _step_of_ranks(self, output: Any, fresh: list[tuple[int, str]]) -> tuple[Any, set[str]]:
-        """Run the step on every rank; returns the output of the one that samples, and the requests whose loads failed on any rank."""
-        results, failed, meta = [], set[str](), output.kv_connector_metadata
-        for rank in self.ranks:
-            with self._as(rank):
-                if rank.worker is not self.ranks[-1].worker:
-                    rank.worker.begin(output, list(self.ranks[-1].worker.fresh))
-                if self.aggregator is not None:  # every worker process unpickles its own
-                    output.kv_connector_metadata = pickle_round_trip(meta)[0] or meta
-                self.oracle.failed_blocks, self.oracle.failed_reqs, self.reported_now = set(), set(), set()
-                results.append(copy.copy(rank.lifecycle.step(output)))
-                self.oracle.check_writes("wait_for_save")
-                self._due()
-                self.oracle.settle_reads()
-                failed |= self._failed()
-        output.kv_connector_metadata = meta
-        result = results[0] if self.aggregator is None else self.aggregator.aggregate(results, len(results) - 1)
-        return in_order(result), failed
-
-    def _due(self) -> None:
-        for grant in self.oracle.open_grants():
-            state = self.batch.requests.get(grant.req)
-            if grant.is_async:
-                if grant.req in self.reported_now or grant.req in self.oracle.failed_reqs:
-                    self.oracle.due(grant, self._chain(grant.req))
-            elif state is not None and grant.req in self.worker.scheduled:
-                self.oracle.due(grant, state.chain)
-
-    def _failed(self) -> set[str]:
-        blocks = self.oracle.failed_blocks
-        if not blocks:
-            return set()
-        return {row.state.chain.req for row in self.worker.rows if blocks & set(row.state.table)}
-
-    def _chain(self, req_id: str) -> Any:
-        from kvconform.provenance import Chain
-
-        request, info = self.scheduler.requests[req_id], self.info(req_id)
-        chain = Chain(req_id, info.generation, info.identity)
-        for token in request.all_token_ids:
-            chain.append(token)
-        return chain
-
-    def _plan(self, meta: Any) -> None:
-        for entry in self.inspector.plan(meta):
-            self.trace.emit("plan", **entry)
 
     def land(self) -> None:
         """Process the oldest queued output."""
