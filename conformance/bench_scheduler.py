@@ -11,6 +11,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
 
 from kvconform import compat
+from kvconform.compat_request import build_request
 from kvconform.refimpl.scheduler import ReferenceScheduler
 
 BLOCK_SIZE = 16
@@ -111,7 +112,7 @@ def _run(build: Callable[[], Any], requests: int, prompt: int, output: int, sche
 
 
 def _request(req_id: str, tokens: list[int], output: int) -> Any:
-    return compat.build_request(
+    return build_request(
         req_id,
         tokens,
         max_tokens=output,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that depends on the installed vLLM. No other module may branch on its version.
+"""What depends on the installed vLLM. Nobody but this module, compat_request and compat_worker branches on its version.
 
 Importing this module imports vLLM (6-10 s), so the controller process never does.
 """
@@ -30,13 +30,9 @@ from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole, SupportsHMA
 from vllm.engine.arg_utils import EngineArgs
-from vllm.forward_context import ForwardContext, set_forward_context
-from vllm.lora.request import LoRARequest
-from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
-from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.core.sched import output
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -45,22 +41,11 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
-from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from kvconform import older
 from kvconform.requirement import version_key
 
-try:
-    from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
-except ImportError:  # until 0.15
-    from vllm.attention.utils.kv_transfer_utils import maybe_transfer_kv_layer  # type: ignore[no-redef]
-try:
-    from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
-except ImportError:  # until 0.15 model runner V2 knew no connectors
-    ActiveKVConnector = None  # type: ignore[assignment,misc]
-
 __all__ = [
-    "ActiveKVConnector",
     "AsyncScheduler",
     "DraftTokenIds",
     "KVConnectorBase_V1",
@@ -73,39 +58,28 @@ __all__ = [
     "Request",
     "RequestStatus",
     "Scheduler",
+    "SchedulerOutput",
     "SupportsHMA",
+    "VllmConfig",
     "kv_transfer_state",
-    "maybe_transfer_kv_layer",
     "torch",
 ]
 
 VLLM_VERSION: str = vllm.__version__
 torch.set_num_threads(1)  # tensors are tiny; threads only cost
-STOP_TOKEN = 1
 ENCODER_BUDGET = 4096
 init_none_hash(sha256)
 
 
-LATER_REQUEST_FIELDS: dict[str, Any] = {  # what the reference scheduler keeps on a request, absent from Request until 0.15, 0.25 and 0.28
-    "is_prefill_chunk": False,
-    "resumable": False,
-    "last_sched_seq": 0,
-    "num_in_flight_tokens": 0,
-    "num_stale_output_tokens": 0,
-    "drop_stale_output": False,
-}
-
-
-PREEMPTIONS_BY_METADATA = "kv_connector_metadata" in inspect.signature(getattr(KVConnectorBase_V1, "handle_preemptions", len)).parameters
-"""Whether handle_preemptions gets the step's metadata, in every step. Until 0.19 it got ids, if there were any; until 0.13 it was not."""
 COUNTS_IN_FLIGHT = "num_in_flight_tokens" in Request.__init__.__code__.co_names
 """Whether vLLM's own scheduler counts what is in flight; until 0.24 it did not."""
-CAN_DEFER = "defer_finalize" in inspect.signature(KVConnectorModelRunnerMixin.maybe_get_kv_connector_output).parameters
 _RELEASE = version_key(vllm.__version__)
 KV_LAYOUT = "kv-first" if _RELEASE < (0, 23) else "kv-second" if _RELEASE < (0, 26) else "packed"
 """Layout of a layer's KV tensor (kvconform.kvcache.LAYOUTS), as FlashAttention registers it."""
 FINISHED_ERROR = getattr(RequestStatus, "FINISHED_ERROR", RequestStatus.FINISHED_ABORTED)
 """How a request ends that cannot be recovered; until 0.12 there was no such end."""
+PREEMPTIONS_BY_METADATA = "kv_connector_metadata" in inspect.signature(getattr(KVConnectorBase_V1, "handle_preemptions", len)).parameters
+"""Whether handle_preemptions gets the step's metadata, in every step. Until 0.19 it got ids, if there were any; until 0.13 it was not."""
 UNRECORDED = older.complete(KVConnectorBase_V1)
 """Hooks that the installed release lacks."""
 RESULTS_IN_SETS = KVConnectorBase_V1.get_transfer_results is older.HOOKS["get_transfer_results"]
@@ -243,65 +217,6 @@ def block_state(req_ids: set[str], get_block_ids: Any) -> Any:
     return cls(req_ids, get_block_ids, boundary_state_offloads={})
 
 
-@lru_cache(maxsize=64)
-def _hasher(block_size: int) -> Any:
-    return get_request_block_hasher(block_size, sha256)
-
-
-def build_request(
-    req_id: str,
-    tokens: list[int],
-    *,
-    max_tokens: int,
-    block_size: int,
-    stop: bool,
-    salt: str | None,
-    lora: str | None,
-    items: list[dict[str, Any]],
-    priority: int,
-    params: dict[str, Any] | None,
-    skip_reading_prefix_cache: bool,
-    arrival: float,
-) -> Request:
-    """vLLM's own Request, as the engine core would make it."""
-    sampling = SamplingParams(
-        max_tokens=max_tokens,
-        ignore_eos=True,
-        temperature=0,
-        stop_token_ids=[STOP_TOKEN] if stop else None,
-        extra_args={"kv_transfer_params": params} if params is not None else None,
-    )
-    sampling.update_from_generation_config({}, 2)
-    features = [
-        MultiModalFeatureSpec(
-            data=None,
-            modality="image",
-            identifier=str(item["id"]),
-            mm_position=PlaceholderRange(offset=int(item["at"]), length=int(item["length"])),
-        )
-        for item in items
-    ]
-    request = Request(
-        request_id=req_id,
-        prompt_token_ids=list(tokens),
-        sampling_params=sampling,
-        pooling_params=None,
-        arrival_time=arrival,
-        mm_features=features or None,
-        lora_request=LoRARequest(lora, 1 + sum(lora.encode()) % 1000, f"/adapters/{lora}") if lora else None,
-        cache_salt=salt,
-        priority=priority,
-        block_hasher=_hasher(block_size),
-        **({"eos_token_id": None} if "eos_token_id" in inspect.signature(Request.__init__).parameters else {}),  # until 0.17
-    )
-    if skip_reading_prefix_cache:
-        request.skip_reading_prefix_cache = True
-    for name, value in LATER_REQUEST_FIELDS.items():
-        if not hasattr(request, name):
-            setattr(request, name, value)
-    return request
-
-
 def transfer_config(connector: str, role: str, extra: dict[str, Any], module: str | None, policy: str, engine_id: str) -> KVTransferConfig:
     """KVTransferConfig for `connector` (class name or registered name; `module` for classes outside the registry)."""
     return KVTransferConfig(
@@ -359,45 +274,6 @@ def set_paused(scheduler: Any, paused: bool) -> None:
     scheduler.set_pause_state(int(paused) if own else PauseState.PAUSED_NEW if paused else PauseState.UNPAUSED)
 
 
-def forward_context(metadata: Any, config: VllmConfig, **arguments: Any) -> Any:
-    """set_forward_context with those arguments that it takes (`slot_mapping`: since 0.16)."""
-    known = inspect.signature(set_forward_context).parameters
-    return set_forward_context(metadata, config, **{name: value for name, value in arguments.items() if name in known})
-
-
-def layer_cache(tensor: torch.Tensor) -> Any:
-    """A layer's `kv_cache`: until 0.18 a list with one tensor per virtual engine."""
-    return [tensor] if "virtual_engine" in ForwardContext.__dataclass_fields__ else tensor
-
-
-def handle_preemptions(connector: Any, output: SchedulerOutput) -> None:
-    """Call the hook as model runner V1 of the installed release does."""
-    if PREEMPTIONS_BY_METADATA:
-        connector.handle_preemptions(output.kv_connector_metadata)
-    elif output.preempted_req_ids and "handle_preemptions" not in UNRECORDED:
-        connector.handle_preemptions(output.preempted_req_ids)
-
-
-def collecting(output: SchedulerOutput, *, defer: bool) -> Any:
-    """The context in which model runner V1 computes; `defer`: the save is finished by finish_deferred (since 0.18)."""
-    mixin = KVConnectorModelRunnerMixin.maybe_get_kv_connector_output
-    return mixin(output, defer_finalize=defer) if CAN_DEFER else mixin(output)
-
-
-def finish_deferred() -> None:
-    """What `collecting(defer=True)` left to do after the drafter."""
-    if CAN_DEFER:
-        KVConnectorModelRunnerMixin.finalize_kv_connector()
-
-
-def output_without_forward(collected: KVConnectorOutput) -> ModelRunnerOutput:
-    """The result of a step without a forward pass; what is empty is left out (R201)."""
-    if hasattr(ModelRunnerOutput, "with_kv_conn_output_only"):  # since 0.22
-        return ModelRunnerOutput.with_kv_conn_output_only(collected)
-    kept = None if collected.is_empty() else collected
-    return ModelRunnerOutput(req_ids=[], req_id_to_index={}, sampled_token_ids=[], kv_connector_output=kept)
-
-
 def reuse_freed_first(queue: Any) -> None:
     """Make a FreeKVCacheBlockQueue hand out first what was freed last. Changes the instance."""
     append = queue.append_n
@@ -409,26 +285,3 @@ def reuse_freed_first(queue: Any) -> None:
             append([*blocks, *queue.popleft_n(queue.num_free_blocks)])
 
     queue.append_n = prepend
-
-
-def finish_forward(active: Any) -> None:
-    """ActiveKVConnector.finish_forward, which releases until 0.30 do not have."""
-    if hasattr(active, "finish_forward"):
-        active.finish_forward()
-
-
-def post_forward(active: Any, output: SchedulerOutput) -> KVConnectorOutput | None:
-    """ActiveKVConnector.post_forward: until 0.22 of the output, then of its finished request ids."""
-    whole = "scheduler_output" in inspect.signature(active.post_forward).parameters
-    return active.post_forward(output if whole else output.finished_req_ids)  # type: ignore[no-any-return]
-
-
-def pre_forward(active: Any, output: SchedulerOutput, batch: Any, metadata: Any, load_arguments: dict[str, Any]) -> None:
-    """ActiveKVConnector.pre_forward: until 0.30 of the output, in 0.31 with start_load_kv's arguments, then with what those are made of."""
-    parameters = inspect.signature(active.pre_forward).parameters
-    if "input_batch" in parameters:
-        active.pre_forward(output, batch, metadata)
-    elif len(parameters) > 1:
-        active.pre_forward(**{**load_arguments, "scheduler_output": output})
-    else:
-        active.pre_forward(output)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvconform.case import Variant
-from kvconform.compat import build_request
+from kvconform.compat_request import build_request
 from kvconform.engines.engine import Engine
 from kvconform.engines.info import Info
 from kvconform.expect import Expectations

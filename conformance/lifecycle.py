@@ -15,17 +15,14 @@ from typing import Any, Protocol
 from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
-from kvconform.compat import (
+from kvconform.compat import KVConnectorOutput, ModelRunnerOutput, has_sync_loads, kv_transfer_state
+from kvconform.compat_worker import (
     ActiveKVConnector,
-    KVConnectorOutput,
-    ModelRunnerOutput,
     collecting,
     finish_deferred,
     finish_forward,
     forward_context,
     handle_preemptions,
-    has_sync_loads,
-    kv_transfer_state,
     layer_cache,
     maybe_transfer_kv_layer,
     output_without_forward,

@@ -17,6 +17,8 @@ from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvconform import compat
+from kvconform.compat_request import build_request
+from kvconform.model import STOP_TOKEN
 from kvconform.refimpl.scheduler import ReferenceScheduler
 
 NOT_SAMPLED = -7  # a draft that nobody proposed: sampled tokens never equal it
@@ -347,7 +349,7 @@ class Rig:
 
     def add(self, ask: Ask) -> Request:
         self.arrivals += 1
-        request = compat.build_request(
+        request = build_request(
             ask.req,
             list(ask.prompt),
             max_tokens=ask.max_tokens,
@@ -429,7 +431,7 @@ class Rig:
             tokens = []
             for _ in range(accepted + 1):
                 index = self.sampled[req]
-                tokens.append(compat.STOP_TOKEN if index == ask.stop_at else 100 + (sum(ask.prompt) * 31 + index * 7) % 1000)
+                tokens.append(STOP_TOKEN if index == ask.stop_at else 100 + (sum(ask.prompt) * 31 + index * 7) % 1000)
                 self.sampled[req] += 1
             sampled.append(tokens)
         result = ModelRunnerOutput(
