@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions: conformance, tests, defects, lint, bench.
+"""Sessions: conformance, tests, defects, history, lint, bench.
 
 All but `lint` share one environment per vLLM package, `.nox/<package>-<version>-<python>` (3.5 GB without a GPU), made once and kept:
 a stamp inside it says what was installed, so a later run installs nothing (docs/decisions/0009-one-environment.md). To start afresh,
@@ -8,7 +8,7 @@ delete `.nox`. After `--`, every session but `lint` takes
     --vllm 'vllm==0.31.0'    another vLLM than the default (without a GPU: its Python code over the default's dependencies)
     --install ./mypkg        a connector's package, or any pip requirement; may be repeated
 
-and hands the rest on: to `kvconform run` (conformance), to pytest (tests, defects), to the benchmark (bench).
+and hands the rest on: to `kvconform run` (conformance), `kvconform defects`, pytest (tests), the benchmark (bench) or kvconform.history.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import zipfile
 from pathlib import Path
 
 import nox
+from nox.command import CommandFailed
 
 nox.needs_version = ">=2024.4.15"
 nox.options.sessions = ["conformance"]
@@ -254,6 +255,21 @@ def defects(session: nox.Session) -> None:
     """Run every planted defect: each must be found, by the requirement that names it."""
     env, rest = prepare(session)
     env.run("-m", "kvconform", "defects", *rest)
+
+
+@nox.session
+def history(session: nox.Session) -> None:
+    """Find real bugs in the vLLM releases that have them (`spec/history.yaml`), each release installed as `--vllm` does."""
+    base, rest = prepare(session)
+    missed = []
+    for release in base.ask("from kvconform.history import main; main(['--releases'])").split():
+        env = install_release(session, base, f"vllm=={release}")
+        try:
+            env.run("-m", "kvconform.history", *rest)
+        except CommandFailed:
+            missed.append(release)
+    if missed:
+        session.error(f"not everything was found in {', '.join(missed)}")
 
 
 @nox.session
