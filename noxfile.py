@@ -233,6 +233,8 @@ def prepare(session: nox.Session, *extras: str) -> tuple[Environment, list[str]]
     session.log("vLLM package: {} ({})".format(*env.done["vllm"]))
     if not gpu:
         ENV["VLLM_TARGET_DEVICE"] = "cpu"  # a release wheel of vLLM would otherwise look for CUDA and find no platform
+    given = [*(["--vllm", mine.vllm] if mine.vllm else []), *(word for item in mine.install for word in ("--install", item))]
+    ENV["KVCONFORM_THROUGH"] = shlex.join(["nox", "-s", "conformance", "--", *given])  # how a report says that a run is repeated
     return (install_connector(session, env, mine.install) if mine.install else env), rest
 
 
@@ -269,7 +271,7 @@ def history(session: nox.Session) -> None:
         except CommandFailed:
             missed.append(release)
     if missed:
-        session.error(f"not everything was found in {', '.join(missed)}")
+        session.error(f"not all was found in {', '.join(missed)}")
 
 
 @nox.session

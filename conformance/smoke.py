@@ -53,9 +53,7 @@ def check(target: Target, tmp: Path, limit: float) -> None:
             if target.half == "both"
             else "it cannot start"
         )
-        raise EnvironmentProblem(
-            f"{crash['hook']} of {target.connector} raised {crash['error']} before the first request: it cannot run here{advice}"
-        )
+        raise EnvironmentProblem(f"{crash['hook']} of {target.connector} raised {crash['error']} before the first request: {advice}")
 
 
 @contextlib.contextmanager

@@ -52,9 +52,9 @@ def select(spec: Spec, settings: Settings, vllm: str) -> Selection:
         cases = [name for name in spec.cases if name in wanted_cases]
     cases = [name for name in cases if not known or spec.cases[name].in_force(vllm)]
     shown = judged
-    if wanted_requirements is not None:
+    if wanted_requirements is not None and wanted_cases is None:  # beside a case, naming a requirement hides nothing
         shown = [name for name in spec.requirements if name in wanted_requirements]
-        judged = list(dict.fromkeys([*judged, *(name for name in shown)]))
+        judged = list(dict.fromkeys([*judged, *shown]))
     found = Selection([], judged, shown, _matching(settings.disable, spec.requirements))
     found.narrowed = bool(settings.select) or settings.engine != "all" or settings.scheduling != "all" or settings.trace is not None
     off = set(_matching(settings.disable, spec.cases))

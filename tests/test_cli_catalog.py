@@ -90,7 +90,7 @@ def test_no_vllm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     from kvconform import environment
 
     monkeypatch.chdir(tmp_path)
-    for version, sentence in ((None, "vLLM is not installed"), ("0.11.0", "vLLM 0.11.0 is too old: kvconform supports 0.16 to 0.33")):
+    for version, sentence in ((None, "vLLM is not installed"), ("0.11.0", "vLLM 0.11.0 is too old: kvconform supports 0.18 to 0.33")):
         monkeypatch.setattr(environment, "vllm_version", lambda found=version: found)
         code, _, err = kvconform(capsys, "run")
         assert code == 3

@@ -136,9 +136,15 @@ def test_what_cannot_be_judged_ends_the_run_with_a_sentence(tmp_path: Path) -> N
 
 
 def test_only_a_requirement(tmp_path: Path) -> None:
-    result = kvconform(tmp_path, "json:Fake", "-k", MUST[1], orders={"fail": {MUST[0]: CASES[:1]}})
-    assert result.code == 0
+    result = kvconform(tmp_path, "json:Fake", "-k", MUST[1], orders={"fail": {MUST[0]: CASES[:1]}}, cases=[])
+    assert result.code == 0 and "CONFORMANT in what was selected" in result.out
     assert {line["requirement"] for line in result.lines if line["type"] == "row"} == {MUST[1]}
+
+
+def test_a_requirement_beside_a_case_hides_nothing(tmp_path: Path) -> None:
+    result = kvconform(tmp_path, "json:Fake", "-k", MUST[1], orders={"fail": {MUST[0]: CASES[:1]}})
+    assert result.code == 1
+    assert {MUST[0], MUST[1]} <= {line["requirement"] for line in result.lines if line["type"] == "row"}
 
 
 def test_trace(tmp_path: Path) -> None:

@@ -88,6 +88,7 @@ def test_every_event_of_real_runs_and_of_the_examples_can_be_told(tmp_path: Path
 SELF_EVIDENT = {
     "hook.called", "layer.wait", "layer.save", "step.scheduled", "req.scheduled", "req.state", "req.updated", "req.finished",
     "worker.step_begin", "worker.step_end", "block", "kv.computed", "release", "sample", "run.start", "meta.cleared",
+    "hashes", "request.new",
 }  # fmt: skip
 """Kinds whose fields say enough by themselves; guarantees of the engine, mostly."""
 

@@ -156,7 +156,7 @@ def test_broken_requirements_are_placed(tmp_path: Path, change: tuple[str, str],
     [
         (
             ("run: {}", "runn: {}"),
-            "spec/cases/lifecycle/lifecycle.one.yaml:6: steps.1: a step is a map with one key, one of: add, step, run",
+            "spec/cases/lifecycle/lifecycle.one.yaml:6: steps.1: a step is a map with one key, one of: add, on, step, run",
         ),
         (("run: {}", "abort: b"), "step 2 (abort) names request 'b', which no earlier step adds"),
         (("run: {}", "add: {req: a, prompt: 3}"), "step 2 adds request 'a' again"),

@@ -65,7 +65,7 @@ class Rig:
         worker = self.worker
         worker.handle_preemptions(metadata)
         worker.bind_connector_metadata(metadata)
-        worker.start_load_kv(None)
+        worker.start_load_kv(SimpleNamespace(attn_metadata={}))
         if request is not None:
             self.forward(request, self.scheduler._tracked[request.request_id].table, count)
         worker.wait_for_save()

@@ -134,7 +134,8 @@ def test_an_expected_failure_that_passes_counts(collector: Collector) -> None:
     assert found.reasons == [f"XPASS: {MUST}"]
 
 
-def test_reproduction(collector: Collector) -> None:
+def test_reproduction(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(repro.THROUGH, raising=False)
     collector.settings.arguments = ["--extra-config", '{"a": "{tmp}"}']
     row = collector.add(judged(collector, 0, MUST))[0]
     text = repro.command(collector.settings, row, alone=True)
@@ -143,6 +144,9 @@ def test_reproduction(collector: Collector) -> None:
         "--extra-config", '{"a": "{tmp}"}',
     ]  # fmt: skip
     assert f"-k '{CASES[0]}[reference-sync-v1-d1-b4]'" in repro.command(collector.settings, row, alone=False)
+    monkeypatch.setenv(repro.THROUGH, "nox -s conformance -- --install './my conn'")
+    text = repro.command(collector.settings, row, alone=True)
+    assert shlex.split(text)[:8] == ["nox", "-s", "conformance", "--", "--install", "./my conn", "--connector", "pkg.mod:Conn"]
 
 
 def test_the_terminal_survives_markup_in_messages(collector: Collector) -> None:

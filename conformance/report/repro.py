@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 
 from kvconform.settings import Settings
 from kvconform.verdict import Row
+
+THROUGH = "KVCONFORM_THROUGH"
+"""Environment variable: the command that hands its arguments to `kvconform run`, as nox does in an environment of its own."""
 
 
 def variant_id(row: Row) -> str:
@@ -15,8 +19,12 @@ def variant_id(row: Row) -> str:
 
 
 def command(settings: Settings, row: Row, *, alone: bool) -> str:
-    """`kvconform run ...` for the row's run. `alone`: the case has only one run with this engine and scheduling, so its id is enough."""
-    parts = ["kvconform", "run", settings.connector]
+    """`kvconform run ...`, or what stands for it, for the row's run.
+
+    `alone`: the case has only one run with this engine and scheduling, so its id is enough.
+    """
+    through = os.environ.get(THROUGH)
+    parts = [*shlex.split(through), "--connector", settings.connector] if through else ["kvconform", "run", settings.connector]
     if alone:
         parts += ["-k", row.case, "--engine", row.engine, "--scheduling", row.scheduling]
     else:

@@ -69,7 +69,7 @@ def report(console: Console, collector: Collector, rows: Sequence[Row], found: A
     _section(console, collector, "Guarantees that the engine broke (not the connector's fault)", _only(failures, "guarantee"), notes)
     _errors(console, rows, notes, collector.settings.debug)
     _unmet(console, notes.values())
-    _answer(console, rows, found, where, seconds)
+    _answer(console, found, where, seconds, narrowed=collector.selection.narrowed)
 
 
 def _only(rows: Iterable[Row], kind: str) -> list[Row]:
@@ -223,7 +223,7 @@ def _unmet(console: Console, notes: Iterable[CaseNotes]) -> None:
         console.print(Text(text, style="dim"), soft_wrap=True)
 
 
-def _answer(console: Console, rows: Sequence[Row], found: Aggregate, where: str, seconds: float) -> None:
+def _answer(console: Console, found: Aggregate, where: str, seconds: float, *, narrowed: bool) -> None:
     counts = ", ".join(f"{count} {_words(name)}" for name, count in found.counts.items() if count)
     console.print()
     console.print(f"verdicts    {counts}", highlight=False, style="dim")
@@ -235,6 +235,7 @@ def _answer(console: Console, rows: Sequence[Row], found: Aggregate, where: str,
     console.print(f"reports     {escape(where)}", highlight=False, style="dim")
     words = {"conformant": "CONFORMANT", "partial": "PARTLY CONFORMANT", "nonconformant": "NOT CONFORMANT", "error": "NO ANSWER"}
     word, style = words[found.verdict], ANSWER[found.verdict]
-    console.print(f"[{style}]{word}[/]  in {seconds:.1f} s")
+    part = " in what was selected" if narrowed else ""
+    console.print(f"[{style}]{word}[/]{part}  in {seconds:.1f} s")
     for reason in found.reasons:
         console.print(f"  {escape(reason)}")

@@ -30,7 +30,7 @@ class Plain(KVConnectorBase_V1):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         name = self._kv_transfer_config.kv_connector_extra_config.get("store", self._kv_transfer_config.engine_id)
-        self._blocks = self._stores.setdefault(str(name), {})
+        self._blocks = self._stores.setdefault(f"rank {vllm_config.parallel_config.rank} of {name}", {})
         self._index = self._stores.setdefault(f"index of {name}", {})
         self._size = vllm_config.cache_config.block_size
         self._live: dict[str, tuple[Any, list[int]]] = {}
