@@ -73,9 +73,12 @@ def in_its_role(target: Target) -> Target:
 
 def run_and_judge(
     variant: Variant, target: Target, spec: Spec, *, seed: int, tmp: Path, requirements: Iterable[str] | None = None, strict: bool = False,
-    disabled: Iterable[str] = (), keep_trace: bool = False,
+    disabled: Iterable[str] = (), keep_trace: bool = False, plain: dict[str | None, Run] | None = None,
 ) -> CaseReport:  # fmt: skip
-    """Run the variant and the runs it is compared with, judge all (or the named) requirements. Writes below `tmp` and cleans up."""
+    """Run the variant and the runs it is compared with, judge all (or the named) requirements. Writes below `tmp` and cleans up.
+
+    `plain` keeps the run without connector, by kv_role, for other connectors on the same variant and seed.
+    """
     wanted = [r for r in spec.requirements.values() if requirements is None or r.id in set(requirements)]
     target = in_its_role(target)
     profile = target_profile(target, tmp.parent)
@@ -85,12 +88,16 @@ def run_and_judge(
         rows = rows_for(wanted, variant, Verdict.UNSUPPORTED, f"the case needs {missing}", strict=strict)
         report.rows = [row.to_dict() for row in rows]
         return report
-    runs: dict[str, Run] = {
-        relation: run_variant(
+    runs: dict[str, Run] = {}
+    for relation in ("connector", *variant.case.relations):
+        if relation == "no-connector" and plain is not None and target.role in plain:
+            runs[relation] = plain[target.role]
+            continue
+        runs[relation] = run_variant(
             variant, target, seed=seed, tmp=tmp / relation, relation=relation, caps=profile.caps, promises=profile.promises
         )
-        for relation in ("connector", *variant.case.relations)
-    }
+        if relation == "no-connector" and plain is not None:
+            plain[target.role] = runs[relation]
     main = runs["connector"]
     alone = target.half == "scheduler"
     judged = [r for r in wanted if not alone or judged_alone(r.id, r.area)]
