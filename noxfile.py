@@ -233,8 +233,9 @@ def prepare(session: nox.Session, *extras: str) -> tuple[Environment, list[str]]
     session.log("vLLM package: {} ({})".format(*env.done["vllm"]))
     if not gpu:
         ENV["VLLM_TARGET_DEVICE"] = "cpu"  # a release wheel of vLLM would otherwise look for CUDA and find no platform
-    given = [*(["--vllm", mine.vllm] if mine.vllm else []), *(word for item in mine.install for word in ("--install", item))]
-    ENV["KVCONFORM_THROUGH"] = shlex.join(["nox", "-s", "conformance", "--", *given])  # how a report says that a run is repeated
+    if session.name == "conformance":  # how its report says that a run is repeated
+        given = [*(["--vllm", mine.vllm] if mine.vllm else []), *(word for item in mine.install for word in ("--install", item))]
+        ENV["KVCONFORM_THROUGH"] = shlex.join(["nox", "-s", "conformance", "--", *given])
     return (install_connector(session, env, mine.install) if mine.install else env), rest
 
 
