@@ -87,6 +87,8 @@ def _end(e: Event) -> str:
         parts.append(f"{e['free_blocks']} blocks are free, {e['free_blocks_at_start']} were at the start")
     if e["request_objects_alive"]:
         parts.append(f"Request objects of {', '.join(e['request_objects_alive'])} are still referenced")
+    if e["threads"]:
+        parts.append(f"{e['threads']} threads are still running after the shutdown")
     return "at the end of the run " + ("; ".join(parts) or "nothing was left over")
 
 

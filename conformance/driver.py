@@ -267,13 +267,14 @@ class Driver:
         if leaked:  # perhaps only a cycle that nobody holds
             gc.collect()
             leaked = engine.ledger.leaked()
-        self.trace.emit(
+        end = self.trace.emit(
             "run.end", quiesced=not engine.busy and not live, unfinished=live, free_blocks=engine.pool.get_num_free_blocks(),
             free_blocks_at_start=engine.blocks_at_start, engine_requests=live, request_objects_alive=leaked,
             threads=max(0, threading.active_count() - self.threads), crashed=crashed,
         )  # fmt: skip
         if shut_down:
             self.shutdown()
+            end["threads"] = max(0, threading.active_count() - self.threads)  # a thread may live until then
 
     def shutdown(self) -> None:
         """Shut the connector down."""

@@ -142,15 +142,19 @@ class PairDriver(Driver):
         if not crashed:
             self.handovers.end()
         gc.collect()
+        ends = []
         for name, engine in self.engines.items():
             live = sorted(engine.scheduler.requests)
-            self.trace.emit(
+            end = self.trace.emit(
                 "run.end", on=name, quiesced=not engine.busy and not live, unfinished=live,
                 free_blocks=engine.pool.get_num_free_blocks(), free_blocks_at_start=engine.blocks_at_start, engine_requests=live,
                 request_objects_alive=engine.ledger.leaked(), threads=max(0, threading.active_count() - self.threads), crashed=crashed,
             )  # fmt: skip
+            ends.append(end)
         if shut_down:
             self.shutdown()
+            for end in ends:  # a thread may live until then
+                end["threads"] = max(0, threading.active_count() - self.threads)
 
     def shutdown(self) -> None:
         """Both connectors of every engine."""

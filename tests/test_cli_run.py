@@ -56,7 +56,7 @@ def kvconform(tmp_path: Path, *arguments: str, orders: dict[str, Any] | None = N
     command = [sys.executable, "-m", "kvconform", "run", "--engine", "reference", "--scheduling", "sync", "--workers", "1"]
     command += ["--extra-config", json.dumps(orders)] if orders is not None else []
     command += ["-k", ",".join(CASES[:2] if cases is None else cases)] if cases != [] else []
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=60)
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=240)
     return Result(done, tmp_path / "kvconform-report")
 
 

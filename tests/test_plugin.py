@@ -26,7 +26,7 @@ def test_nothing_heavy(pytestconfig):
 
 def pytest_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=ENVIRONMENT, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=ENVIRONMENT, timeout=240)
 
 
 def test_inert_without_connector(tmp_path: Path) -> None:
