@@ -37,7 +37,7 @@ CHANGED = {
     "unallocated": [44], "other_request": [], "tail": [],
 }  # fmt: skip
 DUE = {"k": "load.due", "req": "b", "local": 4, "granted": 8, "missing": [7, 8, 11], "wrong": [], "reported_failed": False}
-END = {"k": "run.end", "unfinished": ["a"], "free_blocks": 3, "free_blocks_at_start": 5, "request_objects_alive": ["a", "b"]}
+END = {"k": "run.end", "unfinished": ["a"], "free_blocks": 3, "free_blocks_at_start": 5, "request_objects_alive": ["a", "b"], "threads": 0}
 HOOK = {"k": "hook.returned", "hook": "save_kv_layer", "layer": "l0", "error": "OSError", "error_text": "OSError: full", "value": "None"}
 LOOKUP = {"k": "lookup", "req": "b", "N": 13, "local": 4, "tokens": 8, "is_async": True, "ever_computed": 9, "ever_plain": 11}
 PLAN = {"k": "plan", "op": "save", "start": 4, "end": 12, "req": "b", "timing": "before_forward", "C": 1, "S": 2, "P": 3, "N": 9}
@@ -55,6 +55,7 @@ PLAN = {"k": "plan", "op": "save", "start": 4, "end": 12, "req": "b", "timing": 
         ({**DUE, "missing": []}, ["the load of b was due"]),
         (END, ["requests a are still there", "3 blocks are free, 5", "Request objects of a, b"]),
         ({**END, "unfinished": [], "free_blocks": 5, "request_objects_alive": []}, ["nothing was left over"]),
+        ({**END, "threads": 2}, ["2 threads are still running after the shutdown"]),
         (HOOK, ["save_kv_layer for l0 raised OSError: full"]),
         ({**HOOK, "error": None, "layer": None, "value": "3"}, ["save_kv_layer returned 3"]),
         (LOOKUP, ["b (13 tokens, 4 of them local)", "8 tokens (asynchronous)", "9 tokens", "11 under any"]),
