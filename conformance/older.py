@@ -68,3 +68,9 @@ def complete(base: type) -> frozenset[str]:
     if not hasattr(base, "requires_kv_delivery"):  # since 0.29: what was in flight at a preemption used to be delivered
         base.requires_kv_delivery = property(_no)  # type: ignore[attr-defined]
     return frozenset(added) - {RECORDED}
+
+
+def holds_finished(scheduler: Any) -> bool:
+    """Whether finished requests wait for the connector. Until 0.22 `has_requests` left them out; an engine with other traffic steps for them all the same."""
+    queues = ("waiting", "skipped_waiting", "running", "kv_holding_waiting")
+    return len(scheduler.requests) > sum(len(getattr(scheduler, queue, ())) for queue in queues)

@@ -69,9 +69,10 @@ class PairDriver(Driver):
             self.trace.on = name
             self.engines[name] = self._start_engine(name)
         first = self.engines[next(iter(roles))]
-        for engine in self.engines.values():  # whoever listens to the KV events of a store hears all that use it
+        announced = [engine.watches[1].stored for engine in self.engines.values()]
+        for engine in self.engines.values():
             engine.watches[0].book = engine.watches[1].book = first.watches[0].book
-            engine.watches[1].stored = first.watches[1].stored
+            engine.watches[1].withdrawn_from = announced
         self._do_on(next(iter(roles)))
         return self.engine
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -48,7 +49,8 @@ class Telemetry:
 
     def __init__(self, trace: Trace, probe: Probe, book: HashBook, config: Any) -> None:
         self.trace, self.book, self.config = trace, book, config
-        self.stored: dict[Any, int] = {}  # announced block hash -> tokens of the announced block
+        self.stored: dict[Any, int] = {}  # block hash that this engine announced -> tokens of the announced block
+        self.withdrawn_from = [self.stored]  # and where a withdrawal counts: a store may be shared between engines, or be each one's own
         self.taken: list[Any] = []  # the events of the last call, kept so that their identity means something
         self.last: dict[str, Any] = {}
         self.metrics: Any = None
@@ -56,7 +58,7 @@ class Telemetry:
         _engines[trace] = _engines.get(trace, 0) + 1
         probe.on("take_events", after=self._events)
         probe.on("get_num_new_matched_tokens", after=self._lookup)
-        probe.on("reset_cache", after=lambda call: self.stored.clear())
+        probe.on("reset_cache", after=lambda call: self._clear())
         probe.on("get_kv_connector_stats", after=self._stats)
         probe.on("get_handshake_metadata", after=self._handshake)
 
@@ -77,11 +79,15 @@ class Telemetry:
             if op == "stored":
                 self.stored.update(dict.fromkeys(hashes, size))
             elif op == "removed":
-                for known in hashes:
-                    self.stored.pop(known, None)
+                for stored, known in itertools.product(self.withdrawn_from, hashes):
+                    stored.pop(known, None)
             elif op == "cleared":
-                self.stored.clear()
+                self._clear()
         self.taken = events
+
+    def _clear(self) -> None:
+        for stored in self.withdrawn_from:
+            stored.clear()
 
     def _truth(self, event: Any, hashes: list[Any], tokens: list[int], size: Any) -> str:
         """What is wrong with the blocks whose hashes the engine knows; "" if nothing, or if they are hashes of the connector's own."""

@@ -12,7 +12,7 @@ from typing import Any
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 
-from kvconform import compat
+from kvconform import compat, older
 from kvconform.api import bound, inspect_class, inspect_instance
 from kvconform.batch import Batch
 from kvconform.case import Variant
@@ -233,15 +233,15 @@ class Engine(EngineControl, EngineExecution):
     def iterate(self) -> None:
         """One engine-core iteration: sync schedule and land; async keeps up to `depth` steps in the queue."""
         if self.depth <= 1:
-            if self.scheduler.has_requests():
+            if self._has_requests():
                 self.schedule()
             if self.queue:
                 self.land()
             return
-        if self.scheduler.has_requests():
+        if self._has_requests():
             self.schedule()
             newest = self.queue[-1][0]
-            if len(self.queue) < self.depth and (newest.total_num_scheduled_tokens > 0 or self.scheduler.has_requests()):
+            if len(self.queue) < self.depth and (newest.total_num_scheduled_tokens > 0 or self._has_requests()):
                 return
         if self.queue:
             self.land()
@@ -249,7 +249,10 @@ class Engine(EngineControl, EngineExecution):
     @property
     def busy(self) -> bool:
         """Whether there is anything left to do."""
-        return bool(self.queue) or bool(self.scheduler.has_requests())
+        return bool(self.queue) or self._has_requests()
+
+    def _has_requests(self) -> bool:
+        return bool(self.scheduler.has_requests()) or older.holds_finished(self.scheduler)
 
     def shutdown(self, again: bool = False) -> None:
         """Shut both connector halves down, the worker's first."""
