@@ -190,7 +190,8 @@ def diagnose(registry: Registry, row: np.ndarray, layer: int, reader: Chain, pos
             if hit[2] != kv:
                 return "kv_swapped", side, "the right token, with K and V exchanged"
             if hit[3] != head:
-                return "head_swapped", side, f"the right token, but head {hit[3]}'s bytes in head {head}"
+                whose = f"head {hit[3]}'s" if 0 <= hit[3] < book.heads else "another rank's"
+                return "head_swapped", side, f"the right token, but {whose} bytes in head {head}"
     if origin.kind == "poison" and not loading and origin.req in _computed_by(registry, reader, pos):
         return "never_computed", side, f"{origin}; it was taken before request {origin.req} had computed the token"
     name = _classify(origin, content, reader, pos, loading)
