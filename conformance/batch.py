@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from kvconform.grants import slots_of
+from kvconform.groups import Group
 from kvconform.kernels.codes import CodeBook
 from kvconform.model import Script
 from kvconform.provenance import Chain, Identity, extend
@@ -17,16 +18,24 @@ from kvconform.provenance import Chain, Identity, extend
 
 @dataclass
 class WorkerRequest:
-    """A request as the worker knows it: content chain (known tokens, sampled ones included), block table, end of the final KV."""
+    """A request as the worker knows it: content chain (known tokens, sampled ones included), block table per group, end of the final KV.
+
+    Entries of blocks that have left a window stay in the table, as in vLLM's worker: nobody reads them.
+    """
 
     chain: Chain
     prompt_len: int
     script: Script
-    table: list[int] = field(default_factory=list)
+    tables: list[list[int]] = field(default_factory=list)
     valid_end: int = 0
     in_batch: bool = False
     _encoded: np.ndarray | None = None
     _encoded_ids: list[int] = field(default_factory=list)
+
+    @property
+    def table(self) -> list[int]:
+        """Block table of the first group."""
+        return self.tables[0]
 
     def expected(self, book: CodeBook, end: int) -> np.ndarray:
         """Rows [end, layers, heads, width] that positions [0, end) must hold (nonce 0). Encodes only what is new since the last call."""
@@ -43,7 +52,10 @@ class WorkerRequest:
 
 @dataclass
 class Row:
-    """One request in one step: positions [start, start + count), of which the last `drafts` are drafts and `accepted` of those hold."""
+    """One request in one step: positions [start, start + count), of which the last `drafts` are drafts and `accepted` of those hold.
+
+    `by_group`: their slots [count] in each group's blocks.
+    """
 
     state: WorkerRequest
     start: int
@@ -51,9 +63,14 @@ class Row:
     drafts: int
     accepted: int
     draft_ids: list[int]
-    slots: np.ndarray
+    by_group: list[np.ndarray]
     samples: bool
     before: int
+
+    @property
+    def slots(self) -> np.ndarray:
+        """Slots [count] in the first group's blocks."""
+        return self.by_group[0]
 
     @property
     def known(self) -> int:
@@ -70,10 +87,14 @@ Lookup = Callable[[str], tuple[int, Identity, Script]]
 
 
 class Batch:
-    """Persistent requests of one worker. `lookup(req_id)` gives incarnation, identity and script of a request from the harness."""
+    """Persistent requests of one worker. `lookup(req_id)` gives incarnation, identity and script of a request from the harness.
 
-    def __init__(self, block_size: int, lookup: Lookup) -> None:
+    `groups`: the model's KV cache groups, one with blocks of `block_size` if none are given.
+    """
+
+    def __init__(self, block_size: int, lookup: Lookup, groups: Sequence[Group] = ()) -> None:
         self.block_size, self.lookup = block_size, lookup
+        self.sizes = [group.block_size for group in groups] or [block_size]
         self.requests: dict[str, WorkerRequest] = {}
 
     def update(self, output: Any) -> None:
@@ -88,14 +109,15 @@ class Batch:
             state = self.requests[req]
             blocks = cached.new_block_ids[index]
             if req in resumed:
-                state.table = list(blocks[0])
+                state.tables = _copied(blocks)
                 state.valid_end = cached.num_computed_tokens[index]
                 tokens = cached.all_token_ids.get(req)
                 if tokens is not None:
                     self._align(state, list(tokens))
                     continue
             else:
-                state.table += blocks[0] if blocks else []
+                for table, more in zip(state.tables, blocks or (), strict=False):
+                    table += more
             state.chain.truncate(state.prompt_len + cached.num_output_tokens[index])  # outputs that the engine dropped
 
     def _start(self, new: Any) -> None:
@@ -104,12 +126,12 @@ class Batch:
         known = self.requests.get(new.req_id)
         if known is not None and known.chain.generation == generation:  # resumed under the V2 runner's protocol
             self._align(known, list(tokens))
-            known.table, known.valid_end = list(new.block_ids[0]), new.num_computed_tokens
+            known.tables, known.valid_end = _copied(new.block_ids), new.num_computed_tokens
             return
         state = WorkerRequest(Chain(new.req_id, generation, identity), len(new.prompt_token_ids), script)
         for token in tokens:
             state.chain.append(token)
-        state.table, state.valid_end = list(new.block_ids[0]), new.num_computed_tokens
+        state.tables, state.valid_end = _copied(new.block_ids), new.num_computed_tokens
         self.requests[new.req_id] = state
 
     @staticmethod
@@ -153,5 +175,10 @@ class Batch:
             for index in range(drafts - accepted):
                 last = extend(last, 7 + index, chain.identity.extra(len(chain.ids) + index) ^ 0xD8AF7)
                 draft_ids.append(last)
-        slots = slots_of(state.table, start, start + count, self.block_size)
+        stride = max(self.sizes)
+        slots = [slots_of(table, start, start + count, size, stride) for size, table in zip(self.sizes, state.tables, strict=True)]
         return Row(state, start, count, drafts, accepted, draft_ids, slots, samples, before=state.valid_end)
+
+
+def _copied(blocks: Sequence[Sequence[int]]) -> list[list[int]]:
+    return [list(table) for table in blocks]

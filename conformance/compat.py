@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import inspect
+import math
 import os
 import shutil
 import tempfile
@@ -74,7 +75,7 @@ init_none_hash(sha256)
 COUNTS_IN_FLIGHT = "num_in_flight_tokens" in Request.__init__.__code__.co_names
 """Whether vLLM's own scheduler counts what is in flight; until 0.24 it did not."""
 _RELEASE = version_key(vllm.__version__)
-KV_LAYOUT = "kv-first" if _RELEASE < (0, 23) else "kv-second" if _RELEASE < (0, 26) else "packed"
+KV_LAYOUT = "kv-first" if _RELEASE < (0, 23) else "kv-second" if _RELEASE < (0, 26) else "LBHNC"
 """Layout of a layer's KV tensor (kvconform.kvcache.LAYOUTS), as FlashAttention registers it."""
 FINISHED_ERROR = getattr(RequestStatus, "FINISHED_ERROR", RequestStatus.FINISHED_ABORTED)
 """How a request ends that cannot be recovered; until 0.12 there was no such end."""
@@ -180,8 +181,11 @@ def build_scheduler(config: VllmConfig, cache: KVCacheConfig, *, block_size: int
         vllm_config=config,
         kv_cache_config=cache,
         structured_output_manager=StructuredOutputManager(config),
-        block_size=block_size,
+        block_size=block_size
+        if len(cache.kv_cache_groups) == 1
+        else math.lcm(*(g.kv_cache_spec.block_size for g in cache.kv_cache_groups)),
         log_stats=False,
+        **({"hash_block_size": block_size} if len(cache.kv_cache_groups) > 1 else {}),
     )
     scheduler.use_v2_model_runner = runner == "v2"
     # The tiny model has no vision tower; requests with multi-modal items need an encoder budget all the same.

@@ -29,6 +29,7 @@ _SLOTS = {
     "shared": "belong to the local prefix cache hit of the request, which other requests may share",
     "over_computed": "hold KV that the engine had already computed",
     "null_block": "belong to the null block",
+    "not_transferred": "belong to a group that is not transferred",
     "unallocated": "belong to no request",
     "other_request": "belong to another request",
 }
@@ -43,7 +44,7 @@ def _wrong(e: Event) -> str:
 
 
 def _changed(e: Event) -> str:
-    bad = [f"slots {spans(e[kind])} {text}" for kind, text in _SLOTS.items() if e[kind]]
+    bad = [f"slots {spans(e[kind])} {text}" for kind, text in _SLOTS.items() if e.get(kind)]
     return f"{e['after_hook']} wrote where it must not (layer {e['layer']}, for {', '.join(e['req']) or 'nobody'}): {'; '.join(bad)}"
 
 

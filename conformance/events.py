@@ -234,8 +234,9 @@ _kind("kv.computed", "kv", "req:s generation:i start:i end:i accepted:i rejected
 _kind(
     "kv.changed",
     "kv",
-    "after_hook:s layer:i req:l transfer:l tail:l shared:l over_computed:l null_block:l unallocated:l other_request:l",
-    "KV memory changed during a hook; the lists hold slots.",
+    "after_hook:s layer:i req:l transfer:l tail:l shared:l over_computed:l null_block:l unallocated:l other_request:l"
+    " not_transferred:l",
+    "KV memory changed during a hook; the lists hold slots. not_transferred = of a group that is no part of the transferred KV.",
 )
 _kind(
     "load.due",

@@ -3,19 +3,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from kvconform.groups import Group
+
 
 @dataclass
 class Grant:
-    """One load that the engine granted: positions [start, end) of a request go to `slots` [end - start].
+    """One load that the engine granted: positions [start, end) of a request go to `slots` [layers, end - start], -1 where a layer wants
+    none: its table has the null block there, or its group is not transferred.
 
-    `table` is the request's whole block table at the grant, `shared` its blocks before the grant. `written[layer]` marks positions
-    that the connector wrote, `late` (layer, position) that the engine read before. A grant is open from the allocation until the engine
-    relied on it (or it failed); `due` is the load.due event of one that was incomplete then and said nothing.
+    `tables` are the request's whole block tables at the grant, one per group, `shared` its blocks before the grant. `written[layer]` marks
+    positions that the connector wrote, `late` (layer, position) that the engine read before. A grant is open from the allocation until
+    the engine relied on it (or it failed); `due` is the load.due event of one that was incomplete then and said nothing.
     """
 
     transfer: str
@@ -24,9 +29,8 @@ class Grant:
     start: int
     end: int
     is_async: bool
-    table: list[int]
-    block_size: int
-    layers: int
+    tables: Sequence[list[int]]
+    groups: Sequence[Group]
     open: bool = True
     started_step: int = 0
     late: set[tuple[int, int]] = field(default_factory=set)
@@ -35,42 +39,61 @@ class Grant:
     slots: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
-        self.slots = slots_of(self.table, self.start, self.end, self.block_size)
-        self.written = np.zeros((self.layers, max(0, self.end - self.start)), dtype=bool)
+        self.stride = max(group.block_size for group in self.groups)
+        self.slots = np.full((sum(len(g.layers) for g in self.groups), max(0, self.end - self.start)), -1, dtype=np.int64)
+        for group, table in zip(self.groups, self.tables, strict=True):
+            if group.transfer:
+                found = slots_of(table, self.start, self.end, group.block_size, self.stride)
+                self.slots[list(group.layers)] = found if group.window is None else np.where(found < self.stride, -1, found)
+        self.written = self.slots < 0
 
     @property
     def key(self) -> tuple[str, int]:
         return self.req, self.generation
 
-    @property
+    @cached_property
+    def table(self) -> set[int]:
+        """Block ids of the request, of whatever group."""
+        return set().union(*self.tables)
+
+    @cached_property
     def shared(self) -> set[int]:
         """Block ids before the grant: the local prefix-cache hit."""
-        return set(self.table[: self.start // self.block_size])
+        return {block for group, table in zip(self.groups, self.tables, strict=True) for block in table[: self.start // group.block_size]}
 
-    @property
+    @cached_property
     def blocks(self) -> set[int]:
         """Block ids that the grant covers, whole or in part."""
-        return set(self.table[self.start // self.block_size : -(-self.end // self.block_size)])
+        return {int(slot) // self.stride for slot in np.unique(self.slots) if slot >= 0}
 
-    def position(self, slot: int) -> int | None:
-        """Request position of `slot` if the grant covers it."""
-        hit = np.nonzero(self.slots == slot)[0]
+    @cached_property
+    def kept_back(self) -> set[int]:
+        """Block ids of groups that are not transferred."""
+        return {block for group, table in zip(self.groups, self.tables, strict=True) if not group.transfer for block in table}
+
+    def position(self, layer: int, slot: int) -> int | None:
+        """Request position of `slot` if the grant covers it in this layer."""
+        hit = np.nonzero(self.slots[layer] == slot)[0]
         return self.start + int(hit[0]) if len(hit) else None
 
-    def awaits(self, slot: int) -> bool:
+    def awaits(self, layer: int, slot: int) -> bool:
         """Whether the connector still owes (or may still write) the bytes of `slot`."""
-        pos = self.position(slot)
+        pos = self.position(layer, slot)
         return pos is not None and (self.open or self.due is not None and pos in self.due["missing"])
 
     def missing(self) -> list[int]:
-        """Positions that some layer never received."""
+        """Positions that some layer wants and never received."""
         return [self.start + int(i) for i in np.nonzero(~self.written.all(0))[0]]
 
+    def lacking(self) -> set[int]:
+        """Block ids in which something is missing."""
+        return {int(slot) // self.stride for slot in self.slots[~self.written]}
 
-def slots_of(table: list[int], start: int, end: int, block_size: int) -> np.ndarray:
+
+def slots_of(table: Sequence[int], start: int, end: int, block_size: int, stride: int | None = None) -> np.ndarray:
     """Slots of positions [start, end) through a block table; raises IndexError when the table is too short."""
     positions = np.arange(max(start, 0), end)
     if len(positions) and positions[-1] // block_size >= len(table):
         raise IndexError(f"block table of {len(table)} blocks of {block_size} does not reach position {int(positions[-1])}")
     blocks = np.array(table, dtype=np.int64)
-    return blocks[positions // block_size] * block_size + positions % block_size
+    return blocks[positions // block_size] * (stride or block_size) + positions % block_size

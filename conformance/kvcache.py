@@ -3,46 +3,77 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
+from kvconform.groups import Group
 from kvconform.kernels.codes import CodeBook
 
-LAYOUTS = {  # name -> shape of a layer's tensor, and the order of its axes as [block, head, slot, K or V, element]
-    "packed": (lambda b, h, s, d: (b, h, s, 2 * d), None),
+OLDER = {  # until 0.25: shape of a layer's tensor, and the order of its axes as [block, head, slot, K or V, element]
     "kv-second": (lambda b, h, s, d: (b, 2, s, h, d), (0, 3, 2, 1, 4)),
     "kv-first": (lambda b, h, s, d: (2, b, s, h, d), (1, 3, 2, 0, 4)),
 }
+PACKED = "LBHNC"
+"""Since 0.26 a layer is always [blocks, heads, block_size, 2 * head_dim]; the name of a layout says in which order memory has the axes:
+L(ayer), B(lock), H(ead), N (slot in the block), C(ontent)."""
 
 
 class PagedCache:
-    """Per layer one tensor, in `layout`: vLLM's since 0.26 is `packed`, [num_blocks, heads, block_size, 2 * head_dim].
+    """Per layer one tensor, in `layout`. The layers of different `groups` lie on the same bytes; `group_of` says whose a block is now.
 
-    A *slot* is `block * block_size + offset`. Engine writes go to the tensor and to the shadow; whatever differs between the two was
-    written by the connector.
+    A *slot* is `block * stride + offset`, where stride is the largest block size of all groups. Engine writes go to the tensor and to the
+    shadow; whatever differs between the two was written by the connector.
     """
 
-    def __init__(self, book: CodeBook, num_blocks: int, block_size: int, device: str = "cpu", layout: str = "packed") -> None:
+    def __init__(
+        self, book: CodeBook, num_blocks: int, block_size: int, device: str = "cpu", layout: str = PACKED, groups: Sequence[Group] = ()
+    ) -> None:
         self.book, self.num_blocks, self.block_size = book, num_blocks, block_size
-        shape_of, axes = LAYOUTS[layout]
+        self.groups = tuple(groups) or (Group("full", tuple(range(book.layers)), block_size, book.heads),)
+        self.stride = max(group.block_size for group in self.groups)
         self.names = [f"model.layers.{i}.self_attn.attn" for i in range(book.layers)]
+        self.group_of = np.zeros(num_blocks, dtype=np.int64)
+        self.tensors: list[torch.Tensor] = [torch.empty(0)] * book.layers
+        self._views, self.shadow = list(self.tensors), list(self.tensors)
+        self._number = {layer: number for number, group in enumerate(self.groups) for layer in group.layers}
         # One allocation for all layers, as vLLM makes it: a layer's tensor is a view with an offset into shared storage.
-        shape = shape_of(num_blocks, book.heads, block_size, book.head_dim)
-        self.tensors = list(torch.zeros((book.layers, *shape), dtype=torch.float32, device=device))
-        self._inside = (num_blocks, book.heads, block_size, 2, book.head_dim)
-        self._views = [t.permute(axes) if axes else t.view(self._inside) for t in self.tensors]
-        self.shadow = [v.clone() for v in self._views]
+        depth = max(len(group.layers) for group in self.groups)
+        pages = torch.zeros(depth * num_blocks * book.heads * block_size * book.width, dtype=torch.float32, device=device)
+        copy = pages.clone()
+        for group in self.groups:
+            for layer, tensor, view in zip(group.layers, *self._layers(pages, depth, group, layout), strict=False):
+                self.tensors[layer], self._views[layer] = tensor, view
+            for layer, view in zip(group.layers, self._layers(copy, depth, group, layout)[1], strict=False):
+                self.shadow[layer] = view
         self._mask = torch.from_numpy(book.content_mask())
+
+    def _layers(self, pages: torch.Tensor, depth: int, group: Group, layout: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """(tensors as they are registered, views [blocks, heads, block_size, 2, head_dim]) of the layers on `pages`."""
+        heads, size, dim = group.heads, group.block_size, self.book.head_dim
+        if layout in OLDER:
+            shape_of, axes = OLDER[layout]
+            tensors = list(pages.view(depth, *shape_of(self.num_blocks, heads, size, dim)))
+            return tensors, [tensor.permute(axes) for tensor in tensors]
+        lengths = dict(zip("LBHNC", (depth, self.num_blocks, heads, size, self.book.width), strict=True))
+        whole = pages.view([lengths[axis] for axis in layout]).permute([layout.index(axis) for axis in "LBHNC"])
+        return list(whole), [tensor.unflatten(-1, (2, dim)) for tensor in whole]
+
+    def group(self, layer: int) -> int:
+        """Number of a layer's group."""
+        return self._number[layer]
 
     def split(self, slots: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Slots [n] to (block ids, offsets)."""
         index = torch.from_numpy(np.ascontiguousarray(slots, dtype=np.int64))
-        return index // self.block_size, index % self.block_size
+        return index // self.stride, index % self.stride
 
     def write(self, layer: int, slots: np.ndarray, rows: np.ndarray) -> None:
-        """Engine write of rows [n, heads, width] to slots [n] of one layer."""
+        """Engine write of rows [n, heads, width] to slots [n] of one layer; heads that its group does not have are left out."""
         blocks, offsets = self.split(slots)
-        values = torch.from_numpy(rows).to(torch.float32).view(-1, self.book.heads, 2, self.book.head_dim)
+        heads = self.groups[self._number[layer]].heads
+        values = torch.from_numpy(rows[:, :heads]).to(torch.float32).view(-1, heads, 2, self.book.head_dim)
         self._views[layer][blocks, :, offsets] = values
         self.shadow[layer][blocks, :, offsets] = values
 
@@ -54,7 +85,7 @@ class PagedCache:
     def mismatches(self, layer: int, slots: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """Indices into `slots` whose content differs from `rows` (the nonce lanes are not compared)."""
         have = self.read(layer, slots)
-        different = ((have != torch.from_numpy(rows)) & self._mask).flatten(1).any(1)
+        different = ((have != torch.from_numpy(rows[:, : have.shape[1]])) & self._mask).flatten(1).any(1)
         return different.nonzero().flatten().numpy()
 
     def foreign(self, layer: int) -> np.ndarray:
@@ -63,7 +94,8 @@ class PagedCache:
         if torch.equal(real, shadow):
             return np.empty(0, dtype=np.int64)
         touched = (real != shadow).flatten(3).any(3).any(1)
-        slots = touched.flatten().nonzero().flatten().numpy()
-        blocks, offsets = self.split(slots)
+        if len(self.groups) > 1:  # bytes of another group's block are another layer's
+            touched &= torch.from_numpy(self.group_of == self._number[layer])[:, None]
+        blocks, offsets = touched.nonzero(as_tuple=True)
         shadow[blocks, :, offsets] = real[blocks, :, offsets]
-        return slots
+        return (blocks * self.stride + offsets).numpy()

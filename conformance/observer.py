@@ -112,7 +112,8 @@ class Observer(MetadataObserver):
         request, blocks, external = call.arg(0, "request"), call.arg(1, "blocks"), call.arg(2, "num_external_tokens")
         key = (request.request_id, self.generation(request.request_id))
         last = self.lookups.get(key)
-        table = list(blocks.get_block_ids()[0])
+        tables = [list(table) for table in blocks.get_block_ids()]
+        table = tables[0]
         second = last is None or last["allocated"]
         local = request.num_computed_tokens if second or last is None else last["local"]
         is_async = bool(last and last["is_async"]) and external > 0
@@ -127,14 +128,13 @@ class Observer(MetadataObserver):
                 local,
                 local + external,
                 is_async,
-                table,
-                self.oracle.cache.block_size,
-                len(self.oracle.cache.tensors),
+                tables,
+                self.oracle.cache.groups,
             )
             grant.started_step = self.trace.step
             self.oracle.grants.append(grant)
             for oracle in self.others:  # each rank is owed its own shard
-                oracle.grants.append(replace(grant, late=set(), layers=len(oracle.cache.tensors)))
+                oracle.grants.append(replace(grant, late=set(), groups=oracle.cache.groups))
         if last:
             last["allocated"] = True
         if self.reset_seen and not second:
@@ -209,7 +209,7 @@ class Observer(MetadataObserver):
 
     def _fail(self, req: str | None, grant: Grant | None, blocks: list[int], outside: list[int]) -> None:
         event = self.trace.emit(
-            "transfer.failed", req=req, transfer=grant.transfer if grant else None, rank=0, blocks=blocks, outside_grant=outside, groups=1,
+            "transfer.failed", req=req, transfer=grant.transfer if grant else None, rank=0, blocks=blocks, outside_grant=outside, groups=len(self.oracle.cache.groups),
             is_async=bool(grant and grant.is_async),
         )  # fmt: skip
         self.failed.append(event)

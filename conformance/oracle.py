@@ -14,7 +14,9 @@ from kvconform.provenance import Chain, Registry, diagnose
 from kvconform.trace import Trace
 
 OWN, EXTERNAL = 1, 2
+_KINDS = ("tail", "shared", "over_computed", "null_block", "unallocated", "other_request", "not_transferred")
 Tables = Callable[[], dict[str, list[int]]]
+"""Blocks that each request holds, of whatever group."""
 
 
 @dataclass
@@ -37,14 +39,14 @@ class Wrong:
 
 
 class Oracle:
-    """Judges bytes of one engine's cache. `tables()` returns the live block tables by request id.
+    """Judges bytes of one engine's cache. `tables()` returns the blocks that live requests hold.
 
     It emits kv.changed, load.due and kv.wrong; it never writes the cache.
     """
 
     def __init__(self, cache: PagedCache, registry: Registry, trace: Trace, tables: Tables) -> None:
         self.cache, self.registry, self.trace, self.tables = cache, registry, trace, tables
-        slots = cache.num_blocks * cache.block_size
+        slots = cache.num_blocks * cache.stride
         self.fill_kind: np.ndarray = np.zeros(slots, dtype=np.int8)
         self.fill_ref: np.ndarray = np.full(slots, -1, dtype=np.int64)
         self.version: np.ndarray = np.zeros((len(cache.tensors), slots), dtype=np.int64)
@@ -100,13 +102,13 @@ class Oracle:
                 self.filled(slots, EXTERNAL, "a sibling")
 
     def _classify(self, after_hook: str, layer: int, slots: np.ndarray) -> None:
-        size = self.cache.block_size
+        size = self.cache.stride
         grants = self.open_grants()
         owners: dict[int, list[str]] = {}
         for req, table in self.tables().items():
             for block in table:
                 owners.setdefault(block, []).append(req)
-        kinds: dict[str, list[int]] = {k: [] for k in ("tail", "shared", "over_computed", "null_block", "unallocated", "other_request")}
+        kinds: dict[str, list[int]] = {k: [] for k in _KINDS}
         reqs: set[str] = set()
         transfers: set[str] = set()
         for slot in slots.tolist():
@@ -114,7 +116,7 @@ class Oracle:
             if block == 0:
                 kinds["null_block"].append(slot)
                 continue
-            inside = [g for g in (*grants, *self.overdue) if g.awaits(slot) and (g.open or g.req in owners.get(block, ()))]
+            inside = [g for g in (*grants, *self.overdue) if g.awaits(layer, slot) and (g.open or g.req in owners.get(block, ()))]
             if inside:
                 for grant in inside:
                     self._granted(grant, layer, slot, after_hook)
@@ -136,6 +138,8 @@ class Oracle:
         if block not in owners and not mine:
             return "unallocated"
         for grant in mine:
+            if block in grant.kept_back:
+                return "not_transferred"
             if block in grant.shared:
                 return "shared"
         if not mine:
@@ -143,14 +147,14 @@ class Oracle:
         return "over_computed" if self.fill_kind[slot] or not any(g.open for g in mine) else "tail"
 
     def _granted(self, grant: Grant, layer: int, slot: int, after_hook: str) -> None:
-        pos = grant.position(slot)
+        pos = grant.position(layer, slot)
         assert pos is not None
         if (layer, pos) in grant.late or not grant.open:
             grant.late.discard((layer, pos))
             after = "the layer had been read" if grant.open else "the load had been relied on"
             self.trace.emit(
                 "kv.wrong", req=grant.req, generation=grant.generation, layer=layer, kv="both", pos=pos, count=1, slot=slot,
-                block=slot // self.cache.block_size, via="external", transfer=grant.transfer, transfer_sync=not grant.is_async,
+                block=slot // self.cache.stride, via="external", transfer=grant.transfer, transfer_sync=not grant.is_async,
                 found="not_yet_loaded", origin=f"bytes that arrived in {after_hook}, after {after}",
             )  # fmt: skip
         grant.written[layer, pos - grant.start] = True
@@ -166,7 +170,7 @@ class Oracle:
         if self.reported.get((layer, slot)) == version:
             return
         self.reported[(layer, slot)] = version
-        grant = next((g for g in (*self.open_grants(), *self.overdue) if g.awaits(slot)), None)
+        grant = next((g for g in (*self.open_grants(), *self.overdue) if g.awaits(layer, slot)), None)
         inside = grant is not None and grant.start <= pos < grant.end
         loading = grant is not None and inside and not grant.written[layer, pos - grant.start]
         row = self.cache.read(layer, np.array([slot]))[0].numpy()
@@ -179,7 +183,7 @@ class Oracle:
         """Emit kv.wrong for the wrong slots seen since the last call, except those whose load was reported failed in time."""
         runs: list[tuple[Wrong, int]] = []
         for item in self.pending:
-            if item.slot // self.cache.block_size in self.failed_blocks or item.chain.req in self.failed_reqs:
+            if item.slot // self.cache.stride in self.failed_blocks or item.chain.req in self.failed_reqs:
                 continue
             if item.found == "not_yet_loaded" and item.grant is not None:
                 continue  # never arrived: load.due.missing has it; arrived late: emitted when it did
@@ -192,7 +196,7 @@ class Oracle:
             via, transfer, sync = self._via(item)
             self.trace.emit(
                 "kv.wrong", req=item.chain.req, generation=item.chain.generation, layer=item.layer, kv=item.side, pos=item.pos, count=count,
-                slot=item.slot, block=item.slot // self.cache.block_size, via=via, transfer=transfer, transfer_sync=sync, found=item.found,
+                slot=item.slot, block=item.slot // self.cache.stride, via=via, transfer=transfer, transfer_sync=sync, found=item.found,
                 origin=item.origin,
             )  # fmt: skip
         self.pending.clear()
@@ -219,9 +223,10 @@ class Oracle:
         if length > 0:
             rows = self.cache.book.rows(chain.array(grant.start, grant.start + length))
             for layer in range(len(self.cache.tensors)):
-                bad = self.cache.mismatches(layer, grant.slots[:length], rows[:, layer])
-                wrong.update(grant.start + int(i) for i in bad if grant.written[layer, int(i)])
-        affected = {grant.table[p // grant.block_size] for p in missing}
+                there = np.nonzero(grant.written[layer, :length] & (grant.slots[layer, :length] >= 0))[0]
+                bad = self.cache.mismatches(layer, grant.slots[layer, there], rows[there, layer])
+                wrong.update(grant.start + int(there[i]) for i in bad)
+        affected = grant.lacking()
         reported = grant.req in self.failed_reqs or bool(affected) and affected <= self.failed_blocks
         event = self.trace.emit(
             "load.due", req=grant.req, generation=grant.generation, transfer=grant.transfer, granted=grant.end - grant.start,

@@ -162,7 +162,7 @@ def diagnose(registry: Registry, row: np.ndarray, layer: int, reader: Chain, pos
     expected = reader.ids[pos]
     decoded: list[tuple[int, int, tuple[int, int, int, int] | None]] = []
     wrong_kv: set[int] = set()
-    for head in range(book.heads):
+    for head in range(len(row)):
         for kv in range(2):
             lanes = row[head, kv * book.head_dim : (kv + 1) * book.head_dim]
             value = book.read_print(lanes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 from kvconform.batch import Batch, Row
 from kvconform.compat import ModelRunnerOutput, torch
 from kvconform.grants import slots_of
+from kvconform.groups import Group
 from kvconform.kvcache import PagedCache
 from kvconform.oracle import OWN, Oracle
 from kvconform.provenance import Origin, Registry
@@ -22,6 +24,17 @@ from kvconform.trace import Trace
 class AttentionMetadata(SimpleNamespace):
     """What this model passes as a layer's `attn_metadata`: slot_mapping [tokens] int64, query_start_loc [reqs + 1], seq_lens [reqs],
     block_table [reqs, blocks], num_actual_tokens."""
+
+
+@dataclass
+class Reads:
+    """What one group's layers write and read in a step, all requests one after the other: slots `written` [tokens], `slots` read [n] and
+    the rows `expected` there [n, layers, heads, width]; `ends` of each request in n."""
+
+    written: np.ndarray
+    slots: np.ndarray
+    expected: np.ndarray
+    ends: np.ndarray
 
 
 class Worker:
@@ -43,8 +56,8 @@ class Worker:
         self.computed = computed
         self.rows: list[Row] = []
         self.fresh: list[tuple[int, str]] = []
-        nothing: np.ndarray = np.empty(0, dtype=np.int64)
-        self._written, self._read, self._ends, self._encoded, self._expected = nothing, nothing, nothing, nothing, nothing
+        self._encoded: np.ndarray = np.empty(0, dtype=np.int64)
+        self._reads: list[Reads] = []
         self._corruption: dict[str, int] = {}
         self._nonce = 0
         self.order = 0
@@ -53,11 +66,12 @@ class Worker:
 
     # -- poison ----------------------------------------------------------------------------------------------------------------
     def _poison(self, block: int, owner: str) -> None:
-        size = self.cache.block_size
-        slots = np.arange(block * size, (block + 1) * size)
+        group = self.cache.groups[self.cache.group_of[block]]
+        size = group.block_size
+        slots = np.arange(size) + block * self.cache.stride
         content = self.registry.poison(block, owner)
         rows = self.cache.book.rows(np.array([content], dtype=np.uint64))
-        for layer in range(len(self.cache.tensors)):
+        for layer in group.layers:
             self.cache.write(layer, slots, np.repeat(rows[:, layer], size, axis=0))
         self.oracle.emptied(slots)
 
@@ -66,7 +80,9 @@ class Worker:
         self.oracle.check_writes("handle_preemptions")
         for block, owner in self.fresh:
             self._poison(block, owner)
-            self.trace.emit("block", op="poison", id=block, group=0, owner=owner, hashed=False, ref=1, in_flight=False)
+            self.trace.emit(
+                "block", op="poison", id=block, group=int(self.cache.group_of[block]), owner=owner, hashed=False, ref=1, in_flight=False
+            )
         self.fresh = []
 
     # -- one step --------------------------------------------------------------------------------------------------------------
@@ -90,49 +106,65 @@ class Worker:
                 else:
                     self.registry.note(value, Origin("draft", chain.req, chain.generation, pos))
         if output.total_num_scheduled_tokens:
-            size = self.cache.block_size
-            self._written = np.concatenate([row.slots for row in self.rows])
             self._encoded = self.cache.book.rows(np.concatenate(contents), self._nonce)
-            self._read = np.concatenate([slots_of(row.state.table, 0, row.known, size) for row in self.rows])
-            self._expected = np.concatenate([row.state.expected(self.cache.book, row.known) for row in self.rows])
-            self._ends = np.cumsum([row.known for row in self.rows])
+            self._reads = [self._reads_of(number, group) for number, group in enumerate(self.cache.groups)]
+
+    def _reads_of(self, number: int, group: Group) -> Reads:
+        firsts = [group.first_read(row.start) for row in self.rows]
+        stride, book, spans = self.cache.stride, self.cache.book, list(zip(self.rows, firsts, strict=True))
+        return Reads(
+            written=np.concatenate([row.by_group[number] for row in self.rows]),
+            slots=np.concatenate([slots_of(row.state.tables[number], lo, row.known, group.block_size, stride) for row, lo in spans]),
+            expected=np.concatenate([row.state.expected(book, row.known)[lo:] for row, lo in spans]),
+            ends=np.cumsum([row.known - lo for row, lo in spans]),
+        )
 
     def attention_metadata(self) -> tuple[dict[str, AttentionMetadata], dict[str, Any]]:
         """(attn_metadata, slot_mapping) by layer name, as the forward context carries them."""
-        slots = np.concatenate([row.slots for row in self.rows])
-        width = max(len(row.state.table) for row in self.rows)
-        table: np.ndarray = np.zeros((len(self.rows), width), dtype=np.int32)
-        for index, row in enumerate(self.rows):
-            table[index, : len(row.state.table)] = row.state.table
-        mapping = torch.from_numpy(slots)
-        metadata = AttentionMetadata(
+        made = [self._metadata_of(number, group) for number, group in enumerate(self.cache.groups)]
+        by_name = {name: made[self.cache.group(layer)] for layer, name in enumerate(self.cache.names)}
+        return by_name, {name: metadata.slot_mapping for name, metadata in by_name.items()}
+
+    def _metadata_of(self, number: int, group: Group) -> AttentionMetadata:
+        slots, stride = np.concatenate([row.by_group[number] for row in self.rows]), self.cache.stride
+        tables = [row.state.tables[number] for row in self.rows]
+        table: np.ndarray = np.zeros((len(self.rows), max(map(len, tables))), dtype=np.int32)
+        for index, blocks in enumerate(tables):
+            table[index, : len(blocks)] = blocks
+        mapping = torch.from_numpy(slots // stride * group.block_size + slots % stride)
+        return AttentionMetadata(
             slot_mapping=mapping,
             num_actual_tokens=len(slots),
             query_start_loc=torch.tensor([0, *np.cumsum([row.count for row in self.rows]).tolist()], dtype=torch.int32),
             seq_lens=torch.tensor([row.start + row.count for row in self.rows], dtype=torch.int32),
             block_table=torch.from_numpy(table),
         )
-        return {name: metadata for name in self.cache.names}, {name: mapping for name in self.cache.names}
 
     def write_layer(self, layer: int) -> None:
         """The KV update of one layer: this step's tokens go to their slots (before the layer's loads are waited for, as in vLLM)."""
-        self.cache.write(layer, self._written, self._encoded[:, layer])
-        if layer == 0:
+        number = self.cache.group(layer)
+        group, reads = self.cache.groups[number], self._reads[number]
+        if not group.transfer:  # made anew from the layers that are transferred
+            self.cache.write(layer, reads.slots, reads.expected[:, layer])
+        self.cache.write(layer, reads.written, self._encoded[:, layer])
+        if layer == group.layers[0]:
             for row in self.rows:
-                self.oracle.filled(row.slots, OWN, f"{row.state.chain.req}#{row.state.chain.generation}")
+                self.oracle.filled(row.by_group[number], OWN, f"{row.state.chain.req}#{row.state.chain.generation}")
 
     def read_layer(self, layer: int) -> None:
-        """The attention of one layer: read every known position through the block tables; wrong bytes change the sampled token."""
-        wrong = self.cache.mismatches(layer, self._read, self._expected[:, layer])
+        """The attention of one layer: read every known position, or those of the layer's window, through the block tables; wrong bytes
+        change the sampled token."""
+        reads = self._reads[self.cache.group(layer)]
+        wrong = self.cache.mismatches(layer, reads.slots, reads.expected[:, layer])
         by_row: dict[int, list[int]] = {}
         for index in wrong.tolist():
-            by_row.setdefault(int(np.searchsorted(self._ends, index, side="right")), []).append(index)
+            by_row.setdefault(int(np.searchsorted(reads.ends, index, side="right")), []).append(index)
         for number, indices in by_row.items():
             row = self.rows[number]
-            first = int(self._ends[number]) - row.known
+            behind = row.known - int(reads.ends[number])  # from an index to a position
             for index in indices:
-                self.oracle.wrong_read(layer, row.state.chain, index - first, int(self._read[index]))
-            bytes_read = self.cache.read(layer, self._read[indices]).contiguous().numpy().tobytes()
+                self.oracle.wrong_read(layer, row.state.chain, index + behind, int(reads.slots[index]))
+            bytes_read = self.cache.read(layer, reads.slots[indices]).contiguous().numpy().tobytes()
             seed = self._corruption.get(row.state.chain.req, 0)
             self._corruption[row.state.chain.req] = seed ^ int.from_bytes(hashlib.sha256(bytes_read).digest()[:8], "little")
 

@@ -37,9 +37,11 @@ if TYPE_CHECKING:
 class ReferenceConnector(SuiteHooks, Telemetry):
     """A best-effort KV cache for models with one group of attention layers. Options: see ``Options``."""
 
+    several_groups = False
+
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        if len(kv_cache_config.kv_cache_groups) > 1:
+        if len(kv_cache_config.kv_cache_groups) > 1 and not self.several_groups:
             raise ValueError("models with more than one KV cache group are not supported")
         self.options = Options.of(vllm_config)
         self._block_size = vllm_config.cache_config.block_size

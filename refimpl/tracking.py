@@ -18,7 +18,7 @@ class Tracked:
 
     ``saved``: its first ``saved`` chunks need no further thought; a boundary, not a count of stores. ``first``: the first chunk
     that may be stored at all. ``fresh``: admitted since the last metadata was built. ``planned``: has had saves. ``outdated``: the
-    store was emptied since its admission.
+    store was emptied since its admission. ``tables``: one per KV cache group, for those who support several.
     """
 
     request: Request
@@ -29,6 +29,7 @@ class Tracked:
     planned: bool = False
     outdated: bool = False
     keys: list[str] = field(default_factory=list)
+    tables: list[list[int]] = field(default_factory=list)
 
 
 def scheduled(output: SchedulerOutput) -> Iterator[tuple[str, int, Sequence[Sequence[int]] | None, bool]]:

@@ -90,7 +90,7 @@ class Machine:
     def grant(self, req: str, table: list[int], start: int, end: int, *, is_async: bool = False) -> Grant:
         """Open a grant as the observer does."""
         transfer = f"{req}#{self.generations.get(req, 0)}.{len(self.oracle.grants) + 1}"
-        made = Grant(transfer, req, self.generations.get(req, 0), start, end, is_async, table, BLOCK, 2)
+        made = Grant(transfer, req, self.generations.get(req, 0), start, end, is_async, [table], self.cache.groups)
         self.oracle.grants.append(made)
         self.tables[req] = table
         return made

@@ -12,7 +12,7 @@ from typing import Any
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 
-from kvconform import compat, older
+from kvconform import older
 from kvconform.api import bound, inspect_class, inspect_instance
 from kvconform.batch import Batch
 from kvconform.case import Variant
@@ -24,7 +24,8 @@ from kvconform.engines.info import Info
 from kvconform.engines.ledger import Ledger
 from kvconform.engines.ranks import Follower, Rank, config_of, places, shard, widen
 from kvconform.engines.refusals import inspect_engine
-from kvconform.engines.setup import build_configs, build_scheduler
+from kvconform.engines.setup import build_cache_config, build_configs, build_scheduler
+from kvconform.groups import groups_of
 from kvconform.hashes import HashBook
 from kvconform.kvcache import PagedCache
 from kvconform.lifecycle import make_lifecycle
@@ -57,10 +58,13 @@ class Engine(EngineControl, EngineExecution):
         Probe.active = self.probe
         settings = variant.case.config
         where = places(settings, with_connector=with_connector)
-        shards = [shard(registry, place, settings.num_blocks, variant.block_size, KV_LAYOUT) for place in where]
+        groups = groups_of(
+            settings.groups, layers=registry.book.layers, block_size=variant.block_size, heads=registry.book.heads, window=settings.window
+        )
+        shards = [shard(registry, place, settings.num_blocks, variant.block_size, settings.layout or KV_LAYOUT, groups) for place in where]
         cache = shards[-1][0]
         try:
-            self.config, self.cache_config = build_configs(variant, target, tmp, cache.book, cache.names, with_connector=with_connector)
+            self.config, self.cache_config = build_configs(variant, target, tmp, cache, with_connector=with_connector)
         except Exception as error:
             if with_connector:
                 refused(trace, target.resolve(), error)
@@ -87,9 +91,9 @@ class Engine(EngineControl, EngineExecution):
                 if hasattr(self.worker_half, "get_mem_pool_context"):  # asked before the KV tensors are allocated
                     self.worker_half.get_mem_pool_context()
         self.scheduler: Any = None
-        self.batch = Batch(variant.block_size, self._incarnation)
+        self.batch = Batch(variant.block_size, self._incarnation, cache.groups)
         for rank in self.ranks:
-            oracle = Oracle(rank.cache, rank.registry, trace, self.tables)
+            oracle = Oracle(rank.cache, rank.registry, trace, self.held)
             kind = Worker if rank is self.ranks[-1] else Follower
             rank.worker = kind(rank.cache, rank.registry, trace, oracle, self.batch, memory.computed)
             rank.lifecycle = make_lifecycle(
@@ -135,7 +139,7 @@ class Engine(EngineControl, EngineExecution):
     def _cache_config(self, cache: PagedCache) -> Any:
         if cache.names == self.cache_config.kv_cache_groups[0].layer_names:
             return self.cache_config
-        return compat.build_cache_config(cache.num_blocks, cache.block_size, cache.book.heads, cache.book.head_dim, cache.names)
+        return build_cache_config(cache)
 
     def _generation(self, req_id: str) -> int:
         """Incarnation of a request id; 0 for one that nobody added: a connector may report anything."""
@@ -191,16 +195,20 @@ class Engine(EngineControl, EngineExecution):
             return
         self.reported_now = set(call.result.finished_recving or ())
 
-    def tables(self) -> dict[str, list[int]]:
-        """Block tables of all requests that hold blocks, by request id."""
+    def tables(self) -> dict[str, list[list[int]]]:
+        """Block tables of all requests that hold blocks, by request id; one per group."""
         if self.scheduler is None:
             return {}
         manager, tables = self.scheduler.kv_cache_manager, {}
         for req_id in self.scheduler.requests:
-            table = list(manager.get_block_ids(req_id)[0])
-            if table:
-                tables[req_id] = table
+            groups = [list(table) for table in manager.get_block_ids(req_id)]
+            if any(groups):
+                tables[req_id] = groups
         return tables
+
+    def held(self) -> dict[str, list[int]]:
+        """Blocks of all requests that hold some, by request id."""
+        return {req_id: [block for table in groups for block in table] for req_id, groups in self.tables().items()}
 
     # -- steps -----------------------------------------------------------------------------------------------------------------
     def schedule(self) -> None:

@@ -41,6 +41,7 @@ class Ledger:
 
     def _wrap_pool(self) -> None:
         get_new_blocks, free_blocks = self.pool.get_new_blocks, self.pool.free_blocks
+        groups = self.observer.oracle.cache.group_of
 
         def take(count: int) -> list[Any]:
             blocks = get_new_blocks(count)
@@ -53,21 +54,22 @@ class Ledger:
             written = {block for output in self.in_flight() for block in self._writes.get(output, ())}
             for block in listed:
                 self.trace.emit(
-                    "block", op="free", id=block.block_id, group=0, owner=None, hashed=block.block_hash is not None, ref=block.ref_cnt,
-                    in_flight=block.block_id in written,
+                    "block", op="free", id=block.block_id, group=int(groups[block.block_id]), owner=None,
+                    hashed=block.block_hash is not None, ref=block.ref_cnt, in_flight=block.block_id in written,
                 )  # fmt: skip
             return result
 
         self.pool.get_new_blocks, self.pool.free_blocks = take, give
 
-    def take_fresh(self, tables: dict[str, list[int]]) -> list[tuple[int, str]]:
-        """Blocks that the last schedule handed out, with their owners."""
-        owners = {block: req for req, table in tables.items() for block in table}
-        fresh = [(block, owners.get(block, "nobody")) for block in self.fresh if block != 0]
-        for block, owner in fresh:
-            self.trace.emit("block", op="alloc", id=block, group=0, owner=owner, hashed=False, ref=1, in_flight=False)
+    def take_fresh(self, tables: dict[str, list[list[int]]]) -> list[tuple[int, str]]:
+        """Blocks that the last schedule handed out, with their owners. `tables`: per request, one per group. Notes whose group they are."""
+        owners = {block: (req, number) for req, groups in tables.items() for number, table in enumerate(groups) for block in table}
+        fresh = [(block, owners.get(block, ("nobody", 0))) for block in self.fresh if block != 0]
+        for block, (owner, group) in fresh:
+            self.observer.oracle.cache.group_of[block] = group
+            self.trace.emit("block", op="alloc", id=block, group=group, owner=owner, hashed=False, ref=1, in_flight=False)
         self.fresh = []
-        return fresh
+        return [(block, owner) for block, (owner, _) in fresh]
 
     # -- requests --------------------------------------------------------------------------------------------------------------
     def added(self, request: Any) -> None:
@@ -115,8 +117,8 @@ class Ledger:
         self._objects = {}  # whoever holds a request here makes it look leaked
 
     # -- after schedule --------------------------------------------------------------------------------------------------------
-    def after_schedule(self, output: Any, tables: dict[str, list[int]]) -> None:
-        """Emit step.scheduled, req.scheduled and req.state of one schedule()."""
+    def after_schedule(self, output: Any, tables: dict[str, list[list[int]]]) -> None:
+        """Emit step.scheduled, req.scheduled and req.state of one schedule(). `tables`: per request, one per group."""
         cached = output.scheduled_cached_reqs
         resumed = set(getattr(cached, "resumed_req_ids", ()) or ())
         drafts = {r: len(d) for r, d in output.scheduled_spec_decode_tokens.items()}
@@ -147,8 +149,8 @@ class Ledger:
             )  # fmt: skip
 
     def _scheduled(
-        self, request: Any, kind: str, so_c: int, output: Any, tables: dict[str, list[int]], *, new_blocks: list[int] | None, outputs: int,
-        all_ids: int | None, prefill_ids: int | None,
+        self, request: Any, kind: str, so_c: int, output: Any, tables: dict[str, list[list[int]]], *, new_blocks: list[int] | None,
+        outputs: int, all_ids: int | None, prefill_ids: int | None,
     ) -> None:  # fmt: skip
         req, count = request.request_id, output.num_scheduled_tokens[request.request_id]
         drafts = len(output.scheduled_spec_decode_tokens.get(req, ()))
@@ -160,13 +162,13 @@ class Ledger:
         self._current[req] = self.trace.emit(
             "req.scheduled", req=req, generation=key[1], kind=kind, so_C=so_c, C=before, S=count,
             P=placeholders, N=request.num_tokens, inflight=request.num_in_flight_tokens - count, drafts=drafts, new_blocks=new_blocks,
-            table=tables.get(req, []), num_output_tokens=outputs, v_before=None, v_after=None,
+            table=tables.get(req, [[]])[0], num_output_tokens=outputs, v_before=None, v_after=None,
             prefill=before - placeholders < request.num_tokens - 1, all_ids=all_ids,
             prefill_ids=prefill_ids, prev_so_C=self._last.get(key),
         )  # fmt: skip
         self._last[key] = so_c
-        size, table = self.batch.block_size, tables.get(req, [])
-        self._writing.update(table[before // size : -(-(before + count) // size)])
+        for size, table in zip(self.batch.sizes, tables.get(req, ()), strict=False):
+            self._writing.update(table[before // size : -(-(before + count) // size)])
 
     _writing: set[int] = set()
 

@@ -7,9 +7,9 @@ All ranks live in this process. While one runs, vLLM's tensor and pipeline group
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -18,6 +18,7 @@ from vllm.distributed import parallel_state
 
 from kvconform.case import Config
 from kvconform.compat import ModelRunnerOutput
+from kvconform.groups import Group
 from kvconform.kernels.codes import CodeBook
 from kvconform.kvcache import PagedCache
 from kvconform.lifecycle import Lifecycle
@@ -88,10 +89,12 @@ class RankRegistry:
         return None if hit is None else (hit[0], hit[1] - self.book.layer, hit[2], hit[3] - self.book.head)
 
 
-def shard(registry: Registry, place: Place, num_blocks: int, block_size: int, layout: str) -> tuple[PagedCache, Registry]:
-    """The cache of one rank, and the registry that its worker and oracle use; both are the whole if there is one rank."""
+def shard(
+    registry: Registry, place: Place, num_blocks: int, block_size: int, layout: str, groups: Sequence[Group] = ()
+) -> tuple[PagedCache, Registry]:
+    """The cache of one rank, and the registry that its worker and oracle use; both are the whole, with `groups`, if there is one rank."""
     if place.alone:
-        return PagedCache(registry.book, num_blocks, block_size, layout=layout), registry
+        return PagedCache(registry.book, num_blocks, block_size, layout=layout, groups=groups), registry
     book = RankBook(registry.book, place)
     cache = PagedCache(cast(CodeBook, book), num_blocks, block_size, layout=layout)
     cache.names = [f"model.layers.{book.layer + i}.self_attn.attn" for i in range(book.layers)]
@@ -155,9 +158,9 @@ class Follower(Worker):
         self.fresh, self.rows, self.order, self._nonce = fresh, leader.rows, 0, leader._nonce
         self._corruption = leader._corruption
         if output.total_num_scheduled_tokens:
-            self._written, self._read, self._ends = leader._written, leader._read, leader._ends
             self._encoded = self.cache.book.rows(np.concatenate([row.content() for row in self.rows]), self._nonce)
-            self._expected = np.concatenate([self.cache.book.rows(row.state.chain.array(0, row.known)) for row in self.rows])
+            expected = np.concatenate([self.cache.book.rows(row.state.chain.array(0, row.known)) for row in self.rows])
+            self._reads = [replace(leader._reads[0], expected=expected)]
 
     def sample(self) -> ModelRunnerOutput:
         """An output that says nothing but what the connector reports."""

@@ -6,19 +6,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvconform import compat, policies
+from kvconform import compat, compat_groups, policies
 from kvconform.case import Variant
-from kvconform.kernels.codes import CodeBook
+from kvconform.kvcache import PagedCache
 from kvconform.provenance import text_id
 from kvconform.target import Target
 
 LAYERS, HEADS, HEAD_DIM = 2, 2, 16
 
 
-def build_configs(
-    variant: Variant, target: Target, tmp: Path, book: CodeBook, layer_names: list[str], *, with_connector: bool
-) -> tuple[Any, Any]:
-    """(VllmConfig, KVCacheConfig) of a variant."""
+def build_configs(variant: Variant, target: Target, tmp: Path, cache: PagedCache, *, with_connector: bool) -> tuple[Any, Any]:
+    """(VllmConfig, KVCacheConfig) of a variant, whose KV is in `cache`."""
     settings = variant.case.config
     transfer = None
     if with_connector:
@@ -45,8 +43,16 @@ def build_configs(
     )
     config.scheduler_config.long_prefill_token_threshold = settings.long_prefill_threshold
     policies.prepare(config, frozenset(variant.case.policies), variant.block_size, settings.spec_tokens)
-    cache = compat.build_cache_config(settings.num_blocks, variant.block_size, book.heads, book.head_dim, layer_names)
-    return config, cache
+    if settings.groups:
+        config.scheduler_config.disable_hybrid_kv_cache_manager = False  # vLLM does not start a connector that does not support it
+    return config, build_cache_config(cache)
+
+
+def build_cache_config(cache: PagedCache) -> Any:
+    """The KVCacheConfig of `cache`."""
+    if len(cache.groups) > 1:
+        return compat_groups.build_cache_config(cache)
+    return compat.build_cache_config(cache.num_blocks, cache.block_size, cache.book.heads, cache.book.head_dim, cache.names)
 
 
 def build_scheduler(variant: Variant, config: Any, cache: Any, *, with_connector: bool) -> tuple[Any, frozenset[str]]:

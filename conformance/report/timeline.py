@@ -164,7 +164,8 @@ def _returned(e: Event) -> tuple[str, str] | None:
 
 
 def _changed(e: Event) -> tuple[str, str] | None:
-    bad = [f"{name}={ranges(e[name])}" for name in ("shared", "over_computed", "null_block", "unallocated", "other_request") if e[name]]
+    kinds = ("shared", "over_computed", "null_block", "unallocated", "other_request", "not_transferred")
+    bad = [f"{name}={ranges(e[name])}" for name in kinds if e.get(name)]
     return ("kv changed", f"after {e['after_hook']} in {e['layer']}: {' '.join(bad)} (slots)") if bad else None
 
 

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV cache groups: layers that share a block table. A model with several has several kinds of layers, and one pool of blocks for all.
+
+A block belongs to one group at a time; the layers of different groups lie on the same bytes, as vLLM allocates them. Layers of kind
+
+    full      attend to everything before them
+    sliding   attend to the last `window` tokens; blocks that leave the window are freed, and null (block 0) in the table from then on
+    wide      as sliding, with half the heads and twice the tokens per block: pages of all groups have one size
+    private   full, but no part of the KV that is transferred (enable_kv_transfer=False): the engine makes it anew after a load
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+GroupKind = Literal["full", "sliding", "wide", "private"]
+WINDOWED = ("sliding", "wide")
+
+
+@dataclass(frozen=True)
+class Group:
+    """One group: the numbers of its layers, tokens per block, KV heads, window in tokens (None: unlimited), is it transferred?"""
+
+    kind: GroupKind
+    layers: tuple[int, ...]
+    block_size: int
+    heads: int
+    window: int | None = None
+    transfer: bool = True
+
+    def first_read(self, start: int) -> int:
+        """The first position that a token at `start` attends to."""
+        return 0 if self.window is None else max(0, start - self.window + 1)
+
+
+def groups_of(kinds: Sequence[GroupKind], *, layers: int, block_size: int, heads: int, window: int) -> tuple[Group, ...]:
+    """The groups of a model with `layers` layers: one per kind, one layer each; without kinds one full group of all layers. ValueError
+    if there are not as many layers as kinds."""
+    if not kinds:
+        return (Group("full", tuple(range(layers)), block_size, heads),)
+    if len(kinds) != layers:
+        raise ValueError(f"{len(kinds)} groups of one layer each in a model of {layers} layers")
+    return tuple(
+        Group(
+            kind,
+            (number,),
+            block_size * (2 if kind == "wide" else 1),
+            heads // 2 if kind == "wide" else heads,
+            window if kind in WINDOWED else None,
+            kind != "private",
+        )
+        for number, kind in enumerate(kinds)
+    )

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reference connector for models with several KV cache groups (full attention beside a sliding window, say): ``SupportsHMA``.
+
+Everything that was one is one per group: block table, block size, stored entry. A chunk is stored once per group, under the chunk's key
+and the group's number. A table of a group with a window has the null block (0) where the window has passed: nothing is there to be saved,
+and nothing is wanted. So a hit needs all chunks of the unlimited groups, and of the others those that the window ends on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, SupportsHMA
+
+from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.paging import NULL_BLOCK
+from kvconform.refimpl.plan import Load, Piece, Save, cut
+from kvconform.refimpl.tracking import Tracked
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+
+@dataclass(frozen=True)
+class Part:
+    """A group that is transferred: its place among all groups, tokens per block, layers, and window in tokens (None: unlimited)."""
+
+    number: int
+    block_size: int
+    layers: frozenset[str]
+    window: int | None
+
+    def key(self, chunk: str) -> str:
+        """The key of this group's share of a chunk."""
+        return f"{chunk}.{self.number}"
+
+    def first_wanted(self, end: int) -> int:
+        """The first position with KV in this group when the tokens [0, end) have been computed: blocks before it are null."""
+        skipped = 0 if self.window is None else max(0, end - self.window + 1)
+        return skipped // self.block_size * self.block_size
+
+
+@dataclass(frozen=True)
+class Share(Piece):
+    """One group's part of a chunk; slots count in blocks of that group."""
+
+    part: Part
+
+    def blocks(self, block_size: int) -> set[int]:
+        return {slot // self.part.block_size for slot in self.slots}
+
+
+class HybridConnector(ReferenceConnector, SupportsHMA):
+    """As the reference connector, for any number of groups."""
+
+    several_groups = True
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        if self.options.async_saves:
+            raise ValueError("blocks leave a window without notice: a save cannot wait")
+        groups = kv_cache_config.kv_cache_groups
+        self._parts = [
+            Part(number, group.kv_cache_spec.block_size, frozenset(group.layer_names), getattr(group.kv_cache_spec, "sliding_window", None))
+            for number, group in enumerate(groups)
+            if getattr(group, "enable_kv_transfer", True)
+        ]
+        self._block_size = math.lcm(*(group.kv_cache_spec.block_size for group in groups))
+        self._several = len(groups) > 1
+        self._state: Any = None  # the block tables, while metadata is built
+        self._failed: set[str] = set()  # asynchronous loads, to be reported
+
+    # ---- Scheduler half ----
+
+    def _stored_prefix(self, request: Request) -> int:
+        keys = self._keys(request, [], request.num_tokens)
+        unlimited = [part for part in self._parts if part.window is None]
+        found = (i for i, key in enumerate(keys) if not all(self._store.has(part.key(key)) for part in unlimited))
+        return next(found, len(keys)) * self.options.chunk_tokens
+
+    def _claim(self, request: Request, found: int) -> int:
+        """The longest claim that finds every window filled."""
+        end, keys = super()._claim(request, found), self._keys(request, [], request.num_tokens)
+        while end > 0 and not all(self._is_filled(part, keys, end) for part in self._parts):
+            end -= end % self._block_size or self._block_size
+        return end
+
+    def _is_filled(self, part: Part, keys: Sequence[str], end: int) -> bool:
+        chunk = self.options.chunk_tokens
+        return all(self._store.has(part.key(key)) for key in keys[part.first_wanted(end) // chunk : -(-end // chunk)])
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        self._tracked[request.request_id].tables = _copied(blocks.get_block_ids())
+
+    def _plan_saves(self, scheduler_output: SchedulerOutput) -> Iterator[Save]:
+        self._state = getattr(scheduler_output, "kv_connector_block_state", None)
+        yield from super()._plan_saves(scheduler_output)
+        self._state = None  # only good for this call
+
+    def _extend_table(self, tracked: Tracked, new_blocks: Sequence[Sequence[int]] | None, replaces: bool) -> None:
+        """A step's output tells what was added. What left a window it does not tell: such a block may be another request's by now."""
+        now = None if self._state is None else self._state.get_block_ids(tracked.request.request_id)
+        if now is not None or replaces:
+            tracked.tables = _copied(now if now is not None else new_blocks or ())
+        elif new_blocks is not None:
+            for table, more in zip(tracked.tables, new_blocks, strict=True):
+                table += more
+
+    def _plan_load(self, tracked: Tracked, granted: int, is_async: bool) -> Load:
+        load = super()._plan_load(tracked, granted, is_async)
+        wanted = (self._inside(piece) for piece in self._shares(tracked, load.start, load.end))
+        return replace(load, pieces=tuple(piece for piece in wanted if piece.slots))
+
+    def _inside(self, share: Share) -> Share:
+        """What is left of it behind the null blocks."""
+        null = sum(slot // share.part.block_size == NULL_BLOCK for slot in share.slots)
+        return replace(share, first=share.first + null, slots=share.slots[null:])
+
+    def _plan_save(self, tracked: Tracked, end: int, scheduled: int, final: bool = False) -> Save:
+        save = super()._plan_save(tracked, end, scheduled, final)
+        table = {block for part in self._parts for block in tracked.tables[part.number][: -(-save.end // part.block_size)]}
+        return replace(save, table=tuple(sorted(table)) if save.pieces else ())
+
+    def _pieces(self, tracked: Tracked, start: int, end: int) -> tuple[Piece, ...]:
+        return tuple(share for share in self._shares(tracked, start, end) if NULL_BLOCK not in share.blocks(self._block_size))
+
+    def _expect(self, tracked: Tracked, pieces: Sequence[Piece]) -> bool:
+        return bool(pieces)  # no KV events
+
+    def _shares(self, tracked: Tracked, start: int, end: int) -> Iterator[Share]:
+        chunk = self.options.chunk_tokens
+        keys = self._keys(tracked.request, tracked.keys, -(-end // chunk) * chunk)
+        for part in self._parts:
+            for piece in cut(keys, tracked.tables[part.number], start, end, chunk, part.block_size):
+                yield Share(part.key(piece.key), piece.first, piece.slots, part)
+
+    def request_finished_all_groups(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        """Called instead of `request_finished`, with one table per group."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is not None:
+            tracked.tables = _copied(block_ids)
+        return self.request_finished(request, list(block_ids[0]))
+
+    # ---- Worker half ----
+
+    def _load(self, load: Load, layers: Iterable[str]) -> None:
+        bad = set(self._bad)
+        super()._load(load, layers)
+        if self._several and self._invalid:  # a block id says nothing without its group: the engine wants the request's
+            self._failed.add(load.req)
+            self._invalid.clear()
+            self._bad = bad if load.is_async else self._bad  # nobody has computed upon it
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        results = super().get_transfer_results(finished_req_ids)
+        results.failed_recving |= self._failed
+        self._failed = set()
+        return results
+
+    def _load_layer(self, piece: Piece, layer: str) -> bool:
+        assert isinstance(piece, Share)
+        return layer not in piece.part.layers or super()._load_layer(piece, layer)
+
+    def _save_layer(self, epoch: int, save: Save, layer: str, kv_layer: torch.Tensor) -> None:
+        mine = tuple(piece for piece in save.pieces if isinstance(piece, Share) and layer in piece.part.layers)
+        super()._save_layer(epoch, replace(save, pieces=mine), layer, kv_layer)
+
+    @classmethod
+    def kvconform_capabilities(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        return {**super().kvconform_capabilities(extra_config), "kv_events": False}
+
+
+def _copied(tables: Iterable[Sequence[int]]) -> list[list[int]]:
+    return [list(table) for table in tables]
