@@ -40,6 +40,7 @@ CAPABILITIES: dict[str, Capability] = {
     "chunk_tokens": Capability(
         1, (Annotated[int, Field(gt=0)], "a whole number above 0"), "granularity of what it promises to return, in tokens"
     ),
+    "best_effort": Capability(False, _YES_NO, "stores or loads less, or nothing, when it is busy or when it is not worth it"),
     "synthesises_kv": Capability(False, _YES_NO, "makes KV that no engine computed"),
     "non_prefix_reuse": Capability(False, _YES_NO, "reuses KV of content that is not a prefix"),
     "lossy": Capability(

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvconform.case import Variant
 from kvconform.compat_request import build_request
+from kvconform.crowd import crowd_of
 from kvconform.engines.engine import Engine
 from kvconform.engines.info import Info
 from kvconform.expect import Expectations
@@ -238,13 +239,14 @@ class Driver:
         if source is None or event["tokens"] is None or self.promises is None:
             return
         del self._reloads[request.request_id]
-        promised = self.promises.promised(
-            self.requests[source], self.prompts[source], request, self.variant.block_size, self._final(source)
-        )
+        of = (self.requests[source], self.prompts[source], request, self.variant.block_size, self._final(source))
+        promised, found = self.promises.promised(*of), event["local"] + event["tokens"]
+        if found < promised and not self.promises.declared:  # perhaps it does its best, and there was a lot to do
+            key = (self.ids[source], self.expectations.generation(source))
+            promised = min(promised, self.promises.promised(*of, crowd_of(self.trace.events, key, event)))
         self.trace.emit(
-            "profile.expectation", what=self.caps["saves"], req=request.request_id, of=source, promised=promised,
-            reloadable=event["local"] + event["tokens"],
-        )  # fmt: skip
+            "profile.expectation", what=self.caps["saves"], req=request.request_id, of=source, promised=promised, reloadable=found
+        )
 
     def _final(self, name: str) -> int | None:
         """Final KV of a finished request that one can save step by step (None: it is not one whose KV a connector must keep).

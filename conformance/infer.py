@@ -10,8 +10,10 @@ from typing import Any
 
 from kvconform.capabilities import CAPABILITIES, complete
 from kvconform.case import Variant
-from kvconform.promise import Plain, Promises
-from kvconform.runner import plain_case, run_variant
+from kvconform.crowd import Crowd
+from kvconform.plain import Plain, plain_case
+from kvconform.promise import Promises
+from kvconform.runner import run_variant
 from kvconform.target import Target
 
 
@@ -34,7 +36,7 @@ class Calibration:
         self._known: dict[tuple[Plain, int], tuple[int, bool]] = {}
 
     def came_back(self, plain: Plain, block_size: int) -> tuple[int, bool]:
-        """(tokens that the second lookup claimed, whether by an asynchronous load) in the plain workload."""
+        """(tokens that were there at the second lookup, whether by an asynchronous load) in the plain workload."""
         key = (plain, block_size)
         if key not in self._known:
             variant = Variant(plain_case(plain, block_size), "reference", "sync", "v1", 1, block_size)
@@ -43,7 +45,9 @@ class Calibration:
             answers = [e for e in run.trace if e["k"] == "lookup" and e["req"] == "b" and e["tokens"] is not None]
             crashed = any(e["k"] in ("engine.crash", "engine.stall") for e in run.trace)
             claim = answers[-1] if answers else None
-            self._known[key] = (0, False) if claim is None or crashed else (max(0, int(claim["tokens"])), claim["is_async"])
+            self._known[key] = (
+                (0, False) if claim is None or crashed else (max(0, claim["local"] + int(claim["tokens"])), claim["is_async"])
+            )
         return self._known[key]
 
 
@@ -73,10 +77,13 @@ def profile_of(target: Target, tmp: Path) -> Profile:
         if "saves" not in caps:
             more = calibration.came_back(Plain(length, 24, length + 23, length + 25), block)[0] if prompt > 0 else 0
             learn("saves", "none" if prompt == 0 else "all" if more > length else "prompt")
+        if prompt > block and "best_effort" not in caps:
+            busy = Plain(length, 1, length, length, _busy(length, prompt, block))
+            learn("best_effort", calibration.came_back(busy, block)[0] < prompt)
     for name in CAPABILITIES:
         sources.setdefault(name, "default")
     full = complete(caps)
-    has_declared = sources["saves"] == "declared" and sources["chunk_tokens"] == "declared"
+    has_declared = sources["saves"] == "declared" and sources["chunk_tokens"] == "declared" and not full["best_effort"]
     promises = Promises(full, has_declared, lambda plain, size: calibration.came_back(plain, size)[0])
     return Profile(full, sources, promises)
 
@@ -88,3 +95,8 @@ def _first_hit(calibration: Calibration, block: int) -> tuple[int, int, bool]:
         if back > 0:
             return length, back, is_async
     return 0, 0, False
+
+
+def _busy(length: int, back: int, block: int) -> Crowd:
+    """A crowd that asks much of a connector: others to save for and to load for, and little left that a load could spare."""
+    return Crowd(before=(length,), beside=(length, length), after=(length,), loads=(length - 1,), local=(back - 1) // block * block)

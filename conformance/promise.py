@@ -4,23 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-
-@dataclass(frozen=True)
-class Plain:
-    """The plain workload: `prompt` + `outputs` tokens are computed, then a prompt of `wanted` tokens shares the first `common` of them."""
-
-    prompt: int
-    outputs: int
-    common: int
-    wanted: int
+from kvconform.crowd import NOBODY, Crowd
+from kvconform.plain import Plain
 
 
 class Promises:
     """Promised reloadable tokens. Declared capabilities give a formula; inferred ones are calibrated: a prompt that was chunked, preempted
-    or speculated on must come back as far as the same number of tokens does when nothing of that happened.
+    or speculated on must come back as far as the same number of tokens does when nothing of that happened. What comes back then may depend
+    on the crowd, on what else there was to save and to load: who may decline a small load, or saves so much per step and no more, does.
 
     `calibrate(plain, block_size)` runs that plain workload and returns how many tokens came back.
     """
@@ -28,7 +21,7 @@ class Promises:
     def __init__(self, caps: dict[str, Any], declared: bool, calibrate: Callable[[Plain, int], int]) -> None:
         self.caps, self.declared, self.calibrate = caps, declared, calibrate
 
-    def promised(self, source: Any, prompt: list[int], request: Any, block_size: int, final: int | None) -> int:
+    def promised(self, source: Any, prompt: list[int], request: Any, block_size: int, final: int | None, crowd: Crowd = NOBODY) -> int:
         """Tokens of `request` that must be loadable or local, given that `source` computed `final` positions. Reads only."""
         saves = self.caps["saves"]
         if final is None or saves == "none" or not self.caps["store"]:
@@ -45,5 +38,5 @@ class Promises:
             return limit // chunk * chunk
         # What was not final is not shared in the plain run either: a connector that keeps whole chunks has none of a chunk cut short.
         shared = common if limit >= min(common, len(wanted) - 1) else limit
-        plain = Plain(len(prompt), len(known) - len(prompt), shared, len(wanted))
+        plain = Plain(len(prompt), len(known) - len(prompt), shared, len(wanted), crowd)
         return min(limit, self.calibrate(plain, block_size)) if limit > 0 else 0

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvconform import compat
 from kvconform.capabilities import complete
-from kvconform.case import Case, Variant
+from kvconform.case import Variant
 from kvconform.driver import Driver, Stalled
 from kvconform.elsewhere import FirstPartEnded, process_restart, run_elsewhere, run_first_part
 from kvconform.engines.fault import EngineFault
@@ -23,7 +23,7 @@ from kvconform.kernels.codes import CodeBook
 from kvconform.multi import inside
 from kvconform.pair import PairDriver, PairTrace
 from kvconform.probe import Patch, Probe
-from kvconform.promise import Plain, Promises
+from kvconform.promise import Promises
 from kvconform.provenance import Registry
 from kvconform.refimpl import faulty
 from kvconform.refimpl.errors import EngineAssertion, IntegrityError
@@ -191,30 +191,3 @@ def _freeze() -> None:
         gc.freeze()
         atexit.register(gc.unfreeze)  # extension modules report what is left at exit as leaks
         _frozen = True
-
-
-def plain_case(plain: Plain, block_size: int) -> Case:
-    """The plainest round trip: compute a prompt, drop the local cache, ask again."""
-    total = max(plain.prompt + plain.outputs, plain.wanted) + 8
-    return Case.model_validate(
-        {
-            "id": "internal.calibration",
-            "area": "internal",
-            "text": "A prompt is computed, the local cache dropped, the same prompt asked for again.",
-            "config": {"budget": max(64, total), "num_blocks": 3 * (total // block_size + 3), "max_model_len": max(256, 2 * total)},
-            "steps": [
-                {"add": {"req": "a", "prompt": plain.prompt, "max_tokens": plain.outputs}},
-                {"run": {}},
-                {"drop-local": {}},
-                {
-                    "add": {
-                        "req": "b",
-                        "prompt": {"of": "a", "outputs": True, "tokens": plain.common, "then": plain.wanted - plain.common},
-                        "max_tokens": 1,
-                    }
-                },
-                {"run": {}},
-            ],
-        },
-        strict=False,
-    )

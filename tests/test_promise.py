@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from kvconform.crowd import Crowd
 from kvconform.errors import UsageError
 from kvconform.infer import profile_of
-from kvconform.promise import Plain, Promises
+from kvconform.plain import Plain
+from kvconform.promise import Promises
 from kvconform.refimpl.connector import ReferenceConnector
 from kvconform.target import Target
 
@@ -126,6 +128,23 @@ def test_what_the_reference_connector_would_be_taken_for(options: dict[str, Any]
     profile = learned(Undeclared, tmp_path, {"store": "{tmp}", **options})
     assert (profile.caps["store"], profile.caps["saves"], profile.caps["async_load"]) == (True, saves, is_async)
     assert profile.caps["fault_injection"] is True and profile.caps["hma"] is False
+
+
+@pytest.mark.parametrize("name", ["WorthLoading", "OneLoadPerStep", "SaveBudget"])
+def test_who_does_less_in_a_crowd_does_its_best(name: str, tmp_path: Path) -> None:
+    profile = learned(f"kvconform.refimpl.variants.frugal:{name}", tmp_path)
+    assert (profile.caps["best_effort"], profile.sources["best_effort"]) == (True, "inferred")
+    full = learned(Undeclared, tmp_path / "full")
+    assert (full.caps["best_effort"], full.sources["best_effort"]) == (False, "inferred")
+    alone, beside = Plain(41, 1, 41, 41), Plain(41, 1, 41, 41, Crowd(beside=(41,)))
+    assert [full.promises.calibrate(plain, 4) for plain in (alone, beside)] == [40, 40]
+    if name == "SaveBudget":
+        assert [profile.promises.calibrate(plain, 4) for plain in (alone, beside)] == [8, 0]
+
+
+def test_who_says_that_it_does_its_best_is_not_held_to_a_formula(tmp_path: Path) -> None:
+    profile = learned(Undeclared, tmp_path, saves="all", chunk_tokens=4, best_effort=True)
+    assert not profile.promises.declared
 
 
 @pytest.mark.parametrize("cls", [StoresNothing, CrashesLater])

@@ -18,6 +18,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "block-filler": (f"{HERE}.loading:BlockFiller", {"whole_blocks": False}),
     "delayed": (f"{HERE}.loading:Delayed", {"load": "async", "async_saves": True, "save_delay": 3}),
     "decoy": (f"{HERE}.decoy:Decoy", {}),
+    "worth-loading": (f"{HERE}.frugal:WorthLoading", {}),
+    "one-load-per-step": (f"{HERE}.frugal:OneLoadPerStep", {}),
+    "save-budget": (f"{HERE}.frugal:SaveBudget", {}),
     "plain": (f"{HERE}.plain:Plain", {}),
 }
 """Name -> connector and extra configuration (besides ``store``)."""
