@@ -64,6 +64,8 @@ def run_variant(
     with_connector = relation != "no-connector" and target.connector is not None
     caps = caps if caps is not None else complete(dict(target.capabilities))
     settings = variant.case.config
+    if len(settings.groups) > book.layers:  # one layer each
+        book = CodeBook(len(settings.groups), book.heads, book.head_dim)
     trace = PairTrace() if settings.engines else Trace()
     trace.emit(
         "run.start", seed=seed, engine=variant.engine, case=variant.case.id, scheduling=variant.scheduling, runner=variant.runner,
