@@ -13,15 +13,19 @@ from unittest.mock import patch
 
 @dataclass(frozen=True)
 class Replacement:
-    """`new(original, *args, **kwargs)` is called in the place of the function or method `owner.name`."""
+    """`new(original, *args, **kwargs)` is called in the place of the function or method `owner.name`.
+
+    With `create`, the owner has nothing of that name, and `original` does nothing.
+    """
 
     owner: Any
     name: str
     new: Callable[..., Any]
+    create: bool = False
 
     def bound(self) -> Callable[..., Any]:
         """What takes the original's place."""
-        original = getattr(self.owner, self.name)
+        original = nothing if self.create else getattr(self.owner, self.name)
 
         @wraps(original)
         def replaced(*args: Any, **kwargs: Any) -> Any:
@@ -44,7 +48,7 @@ class Fault:
         try:
             with ExitStack() as stack:
                 for each in self.replacements:
-                    stack.enter_context(patch.object(each.owner, each.name, each.bound()))
+                    stack.enter_context(patch.object(each.owner, each.name, each.bound(), create=each.create))
                 yield
         finally:
             _active.remove(self)
@@ -62,9 +66,12 @@ def in_force() -> bool:
     return bool(_active)
 
 
-def fault(owner: Any, name: str) -> Callable[[Callable[..., Any]], Fault]:
-    """Decorator: the function, given the original and its arguments, takes the place of `owner.name`; its docstring says what is wrong."""
-    return lambda new: Fault((new.__doc__ or "").strip(), [Replacement(owner, name, new)])
+def fault(owner: Any, name: str, *, create: bool = False) -> Callable[[Callable[..., Any]], Fault]:
+    """Decorator: the function, given the original and its arguments, takes the place of `owner.name`; its docstring says what is wrong.
+
+    `create`: there is no `owner.name`, and that it is there is what is wrong.
+    """
+    return lambda new: Fault((new.__doc__ or "").strip(), [Replacement(owner, name, new, create)])
 
 
 class Altered:
