@@ -38,7 +38,8 @@ def check(target: Target, tmp: Path, limit: float) -> None:
         except Exception as error:  # vLLM's import runs code of many packages
             raise EnvironmentProblem(f"vLLM cannot be imported, or lacks what kvconform needs: {_one_line(error)}") from error
     from kvconform.promise import Plain
-    from kvconform.runner import plain_case, run_variant
+    from kvconform.plain import plain_case
+    from kvconform.runner import run_variant
 
     with _in_time(f"import of {target.connector}", limit):
         target.resolve()
