@@ -118,3 +118,29 @@ def dummy_batch_calls_layer_hooks(step: Any, life: Own, output: Any) -> Any:
     for name in life.worker.cache.names:
         life.connector.wait_for_layer_load(name)
     return step(life, output)
+
+
+@fault(Own, "_attention")
+def passes_part_of_a_layer(attention: Any, life: Own, name: str) -> None:
+    """Passes a part of the layer's tensor to save_kv_layer."""
+
+    def part(original: Any, layer: str, tensor: Any, *args: Any) -> None:
+        original(layer, tensor[1:], *args)
+
+    with connector_of(life, save_kv_layer=part):
+        attention(life, name)
+
+
+@fault(Own, "step")
+def always_loads_first(step: Any, life: Own, output: Any) -> Any:
+    """Calls start_load_kv before the layers in every step."""
+    early = copy.copy(output)
+    early.has_sync_kv_loads = True
+    return step(life, early)
+
+
+@fault(Own, "step")
+def ends_no_forward(step: Any, life: Own, output: Any) -> Any:
+    """Does not say when the forward pass is over."""
+    with connector_of(life, finish_forward=nothing):
+        return step(life, output)
