@@ -31,6 +31,7 @@ PROVENANCE = (
     "stale_generation",
     "torn",
     "other_layer",
+    "other_group",
     "kv_swapped",
     "head_swapped",
     "unknown",
@@ -74,7 +75,7 @@ _kind(
     "run.start",
     "harness",
     "seed:i engine:s case:s scheduling:s runner:s depth:i vllm:s block_size:i num_blocks:i"
-    " policies:l connector:s? spec_tokens:i role:s failure_policy:s",
+    " policies:l connector:s? spec_tokens:i role:s failure_policy:s groups:i",
     "The run begins; its fields are the constants `cfg`.",
 )
 _kind(
@@ -163,8 +164,10 @@ _kind(
 _kind(
     "alloc",
     "sched",
-    "req:s generation:i attempt:i transfer:s? local:i claimed:i? external:i is_async:b blocks:l shared_blocks:l second_call:b C:i",
-    "update_state_after_alloc was called: the grant.",
+    "req:s generation:i attempt:i transfer:s? local:i claimed:i? external:i is_async:b blocks:l shared_blocks:l second_call:b C:i"
+    " tables:l unfilled:l?",
+    "update_state_after_alloc was called: the grant. tables = per KV cache group: tokens per block, window (0: none), block ids."
+    " unfilled = shared blocks whose load failed and that nothing has computed since.",
 )
 _kind(
     "step.scheduled",
@@ -176,8 +179,9 @@ _kind(
     "req.scheduled",
     "sched",
     "req:s generation:i kind:s so_C:i C:i S:i P:i N:i inflight:i drafts:i new_blocks:l? table:l num_output_tokens:i v_before:i v_after:i?"
-    " prefill:b all_ids:i? prefill_ids:i? prev_so_C:i?",
-    "One request's share of a step. C is the count before it advances; v_before/v_after are the tokens whose KV is final.",
+    " prefill:b all_ids:i? prefill_ids:i? prev_so_C:i? told:i",
+    "One request's share of a step. C is the count before it advances; v_before/v_after are the tokens whose KV is final; told = blocks at"
+    " the table's start that earlier outputs told of.",
 )
 _kind("req.state", "sched", "req:s generation:i from:s? to:s reason:s by:s C:i P:i N:i inflight:i", "A request changed its state.")
 _kind(
@@ -189,7 +193,7 @@ _kind(
 _kind(
     "req.finished",
     "sched",
-    "req:s generation:i status:s C:i P:i N:i inflight:i blocks:l delayed:b v_final:i",
+    "req:s generation:i status:s C:i P:i N:i inflight:i blocks:l delayed:b v_final:i tables:l hook:s",
     "A request finished; delayed = its blocks stay until finished_sending.",
 )
 _kind(

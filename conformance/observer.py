@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -121,20 +121,6 @@ class Observer(MetadataObserver):
         if external > 0:
             self.transfers += 1
             transfer = f"{key[0]}#{key[1]}.{self.transfers}"
-            grant = Grant(
-                transfer,
-                key[0],
-                key[1],
-                local,
-                local + external,
-                is_async,
-                tables,
-                self.oracle.cache.groups,
-            )
-            grant.started_step = self.trace.step
-            self.oracle.grants.append(grant)
-            for oracle in self.others:  # each rank is owed its own shard
-                oracle.grants.append(replace(grant, late=set(), groups=oracle.cache.groups))
         if last:
             last["allocated"] = True
         if self.reset_seen and not second:
@@ -143,10 +129,20 @@ class Observer(MetadataObserver):
         self.trace.emit(
             "alloc", req=key[0], generation=key[1], attempt=self.attempts, transfer=transfer, local=local,
             claimed=last["tokens"] if last and not second else None, external=external, is_async=is_async, blocks=table,
-            shared_blocks=table[: local // size], second_call=second, C=request.num_computed_tokens,
+            shared_blocks=table[: local // size], second_call=second, C=request.num_computed_tokens, tables=self._tables(tables),
         )  # fmt: skip
+        if transfer is not None:
+            grant = Grant(transfer, key[0], key[1], local, local + external, is_async, tables, self.oracle.cache.groups)
+            grant.started_step = self.trace.step
+            self.oracle.grants.append(grant)
+            for oracle in self.others:  # each rank is owed its own shard
+                oracle.grants.append(replace(grant, late=set(), groups=oracle.cache.groups))
         if is_async:
             self.hold(key[0], "recv", transfer, "async load")
+
+    def _tables(self, tables: Iterable[Sequence[int]]) -> list[list[Any]]:
+        """Per group: tokens per block, tokens in the window (0: unlimited), block ids."""
+        return [[g.block_size, g.window or 0, list(table)] for g, table in zip(self.oracle.cache.groups, tables, strict=False)]
 
     def _still_local(self, request: Any, local: int) -> None:
         """What the engine's own cache kept over a reset of the connector's may be saved again."""
@@ -170,13 +166,13 @@ class Observer(MetadataObserver):
     def _finished(self, call: Call) -> None:
         request = call.arg(0, "request")
         blocks = call.arg(1, "block_ids")
-        flat = list(blocks[0]) if blocks and isinstance(blocks, tuple) else list(blocks or [])
+        tables = list(blocks) if isinstance(blocks, tuple) else [list(blocks or [])]
         delayed = call.error is None and isinstance(call.result, tuple) and bool(call.result) and call.result[0] is True
         final = min(self.valid_end(request.request_id), request.num_tokens)
         self.trace.emit(
             "req.finished", req=request.request_id, generation=self.generation(request.request_id), status=request.status.name,
             C=request.num_computed_tokens, P=request.num_output_placeholders, N=request.num_tokens, inflight=request.num_in_flight_tokens,
-            blocks=flat, delayed=delayed, v_final=final,
+            blocks=list(tables[0]) if tables else [], delayed=delayed, v_final=final, tables=self._tables(tables), hook=call.hook,
         )  # fmt: skip
         if delayed:
             self.hold(request.request_id, "send", None, "request_finished returned True")
@@ -197,7 +193,7 @@ class Observer(MetadataObserver):
         for req in sorted(failed):
             grant = self._open_async(req)
             self._fail(req, grant, sorted(grant.blocks) if grant else [], [])
-        self.oracle.failed_reqs = failed
+        self.oracle.failed_reqs = {req for req in failed if self._open_async(req)}  # of a synchronous load the engine hears nothing here
         self.recved = list(recving)
 
     def _open_async(self, req: str) -> Grant | None:
@@ -222,6 +218,9 @@ class Observer(MetadataObserver):
             return
         self.errors = set(call.result or ())
         self.oracle.failed_blocks = self.errors
+        if self.errors and len(self.oracle.cache.groups) > 1:  # whose they are, nobody can tell
+            self._fail(None, None, sorted(self.errors), [])
+            return
         left = set(self.errors)
         for grant in self.oracle.open_grants():
             hit = self.errors & grant.blocks

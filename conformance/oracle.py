@@ -174,7 +174,8 @@ class Oracle:
         inside = grant is not None and grant.start <= pos < grant.end
         loading = grant is not None and inside and not grant.written[layer, pos - grant.start]
         row = self.cache.read(layer, np.array([slot]))[0].numpy()
-        found, side, origin = diagnose(self.registry, row, layer, chain, pos, loading=loading)
+        kin = self.cache.groups[self.cache.group(layer)].layers if len(self.cache.groups) > 1 else None
+        found, side, origin = diagnose(self.registry, row, layer, chain, pos, loading=loading, kin=kin)
         if loading and grant is not None:
             grant.late.add((layer, pos))
         self.pending.append(Wrong(layer, chain, pos, slot, found, side, origin, grant))

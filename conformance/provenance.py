@@ -8,7 +8,7 @@ while their plain ids agree are the same tokens under another identity.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -153,10 +153,13 @@ class Registry:
         return self._prints.get(fingerprint)
 
 
-def diagnose(registry: Registry, row: np.ndarray, layer: int, reader: Chain, pos: int, *, loading: bool) -> tuple[str, str, str]:
+def diagnose(
+    registry: Registry, row: np.ndarray, layer: int, reader: Chain, pos: int, *, loading: bool, kin: Collection[int] | None = None
+) -> tuple[str, str, str]:
     """Name a wrong slot: (`found`, which of k|v|both, origin text).
 
-    `row` is [heads, 2 * head_dim] as read; `loading` says that the slot belongs to a load that has not written it.
+    `row` is [heads, 2 * head_dim] as read; `loading` says that the slot belongs to a load that has not written it;
+    `kin` are the layers that share a block table with this one (None: all).
     """
     book = registry.book
     expected = reader.ids[pos]
@@ -185,6 +188,8 @@ def diagnose(registry: Registry, row: np.ndarray, layer: int, reader: Chain, pos
     if content == expected:
         for kv, head, hit in decoded:
             assert hit is not None
+            if kin is not None and hit[1] not in kin:
+                return "other_group", side, f"the right token, but bytes of layer {hit[1]}, which has another block table"
             if hit[1] != layer:
                 return "other_layer", side, f"the right token, but layer {hit[1]}'s bytes"
             if hit[2] != kv:

@@ -20,6 +20,7 @@ from kvconform.engines.fault import EngineFault
 from kvconform.engines.setup import HEAD_DIM, HEADS, LAYERS
 from kvconform.errors import KvconformError
 from kvconform.kernels.codes import CodeBook
+from kvconform.lost import lost, note_unfilled
 from kvconform.multi import inside
 from kvconform.pair import PairDriver, PairTrace
 from kvconform.probe import Patch, Probe
@@ -72,7 +73,7 @@ def run_variant(
         depth=variant.depth, vllm=compat.VLLM_VERSION, block_size=variant.block_size, num_blocks=settings.num_blocks,
         policies=[*variant.case.policies, *(["sibling-loads"] * ("winner" in settings.multi))],
         connector=target.connector if with_connector else None, spec_tokens=settings.spec_tokens,
-        role=target.role or settings.role, failure_policy=settings.load_failure_policy,
+        role=target.role or settings.role, failure_policy=settings.load_failure_policy, groups=max(1, len(settings.groups)),
     )  # fmt: skip
     run = Run(variant, relation, trace.events, caps, _channels(target) if with_connector else frozenset({"sched", "kv"}))
     tmp.mkdir(parents=True, exist_ok=True)
@@ -116,6 +117,7 @@ def _drive(
     except (Exception, HookTimeout, SystemExit) as error:  # whatever connector or engine raised is a finding; our faults are told apart
         _conclude(run, trace, driver, error)
     finally:
+        note_unfilled(trace.events)
         if driver is not None and driver.engine.inspector is not None:
             run.channels |= {"plan"}
         Probe.active = outer
@@ -146,6 +148,9 @@ def _crashed(run: Run, trace: Trace, driver: Driver | None, error: BaseException
     probe = Probe.active
     last = probe.last_error if probe is not None else None
     where, hook, cause = _blame(error), None, None
+    note_unfilled(trace.events)
+    if where == "harness" and lost(trace.events):
+        where = "engine"  # it asked for the impossible
     if last is not None and (last[1] is error or last[1] is error.__cause__ or last[1] is error.__context__):
         where, hook, cause = "hook", last[0], last[2]
     elif driver is None and where != "harness":

@@ -32,6 +32,7 @@ def inspect_engine(config: Any, cache_config: Any) -> Iterator[Finding]:
     yield "failure-policy", _transfer(NAME).kv_load_failure_policy == "fail", f"is {_transfer(NAME).kv_load_failure_policy}"
     yield _refuses("encoder-decoder", AssertionError, lambda: _encoder_decoder(config, cache_config))
     yield _refuses("expandable-segments", ValueError, lambda: _expandable_segments(config))
+    yield _refuses("groups-opted-in", ValueError, lambda: _hybrid(config, cache_config))
     for owner, names in REMOVED.items():
         left = [name for name in names if name in getattr(owner, "__dataclass_fields__", {}) or hasattr(owner, name)]
         empty = SchedulerOutput.make_empty()
@@ -81,6 +82,15 @@ def _registry() -> Iterator[Finding]:
         yield _refuses("broken-registration", ModuleNotFoundError, lambda: KVConnectorFactory.get_connector_class(_transfer(NAME)))
     finally:
         registry.pop(NAME, None)
+
+
+def _hybrid(config: Any, cache_config: Any) -> None:
+    """Ask for several KV cache groups with a connector that is written for one."""
+    asked, scheduler = copy.copy(config), copy.copy(config.scheduler_config)
+    asked.scheduler_config, asked.kv_transfer_config = scheduler, _transfer(NAME)
+    scheduler.disable_hybrid_kv_cache_manager = False
+    with patch.object(KVConnectorFactory, "get_connector_class", lambda *args: _Blank):
+        KVConnectorFactory.create_connector(config=asked, role=KVConnectorRole.WORKER, kv_cache_config=cache_config)
 
 
 def _encoder_decoder(config: Any, cache_config: Any) -> None:
