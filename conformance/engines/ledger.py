@@ -35,6 +35,7 @@ class Ledger:
         self._current: dict[str, Event] = {}
         self._flying: dict[str, list[Event]] = {}
         self._last: dict[tuple[str, int], int] = {}
+        self._told: dict[tuple[str, int], int] = {}  # blocks of a request that the outputs have told of
         self._writes: dict[int, set[int]] = {}  # id(output) -> blocks that the step writes
         self.in_flight: Callable[[], list[int]] = list  # id(output) of the steps that have not landed
         self._wrap_pool()
@@ -164,9 +165,10 @@ class Ledger:
             P=placeholders, N=request.num_tokens, inflight=request.num_in_flight_tokens - count, drafts=drafts, new_blocks=new_blocks,
             table=tables.get(req, [[]])[0], num_output_tokens=outputs, v_before=None, v_after=None,
             prefill=before - placeholders < request.num_tokens - 1, all_ids=all_ids,
-            prefill_ids=prefill_ids, prev_so_C=self._last.get(key),
+            prefill_ids=prefill_ids, prev_so_C=self._last.get(key), told=self._told.get(key, 0) if kind == "cached" else 0,
         )  # fmt: skip
         self._last[key] = so_c
+        self._told[key] = len(tables.get(req, [[]])[0])
         for size, table in zip(self.batch.sizes, tables.get(req, ()), strict=False):
             self._writing.update(table[before // size : -(-(before + count) // size)])
 

@@ -202,3 +202,14 @@ def drafts_beside_the_tokens(build: Any, engine: Engine, step: Any) -> Any:
 def slots_for_the_next_token_only(allocate: Any, manager: KVManager, request: Request, tokens: int, *args: Any, **kwargs: Any) -> Any:
     """Gives a running request slots for one token, however many are scheduled."""
     return allocate(manager, request, 1 if request.status == RequestStatus.RUNNING else tokens, *args, **kwargs)
+
+
+@fault(scheduler, "build_output")
+def repeats_the_table(build: Any, engine: Engine, step: Any) -> Any:
+    """Sends the whole table of a running request that was given a block."""
+    output = build(engine, step)
+    cached, manager = output.scheduled_cached_reqs, engine.kv_cache_manager
+    cached.new_block_ids = [
+        blocks and manager.get_block_ids(request_id) for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True)
+    ]
+    return output

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvconform.refimpl.connector import ReferenceConnector
 from kvconform.refimpl.keys import digest, extend_keys
+from kvconform.refimpl.plan import Piece
+from kvconform.refimpl.tracking import Tracked
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -87,3 +89,11 @@ class SaveKeyDiffers(ReferenceConnector):
     def _stored_prefix(self, request: Request) -> int:
         shorter = super()._stored_prefix(request)
         return 0 if request.num_tokens % self._block_size == 1 else shorter
+
+
+class KeysById(ReferenceConnector):
+    """Computes the keys of a request once, and keeps them by its id (B012)."""
+
+    def _pieces(self, tracked: Tracked, start: int, end: int) -> tuple[Piece, ...]:
+        tracked.keys = self.__dict__.setdefault("_keys_of", {}).setdefault(tracked.request.request_id, tracked.keys)
+        return super()._pieces(tracked, start, end)
