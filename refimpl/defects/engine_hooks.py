@@ -188,6 +188,15 @@ def resets_itself_only(reset: Any, engine: Engine, *, reset_running_requests: bo
     return reset(engine, reset_running_requests, False)
 
 
+@fault(Engine, "reset_prefix_cache")
+def raises_after_preempting(reset: Any, engine: Engine, *, reset_running_requests: bool = False, reset_connector: bool = False) -> Any:
+    """Preempts what runs for a reset, and then raises, so that nobody's cache is reset (R172)."""
+    done = reset(engine, reset_running_requests, reset_connector and not reset_running_requests)
+    if reset_running_requests:
+        raise RuntimeError("Blocks are still held.")
+    return done
+
+
 @fault(output, "_append")
 def publishes_placeholders(append: Any, engine: Engine, request: Request, sampled: list[int], is_stale: bool) -> Any:
     """Publishes blocks up to the computed count, placeholders included."""
