@@ -35,6 +35,7 @@ class Defect(Model):
     bugs: list[Annotated[str, Field(pattern=r"^B\d{3}$")]] = Field(default=[], description="real bugs of this kind")
     engines: list[Engine] = Field(default=["reference"], min_length=1)
     scheduling: list[Scheduling] | None = Field(default=None, min_length=1, description="only these of the cases' runs")
+    own_process: bool = Field(default=False, description="it may end the process that it runs in")
     hook_timeout: float = Field(default=10.0, gt=0, description="seconds that a hook may take")
     cases: list[Id] = Field(min_length=1)
     fails: list[Id] = Field(min_length=1)

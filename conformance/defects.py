@@ -16,47 +16,54 @@ from contextlib import nullcontext
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvconform.defect import REFERENCE, Defect, load_defects
 from kvconform.errors import UsageError
 from kvconform.kill_matrix import KillMatrix, Outcome, build, print_matrix, write
 from kvconform.load import Spec, load_spec
 from kvconform.requirement import Requirement
+from kvconform.suite import Selection
+
+if TYPE_CHECKING:
+    from kvconform.target import Target
 
 __all__ = ["Defect", "Outcome", "difference", "examine", "load_defects", "main", "run_defects"]
 
-FAILED = ("FAIL", "ERROR", "XPASS")
 
-
-def examine(defect: Defect, spec: Spec, tmp: Path) -> Outcome:
-    """Run one defect on its cases. Writes below `tmp` only; an engine's fault is in force meanwhile."""
+def examine(defect: Defect, spec: Spec, tmp: Path, note: Path | None = None) -> Outcome:
+    """Run one defect on its cases. Writes below `tmp` only; an engine's fault is in force meanwhile. `note`: see watchdog."""
     from kvconform import watchdog
     from kvconform.run import run_and_judge, target_profile
-    from kvconform.target import Target
 
-    # What the connector sets out to do is what the reference connector does: a defect must not talk its way out of a requirement.
-    sound = {"store": True, "saves": "all", "chunk_tokens": 4, "async_load": defect.extra_config.get("load") == "async"}
-    options = dict(defect.extra_config) if _has_own_options(defect) else {"store": "{tmp}/store", **defect.extra_config}
-    target = Target(defect.connector, options, capabilities={**sound, **defect.capabilities}, hook_timeout=defect.hook_timeout)
+    target = target_of(defect)
     outcome, fault, start = Outcome(defect=defect.id), defect.fault(), time.perf_counter()
-    watchdog.start(defect.hook_timeout)
+    watchdog.start(defect.hook_timeout, note)
     try:
         target_profile(target, tmp)  # kept for later runs: an engine without fault is what it has to be worked out on
         with fault.active() if fault is not None else nullcontext():
             for number, variant in enumerate(defect.variants(spec)):
-                report = run_and_judge(variant, target, spec, seed=0, tmp=tmp / str(number))
+                with watchdog.case(variant.id):
+                    report = run_and_judge(variant, target, spec, seed=0, tmp=tmp / str(number))
                 if report.harness_error:
                     outcome.problem = f"the harness broke on {variant.id}: {report.harness_error.splitlines()[-1]}"
                     return outcome
-                for row in report.rows:
-                    if row["verdict"] in FAILED:
-                        outcome.failed.setdefault(row["requirement"], []).append(variant.id)
-                        outcome.found.setdefault(row["requirement"], row.get("message", ""))
+                outcome.take(variant.id, report.rows)
     finally:
         watchdog.stop()
         outcome.seconds = round(time.perf_counter() - start, 2)
     outcome.problem = difference(defect, set(outcome.failed))
     return outcome
+
+
+def target_of(defect: Defect, connector: str | None = None) -> Target:
+    """The connector of a defect, or another one, set up as the defect's."""
+    from kvconform.target import Target
+
+    # What the connector sets out to do is what the reference connector does: a defect must not talk its way out of a requirement.
+    sound = {"store": True, "saves": "all", "chunk_tokens": 4, "async_load": defect.extra_config.get("load") == "async"}
+    options = dict(defect.extra_config) if _has_own_options(defect) else {"store": "{tmp}/store", **defect.extra_config}
+    return Target(connector or defect.connector, options, capabilities={**sound, **defect.capabilities}, hook_timeout=defect.hook_timeout)
 
 
 def _has_own_options(defect: Defect) -> bool:
@@ -88,7 +95,36 @@ def examine_named(name: str) -> Outcome:
     """`examine` for a worker process, which reads the specification once."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     with tempfile.TemporaryDirectory(prefix="kvconform-", dir=_scratch()) as tmp:
-        return examine(_known()[name], _spec(), Path(tmp))
+        defect = _known()[name]
+        return (examine_apart if defect.own_process else examine)(defect, _spec(), Path(tmp))
+
+
+def examine_apart(defect: Defect, spec: Spec, tmp: Path) -> Outcome:
+    """As `examine`, in a process of its own; if that ends, its note says where, and that is what the defect is found by."""
+    from kvconform import crash, watchdog
+
+    note, result, start = tmp / "note", tmp / "outcome.json", time.perf_counter()
+    child = get_context("spawn").Process(target=_examine_into, args=(defect.id, note, result))
+    child.start()
+    child.join()
+    if result.exists():
+        return Outcome.model_validate_json(result.read_text(encoding="utf-8"))
+    left = watchdog.read_note(note)
+    variant = next((each for each in defect.variants(spec) if left is not None and each.id == left.case), None)
+    outcome = Outcome(defect=defect.id, seconds=round(time.perf_counter() - start, 2))
+    if variant is None:
+        outcome.problem = f"the process ended outside of its runs: {crash.sentence(left)}"
+        return outcome
+    judged = [requirement.id for requirement in in_force(spec)]
+    selection = Selection([variant], judged, judged, [])
+    outcome.take(variant.id, [row.to_dict() for row in crash.rows_of(left, variant, spec, selection, defect.capabilities, False)])
+    outcome.problem = difference(defect, set(outcome.failed))
+    return outcome
+
+
+def _examine_into(name: str, note: Path, result: Path) -> None:
+    outcome = examine(_known()[name], _spec(), result.parent, note)
+    result.write_text(outcome.model_dump_json(), encoding="utf-8")
 
 
 def _scratch() -> str | None:

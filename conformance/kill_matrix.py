@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -14,6 +15,7 @@ from kvconform.defect import Defect
 from kvconform.requirement import Requirement
 
 NAME = "kill-matrix"
+FAILED = ("FAIL", "ERROR", "XPASS")
 
 
 class Outcome(BaseModel):
@@ -29,6 +31,13 @@ class Outcome(BaseModel):
     found: dict[str, str] = {}
     problem: str = ""
     seconds: float = 0.0
+
+    def take(self, run: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Enter the failures among the rows of one run."""
+        for row in rows:
+            if row["verdict"] in FAILED:
+                self.failed.setdefault(row["requirement"], []).append(run)
+                self.found.setdefault(row["requirement"], row.get("message", ""))
 
 
 class Kills(BaseModel):

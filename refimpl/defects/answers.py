@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.plan import Load, ReferenceMetadata
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
 
@@ -103,6 +106,38 @@ class ExitsProcess(ReferenceConnector):
         if self._invalid:
             sys.exit("the cache server is gone")
         return super().get_block_ids_with_load_errors()
+
+
+class KillsProcess(ReferenceConnector):
+    """Ends the process at once when a load finds its server gone: nothing is cleaned up, and nobody can catch it."""
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        if self._invalid:
+            os._exit(1)
+        return super().get_block_ids_with_load_errors()
+
+
+@dataclass(frozen=True)
+class _Numbered(ReferenceMetadata):
+    number: int = 0
+
+
+class HalvesShareMemory(ReferenceConnector):
+    """Leaves the step's loads in a dictionary of the module, where the worker half finds them as long as both are in one process."""
+
+    _loads: ClassVar[list[tuple[Load, ...]]] = []
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        plan = super().build_connector_meta(scheduler_output)
+        assert isinstance(plan, ReferenceMetadata)
+        self._loads.append(plan.loads)
+        return _Numbered(plan.epoch, (), plan.saves, plan.dropped, plan.repaired, len(self._loads))
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        plan = self._metadata()
+        for load in self._loads[plan.number - 1] if isinstance(plan, _Numbered) and plan.number <= len(self._loads) else ():
+            self._load(load, self._layers)
+        super().start_load_kv(forward_context, **kwargs)
 
 
 class TwoArguments(ReferenceConnector):
