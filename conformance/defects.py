@@ -18,6 +18,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvconform import control_runs
 from kvconform.defect import REFERENCE, Defect, load_defects
 from kvconform.errors import UsageError
 from kvconform.kill_matrix import KillMatrix, Outcome, build, print_matrix, write
@@ -93,7 +94,6 @@ def _known() -> dict[str, Defect]:
 
 def examine_named(name: str) -> Outcome:
     """`examine` for a worker process, which reads the specification once."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     with tempfile.TemporaryDirectory(prefix="kvconform-", dir=_scratch()) as tmp:
         defect = _known()[name]
         return (examine_apart if defect.own_process else examine)(defect, _spec(), Path(tmp))
@@ -133,17 +133,31 @@ def _scratch() -> str | None:
 
 
 def run_defects(names: list[str], jobs: int) -> Iterator[Outcome]:
-    """Examine the named defects (none: all) in `jobs` processes; in the order of the registry. UsageError for an unknown name."""
+    """Examine the named defects (none: all) in `jobs` processes, then make their control runs. UsageError for an unknown name."""
     known = _known()
     unknown = [name for name in names if name not in known]
     if unknown:
         raise UsageError(f"unknown defect {unknown[0]!r}; known are {', '.join(known)}")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # of the processes that do it
     return _outcomes(names or list(known), jobs)
 
 
 def _outcomes(names: list[str], jobs: int) -> Iterator[Outcome]:
-    with ProcessPoolExecutor(min(jobs, len(names)), get_context("spawn")) as pool:
-        yield from pool.map(examine_named, names)
+    """First the defects, then the control runs."""
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        planned = pool.submit(_plan_controls, names)
+        outcomes = [pool.submit(examine_named, name) for name in names]
+        outcomes += [pool.submit(_run_control, control) for control in planned.result()]
+        yield from (outcome.result() for outcome in outcomes)
+
+
+def _plan_controls(names: list[str]) -> list[control_runs.Control]:
+    return control_runs.plan([_known()[name] for name in names], _spec())
+
+
+def _run_control(control: control_runs.Control) -> Outcome:
+    with tempfile.TemporaryDirectory(prefix="kvconform-", dir=_scratch()) as tmp:
+        return control_runs.run(control, _spec(), Path(tmp))
 
 
 def in_force(spec: Spec) -> list[Requirement]:
@@ -155,7 +169,7 @@ def in_force(spec: Spec) -> list[Requirement]:
 
 
 def main(names: list[str], *, jobs: int = 0, report_dir: str | None = None, strict: bool = False) -> int:
-    """The command: 0 if every defect is caught exactly as listed, 1 if not, 2 for a name that does not exist.
+    """The command: 0 if every defect is caught exactly as listed and no control run fails anything, 1 if not, 2 for an unknown name.
 
     `jobs` processes (0: as many as there are cores, at most 4). With `report_dir`, the kill matrix is written there. With `strict`, a MUST
     that no defect violates is a failure too.
@@ -165,7 +179,8 @@ def main(names: list[str], *, jobs: int = 0, report_dir: str | None = None, stri
     except UsageError as error:
         print(error.message, file=sys.stderr)
         return error.code
-    matrix: KillMatrix = build(outcomes, known, in_force(_spec()), complete=not names)
+    controls = [outcome for outcome in outcomes if outcome.defect not in known]
+    matrix: KillMatrix = build([each for each in outcomes if each not in controls], known, in_force(_spec()), controls, complete=not names)
     print_matrix(matrix)
     if report_dir is not None:
         write(matrix, Path(report_dir))

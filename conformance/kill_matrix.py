@@ -58,13 +58,15 @@ class Kills(BaseModel):
 
 
 class KillMatrix(BaseModel):
-    """kill-matrix.json. `complete`: all defects were examined, so that an empty row means something."""
+    """kill-matrix.json. `complete`: all defects were examined, so that an empty row means something. `controls`: what the correct
+    connectors failed that the defects are changes of."""
 
     model_config = ConfigDict(extra="forbid")
 
     suite: str = __version__
     complete: bool
     defects: list[Outcome]
+    controls: list[Outcome] = []
     requirements: list[Kills]
     bugs: dict[str, list[str]] = Field(description="defects that are built after each real bug")
 
@@ -79,7 +81,14 @@ class KillMatrix(BaseModel):
         return [outcome for outcome in self.defects if outcome.problem]
 
 
-def build(outcomes: Sequence[Outcome], known: Mapping[str, Defect], requirements: Sequence[Requirement], *, complete: bool) -> KillMatrix:
+def build(
+    outcomes: Sequence[Outcome],
+    known: Mapping[str, Defect],
+    requirements: Sequence[Requirement],
+    controls: Sequence[Outcome] = (),
+    *,
+    complete: bool,
+) -> KillMatrix:
     """The matrix of these outcomes over these requirements."""
     rows = [Kills(id=each.id, kind=each.kind, level=each.level) for each in requirements]
     for row in rows:
@@ -90,12 +99,14 @@ def build(outcomes: Sequence[Outcome], known: Mapping[str, Defect], requirements
     for outcome in outcomes:
         for bug in known[outcome.defect].bugs:
             bugs.setdefault(bug, []).append(outcome.defect)
-    return KillMatrix(complete=complete, defects=list(outcomes), requirements=rows, bugs=dict(sorted(bugs.items())))
+    bad = [outcome for outcome in controls if outcome.problem]
+    return KillMatrix(complete=complete, defects=list(outcomes), controls=bad, requirements=rows, bugs=dict(sorted(bugs.items())))
 
 
 def summary(matrix: KillMatrix) -> list[str]:
     """What a reader has to know, a sentence each."""
-    lines = [f"{outcome.defect}: {outcome.problem}" for outcome in matrix.bad]
+    lines = [f"{outcome.defect} {outcome.problem}" for outcome in matrix.controls]
+    lines += [f"{outcome.defect}: {outcome.problem}" for outcome in matrix.bad]
     lines.append(f"{len(matrix.defects) - len(matrix.bad)} of {len(matrix.defects)} defects are caught as listed")
     if matrix.complete:
         for kind, name in (("requirement", "MUST requirements"), ("guarantee", "MUST guarantees")):

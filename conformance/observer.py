@@ -129,7 +129,8 @@ class Observer(MetadataObserver):
         self.trace.emit(
             "alloc", req=key[0], generation=key[1], attempt=self.attempts, transfer=transfer, local=local,
             claimed=last["tokens"] if last and not second else None, external=external, is_async=is_async, blocks=table,
-            shared_blocks=table[: local // size], second_call=second, C=request.num_computed_tokens, tables=self._tables(tables),
+            shared_blocks=self._held_before(request, local // size), second_call=second, C=request.num_computed_tokens,
+            tables=self._tables(tables),
         )  # fmt: skip
         if transfer is not None:
             grant = Grant(transfer, key[0], key[1], local, local + external, is_async, tables, self.oracle.cache.groups)
@@ -139,6 +140,10 @@ class Observer(MetadataObserver):
                 oracle.grants.append(replace(grant, late=set(), groups=oracle.cache.groups))
         if is_async:
             self.hold(key[0], "recv", transfer, "async load")
+
+    def _held_before(self, request: Any, count: int) -> list[int]:
+        """The first `count` blocks that the engine holds for a request: its local hit."""
+        return list(self.scheduler.kv_cache_manager.get_block_ids(request.request_id)[0][:count])
 
     def _tables(self, tables: Iterable[Sequence[int]]) -> list[list[Any]]:
         """Per group: tokens per block, tokens in the window (0: unlimited), block ids."""
@@ -205,8 +210,8 @@ class Observer(MetadataObserver):
 
     def _fail(self, req: str | None, grant: Grant | None, blocks: list[int], outside: list[int]) -> None:
         event = self.trace.emit(
-            "transfer.failed", req=req, transfer=grant.transfer if grant else None, rank=0, blocks=blocks, outside_grant=outside, groups=len(self.oracle.cache.groups),
-            is_async=bool(grant and grant.is_async),
+            "transfer.failed", req=req, transfer=grant.transfer if grant else None, rank=0, blocks=blocks, outside_grant=outside,
+            groups=len(self.oracle.cache.groups), is_async=bool(grant and grant.is_async),
         )  # fmt: skip
         self.failed.append(event)
         if grant:

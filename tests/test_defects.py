@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from kvconform import control_runs
 from kvconform.defect import Defect, load_defects
-from kvconform.defects import difference, examine, main
+from kvconform.defects import difference, examine, examine_apart, main
 from kvconform.errors import UsageError
 from kvconform.kill_matrix import KillMatrix, Outcome, build, summary
 from kvconform.load import load_spec
@@ -159,3 +160,30 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     matrix = KillMatrix.model_validate(json.loads((tmp_path / "report" / "kill-matrix.json").read_text()))
     assert [row.id for row in matrix.requirements if row.by] == ["lookup.answer-type"]
     assert "| `lookup.answer-type` | MUST | `float-count` |" in (tmp_path / "report" / "kill-matrix.md").read_text()
+
+
+def test_what_is_no_defect_is_run_too() -> None:
+    planned = control_runs.plan([DEFECTS["float-count"], DEFECTS["engine-finishes-twice"], DEFECTS["keys-by-id"]], SPEC)
+    assert {control.connector for control in planned} == {"kvconform.refimpl.connector:ReferenceConnector"}
+    runs = [name for control in planned for _, name in control.runs]
+    assert len(runs) == len(set(runs)) > len(planned)
+    assert control_runs.sound("kvconform.refimpl.defects.transfer:OwnIds") == "kvconform.refimpl.variants.peer:Peer"
+
+
+def test_a_control_run_that_fails_is_a_problem(tmp_path: Path) -> None:
+    runs = (("lifecycle.hook-order", "lifecycle.hook-order[reference-sync-v1-d1-b4]"),)
+    bad = control_runs.Control(DEFECTS["float-count"].connector, "{}", "{}", runs)
+    outcome = control_runs.run(bad, SPEC, tmp_path)
+    assert "is no defect, and fails lookup.answer-type in lifecycle.hook-order[" in outcome.problem
+    matrix = build([], {}, [], [outcome, Outcome(defect="control")], complete=False)
+    assert summary(matrix)[0] == f"{outcome.defect} {outcome.problem}"
+
+
+def test_a_defect_that_ends_its_process(tmp_path: Path) -> None:
+    outcome = examine_apart(DEFECTS["kills-process"], SPEC, tmp_path)
+    assert (outcome.problem, list(outcome.failed)) == ("", ["hook.keeps-process"])
+
+
+def test_a_defect_that_does_not_end_its_process_is_examined_as_any_other(tmp_path: Path) -> None:
+    outcome = examine_apart(DEFECTS["float-count"], SPEC, tmp_path)
+    assert (outcome.problem, list(outcome.failed)) == ("", ["lookup.answer-type"])

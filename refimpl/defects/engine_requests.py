@@ -130,3 +130,20 @@ def leaves_a_token_out(write: Any, worker: Worker, layer: int) -> None:
     write(worker, layer)
     if worker.rows[0].count > 1:
         worker.cache.write(layer, slot, before)
+
+
+@fault(scheduler, "admit_waiting")
+def passes_blocks_in_another_order(admit: Any, engine: Engine, step: Any) -> None:
+    """Passes the blocks of a load first, and those of the local hit behind them."""
+    local: dict[str, int] = {}
+
+    def asked(original: Any, request: Request, count: int) -> Any:
+        local[request.request_id] = count // engine.settings.block_size
+        return original(request, count)
+
+    def granted(original: Any, request: Request, blocks: Any, external: int) -> None:
+        hit = local.get(request.request_id, 0)
+        original(request, KVCacheBlocks(([*blocks.blocks[0][hit:], *blocks.blocks[0][:hit]],)), external)
+
+    with connector_of(engine, get_num_new_matched_tokens=asked, update_state_after_alloc=granted):
+        admit(engine, step)

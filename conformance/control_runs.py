@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Control runs: what the defects are changes of, on the same cases, must fail nothing. Else a defect may be found for another reason."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvconform.defect import REFERENCE, Defect
+from kvconform.kill_matrix import Outcome
+from kvconform.load import Spec
+
+PLANTED = "kvconform.refimpl.defects."
+AT_ONCE = 12
+"""Runs per task of a worker process."""
+
+
+@dataclass(frozen=True)
+class Control:
+    """Runs of one correct connector. `options` and `capabilities`: JSON. `runs`: (case, id of its variant)."""
+
+    connector: str
+    options: str
+    capabilities: str
+    runs: tuple[tuple[str, str], ...]
+
+
+def plan(defects: Iterable[Defect], spec: Spec) -> list[Control]:
+    """The control runs for these defects, each once. Imports their connectors."""
+    found: dict[tuple[str, str, str], dict[tuple[str, str], None]] = {}
+    for defect in defects:
+        settings = (json.dumps(value, sort_keys=True) for value in (defect.extra_config, defect.capabilities))
+        runs = found.setdefault((sound(defect.connector), *settings), {})  # type: ignore[arg-type]
+        runs.update(dict.fromkeys((variant.case.id, variant.id) for variant in defect.variants(spec)))
+    tasks = ((key, list(runs), first) for key, runs in found.items() for first in range(0, len(runs), AT_ONCE))
+    return [Control(*key, tuple(runs[first : first + AT_ONCE])) for key, runs, first in tasks]
+
+
+def sound(connector: str) -> str:
+    """The nearest ancestor of a connector class that is no defect; the reference connector if there is none."""
+    from kvconform.target import Target
+
+    for cls in Target(connector, {}).resolve().__mro__:
+        if cls.__module__.startswith("kvconform.refimpl.") and not cls.__module__.startswith(PLANTED):
+            return f"{cls.__module__}:{cls.__name__}"
+    return REFERENCE
+
+
+def run(control: Control, spec: Spec, tmp: Path) -> Outcome:
+    """Make the runs. What vLLM itself breaks (guarantees on engine `vllm`) is a finding, and no failure here."""
+    from kvconform import watchdog
+    from kvconform.defects import target_of
+    from kvconform.run import run_and_judge
+
+    options: Mapping[str, Any] = {"extra_config": json.loads(control.options), "capabilities": json.loads(control.capabilities)}
+    defect = Defect.model_construct(id="control", connector=control.connector, **options)
+    outcome, target = Outcome(defect=f"control: {control.connector}"), target_of(defect)
+    watchdog.start(target.hook_timeout)
+    try:
+        for number, (case, name) in enumerate(control.runs):
+            variant = next(each for each in spec.cases[case].variants(("reference", "vllm"), None) if each.id == name)
+            report = run_and_judge(variant, target, spec, seed=0, tmp=tmp / str(number))
+            outcome.take(name, [row for row in report.rows if variant.engine != "vllm" or row.get("kind") != "guarantee"])
+            if report.harness_error:
+                outcome.failed.setdefault("the harness", []).append(name)
+    finally:
+        watchdog.stop()
+    if outcome.failed:
+        told = (f"{requirement} in {', '.join(runs)}" for requirement, runs in outcome.failed.items())
+        outcome.problem = f"is no defect, and fails {'; '.join(told)}"
+    return outcome
