@@ -239,6 +239,8 @@ class Driver:
         if source is None or event["tokens"] is None or self.promises is None:
             return
         del self._reloads[request.request_id]
+        if self._broke(source):
+            return  # whoever tried to load it has seen that it is not there any more
         of = (self.requests[source], self.prompts[source], request, self.variant.block_size, self._final(source))
         promised, found = self.promises.promised(*of), event["local"] + event["tokens"]
         if found < promised and not self.promises.declared:  # perhaps it does its best, and there was a lot to do
@@ -247,6 +249,11 @@ class Driver:
         self.trace.emit(
             "profile.expectation", what=self.caps["saves"], req=request.request_id, of=source, promised=promised, reloadable=found
         )
+
+    def _broke(self, source: str) -> bool:
+        """Whether a load of content that begins like that of `source` has failed in this run."""
+        failed = {e["req"] for e in self.trace.events if e["k"] == "transfer.failed"}
+        return any(self.ids[name] in failed and tokens[:1] == self.prompts[source][:1] for name, tokens in self.prompts.items())
 
     def _final(self, name: str) -> int | None:
         """Final KV of a finished request that one can save step by step (None: it is not one whose KV a connector must keep).

@@ -72,6 +72,7 @@ def judge_one(name: str, variant: Variant, spec: Spec, seed: int, tmp: Path, pla
     tally.unsupported[name] += all(row["verdict"] == "UNSUPPORTED" for row in report.rows)
     if report.harness_error:
         tally.alarms.append(Alarm(name, seed, variant.id, "harness", report.harness_error.strip().splitlines()[-1]))
+        return
     bad = [row for row in report.rows if row["verdict"] in BAD and row.get("kind", "requirement") == "requirement"]
     tally.alarms += [Alarm(name, seed, variant.id, row["requirement"], row.get("message") or "") for row in bad]
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any, Protocol
 
+from kvconform.lost import lost
 from kvconform.monitor import Event, Monitor, Violation
 from kvconform.relation import relate_runs
 from kvconform.requirement import Requirement
@@ -113,7 +114,8 @@ def judge(
     -> FAIL, or BLOCKED if all its violations are explained by something earlier; obligations cut short by a crash -> BLOCKED; else PASS.
 
     A violation is explained by the crash of the engine if it came to light after it, and, for a `consequence`, by any FAIL of a MUST that
-    came to light no later. SHOULD and MAY get the same verdicts, but only with `strict` do they count (`gating`); a guarantee never does.
+    came to light no later. What came after the engine lost track of a request (kvconform.lost) is UNSUPPORTED. SHOULD and MAY get the same
+    verdicts, but only with `strict` do they count (`gating`); a guarantee never does.
     """
     main = runs["connector"]
     rows: list[Row] = []
@@ -139,7 +141,19 @@ def judge(
             watched.append((req, row))
     if watched:
         _judge_watched(watched, runs, caps)
+        _excuse(watched, runs)
     return rows
+
+
+def _excuse(watched: list[tuple[Requirement, Row]], runs: Mapping[str, RunLike]) -> None:
+    """What the connector did after the engine had lost track of its requests is not judged, nor is what is compared with such a run."""
+    since = {name: found for name, run in runs.items() if (found := lost(run.trace)) is not None}
+    for req, row in watched if since else ():
+        here = since.get("connector") if req.relate is None else next((since[name] for name in req.relate.runs if name in since), None)
+        if here is None or req.kind == "guarantee" or row.verdict not in (Verdict.FAIL, Verdict.BLOCKED):
+            continue
+        if req.relate is not None or row.event is None or row.event >= here[0]:
+            row.verdict, row.message, row.blocked_by = Verdict.UNSUPPORTED, f"not judged: {here[1]}", None
 
 
 def new_row(req: Requirement, variant: VariantLike, *, strict: bool = False, verdict: Verdict = Verdict.PASS) -> Row:

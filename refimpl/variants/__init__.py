@@ -17,6 +17,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "undecided": (f"{HERE}.loading:Undecided", {}),
     "block-filler": (f"{HERE}.loading:BlockFiller", {"whole_blocks": False}),
     "delayed": (f"{HERE}.loading:Delayed", {"load": "async", "async_saves": True, "save_delay": 3}),
+    "unreliable": (f"{HERE}.loading:Unreliable", {}),
+    "unreliable-async": (f"{HERE}.loading:Unreliable", {"load": "async"}),
     "decoy": (f"{HERE}.decoy:Decoy", {}),
     "worth-loading": (f"{HERE}.frugal:WorthLoading", {}),
     "one-load-per-step": (f"{HERE}.frugal:OneLoadPerStep", {}),

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from kvconform.refimpl.connector import ReferenceConnector
-from kvconform.refimpl.plan import Load
+from kvconform.refimpl.plan import Load, Piece
 from kvconform.refimpl.tracking import Tracked
 
 if TYPE_CHECKING:
@@ -49,3 +50,16 @@ class Delayed(ReferenceConnector):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         for load in self._metadata().loads:
             self._load_queue.add(load, 1 + (load.end - load.start) // self._block_size % 3)
+
+
+class Unreliable(ReferenceConnector):
+    """Every second load fails, is reported block by block, and what it should have loaded is not looked for again."""
+
+    loads = 0
+
+    def _load_layer(self, piece: Piece, layer: str) -> bool:
+        return False if self.loads % 2 == 1 else super()._load_layer(piece, layer)
+
+    def _load(self, load: Load, layers: Iterable[str]) -> None:
+        self.loads += 1
+        super()._load(load, layers)

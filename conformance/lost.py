@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When an engine has lost track of a request whose load failed: what comes after is no fault of the connector's.
+
+vLLM does so in two ways. Under asynchronous scheduling it takes back the computed tokens of a synchronous load that failed, but not the
+tokens in flight (bug B004): it computes from the wrong position ever after. And it leaves the blocks of a failed load in its own prefix
+cache, to be computed again: if their request is preempted first, the cache serves them as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from kvconform.trace import Event
+
+MISCOUNTED = "the engine lost count of request {req} when its load failed (bug B004)"
+SERVED = "the engine served blocks whose load had failed to request {req} (engine.failed-not-served)"
+
+
+def note_unfilled(trace: Iterable[Event]) -> None:
+    """Fill in `unfilled` of the alloc events: shared blocks whose synchronous load failed and that nothing has computed since, not even
+    the step under way. Changes these events."""
+    failed: set[tuple[Any, int]] = set()
+    open_allocs: list[Event] = []
+    size = 1
+    for e in trace:
+        kind, on = e["k"], e.get("on")
+        if kind == "run.start":
+            size = e["block_size"]
+        elif kind == "transfer.failed" and not e["is_async"]:
+            failed |= {(on, block) for block in e["blocks"]}
+        elif kind == "alloc":
+            e["unfilled"] = []
+            open_allocs += [e] if failed else []
+        elif kind == "block" and e["op"] == "alloc":
+            failed.discard((on, e["id"]))
+        elif kind == "req.scheduled" and failed:
+            failed -= {(on, block) for block in e["table"][e["so_C"] // size : -(-(e["so_C"] + e["S"]) // size)]}
+        elif kind == "worker.step_begin" and open_allocs:
+            for alloc in open_allocs:
+                alloc["unfilled"] = [block for block in alloc["shared_blocks"] if (alloc.get("on"), block) in failed]
+            open_allocs = []
+
+
+def lost(trace: Iterable[Event]) -> tuple[int, str] | None:
+    """(seq, in words) of the first time that the engine lost track of a request after a failed load; None if it never did."""
+    failed = False
+    for e in trace:
+        if e["k"] == "transfer.failed":
+            failed = failed or not e["is_async"]
+        elif failed and e["k"] == "req.state" and e["reason"] == "rollback" and 0 < e["P"] != e["C"] - e["N"] + 1:
+            return e["seq"], MISCOUNTED.format(req=e["req"])
+        elif failed and e["k"] == "alloc" and e.get("unfilled"):
+            return e["seq"], SERVED.format(req=e["req"])
+    return None

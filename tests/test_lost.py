@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine that has lost track of a request whose load failed: from when on nothing is the connector's fault."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvconform.load import load_spec
+from kvconform.lost import lost, note_unfilled
+from kvconform.refimpl.variants import VARIANTS
+from kvconform.run import run_and_judge
+from kvconform.target import Target
+
+SPEC = load_spec()
+START = {"k": "run.start", "block_size": 4}
+FAILED = {"k": "transfer.failed", "req": "a", "is_async": False, "blocks": [5, 6]}
+STEP = {"k": "worker.step_begin"}
+
+
+def numbered(*events: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{**event, "seq": seq} for seq, event in enumerate(events)]
+
+
+def rollback(computed: int, placeholders: int, known: int) -> dict[str, Any]:
+    return {"k": "req.state", "req": "a", "reason": "rollback", "C": computed, "P": placeholders, "N": known}
+
+
+def alloc(*shared: int) -> dict[str, Any]:
+    return {"k": "alloc", "req": "b", "shared_blocks": list(shared)}
+
+
+def row(start: int, tokens: int) -> dict[str, Any]:
+    return {"k": "req.scheduled", "req": "a", "so_C": start, "S": tokens, "table": [4, 5, 6]}
+
+
+@pytest.mark.parametrize(
+    ("event", "at"),
+    [
+        (rollback(0, 2, 13), 1),
+        (rollback(4, 3, 18), 1),
+        (rollback(0, 0, 13), None),  # as it should be
+        (rollback(13, 4, 10), None),  # drafts were rejected
+    ],
+)
+def test_tokens_in_flight_that_are_not_taken_back(event: dict[str, Any], at: int | None) -> None:
+    found = lost(numbered(FAILED, event))
+    assert (None if found is None else found[0]) == at
+    assert lost(numbered({**FAILED, "is_async": True}, event)) is None
+    assert lost(numbered(event, FAILED)) is None
+
+
+@pytest.mark.parametrize(
+    ("between", "unfilled"),
+    [
+        ([], [5]),
+        ([row(0, 4), STEP], [5]),
+        ([row(4, 4), STEP], []),  # computed again
+        ([{"k": "block", "op": "alloc", "id": 5}], []),  # somebody else's by now
+    ],
+)
+def test_blocks_that_are_served_unfilled(between: list[dict[str, Any]], unfilled: list[int]) -> None:
+    trace = numbered(START, FAILED, *between, alloc(4, 5), STEP)
+    note_unfilled(trace)
+    assert trace[-2]["unfilled"] == unfilled
+    assert (lost(trace) is not None) == bool(unfilled)
+
+
+def test_blocks_computed_in_the_step_under_way_are_not_unfilled() -> None:
+    trace = numbered(START, FAILED, alloc(5), row(0, 12), STEP)
+    note_unfilled(trace)
+    assert trace[2]["unfilled"] == []
+
+
+@pytest.mark.parametrize("case", ["preemption.after-failed-load", "lifecycle.fail-in-flight-vllm"])
+def test_what_vllm_breaks_is_no_failure_of_the_connector(case: str, tmp_path: Path) -> None:
+    connector, options = VARIANTS["sync"]
+    (variant,) = SPEC.cases[case].variants(["vllm"])
+    report = run_and_judge(variant, Target(connector, {"store": "{tmp}/store", **options}), SPEC, seed=0, tmp=tmp_path)
+    verdicts = {(row.get("kind", "requirement"), row["verdict"]) for row in report.rows}
+    assert report.harness_error is None
+    assert ("guarantee", "FAIL") in verdicts
+    assert not verdicts & {("requirement", "FAIL"), ("requirement", "BLOCKED"), ("requirement", "ERROR")}
+    assert any("not judged" in (row.get("message") or "") for row in report.rows)
