@@ -75,7 +75,7 @@ _kind(
     "run.start",
     "harness",
     "seed:i engine:s case:s scheduling:s runner:s depth:i vllm:s block_size:i num_blocks:i"
-    " policies:l connector:s? spec_tokens:i role:s failure_policy:s groups:i",
+    " policies:l connector:s? spec_tokens:i role:s failure_policy:s groups:i ranks:i stages:i",
     "The run begins; its fields are the constants `cfg`.",
 )
 _kind(
@@ -216,6 +216,18 @@ _kind(
     "req:s? transfer:s? rank:i blocks:l outside_grant:l groups:a is_async:b",
     "The worker half reported blocks with load errors.",
 )
+_kind(
+    "ranks.joined",
+    "sched",
+    "expected:i sent:l received:l failed:l invalid:l errors:l failures:l early:l late:l",
+    "What vLLM made of several ranks' reports; errors, failures: what it had to; early, late: ids let through, or not, against the count.",
+)
+_kind(
+    "engine.id",
+    "hooks",
+    "rank:i half:s kept:b",
+    "The engine id that a half's configuration has once the halves have started, against the one given.",
+)
 _kind("request.new", "sched", "req:s generation:i", "on_new_request was called.")
 _kind(
     "hashes",
@@ -238,8 +250,7 @@ _kind("kv.computed", "kv", "req:s generation:i start:i end:i accepted:i rejected
 _kind(
     "kv.changed",
     "kv",
-    "after_hook:s layer:i req:l transfer:l tail:l shared:l over_computed:l null_block:l unallocated:l other_request:l"
-    " not_transferred:l",
+    "after_hook:s layer:i req:l transfer:l tail:l shared:l over_computed:l null_block:l unallocated:l other_request:l not_transferred:l",
     "KV memory changed during a hook; the lists hold slots. not_transferred = of a group that is no part of the transferred KV.",
 )
 _kind(

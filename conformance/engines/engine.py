@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from vllm.config import set_current_vllm_config
-from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 
 from kvconform import older
 from kvconform.api import bound, inspect_class, inspect_instance
@@ -19,8 +18,9 @@ from kvconform.case import Variant
 from kvconform.compat import KV_LAYOUT, DraftTokenIds
 from kvconform.engines.control import EngineControl
 from kvconform.engines.execution import EngineExecution
-from kvconform.engines.halves import introduce, noted, refused, start_worker_half
+from kvconform.engines.halves import introduce, note_engine_ids, noted, refused, start_worker_half
 from kvconform.engines.info import Info
+from kvconform.engines.joined import Joined
 from kvconform.engines.ledger import Ledger
 from kvconform.engines.ranks import Follower, Rank, config_of, places, shard, widen
 from kvconform.engines.refusals import inspect_engine
@@ -69,6 +69,7 @@ class Engine(EngineControl, EngineExecution):
             if with_connector:
                 refused(trace, target.resolve(), error)
             raise
+        given = self.config.kv_transfer_config.engine_id if with_connector else None
         book = HashBook(variant.block_size, lambda r: info(r).identity)
         self.watches = Watch(trace, self.probe, book, self._generation), Telemetry(trace, self.probe, book, self.config)
         widen(self.config, where[-1])
@@ -109,7 +110,8 @@ class Engine(EngineControl, EngineExecution):
             self.scheduler, self.applied = build_scheduler(variant, self.config, self.cache_config, with_connector=with_connector)
         self.connector = self.scheduler.connector
         if self.connector is not None:
-            introduce(self.connector, self.ranks)
+            count = introduce(self.connector, self.ranks)
+            note_engine_ids(trace, given, self.config, self.ranks)
             if variant.case.id == "lifecycle.api":
                 called = {e["hook"] for e in trace.events if e["k"] == "hook.called" and e["half"] == "scheduler"}
                 for item, ok, detail in (*inspect_instance(self.connector), bound(self.connector, called)):
@@ -127,9 +129,9 @@ class Engine(EngineControl, EngineExecution):
             self._held_contents,
         )
         self.observer.others = [rank.worker.oracle for rank in self.ranks[:-1]]
-        self.aggregator: Any = None
+        self.aggregator: Joined | None = None
         if len(self.ranks) > 1 and self.connector is not None:
-            self.aggregator = KVOutputAggregator.from_connector(self.connector, len(self.ranks))
+            self.aggregator = Joined(trace, self.connector, len(self.ranks), count)
         self.ledger = Ledger(trace, self.scheduler, self.pool, self.observer, self.batch, is_async=variant.scheduling == "async")
         self.ledger.in_flight = lambda: [id(step[0]) for step in self.queue]
         self._listen()

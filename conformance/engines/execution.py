@@ -12,6 +12,7 @@ from kvconform.batch import Batch
 from kvconform.digest import pickle_round_trip
 from kvconform.engines.fault import check_starts
 from kvconform.engines.info import Info
+from kvconform.engines.joined import Joined
 from kvconform.engines.ledger import Ledger
 from kvconform.engines.ranks import Rank, in_place
 from kvconform.lifecycle import in_order
@@ -35,7 +36,7 @@ class EngineExecution:
     observer: Observer
     ledger: Ledger
     inspector: Any
-    aggregator: Any
+    aggregator: Joined | None
     pickle_metadata: bool
     info: Callable[[str], Info]
     progress: int
@@ -104,7 +105,7 @@ class EngineExecution:
                 self.oracle.settle_reads()
                 failed |= self._failed()
         output.kv_connector_metadata = meta
-        result = results[0] if self.aggregator is None else self.aggregator.aggregate(results, len(results) - 1)
+        result = results[0] if self.aggregator is None else self.aggregator.join(results)
         return in_order(result), failed
 
     def _due(self) -> None:

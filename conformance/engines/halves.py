@@ -58,12 +58,23 @@ def start_worker_half(config: Any, cache_config: Any, cache: PagedCache, target:
     return half
 
 
-def introduce(scheduler_half: Any, ranks: list[Rank]) -> None:
-    """What the engine core does between the halves before the first request: handshake metadata, number of completion reports."""
+def introduce(scheduler_half: Any, ranks: list[Rank]) -> int | None:
+    """What the engine core does between the halves before the first request: handshake metadata, number of completion reports.
+
+    Returns that number; None is one report of each rank.
+    """
     wrap_instance_hooks(scheduler_half)
     found = {}
     for rank in sorted(ranks, key=lambda rank: rank.place.rank):
         with in_place(rank.place):
             found[rank.place.pp, rank.place.tp] = rank.half.get_handshake_metadata()
     scheduler_half.set_xfer_handshake_metadata_pp_aware({at: said for at, said in found.items() if said is not None})
-    scheduler_half.get_finished_count()
+    count: int | None = scheduler_half.get_finished_count()
+    return count
+
+
+def note_engine_ids(trace: Trace, given: str | None, config: Any, ranks: list[Rank]) -> None:
+    """Whether every half's configuration still has the engine id that it was given. Emits engine.id, once per half."""
+    for rank in ranks:
+        trace.emit("engine.id", rank=rank.place.rank, half="worker", kept=rank.config.kv_transfer_config.engine_id == given)
+    trace.emit("engine.id", rank=0, half="scheduler", kept=config.kv_transfer_config.engine_id == given)

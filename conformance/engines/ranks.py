@@ -107,6 +107,7 @@ def config_of(config: Any, place: Place) -> Any:
         return config
     own, parallel, compilation = copy.copy(config), copy.copy(config.parallel_config), copy.copy(config.compilation_config)
     parallel.rank, compilation.static_forward_context = place.rank, {}
+    own.kv_transfer_config = copy.copy(config.kv_transfer_config)
     own.parallel_config, own.compilation_config = parallel, compilation
     return own
 
