@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvconform.compat import KVConnectorBase_V1
+from kvconform.compat_groups import knows_layout
 from kvconform.probe import hook_names
 
 Finding = tuple[str, bool, str]
@@ -18,7 +19,11 @@ def inspect_class(cls: type, extra_config: dict[str, Any], config: Any) -> Itera
     yield _constructor(cls)
     missing = sorted(getattr(cls, "__abstractmethods__", ()))
     yield "abstract-methods", not missing, f"not implemented: {', '.join(missing)}" if missing else ""
-    yield _class_methods(cls, extra_config, config)
+    yield (asked := _class_methods(cls, extra_config, config))
+    if asked[1]:
+        name = cls.get_required_kvcache_layout(config)  # type: ignore[attr-defined]
+        known = name is None or knows_layout(name)
+        yield "required-layout", known, "" if known else f"{name!r} is unknown"
     yield _start_load(cls)
     awaited = [name for name in hook_names() if inspect.iscoroutinefunction(_plain(getattr(cls, name, None)))]
     yield "awaited:hooks", not awaited, f"{', '.join(awaited)}: a coroutine function, which nobody awaits" if awaited else ""

@@ -24,7 +24,7 @@ Engine = Literal["reference", "vllm", "live"]
 Scheduling = Literal["sync", "async"]
 Runner = Literal["v1", "v2"]
 Role = Literal["kv_both", "kv_producer", "kv_consumer"]
-Layout = Literal["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC", "kv-first", "kv-second"]
+Layout = Literal["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 Sibling = Literal["self", "idle", "winner", "holder"]
 Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 
@@ -46,9 +46,9 @@ class Config(Model):
     delivery: str | None = None
     long_prefill_threshold: Annotated[int, Field(ge=0)] = Field(default=0, description="long_prefill_token_threshold, 0 = off")
     engines: dict[Name, Role] = Field(default={}, description="two engines in one run: name -> kv_role; the first one is driven first")
-    groups: list[GroupKind] = Field(default=[], description="KV cache groups of one layer each (engine vllm); the first is full")
+    groups: list[GroupKind] = Field(default=[], description="KV cache groups of one layer each (engine vllm); one: of all layers")
     window: PositiveInt = Field(default=8, description="tokens that layers with a sliding window attend to")
-    layout: Layout | None = Field(default=None, description="order of a KV tensor's axes in memory; default: the release's own")
+    layout: Layout | None = Field(default=None, description="the only order of a KV tensor's axes that the attention can do")
     multi: list[Sibling] = Field(default=[], description="run inside of MultiConnector with these children; `self` is the connector")
 
     @property
@@ -114,8 +114,11 @@ class Case(Model):
                 raise ValueError("`handed` needs two engines (config.engines)")
         if names and len({add.arg.id or add.arg.req for add in self.steps if add.op == "add"}) < sum(s.op == "add" for s in self.steps):
             raise ValueError("with two engines every request has an id of its own, as a front end makes them")
-        if self.config.groups and (self.config.groups[0] != "full" or self.engines != ["vllm"]):
-            raise ValueError("config: several groups begin with a full one, and only engine vllm has them")
+        groups = self.config.groups
+        if len(groups) > 1 and (groups[0] != "full" or "latent" in groups or self.engines != ["vllm"]):
+            raise ValueError("config: several groups begin with a full one, none is latent, and only engine vllm has them")
+        if len(groups) == 1 and groups[0] not in ("full", "latent"):
+            raise ValueError("config: a single group is full or latent")
         if len(names) == 1 or (self.config.multi and "self" not in self.config.multi):
             raise ValueError("config: engines are two or none; multi has `self` among its children")
         return self

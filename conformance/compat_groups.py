@@ -1,31 +1,66 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What depends on the installed vLLM where a model has several KV cache groups: how it says so."""
+"""What depends on the installed vLLM in the shape of the KV: groups, MLA, and the order of a tensor's axes in memory."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, SlidingWindowSpec
+from vllm.v1 import kv_cache_interface
+from vllm.v1.attention.backends import utils
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 
-from kvconform.compat import torch
+from kvconform.compat import KV_LAYOUT, KVConnectorFactory, torch
 from kvconform.groups import Group
 from kvconform.kvcache import PagedCache
+
+RESOLVES_LAYOUTS = hasattr(utils, "resolve_kv_cache_layout")
+"""Whether the engine core settles the layout, with a say of the connector (since 0.31)."""
+LAYOUTS = ("LBHNC", "LBNHC", "BLNHC", "BLHNC", "BHLNC", "LHBNC")
+_ALIASES = {"HND": "LBHNC", "NHD": "LBNHC"}
+ITEM = 4  # bytes of a float32
+
+
+def resolve_layout(config: Any, only: str | None) -> str:
+    """Have vLLM settle the layout among `only`, or all, as the connector's class requires; raises what that does. The layout, in the names
+    of kvconform.kvcache. Changes `config`."""
+    if not RESOLVES_LAYOUTS:
+        return KV_LAYOUT
+    config.cache_config.kv_cache_layout = None
+    return str(utils.resolve_kv_cache_layout(config, [[only] if only else list(LAYOUTS)]).name)
+
+
+def knows_layout(name: str) -> bool:
+    """Whether vLLM has a layout of this name."""
+    return not RESOLVES_LAYOUTS or _ALIASES.get(name, name) in LAYOUTS
+
+
+def make_latent(config: Any) -> None:
+    """Let the model configuration say that the model uses MLA. Changes `config`."""
+    config.model_config.model_arch_config.is_deepseek_mla = True
 
 
 def _spec(group: Group, head_dim: int) -> Any:
     """The KVCacheSpec of a group."""
     shape: dict[str, Any] = dict(block_size=group.block_size, num_kv_heads=group.heads, head_size=head_dim, dtype=torch.float32)
+    if group.kind == "latent":
+        return MLAAttentionSpec(**{**shape, "head_size": 2 * head_dim})
     return FullAttentionSpec(**shape) if group.window is None else SlidingWindowSpec(**shape, sliding_window=group.window)
 
 
 def build_cache_config(cache: PagedCache) -> KVCacheConfig:
-    """The KVCacheConfig of a cache with several groups, whose layers lie on the same bytes."""
+    """The KVCacheConfig of a cache; the layers of several groups lie on the same bytes."""
     names = [[cache.names[layer] for layer in group.layers] for group in cache.groups]
     specs = [_spec(group, cache.book.head_dim) for group in cache.groups]
     page, depth = specs[0].page_size_bytes, max(map(len, names))
     if "layers" in KVCacheTensor.__dataclass_fields__:  # since 0.31
-        size = page * cache.num_blocks * depth
-        tensors = [KVCacheTensor(size=size, layers=layers, layer_stride=page * cache.num_blocks, block_stride=page) for layers in names]
+        tensors = [_placed(cache, group, page * cache.num_blocks) for group in cache.groups]
     else:
         shared = [[layers[index] for layers in names if index < len(layers)] for index in range(depth)]
         tensors = [KVCacheTensor(size=page * cache.num_blocks, shared_by=layers) for layers in shared]
@@ -38,4 +73,33 @@ def build_cache_config(cache: PagedCache) -> KVCacheConfig:
     config = KVCacheConfig(num_blocks=cache.num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)
     if hasattr(config, "hash_block_size"):
         config.hash_block_size = cache.block_size
+    if hasattr(config, "kv_cache_layout"):
+        config.kv_cache_layout = cache.layout
     return config
+
+
+def _placed(cache: PagedCache, group: Group, region: int) -> KVCacheTensor:
+    """Where the layers of a group lie; `region`: bytes of one layer."""
+    first, *more = [cache.tensors[layer] for layer in group.layers]
+    apart = (more[0].storage_offset() - first.storage_offset()) * ITEM if more else region
+    layers = [cache.names[layer] for layer in group.layers]
+    return KVCacheTensor(size=region * len(layers), layers=layers, layer_stride=apart, block_stride=first.stride(0) * ITEM)
+
+
+def registered(cache: PagedCache, config: Any, cache_config: KVCacheConfig, only: str | None) -> dict[str, Any]:
+    """Fields of the event kv.registered."""
+    first = cache.tensors[0]
+    found: dict[str, Any] = dict(
+        required=None, possible=[only] if only else None, layout=cache.layout, told=getattr(cache_config, "kv_cache_layout", None),
+        shape=list(first.shape), strides=list(first.stride()), own_shape=None, own_strides=None,
+    )  # fmt: skip
+    if RESOLVES_LAYOUTS:
+        transfer = config.kv_transfer_config
+        required = transfer and KVConnectorFactory.get_connector_class(transfer).get_required_kvcache_layout(config)
+        found["required"] = _ALIASES.get(required, required)
+        group = cache_config.kv_cache_groups[0]
+        tensor, layout = cache_config.kv_cache_tensors[0], config.cache_config.get_resolved_kv_cache_layout()
+        raw = torch.zeros(tensor.size, dtype=torch.int8)
+        views = kv_cache_interface.create_kv_cache_views(raw, group.kv_cache_spec, cache.num_blocks, layout, tensor)
+        found["own_shape"], found["own_strides"] = list(views[0].shape), list(views[0].stride())
+    return found

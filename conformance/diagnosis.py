@@ -192,6 +192,10 @@ _TEXT: dict[str, Callable[[Event], str]] = {
     "pair.lookup": _pair_lookup,
     "pair.params": _pair_params,
     "pair.request": _pair_request,
+    "kv.registered": lambda e: (
+        f"layout {e['layout']} (required: {e['required']}, possible: {e['possible'] or 'any'}); the first tensor has shape {e['shape']} and"
+        f" strides {e['strides']}, by vLLM's own code {e['own_shape']} and {e['own_strides']}"
+    ),
     "gauge": lambda e: f"{e['name']} is {e['value']}",
 }
 

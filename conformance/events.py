@@ -248,6 +248,12 @@ _kind("worker.step_begin", "kv", "forward:b tokens:i attn_metadata_none:b failed
 _kind("worker.step_end", "kv", "forward:b tokens:i attn_metadata_none:b failed_forward:b", "The worker is done with a step.")
 _kind("kv.computed", "kv", "req:s generation:i start:i end:i accepted:i rejected:i", "The model wrote KV of [start, end).")
 _kind(
+    "kv.registered",
+    "harness",
+    "required:s? possible:l? layout:s told:s? shape:l strides:l own_shape:l? own_strides:l?",
+    "KV tensors: the layout that the class requires, what is possible (None: all), what the KVCacheConfig says; own = by vLLM's own code.",
+)
+_kind(
     "kv.changed",
     "kv",
     "after_hook:s layer:i req:l transfer:l tail:l shared:l over_computed:l null_block:l unallocated:l other_request:l not_transferred:l",

@@ -6,6 +6,7 @@ A block belongs to one group at a time; the layers of different groups lie on th
     full      attend to everything before them
     sliding   attend to the last `window` tokens; blocks that leave the window are freed, and null (block 0) in the table from then on
     wide      as sliding, with half the heads and twice the tokens per block: pages of all groups have one size
+    latent    as full; a token has one vector, no K and V, and there is one head (MLA)
     private   full, but no part of the KV that is transferred (enable_kv_transfer=False): the engine makes it anew after a load
 """
 
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-GroupKind = Literal["full", "sliding", "wide", "private"]
+GroupKind = Literal["full", "sliding", "wide", "private", "latent"]
 WINDOWED = ("sliding", "wide")
 
 
@@ -36,10 +37,11 @@ class Group:
 
 
 def groups_of(kinds: Sequence[GroupKind], *, layers: int, block_size: int, heads: int, window: int) -> tuple[Group, ...]:
-    """The groups of a model with `layers` layers: one per kind, one layer each; without kinds one full group of all layers. ValueError
+    """The groups of a model with `layers` layers: one per kind, one layer each; a single kind (none: full) is of all layers. ValueError
     if there are not as many layers as kinds."""
-    if not kinds:
-        return (Group("full", tuple(range(layers)), block_size, heads),)
+    if len(kinds) <= 1:
+        kind: GroupKind = kinds[0] if kinds else "full"
+        return (Group(kind, tuple(range(layers)), block_size, 1 if kind == "latent" else heads),)
     if len(kinds) != layers:
         raise ValueError(f"{len(kinds)} groups of one layer each in a model of {layers} layers")
     return tuple(

@@ -30,7 +30,7 @@ class PagedCache:
     def __init__(
         self, book: CodeBook, num_blocks: int, block_size: int, device: str = "cpu", layout: str = PACKED, groups: Sequence[Group] = ()
     ) -> None:
-        self.book, self.num_blocks, self.block_size = book, num_blocks, block_size
+        self.book, self.num_blocks, self.block_size, self.layout = book, num_blocks, block_size, layout
         self.groups = tuple(groups) or (Group("full", tuple(range(book.layers)), block_size, book.heads),)
         self.stride = max(group.block_size for group in self.groups)
         self.names = [f"model.layers.{i}.self_attn.attn" for i in range(book.layers)]
@@ -40,7 +40,8 @@ class PagedCache:
         self._number = {layer: number for number, group in enumerate(self.groups) for layer in group.layers}
         # One allocation for all layers, as vLLM makes it: a layer's tensor is a view with an offset into shared storage.
         depth = max(len(group.layers) for group in self.groups)
-        pages = torch.zeros(depth * num_blocks * book.heads * block_size * book.width, dtype=torch.float32, device=device)
+        page = max(group.heads * group.block_size for group in self.groups) * book.width
+        pages = torch.zeros(depth * num_blocks * page, dtype=torch.float32, device=device)
         copy = pages.clone()
         for group in self.groups:
             for layer, tensor, view in zip(group.layers, *self._layers(pages, depth, group, layout), strict=False):

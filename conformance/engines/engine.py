@@ -15,7 +15,8 @@ from kvconform import older
 from kvconform.api import bound, inspect_class, inspect_instance
 from kvconform.batch import Batch
 from kvconform.case import Variant
-from kvconform.compat import KV_LAYOUT, DraftTokenIds
+from kvconform.compat import DraftTokenIds
+from kvconform.compat_groups import registered, resolve_layout
 from kvconform.engines.control import EngineControl
 from kvconform.engines.execution import EngineExecution
 from kvconform.engines.halves import introduce, note_engine_ids, noted, refused, start_worker_half
@@ -24,7 +25,7 @@ from kvconform.engines.joined import Joined
 from kvconform.engines.ledger import Ledger
 from kvconform.engines.ranks import Follower, Rank, config_of, places, shard, widen
 from kvconform.engines.refusals import inspect_engine
-from kvconform.engines.setup import build_cache_config, build_configs, build_scheduler
+from kvconform.engines.setup import build_cache_config, build_config, build_scheduler
 from kvconform.groups import groups_of
 from kvconform.hashes import HashBook
 from kvconform.kvcache import PagedCache
@@ -58,20 +59,21 @@ class Engine(EngineControl, EngineExecution):
         Probe.active = self.probe
         settings = variant.case.config
         where = places(settings, with_connector=with_connector)
-        groups = groups_of(
-            settings.groups, layers=registry.book.layers, block_size=variant.block_size, heads=registry.book.heads, window=settings.window
-        )
-        shards = [shard(registry, place, settings.num_blocks, variant.block_size, settings.layout or KV_LAYOUT, groups) for place in where]
-        cache = shards[-1][0]
         try:
-            self.config, self.cache_config = build_configs(variant, target, tmp, cache, with_connector=with_connector)
+            self.config = build_config(variant, target, tmp, with_connector=with_connector)
+            layout = resolve_layout(self.config, settings.layout)
         except Exception as error:
             if with_connector:
-                refused(trace, target.resolve(), error)
+                refused(trace, target.resolve(), error, getattr(self, "config", None))
             raise
+        book = registry.book
+        groups = groups_of(settings.groups, layers=book.layers, block_size=variant.block_size, heads=book.heads, window=settings.window)
+        shards = [shard(registry, place, settings.num_blocks, variant.block_size, layout, groups) for place in where]
+        cache = shards[-1][0]
+        self.cache_config = build_cache_config(cache)
         given = self.config.kv_transfer_config.engine_id if with_connector else None
-        book = HashBook(variant.block_size, lambda r: info(r).identity)
-        self.watches = Watch(trace, self.probe, book, self._generation), Telemetry(trace, self.probe, book, self.config)
+        hashes = HashBook(variant.block_size, lambda r: info(r).identity)
+        self.watches = Watch(trace, self.probe, hashes, self._generation), Telemetry(trace, self.probe, hashes, self.config)
         widen(self.config, where[-1])
         self.ranks = [
             Rank(place, *part, config_of(self.config, place), self._cache_config(part[0]))
@@ -102,6 +104,7 @@ class Engine(EngineControl, EngineExecution):
             )
             with set_current_vllm_config(rank.config), self._as(rank):
                 rank.lifecycle.register()
+            trace.emit("kv.registered", **registered(rank.cache, rank.config, rank.cache_config, settings.layout))
         self.worker = self.ranks[-1].worker
         self.oracle = self.worker.oracle
         for rank in self.ranks[:-1]:

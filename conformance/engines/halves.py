@@ -33,10 +33,12 @@ def noted(trace: Trace, op: str) -> Iterator[None]:
         raise
 
 
-def refused(trace: Trace, cls: type, error: Exception) -> None:
-    """vLLM looks at the class before it constructs it: note that it does not start, and whether its constructor is why."""
-    item, ok, detail = next(inspect_class(cls, {}, None))
-    trace.emit("api", item=item, ok=ok, detail=detail)
+def refused(trace: Trace, cls: type, error: Exception, config: Any = None) -> None:
+    """vLLM looks at the class before it constructs it: note that it does not start, and whether its constructor, or what the class says
+    once there is a `config`, is why."""
+    found = inspect_class(cls, {}, config)
+    for item, ok, detail in [next(found)] if config is None else found:
+        trace.emit("api", item=item, ok=ok, detail=detail)
     trace.emit("engine.lifecycle", op="start", pid=0, error=f"{type(error).__name__}: {error}".splitlines()[0][:300])
 
 

@@ -15,8 +15,8 @@ from kvconform.target import Target
 LAYERS, HEADS, HEAD_DIM = 2, 2, 16
 
 
-def build_configs(variant: Variant, target: Target, tmp: Path, cache: PagedCache, *, with_connector: bool) -> tuple[Any, Any]:
-    """(VllmConfig, KVCacheConfig) of a variant, whose KV is in `cache`."""
+def build_config(variant: Variant, target: Target, tmp: Path, *, with_connector: bool) -> Any:
+    """The VllmConfig of a variant."""
     settings = variant.case.config
     transfer = None
     if with_connector:
@@ -43,14 +43,16 @@ def build_configs(variant: Variant, target: Target, tmp: Path, cache: PagedCache
     )
     config.scheduler_config.long_prefill_token_threshold = settings.long_prefill_threshold
     policies.prepare(config, frozenset(variant.case.policies), variant.block_size, settings.spec_tokens)
-    if settings.groups:
+    if settings.groups == ["latent"]:
+        compat_groups.make_latent(config)
+    if len(settings.groups) > 1:
         config.scheduler_config.disable_hybrid_kv_cache_manager = False  # vLLM does not start a connector that does not support it
-    return config, build_cache_config(cache)
+    return config
 
 
 def build_cache_config(cache: PagedCache) -> Any:
     """The KVCacheConfig of `cache`."""
-    if len(cache.groups) > 1:
+    if len(cache.groups) > 1 or cache.groups[0].kind != "full" or cache.layout != compat.KV_LAYOUT:
         return compat_groups.build_cache_config(cache)
     return compat.build_cache_config(cache.num_blocks, cache.block_size, cache.book.heads, cache.book.head_dim, cache.names)
 
