@@ -8,6 +8,7 @@ this module in each. It judges the entries of the installed release, and fails w
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.resources
 import json
 import sys
@@ -31,13 +32,14 @@ class Entry(Model):
     """One bug as it was released. Every id in `fails` must FAIL in at least one run of `cases` on each of `releases`."""
 
     id: Id
-    bug: Annotated[str, Field(pattern=r"^B\d{3}$")]
+    bug: Annotated[str, Field(pattern=r"^(B\d{3}|R\d{3})$", description="of the list of bugs, or the rule of the contract that was broken")]
     text: str
     releases: list[Annotated[str, Field(pattern=r"^\d+\.\d+\.\d+$")]] = Field(min_length=1)
     connector: str
     extra_config: dict[str, Any] = {}
     half: Literal["both", "scheduler"] = "both"
     scheduling: list[Literal["sync", "async"]] = ["sync"]
+    runner: Literal["v1", "v2"] = "v1"
     cases: list[str] = Field(min_length=1)
     fails: list[Id] = Field(min_length=1)
 
@@ -61,6 +63,12 @@ def of_release(known: list[Entry], version: str) -> list[Entry]:
     return [entry for entry in known if version_key(version) in map(version_key, entry.releases)]
 
 
+def unbounded(entry: Entry, spec: Spec) -> Spec:
+    """`spec` with the requirements of `entry` in force in every release: what was mended later was as wrong before."""
+    changed = {name: spec.requirements[name].model_copy(update={"since": None}) for name in entry.fails}
+    return dataclasses.replace(spec, requirements={**spec.requirements, **changed})
+
+
 def examine(entry: Entry, spec: Spec, tmp: Path) -> dict[str, str]:
     """Requirement id -> what its first FAIL says, over all runs of the entry. Changes nothing outside `tmp`."""
     from kvconform.run import run_and_judge
@@ -69,7 +77,7 @@ def examine(entry: Entry, spec: Spec, tmp: Path) -> dict[str, str]:
     target = Target(entry.connector, dict(entry.extra_config), half=entry.half)
     found: dict[str, str] = {}
     for number, variant in enumerate(_variants(entry, spec)):
-        report = run_and_judge(variant, target, spec, seed=0, tmp=tmp / str(number))
+        report = run_and_judge(variant, target, unbounded(entry, spec), seed=0, tmp=tmp / str(number))
         if report.harness_error is not None:
             found.setdefault("harness", f"{variant.id}: {report.harness_error.strip().splitlines()[-1]}")
         for row in report.rows:
@@ -81,7 +89,7 @@ def examine(entry: Entry, spec: Spec, tmp: Path) -> dict[str, str]:
 def _variants(entry: Entry, spec: Spec) -> Iterator[Any]:
     for name in entry.cases:
         variants = spec.cases[name].variants(["vllm"], entry.scheduling)
-        yield from (variant for variant in variants if variant.runner == "v1")
+        yield from (variant for variant in variants if variant.runner == entry.runner)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -123,10 +123,13 @@ class ReferenceConnector(SuiteHooks, Telemetry):
 
     def _plan_load(self, tracked: Tracked, granted: int, is_async: bool) -> Load:
         """The grant ends where the request's computed tokens end now. Blocks before it are shared with others: never written."""
-        request, end = tracked.request, tracked.request.num_computed_tokens
+        request, end = tracked.request, self._grant_end(tracked.request, granted)
         if is_async:
             self._loading.add(request.request_id)
         return self._faults.strike(Load(request.request_id, end - granted, end, self._pieces(tracked, end - granted, end), is_async))
+
+    def _grant_end(self, request: Request, granted: int) -> int:
+        return request.num_computed_tokens
 
     def _plan_saves(self, scheduler_output: SchedulerOutput) -> Iterator[Save]:
         for req_id, computed, new_blocks, replaces in scheduled(scheduler_output):

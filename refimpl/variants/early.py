@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A correct connector for engines that count an asynchronous load only when it is over: until 0.16 `num_computed_tokens` was zero before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.request import Request
+
+from kvconform.refimpl.connector import ReferenceConnector
+
+
+class RemembersLocalHit(ReferenceConnector):
+    """Takes the start of a load from the lookup that the grant answers. The engine looks up again before every allocation."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._local: dict[str, int] = {}
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        self._local[request.request_id] = num_computed_tokens
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        self._local.pop(request.request_id, None)
+        return super().request_finished(request, block_ids)
+
+    def _grant_end(self, request: Request, granted: int) -> int:
+        return self._local[request.request_id] + granted
