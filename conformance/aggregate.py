@@ -88,14 +88,25 @@ def _overall(rows: list[Row], found: Aggregate, problems: list[str]) -> tuple[st
     excused = _excused(rows)
     bad = [(v, [r for r in counting if r.verdict is v]) for v in (Verdict.FAIL, Verdict.XPASS)]
     bad.append((Verdict.BLOCKED, [r for r in counting if r.verdict is Verdict.BLOCKED and _run(r, r.blocked_by) not in excused]))
-    reasons = [f"{verdict}: {', '.join(_ids(those))}" for verdict, those in bad if those]
+    reasons = _reasons(bad)
     if reasons:
         return "nonconformant", reasons
     mild = [(v, [r for r in counting if r.verdict is v]) for v in (Verdict.XFAIL, Verdict.DISABLED, Verdict.BLOCKED)]
-    reasons = [f"{verdict}: {', '.join(_ids(those))}" for verdict, those in mild if those]
+    reasons = _reasons(mild)
     if not any(row.verdict is Verdict.PASS for row in counting):
         reasons.append("no requirement was exercised")
     return ("partial", reasons) if reasons else ("conformant", [])
+
+
+def _reasons(found: list[tuple[Verdict, list[Row]]]) -> list[str]:
+    """One line per verdict, the worst first; a requirement is named once, by the worst of its runs."""
+    lines: list[str] = []
+    named: set[str] = set()
+    for verdict, rows in found:
+        ids = [name for name in _ids(rows) if name not in named]
+        named.update(ids)
+        lines += [f"{verdict}: {', '.join(ids)}"] if ids else []
+    return lines
 
 
 def _run(row: Row, requirement: str | None) -> tuple[object, ...]:

@@ -311,3 +311,9 @@ def test_waivers_concern_guarantees_of_an_engine_and_a_version() -> None:
     assert settled("0.32.0", engine="reference") is Verdict.FAIL
     assert settled("0.32.0", scheduling="sync") is Verdict.FAIL
     assert settled("0.32.0", kind="requirement") is Verdict.FAIL
+
+
+def test_a_requirement_is_named_once_by_its_worst_verdict() -> None:
+    fail, blocked = row("a.one", Verdict.FAIL), row("a.one", Verdict.BLOCKED, case="c.two", blocked_by="a.two")
+    found = aggregate([fail, blocked, row("a.two", Verdict.BLOCKED, blocked_by="a.one")])
+    assert found.reasons == ["FAIL: a.one", "BLOCKED: a.two"]
