@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A correct connector for engines that count an asynchronous load only when it is over: until 0.16 `num_computed_tokens` was zero before."""
+"""A correct connector for engines that count an asynchronous load as computed only when it is over, as they did until 0.16."""
 
 from __future__ import annotations
 

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""spec/history.yaml: that it loads, that its names exist, and what a wrong entry gets to hear. `nox -s history` runs it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from kvconform import history
+from kvconform.load import Spec, SpecError, load_spec
+
+
+@pytest.fixture(scope="module")
+def spec() -> Spec:
+    return load_spec()
+
+
+def test_at_least_twelve_bugs_over_five_releases(spec: Spec) -> None:
+    known = history.entries(spec)
+    assert len({entry.bug for entry in known if entry.bug.startswith("B")}) >= 12
+    assert len({release for entry in known for release in entry.releases}) >= 5
+    assert len({entry.id for entry in known}) == len(known)
+
+
+def test_entries_of_a_release_ignore_the_local_version(spec: Spec) -> None:
+    known = history.entries(spec)
+    assert history.of_release(known, "0.23.0+cpu") == history.of_release(known, "0.23.0") != []
+    assert history.of_release(known, "0.1.0") == []
+
+
+def test_an_entry_that_names_what_does_not_exist(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = {
+        "id": "x",
+        "bug": "B001",
+        "text": "t",
+        "releases": ["0.26.0"],
+        "connector": "a:B",
+        "cases": ["no.case"],
+        "fails": ["hook.no-raise"],
+    }
+    monkeypatch.setattr(history, "parse", lambda text, place: [entry])
+    with pytest.raises(SpecError, match=re.escape("x names no.case, which does not exist")):
+        history.entries(spec)
+
+
+def test_its_requirements_are_in_force_in_every_release(spec: Spec) -> None:
+    entry = next(entry for entry in history.entries(spec) if "engine.finish-blocks" in entry.fails)
+    assert not spec.requirements["engine.finish-blocks"].in_force("0.23.0")
+    judged = history.unbounded(entry, spec)
+    assert judged.requirements["engine.finish-blocks"].in_force("0.23.0")
+    assert not judged.requirements["engine.removed"].in_force("0.23.0"), "only what the entry names"
