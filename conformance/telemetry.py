@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -20,9 +20,15 @@ from kvconform.trace import Trace
 
 
 class _Metric:
-    """Stands in for a Prometheus metric: takes what a metric takes, as one with these labels does."""
+    """Stands in for a Prometheus metric: takes what a metric takes, as one with these labels does. `names`: those of one front end."""
+
+    names: ClassVar[set[str]] = set()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        name = str(kwargs.get("name", args[0] if args else None))
+        if name in self.names:
+            raise ValueError(f"there is a metric {name} already")
+        self.names.add(name)
         self._labels = tuple(kwargs.get("labelnames") or (args[2] if len(args) > 2 else ()))
 
     def labels(self, *values: Any, **named: Any) -> _Metric:
@@ -41,7 +47,6 @@ class _Metric:
 
 
 _engines: WeakKeyDictionary[Trace, int] = WeakKeyDictionary()
-METRICS: dict[type, type] = {Gauge: _Metric, Counter: _Metric, Histogram: _Metric}
 
 
 class Telemetry:
@@ -155,7 +160,9 @@ class Telemetry:
 
     def _observe(self, connector: Any, data: dict[str, Any]) -> None:
         if self.metrics is None:
-            made = type(connector).build_prom_metrics(self.config, METRICS, ["model_name", "engine"], {0: ["tiny", "0"]})
+            own = type("Metric", (_Metric,), {"names": set()})
+            kinds = dict.fromkeys((Gauge, Counter, Histogram), own)
+            made = type(connector).build_prom_metrics(self.config, kinds, ["model_name", "engine"], {0: ["tiny", "0"]})
             self.metrics = made or False
         if self.metrics:
             self.metrics.observe(data, 0)

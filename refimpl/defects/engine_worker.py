@@ -144,3 +144,10 @@ def ends_no_forward(step: Any, life: Own, output: Any) -> Any:
     """Does not say when the forward pass is over."""
     with connector_of(life, finish_forward=nothing):
         return step(life, output)
+
+
+@fault(Own, "_attention")
+def takes_another_path(attention: Any, life: Own, name: str) -> None:
+    """Runs the model in another way as soon as a connector is there, and reads the wrong state on it (B031)."""
+    attention(life, name)
+    life.worker._corruption.setdefault(life.worker.rows[0].state.chain.req, 1)

@@ -119,6 +119,20 @@ class MetricsNeedAll(ReferenceConnector):
         return _NeedsAll(*args)
 
 
+class _NamedAlike(ReferenceMetrics):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._totals = [self._counter_cls("kvconform_moves", what, self._labelnames) for what in ("chunks read", "chunks written")]
+
+
+class MetricsNamedAlike(ReferenceConnector):
+    """Registers two metrics of one name (B120)."""
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any) -> Any:
+        return _NamedAlike(*args)
+
+
 class LockedHandshake(ReferenceConnector):
     """Puts a lock into its handshake metadata."""
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -120,3 +121,34 @@ class LayerOrder(ReferenceConnector):
     def _load_layer(self, piece: Piece, layer: str) -> bool:
         data = self._store.get(piece.key, next(iter(self._layers)))
         return data is not None and write_slots(self._layers[layer], piece.slots, data, piece.first)
+
+
+class _Whole(Load):
+    """Its last piece is the last token."""
+
+
+class TakesTheWholeHit(ReferenceConnector):
+    """Loads all that it has found, the last token at the end of the step: the engine did not grant it, and has computed it (B039)."""
+
+    def _plan_load(self, tracked: Tracked, granted: int, is_async: bool) -> Load:
+        load, known = super()._plan_load(tracked, granted, is_async), tracked.request.num_tokens
+        if load.end < known - 1:
+            return load
+        return _Whole(load.req, load.start, known, (*load.pieces, *self._pieces(tracked, known - 1, known)), is_async)
+
+    def _load(self, load: Load, layers: Iterable[str]) -> None:
+        super()._load(replace(load, pieces=load.pieces[:-1]) if isinstance(load, _Whole) else load, layers)
+
+    def wait_for_save(self) -> None:
+        for load in self._metadata().loads:
+            if isinstance(load, _Whole):
+                super()._load(load, self._layers)
+        super().wait_for_save()
+
+
+class WholeChunksOnly(ReferenceConnector):
+    """Takes for granted that a load begins where a chunk begins: a local hit ends at a block, and chunks are larger (B040)."""
+
+    def _plan_load(self, tracked: Tracked, granted: int, is_async: bool) -> Load:
+        assert (tracked.request.num_computed_tokens - granted) % self.options.chunk_tokens == 0
+        return super()._plan_load(tracked, granted, is_async)
