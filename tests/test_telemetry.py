@@ -98,7 +98,7 @@ def test_what_vllm_refuses() -> None:
     )  # fmt: skip
     cache = compat.build_cache_config(8, 4, 2, 16, ["l0"])
     found = list(refusals.inspect_engine(config, cache))
-    assert len(found) == len({item for item, _, _ in found}) == 15
+    assert len(found) == len({item for item, _, _ in found}) == 16
     assert [item for item, ok, _ in found if not ok] == []
     assert refusals.NAME not in compat.KVConnectorFactory._registry
     assert refusals._refuses("x", ValueError, lambda: None) == ("x", False, "is accepted")
