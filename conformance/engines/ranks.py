@@ -17,7 +17,7 @@ import numpy as np
 from vllm.distributed import parallel_state
 
 from kvconform.case import Config
-from kvconform.compat import ModelRunnerOutput
+from kvconform.compat import ModelRunnerOutput, init_parallel_state
 from kvconform.groups import Group
 from kvconform.kernels.codes import CodeBook
 from kvconform.kvcache import PagedCache
@@ -137,6 +137,7 @@ def in_place(place: Place) -> Iterator[None]:
     if place.alone:
         yield
         return
+    init_parallel_state()  # of one process, before there are more on paper
     state: Any = parallel_state
     before = state._TP, state._PP
     shards = [place.pp * place.shards + tp for tp in range(place.shards)]
