@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from kvconform.case import Variant
 from kvconform.diagnosis import describe
 from kvconform.infer import Profile, profile_of
 from kvconform.load import Spec
+from kvconform.relation import relate_runs
+from kvconform.requirement import Requirement
 from kvconform.runner import Run, run_variant
 from kvconform.stub import judged_alone
 from kvconform.target import Target
@@ -22,6 +25,8 @@ from kvconform.verdict import Verdict, judge, rows_for
 __all__ = ["CaseReport", "Run", "run_and_judge", "run_variant"]
 
 EXCERPT = 18
+REPEATS = 3
+ELSEWHERE = ("hash-seed", "second-process")  # take seconds
 _profiles: dict[str, Profile] = {}
 
 
@@ -103,6 +108,12 @@ def run_and_judge(
     judged = [r for r in wanted if not alone or judged_alone(r.id, r.area)]
     rows = judge(judged, runs, profile.caps, strict=strict, disabled=set(disabled))
     rows += rows_for([r for r in wanted if r not in judged], variant, Verdict.UNOBSERVABLE, "needs the worker half", strict=strict)
+    again = partial(run_variant, variant, target, seed=seed, caps=profile.caps, promises=profile.promises)
+    for number, row in enumerate(rows):
+        req = spec.requirements[row.requirement]
+        compared = row.verdict == Verdict.FAIL and req.relate is not None and "no-connector" not in req.relate.runs
+        if compared and not differs_always(req, main, lambda of, n, number=number: again(tmp=tmp / f"{number}-{n}", relation=of)):
+            row.verdict, row.message = Verdict.UNOBSERVABLE, "the connector does not do the same twice: it depends on timing"
     for row in rows:
         told = describe(main.trace[row.event]) if row.verdict == Verdict.FAIL and row.event is not None else None
         if told is not None:
@@ -118,6 +129,27 @@ def run_and_judge(
     report.trace = main.trace if keep_trace else None
     shutil.rmtree(tmp, ignore_errors=True)
     return report
+
+
+def differs_always(req: Requirement, main: Run, again: Callable[[str, int], Run]) -> bool:
+    """Whether the runs that `req` compares differ whenever they are made, and the first of them never from itself.
+
+    Where threads decide what comes first, one run is not like the next. `again(relation, n)` makes a run.
+    """
+    assert req.relate is not None
+    second = req.relate.runs[1]
+    for number in range(1 if second in ELSEWHERE else REPEATS):
+        main_again, other = again(req.relate.runs[0], 2 * number), again(second, 2 * number + 1)
+        if _differ(req, main, main_again) or not _differ(req, main_again, other):
+            return False
+    return True
+
+
+def _differ(req: Requirement, one: Run, other: Run) -> bool:
+    assert req.relate is not None
+    traces = dict(zip(req.relate.runs, (one.trace, other.trace), strict=True))
+    monitor = relate_runs(req, traces, one.caps, one.trace[0])
+    return monitor is not None and bool(monitor.violations)
 
 
 def evidence_of(event: dict[str, Any]) -> str | None:

@@ -32,3 +32,8 @@ class Countdown(Generic[T]):
 
     def drop(self, unwanted: Callable[[T], bool]) -> None:
         self._waiting = [(at, item) for at, item in self._waiting if not unwanted(item)]
+
+    def take(self) -> list[T]:
+        """All items, due or not; none are left."""
+        taken, self._waiting = [item for _, item in self._waiting], []
+        return taken

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-PATIENCE = 2
+PATIENCE = 3
 
 
 class Undecided(ReferenceConnector):
-    """Needs three lookups of a request until it knows."""
+    """Answers three lookups of a request with "not yet" (systems.md B3)."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -34,8 +34,15 @@ class Undecided(ReferenceConnector):
         return super().request_finished(request, block_ids)
 
 
+class NeverHits(ReferenceConnector):
+    """Stores everything and finds nothing, as a producer does whose consumers are elsewhere."""
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return 0, False
+
+
 class BlockFiller(ReferenceConnector):
-    """Moves whole blocks: fills the rest of the last granted block too, before anything in it is computed."""
+    """Moves whole blocks: fills the rest of the last granted block too, before anything in it is computed, as NIXL does."""
 
     def _plan_load(self, tracked: Tracked, granted: int, is_async: bool) -> Load:
         load = super()._plan_load(tracked, granted, is_async)

@@ -95,3 +95,21 @@ class Plain(KVConnectorBase_V1):
             for name, layer in self._layers.items():
                 self._blocks[block, name] = layer[at].clone()
             self._index[block, ""] = torch.empty(0)
+
+
+class Consuming(Plain):
+    """Its worker takes the metadata apart while it works (OffloadingConnector does so too)."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, PlainMetadata)
+        while metadata.loads:
+            block, at = metadata.loads.pop()
+            for name, layer in self._layers.items():
+                layer[at] = self._blocks[block, name]
+
+    def wait_for_save(self) -> None:
+        super().wait_for_save()
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, PlainMetadata)
+        metadata.saves.clear()

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A connector that does not hold blocks: it goes on reading the blocks of finished and preempted requests until they are handed out again.
+
+The engine frees a block without wiping it, and nobody writes it before the worker step in which it belongs to its next owner. So it is
+enough to finish the copies of a block in ``handle_preemptions`` of that step (vLLM's OffloadingConnector does so; systems.md C4).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
+
+from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.plan import ReferenceMetadata, Save
+from kvconform.refimpl.tracking import Tracked
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+
+@dataclass(frozen=True)
+class FencedMetadata(ReferenceMetadata):
+    """``handed_out``: blocks that have a new owner from this step on."""
+
+    handed_out: frozenset[int] = frozenset()
+
+
+class Fenced(ReferenceConnector):
+    """Stores three polls later, whatever has become of the request; use with ``async_saves`` and a ``save_delay``."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._seen: dict[str, set[int]] = {}  # blocks of each request as of the last step
+        self._handed_out: set[int] = set()
+
+    # ---- Scheduler half ----
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        self._seen.pop(request.request_id, None)  # it may have come back to blocks that it had before
+        self._notice(self._tracked[request.request_id])
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        metadata = super().build_connector_meta(scheduler_output)
+        assert isinstance(metadata, ReferenceMetadata)
+        for tracked in self._tracked.values():
+            self._notice(tracked)
+        fenced = FencedMetadata(
+            metadata.epoch, metadata.loads, metadata.saves, frozenset(), metadata.repaired, frozenset(self._handed_out)
+        )  # nothing is dropped: a copy that is under way is as good after a preemption as before it
+        self._handed_out = set()
+        return fenced
+
+    def _notice(self, tracked: Tracked) -> None:
+        """Blocks that the request has now and had not before; some of them may be shared, and are fenced for nothing."""
+        seen = self._seen.setdefault(tracked.request.request_id, set())
+        self._handed_out |= set(tracked.table) - seen
+        seen |= set(tracked.table)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        super().request_finished(request, block_ids)
+        self._seen.pop(request.request_id, None)
+        self._final = [replace(save, final=False) for save in self._final]
+        return False, None
+
+    # ---- Worker half ----
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        super().handle_preemptions(kv_connector_metadata)
+        assert isinstance(kv_connector_metadata, FencedMetadata)
+        rest: list[tuple[int, Save]] = []
+        for epoch, save in self._save_queue.take():
+            if kv_connector_metadata.handed_out.isdisjoint(save.table):
+                rest.append((epoch, save))
+            else:
+                self._save(epoch, save, self._layers)
+        for item in rest:
+            self._save_queue.add(item, self.options.save_delay)
