@@ -74,7 +74,7 @@ class TransfersEverything(HybridConnector):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         kept_back = [
-            Part(number, group.kv_cache_spec.block_size, frozenset(group.layer_names), None)
+            Part(number, group.kv_cache_spec.block_size, None)
             for number, group in enumerate(kv_cache_config.kv_cache_groups)
             if not group.enable_kv_transfer
         ]

@@ -33,11 +33,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Part:
-    """A group that is transferred: its place among all groups, tokens per block, layers, and window in tokens (None: unlimited)."""
+    """A group that is transferred: its place among all groups, tokens per block, and window in tokens (None: unlimited)."""
 
     number: int
     block_size: int
-    layers: frozenset[str]
     window: int | None
 
     def key(self, chunk: str) -> str:
@@ -71,12 +70,13 @@ class HybridConnector(ReferenceConnector, SupportsHMA):
             raise ValueError("blocks leave a window without notice: a save cannot wait")
         groups = kv_cache_config.kv_cache_groups
         self._parts = [
-            Part(number, group.kv_cache_spec.block_size, frozenset(group.layer_names), getattr(group.kv_cache_spec, "sliding_window", None))
+            Part(number, group.kv_cache_spec.block_size, getattr(group.kv_cache_spec, "sliding_window", None))
             for number, group in enumerate(groups)
             if getattr(group, "enable_kv_transfer", True)
         ]
         self._block_size = math.lcm(*(group.kv_cache_spec.block_size for group in groups))
         self._several = len(groups) > 1
+        self._number = {name: number for number, group in enumerate(groups) for name in group.layer_names}  # layers of this rank
         self._state: Any = None  # the block tables, while metadata is built
         self._failed: set[str] = set()  # asynchronous loads, to be reported
 
@@ -170,10 +170,10 @@ class HybridConnector(ReferenceConnector, SupportsHMA):
 
     def _load_layer(self, piece: Piece, layer: str) -> bool:
         assert isinstance(piece, Share)
-        return layer not in piece.part.layers or super()._load_layer(piece, layer)
+        return self._number[layer] != piece.part.number or super()._load_layer(piece, layer)
 
     def _save_layer(self, epoch: int, save: Save, layer: str, kv_layer: torch.Tensor) -> None:
-        mine = tuple(piece for piece in save.pieces if isinstance(piece, Share) and layer in piece.part.layers)
+        mine = tuple(piece for piece in save.pieces if isinstance(piece, Share) and self._number[layer] == piece.part.number)
         super()._save_layer(epoch, replace(save, pieces=mine), layer, kv_layer)
 
     @classmethod
