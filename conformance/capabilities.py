@@ -71,3 +71,12 @@ def complete(declared: dict[str, Any]) -> dict[str, Any]:
 def has(value: Any) -> bool:
     """Whether a capability's value counts as present when it is named alone (`layerwise`, `!lossy`, `saves`)."""
     return bool(value) and value != "none"
+
+
+MOST_LOSSY = 1 / 32
+"""The codes that the harness writes into KV memory cannot be told apart beyond 1/30."""
+
+
+def tolerance(lossy: bool | float) -> float:
+    """How far KV that was loaded may be off, as a part of the largest value: what was declared, at most MOST_LOSSY."""
+    return min(float(lossy), MOST_LOSSY)

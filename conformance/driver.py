@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvconform.capabilities import tolerance
 from kvconform.case import Variant
 from kvconform.compat_request import build_request
 from kvconform.crowd import crowd_of
@@ -63,8 +64,14 @@ class Driver:
             self.variant, self.target, self.trace, self.registry, self.memory, self.info, self.tmp,
             relation=self.relation,
         )  # fmt: skip
-        engine.observer.on_lookup = self._looked_up
+        self._observe(engine)
         return engine
+
+    def _observe(self, engine: Engine) -> None:
+        """Be told of an engine's lookups, and let its readers know what the connector may lose."""
+        engine.observer.on_lookup = self._looked_up
+        for oracle in (engine.observer.oracle, *engine.observer.others):
+            oracle.cache.tolerance = tolerance(self.caps["lossy"])
 
     def info(self, req_id: str) -> Info:
         """What the harness knows about the live incarnation of a request id."""

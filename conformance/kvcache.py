@@ -15,6 +15,8 @@ OLDER = {  # until 0.25: shape of a layer's tensor, and the order of its axes as
     "kv-second": (lambda b, h, s, d: (b, 2, s, h, d), (0, 3, 2, 1, 4)),
     "kv-first": (lambda b, h, s, d: (2, b, s, h, d), (1, 3, 2, 0, 4)),
 }
+LARGEST = 15
+"""The largest value of a code."""
 PACKED = "LBHNC"
 """Since 0.26 a layer is always [blocks, heads, block_size, 2 * head_dim]; the name of a layout says in which order memory has the axes:
 L(ayer), B(lock), H(ead), N (slot in the block), C(ontent)."""
@@ -70,6 +72,9 @@ class PagedCache:
         index = torch.from_numpy(np.ascontiguousarray(slots, dtype=np.int64))
         return index // self.stride, index % self.stride
 
+    tolerance: float = 0.0
+    """How far a lossy connector may be off, of the largest value; below 1/30, or codes could not be told apart."""
+
     def write(self, layer: int, slots: np.ndarray, rows: np.ndarray) -> None:
         """Engine write of rows [n, heads, width] to slots [n] of one layer; heads that its group does not have are left out."""
         blocks, offsets = self.split(slots)
@@ -79,9 +84,10 @@ class PagedCache:
         self.shadow[layer][blocks, :, offsets] = values
 
     def read(self, layer: int, slots: np.ndarray) -> torch.Tensor:
-        """Rows [n, heads, width] of slots [n] as they are now."""
+        """Rows [n, heads, width] of slots [n] as they are now; what is within the tolerance of a code is that code."""
         blocks, offsets = self.split(slots)
-        return self._views[layer][blocks, :, offsets].flatten(2)
+        rows = self._views[layer][blocks, :, offsets].flatten(2)
+        return rows if not self.tolerance else torch.where((rows - rows.round()).abs() <= self.tolerance * LARGEST, rows.round(), rows)
 
     def mismatches(self, layer: int, slots: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """Indices into `slots` whose content differs from `rows` (the nonce lanes are not compared)."""

@@ -82,7 +82,7 @@ class PairDriver(Driver):
         variant = dataclasses.replace(self.variant, case=self.variant.case.model_copy(update={"config": config}))
         target = dataclasses.replace(self.target, role=None)
         engine = Engine(variant, target, self.trace, self.registry, self.memories[name], self.info, self.tmp, relation=self.relation)
-        engine.observer.on_lookup = self._looked_up
+        self._observe(engine)
         delivery = None if engine.connector is None else bool(engine.connector.requires_kv_delivery)
         self.trace.emit("pair.engine", on=name, role=self.roles[name], delivery=delivery)
         self.handovers.listen(engine)
