@@ -63,13 +63,13 @@ def of_release(known: list[Entry], version: str) -> list[Entry]:
     return [entry for entry in known if version_key(version) in map(version_key, entry.releases)]
 
 
-def unbounded(entry: Entry, spec: Spec) -> Spec:
-    """`spec` with the requirements of `entry` in force in every release: what was mended later was as wrong before."""
-    changed = {name: spec.requirements[name].model_copy(update={"since": None}) for name in entry.fails}
-    return dataclasses.replace(spec, requirements={**spec.requirements, **changed})
+def as_of(entry: Entry, spec: Spec, release: str) -> Spec:
+    """What `release` is judged by: what is in force there, and what `entry` names. What was mended later was as wrong before."""
+    chosen = {name: req for name, req in spec.requirements.items() if name in entry.fails or req.in_force(release)}
+    return dataclasses.replace(spec, requirements=chosen)
 
 
-def examine(entry: Entry, spec: Spec, tmp: Path) -> dict[str, str]:
+def examine(entry: Entry, spec: Spec, release: str, tmp: Path) -> dict[str, str]:
     """Requirement id -> what its first FAIL says, over all runs of the entry. Changes nothing outside `tmp`."""
     from kvconform.run import run_and_judge
     from kvconform.target import Target
@@ -77,7 +77,7 @@ def examine(entry: Entry, spec: Spec, tmp: Path) -> dict[str, str]:
     target = Target(entry.connector, dict(entry.extra_config), half=entry.half)
     found: dict[str, str] = {}
     for number, variant in enumerate(_variants(entry, spec)):
-        report = run_and_judge(variant, target, unbounded(entry, spec), seed=0, tmp=tmp / str(number))
+        report = run_and_judge(variant, target, as_of(entry, spec, release), seed=0, tmp=tmp / str(number))
         if report.harness_error is not None:
             found.setdefault("harness", f"{variant.id}: {report.harness_error.strip().splitlines()[-1]}")
         for row in report.rows:
@@ -109,7 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
     table, missed = Table("bug", "entry", "requirement", "what it says", title=f"vLLM {release}"), 0
     for entry in mine:
         with tempfile.TemporaryDirectory(prefix="kvconform-history-") as tmp:
-            found = examine(entry, spec, Path(tmp))
+            found = examine(entry, spec, release, Path(tmp))
         absent = [name for name in entry.fails if name not in found]
         missed += bool(absent)
         shown = [*entry.fails, *(["harness"] if absent and "harness" in found else [])]
