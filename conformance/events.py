@@ -219,8 +219,8 @@ _kind(
 _kind(
     "ranks.joined",
     "sched",
-    "expected:i sent:l received:l failed:l invalid:l errors:l failures:l early:l late:l",
-    "What vLLM made of several ranks' reports; errors, failures: what it had to; early, late: ids let through, or not, against the count.",
+    "expected:i sent:l received:l failed:l invalid:l all_sent:l all_received:l errors:l failures:l early:l late:l",
+    "What vLLM made of several ranks' reports, and what it had to: all_sent, all_received, errors, failures; early, late: the difference.",
 )
 _kind(
     "engine.id",

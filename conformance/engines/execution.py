@@ -112,9 +112,11 @@ class EngineExecution:
         for grant in self.oracle.open_grants():
             state = self.batch.requests.get(grant.req)
             if grant.is_async:
-                if grant.req in self.reported_now or grant.req in self.oracle.failed_reqs:
+                if grant.req not in self.scheduler.requests:
+                    grant.open = False  # the engine took another rank's report for the last one
+                elif grant.req in self.reported_now or grant.req in self.oracle.failed_reqs:
                     self.oracle.due(grant, self._chain(grant.req))
-            elif state is not None and grant.req in self.worker.scheduled:
+            elif state is not None and grant.req in self.ranks[-1].worker.scheduled:
                 self.oracle.due(grant, state.chain)
 
     def _failed(self) -> set[str]:

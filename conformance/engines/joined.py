@@ -30,7 +30,8 @@ class Joined:
         if found or due or failed or failures or invalid or errors:
             self._trace.emit(
                 "ranks.joined", expected=self._expected, sent=sorted(ids["send"]), received=sorted(ids["recv"]),
-                failed=sorted(failed), invalid=sorted(invalid), errors=sorted(errors), failures=sorted(failures),
+                failed=sorted(failed), invalid=sorted(invalid), all_sent=_ids(due, "send"), all_received=_ids(due, "recv"),
+                errors=sorted(errors), failures=sorted(failures),
                 early=_names(found - due), late=_names(due - found),
             )  # fmt: skip
         return result
@@ -56,6 +57,10 @@ class Joined:
 
 
 _FIELDS = {"send": "finished_sending", "recv": "finished_recving"}
+
+
+def _ids(transfers: set[tuple[str, str]], way: str) -> list[str]:
+    return sorted(req for each, req in transfers if each == way)
 
 
 def _names(transfers: set[tuple[str, str]]) -> list[str]:

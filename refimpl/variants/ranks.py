@@ -20,12 +20,14 @@ class Drifting(ReferenceConnector):
 
 
 class LosesShards(ReferenceConnector):
-    """The last rank cannot read a part of every second load, and says so; the others could."""
+    """One rank (the last) cannot read a part of every second load, and says so; the others could."""
+
+    loser = -1
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         parallel = vllm_config.parallel_config
-        self._loses = parallel.world_size > 1 and parallel.rank == parallel.world_size - 1
+        self._loses = parallel.world_size > 1 and parallel.rank == self.loser % parallel.world_size
         self._turns = 0
 
     def _load(self, load: Load, layers: Any) -> None:
@@ -36,3 +38,30 @@ class LosesShards(ReferenceConnector):
             self._bad |= lost
             load = replace(load, pieces=load.pieces[:-1])
         super()._load(load, layers)
+
+
+class FailsById(LosesShards, Drifting):
+    """Of an asynchronous load that lost something it names the request, not the blocks; the rank that lost it is done first."""
+
+    loser = 0
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._failed: set[str] = set()
+
+    def _load(self, load: Load, layers: Any) -> None:
+        super()._load(load, layers)
+        if load.is_async and self._invalid:
+            self._invalid = set()
+            self._failed.add(load.req)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        results = super().get_transfer_results(finished_req_ids)
+        failed, self._failed = self._failed, set()
+        results.failed_recving.update(failed)
+        return results
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        super().update_connector_output(connector_output)
+        for req in connector_output.failed_recving & self._tracked.keys():
+            self._repaired |= set(self._tracked[req].table)
