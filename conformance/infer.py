@@ -52,7 +52,7 @@ class Calibration:
 
 
 def profile_of(target: Target, tmp: Path) -> Profile:
-    """The profile of a target. Runs up to three plain round trips on the reference engine; UsageError for impossible declarations."""
+    """The profile of a target. Runs a few plain round trips on the reference engine; UsageError for impossible declarations."""
     cls = target.resolve()
     declared = target.declared(cls)
     complete(declared)
@@ -69,9 +69,8 @@ def profile_of(target: Target, tmp: Path) -> Profile:
     roles = set(caps.get("roles", ()))
     learn("transfer", {"kv_producer", "kv_consumer"} <= roles and "kv_both" not in roles)
     learn("fault_injection", hasattr(cls, "kvconform_fail_load"))
-    block = 4
     if not {"store", "saves", "async_load"} <= set(caps):
-        length, prompt, is_async = _first_hit(calibration, block)
+        block, length, prompt, is_async = _first_hit(calibration)
         learn("async_load", is_async)
         learn("store", prompt > 0)
         if "saves" not in caps:
@@ -88,13 +87,16 @@ def profile_of(target: Target, tmp: Path) -> Profile:
     return Profile(full, sources, promises)
 
 
-def _first_hit(calibration: Calibration, block: int) -> tuple[int, int, bool]:
-    """(prompt length, tokens that came back, asynchronously?) of the first plain repeat that hits: not every length does everywhere."""
-    for length in range(10 * block + 1, 11 * block + 1):
+def _first_hit(calibration: Calibration) -> tuple[int, int, int, bool]:
+    """(block size, prompt length, tokens that came back, asynchronously?) of the first plain repeat that hits.
+
+    Not every length does everywhere. The last one is for chunks of up to 256 tokens: with the outputs it fills a second one.
+    """
+    for block, length in (*((4, length) for length in range(41, 45)), (16, 500)):
         back, is_async = calibration.came_back(Plain(length, 1, length, length), block)
         if back > 0:
-            return length, back, is_async
-    return 0, 0, False
+            return block, length, back, is_async
+    return 4, 0, 0, False
 
 
 def _busy(length: int, back: int, block: int) -> Crowd:
