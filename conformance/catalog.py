@@ -70,6 +70,16 @@ def defects(ids: list[str], jobs: int, report_dir: str | None, *, strict: bool) 
     return int(module.main(ids, jobs=jobs, report_dir=report_dir, strict=strict))
 
 
+def drift() -> int:
+    """Print what the installed vLLM's source says otherwise than what was read; exit code 0 if nothing, else 1."""
+    from kvconform import evidence
+
+    spec = load_spec()
+    found = evidence.drift(spec)
+    print(evidence.report(found, spec), end="")
+    return 1 if found else 0
+
+
 def versions() -> None:
     """Print name and version of what matters, one per line."""
     spec = load_spec()

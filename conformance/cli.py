@@ -125,6 +125,14 @@ def defects(
 
 
 @app.command()
+def drift() -> None:
+    """Which requirements rest on source that the installed vLLM has changed? Exit code 1: some do."""
+    from kvconform import catalog
+
+    raise typer.Exit(catalog.drift())
+
+
+@app.command()
 def version() -> None:
     """Versions of kvconform, vLLM and what the run depends on."""
     from kvconform import catalog

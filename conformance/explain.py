@@ -11,6 +11,7 @@ from typing import Any
 from kvconform.case import Case
 from kvconform.errors import UsageError
 from kvconform.events import EVENTS
+from kvconform.evidence import key
 from kvconform.load import Spec
 from kvconform.requirement import Match, Requirement
 
@@ -86,10 +87,12 @@ def _match(match: Match) -> str:
 def _facts(spec: Spec, req: Requirement) -> list[str]:
     """Key and value lines; what is not known is left out."""
     versions = " ".join(filter(None, [f"since {req.since}" if req.since else "", f"until {req.until}" if req.until else ""]))
+    read = spec.sources.get(key(req.source)) if req.source else None
     facts: dict[str, Any] = {
         "area": req.area,
         "vLLM": versions,
         "source": f"{req.source.file}: {req.source.symbol}" if req.source else "",
+        "read": f"vLLM {read.version}, digest {read.digest}" if read else "",
         "capability": req.capability,
         "needs": ", ".join(sorted(req.channels)),
         "engines": ", ".join(req.engines),

@@ -42,6 +42,7 @@ RULES: dict[str, str] = {
     "L026": "a defect names an unknown requirement",
     "L027": "an entry of defects.yaml is no defect",
     "L028": "a MUST that no defect violates",
+    "L030": "a source that spec/sources.yaml has no digest of, or a digest that nothing cites",
 }
 
 CASE_LINES = 40

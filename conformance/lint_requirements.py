@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvconform import sources
+from kvconform import evidence, sources
 from kvconform.examples import misspelt, outcomes
 from kvconform.lint import BUG_NUMBERS, RULE_NUMBERS, Finding
 from kvconform.load import Spec
 from kvconform.requirement import KEYWORDS, Requirement, version_key
+
+UPDATE = "`python -m kvconform.evidence update` reads vLLM's source again"
 
 
 def check(spec: Spec) -> Iterator[Finding]:
@@ -17,11 +19,13 @@ def check(spec: Spec) -> Iterator[Finding]:
     texts: dict[str, str] = {}
     for req in spec.requirements.values():
         where = spec.places.get(f"requirement:{req.id}", req.id)
-        for code, message in (*_wording(req), *_references(req, spec), *_source(req), *_examples(req)):
+        for code, message in (*_wording(req), *_references(req, spec), *_source(req, spec), *_examples(req)):
             yield Finding(where, code, f"{req.id}: {message}")
         other = texts.setdefault(" ".join(req.text.split()), req.id)
         if other != req.id:
             yield Finding(where, "L024", f"{req.id}: has the text of {other}")
+    for place in sorted(spec.sources.keys() - evidence.cited(spec).keys()):
+        yield Finding(spec.places.get(f"source:{place}", place), "L030", f"no requirement rests on {place} any more; {UPDATE}")
 
 
 def _wording(req: Requirement) -> Iterator[tuple[str, str]]:
@@ -50,7 +54,7 @@ def numbers(rules: list[str], bugs: list[str]) -> Iterator[tuple[str, str]]:
         yield "L024", f"{name} is named twice"
 
 
-def _source(req: Requirement) -> Iterator[tuple[str, str]]:
+def _source(req: Requirement, spec: Spec) -> Iterator[tuple[str, str]]:
     version = sources.vllm_version()
     if req.source is None:
         yield "L018", "names no source (file and symbol)"
@@ -58,6 +62,8 @@ def _source(req: Requirement) -> Iterator[tuple[str, str]]:
         problem = sources.missing(req.source.file, req.source.symbol)
         if problem is not None:
             yield "L019", problem
+    if spec.sources and req.source is not None and evidence.key(req.source) not in spec.sources:
+        yield "L030", f"{evidence.key(req.source)} has no digest in spec/sources.yaml; {UPDATE}"
 
 
 def _examples(req: Requirement) -> Iterator[tuple[str, str]]:

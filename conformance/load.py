@@ -24,6 +24,7 @@ from pydantic import ValidationError
 from kvconform import yamlio
 from kvconform.case import Case
 from kvconform.errors import UsageError
+from kvconform.evidence import Evidence, key
 from kvconform.profile import Profile, Waiver
 from kvconform.requirement import Model, Requirement
 from kvconform.rules import Rule, RuleWaiver
@@ -49,6 +50,7 @@ class Spec:
     waivers: list[Waiver] = field(default_factory=list)
     rules: dict[str, Rule] = field(default_factory=dict)
     rule_waivers: dict[str, RuleWaiver] = field(default_factory=dict)
+    sources: dict[str, Evidence] = field(default_factory=dict)
     defects: dict[str, dict[str, Any]] = field(default_factory=dict)
     places: dict[str, str] = field(default_factory=dict)
     line_counts: dict[str, int] = field(default_factory=dict)
@@ -62,7 +64,7 @@ def load_spec(root: Path | None = None, *, cache: bool = True) -> Spec:
         loader.requirements(name, text)
     for name, text in _files(base, "cases", "spec/"):
         loader.case(name, text)
-    for take in (loader.profiles, loader.rules, loader.waivers, loader.defects):
+    for take in (loader.profiles, loader.rules, loader.waivers, loader.sources, loader.defects):
         name = f"{take.__name__}.yaml"
         if (base / name).is_file():
             take(f"spec/{name}", (base / name).read_text(encoding="utf-8"))
@@ -165,6 +167,12 @@ class _Loader:
             found = self.model(Rule, raw, name, text, (index,))
             if found is not None and self.place(f"rule:{found.rule}", name, text, (index, found.rule)):
                 self.spec.rules[found.rule] = found
+
+    def sources(self, name: str, text: str) -> None:
+        for index, raw in enumerate(self.data(name, text, list)):
+            found = self.model(Evidence, raw, name, text, (index,))
+            if found is not None and self.place(f"source:{key(found)}", name, text, (index,)):
+                self.spec.sources[key(found)] = found
 
     def defects(self, name: str, text: str) -> None:
         """Only the ids matter here; kvconform.defects reads the rest."""

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 import kvconform.spec
 from kvconform.case import Case
 from kvconform.defect import Defect
+from kvconform.evidence import Evidence
 from kvconform.kill_matrix import KillMatrix
 from kvconform.profile import Profile, Waiver
 from kvconform.report_models import ReportLine, Summary
@@ -27,6 +28,7 @@ FORMATS: dict[str, tuple[Any, str]] = {
     "waivers": (list[Waiver | RuleWaiver], "spec/waivers.yaml: a list of waivers"),
     "defects": (list[Defect], "spec/defects.yaml: a list of defects"),
     "rules": (list[Rule], "spec/rules.yaml: a list of rules"),
+    "sources": (list[Evidence], "spec/sources.yaml: a list of places in vLLM's source, and what they said"),
     "report-line": (ReportLine, "one line of report.jsonl"),
     "summary": (Summary, "summary.json"),
     "kill-matrix": (KillMatrix, "kill-matrix.json"),

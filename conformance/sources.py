@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+import textwrap
 from functools import lru_cache
 from pathlib import Path
 
@@ -44,28 +45,47 @@ def missing(file: str, symbol: str) -> str | None:
     return None if symbol in known else f"{file} of vLLM {vllm_version()} has no {symbol}"
 
 
+def text(file: str, symbol: str) -> str | None:
+    """The symbol's source in the installed vLLM, comments and decorators included, dedented and without trailing blanks; None if absent.
+
+    What is defined more than once (overloads, branches of an `if`) is all of it, in order.
+    """
+    root = vllm_root()
+    places = _symbols(root / file) if root is not None else None
+    if root is None or places is None or symbol not in places:
+        return None
+    lines = (root / file).read_text(encoding="utf-8").splitlines()
+    parts = (textwrap.dedent("\n".join(lines[first:last])) for first, last in places[symbol])
+    return "\n".join(line.rstrip() for part in parts for line in part.splitlines())
+
+
 @lru_cache(maxsize=64)
-def _symbols(path: Path) -> frozenset[str] | None:
-    """The dotted names of a module's classes, functions, methods, and module and class variables; None if it cannot be read."""
+def _symbols(path: Path) -> dict[str, list[tuple[int, int]]] | None:
+    """Dotted name -> line ranges (from 0, end excluded) of a module's classes, functions, methods, and module and class variables; None
+    if it cannot be read."""
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (OSError, SyntaxError):
         return None
-    found: set[str] = set()
+    found: dict[str, list[tuple[int, int]]] = {}
     _collect(tree.body, "", found)
-    return frozenset(found)
+    return found
 
 
-def _collect(body: list[ast.stmt], prefix: str, found: set[str]) -> None:
+def _collect(body: list[ast.stmt], prefix: str, found: dict[str, list[tuple[int, int]]]) -> None:
     for node in body:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            found.add(prefix + node.name)
-        elif isinstance(node, ast.ClassDef):
-            found.add(prefix + node.name)
-            _collect(node.body, f"{prefix}{node.name}.", found)
+        names: list[str] = []
+        first = node.lineno
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names = [node.name]
+            first = min([first, *(decorator.lineno for decorator in node.decorator_list)])
         elif isinstance(node, (ast.Assign, ast.AnnAssign)):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found.update(prefix + target.id for target in targets if isinstance(target, ast.Name))
+            names = [target.id for target in targets if isinstance(target, ast.Name)]
         elif isinstance(node, (ast.If, ast.Try)):
             _collect(node.body, prefix, found)
             _collect(node.orelse, prefix, found)
+        for name in names:
+            found.setdefault(prefix + name, []).append((first - 1, node.end_lineno or first))
+        if isinstance(node, ast.ClassDef):
+            _collect(node.body, f"{prefix}{node.name}.", found)

@@ -124,6 +124,15 @@ def test_what_is_no_breach(tmp_path: Path, change: dict[str, Any]) -> None:
     assert findings(tmp_path, change) == []
 
 
+def test_sources_without_digest_and_digests_without_source(tmp_path: Path) -> None:
+    read = {"file": "v1/core.py", "version": "0.32.0", "digest": "0123456789abcdef"}
+    assert findings(tmp_path, **{"sources__yaml": [{**read, "symbol": "Scheduler.schedule"}]}) == []
+    (lacking, unused) = findings(tmp_path, **{"sources__yaml": [{**read, "symbol": "Scheduler.land"}]})
+    assert lacking.code == unused.code == "L030"
+    assert "v1/core.py: Scheduler.schedule has no digest" in lacking.message
+    assert "no requirement rests on v1/core.py: Scheduler.land" in unused.message
+
+
 def test_two_requirements_with_one_text(tmp_path: Path) -> None:
     other = {**GOOD, "id": "lookup.other"}
     assert codes(findings(tmp_path, **{"requirements/other__yaml": [other]})) == {"L024"}
