@@ -36,7 +36,7 @@ class PagedCache:
         self.groups = tuple(groups) or (Group("full", tuple(range(book.layers)), block_size, book.heads),)
         self.stride = max(group.block_size for group in self.groups)
         self.names = [f"model.layers.{i}.self_attn.attn" for i in range(book.layers)]
-        self.group_of = np.zeros(num_blocks, dtype=np.int64)
+        self.group_of: np.ndarray = np.zeros(num_blocks, dtype=np.int64)
         self.tensors: list[torch.Tensor] = [torch.empty(0)] * book.layers
         self._views, self.shadow = list(self.tensors), list(self.tensors)
         self._number = {layer: number for number, group in enumerate(self.groups) for layer in group.layers}

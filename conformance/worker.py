@@ -68,7 +68,7 @@ class Worker:
     def _poison(self, block: int, owner: str) -> None:
         group = self.cache.groups[self.cache.group_of[block]]
         size = group.block_size
-        slots = np.arange(size) + block * self.cache.stride
+        slots: np.ndarray = np.arange(size) + block * self.cache.stride
         content = self.registry.poison(block, owner)
         rows = self.cache.book.rows(np.array([content], dtype=np.uint64))
         for layer in group.layers:
