@@ -57,12 +57,12 @@ def run(control: Control, spec: Spec, tmp: Path) -> Outcome:
 
     options: Mapping[str, Any] = {"extra_config": json.loads(control.options), "capabilities": json.loads(control.capabilities)}
     defect = Defect.model_construct(id="control", connector=control.connector, **options)
-    outcome, target = Outcome(defect=f"control: {control.connector}"), target_of(defect)
-    watchdog.start(target.hook_timeout)
+    outcome = Outcome(defect=f"control: {control.connector}")
+    watchdog.start(defect.hook_timeout)
     try:
         for number, (case, name) in enumerate(control.runs):
             variant = next(each for each in spec.cases[case].variants(("reference", "vllm"), None) if each.id == name)
-            report = run_and_judge(variant, target, spec, seed=0, tmp=tmp / str(number))
+            report = run_and_judge(variant, target_of(defect, variant.block_size), spec, seed=0, tmp=tmp / str(number))
             outcome.take(name, [row for row in report.rows if variant.engine != "vllm" or row.get("kind") != "guarantee"])
             if report.harness_error:
                 outcome.failed.setdefault("the harness", []).append(name)

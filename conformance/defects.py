@@ -37,13 +37,14 @@ def examine(defect: Defect, spec: Spec, tmp: Path, note: Path | None = None) -> 
     from kvconform import watchdog
     from kvconform.run import run_and_judge, target_profile
 
-    target = target_of(defect)
     outcome, fault, start = Outcome(defect=defect.id), defect.fault(), time.perf_counter()
     watchdog.start(defect.hook_timeout, note)
     try:
-        target_profile(target, tmp)  # kept for later runs: an engine without fault is what it has to be worked out on
+        variants = [(variant, target_of(defect, variant.block_size)) for variant in defect.variants(spec)]
+        for _, target in variants:
+            target_profile(target, tmp)  # kept for later runs: an engine without fault is what it has to be worked out on
         with fault.active() if fault is not None else nullcontext():
-            for number, variant in enumerate(defect.variants(spec)):
+            for number, (variant, target) in enumerate(variants):
                 with watchdog.case(variant.id):
                     report = run_and_judge(variant, target, spec, seed=0, tmp=tmp / str(number))
                 if report.harness_error:
@@ -57,14 +58,14 @@ def examine(defect: Defect, spec: Spec, tmp: Path, note: Path | None = None) -> 
     return outcome
 
 
-def target_of(defect: Defect, connector: str | None = None) -> Target:
-    """The connector of a defect, or another one, set up as the defect's."""
+def target_of(defect: Defect, block_size: int) -> Target:
+    """The connector of a defect, on an engine with blocks of `block_size` tokens."""
     from kvconform.target import Target
 
     # What the connector sets out to do is what the reference connector does: a defect must not talk its way out of a requirement.
-    sound = {"store": True, "saves": "all", "chunk_tokens": 4, "async_load": defect.extra_config.get("load") == "async"}
+    sound = {"store": True, "saves": "all", "chunk_tokens": block_size, "async_load": defect.extra_config.get("load") == "async"}
     options = dict(defect.extra_config) if _has_own_options(defect) else {"store": "{tmp}/store", **defect.extra_config}
-    return Target(connector or defect.connector, options, capabilities={**sound, **defect.capabilities}, hook_timeout=defect.hook_timeout)
+    return Target(defect.connector, options, capabilities={**sound, **defect.capabilities}, hook_timeout=defect.hook_timeout)
 
 
 def _has_own_options(defect: Defect) -> bool:

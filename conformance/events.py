@@ -151,6 +151,7 @@ _kind(
     "half:s empty:b kept:b merge:s? encode:s? rebuilt:b rebuild:s? observe:s?",
     "Statistics were taken; the texts say what went wrong when they were merged, encoded, rebuilt and observed as metrics.",
 )
+_kind("report.landed", "hooks", "changed:l", "A step's reports reach the scheduler; changed = what was changed after it was returned.")
 _kind("handshake", "hooks", "none:b pickles:b detail:s?", "get_handshake_metadata returned.")
 
 # --- sched: the scheduler and its block pool -----------------------------------------------------------------------------------------

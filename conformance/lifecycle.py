@@ -33,19 +33,23 @@ from kvconform.engines.fault import EngineFault
 from kvconform.worker import Worker
 
 
-class _InOrder(set[str]):
-    """A set of request ids that is iterated in their order."""
+class _InOrder(set[Any]):
+    """A copy of a set of ids that is iterated in their order; `reported` is the set that the connector returned."""
 
-    def __iter__(self) -> Iterator[str]:
+    def __init__(self, reported: set[Any]) -> None:
+        super().__init__(reported)
+        self.reported = reported
+
+    def __iter__(self) -> Iterator[Any]:
         return iter(sorted(super().__iter__()))
 
 
 def in_order(result: ModelRunnerOutput) -> ModelRunnerOutput:
     """Completion reports in the order of their ids: vLLM frees blocks as it walks these sets, and no run may depend on the hash seed."""
     reports = result.kv_connector_output
-    for name in ("finished_sending", "finished_recving", "failed_recving"):
+    for name in ("finished_sending", "finished_recving", "failed_recving", "invalid_block_ids"):
         ids = getattr(reports, name, None)
-        if type(ids) is set and all(isinstance(i, str) for i in ids):
+        if type(ids) is set and len({type(i) for i in ids}) <= 1:
             setattr(reports, name, _InOrder(ids))
     return result
 

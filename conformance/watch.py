@@ -30,6 +30,7 @@ class Watch:
         probe.on("get_num_new_matched_tokens", after=self._hashes)
         for hook in SHARED:
             probe.on(hook, before=self._before, after=self._after)
+        probe.on("update_connector_output", before=self._landed)
 
     def _new(self, call: Call) -> None:
         request = call.arg(0, "request")
@@ -39,6 +40,13 @@ class Watch:
         request = call.arg(0, "request")
         found = self.book.enter(request)
         self.trace.emit("hashes", req=request.request_id, generation=self.generation(request.request_id), **found)
+
+    def _landed(self, call: Call) -> None:
+        """A step's reports reach the scheduler half, perhaps after the worker half has returned those of later steps."""
+        output = call.arg(0, "connector_output")
+        reports = {name: getattr(output, name, None) for name in REPORTS}
+        changed = [name for name, ids in reports.items() if ids is not None and getattr(ids, "reported", ids) != ids]
+        self.trace.emit("report.landed", changed=changed)
 
     def _before(self, call: Call) -> None:
         call.scratch["argument"] = _picture(call)
