@@ -69,6 +69,6 @@ def run(control: Control, spec: Spec, tmp: Path) -> Outcome:
     finally:
         watchdog.stop()
     if outcome.failed:
-        told = (f"{requirement} in {runs[0]}{f' and {len(runs) - 1} more' * (len(runs) > 1)}" for requirement, runs in outcome.failed.items())
+        told = (f"{name} in {runs[0]}" + f" and {len(runs) - 1} more" * (len(runs) > 1) for name, runs in outcome.failed.items())
         outcome.problem = f"is no defect, and fails {'; '.join(told)}"
     return outcome
