@@ -64,13 +64,13 @@ def aggregate(rows: Iterable[Row], *, problems: Iterable[str] = ()) -> Aggregate
     found.failed = _ids(row for row in failing if row.gating)
     found.engine_failed = _ids(row for row in failing if row.kind == "guarantee")
     found.advisory = _ids(row for row in failing if not row.gating and row.kind == "requirement")
-    found.exercised = sum(bool(seen & _EXERCISED) for seen in verdicts.values())
+    found.exercised = sum(bool(seen & EXERCISED) for seen in verdicts.values())
     found.cases = len({row.case for row in rows})
     found.verdict, found.reasons = _overall(rows, found, list(problems))
     return found
 
 
-_EXERCISED = {Verdict.PASS, Verdict.FAIL, Verdict.XFAIL, Verdict.XPASS, Verdict.BLOCKED}
+EXERCISED = {Verdict.PASS, Verdict.FAIL, Verdict.XFAIL, Verdict.XPASS, Verdict.BLOCKED}
 
 
 def _ids(rows: Iterable[Row]) -> list[str]:

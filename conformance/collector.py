@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from datetime import date
 from typing import Any
 
+from kvconform import claims
 from kvconform.aggregate import Aggregate, aggregate
 from kvconform.case import Variant
 from kvconform.expected import apply_expected, apply_waivers
@@ -101,6 +102,10 @@ class Collector:
         if self.settings.half != "both" and found.verdict == "conformant":
             found.verdict = "partial"
             found.reasons.append("only the scheduler half was judged")
+        void = claims.void(self.capabilities, self.sources, rows, self.spec) if complete and not narrowed else []
+        found.reasons += claims.reasons(void) if found.verdict in ("conformant", "partial") else []
+        if void and found.verdict == "conformant":
+            found.verdict = "partial"
         if not complete:
             found.verdict = "error"
             found.reasons.append(f"{len(self.missing())} of {len(self.variants)} runs were not made")

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvconform.capabilities import CAPABILITIES, complete
 from kvconform.case import Variant
+from kvconform.claims import contradicted
 from kvconform.crowd import Crowd
 from kvconform.plain import Plain, plain_case
 from kvconform.promise import Promises
@@ -19,12 +20,12 @@ from kvconform.target import Target
 
 @dataclass
 class Profile:
-    """Capabilities of a target, where each came from (declared, inferred, default), and its promises."""
+    """Capabilities of a target, where each came from (declared, inferred, default; kvconform.claims for what is contradicted), and its
+    promises."""
 
     caps: dict[str, Any]
     sources: dict[str, str]
     promises: Promises
-    notes: list[str] = field(default_factory=list)
 
 
 class Calibration:
@@ -57,25 +58,29 @@ def profile_of(target: Target, tmp: Path) -> Profile:
     declared = target.declared(cls)
     complete(declared)
     caps, sources = dict(declared), dict.fromkeys(declared, "declared")
+    contradictions: dict[str, str] = {}
     calibration = Calibration(target, tmp)
 
     def learn(name: str, value: Any) -> None:
         if name not in caps:
             caps[name], sources[name] = value, "inferred"
+        elif sources[name] == "declared" and caps[name] != value:
+            contradictions[name] = contradicted(caps[name], value)
 
     from kvconform.compat import SupportsHMA
 
     learn("hma", issubclass(cls, SupportsHMA))
     roles = set(caps.get("roles", ()))
-    learn("transfer", {"kv_producer", "kv_consumer"} <= roles and "kv_both" not in roles)
+    if "transfer" not in caps:
+        learn("transfer", {"kv_producer", "kv_consumer"} <= roles and "kv_both" not in roles)
     learn("fault_injection", hasattr(cls, "kvconform_fail_load"))
     if not {"store", "saves", "async_load"} <= set(caps):
         block, length, prompt, is_async = _first_hit(calibration)
-        learn("async_load", is_async)
+        more = calibration.came_back(Plain(length, 24, length + 23, length + 25), block)[0] if prompt > 0 else 0
+        if prompt > 0 or "async_load" not in caps:
+            learn("async_load", is_async)
         learn("store", prompt > 0)
-        if "saves" not in caps:
-            more = calibration.came_back(Plain(length, 24, length + 23, length + 25), block)[0] if prompt > 0 else 0
-            learn("saves", "none" if prompt == 0 else "all" if more > length else "prompt")
+        learn("saves", "none" if prompt == 0 else "all" if more > length else "prompt")
         if prompt > block and "best_effort" not in caps:
             busy = Plain(length, 1, length, length, _busy(length, prompt, block))
             learn("best_effort", calibration.came_back(busy, block)[0] < prompt)
@@ -83,6 +88,7 @@ def profile_of(target: Target, tmp: Path) -> Profile:
         sources.setdefault(name, "default")
     full = complete(caps)
     has_declared = sources["saves"] == "declared" and sources["chunk_tokens"] == "declared" and not full["best_effort"]
+    sources |= contradictions
     promises = Promises(full, has_declared, lambda plain, size: calibration.came_back(plain, size)[0])
     return Profile(full, sources, promises)
 

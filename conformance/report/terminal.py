@@ -16,6 +16,7 @@ from rich.text import Text
 
 from kvconform import __version__
 from kvconform.aggregate import Aggregate
+from kvconform.claims import mismatches
 from kvconform.collector import CaseNotes, Collector
 from kvconform.report import repro
 from kvconform.report.causes import by_cause
@@ -91,8 +92,10 @@ def _capabilities(console: Console, collector: Collector) -> None:
     for name, value in sorted(collector.capabilities.items()):
         source = collector.sources.get(name, "default")
         if source != "default":
-            parts.append(f"{name}={_plain(value)} ({source})")
+            parts.append(f"{name}={_plain(value)} ({source.partition(',')[0]})")
     console.print(f"\ncapabilities  {escape(', '.join(parts) or 'none declared, none found')}")
+    for sentence in mismatches(collector.sources):
+        console.print(f"mismatch      {escape(sentence)}")
 
 
 def _plain(value: Any) -> str:

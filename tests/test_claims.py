@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Declared capabilities: seen to be otherwise, or never shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvconform.claims import asks, claimed, mismatches, reasons, void
+from kvconform.infer import profile_of
+from kvconform.load import load_spec
+from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.target import Target
+from kvconform.verdict import Row, Verdict
+
+SPEC = load_spec()
+DECLARED = {name: "declared" for name in ("store", "saves", "async_load", "kv_events", "layerwise", "lossy")}
+
+
+class Undeclared(ReferenceConnector):
+    """Says nothing about itself."""
+
+    kvconform_capabilities = None  # type: ignore[assignment]
+
+
+def row(requirement: str, case: str, verdict: Verdict) -> Row:
+    return Row(requirement, case, "reference", "sync", "v1", 1, 4, verdict)
+
+
+@pytest.mark.parametrize(
+    ("condition", "name", "does"),
+    [
+        ("store and saves", "store", True),
+        ("!lossy and store", "lossy", False),
+        ("not cap.lossy", "lossy", False),
+        ("'kv_producer' in cap.roles", "roles", True),
+        ("async_load", "load", False),
+        ("core", "store", False),
+    ],
+)
+def test_whether_a_condition_asks_for_a_capability(condition: str, name: str, does: bool) -> None:
+    assert asks(condition, name) is does
+
+
+def test_only_what_the_connector_says_itself_is_a_claim() -> None:
+    caps = {"store": True, "saves": "none", "async_load": True, "kv_events": False, "lossy": 0.1}
+    assert sorted(claimed(caps, DECLARED)) == ["async_load", "lossy", "store"]
+    assert claimed(caps, dict.fromkeys(DECLARED, "inferred")) == []
+
+
+@pytest.mark.parametrize("verdict", [Verdict.NOT_EXERCISED, Verdict.UNSUPPORTED, Verdict.DISABLED, Verdict.UNOBSERVABLE])
+def test_a_claim_whose_cases_are_skipped_is_void(verdict: Verdict) -> None:
+    caps = {"async_load": True, "lossy": 0.1}
+    rows = [row("recv.completes", "lifecycle.async-load", verdict), row("load.content", "chunked.abort", Verdict.PASS)]
+    assert void(caps, DECLARED, rows, SPEC) == ["async_load"]  # nothing can show that somebody is lossy
+    assert void(caps, dict.fromkeys(DECLARED, "inferred"), rows, SPEC) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"), [("kv_events", ("events.complete", "chunked.abort")), ("async_load", ("load.content", "lifecycle.async-load"))]
+)
+def test_one_requirement_or_one_case_shows_it(name: str, shown: tuple[str, str]) -> None:
+    assert void({name: True}, DECLARED, [row(*shown, Verdict.PASS)], SPEC) == []
+    assert void({name: True}, DECLARED, [row("load.content", "chunked.abort", Verdict.PASS)], SPEC) == [name]
+
+
+def test_every_capability_that_can_be_claimed_alone_is_asked_for_somewhere() -> None:
+    conditions = [r.capability_expr.source for r in SPEC.requirements.values() if r.kind == "requirement"]
+    conditions += [case.needs_expr.source for case in SPEC.cases.values()]
+    for name in ("store", "saves", "async_load", "hma", "fault_injection", "kv_events", "transfer", "roles"):
+        assert any(asks(condition, name) for condition in conditions), name
+
+
+def test_reasons_are_one_sentence() -> None:
+    assert reasons([]) == []
+    assert reasons(["hma", "kv_events"])[0].endswith(": hma, kv_events")
+
+
+@pytest.mark.parametrize(
+    ("declared", "name", "says"),
+    [
+        ({"hma": True}, "hma", "seen to be no and not yes"),
+        ({"saves": "prompt"}, "saves", "seen to be all and not prompt"),
+        ({"store": False}, "store", "seen to be yes and not no"),
+        ({"async_load": True}, "async_load", "seen to be no and not yes"),
+        ({"best_effort": True}, "best_effort", ""),
+        ({"saves": "all"}, "saves", ""),
+    ],
+)
+def test_what_is_seen_to_be_otherwise_is_said(declared: dict[str, Any], name: str, says: str, tmp_path: Path) -> None:
+    profile = profile_of(Target(f"{__name__}:Undeclared", {"store": "{tmp}/store"}, capabilities=declared), tmp_path)
+    assert profile.caps[name] == declared[name]
+    assert profile.sources[name] == ("declared" if not says else f"declared, but {says}")
+    assert mismatches(profile.sources) == ([f"{name} is declared, but {says}"] if says else [])
