@@ -95,6 +95,7 @@ class Batch:
     def __init__(self, block_size: int, lookup: Lookup, groups: Sequence[Group] = ()) -> None:
         self.block_size, self.lookup = block_size, lookup
         self.sizes = [group.block_size for group in groups] or [block_size]
+        self.recurrent = [group.recurrent for group in groups] or [False]
         self.requests: dict[str, WorkerRequest] = {}
 
     def update(self, output: Any) -> None:
@@ -176,7 +177,10 @@ class Batch:
                 last = extend(last, 7 + index, chain.identity.extra(len(chain.ids) + index) ^ 0xD8AF7)
                 draft_ids.append(last)
         stride = max(self.sizes)
-        slots = [slots_of(table, start, start + count, size, stride) for size, table in zip(self.sizes, state.tables, strict=True)]
+        slots = []
+        for size, table, recurrent in zip(self.sizes, state.tables, self.recurrent, strict=True):
+            found = slots_of(table, start + count - 1 if recurrent else start, start + count, size, stride)
+            slots.append(found - found % stride if recurrent else found)
         return Row(state, start, count, drafts, accepted, draft_ids, slots, samples, before=state.valid_end)
 
 

@@ -12,6 +12,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
@@ -41,14 +42,24 @@ def knows_layout(name: str) -> bool:
     return not RESOLVES_LAYOUTS or _ALIASES.get(name, name) in LAYOUTS
 
 
+def make_recurrent(config: Any) -> None:
+    """Have states kept at the ends of blocks, so that they can be shared. Changes `config`."""
+    config.cache_config.mamba_cache_mode = "align"
+    config.cache_config.mamba_block_size = config.cache_config.block_size
+
+
 def make_latent(config: Any) -> None:
     """Let the model configuration say that the model uses MLA. Changes `config`."""
     config.model_config.model_arch_config.is_deepseek_mla = True
 
 
-def _spec(group: Group, head_dim: int) -> Any:
-    """The KVCacheSpec of a group."""
+def _spec(group: Group, head_dim: int, heads: int) -> Any:
+    """The KVCacheSpec of a group; `heads`: of the model."""
     shape: dict[str, Any] = dict(block_size=group.block_size, num_kv_heads=group.heads, head_size=head_dim, dtype=torch.float32)
+    if group.recurrent:
+        page = heads * group.block_size * 2 * head_dim * ITEM
+        state = dict(shapes=((2 * head_dim,),), dtypes=(torch.float32,), mamba_cache_mode="align", page_size_padded=page)
+        return MambaSpec(block_size=group.block_size, **state)
     if group.kind == "latent":
         return MLAAttentionSpec(**{**shape, "head_size": 2 * head_dim})
     return FullAttentionSpec(**shape) if group.window is None else SlidingWindowSpec(**shape, sliding_window=group.window)
@@ -57,7 +68,7 @@ def _spec(group: Group, head_dim: int) -> Any:
 def build_cache_config(cache: PagedCache) -> KVCacheConfig:
     """The KVCacheConfig of a cache; the layers of several groups lie on the same bytes."""
     names = [[cache.names[layer] for layer in group.layers] for group in cache.groups]
-    specs = [_spec(group, cache.book.head_dim) for group in cache.groups]
+    specs = [_spec(group, cache.book.head_dim, cache.book.heads) for group in cache.groups]
     page, depth = specs[0].page_size_bytes, max(map(len, names))
     if "layers" in KVCacheTensor.__dataclass_fields__:  # since 0.31
         tensors = [_placed(cache, group, page * cache.num_blocks) for group in cache.groups]
@@ -81,9 +92,10 @@ def build_cache_config(cache: PagedCache) -> KVCacheConfig:
 def _placed(cache: PagedCache, group: Group, region: int) -> KVCacheTensor:
     """Where the layers of a group lie; `region`: bytes of one layer."""
     first, *more = [cache.tensors[layer] for layer in group.layers]
-    apart = (more[0].storage_offset() - first.storage_offset()) * ITEM if more else region
+    item = first.element_size()
+    apart = (more[0].storage_offset() - first.storage_offset()) * item if more else region
     layers = [cache.names[layer] for layer in group.layers]
-    return KVCacheTensor(size=region * len(layers), layers=layers, layer_stride=apart, block_stride=first.stride(0) * ITEM)
+    return KVCacheTensor(size=region * len(layers), layers=layers, layer_stride=apart, block_stride=first.stride(0) * item)
 
 
 def registered(cache: PagedCache, config: Any, cache_config: KVCacheConfig, only: str | None) -> dict[str, Any]:

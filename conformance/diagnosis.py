@@ -192,6 +192,10 @@ _TEXT: dict[str, Callable[[Event], str]] = {
     "pair.lookup": _pair_lookup,
     "pair.params": _pair_params,
     "pair.request": _pair_request,
+    "state.offered": lambda e: (
+        f"the state of {e['req']} after {e['tokens']} tokens is offered in block {e['block']} of group {e['group']}"
+        f"{'' if e['in_table'] else ', which is not in its table'}{', again' if e['again'] else ''}"
+    ),
     "kv.registered": lambda e: (
         f"layout {e['layout']} (required: {e['required']}, possible: {e['possible'] or 'any'}); the first tensor has shape {e['shape']} and"
         f" strides {e['strides']}, by vLLM's own code {e['own_shape']} and {e['own_strides']}"

@@ -249,6 +249,12 @@ _kind("worker.step_begin", "kv", "forward:b tokens:i attn_metadata_none:b failed
 _kind("worker.step_end", "kv", "forward:b tokens:i attn_metadata_none:b failed_forward:b", "The worker is done with a step.")
 _kind("kv.computed", "kv", "req:s generation:i start:i end:i accepted:i rejected:i", "The model wrote KV of [start, end).")
 _kind(
+    "state.offered",
+    "sched",
+    "req:s group:i block:i tokens:i in_table:b again:b",
+    "build_connector_meta is offered the state after a request's first `tokens` tokens, in a block; again = as it was before.",
+)
+_kind(
     "kv.registered",
     "harness",
     "required:s? possible:l? layout:s told:s? shape:l strides:l own_shape:l? own_strides:l?",

@@ -7,6 +7,7 @@ A block belongs to one group at a time; the layers of different groups lie on th
     sliding   attend to the last `window` tokens; blocks that leave the window are freed, and null (block 0) in the table from then on
     wide      as sliding, with half the heads and twice the tokens per block: pages of all groups have one size
     latent    as full; a token has one vector, no K and V, and there is one head (MLA)
+    state     recurrent (Mamba): a block holds one state, after the last token computed of those that the block is for
     private   full, but no part of the KV that is transferred (enable_kv_transfer=False): the engine makes it anew after a load
 """
 
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-GroupKind = Literal["full", "sliding", "wide", "private", "latent"]
+GroupKind = Literal["full", "sliding", "wide", "private", "latent", "state"]
 WINDOWED = ("sliding", "wide")
 
 
@@ -30,6 +31,11 @@ class Group:
     heads: int
     window: int | None = None
     transfer: bool = True
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether a block holds a state, and not what its tokens left each."""
+        return self.kind == "state"
 
     def first_read(self, start: int) -> int:
         """The first position that a token at `start` attends to."""
@@ -49,8 +55,8 @@ def groups_of(kinds: Sequence[GroupKind], *, layers: int, block_size: int, heads
             kind,
             (number,),
             block_size * (2 if kind == "wide" else 1),
-            heads // 2 if kind == "wide" else heads,
-            window if kind in WINDOWED else None,
+            1 if kind == "state" else heads // 2 if kind == "wide" else heads,
+            window if kind in WINDOWED else 2 if kind == "state" else None,  # the state before is all that a token needs
             kind != "private",
         )
         for number, kind in enumerate(kinds)

@@ -59,6 +59,9 @@ class PagedCache:
             shape_of, axes = OLDER[layout]
             tensors = list(pages.view(depth, *shape_of(self.num_blocks, heads, size, dim)))
             return tensors, [tensor.permute(axes) for tensor in tensors]
+        if group.recurrent:  # one row per block; what is left of the page is padding
+            states = list(pages.view(depth, self.num_blocks, -1)[..., : self.book.width].unflatten(-1, (1, 1, self.book.width)))
+            return [state.view(torch.int8) for state in states], [state.unflatten(-1, (2, dim)) for state in states]
         lengths = dict(zip("LBHNC", (depth, self.num_blocks, heads, size, self.book.width), strict=True))
         whole = pages.view([lengths[axis] for axis in layout]).permute([layout.index(axis) for axis in "LBHNC"])
         return list(whole), [tensor.unflatten(-1, (2, dim)) for tensor in whole]

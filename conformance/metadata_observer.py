@@ -26,9 +26,23 @@ class MetadataObserver:
     handed: tuple[Any, str | None] | None = None
     """The metadata of the last step and its digest when the worker was done with it."""
     refilled = False
+    offered: dict[tuple[str, int, int], int]
+    """Block of each boundary state that was offered, by request, group and tokens."""
 
     def _building(self, call: Call) -> None:
-        call.scratch["digest"] = scheduler_output_digest(call.arg(0, "scheduler_output"))
+        output = call.arg(0, "scheduler_output")
+        call.scratch["digest"] = scheduler_output_digest(output)
+        state = getattr(output, "kv_connector_block_state", None)
+        offers = getattr(state, "boundary_state_offloads", None) or {}
+        for req, states in offers.items():
+            for group, block, tokens in states:
+                table = (state.get_block_ids(req) or [()] * (group + 1))[group]
+                key = (req, group, tokens)
+                self.trace.emit(
+                    "state.offered", req=req, group=group, block=block, tokens=tokens, in_table=block in table,
+                    again=self.offered.get(key) == block,
+                )  # fmt: skip
+                self.offered[key] = block
 
     def _built(self, call: Call) -> None:
         if call.error is not None:

@@ -47,6 +47,7 @@ class Observer(MetadataObserver):
         self.scheduled: dict[str, Event] = {}
         self.on_lookup: Callable[[Any, Event], None] | None = None
         self.built: dict[int, str] = {}
+        self.offered = {}
         for hook, listener in (
             ("get_num_new_matched_tokens", self._lookup),
             ("update_state_after_alloc", self._alloc),
@@ -123,6 +124,7 @@ class Observer(MetadataObserver):
             transfer = f"{key[0]}#{key[1]}.{self.transfers}"
         if last:
             last["allocated"] = True
+        self.offered = {at: block for at, block in self.offered.items() if at[0] != key[0]}  # it begins anew
         if self.reset_seen and not second:
             self._still_local(request, local)
         size = self.oracle.cache.block_size

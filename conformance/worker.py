@@ -29,12 +29,15 @@ class AttentionMetadata(SimpleNamespace):
 @dataclass
 class Reads:
     """What one group's layers write and read in a step, all requests one after the other: slots `written` [tokens], `slots` read [n] and
-    the rows `expected` there [n, layers, heads, width]; `ends` of each request in n."""
+    the rows `expected` there [n, layers, heads, width]; `ends` of each request in n, `tops`: the position behind the last that it reads;
+    `source`: which of the step's rows are written."""
 
     written: np.ndarray
+    source: np.ndarray | slice
     slots: np.ndarray
     expected: np.ndarray
     ends: np.ndarray
+    tops: list[int]
 
 
 class Worker:
@@ -67,7 +70,7 @@ class Worker:
     # -- poison ----------------------------------------------------------------------------------------------------------------
     def _poison(self, block: int, owner: str) -> None:
         group = self.cache.groups[self.cache.group_of[block]]
-        size = group.block_size
+        size = 1 if group.recurrent else group.block_size
         slots: np.ndarray = np.arange(size) + block * self.cache.stride
         content = self.registry.poison(block, owner)
         rows = self.cache.book.rows(np.array([content], dtype=np.uint64))
@@ -110,13 +113,16 @@ class Worker:
             self._reads = [self._reads_of(number, group) for number, group in enumerate(self.cache.groups)]
 
     def _reads_of(self, number: int, group: Group) -> Reads:
-        firsts = [group.first_read(row.start) for row in self.rows]
-        stride, book, spans = self.cache.stride, self.cache.book, list(zip(self.rows, firsts, strict=True))
+        stride, book, recurrent = self.cache.stride, self.cache.book, group.recurrent
+        spans = [(row, group.first_read(row.start), row.start if recurrent else row.known) for row in self.rows]
+        slots = np.concatenate([slots_of(row.state.tables[number], lo, hi, group.block_size, stride) for row, lo, hi in spans])
         return Reads(
             written=np.concatenate([row.by_group[number] for row in self.rows]),
-            slots=np.concatenate([slots_of(row.state.tables[number], lo, row.known, group.block_size, stride) for row, lo in spans]),
-            expected=np.concatenate([row.state.expected(book, row.known)[lo:] for row, lo in spans]),
-            ends=np.cumsum([row.known - lo for row, lo in spans]),
+            source=np.cumsum([row.count for row in self.rows]) - 1 if recurrent else slice(None),
+            slots=slots - slots % stride if recurrent else slots,
+            expected=np.concatenate([row.state.expected(book, row.known)[lo:hi] for row, lo, hi in spans]),
+            ends=np.cumsum([hi - lo for _, lo, hi in spans]),
+            tops=[hi for _, _, hi in spans],
         )
 
     def attention_metadata(self) -> tuple[dict[str, AttentionMetadata], dict[str, Any]]:
@@ -143,10 +149,14 @@ class Worker:
     def write_layer(self, layer: int) -> None:
         """The KV update of one layer: this step's tokens go to their slots (before the layer's loads are waited for, as in vLLM)."""
         number = self.cache.group(layer)
+        if not self.cache.groups[number].recurrent:  # a state is read before it is overwritten
+            self._update(layer, number)
+
+    def _update(self, layer: int, number: int) -> None:
         group, reads = self.cache.groups[number], self._reads[number]
         if not group.transfer:  # made anew from the layers that are transferred
             self.cache.write(layer, reads.slots, reads.expected[:, layer])
-        self.cache.write(layer, reads.written, self._encoded[:, layer])
+        self.cache.write(layer, reads.written, self._encoded[reads.source, layer])
         if layer == group.layers[0]:
             for row in self.rows:
                 self.oracle.filled(row.by_group[number], OWN, f"{row.state.chain.req}#{row.state.chain.generation}")
@@ -161,12 +171,14 @@ class Worker:
             by_row.setdefault(int(np.searchsorted(reads.ends, index, side="right")), []).append(index)
         for number, indices in by_row.items():
             row = self.rows[number]
-            behind = row.known - int(reads.ends[number])  # from an index to a position
+            behind = reads.tops[number] - int(reads.ends[number])  # from an index to a position
             for index in indices:
                 self.oracle.wrong_read(layer, row.state.chain, index + behind, int(reads.slots[index]))
             bytes_read = self.cache.read(layer, reads.slots[indices]).contiguous().numpy().tobytes()
             seed = self._corruption.get(row.state.chain.req, 0)
             self._corruption[row.state.chain.req] = seed ^ int.from_bytes(hashlib.sha256(bytes_read).digest()[:8], "little")
+        if self.cache.groups[self.cache.group(layer)].recurrent:
+            self._update(layer, self.cache.group(layer))
 
     @property
     def corrupt(self) -> set[str]:

