@@ -36,6 +36,7 @@ class Evidence(Model):
     file: str = Field(description="relative to vllm/")
     symbol: str
     version: Version
+    line: int = Field(ge=1, description="on which it begins, for links")
     digest: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 
 
@@ -80,9 +81,9 @@ def collect(spec: Spec) -> dict[str, Evidence]:
     found = {}
     for place in cited(spec):
         file, symbol = place.split(": ")
-        text = sources.text(file, symbol)
-        if text is not None:
-            found[place] = Evidence(file=file, symbol=symbol, version=version, digest=digest(text))
+        text, line = sources.text(file, symbol), sources.line(file, symbol)
+        if text is not None and line is not None:
+            found[place] = Evidence(file=file, symbol=symbol, version=version, line=line, digest=digest(text))
         elif place in spec.sources:
             found[place] = spec.sources[place]
     return found
@@ -90,7 +91,9 @@ def collect(spec: Spec) -> dict[str, Evidence]:
 
 def render(entries: Mapping[str, Evidence]) -> str:
     """The file's text."""
-    lines = (f'- {{file: {e.file}, symbol: {e.symbol}, version: "{e.version}", digest: "{e.digest}"}}' for e in entries.values())
+    lines = (
+        f'- {{file: {e.file}, symbol: {e.symbol}, version: "{e.version}", line: {e.line}, digest: "{e.digest}"}}' for e in entries.values()
+    )
     return HEAD + "\n".join(lines) + "\n"
 
 

@@ -59,6 +59,13 @@ def text(file: str, symbol: str) -> str | None:
     return "\n".join(line.rstrip() for part in parts for line in part.splitlines())
 
 
+def line(file: str, symbol: str) -> int | None:
+    """The line (from 1) on which the symbol begins in the installed vLLM; None if absent."""
+    root = vllm_root()
+    places = _symbols(root / file) if root is not None else None
+    return places[symbol][0][0] + 1 if places and symbol in places else None
+
+
 @lru_cache(maxsize=64)
 def _symbols(path: Path) -> dict[str, list[tuple[int, int]]] | None:
     """Dotted name -> line ranges (from 0, end excluded) of a module's classes, functions, methods, and module and class variables; None

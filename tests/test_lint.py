@@ -125,7 +125,7 @@ def test_what_is_no_breach(tmp_path: Path, change: dict[str, Any]) -> None:
 
 
 def test_sources_without_digest_and_digests_without_source(tmp_path: Path) -> None:
-    read = {"file": "v1/core.py", "version": "0.32.0", "digest": "0123456789abcdef"}
+    read = {"file": "v1/core.py", "version": "0.32.0", "line": 3, "digest": "0123456789abcdef"}
     assert findings(tmp_path, **{"sources__yaml": [{**read, "symbol": "Scheduler.schedule"}]}) == []
     (lacking, unused) = findings(tmp_path, **{"sources__yaml": [{**read, "symbol": "Scheduler.land"}]})
     assert lacking.code == unused.code == "L030"
