@@ -121,6 +121,12 @@ def test_a_fault_is_in_force_for_a_while_only() -> None:
     assert (_Adder().add(1, 2), _Adder().sub(5, 2)) == (3, 3)
 
 
+def test_a_fault_can_be_that_something_is_there() -> None:
+    with fault(_Adder, "mul", create=True)(lambda missing, adder, a, b: (missing(adder, a, b), a * b)).active():
+        assert _Adder().mul(2, 3) == (None, 6)  # type: ignore[attr-defined]
+    assert not hasattr(_Adder, "mul")
+
+
 def test_an_altered_object_is_otherwise_the_same() -> None:
     owner = _Adder()
     owner.connector = inner = _Adder()

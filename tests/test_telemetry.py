@@ -82,8 +82,11 @@ def test_statistics_go_through_what_the_engine_does_to_them() -> None:
 
 
 def test_the_stand_in_for_metrics_refuses_what_a_metric_refuses() -> None:
-    metric = _Metric("name", "text", ["engine"])
+    kind: type[_Metric] = type("Metric", (_Metric,), {"names": set()})
+    metric = kind("name", "text", ["engine"])
     metric.labels("0").inc(2)
+    with pytest.raises(ValueError, match="already"):
+        kind("name", "another text", ["engine"])
     with pytest.raises(ValueError, match="label"):
         metric.labels("0", "1")
     with pytest.raises(ValueError, match="fall"):
