@@ -20,11 +20,13 @@ WIDTH = 100
 
 def explain(spec: Spec, name: str, exercised_by: Mapping[str, Iterable[str]] | None = None) -> str:
     """The text about requirement or case `name`. `exercised_by`: case ids per requirement, known from a run. UsageError if unknown."""
+    texts = []
     if name in spec.requirements:
-        cases = exercised_by.get(name) if exercised_by is not None else None
-        return requirement(spec, spec.requirements[name], cases)
+        texts.append(requirement(spec, spec.requirements[name], exercised_by.get(name) if exercised_by is not None else None))
     if name in spec.cases:
-        return case(spec, spec.cases[name])
+        texts.append(case(spec, spec.cases[name]))
+    if texts:
+        return "\n".join(texts)
     close = difflib.get_close_matches(name, [*spec.requirements, *spec.cases], 3)
     raise UsageError(f"there is no requirement or case {name!r}" + (f"; did you mean {' or '.join(close)}?" if close else ""))
 
