@@ -75,7 +75,7 @@ def takes_events_before_statistics(land: Any, engine: Engine, output: Any, resul
         list(connector.take_events() or ())
         return original()
 
-    connector = engine.connector
+    connector: Any = engine.connector
     with connector_of(engine, get_kv_connector_stats=after, take_events=nothing):
         return land(engine, output, result)
 
