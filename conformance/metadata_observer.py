@@ -32,8 +32,8 @@ class MetadataObserver:
     def _building(self, call: Call) -> None:
         output = call.arg(0, "scheduler_output")
         call.scratch["digest"] = scheduler_output_digest(output)
-        state = getattr(output, "kv_connector_block_state", None)
-        offers = getattr(state, "boundary_state_offloads", None) or {}
+        state: Any = getattr(output, "kv_connector_block_state", None)
+        offers = {} if state is None else getattr(state, "boundary_state_offloads", {})
         for req, states in offers.items():
             for group, block, tokens in states:
                 table = (state.get_block_ids(req) or [()] * (group + 1))[group]
