@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Correct connectors that do things differently from the reference connector. None of them may fail anything."""
+"""Correct connectors that do things differently from the reference connector. None of them may fail anything.
+
+Between them they show (numbers of systems.md): skipped, partial and large chunks and what is not worth saving (B4-B7: saving,
+chunk-256), roles (B8: stores-nothing, peer), options per request (B12: selective), prefill and decode apart (B13: peer), pins (B14: tiers),
+keys of chunks (C1), tiers and eviction (C2, C3: tiers), transfers behind the step (C4: fencing, threads), lossy serialisation and chunks
+that are no prefix (C7, C8: lossy).
+"""
 
 from __future__ import annotations
 
