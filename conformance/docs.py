@@ -28,7 +28,7 @@ from kvconform.yamlio import parse
 
 ROOT = Path(kvconform.__file__).resolve().parent.parent
 VLLM = "https://github.com/vllm-project/vllm/blob/v{version}/vllm/{file}"
-EXAMPLE = 150
+EXAMPLE = 260
 KINDS = (("requirement", "What a connector has to do"), ("guarantee", "What a connector can rely on"))
 
 
@@ -75,7 +75,7 @@ class Pages:
 
     def index(self) -> str:
         """The first page: all areas, and all sentences."""
-        counts = {area.area: Counter(req.kind for req in self._of(area)) for area in self.areas}
+        counts: dict[str, Counter[str]] = {area.area: Counter(req.kind for req in self._of(area)) for area in self.areas}
         rows = [{"area": a.area, "title": a.title, **{kind: counts[a.area][kind] for kind, _ in KINDS}} for a in self.areas]
         everything = [req for area in self.areas for kind, _ in KINDS for req in self._of(area) if req.kind == kind]
         return self._render("index", rows=rows, counts=sum(counts.values(), Counter()), everything=everything)
@@ -105,7 +105,7 @@ class Pages:
         made.filters |= {
             "squeeze": lambda text: " ".join(text.split()),
             "codes": _codes,
-            "sentence": lambda text: text[:1].upper() + text[1:],
+            "sentence": _sentence,
         }
         made.globals |= {"broken": self.broken, "reproduced": self.reproduced, "check": check_lines, "examples": _examples}
         made.globals |= {"cases": self._cases, "real": self._real, "source": self._source, "history": _history, "rule_cover": self._rule}
@@ -140,6 +140,11 @@ class Pages:
 
 def _codes(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
+
+
+def _sentence(text: str) -> str:
+    """With a capital, unless it begins with a name in code."""
+    return text if "_" in text.split()[0] else text[:1].upper() + text[1:]
 
 
 def _history(req: Requirement) -> str:

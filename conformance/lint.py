@@ -42,6 +42,7 @@ RULES: dict[str, str] = {
     "L026": "a defect names an unknown requirement",
     "L027": "an entry of defects.yaml is no defect",
     "L028": "a MUST that no defect violates",
+    "L029": "a rule of the contract that nothing covers and no waiver names, or that is covered and waived",
     "L030": "a source that spec/sources.yaml has no digest of, or a digest that nothing cites",
 }
 
@@ -67,9 +68,10 @@ def lint(spec: Spec, exercised: Mapping[str, object] | None = None, *, strict: b
 
     `strict`: L028 too.
     """
-    from kvconform import lint_cases, lint_defects, lint_requirements
+    from kvconform import lint_cases, lint_defects, lint_requirements, lint_rules
 
     checks: list[Callable[[Spec], Iterable[Finding]]] = [lint_requirements.check, lint_cases.check, lint_defects.check]
+    checks += [lint_rules.check]
     checks += [lint_defects.unkilled] if strict else []
     found = [finding for check in checks for finding in check(spec)]
     if exercised is not None:

@@ -124,6 +124,13 @@ def test_what_is_no_breach(tmp_path: Path, change: dict[str, Any]) -> None:
     assert findings(tmp_path, change) == []
 
 
+def test_rules_that_nothing_covers(tmp_path: Path) -> None:
+    rules = [{"rule": "R023", "who": "connector MUST", "title": "one"}]
+    assert findings(tmp_path, **{"rules__yaml": rules}) == []
+    (found,) = findings(tmp_path, **{"rules__yaml": [*rules, {"rule": "R024", "who": "engine", "title": "two"}]})
+    assert found.code == "L029" and "no requirement or guarantee covers rule R024 (two)" in found.message
+
+
 def test_sources_without_digest_and_digests_without_source(tmp_path: Path) -> None:
     read = {"file": "v1/core.py", "version": "0.32.0", "line": 3, "digest": "0123456789abcdef"}
     assert findings(tmp_path, **{"sources__yaml": [{**read, "symbol": "Scheduler.schedule"}]}) == []
