@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterator
 from typing import Any
 
-from kvconform.compat import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+from kvconform.compat import KVConnectorBase_V1, KVTransferConfig
 from kvconform.compat_groups import knows_layout
 from kvconform.probe import hook_names
 
@@ -24,6 +27,7 @@ def inspect_class(cls: type, extra_config: dict[str, Any], config: Any) -> Itera
         name = cls.get_required_kvcache_layout(config)  # type: ignore[attr-defined]
         known = name is None or knows_layout(name)
         yield "required-layout", known, "" if known else f"{name!r} is unknown"
+        yield agrees_with_itself(config)
     yield _start_load(cls)
     awaited = [name for name in hook_names() if inspect.iscoroutinefunction(_plain(getattr(cls, name, None)))]
     yield "awaited:hooks", not awaited, f"{', '.join(awaited)}: a coroutine function, which nobody awaits" if awaited else ""
@@ -38,6 +42,25 @@ def inspect_class(cls: type, extra_config: dict[str, Any], config: Any) -> Itera
             continue
         problem = _accepts_like(_plain(own), _plain(base))
         yield f"signature:{name}", problem is None, problem or ""
+
+
+def agrees_with_itself(config: Any) -> Finding:
+    """Whether children of MultiConnector, one per role, ask for the same layout as the class does that `config` names."""
+    own, roles = config.kv_transfer_config, ("kv_both", "kv_producer", "kv_consumer")
+    module = {"kv_connector_module_path": own.kv_connector_module_path} if own.kv_connector_module_path else {}
+    child = {"kv_connector": own.kv_connector, "kv_connector_extra_config": own.kv_connector_extra_config, **module}
+    outer = copy.copy(config)
+    children = [{**child, "kv_role": role} for role in roles]
+    outer.kv_transfer_config = KVTransferConfig(
+        kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config={"connectors": children}
+    )
+    try:
+        MultiConnector.get_required_kvcache_layout(outer)
+    except ValueError as error:
+        return "multi-layout", False, str(error).splitlines()[0]
+    except Exception:  # what the class raises whatever it is asked is class-methods'
+        return "multi-layout", True, ""
+    return "multi-layout", True, ""
 
 
 def inspect_instance(connector: Any) -> Iterator[Finding]:

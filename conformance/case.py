@@ -25,7 +25,7 @@ Scheduling = Literal["sync", "async"]
 Runner = Literal["v1", "v2"]
 Role = Literal["kv_both", "kv_producer", "kv_consumer"]
 Layout = Literal["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
-Sibling = Literal["self", "idle", "winner", "holder"]
+Sibling = Literal["self", "idle", "winner", "holder", "fetcher", "greeter"]
 Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 
 

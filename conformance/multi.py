@@ -11,7 +11,7 @@ from typing import Any
 
 from kvconform.target import Target
 
-SIBLINGS = {"idle": "Idle", "winner": "Winner", "holder": "Holder"}
+SIBLINGS = {"idle": "Idle", "winner": "Winner", "holder": "Holder", "fetcher": "Fetcher", "greeter": "Greeter"}
 """Name in a case -> class in kvconform.refimpl.siblings."""
 
 

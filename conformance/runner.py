@@ -71,7 +71,7 @@ def run_variant(
     trace.emit(
         "run.start", seed=seed, engine=variant.engine, case=variant.case.id, scheduling=variant.scheduling, runner=variant.runner,
         depth=variant.depth, vllm=compat.VLLM_VERSION, block_size=variant.block_size, num_blocks=settings.num_blocks,
-        policies=[*variant.case.policies, *(["sibling-loads"] * ("winner" in settings.multi))],
+        policies=[*variant.case.policies, *(["sibling-loads"] * bool({"winner", "fetcher"} & set(settings.multi)))],
         connector=target.connector if with_connector else None, spec_tokens=settings.spec_tokens,
         role=target.role or settings.role, failure_policy=settings.load_failure_policy, groups=max(1, len(settings.groups)),
         ranks=settings.tensor_parallel * settings.pipeline_parallel, stages=settings.pipeline_parallel,

@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorRole
 from vllm.v1.request import RequestStatus
 
+from kvconform.refimpl.connector import ReferenceConnector
 from kvconform.refimpl.delay import Countdown
+from kvconform.refimpl.plan import Load
+from kvconform.refimpl.store import open_store
 from kvconform.refimpl.variants.decoy import Decoy
 from kvconform.refimpl.variants.plain import Plain
 
@@ -62,3 +66,42 @@ class Holder(Decoy):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         return set(self._sending.poll()) or None, None
+
+
+class Fetcher(ReferenceConnector):
+    """Hands what it has to one request, asynchronously: for some steps, the blocks that its siblings are told of hold nothing yet.
+
+    As a transfer from another engine does, it gives everything away once, and keeps nothing of what it has fetched.
+    """
+
+    kvconform_sibling = True
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.options = replace(self.options, load="async", load_delay=2)
+        self._store = open_store(f"memory:fetched by {self._kv_transfer_config.engine_id}")
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        self._may_save = self._may_save and not num_external_tokens
+
+    def _load(self, load: Load, layers: Iterable[str]) -> None:
+        super()._load(load, layers)
+        for piece in load.pieces:
+            self._store.drop(piece.key)
+
+
+@dataclass
+class Greeting(KVConnectorHandshakeMetadata):
+    """Nothing that another connector could use."""
+
+    words: str
+
+
+class Greeter(Decoy):
+    """Has handshake metadata, and MultiConnector passes the first child's on to all of them."""
+
+    kvconform_sibling = True
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return Greeting("hello") if self.role == KVConnectorRole.WORKER else None

@@ -86,10 +86,10 @@ class Engine(EngineControl, EngineExecution):
                     with self._as(rank):
                         rank.half = start_worker_half(rank.config, rank.cache_config, rank.cache, target, relation=relation)
             self.worker_half = self.ranks[-1].half
-            if variant.case.id == "lifecycle.api":
+            if variant.case.id in ("lifecycle.api", "finding.multi-stats"):
                 for item, ok, detail in inspect_class(target.resolve(), target.options(tmp), self.config):
                     trace.emit("api", item=item, ok=ok, detail=detail)
-                for item, ok, detail in inspect_engine(self.config, self.cache_config) if variant.engine == "vllm" else ():
+                for item, ok, detail in inspect_engine(self.config, self.cache_config, variant.case.id) if variant.engine == "vllm" else ():
                     trace.emit("engine.api", item=item, ok=ok, detail=detail)
                 if hasattr(self.worker_half, "get_mem_pool_context"):  # asked before the KV tensors are allocated
                     self.worker_half.get_mem_pool_context()
@@ -179,7 +179,8 @@ class Engine(EngineControl, EngineExecution):
         for hook in ("start_load_kv", "wait_for_save", "get_transfer_results", "save_kv_layer", "bind_connector_metadata"):
             self.probe.on(hook, after=lambda call: self.oracle.check_writes(call.hook))
         if self.variant.case.config.multi:  # siblings that are listed first have written by then
-            self.probe.on("start_load_kv", before=lambda call: self.oracle.written_by_sibling())
+            for hook in ("start_load_kv", "get_transfer_results"):
+                self.probe.on(hook, before=lambda call: self.oracle.written_by_sibling())
         self.probe.on("get_transfer_results", after=self._async_due)
         inspector = getattr(self.connector, "kvconform_inspector", None)
         self.inspector: Any = inspector() if callable(inspector) else None

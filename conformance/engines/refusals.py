@@ -6,9 +6,12 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import PropertyMock, patch
 
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 
 from kvconform import compat
@@ -18,7 +21,7 @@ Finding = tuple[str, bool, str]
 NAME = "KvconformNobody"
 
 
-def inspect_engine(config: Any, cache_config: Any) -> Iterator[Finding]:
+def inspect_engine(config: Any, cache_config: Any, case: str) -> Iterator[Finding]:
     """(item, ok, detail) per check of the engine's own side. Leaves the registry, the environment and `config` as they were."""
     bare = copy.copy(config)
     bare.kv_transfer_config = None
@@ -33,6 +36,7 @@ def inspect_engine(config: Any, cache_config: Any) -> Iterator[Finding]:
     yield _refuses("encoder-decoder", AssertionError, lambda: _encoder_decoder(config, cache_config))
     yield _refuses("expandable-segments", ValueError, lambda: _expandable_segments(config))
     yield _refuses("groups-opted-in", ValueError, lambda: _hybrid(config, cache_config))
+    yield _multi_stats("_Talker" if case == "lifecycle.api" else NAME)
     for owner, names in REMOVED.items():
         left = [name for name in names if name in getattr(owner, "__dataclass_fields__", {}) or hasattr(owner, name)]
         empty = SchedulerOutput.make_empty()
@@ -57,6 +61,32 @@ class _Blank(KVConnectorBase_V1):
 
 
 _Blank.__abstractmethods__ = frozenset()
+
+
+class _Talker(_Blank):
+    """Has statistics, and its class can rebuild them from their data."""
+
+    def get_kv_connector_stats(self) -> Any:
+        return KVConnectorStats(data={"loads": 1})
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: Any = None) -> Any:
+        return KVConnectorStats(data=data or {})
+
+
+def _multi_stats(name: str) -> Finding:
+    """The way of a child's statistics to the front end, for a child whose class is registered as `name`."""
+    registry = KVConnectorFactory._registry
+    KVConnectorFactory.register_connector(name, __name__, "_Talker")
+    try:
+        stats = MultiConnector.get_kv_connector_stats(SimpleNamespace(_connectors=[_Talker()]))
+        rebuilt = MultiConnector.build_kv_connector_stats({key: dict(child.data) for key, child in stats.data.items()})
+        found = [dict(child.data) for child in rebuilt.data.values()]
+        return "multi-stats", found == [{"loads": 1}], f"rebuilt as {found}"
+    except Exception as error:  # in the front end, whatever is raised here ends the engine
+        return "multi-stats", False, f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    finally:
+        registry.pop(name, None)
 
 
 def _transfer(name: str) -> Any:

@@ -3,11 +3,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from vllm.config import get_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group
 
 from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.faulty import fault
+from kvconform.refimpl.plan import Save
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
 
 
 class AsksForTheGroup(ReferenceConnector):
@@ -47,3 +55,66 @@ class LoadsUnchosen(ReferenceConnector):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, self.__dict__.get("_found", {}).pop(request.request_id, 0))
+
+
+class SavesWhatItIsTold(ReferenceConnector):
+    """Saves what it sees for the second time, all that the request counts as computed: also what a sibling is still loading."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._seen: set[str] = set()
+        self._twice: set[str] = set()
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        keys = self._keys(request, [], request.num_tokens)
+        if keys[0] in self._seen:
+            self._twice.add(request.request_id)
+        self._seen.update(keys)
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def _worth_saving(self, request: Any, end: int) -> int:
+        return end if request.request_id in self._twice else 0
+
+    def _plan_saves(self, scheduler_output: SchedulerOutput) -> Iterator[Save]:
+        yield from super()._plan_saves(scheduler_output)
+        for req_id, tracked in self._tracked.items():
+            if req_id not in scheduler_output.num_scheduled_tokens:
+                yield self._plan_save(tracked, self._worth_saving(tracked.request, tracked.request.num_computed_tokens), 0)
+
+
+class KnowsItsPeers(ReferenceConnector):
+    """Takes all handshake metadata for its own."""
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        super().set_xfer_handshake_metadata_pp_aware(metadata)
+        self._stores = [peer.store for peer in metadata.values()]
+
+
+class ReadsTheEnginesOptions(ReferenceConnector):
+    """Takes the number of reports from the engine's configuration, where inside of MultiConnector only the parent's options are."""
+
+    readers: ClassVar[int | None] = None
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        if role.name == "WORKER":
+            engine = get_current_vllm_config().kv_transfer_config
+            assert engine is not None
+            ReadsTheEnginesOptions.readers = 1 if "store" in engine.kv_connector_extra_config else None
+
+    def get_finished_count(self) -> int | None:
+        return self.readers
+
+
+class LayoutByRole(ReferenceConnector):
+    """A consumer wants what it reads in another order."""
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        return "NHD" if vllm_config.kv_transfer_config.kv_role == "kv_consumer" else "HND"
+
+
+@fault(MultiConnector, "build_kv_connector_stats")
+def forgets_child_statistics(rebuild: Callable[..., Any], data: dict[str, Any] | None = None) -> Any:
+    """Rebuilds nothing of what a child of MultiConnector counted."""
+    return rebuild({})
