@@ -84,7 +84,8 @@ def run_and_judge(
 
     `plain` keeps the run without connector, by kv_role, for other connectors on the same variant and seed.
     """
-    wanted = [r for r in spec.requirements.values() if requirements is None or r.id in set(requirements)]
+    named = None if requirements is None else set(requirements)
+    wanted = [r for r in spec.requirements.values() if named is None or r.id in named]
     target = in_its_role(target)
     profile = target_profile(target, tmp.parent)
     report = CaseReport(variant.id, variant.case.id, dict(variant.axes), [], capabilities=profile.caps, sources=profile.sources)
@@ -107,7 +108,8 @@ def run_and_judge(
     alone = target.half == "scheduler"
     judged = [r for r in wanted if not alone or judged_alone(r.id, r.area)]
     rows = judge(judged, runs, profile.caps, strict=strict, disabled=set(disabled))
-    rows += rows_for([r for r in wanted if r not in judged], variant, Verdict.UNOBSERVABLE, "needs the worker half", strict=strict)
+    asked = {r.id for r in judged}
+    rows += rows_for([r for r in wanted if r.id not in asked], variant, Verdict.UNOBSERVABLE, "needs the worker half", strict=strict)
     again = partial(run_variant, variant, target, seed=seed, caps=profile.caps, promises=profile.promises)
     for number, row in enumerate(rows):
         req = spec.requirements[row.requirement]
