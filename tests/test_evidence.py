@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvconform import coverage, evidence, sources
+from kvconform import catalog, coverage, evidence, sources
 from kvconform.lint import lint
 from kvconform.load import Spec, load_spec
 
@@ -92,6 +92,20 @@ def test_another_vllm_is_compared(vllm: Callable[[str], None]) -> None:
     told = evidence.report(found, spec)
     assert all(word in told for word in ("changed", "Scheduler.schedule", "first", "gone", "Scheduler.land", "second", "reset_cache"))
     assert evidence.collect(spec)[f"{FILE}: Scheduler.land"] == spec.sources[f"{FILE}: Scheduler.land"]
+
+
+def test_the_command_fails_when_there_is_something_to_read(
+    vllm: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = small("Scheduler.schedule")
+    monkeypatch.setattr(catalog, "load_spec", lambda: spec)
+    monkeypatch.setattr(coverage, "table", lambda spec: [])
+    vllm(SCHEDULER)
+    spec.sources = evidence.collect(spec)
+    assert catalog.drift() == 0
+    vllm(SCHEDULER.replace("return 1", "return 2"))
+    assert catalog.drift() == 1
+    assert "Scheduler.schedule" in capsys.readouterr().out
 
 
 def test_what_is_not_in_force_is_not_missed(vllm: Callable[[str], None]) -> None:
