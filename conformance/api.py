@@ -27,7 +27,9 @@ def inspect_class(cls: type, extra_config: dict[str, Any], config: Any) -> Itera
         name = cls.get_required_kvcache_layout(config)  # type: ignore[attr-defined]
         known = name is None or knows_layout(name)
         yield "required-layout", known, "" if known else f"{name!r} is unknown"
-        yield agrees_with_itself(config)
+        if config is not None:  # there is a configuration to give to children
+            if getattr(config, "kv_transfer_config", None) is not None:
+            yield agrees_with_itself(config)
     yield _start_load(cls)
     awaited = [name for name in hook_names() if inspect.iscoroutinefunction(_plain(getattr(cls, name, None)))]
     yield "awaited:hooks", not awaited, f"{', '.join(awaited)}: a coroutine function, which nobody awaits" if awaited else ""
@@ -98,7 +100,8 @@ def _constructor(cls: type) -> Finding:
 
 
 def _class_methods(cls: type, extra_config: dict[str, Any], config: Any) -> Finding:
-    for name in ("get_required_kvcache_layout", "requires_piecewise_for_cudagraph", "build_kv_connector_stats", "build_prom_metrics"):
+    asked = ("get_required_kvcache_layout", "requires_piecewise_for_cudagraph", "supports_sleep_mode", "build_kv_connector_stats")
+    for name in (*asked, "build_prom_metrics"):
         member = inspect.getattr_static(cls, name, None)
         if member is not None and not isinstance(member, (classmethod, staticmethod)):
             return "class-methods", False, f"{name} is not a class method, but vLLM asks the class"

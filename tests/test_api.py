@@ -75,6 +75,11 @@ class RaisingQuestion(ReferenceConnector):
         raise KeyError("server\nmissing")
 
 
+class SleepQuestion(ReferenceConnector):
+    def supports_sleep_mode(self, kv_transfer_config: Any) -> bool:
+        return True
+
+
 class PropertyHook(ReferenceConnector):
     get_finished = property(lambda self: None)  # type: ignore[assignment]
 
@@ -95,6 +100,7 @@ def test_a_good_class_has_no_findings() -> None:
         (MoreRequired, "signature:get_finished", "1 argument (finished_req_ids)"),
         (InstanceQuestion, "class-methods", "get_required_kvcache_layout is not a class method"),
         (RaisingQuestion, "class-methods", "KeyError: 'server"),
+        (SleepQuestion, "class-methods", "supports_sleep_mode is not a class method"),
         (PropertyHook, "signature:get_finished", "is not a function"),
     ],
 )
@@ -120,4 +126,4 @@ def test_the_api_case_emits_the_findings(tmp_path: Path) -> None:
     variant = load_spec().cases["lifecycle.api"].variants(["reference"])[0]
     run = run_variant(variant, Target("kvconform.refimpl.connector:ReferenceConnector", {"store": "{tmp}"}), seed=0, tmp=tmp_path)
     found = {e["item"]: e["ok"] for e in run.trace if e["k"] == "api"}
-    assert found and all(found.values()) and found.keys() == findings(ReferenceConnector).keys() | {"bind-hooks"}
+    assert found and all(found.values()) and found.keys() == findings(ReferenceConnector).keys() | {"bind-hooks", "multi-layout"}
