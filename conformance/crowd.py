@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-MOST = 16
+MOST = 64
 LONGEST = 256
 
 

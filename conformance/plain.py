@@ -28,13 +28,13 @@ def plain_case(plain: Plain, block_size: int) -> Case:
     """The plainest round trip: compute a prompt (request `a`), drop the local cache, ask again (`b`)."""
     crowd = plain.crowd
     total = max(plain.prompt + plain.outputs, plain.wanted) + 8
-    needed = total + 2 * crowd.tokens + (plain.outputs + block_size) * (len(crowd.beside) + 2 * len(crowd.loads))
+    needed = total + 3 * crowd.tokens + (plain.outputs + block_size) * (len(crowd.beside) + 2 * len(crowd.loads))
     steps: Steps = []
     for number, tokens in enumerate((*crowd.before, *crowd.loads)):
         steps += [_add(f"p{number}", tokens, 1), {"run": {}}]
     steps += [_add(f"q{number}", tokens, plain.outputs) for number, tokens in enumerate(crowd.beside)]
     steps += [_add("a", plain.prompt, plain.outputs), {"run": {}}]
-    for number, tokens in enumerate(crowd.after):
+    for number, tokens in enumerate((*crowd.after, *crowd.beside)):  # those beside it may have been saved later, too
         steps += [_add(f"r{number}", tokens, 1), {"run": {}}]
     steps.append({"drop-local": {}})
     if crowd.local:

@@ -8,6 +8,7 @@ are a request's computed tokens, this step's scheduled tokens, and its known tok
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -199,6 +200,7 @@ class ReferenceConnector(SuiteHooks, Telemetry):
         self._store.reset()
         for tracked in self._tracked.values():  # the KV in their blocks is as old as what was in the store
             tracked.outdated = True
+        self._final = [replace(save, pieces=()) for save in self._final]  # nor are the last saves of requests that are over
         return True
 
     # ---- Worker half ----

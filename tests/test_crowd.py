@@ -34,7 +34,7 @@ def test_requests_stand_before_beside_or_after_the_source() -> None:
     events = rows({"p": 8}, {"a": 4, "q": 5}, {"a": 9, "q": 6}, {"r": 7, "b": 3})
     assert crowd(events, local=4) == Crowd(before=(8,), beside=(6,), after=(7,), local=4)
     assert crowd(rows({"a": 4}, {"b": 3})) == NOBODY
-    assert crowd(rows(*({f"r{i}": 999} for i in range(40)), {"a": 4})).before == (LONGEST,) * MOST
+    assert crowd(rows(*({f"r{i}": 999} for i in range(80)), {"a": 4})).before == (LONGEST,) * MOST
 
 
 def test_loads_count_while_they_are_under_way() -> None:
@@ -48,6 +48,6 @@ def test_loads_count_while_they_are_under_way() -> None:
 def test_the_crowd_is_part_of_the_workload() -> None:
     steps = plain_case(Plain(10, 2, 10, 12, Crowd((5,), (6, 7), (8,), (9,), 4)), 4).steps
     added = [step.arg.req for step in steps if step.op == "add"]
-    assert added == ["p0", "p1", "q0", "q1", "a", "r0", "w", "s0", "b"]
+    assert added == ["p0", "p1", "q0", "q1", "a", "r0", "r1", "r2", "w", "s0", "b"]
     assert [step.op for step in steps[-4:]] == ["run", "add", "add", "run"]  # asked for again in one step with the load
     assert [step.arg.req for step in plain_case(Plain(10, 2, 10, 12), 4).steps if step.op == "add"] == ["a", "b"]

@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FencedMetadata(ReferenceMetadata):
-    """``handed_out``: blocks that have a new owner from this step on."""
+    """``handed_out``: blocks that have a new owner from this step on. ``finished``: saves of requests that are over."""
 
     handed_out: frozenset[int] = frozenset()
+    finished: tuple[Save, ...] = ()
 
 
 class Fenced(ReferenceConnector):
@@ -46,13 +47,14 @@ class Fenced(ReferenceConnector):
         self._notice(self._tracked[request.request_id])
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        finished = tuple(self._final)  # their blocks may have a new owner in this very step
         metadata = super().build_connector_meta(scheduler_output)
         assert isinstance(metadata, ReferenceMetadata)
         for tracked in self._tracked.values():
             self._notice(tracked)
-        fenced = FencedMetadata(
-            metadata.epoch, metadata.loads, metadata.saves, frozenset(), metadata.repaired, frozenset(self._handed_out)
-        )  # nothing is dropped: a copy that is under way is as good after a preemption as before it
+        saves, handed_out = metadata.saves[len(finished) :], frozenset(self._handed_out)
+        # Nothing is dropped: a copy that is under way is as good after a preemption as before it.
+        fenced = FencedMetadata(metadata.epoch, metadata.loads, saves, frozenset(), metadata.repaired, handed_out, finished)
         self._handed_out = set()
         return fenced
 
@@ -74,7 +76,8 @@ class Fenced(ReferenceConnector):
         super().handle_preemptions(kv_connector_metadata)
         assert isinstance(kv_connector_metadata, FencedMetadata)
         rest: list[tuple[int, Save]] = []
-        for epoch, save in self._save_queue.take():
+        finished = [(kv_connector_metadata.epoch, save) for save in kv_connector_metadata.finished]
+        for epoch, save in (*self._save_queue.take(), *finished):
             if kv_connector_metadata.handed_out.isdisjoint(save.table):
                 rest.append((epoch, save))
             else:

@@ -37,10 +37,11 @@ class Tiers:
     """A `store.Store` of two tiers. `lfu`: evict what was used least often, else what was not used for longest."""
 
     _books: ClassVar[dict[str, Books]] = {}
+    _pins: ClassVar[dict[str, dict[str, set[str]]]] = {}
 
     def __init__(self, where: str, lfu: bool, rank: int, world: int) -> None:
         self._host, self._disk = MemoryStore(f"host of {where}", rank, world), open_store(where, rank, world)
-        self.books = self._books.setdefault(where, Books())
+        self.books = self._books.setdefault(f"{rank} of {where}", Books(pins=self._pins.setdefault(where, {})))  # the ranks do the same
         self._lfu = lfu
         self._layers: dict[str, set[str]] = {}
 
