@@ -27,8 +27,7 @@ def inspect_class(cls: type, extra_config: dict[str, Any], config: Any) -> Itera
         name = cls.get_required_kvcache_layout(config)  # type: ignore[attr-defined]
         known = name is None or knows_layout(name)
         yield "required-layout", known, "" if known else f"{name!r} is unknown"
-        if config is not None:  # there is a configuration to give to children
-            if getattr(config, "kv_transfer_config", None) is not None:
+        if getattr(config, "kv_transfer_config", None) is not None:
             yield agrees_with_itself(config)
     yield _start_load(cls)
     awaited = [name for name in hook_names() if inspect.iscoroutinefunction(_plain(getattr(cls, name, None)))]
