@@ -112,6 +112,7 @@ class Engine(EngineControl, EngineExecution):
         with noted(trace, "start") if with_connector else nullcontext():
             self.scheduler, self.applied = build_scheduler(variant, self.config, self.cache_config, with_connector=with_connector)
         self.connector = self.scheduler.connector
+        count: int | None = None
         if self.connector is not None:
             count = introduce(self.connector, self.ranks)
             note_engine_ids(trace, given, self.config, self.ranks)
@@ -178,7 +179,7 @@ class Engine(EngineControl, EngineExecution):
             self.probe.on(hook, after=self._layer_hook)
         for hook in ("start_load_kv", "wait_for_save", "get_transfer_results", "save_kv_layer", "bind_connector_metadata"):
             self.probe.on(hook, after=lambda call: self.oracle.check_writes(call.hook))
-        if self.variant.case.config.multi:  # siblings that are listed first have written by then
+        if {"winner", "fetcher"} & set(self.variant.case.config.multi):  # siblings that load, and are listed first, have written by then
             for hook in ("start_load_kv", "get_transfer_results"):
                 self.probe.on(hook, before=lambda call: self.oracle.written_by_sibling())
         self.probe.on("get_transfer_results", after=self._async_due)
