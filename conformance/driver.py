@@ -156,12 +156,15 @@ class Driver:
 
     def _run(self, limit: int | None) -> None:
         idle, since, progress = 0, time.monotonic(), self.engine.progress
+        left = 2_000 + 50 * len(self.engine.scheduler.requests)  # steps with progress: a load can be repeated without end
         for _ in range(limit or RUN_LIMIT):
             if not self.engine.busy:
                 return
             self.engine.iterate()
             if self.engine.progress != progress:
-                idle, since, progress = 0, time.monotonic(), self.engine.progress
+                idle, since, progress, left = 0, time.monotonic(), self.engine.progress, left - 1
+                if not left:
+                    break
                 continue
             idle += 1
             if idle >= STALL_STEPS:
@@ -169,8 +172,8 @@ class Driver:
                     self._stall(idle)
                     raise Stalled
                 time.sleep(0.002)
-        if limit is None:
-            self._stall(RUN_LIMIT)
+        if limit is None or not left:
+            self._stall(STALL_STEPS)
             raise Stalled
 
     def _stall(self, steps: int) -> None:
