@@ -8,7 +8,7 @@ cache, to be computed again: if their request is preempted first, the cache serv
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvconform.trace import Event
@@ -42,7 +42,7 @@ def note_unfilled(trace: Iterable[Event]) -> None:
             open_allocs = []
 
 
-def lost(trace: Iterable[Event]) -> tuple[int, str] | None:
+def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
     """(seq, in words) of the first time that the engine lost track of a request after a failed load; None if it never did."""
     failed = False
     for e in trace:

@@ -71,6 +71,6 @@ def complete(base: type) -> frozenset[str]:
 
 
 def holds_finished(scheduler: Any) -> bool:
-    """Whether finished requests wait for the connector. Until 0.22 `has_requests` left them out; an engine with other traffic steps for them all the same."""
+    """Whether finished requests wait for the connector. Until 0.22 `has_requests` left them out; with other traffic an engine steps on."""
     queues = ("waiting", "skipped_waiting", "running", "kv_holding_waiting")
     return len(scheduler.requests) > sum(len(getattr(scheduler, queue, ())) for queue in queues)

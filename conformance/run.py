@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,11 +110,16 @@ def run_and_judge(
     rows = judge(judged, runs, profile.caps, strict=strict, disabled=set(disabled))
     asked = {r.id for r in judged}
     rows += rows_for([r for r in wanted if r.id not in asked], variant, Verdict.UNOBSERVABLE, "needs the worker half", strict=strict)
-    again = partial(run_variant, variant, target, seed=seed, caps=profile.caps, promises=profile.promises)
-    for number, row in enumerate(rows):
+    numbers = itertools.count()
+
+    def again(relation: str) -> Run:
+        path = tmp / f"again-{next(numbers)}"
+        return run_variant(variant, target, seed=seed, tmp=path, relation=relation, caps=profile.caps, promises=profile.promises)
+
+    for row in rows:
         req = spec.requirements[row.requirement]
         compared = row.verdict == Verdict.FAIL and req.relate is not None and "no-connector" not in req.relate.runs
-        if compared and not differs_always(req, main, lambda of, n, number=number: again(tmp=tmp / f"{number}-{n}", relation=of)):
+        if compared and not differs_always(req, main, again):
             row.verdict, row.message = Verdict.UNOBSERVABLE, "the connector does not do the same twice: it depends on timing"
     for row in rows:
         told = describe(main.trace[row.event]) if row.verdict == Verdict.FAIL and row.event is not None else None
@@ -133,15 +138,15 @@ def run_and_judge(
     return report
 
 
-def differs_always(req: Requirement, main: Run, again: Callable[[str, int], Run]) -> bool:
+def differs_always(req: Requirement, main: Run, again: Callable[[str], Run]) -> bool:
     """Whether the runs that `req` compares differ whenever they are made, and the first of them never from itself.
 
-    Where threads decide what comes first, one run is not like the next. `again(relation, n)` makes a run.
+    Where threads decide what comes first, one run is not like the next. `again(relation)` makes a run.
     """
     assert req.relate is not None
     second = req.relate.runs[1]
-    for number in range(1 if second in ELSEWHERE else REPEATS):
-        main_again, other = again(req.relate.runs[0], 2 * number), again(second, 2 * number + 1)
+    for _ in range(1 if second in ELSEWHERE else REPEATS):
+        main_again, other = again(req.relate.runs[0]), again(second)
         if _differ(req, main, main_again) or not _differ(req, main_again, other):
             return False
     return True

@@ -74,10 +74,10 @@ def test_blocks_computed_in_the_step_under_way_are_not_unfilled() -> None:
     assert trace[2]["unfilled"] == []
 
 
-@pytest.mark.parametrize("case", ["preemption.after-failed-load", "lifecycle.fail-in-flight-vllm"])
+@pytest.mark.parametrize("case", ["finding.preempted-after-failed-load", "finding.failed-load-async"])
 def test_what_vllm_breaks_is_no_failure_of_the_connector(case: str, tmp_path: Path) -> None:
     connector, options = VARIANTS["sync"]
-    (variant,) = SPEC.cases[case].variants(["vllm"])
+    variant, *_ = SPEC.cases[case].variants(["vllm"])
     report = run_and_judge(variant, Target(connector, {"store": "{tmp}/store", **options}), SPEC, seed=0, tmp=tmp_path)
     verdicts = {(row.get("kind", "requirement"), row["verdict"]) for row in report.rows}
     assert report.harness_error is None
