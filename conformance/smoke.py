@@ -37,8 +37,7 @@ def check(target: Target, tmp: Path, limit: float) -> None:
             import kvconform.compat  # noqa: F401  # prepares the environment for vLLM, and imports it
         except Exception as error:  # vLLM's import runs code of many packages
             raise EnvironmentProblem(f"vLLM cannot be imported, or lacks what kvconform needs: {_one_line(error)}") from error
-    from kvconform.promise import Plain
-    from kvconform.plain import plain_case
+    from kvconform.plain import Plain, plain_case
     from kvconform.runner import run_variant
 
     with _in_time(f"import of {target.connector}", limit):
