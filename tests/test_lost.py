@@ -83,4 +83,5 @@ def test_what_vllm_breaks_is_no_failure_of_the_connector(case: str, tmp_path: Pa
     assert report.harness_error is None
     assert ("guarantee", "FAIL") in verdicts
     assert not verdicts & {("requirement", "FAIL"), ("requirement", "BLOCKED"), ("requirement", "ERROR")}
-    assert any("not judged" in (row.get("message") or "") for row in report.rows)
+    if SPEC.cases[case].relations:  # else nothing is compared that could differ
+        assert any("not judged" in (row.get("message") or "") for row in report.rows)
