@@ -282,7 +282,7 @@ def lint(session: nox.Session) -> None:
     env.install_project("lint", "test")
     env.run("-m", "ruff", "check", ".")
     env.run("-m", "mypy", "-p", "kvconform", env={"MYPYPATH": str(package_tree(env.path / "tree"))})
-    env.run("-m", "kvconform", "lint")
+    env.run("-m", "kvconform", "lint", "--strict")
 
 
 @nox.session

@@ -78,6 +78,7 @@ class Add(Model):
     drafts: list[Natural] | None = None
     stop_at: Natural | None = Field(default=None, description="output index at which the stop token is sampled")
     skip_reading_prefix_cache: bool = False
+    structured: bool = Field(default=False, description="has a grammar, which is being compiled until step `grammar`; engine vllm only")
     reloads: Req | None = Field(default=None, description="repeats this request's content: its lookup says how much of it came back")
     id: str | None = Field(default=None, description="the client's request id; the same id twice is id reuse")
 

@@ -119,6 +119,8 @@ class Case(Model):
             raise ValueError("config: several groups begin with a full one, none is latent, and only engine vllm has them")
         if len(groups) == 1 and groups[0] not in ("full", "latent"):
             raise ValueError("config: a single group is full or latent")
+        if any(step.op == "add" and getattr(step.arg, "structured", False) for step in self.steps) and self.engines != ["vllm"]:
+            raise ValueError("structured output: only engine vllm has it")
         if len(names) == 1 or (self.config.multi and "self" not in self.config.multi):
             raise ValueError("config: engines are two or none; multi has `self` among its children")
         return self

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import inspect
+from concurrent.futures import Future
 from functools import lru_cache
 from typing import Any
 
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 
@@ -44,15 +45,17 @@ def build_request(
     priority: int,
     params: dict[str, Any] | None,
     skip_reading_prefix_cache: bool,
+    structured: bool,
     arrival: float,
 ) -> Request:
-    """vLLM's own Request, as the engine core would make it."""
+    """vLLM's own Request, as the engine core would make it. `structured`: with a grammar that is still being compiled."""
     sampling = SamplingParams(
         max_tokens=max_tokens,
         ignore_eos=True,
         temperature=0,
         stop_token_ids=[STOP_TOKEN] if stop else None,
         extra_args={"kv_transfer_params": params} if params is not None else None,
+        structured_outputs=StructuredOutputsParams(regex=".*") if structured else None,
     )
     sampling.update_from_generation_config({}, 2)
     features = [
@@ -77,6 +80,8 @@ def build_request(
         block_hasher=_hasher(block_size),
         **({"eos_token_id": None} if "eos_token_id" in inspect.signature(Request.__init__).parameters else {}),  # until 0.17
     )
+    if request.structured_output_request is not None:
+        request.structured_output_request.grammar = Future()
     if skip_reading_prefix_cache:
         request.skip_reading_prefix_cache = True
     for name, value in LATER_REQUEST_FIELDS.items():

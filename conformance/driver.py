@@ -17,6 +17,7 @@ from kvconform.crowd import crowd_of
 from kvconform.engines.engine import Engine
 from kvconform.engines.info import Info
 from kvconform.expect import Expectations
+from kvconform.grammar import AnyText
 from kvconform.kernels.codes import mix64
 from kvconform.model import FIRST_TOKEN, VOCABULARY, Script
 from kvconform.progress import Progress, Snapshot
@@ -127,7 +128,7 @@ class Driver:
         request = build_request(
             req_id, tokens, max_tokens=add.max_tokens, block_size=self.variant.block_size, stop=add.stop_at is not None, salt=add.salt,
             lora=add.lora, items=items, priority=add.priority, params=self._params(add),
-            skip_reading_prefix_cache=add.skip_reading_prefix_cache, arrival=float(len(self.adds)),
+            skip_reading_prefix_cache=add.skip_reading_prefix_cache, structured=add.structured, arrival=float(len(self.adds)),
         )  # fmt: skip
         self.requests[add.req] = Snapshot(request)
         self.engine.add(request)
@@ -189,6 +190,9 @@ class Driver:
         for _ in range(count):
             if self.engine.queue:
                 self.engine.land()
+
+    def _do_grammar(self, name: str) -> None:
+        self.engine.scheduler.requests[self.ids[name]].structured_output_request.grammar = AnyText()
 
     def _do_abort(self, name: str) -> None:
         self.engine.abort(self.ids[name])

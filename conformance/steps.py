@@ -112,6 +112,15 @@ class AbortStep(BaseStep):
         return {self.abort}
 
 
+class GrammarStep(BaseStep):
+    """The grammar of this request has been compiled; until then it was not admitted."""
+
+    grammar: Req
+
+    def mentions(self) -> set[str]:
+        return {self.grammar}
+
+
 class PreemptStep(BaseStep):
     """Forced, between steps."""
 
@@ -196,7 +205,8 @@ class ExpectStep(BaseStep):
 
 STEPS: dict[str, type[BaseStep]] = {
     "add": AddStep, "on": OnStep, "step": StepStep, "run": RunStep, "schedule": ScheduleStep, "land": LandStep, "abort": AbortStep,
-    "preempt": PreemptStep, "drop-local": DropLocalStep, "reset": ResetStep, "idle": IdleStep, "restart": RestartStep,
+    "grammar": GrammarStep, "preempt": PreemptStep,
+    "drop-local": DropLocalStep, "reset": ResetStep, "idle": IdleStep, "restart": RestartStep,
     "shutdown": ShutdownStep, "fail-load": FailLoadStep, "lookup-only": LookupOnlyStep, "reorder": ReorderStep, "pause": PauseStep,
     "resume": ResumeStep, "expect": ExpectStep,
 }  # fmt: skip
