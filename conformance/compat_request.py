@@ -45,7 +45,7 @@ def build_request(
     priority: int,
     params: dict[str, Any] | None,
     skip_reading_prefix_cache: bool,
-    structured: bool,
+    structured: bool = False,
     arrival: float,
 ) -> Request:
     """vLLM's own Request, as the engine core would make it. `structured`: with a grammar that is still being compiled."""
