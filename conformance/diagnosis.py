@@ -192,6 +192,12 @@ _TEXT: dict[str, Callable[[Event], str]] = {
     "pair.lookup": _pair_lookup,
     "pair.params": _pair_params,
     "pair.request": _pair_request,
+    "engine.id": lambda e: f"the {e['half']} half of rank {e['rank']} has {'the' if e['kept'] else 'another'} engine id that was given",
+    "ranks.joined": lambda e: (
+        f"{e['expected']} ranks' reports of each were waited for; sent: {e['sent']}, of all: {e['all_sent']}; received:"
+        f" {e['received']}, of all: {e['all_received']}; blocks not loaded: {e['invalid']}, by any: {e['errors']}; failed: {e['failed']}, by all: {e['failures']}"
+    ),
+    "report.landed": lambda e: f"changed after they were reported: {', '.join(e['changed']) or 'nothing'}",
     "state.offered": lambda e: (
         f"the state of {e['req']} after {e['tokens']} tokens is offered in block {e['block']} of group {e['group']}"
         f"{'' if e['in_table'] else ', which is not in its table'}{', again' if e['again'] else ''}"

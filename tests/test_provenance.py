@@ -35,8 +35,8 @@ class World:
         """[heads, width] of one content id."""
         return BOOK.rows(np.array([content], dtype=np.uint64), nonce=7)[0, layer].astype(np.float32)
 
-    def diagnose(self, row: np.ndarray, *, pos: int = 3, loading: bool = False) -> tuple[str, str, str]:
-        return diagnose(self.registry, row, 0, self.reader, pos, loading=loading)
+    def diagnose(self, row: np.ndarray, *, pos: int = 3, loading: bool = False, kin: set[int] | None = None) -> tuple[str, str, str]:
+        return diagnose(self.registry, row, 0, self.reader, pos, loading=loading, kin=kin)
 
     @property
     def right(self) -> np.ndarray:
@@ -84,6 +84,7 @@ CASES: dict[str, tuple[Wrong, tuple[str, ...]]] = {
     "stale_generation": (lambda w: w.row(w.chain("a", 0, [1, 2, 3, 4]).ids[3]), ("token 4", "position 3", "request a", "same id")),
     "torn": (torn, ("mixture", "token 13", "token 14", "request a")),
     "other_layer": (lambda w: w.row(w.reader.ids[3], layer=1), ("right token", "layer 1")),
+    "other_group": (lambda w: w.row(w.reader.ids[3], layer=1), ("right token", "layer 1", "another block table")),
     "kv_swapped": (swapped, ("right token", "K and V")),
     "head_swapped": (lambda w: w.right[::-1].copy(), ("right token", "head")),
     "unknown": (unknown, ("no engine",)),
@@ -98,7 +99,8 @@ def test_every_name_of_the_closed_list_has_a_case() -> None:
 def test_bytes_get_their_name_and_their_origin_told(name: str) -> None:
     world = World()
     make, words = CASES[name]
-    found, side, origin = world.diagnose(make(world), loading=name == "not_yet_loaded")
+    kin = {0} if name == "other_group" else None  # the layers whose KV lies in the same blocks
+    found, side, origin = world.diagnose(make(world), loading=name == "not_yet_loaded", kin=kin)
     assert found == name
     assert side == ("k" if name == "unknown" else "both")
     assert all(word in origin for word in words), origin
