@@ -162,6 +162,12 @@ def _pair_request(e: Event) -> str:
     return f"{e['req']} on engine {e['on']} {fate}{late}; the blocks of {e['of']} were {released}"
 
 
+def _joined(e: Event) -> str:
+    done = f"sent: {e['sent']}, of all: {e['all_sent']}; received: {e['received']}, of all: {e['all_received']}"
+    lost = f"blocks not loaded: {e['invalid']}, by any: {e['errors']}; failed: {e['failed']}, by all: {e['failures']}"
+    return f"{e['expected']} ranks' reports of each were waited for; {done}; {lost}"
+
+
 _TEXT: dict[str, Callable[[Event], str]] = {
     "kv.wrong": _wrong,
     "kv.changed": _changed,
@@ -193,10 +199,7 @@ _TEXT: dict[str, Callable[[Event], str]] = {
     "pair.params": _pair_params,
     "pair.request": _pair_request,
     "engine.id": lambda e: f"the {e['half']} half of rank {e['rank']} has {'the' if e['kept'] else 'another'} engine id that was given",
-    "ranks.joined": lambda e: (
-        f"{e['expected']} ranks' reports of each were waited for; sent: {e['sent']}, of all: {e['all_sent']}; received:"
-        f" {e['received']}, of all: {e['all_received']}; blocks not loaded: {e['invalid']}, by any: {e['errors']}; failed: {e['failed']}, by all: {e['failures']}"
-    ),
+    "ranks.joined": _joined,
     "report.landed": lambda e: f"changed after they were reported: {', '.join(e['changed']) or 'nothing'}",
     "state.offered": lambda e: (
         f"the state of {e['req']} after {e['tokens']} tokens is offered in block {e['block']} of group {e['group']}"
