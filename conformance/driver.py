@@ -255,6 +255,8 @@ class Driver:
         del self._reloads[request.request_id]
         if self._broke(source):
             return  # whoever tried to load it has seen that it is not there any more
+        if not self.promises.declared and (self.adds[source].priority or self.adds[source].params):
+            return  # a connector may store by priority, or as the client asks; the plain runs have neither
         of = (self.requests[source], self.prompts[source], request, self.variant.block_size, self._final(source))
         promised, found = self.promises.promised(*of), event["local"] + event["tokens"]
         if found < promised and not self.promises.declared:  # perhaps it does its best, and there was a lot to do

@@ -60,9 +60,9 @@ class Blending(ReferenceConnector):
         return {**super().kvconform_capabilities(extra_config), "non_prefix_reuse": True, "kv_events": False}
 
     def _keys(self, request: Request, keys: list[str], end: int) -> Sequence[str]:
-        """Keys of the full chunks within [0, end); tenant, adapter and images count as ever."""
+        """Keys of the full chunks within [0, end); tenant, adapter and all images up to there count as ever."""
         chunk, root = self.options.chunk_tokens, request_key(self._root, request)
         for start in range(len(keys) * chunk, end - chunk + 1, chunk):
             tokens = array("q", request.all_token_ids[start : start + chunk]).tobytes()
-            keys.append(digest(root, tokens, *chunk_extras(request, start, start + chunk)).hex())
+            keys.append(digest(root, tokens, *chunk_extras(request, 0, start + chunk)).hex())
         return keys
