@@ -94,12 +94,15 @@ class Oracle:
             if len(slots):
                 self._classify(after_hook, layer, slots)
 
-    def written_by_sibling(self) -> None:
-        """Whatever was written since the last call, another connector wrote."""
+    def written_by_sibling(self, before_hook: str) -> None:
+        """Whatever was written since the last call, another connector wrote, unless a load of this one is to fill it (on a thread)."""
         for layer in range(len(self.cache.tensors)):
             slots = self.cache.foreign(layer)
-            if len(slots):
-                self.filled(slots, EXTERNAL, "a sibling")
+            own = np.array([any(g.awaits(layer, slot) for g in self.open_grants()) for slot in slots.tolist()], dtype=bool)
+            if own.any():
+                self._classify(before_hook, layer, slots[own])
+            if not own.all():
+                self.filled(slots[~own], EXTERNAL, "a sibling")
 
     def _classify(self, after_hook: str, layer: int, slots: np.ndarray) -> None:
         size = self.cache.stride

@@ -181,7 +181,7 @@ class Engine(EngineControl, EngineExecution):
             self.probe.on(hook, after=lambda call: self.oracle.check_writes(call.hook))
         if {"winner", "fetcher"} & set(self.variant.case.config.multi):  # siblings that load, and are listed first, have written by then
             for hook in ("start_load_kv", "get_transfer_results"):
-                self.probe.on(hook, before=lambda call: self.oracle.written_by_sibling())
+                self.probe.on(hook, before=lambda call: self.oracle.written_by_sibling(call.hook))
         self.probe.on("get_transfer_results", after=self._async_due)
         inspector = getattr(self.connector, "kvconform_inspector", None)
         self.inspector: Any = inspector() if callable(inspector) else None
