@@ -6,17 +6,22 @@ What they leave behind is judged like every run: blocks, Request objects, thread
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from kvconform.case import Case, Variant
+from kvconform.errors import UsageError
 from kvconform.load import load_spec
 from kvconform.run import run_and_judge
 from kvconform.target import Target
 
+REFERENCE = "kvconform.refimpl.connector:ReferenceConnector"
 WAVE = 250
 """Requests that are there at once. Every wave repeats a part of the wave before, aborts some of it and preempts some."""
 
@@ -49,15 +54,22 @@ def churn(target: Target, requests: int = 10_000, engine: str = "vllm", scheduli
     return {"seconds": round(time.perf_counter() - began, 1), "error": report.harness_error, "failed": messages, **verdicts}
 
 
-def main(arguments: list[str]) -> int:
-    """Print what came of it; 1 if something was left behind."""
-    connector = arguments[0] if arguments else "kvconform.refimpl.connector:ReferenceConnector"
-    extra = {"store": "{tmp}/store"} if connector.startswith("kvconform.") else {}
-    found = churn(Target(connector, extra), int(arguments[1]) if len(arguments) > 1 else 10_000)
+def main(
+    connector: Annotated[str, typer.Argument(help="package.module:Class, or a name registered in vLLM")] = REFERENCE,
+    requests: Annotated[int, typer.Argument(help="how many")] = 10_000,
+    extra_config: Annotated[str, typer.Option(help="JSON; {tmp} is a directory of the run's own")] = "",
+) -> None:
+    """Many short requests through one engine, and what they leave behind; exit 1 if it is anything."""
+    extra = json.loads(extra_config) if extra_config else {"store": "{tmp}/store"} if connector == REFERENCE else {}
+    try:
+        found = churn(Target(connector, extra), requests)
+    except UsageError as error:
+        print(f"kvconform: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
     for name, value in found.items():
         print(f"{name:24} {value}")
-    return int(bool(found["error"] or found["failed"]))
+    raise typer.Exit(int(bool(found["error"] or found["failed"])))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    typer.run(main)

@@ -28,7 +28,7 @@ def _option(*names: str, **details: Any) -> Any:
 
 
 CONNECTOR = typer.Argument(help="package.module:Class, or a name registered in vLLM's factory", show_default=False)
-EXTRA = "kv_connector_extra_config; {tmp} is a directory of each case's own"
+EXTRA = "kv_connector_extra_config; {tmp} is a directory of each run's own"
 SELECT = "only these cases (with all requirements), or, without any, only these requirements: ids, areas, globs; repeat, or a,b"
 ROLES = "kv_both|kv_producer|kv_consumer"
 

@@ -20,8 +20,9 @@ _HISTORY = """\
 # Real bugs, found in the releases that have them
 
 `nox -s history` installs each of these vLLM releases (without a GPU: its Python code over the default release's dependencies) and runs the
-cases named here against the connector and the scheduler as they were shipped. It fails when one of the bugs is not found. This page is made
-from such a run: `nox -s history -- --json FILE`, then `python -m kvconform.history_page FILE`.
+cases named here against the connector and the scheduler as they were shipped. It fails when one of the bugs is not found. Releases that are
+older than what `kvconform run` supports run well enough for the cases named. A release that is not named was not tried. This page
+is made from such a run: `nox -s history -- --json FILE`, then `python -m kvconform.history_page FILE`.
 
 {{ count }} bugs over {{ releases | length }} releases: {{ releases | join(", ") }}.
 {% for entry, rows in found %}
@@ -39,8 +40,8 @@ _FINDINGS = """\
 # What vLLM itself does wrong
 
 Guarantees that connectors rely on and that vLLM {{ newest }} was seen to break. They say nothing about a connector and do not change its
-verdict: the cases run only when they are named, or with `kvconform run CONNECTOR --profile findings`. Each is short enough to be put into a
-bug report. This page is made like [history.md](history.md).
+verdict: the cases run only when they are named, or with `kvconform run CONNECTOR --profile findings`. A release
+that is not named was not tried. This page is made like [history.md](history.md).
 {% for entry, rows, requirements, case in found %}
 ## {{ entry.id }}
 
