@@ -2,7 +2,8 @@
 """Looks for false alarms: correct but unusual connectors (`refimpl/variants/`) on all cases, engines, schedulings, and many seeds.
 
 `python -m kvconform.sweep --seeds 20` prints every requirement that one of them fails. Cases that start processes of their own take seconds
-each; they are left out unless asked for.
+each; they are left out unless asked for. All connectors on all runs take 20 minutes a seed; with `--share 8` every seed has an eighth of the
+runs, another one each time.
 """
 
 from __future__ import annotations
@@ -77,13 +78,13 @@ def judge_one(name: str, variant: Variant, spec: Spec, seed: int, tmp: Path, pla
     tally.alarms += [Alarm(name, seed, variant.id, row["requirement"], row.get("message") or "") for row in bad]
 
 
-def sweep(names: list[str], variants: list[Variant], spec: Spec, seeds: range, tmp: Path) -> Iterator[tuple[int, Tally]]:
-    """Run everything, seed by seed; yields the tally of each seed. Writes below `tmp`."""
+def sweep(names: list[str], variants: list[Variant], spec: Spec, seeds: range, tmp: Path, share: int = 1) -> Iterator[tuple[int, Tally]]:
+    """Run everything (or one run in `share`, others with every seed), seed by seed; yields the tally of each seed. Writes below `tmp`."""
     for name in names:
         target_profile(target_of(name), tmp / "profiles")
     for seed in seeds:
         tally = Tally()
-        for number, variant in enumerate(variants):
+        for number, variant in enumerate(variants[seed % share :: share]):
             plain: dict[str | None, Run] = {}
             for name in names:
                 judge_one(name, variant, spec, seed, tmp / f"{seed}-{number}-{name}", plain, tally)
@@ -96,6 +97,7 @@ def main(
     variant: Annotated[list[str] | None, typer.Option(help="only these connectors")] = None,
     case: Annotated[list[str] | None, typer.Option(help="only these cases")] = None,
     processes: Annotated[bool, typer.Option(help="also the cases that start processes")] = False,
+    share: Annotated[int, typer.Option(min=1, help="with every seed only one run in so many, others each time")] = 1,
     minutes: Annotated[float, typer.Option(help="no further seed after this time")] = 1e9,
 ) -> None:
     """Correct but unusual connectors on every case, engine and scheduling: whatever one of them fails is printed."""
@@ -107,12 +109,15 @@ def main(
     chosen = [c for c in spec.cases.values() if (not case or c.id in case) and (processes or not starts_processes(c))]
     runs = [each for c in chosen for each in c.variants(["reference", "vllm"])]
     names = variant or list(VARIANTS)
-    print(f"{len(names)} connectors, {len(chosen)} of {len(spec.cases)} cases, {len(runs)} runs each, {seeds} seeds", flush=True)
+    print(
+        f"{len(names)} connectors, {len(chosen)} of {len(spec.cases)} cases, {len(runs)} runs each (1 in {share} per seed), {seeds} seeds",
+        flush=True,
+    )
     watchdog.start(30.0)
     try:
         scratch = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # stores are many small files
         with tempfile.TemporaryDirectory(prefix="kvconform-", dir=scratch) as tmp:
-            for seed, tally in sweep(names, runs, spec, range(first_seed, first_seed + seeds), Path(tmp)):
+            for seed, tally in sweep(names, runs, spec, range(first_seed, first_seed + seeds), Path(tmp), share):
                 print(*tally.alarms, sep="\n", end="\n" if tally.alarms else "")
                 supported = sum(tally.runs.values()) - sum(tally.unsupported.values())
                 seconds = time.monotonic() - start
