@@ -2,8 +2,8 @@
 """Looks for false alarms: correct but unusual connectors (`refimpl/variants/`) on all cases, engines, schedulings, and many seeds.
 
 `python -m kvconform.sweep --seeds 20` prints every requirement that one of them fails. Cases that start processes of their own take seconds
-each; they are left out unless asked for. All connectors on all runs take 20 minutes a seed; with `--share 8` every seed has an eighth of the
-runs, another one each time.
+each; they are left out unless asked for. All connectors on all runs take 20 minutes a seed; with `--share 8` every seed has an eighth of
+the runs, another one each time.
 """
 
 from __future__ import annotations
