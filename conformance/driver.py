@@ -8,12 +8,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from kvconform.capabilities import tolerance
 from kvconform.case import Variant
 from kvconform.compat_request import build_request
-from kvconform.crowd import crowd_of
 from kvconform.engines.engine import Engine
 from kvconform.engines.info import Info
 from kvconform.expect import Expectations
@@ -23,9 +22,10 @@ from kvconform.model import FIRST_TOKEN, VOCABULARY, Script
 from kvconform.progress import Progress, Snapshot
 from kvconform.promise import Promises
 from kvconform.provenance import Identity, Registry, text_id
+from kvconform.reloads import Reloads
 from kvconform.steps import OfPrompt, SamePrompt
 from kvconform.target import Target
-from kvconform.trace import Event, Trace
+from kvconform.trace import Trace
 
 HAND_OVER: dict[str, Any] = {
     "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None, "remote_host": None,
@@ -41,20 +41,31 @@ class Stalled(Exception):
     """No progress for STALL_STEPS steps and the target's stall time."""
 
 
+class Watcher(Protocol):
+    """Looks on, and may do more with the last engine when the case's own steps are done. What it adds to the trace is not judged."""
+
+    def started(self, engine: Engine) -> None:
+        """An engine begins, also after a restart."""
+
+    def finished(self, driver: Driver) -> None:
+        """All is done and has landed; the connector is about to be shut down. Not called where the case itself does that."""
+
+
 class Driver:
     """Executes a case's steps. Owns the run's engines one after the other (a restart makes a new one over the same store)."""
 
     def __init__(
         self, variant: Variant, target: Target, trace: Trace, registry: Registry, *, seed: int, tmp: Path, relation: str,
-        caps: dict[str, Any], promises: Promises | None, before: Progress | None = None,
+        caps: dict[str, Any], promises: Promises | None, before: Progress | None = None, watcher: Watcher | None = None,
     ) -> None:  # fmt: skip
+        self.watcher = watcher
         self.variant, self.target, self.trace, self.registry = variant, target, trace, registry
         self.seed, self.tmp, self.relation = seed, tmp, relation
         self.caps, self.promises = caps, promises
         progress = before or Progress()
         self.memory, self.infos, self.adds, self.prompts = progress.memory, progress.infos, progress.adds, progress.prompts
         self.ids, self.requests = progress.ids, progress.requests
-        self._generations, self._reloads = progress.generations, progress.reloads
+        self._generations, self.reloads = progress.generations, progress.reloads
         self.progress = progress
         self.threads = threading.active_count()
         self.engine = self._start()
@@ -70,9 +81,11 @@ class Driver:
 
     def _observe(self, engine: Engine) -> None:
         """Be told of an engine's lookups, and let its readers know what the connector may lose."""
-        engine.observer.on_lookup = self._looked_up
+        engine.observer.on_lookup = Reloads(self).looked_up
         for oracle in (engine.observer.oracle, *engine.observer.others):
             oracle.cache.tolerance = tolerance(self.caps["lossy"])
+        if self.watcher is not None:
+            self.watcher.started(engine)
 
     def info(self, req_id: str) -> Info:
         """What the harness knows about the live incarnation of a request id."""
@@ -110,6 +123,8 @@ class Driver:
         down = any(s.op == "shutdown" for s in self.variant.case.steps)
         if not down:
             self._run(None)
+            if self.watcher is not None:
+                self.watcher.finished(self)
         self.expectations.at_end(self.variant.case.expect)
         self.close(shut_down=not down, crashed=down and self.engine.busy)  # shut down with work left: what was to come did not
 
@@ -124,7 +139,7 @@ class Driver:
         self.adds[add.req], self.prompts[add.req], self.ids[add.req] = add, tokens, req_id
         self.infos[req_id] = Info(add.req, generation, Identity.of(add.salt, add.lora, items), Script(list(add.drafts or []), add.stop_at))
         if add.reloads:
-            self._reloads[req_id] = add.reloads
+            self.reloads[req_id] = add.reloads
         request = build_request(
             req_id, tokens, max_tokens=add.max_tokens, block_size=self.variant.block_size, stop=add.stop_at is not None, salt=add.salt,
             lora=add.lora, items=items, priority=add.priority, params=self._params(add),
@@ -207,7 +222,7 @@ class Driver:
     def _do_reset(self, reset: Any) -> None:
         self.engine.reset(running=reset.running, connector=reset.connector)
         if reset.connector:
-            self._reloads.clear()
+            self.reloads.clear()
 
     def _do_idle(self, count: int) -> None:
         for _ in range(count):
@@ -246,42 +261,6 @@ class Driver:
 
     def _do_expect(self, expectation: Any) -> None:
         self.expectations.check(expectation)
-
-    # -- promises --------------------------------------------------------------------------------------------------------------
-    def _looked_up(self, request: Any, event: Event) -> None:
-        source = self._reloads.get(request.request_id)
-        if source is None or event["tokens"] is None or self.promises is None:
-            return
-        del self._reloads[request.request_id]
-        if self._broke(source):
-            return  # whoever tried to load it has seen that it is not there any more
-        if not self.promises.declared and (self.adds[source].priority or self.adds[source].params):
-            return  # a connector may store by priority, or as the client asks; the plain runs have neither
-        of = (self.requests[source], self.prompts[source], request, self.variant.block_size, self._final(source))
-        promised, found = self.promises.promised(*of), event["local"] + event["tokens"]
-        if found < promised and not self.promises.declared:  # perhaps it does its best, and there was a lot to do
-            key = (self.ids[source], self.expectations.generation(source))
-            promised = min(promised, self.promises.promised(*of, crowd_of(self.trace.events, key, event)))
-        self.trace.emit(
-            "profile.expectation", what=self.caps["saves"], req=request.request_id, of=source, promised=promised, reloadable=found
-        )
-
-    def _broke(self, source: str) -> bool:
-        """Whether a load of content that begins like that of `source` has failed in this run."""
-        failed = {e["req"] for e in self.trace.events if e["k"] == "transfer.failed"}
-        return any(self.ids[name] in failed and tokens[:1] == self.prompts[source][:1] for name, tokens in self.prompts.items())
-
-    def _final(self, name: str) -> int | None:
-        """Final KV of a finished request that one can save step by step (None: it is not one whose KV a connector must keep).
-
-        Tokens that only became known after the last step was planned belong to those who also save at the end; nobody has to.
-        """
-        key = (self.ids[name], self.expectations.generation(name))
-        mine = [e for e in self.trace.events if e["k"] in ("req.finished", "req.scheduled") and (e["req"], e["generation"]) == key]
-        if not mine or mine[-1].get("status") not in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"):
-            return None
-        planned = max((min(e["C"] + e["S"], e["N"]) for e in mine[:-1]), default=0)
-        return min(int(mine[-1]["v_final"]), planned)
 
     # -- end -------------------------------------------------------------------------------------------------------------------
     def close(self, *, shut_down: bool, crashed: bool = False) -> None:

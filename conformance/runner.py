@@ -14,7 +14,7 @@ from typing import Any
 from kvconform import compat
 from kvconform.capabilities import complete
 from kvconform.case import Variant
-from kvconform.driver import Driver, Stalled
+from kvconform.driver import Driver, Stalled, Watcher
 from kvconform.elsewhere import FirstPartEnded, process_restart, run_elsewhere, run_first_part
 from kvconform.engines.fault import EngineFault
 from kvconform.engines.setup import HEAD_DIM, HEADS, LAYERS
@@ -54,7 +54,7 @@ class Run:
 
 def run_variant(
     variant: Variant, target: Target, *, seed: int, tmp: Path, relation: str = "connector", caps: dict[str, Any] | None = None,
-    promises: Promises | None = None, book: CodeBook = BOOK,
+    promises: Promises | None = None, book: CodeBook = BOOK, watcher: Watcher | None = None,
 ) -> Run:  # fmt: skip
     """One run. `relation` says how it differs from the plain one: `no-connector`, `pickled-metadata`, `repeat`. Writes below `tmp` only."""
     _freeze()
@@ -80,7 +80,7 @@ def run_variant(
     tmp.mkdir(parents=True, exist_ok=True)
     if with_connector:
         with Patch(target.resolve()), Patch(RemoteHalf), Patch(NoWorkerHalf):
-            _drive(run, variant, target, trace, Registry(book), seed, tmp, relation, caps, promises)
+            _drive(run, variant, target, trace, Registry(book), seed, tmp, relation, caps, promises, watcher)
     else:
         _drive(run, variant, target, trace, Registry(book), seed, tmp, relation, caps, None)
     _scrub(trace, str(tmp))
@@ -93,7 +93,7 @@ def _channels(target: Target) -> frozenset[str]:
 
 def _drive(
     run: Run, variant: Variant, target: Target, trace: Trace, registry: Registry, seed: int, tmp: Path, relation: str, caps: dict[str, Any],
-    promises: Promises | None,
+    promises: Promises | None, watcher: Watcher | None = None,
 ) -> None:  # fmt: skip
     driver, outer = None, Probe.active  # a calibration runs inside another run
     rest, before = list(variant.case.steps), None
@@ -108,6 +108,7 @@ def _drive(
             )
         driver = (PairDriver if variant.case.config.engines else Driver)(
             variant, target, trace, registry, seed=seed, tmp=tmp, relation=relation, caps=caps, promises=promises, before=before,
+            watcher=watcher,
         )  # fmt: skip
         driver.execute(rest)
         run.unmet = driver.expectations.unmet(variant.case.provokes)
