@@ -48,6 +48,7 @@ class Config(Model):
     engines: dict[Name, Role] = Field(default={}, description="two engines in one run: name -> kv_role; the first one is driven first")
     groups: list[GroupKind] = Field(default=[], description="KV cache groups of one layer each (engine vllm); one: of all layers")
     window: PositiveInt = Field(default=8, description="tokens that layers with a sliding window attend to")
+    stats: bool = Field(default=False, description="the engine keeps statistics (log_stats)")
     layout: Layout | None = Field(default=None, description="the only order of a KV tensor's axes that the attention can do")
     multi: list[Sibling] = Field(default=[], description="run inside of MultiConnector with these children; `self` is the connector")
 

@@ -174,7 +174,9 @@ def build_cache_config(num_blocks: int, block_size: int, heads: int, head_dim: i
     return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=tensors, kv_cache_groups=[KVCacheGroupSpec(layers, spec)])
 
 
-def build_scheduler(config: VllmConfig, cache: KVCacheConfig, *, block_size: int, scheduling: str, runner: str) -> Scheduler:
+def build_scheduler(
+    config: VllmConfig, cache: KVCacheConfig, *, block_size: int, scheduling: str, runner: str, stats: bool = False
+) -> Scheduler:
     """vLLM's own scheduler (it constructs the scheduler half of the connector itself)."""
     cls = AsyncScheduler if scheduling == "async" else Scheduler
     scheduler = cls(
@@ -184,7 +186,7 @@ def build_scheduler(config: VllmConfig, cache: KVCacheConfig, *, block_size: int
         block_size=block_size
         if len(cache.kv_cache_groups) == 1
         else math.lcm(*(g.kv_cache_spec.block_size for g in cache.kv_cache_groups)),
-        log_stats=False,
+        log_stats=stats,
         **({"hash_block_size": block_size} if len(cache.kv_cache_groups) > 1 else {}),
     )
     scheduler.use_v2_model_runner = runner == "v2"

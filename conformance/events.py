@@ -242,6 +242,12 @@ _kind(
     "req:s announced:i got:i local:i tokens:i missing:l untold:l",
     "A lookup against the KV events so far: tokens announced and had, blocks missing in between, blocks from the first unannounced on.",
 )
+_kind(
+    "queries",
+    "sched",
+    "requests:i tokens:i hits:i due_requests:i due_tokens:i due_hits:i skipping:l",
+    "A step's statistics of the external cache, and (due_) what was admitted in it; skipping = requests that read no cache.",
+)
 _kind("sample", "sched", "req:s generation:i index:i token:i clean:b", "An output token; clean = computed from right KV only.")
 
 # --- kv: the worker and its memory ---------------------------------------------------------------------------------------------------

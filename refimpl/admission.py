@@ -127,6 +127,8 @@ def _admit(engine: Engine, step: Step, request: Request) -> str:
         connector.update_state_after_alloc(request, table, external)
         if external > 0 and not request.num_preemptions and hasattr(connector, "get_external_cache_hit_sources"):  # since 0.32
             connector.get_external_cache_hit_sources(request, external)
+        if not request.num_computed_tokens:  # it was looked up
+            _count_query(engine, request, local, external)
     request.num_computed_tokens = computed
     if is_async or computed + new_tokens < request.num_tokens:
         engine.inflight_prefills.add(request)
@@ -141,6 +143,13 @@ def _admit(engine: Engine, step: Step, request: Request) -> str:
     request.status = RequestStatus.RUNNING
     engine.running.append(request)
     return "admitted"
+
+
+def _count_query(engine: Engine, request: Request, local: int, external: int) -> None:
+    """Count a lookup that led to an admission; not that of a request that reads no cache, whose answer was thrown away."""
+    if engine.connector_prefix_cache_stats is not None and not request.skip_reading_prefix_cache:
+        tokens, again = request.num_tokens - local, request.num_preemptions > 0
+        engine.connector_prefix_cache_stats.record(num_tokens=tokens, num_hits=external, preempted=again)
 
 
 def _chunk(engine: Engine, step: Step, request: Request, computed: int) -> tuple[int | None, int]:

@@ -62,6 +62,7 @@ class Engine:
         # Deferred frees (R150): blocks wait until every step that may write them has landed. Both counters count steps with tokens.
         self.scheduled_steps = self.landed_steps = 0
         self.deferred_frees: deque[tuple[int, list[KVCacheBlock]]] = deque()
+        self.connector_prefix_cache_stats: Any = None  # vLLM's PrefixCacheStats, where somebody wants to know
         self.denied_once: set[Request] = set()  # policy deny-first-alloc
         self.preempted_between_steps = False
 

@@ -23,6 +23,7 @@ from kvconform.engines.halves import introduce, note_engine_ids, noted, refused,
 from kvconform.engines.info import Info
 from kvconform.engines.joined import Joined
 from kvconform.engines.ledger import Ledger
+from kvconform.engines.queries import counted
 from kvconform.engines.ranks import Follower, Rank, config_of, places, shard, widen
 from kvconform.engines.refusals import inspect_engine
 from kvconform.engines.setup import build_cache_config, build_config, build_scheduler
@@ -223,7 +224,8 @@ class Engine(EngineControl, EngineExecution):
         self.trace.step += 1
         Probe.active = self.probe
         self.ledger.before_schedule()
-        output = self.scheduler.schedule()
+        with counted(self.trace, self.scheduler):
+            output = self.scheduler.schedule()
         self.ledger.after_schedule(output, self.tables())
         fresh = self.ledger.take_fresh(self.tables())
         result = self._execute(output, fresh)

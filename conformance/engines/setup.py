@@ -6,6 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from vllm.v1.metrics.stats import PrefixCacheStats
+
 from kvconform import compat, compat_groups, policies
 from kvconform.case import Variant
 from kvconform.kvcache import PagedCache
@@ -79,6 +81,10 @@ def build_scheduler(variant: Variant, config: Any, cache: Any, *, with_connector
             runner=variant.runner,
             policies=wanted,
         )
+        if variant.case.config.stats and with_connector:
+            scheduler.connector_prefix_cache_stats = PrefixCacheStats()
         return scheduler, wanted
-    scheduler = compat.build_scheduler(config, cache, block_size=variant.block_size, scheduling=variant.scheduling, runner=variant.runner)
+    scheduler = compat.build_scheduler(
+        config, cache, block_size=variant.block_size, scheduling=variant.scheduling, runner=variant.runner, stats=variant.case.config.stats
+    )
     return scheduler, policies.apply(scheduler, wanted)
