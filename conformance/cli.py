@@ -41,6 +41,7 @@ def run(
     engine: Annotated[Text, _option("--engine", metavar="reference|vllm|all", help="engines to run on [all]")] = None,
     scheduling: Annotated[Text, _option("--scheduling", metavar="sync|async|all", help="scheduling to run with [all]")] = None,
     select: Annotated[Texts, _option("-k", metavar="ID...", help=SELECT)] = None,
+    shard: Annotated[Text, _option("--shard", metavar="I/N", help="only this part of the runs; kvconform merge joins the parts")] = None,
     profile: Annotated[Text, _option("--profile", help="profile to judge by [core]")] = None,
     report_dir: Annotated[Text, _option("--report-dir", metavar="DIR", help="where reports go [kvconform-report]")] = None,
     strict: Annotated[bool | None, _option("--strict", help="SHOULD and MAY count too")] = None,
@@ -65,6 +66,7 @@ def run(
         "engine": engine,
         "scheduling": scheduling,
         "select": [part for entry in select for part in entry.split(",") if part] if select else None,
+        "shard": shard,
         "profile": profile,
         "report_dir": report_dir,
         "strict": strict,
@@ -81,6 +83,20 @@ def run(
     given["arguments"] = [part for name, value in again.items() if value is not None for part in (name, value)]
     given["arguments"] += [part for folder in pythonpath or [] for part in ("--pythonpath", folder)]
     raise typer.Exit(session.run(settings.load(given, file=config)))
+
+
+@app.command()
+def merge(
+    folders: Annotated[list[str], typer.Argument(metavar="DIR...", help="report directories, one per shard", show_default=False)],
+    report_dir: Annotated[
+        str, _option("--report-dir", metavar="DIR", help="where the joint report goes [kvconform-report]")
+    ] = "kvconform-report",
+) -> None:
+    """Join the reports of all shards of a run into one, with one verdict. Needs no vLLM."""
+    from kvconform import merge as merging
+    from kvconform.report.terminal import make_console
+
+    raise typer.Exit(merging.merge(folders, report_dir, make_console()))
 
 
 @app.command(name="list")

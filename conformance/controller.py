@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 from rich.markup import escape
 
-from kvconform import __version__, crash
+from kvconform import crash
 from kvconform.caseitem import START
 from kvconform.collector import Collector
 from kvconform.environment import check_connector_name, check_vllm
@@ -174,22 +174,7 @@ class Controller:
 
     def header(self) -> HeaderLine:
         """The report's first line, as far as it is known now."""
-        settings, collector = self.settings, self.collector
-        return HeaderLine(
-            suite=__version__,
-            vllm=self.vllm,
-            connector=settings.connector,
-            engines=settings.engines,
-            scheduling=settings.schedulings,
-            seed=settings.seed,
-            profile=settings.profile,
-            capabilities=collector.capabilities,
-            capability_sources=collector.sources,
-            cases=len(collector.selection.order()),
-            requirements=len(collector.selection.shown),
-            warnings=self.warnings,
-            extra={"extra_config": settings.extra_config, "strict": settings.strict, "select": settings.select},
-        )
+        return jsonl.header_of(self.collector, self.warnings)
 
     def finish(self) -> int:
         """Tear down, write the reports, print the result; returns the exit code."""

@@ -26,6 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--kvconform-engine", choices=("reference", "vllm", "all"), help="engines to run on (default: all)")
     group.addoption("--kvconform-scheduling", choices=("sync", "async", "all"), help="scheduling to run with (default: all)")
     group.addoption("--kvconform-select", action="append", metavar="ID", help="only these cases or requirements")
+    group.addoption("--kvconform-shard", metavar="I/N", help="only this part of the runs; kvconform merge joins the parts")
     group.addoption("--kvconform-profile", metavar="NAME", help="profile to judge by (default: core)")
     group.addoption("--kvconform-report-dir", metavar="DIR", help="where reports go (default: kvconform-report)")
     group.addoption("--kvconform-seed", type=int, metavar="N", help="seed of prompts and tokens")
@@ -83,7 +84,7 @@ def _controller(config: pytest.Config) -> Any:
     from kvconform.report.terminal import make_console
     from kvconform.settings import load, parse_extra_config
 
-    names = ("engine", "scheduling", "select", "profile", "report_dir", "seed", "strict", "hook_timeout")
+    names = ("engine", "scheduling", "select", "shard", "profile", "report_dir", "seed", "strict", "hook_timeout")
     given = {name: config.getoption(f"kvconform_{name}") for name in names}
     try:
         extra = config.getoption("extra_config")

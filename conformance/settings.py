@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from kvconform import shard
 from kvconform.errors import UsageError
 from kvconform.profile import Expected
 from kvconform.watchdog import DEFAULT_LIMIT
@@ -36,6 +37,7 @@ class Settings(BaseModel):
     engine: Literal["reference", "vllm", "all"] = "all"
     scheduling: Literal["sync", "async", "all"] = "all"
     select: list[str] = Field(default=[], description="ids, areas or globs of cases and requirements; ids of runs")
+    shard: str | None = Field(default=None, description="i/n: only the i-th of n parts of the selected runs")
     profile: str = "core"
     seed: int = 0
     strict: bool = False
@@ -59,6 +61,11 @@ class Settings(BaseModel):
     @classmethod
     def _whole_seconds(cls, value: Any) -> Any:
         return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+    @field_validator("shard")
+    @classmethod
+    def _is_shard(cls, value: str | None) -> str | None:
+        return None if value is None else str(shard.parse(value))
 
     @property
     def engines(self) -> list[str]:

@@ -18,12 +18,14 @@ from kvconform.expected import unknown_requirements
 from kvconform.load import Spec
 from kvconform.profile import select as select_profile
 from kvconform.settings import Settings
+from kvconform.shard import Shard, parse, part
 
 
 @dataclass
 class Selection:
     """`judged`: requirements to judge; `shown`: those whose rows are wanted; `switched_off`: variants that the operator disabled (not in
-    `variants`); `narrowed`: whether part of the profile was left out, so that missing rows mean nothing."""
+    `variants`); `narrowed`: whether part of the profile was left out, so that missing rows mean nothing; `shard`: the part of all this that
+    `variants` and `switched_off` are."""
 
     variants: list[Variant]
     judged: list[str]
@@ -31,6 +33,12 @@ class Selection:
     disabled: list[str]
     switched_off: list[Variant] = field(default_factory=list)
     narrowed: bool = False
+    shard: Shard | None = None
+
+    @property
+    def partial(self) -> bool:
+        """Whether what did not happen means nothing: it may happen in what was left out, or in another shard."""
+        return self.narrowed or self.shard is not None
 
     def order(self) -> dict[str, int]:
         """Position of each case."""
@@ -66,6 +74,10 @@ def select(spec: Spec, settings: Settings, vllm: str) -> Selection:
                 (found.switched_off if name in off else found.variants).append(variant)
     if not found.variants and not found.switched_off:
         raise UsageError(f"nothing to run: no selected case runs on engine {settings.engine} with scheduling {settings.scheduling}")
+    if settings.shard is not None:
+        found.shard = parse(settings.shard)
+        found.variants = part(found.variants, found.shard)
+        found.switched_off = found.switched_off if found.shard.number == 1 else []  # they cost nothing
     return found
 
 

@@ -13,11 +13,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
-from kvconform.collector import CaseNotes
+from kvconform import __version__
+from kvconform.collector import CaseNotes, Collector
 from kvconform.report_models import CaseLine, FooterLine, HeaderLine
+from kvconform.shard import suite_digest
 from kvconform.verdict import Row
 
 NAME = "report.jsonl"
+NOT_JUDGED_BY = {"workers", "report_dir", "trace", "debug", "setup", "teardown", "setup_timeout", "env", "pythonpath", "file", "shard"}
+"""Settings that concern the machine and not the answer; the environment may hold secrets."""
 
 
 class Stream:
@@ -36,6 +40,30 @@ class Stream:
 
     def close(self) -> None:
         self._file.close()
+
+
+def header_of(collector: Collector, warnings: list[str]) -> HeaderLine:
+    """The report's first line, as far as it is known now. A shard's says all that `kvconform merge` has to know."""
+    settings, selection = collector.settings, collector.selection
+    extra: dict[str, Any] = {"extra_config": settings.extra_config, "strict": settings.strict, "select": settings.select}
+    if selection.shard is not None:
+        judged_by = settings.model_dump(mode="json", exclude=NOT_JUDGED_BY)
+        extra |= {"shard": str(selection.shard), "digest": suite_digest(), "settings": judged_by}
+    return HeaderLine(
+        suite=__version__,
+        vllm=collector.vllm,
+        connector=settings.connector,
+        engines=settings.engines,
+        scheduling=settings.schedulings,
+        seed=settings.seed,
+        profile=settings.profile,
+        capabilities=collector.capabilities,
+        capability_sources=collector.sources,
+        cases=len(selection.order()),
+        requirements=len(selection.shown),
+        warnings=warnings,
+        extra=extra,
+    )
 
 
 def line_of(model: HeaderLine | CaseLine | FooterLine) -> str:

@@ -42,15 +42,17 @@ def make_console(file: IO[str] | None = None) -> Console:
     return console
 
 
-def header(console: Console, collector: Collector, warnings: Sequence[str]) -> None:
-    """What is about to be judged."""
+def header(console: Console, collector: Collector, warnings: Sequence[str], *, joined: int = 0) -> None:
+    """What is about to be judged; `joined`: the number of shards whose reports were joined."""
     settings, selection = collector.settings, collector.selection
     console.print(f"[bold]kvconform {__version__}[/]  vLLM {collector.vllm}")
     console.print(f"connector   [bold]{escape(settings.connector)}[/]")
     axes = f"engines {', '.join(settings.engines)} · scheduling {', '.join(settings.schedulings)}"
     console.print(f"axes        {axes} · profile {settings.profile} · seed {settings.seed}")
     runs = f"{len(selection.order())} cases, {len(selection.variants)} runs, {len(selection.shown)} requirements"
-    console.print(f"selection   {runs} · {settings.workers} worker{'s' if settings.workers > 1 else ''}")
+    shard = f" (shard {selection.shard} of the selection)" if selection.shard else ""
+    by = f"{joined} shards" if joined else f"{settings.workers} worker{'s' if settings.workers > 1 else ''}"
+    console.print(f"selection   {runs}{shard} · {by}")
     if settings.file:
         console.print(f"settings    {escape(settings.file)}")
     for warning in warnings:
@@ -70,7 +72,7 @@ def report(console: Console, collector: Collector, rows: Sequence[Row], found: A
     _section(console, collector, "Guarantees that the engine broke (not the connector's fault)", _only(failures, "guarantee"), notes)
     _errors(console, rows, notes, collector.settings.debug)
     _unmet(console, notes.values())
-    _answer(console, found, where, seconds, narrowed=collector.selection.narrowed)
+    _answer(console, found, where, seconds, part=_part(collector))
 
 
 def _only(rows: Iterable[Row], kind: str) -> list[Row]:
@@ -226,7 +228,7 @@ def _unmet(console: Console, notes: Iterable[CaseNotes]) -> None:
         console.print(Text(text, style="dim"), soft_wrap=True)
 
 
-def _answer(console: Console, found: Aggregate, where: str, seconds: float, *, narrowed: bool) -> None:
+def _answer(console: Console, found: Aggregate, where: str, seconds: float, *, part: str) -> None:
     counts = ", ".join(f"{count} {_words(name)}" for name, count in found.counts.items() if count)
     console.print()
     console.print(f"verdicts    {counts}", highlight=False, style="dim")
@@ -238,7 +240,13 @@ def _answer(console: Console, found: Aggregate, where: str, seconds: float, *, n
     console.print(f"reports     {escape(where)}", highlight=False, style="dim")
     words = {"conformant": "CONFORMANT", "partial": "PARTLY CONFORMANT", "nonconformant": "NOT CONFORMANT", "error": "NO ANSWER"}
     word, style = words[found.verdict], ANSWER[found.verdict]
-    part = " in what was selected" if narrowed else ""
     console.print(f"[{style}]{word}[/]{part}  in {seconds:.1f} s")
     for reason in found.reasons:
         console.print(f"  {escape(reason)}")
+
+
+def _part(collector: Collector) -> str:
+    """What the answer is about, if not the whole."""
+    if collector.selection.shard is not None:
+        return f" in shard {collector.selection.shard}; kvconform merge gives the answer"
+    return " in what was selected" if collector.selection.narrowed else ""
