@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
-from kvconform.compat import KVConnectorBase_V1, KVTransferConfig
+from kvconform.compat import KVConnectorBase_V1, KVTransferConfig, VllmConfig
 from kvconform.compat_groups import knows_layout
 from kvconform.probe import hook_names
 
@@ -30,6 +30,9 @@ def inspect_class(cls: type, extra_config: dict[str, Any], config: Any) -> Itera
         if getattr(config, "kv_transfer_config", None) is not None:
             yield agrees_with_itself(config)
     yield _start_load(cls)
+    if getattr(config, "kv_transfer_config", None) is not None:
+        kept = keeps_hybrid(config.kv_transfer_config)
+        yield "hybrid-kept", kept, "" if kept else f"vLLM turns it off: {cls.__name__} is no subclass of SupportsHMA"
     awaited = [name for name in hook_names() if inspect.iscoroutinefunction(_plain(getattr(cls, name, None)))]
     yield "awaited:hooks", not awaited, f"{', '.join(awaited)}: a coroutine function, which nobody awaits" if awaited else ""
     for name, member in vars(KVConnectorBase_V1).items():
@@ -43,6 +46,11 @@ def inspect_class(cls: type, extra_config: dict[str, Any], config: Any) -> Itera
             continue
         problem = _accepts_like(_plain(own), _plain(base))
         yield f"signature:{name}", problem is None, problem or ""
+
+
+def keeps_hybrid(transfer: Any) -> bool:
+    """Whether vLLM, left to decide, keeps its hybrid cache manager on with this transfer configuration (None: without a connector)."""
+    return not VllmConfig(kv_transfer_config=copy.copy(transfer)).scheduler_config.disable_hybrid_kv_cache_manager
 
 
 def agrees_with_itself(config: Any) -> Finding:

@@ -40,10 +40,13 @@ def plan(defects: Iterable[Defect], spec: Spec) -> list[Control]:
 
 
 def sound(connector: str) -> str:
-    """The nearest ancestor of a connector class that is no defect; the reference connector if there is none."""
+    """The nearest ancestor of a connector class that is no defect, or its `change_of`, where what is wrong is what it descends from; the
+    reference connector if there is neither."""
     from kvconform.target import Target
 
     for cls in Target(connector, {}).resolve().__mro__:
+        if "change_of" in vars(cls):
+            cls = cls.change_of
         if cls.__module__.startswith("kvconform.refimpl.") and not cls.__module__.startswith(PLANTED):
             return f"{cls.__module__}:{cls.__name__}"
     return REFERENCE

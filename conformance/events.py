@@ -252,7 +252,12 @@ _kind("sample", "sched", "req:s generation:i index:i token:i clean:b", "An outpu
 
 # --- kv: the worker and its memory ---------------------------------------------------------------------------------------------------
 _kind("worker.step_begin", "kv", "forward:b tokens:i attn_metadata_none:b failed_forward:b", "The worker begins a step.")
-_kind("worker.step_end", "kv", "forward:b tokens:i attn_metadata_none:b failed_forward:b", "The worker is done with a step.")
+_kind(
+    "worker.step_end",
+    "kv",
+    "forward:b tokens:i attn_metadata_none:b failed_forward:b ranks:l",
+    "The worker is done with a step; ranks = of several, those on which the connector was bound to it.",
+)
 _kind("kv.computed", "kv", "req:s generation:i start:i end:i accepted:i rejected:i", "The model wrote KV of [start, end).")
 _kind(
     "state.offered",

@@ -76,17 +76,23 @@ class EngineExecution:
                 if reason is None:
                     output.kv_connector_metadata = unpickled
         self.worker.begin(output, fresh)
-        total = output.total_num_scheduled_tokens
+        total, first = output.total_num_scheduled_tokens, len(self.trace.events)
         self.trace.emit("worker.step_begin", forward=total > 0, tokens=total, attn_metadata_none=total == 0, failed_forward=False)
         self.oracle.failed_blocks, self.oracle.failed_reqs, self.reported_now = set(), set(), set()
         self.observer.activity += 1 if total else 0
         self.worker.scheduled = set(output.num_scheduled_tokens)
         result, failed = self._step_of_ranks(output, fresh)
         self.ledger.after_execute(self.worker.rows, failed)
-        self.trace.emit("worker.step_end", forward=total > 0, tokens=total, attn_metadata_none=total == 0, failed_forward=False)
+        ended = dict(forward=total > 0, tokens=total, attn_metadata_none=total == 0, failed_forward=False)
+        self.trace.emit("worker.step_end", **ended, ranks=self._bound_since(first) if len(self.ranks) > 1 else [])
         if total or self.reported_now:
             self.progress += 1
         return result
+
+    def _bound_since(self, first: int) -> list[int]:
+        """Ranks whose half was given metadata since event `first`."""
+        bound = [e for e in self.trace.events[first:] if e["k"] == "hook.called" and e["hook"] == "bind_connector_metadata"]
+        return sorted({e["rank"] for e in bound if e["depth"] == 0})
 
     def _step_of_ranks(self, output: Any, fresh: list[tuple[int, str]]) -> tuple[Any, set[str]]:
         """Run the step on every rank; returns the output of the one that samples, and the requests whose loads failed on any rank."""

@@ -15,7 +15,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 
 from kvconform import compat
-from kvconform.compat import KVConnectorBase_V1, KVConnectorFactory, KVConnectorRole, KVTransferConfig
+from kvconform.api import keeps_hybrid
+from kvconform.compat import KVConnectorBase_V1, KVConnectorFactory, KVConnectorRole, KVTransferConfig, SupportsHMA
 
 Finding = tuple[str, bool, str]
 NAME = "KvconformNobody"
@@ -36,6 +37,7 @@ def inspect_engine(config: Any, cache_config: Any, case: str) -> Iterator[Findin
     yield _refuses("encoder-decoder", AssertionError, lambda: _encoder_decoder(config, cache_config))
     yield _refuses("expandable-segments", ValueError, lambda: _expandable_segments(config))
     yield _refuses("groups-opted-in", ValueError, lambda: _hybrid(config, cache_config))
+    yield "hybrid-kept", _keeps_hybrid(), "is turned off with a connector that supports several groups, and on without one"
     yield _multi_stats("_Talker" if case == "lifecycle.api" else NAME)
     for owner, names in REMOVED.items():
         left = [name for name in names if name in getattr(owner, "__dataclass_fields__", {}) or hasattr(owner, name)]
@@ -61,6 +63,16 @@ class _Blank(KVConnectorBase_V1):
 
 
 _Blank.__abstractmethods__ = frozenset()
+
+
+class _Hybrid(_Blank, SupportsHMA):
+    """Says that it works with several KV cache groups, and does nothing."""
+
+
+def _keeps_hybrid() -> bool:
+    """Whether the hybrid cache manager is as it would be without a connector: on, unless the platform has none."""
+    with patch.object(KVConnectorFactory, "get_connector_class", lambda *args: _Hybrid):
+        return keeps_hybrid(_transfer(NAME)) or not keeps_hybrid(None)
 
 
 class _Talker(_Blank):

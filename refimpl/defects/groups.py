@@ -99,6 +99,21 @@ class ForgetsTheWindow(HybridConnector):
         return True
 
 
+class ForgetsTheMixin(ReferenceConnector):
+    """Ends a request in several groups as SupportsHMA wants it, and is not a subclass of it (B096)."""
+
+    change_of, several_groups = HybridConnector, True
+
+    def request_finished_all_groups(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, block_ids[0])
+
+
+@fault(KVConnectorFactory, "supports_hma_config")
+def turns_hybrid_off(supports: Any, transfer: Any) -> bool:
+    """Takes no connector for one that supports several groups: until 0.22 none was asked (B096)."""
+    return False
+
+
 @fault(KVConnectorFactory, "supports_hma_config")
 def starts_anybody(supports: Any, *args: Any) -> bool:
     """Starts connectors with several groups that never said that they can."""

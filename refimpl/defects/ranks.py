@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 
+from kvconform.compat import ModelRunnerOutput
+from kvconform.engines.ranks import Follower
+from kvconform.lifecycle import VllmV1
 from kvconform.refimpl.connector import ReferenceConnector
 from kvconform.refimpl.faulty import fault
 from kvconform.refimpl.plan import Load, Save
@@ -144,3 +147,24 @@ def failures_at_once(original: Callable[..., Any], self: Any, outputs: list[Any]
     result = original(self, outputs, output_rank)
     result.kv_connector_output.failed_recving = said
     return result
+
+
+def _sits_out(life: Any, output: Any) -> bool:
+    """Whether this is the stage that samples, in a step that leaves it nothing to sample."""
+    return not output.total_num_scheduled_tokens and not isinstance(life.worker, Follower)
+
+
+@fault(VllmV1, "step")
+def waits_for_its_own_tokens(step: Callable[..., Any], life: Any, output: Any) -> Any:
+    """In a step without tokens, the last stage goes the way of those that receive the sampled tokens, and asserts (B114)."""
+    result = step(life, output)
+    assert not _sits_out(life, output), "the last stage has nobody to receive tokens from"
+    return result
+
+
+@fault(VllmV1, "step")
+def last_stage_sits_out(step: Callable[..., Any], life: Any, output: Any) -> Any:
+    """The last stage returns from a step without tokens before it comes to the connector."""
+    if _sits_out(life, output):
+        return ModelRunnerOutput(req_ids=[], req_id_to_index={}, sampled_token_ids=[])
+    return step(life, output)
