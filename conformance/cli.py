@@ -9,6 +9,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from kvconform.errors import KvconformError
+from kvconform.snapshots.command import app as snapshot
 
 app = typer.Typer(
     add_completion=False,
@@ -154,6 +155,9 @@ def version() -> None:
     from kvconform import catalog
 
     catalog.versions()
+
+
+app.add_typer(snapshot, name="snapshot", help="Golden snapshots of a connector's metadata, hooks and stored KV.")
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:

@@ -31,7 +31,7 @@ def run(settings: Settings) -> int:
     """Judge; returns the exit code. Raises KvconformError if the run could not be made or not be completed."""
     controller = Controller(settings, make_console(), quiet_workers=not settings.debug)
     try:
-        with _hermetic(settings.debug):
+        with hermetic(settings.debug, "xdist.plugin,kvconform.plugin"):
             status = int(pytest.main(_arguments(settings), plugins=[_Preset(controller)]))
     finally:
         controller.clean_up()
@@ -62,12 +62,12 @@ def _arguments(settings: Settings) -> list[str]:
 
 
 @contextlib.contextmanager
-def _hermetic(debug: bool) -> Iterator[None]:
-    """No plugins and options of others; pytest's own output goes nowhere (the controller writes to the real standard output)."""
+def hermetic(debug: bool, plugins: str) -> Iterator[None]:
+    """No plugins but these and no options of others; pytest's own output goes nowhere (the controller writes to the real standard output)."""
     others = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS", "PYTEST_DISABLE_PLUGIN_AUTOLOAD")
     before = {name: os.environ.pop(name, None) for name in others}
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    os.environ["PYTEST_PLUGINS"] = "xdist.plugin,kvconform.plugin"
+    os.environ["PYTEST_PLUGINS"] = plugins
     try:
         with contextlib.ExitStack() as stack:
             if not debug:

@@ -54,6 +54,7 @@ class Settings(BaseModel):
     setup_timeout: float = Field(default=120.0, gt=0)
     env: dict[str, str] = Field(default={}, description="environment of the workers and of the commands")
     pythonpath: list[str] = Field(default=[], description="directories where workers find the connector's package")
+    snapshot_rules: list[dict[str, Any]] = Field(default=[], description="what differs from run to run, as in spec/normalise.yaml")
     file: str | None = Field(default=None, description="where settings were read from")
     arguments: list[str] = Field(default=[], description="the options of the command line that a reproduction needs too")
 

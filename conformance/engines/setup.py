@@ -15,6 +15,7 @@ from kvconform.provenance import text_id
 from kvconform.target import Target
 
 LAYERS, HEADS, HEAD_DIM = 2, 2, 16
+MODEL = "kvconform/tiny-model"
 
 
 def build_config(variant: Variant, target: Target, tmp: Path, *, with_connector: bool) -> Any:
@@ -31,7 +32,7 @@ def build_config(variant: Variant, target: Target, tmp: Path, *, with_connector:
             engine_id=f"kvconform-{variant.case.id}-{text_id(str(tmp)):016x}{settings.suffix}",  # one per run: stores in memory go by it
         )
     config = compat.build_config(
-        block_size=variant.block_size,
+        block_size=variant.block_size // (settings.context_parallel if with_connector else 1),
         num_blocks=settings.num_blocks,
         budget=settings.budget,
         max_seqs=settings.max_seqs,
@@ -43,6 +44,7 @@ def build_config(variant: Variant, target: Target, tmp: Path, *, with_connector:
         policy="priority" if any(s.op == "add" and s.arg.priority for s in variant.case.steps) else "fcfs",
         transfer=transfer,
     )
+    config.model_config.model = MODEL  # a path would differ from machine to machine, and connectors derive keys from it
     config.scheduler_config.long_prefill_token_threshold = settings.long_prefill_threshold
     policies.prepare(config, frozenset(variant.case.policies), variant.block_size, settings.spec_tokens)
     if settings.groups == ["latent"]:

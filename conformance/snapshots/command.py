@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvconform snapshot check` and `kvconform snapshot update`. Exit codes: 0 as they were (or updated), 1 not, 2 usage, 3 environment."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kvconform.snapshots.job import Job
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+
+Text = str | None
+Texts = list[str] | None
+CONNECTOR = typer.Argument(help="package.module:Class, or a name registered in vLLM's factory", show_default=False)
+DIRECTORY = "where the snapshots are [kvconform-snapshots]"
+SHOWN = 12
+"""Sentences per case."""
+
+
+def _option(*names: str, **details: Any) -> Any:
+    return typer.Option(*names, **{"show_default": False, **details})
+
+
+Connector = Annotated[Text, CONNECTOR]
+Directory = Annotated[Text, _option("--dir", metavar="DIR", help=DIRECTORY)]
+Extra = Annotated[Text, _option("--extra-config", metavar="JSON|@FILE", help="kv_connector_extra_config")]
+Select = Annotated[Texts, _option("-k", metavar="CASE...", help="only these cases: ids, areas, globs [those of profile golden]")]
+Engine = Annotated[Text, _option("--engine", metavar="reference|vllm", help="the engine to run on [reference]")]
+Pythonpath = Annotated[Texts, _option("--pythonpath", metavar="DIR", help="where the connector's package is (repeat)")]
+Config = Annotated[Text, _option("--config", metavar="FILE", help="settings, instead of kvconform.toml or pyproject.toml")]
+Debug = Annotated[bool | None, _option("--debug", help="tracebacks, and pytest's own output")]
+Prune = Annotated[bool, _option("--prune", help="forget this version's snapshots that no case of the session was about")]
+
+
+@app.command()
+def check(
+    connector: Connector = None, directory: Directory = None, extra_config: Extra = None, select: Select = None, engine: Engine = None,
+    pythonpath: Pythonpath = None, config: Config = None, debug: Debug = None,
+) -> None:  # fmt: skip
+    """Is everything as it was? A snapshot that is missing is a failure."""
+    raise typer.Exit(_session(locals(), updating=False, prune=False))
+
+
+@app.command()
+def update(
+    connector: Connector = None, directory: Directory = None, extra_config: Extra = None, select: Select = None, engine: Engine = None,
+    pythonpath: Pythonpath = None, config: Config = None, debug: Debug = None, prune: Prune = False,
+) -> None:  # fmt: skip
+    """Keep what is now. Says what changed and which requirements that touches; review it before you commit it."""
+    raise typer.Exit(_session(locals(), updating=True, prune=prune))
+
+
+def _session(given: dict[str, Any], *, updating: bool, prune: bool) -> int:
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # before vLLM is imported
+    import pytest
+
+    from kvconform import settings
+    from kvconform.report.terminal import make_console
+    from kvconform.session import hermetic
+    from kvconform.snapshots.job import Job
+    from kvconform.snapshots.plugin import Handed
+
+    extra = given["extra_config"]
+    chosen = {name: given[name] for name in ("connector", "engine", "pythonpath", "debug")}
+    chosen["extra_config"] = settings.parse_extra_config(extra) if extra is not None else None
+    chosen["select"] = [part for entry in given["select"] or [] for part in entry.split(",") if part] or None
+    merged = settings.load(chosen, file=given["config"])
+    job = Job(merged, Path(given["directory"] or merged.base / "kvconform-snapshots").absolute(), updating=updating)
+    job.prepare()
+    arguments = ["--pyargs", "kvconform.snapshots", "--import-mode=importlib", "-pno:cacheprovider", "--noconftest", "-q"]
+    arguments += ["--snapshot-update"] if updating else []
+    with hermetic(merged.debug, "syrupy,kvconform.snapshots.plugin"):
+        pytest.main(arguments, plugins=[Handed(job)])
+    if job.error is not None:
+        raise job.error
+    return _report(job, make_console(), prune=prune)
+
+
+def _report(job: Job, console: Console, *, prune: bool) -> int:
+    """Say what came of it; returns the exit code."""
+    for warning in job.warnings:
+        console.print(f"warning: {warning}")
+    by = {outcome: [r for r in job.results if r.outcome == outcome] for outcome in ("changed", "new", "missing", "skipped", "same")}
+    for result in (*by["changed"], *by["missing"], *(by["new"] if not job.updating else [])):
+        console.print(f"{result.outcome.upper():8} {result.case}", style="bold", highlight=False)
+        for sentence in result.sentences[:SHOWN]:
+            console.print(f"  {sentence}", markup=False, highlight=False)
+        if len(result.sentences) > SHOWN:
+            console.print(f"  and {len(result.sentences) - SHOWN} more")
+    unused = job.unused()
+    if unused and prune:
+        job.store.remove(unused)
+    if unused:
+        console.print(f"{'forgotten' if prune else 'unused'}: {', '.join(sorted(unused)[:SHOWN])}", markup=False, highlight=False)
+    if (by["changed"] or by["new"]) and job.updating:
+        touched = job.touched([*by["changed"], *by["new"]])
+        console.print(f"requirements that this touches: {', '.join(touched)}", markup=False, highlight=False)
+    counts = ", ".join(f"{len(results)} {outcome}" for outcome, results in by.items() if results)
+    with_ = "" if job.updating or job.before in (None, job.store.version) else f", compared with those of vLLM {job.before}"
+    console.print(f"snapshots of {job.settings.connector}, vLLM {job.vllm}{with_}: {counts}", markup=False, highlight=False)
+    return int(not job.updating and bool(by["changed"] or by["missing"] or by["new"]))

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A session of snapshots: what is to be recorded, and what came of it, case by case."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvconform.case import Case
+from kvconform.environment import check_vllm
+from kvconform.errors import EnvironmentProblem, UsageError
+from kvconform.load import Spec, load_spec
+from kvconform.profile import select as select_profile
+from kvconform.settings import Settings
+from kvconform.snapshots import normalise, texts
+from kvconform.snapshots.record import cells, record, suits
+from kvconform.snapshots.store import Store
+from kvconform.target import Target
+
+PROFILE = "golden"
+
+
+@dataclass
+class CaseResult:
+    """What became of a case: `same`, `changed`, `new`, `missing`, or `skipped`. `sentences`: what differs, or why it was skipped."""
+
+    case: str
+    outcome: str
+    sentences: list[str] = field(default_factory=list)
+
+
+class Job:
+    """One session: settings, store and results. `updating` says whether differences are written or reported."""
+
+    def __init__(self, settings: Settings, directory: Path, *, updating: bool) -> None:
+        """Reads the index. UsageError for a directory of another connector's snapshots and for ids that do not exist."""
+        from kvconform.snapshots.extension import StoreExtension
+
+        self.settings, self.updating = settings, updating
+        self.vllm, self.warnings = check_vllm()
+        self.spec: Spec = load_spec()
+        self.store = Store(directory, self.vllm)
+        self.before = self.store.compared_with
+        self.engine = "vllm" if settings.engine == "vllm" else "reference"
+        self.store.set_about(
+            {"connector": settings.connector, "extra_config": settings.extra_config, "engine": self.engine, "seed": settings.seed}
+        )
+        self.rules = [*normalise.built_in(), *normalise.validated(settings.snapshot_rules, "snapshot_rules")]
+        self.cases = self._chosen()
+        self.results: list[CaseResult] = []
+        self.looked_at: set[str] = set()
+        self.error: UsageError | EnvironmentProblem | None = None
+        self._scratch = tempfile.TemporaryDirectory(prefix="kvconform-")
+        StoreExtension.current, StoreExtension.updating = self.store, updating
+
+    def prepare(self) -> None:
+        """Can vLLM and the connector be imported, and the connector be constructed? Raises UsageError or EnvironmentProblem."""
+        from kvconform import smoke
+
+        sys.path += [folder for folder in self.settings.pythonpath if folder not in sys.path]
+        os.environ.update(self.settings.env)
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        smoke.check(smoke.target_of(self.settings), Path(self._scratch.name), 120.0)
+
+    def _chosen(self) -> list[Case]:
+        if not self.settings.select:
+            _, names = select_profile(self.spec.profiles, PROFILE, [], self.spec.cases.values())
+        else:
+            names = _matching(self.settings.select, self.spec)
+        cases = [self.spec.cases[name] for name in names if self.spec.cases[name].in_force(self.vllm)]
+        chosen = [case for case in cases if suits(case) and self.engine in case.engines]
+        if not chosen:
+            raise UsageError(
+                "no snapshots are possible of what was selected: cases with one engine, one rank and one KV cache group have them"
+            )
+        return chosen
+
+    def files(self, case: Case) -> dict[str, bytes] | None:
+        """Record a case: name in the store -> bytes; None if the connector cannot do what it needs. Raises as `record` does."""
+        from kvconform import smoke
+
+        target: Target = smoke.target_of(self.settings)
+        found = []
+        for variant in cells(case, self.engine):
+            tmp = Path(self._scratch.name) / f"{len(self.results)}-{variant.scheduling}"
+            recording = record(variant, target, self.rules, seed=self.settings.seed, tmp=tmp)
+            if recording is not None:
+                found.append(recording)
+        if not found:
+            return None
+        made = {f"{case.id}/{kind}.txt": texts.render(kind, case.id, found) for kind in texts.KINDS}
+        return made | {f"{case.id}/stored.safetensors": texts.tensors(found)}
+
+    def unused(self) -> set[str]:
+        """Snapshots of this version that no case of the whole session was about. Empty for a session of selected cases."""
+        return set() if self.settings.select else self.store.names() - self.looked_at
+
+    def touched(self, results: Iterable[CaseResult]) -> list[str]:
+        """The requirements that the cases of `results` are about."""
+        cases = [self.spec.cases[result.case] for result in results]
+        rules, bugs = {rule for case in cases for rule in case.rules}, {bug for case in cases for bug in case.bugs}
+        return sorted(req.id for req in self.spec.requirements.values() if rules & set(req.rules) or bugs & set(req.bugs))
+
+    def close(self) -> None:
+        """Remove the runs' own directories."""
+        self._scratch.cleanup()
+
+
+def _matching(entries: Iterable[str], spec: Spec) -> list[str]:
+    """The cases that -k names: ids, areas, globs over ids. UsageError for an entry that names none."""
+    found: set[str] = set()
+    for entry in entries:
+        some = {case.id for case in spec.cases.values() if entry == case.area or fnmatch.fnmatchcase(case.id, entry)}
+        if not some:
+            raise UsageError(f"there is no case {entry!r} (-k of a snapshot names cases, their areas, or globs over their ids)")
+        found |= some
+    return [name for name in spec.cases if name in found]

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Declared rules for what differs from run to run and means nothing: addresses, times, random ids, names of hosts."""
+
+from __future__ import annotations
+
+import importlib.resources
+import re
+import socket
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, ValidationError, model_validator
+
+from kvconform.errors import UsageError
+from kvconform.requirement import Id, Model
+from kvconform.yamlio import parse
+
+FILE = "spec/normalise.yaml"
+TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (float,), "str": (str,), "bytes": (bytes,)}
+
+
+def _compiles(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"is no regular expression: {error}") from None
+    return text
+
+
+Regex = Annotated[str, AfterValidator(_compiles)]
+
+
+class Rule(Model):
+    """`pattern`: every match in a text becomes `becomes`. `field`: the value of a field whose whole name matches does, if of `types`."""
+
+    id: Id
+    text: str
+    pattern: Regex | None = None
+    field: Regex | None = None
+    types: list[Literal["int", "float", "str", "bytes"]] = Field(default=["int", "float", "str", "bytes"], min_length=1)
+    becomes: Annotated[str, Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Rule:
+        if (self.pattern is None) == (self.field is None):
+            raise ValueError("has either `pattern` (searched in texts) or `field` (the name of a field)")
+        return self
+
+    @cached_property
+    def regex(self) -> re.Pattern[str]:
+        return re.compile(self.pattern or self.field or "")
+
+
+class Rules:
+    """All rules of a run. `tmp`: the run's own directory, if it has one. Reads only."""
+
+    def __init__(self, rules: Iterable[Rule], tmp: str | None = None) -> None:
+        self._patterns = [rule for rule in rules if rule.pattern is not None]
+        self._fields = [rule for rule in rules if rule.field is not None]
+        host = socket.gethostname()
+        named = [(tmp, "{tmp}")] if tmp else []
+        named += [(host, "{host}")] if len(host) > 3 else []  # a shorter one may be a part of any word
+        self._named = named
+
+    def string(self, text: str) -> str:
+        """The text without what differs from run to run."""
+        for name, becomes in self._named:
+            text = text.replace(name, becomes)
+        for rule in self._patterns:
+            text = rule.regex.sub(lambda _, rule=rule: rule.becomes, text)
+        return text
+
+    def value(self, field: str, value: Any) -> str | None:
+        """What stands for the value of a field or key of this name, or None if it stands for itself."""
+        for rule in self._fields:
+            kinds = tuple(kind for name in rule.types for kind in TYPES[name])
+            if isinstance(value, kinds) and not isinstance(value, bool) and rule.regex.fullmatch(field):
+                return rule.becomes
+        return None
+
+
+def built_in() -> list[Rule]:
+    """The rules of spec/normalise.yaml. UsageError for a malformed file."""
+    text = (importlib.resources.files("kvconform.spec") / "normalise.yaml").read_text(encoding="utf-8")
+    return validated(parse(text, FILE), FILE)
+
+
+def validated(raw: Sequence[Any], place: str) -> list[Rule]:
+    """The rules in `raw`. UsageError that names the place and the rule."""
+    rules = []
+    for number, entry in enumerate(raw, 1):
+        try:
+            rules.append(Rule.model_validate(entry))
+        except ValidationError as error:
+            problem = error.errors(include_url=False)[0]
+            where = ".".join(map(str, problem["loc"]))
+            raise UsageError(
+                f"{place}: rule {number}: {where + ': ' if where else ''}{problem['msg'].removeprefix('Value error, ')}"
+            ) from None
+    return rules

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pytest plugin of `kvconform snapshot`; pytest itself may load it, too:
+
+    pytest -p kvconform.snapshots.plugin --pyargs kvconform.snapshots --kv-snapshots DIR [--snapshot-update]
+
+takes the connector from the settings file. Missing snapshots fail; unused ones are reported and never deleted.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvconform.errors import KvconformError
+from kvconform.snapshots.job import Job
+
+JOB = pytest.StashKey[Job]()
+HANDED = "kvconform-snapshot-job"
+
+
+class Handed:
+    """Hands a job to the plugin, which finds it by its name."""
+
+    __name__ = HANDED
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The directory of the snapshots."""
+    parser.getgroup("kvconform").addoption("--kv-snapshots", metavar="DIR", help="compare a KV connector with the snapshots in DIR")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the job. UsageError for bad settings, and for an update in several processes: they would write one index."""
+    options = config.option
+    updating = bool(options.update_snapshots)
+    if updating and (getattr(options, "numprocesses", None) or getattr(options, "tx", None) or hasattr(config, "workerinput")):
+        raise pytest.UsageError("snapshots are updated by one process: leave out -n")
+    options.disable_unused_snapshots = options.no_cleanup = True  # the store knows what is unused, and deletes nothing by itself
+    config.addinivalue_line("filterwarnings", r"ignore:\s*Can not relate snapshot")  # to a test: they are related to a store
+    handed = config.pluginmanager.get_plugin(HANDED)
+    if handed is not None:
+        config.stash[JOB] = handed.job
+        return
+    if options.kv_snapshots is None:
+        raise pytest.UsageError("name the directory of the snapshots: --kv-snapshots DIR")
+    from kvconform.settings import load
+
+    try:
+        config.stash[JOB] = Job(load({}), Path(options.kv_snapshots).absolute(), updating=updating)
+    except KvconformError as error:
+        raise pytest.UsageError(error.message) from None
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Clean up."""
+    if JOB in config.stash:
+        config.stash[JOB].close()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Unused snapshots."""
+    unused = sorted(config.stash[JOB].unused()) if JOB in config.stash else []
+    if unused:
+        terminalreporter.write_line(f"{len(unused)} snapshots are unused: {', '.join(unused[:8])}")

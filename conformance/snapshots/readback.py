@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads back what a connector has stored: a new request with the same tokens asks for it, and the slots that it was granted are read.
+
+That is the only way that works with every connector: how it stores KV is its own business.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvconform.added import Add, OfPrompt
+from kvconform.driver import Stalled
+from kvconform.kernels.codes import FINGERPRINT_LANES, MIN_HEAD_DIM
+from kvconform.provenance import diagnose
+
+if TYPE_CHECKING:
+    from kvconform.driver import Driver
+    from kvconform.grants import Grant
+    from kvconform.oracle import Oracle
+    from kvconform.provenance import Chain
+
+READER = "kvconform_reader"
+
+
+@dataclass
+class Block:
+    """The tokens [start, end) of one block in one layer: what they turned out to be, and the digest of their bytes without the nonces."""
+
+    index: int
+    layer: int
+    start: int
+    end: int
+    digest: str
+    holds: str
+
+
+@dataclass
+class Stored:
+    """What came back of one request: tokens [0, end) of `tokens`. `rows`: per layer [end, heads, 2 * head_dim], nonces zeroed."""
+
+    req: str
+    tokens: int
+    end: int = 0
+    blocks: list[Block] = field(default_factory=list)
+    rows: dict[int, np.ndarray] = field(default_factory=dict)
+
+
+def read_back(driver: Driver) -> list[Stored]:
+    """Ask for every request of the case in turn, each from an empty local cache. Changes the engine and the trace."""
+    found = []
+    for name in list(driver.adds):
+        add, tokens = driver.adds[name], len(driver.requests[name].all_token_ids)
+        item = Stored(name, tokens)
+        found.append(item)
+        if tokens + 2 > driver.variant.case.config.max_model_len or add.skip_reading_prefix_cache:
+            continue
+        driver.engine.reset(running=False, connector=False)
+        reader = Add(
+            req=f"{READER}_{name}", prompt=OfPrompt(of=name, outputs=True, then=1), max_tokens=1, salt=add.salt, lora=add.lora, mm=add.mm
+        )
+        with _Reading(driver.engine.oracle, reader.req) as reading:
+            driver._do_add(reader)
+            try:
+                driver._run(None)
+            except Stalled:
+                return found  # what a stalled engine would say of the others means nothing
+        for grant, chain, parts in reading.parts:
+            _take(item, driver.engine.oracle, grant, chain, parts)
+    return found
+
+
+class _Reading:
+    """While entered, notes the rows of a request's grants at the moment when the engine relies on them."""
+
+    def __init__(self, oracle: Oracle, req: str) -> None:
+        self.oracle, self.req = oracle, req
+        self.parts: list[tuple[Grant, Chain, dict[int, np.ndarray]]] = []
+        self._due = oracle.due
+
+    def __enter__(self) -> _Reading:
+        self.oracle.due = self._note  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.oracle.due = self._due  # type: ignore[method-assign]
+
+    def _note(self, grant: Grant, chain: Chain) -> None:
+        if grant.req == self.req:
+            cache = self.oracle.cache
+            rows = {layer: cache.read(layer, grant.slots[layer]).float().numpy().copy() for layer in range(len(cache.tensors))}
+            self.parts.append((grant, chain, rows))
+        self._due(grant, chain)
+
+
+def _take(item: Stored, oracle: Oracle, grant: Grant, chain: Chain, rows: dict[int, np.ndarray]) -> None:
+    """Take down what a grant brought, block by block."""
+    cache = oracle.cache
+    size, dim = cache.block_size, cache.book.head_dim
+    end = min(grant.end, item.tokens)
+    expected = cache.book.rows(chain.array(0, end))
+    for layer, values in rows.items():
+        bare = values.reshape(*values.shape[:2], 2, dim)
+        bare[..., FINGERPRINT_LANES:MIN_HEAD_DIM] = 0
+        bare = bare.reshape(values.shape)[: end - grant.start]
+        whole = bool(np.all((bare == np.floor(bare)) & (bare >= 0) & (bare <= 255)))
+        kept = np.ascontiguousarray(bare, dtype=np.uint8 if whole else np.float32)
+        item.rows[layer] = np.concatenate([item.rows[layer], kept]) if layer in item.rows else kept
+        mask = cache.book.content_mask()
+        for index in range(grant.start // size, -(-end // size)):
+            low, high = max(grant.start, index * size), min(end, (index + 1) * size)
+            words = []
+            for pos in range(low, high):
+                row = cache_row(values, pos - grant.start)
+                right = bool(np.all(row[:, mask] == expected[pos, layer][:, mask]))
+                words.append(_word(oracle, row, layer, chain, pos, right=right, arrived=bool(grant.written[layer, pos - grant.start])))
+            mark = hashlib.sha256(np.ascontiguousarray(bare[low - grant.start : high - grant.start]).tobytes()).hexdigest()[:16]
+            item.blocks.append(Block(index, layer, low, high, mark, _joined(words)))
+    item.end = max(item.end, end)
+
+
+def cache_row(values: np.ndarray, index: int) -> np.ndarray:
+    """[heads, 2 * head_dim] of one token."""
+    return np.asarray(values[index])
+
+
+Word = tuple[str, int | None]
+"""What a slot holds: who or what, and for a token its position."""
+
+
+def _word(oracle: Oracle, row: np.ndarray, layer: int, chain: Chain, pos: int, *, right: bool, arrived: bool) -> Word:
+    if not arrived:
+        return "nothing (never written)", None
+    if right:
+        origin = oracle.registry.origins[chain.ids[pos]]
+        again = f" (incarnation {origin.generation})" if origin.generation else ""
+        return f"{origin.req}{again}", origin.pos
+    found, side, origin_text = diagnose(oracle.registry, row, layer, chain, pos, loading=False)
+    return f"WRONG {found} ({side}): {origin_text}", None
+
+
+def _joined(words: list[Word]) -> str:
+    """`a[4, 8)`: consecutive tokens of one request; wrong ones as they are, with how often."""
+    texts: list[str] = []
+    for _, group in groupby(enumerate(words), key=lambda item: (item[1][0], None if item[1][1] is None else item[1][1] - item[0])):
+        run: list[Any] = list(group)
+        name, first = run[0][1]
+        texts.append(f"{name}[{first}, {first + len(run)})" if first is not None else f"{len(run)} x {name}")
+    return "; ".join(texts)
