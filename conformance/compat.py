@@ -25,6 +25,10 @@ if not (shutil.which("nvidia-smi") or Path("/dev/nvidiactl").exists()):
     os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 
 import torch
+
+if not hasattr(torch._C._cpu, "_is_avx512_supported"):  # 0.17 asks for it there, but newer releases of PyTorch have it elsewhere
+    torch._C._cpu._is_avx512_supported = torch.cpu._is_avx512_supported  # type: ignore[attr-defined]
+
 import vllm
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
@@ -34,7 +38,6 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.kv_cache_utils import init_none_hash
-from vllm.v1.core.sched import output
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -81,6 +84,10 @@ FINISHED_ERROR = getattr(RequestStatus, "FINISHED_ERROR", RequestStatus.FINISHED
 """How a request ends that cannot be recovered; until 0.12 there was no such end."""
 PREEMPTIONS_BY_METADATA = "kv_connector_metadata" in inspect.signature(getattr(KVConnectorBase_V1, "handle_preemptions", len)).parameters
 """Whether handle_preemptions gets the step's metadata, in every step. Until 0.19 it got ids, if there were any; until 0.13 it was not."""
+ABSENT_FIELDS = older.complete_outputs(KVConnectorOutput, SchedulerOutput)
+"""Fields of outputs that the installed release lacks."""
+if _RELEASE[:2] == (0, 17) and torch._C._cpu._is_avx512_supported is torch.cpu._is_avx512_supported:  # type: ignore[attr-defined]
+    older.inspect_models_here()
 UNRECORDED = older.complete(KVConnectorBase_V1)
 """Hooks that the installed release lacks."""
 RESULTS_IN_SETS = KVConnectorBase_V1.get_transfer_results is older.HOOKS["get_transfer_results"]
@@ -138,7 +145,7 @@ def build_config(
         scheduling_policy=policy,
     )
     if spec_tokens:
-        arguments["speculative_config"] = {"method": "draft_model", "model": model_path(), "num_speculative_tokens": spec_tokens}
+        arguments["speculative_config"] = _drafter(spec_tokens)
     config = EngineArgs(**arguments).create_engine_config()
     config.cache_config.block_size = block_size
     config.cache_config.num_gpu_blocks = num_blocks
@@ -146,6 +153,13 @@ def build_config(
     config.scheduler_config.max_num_batched_tokens = budget
     config.scheduler_config.max_num_scheduled_tokens = None
     return config
+
+
+def _drafter(tokens: int) -> dict[str, Any]:
+    """The speculative configuration: of a draft model, or, until 0.14 refused to have one, of n-grams, which have no lookahead blocks."""
+    if _RELEASE < (0, 15):
+        return {"method": "ngram", "prompt_lookup_max": 2, "num_speculative_tokens": tokens}
+    return {"method": "draft_model", "model": model_path(), "num_speculative_tokens": tokens}
 
 
 @lru_cache(maxsize=1)
@@ -190,37 +204,12 @@ def build_scheduler(
         **({"hash_block_size": block_size} if len(cache.kv_cache_groups) > 1 else {}),
     )
     scheduler.use_v2_model_runner = runner == "v2"
+    if "is_prefill_chunk" not in Request.__init__.__code__.co_names:
+        older.mark_chunks(scheduler)
     # The tiny model has no vision tower; requests with multi-modal items need an encoder budget all the same.
     scheduler.max_num_encoder_input_tokens = ENCODER_BUDGET
     scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=ENCODER_BUDGET)
     return scheduler
-
-
-def make_scheduler_output(**values: Any) -> SchedulerOutput:
-    """SchedulerOutput. What the installed version wants besides is the empty value of its time; what it does not know yet is set too."""
-    if "num_common_prefix_blocks" in SchedulerOutput.__dataclass_fields__:  # until 0.31, and unused since long before
-        values.setdefault("num_common_prefix_blocks", [])
-    known = SchedulerOutput.__dataclass_fields__
-    made = SchedulerOutput(**{name: value for name, value in values.items() if name in known})
-    for name in values.keys() - known:
-        setattr(made, name, values[name])
-    return made
-
-
-def has_sync_loads(scheduler_output: SchedulerOutput) -> bool:
-    """Whether loads must be there before this step's forward pass. Until 0.28 every load was started before it."""
-    return "has_sync_kv_loads" not in SchedulerOutput.__dataclass_fields__ or scheduler_output.has_sync_kv_loads
-
-
-def block_state(req_ids: set[str], get_block_ids: Any) -> Any:
-    """What build_connector_meta may ask about blocks; None until 0.26, which had no such thing."""
-    cls = getattr(output, "KVConnectorBlockState", None)
-    if cls is None:
-        return None
-    fields = inspect.signature(cls).parameters
-    if "block_ids" in fields:  # until 0.30: made whether somebody asks or not
-        return cls({req_id: get_block_ids(req_id) for req_id in req_ids}, {})
-    return cls(req_ids, get_block_ids, boundary_state_offloads={})
 
 
 def transfer_config(connector: str, role: str, extra: dict[str, Any], module: str | None, policy: str, engine_id: str) -> KVTransferConfig:

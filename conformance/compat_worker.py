@@ -18,6 +18,7 @@ from kvconform.compat import (
     VllmConfig,
     torch,
 )
+from kvconform.compat_output import runner_output
 
 try:
     from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
@@ -68,8 +69,7 @@ def output_without_forward(collected: KVConnectorOutput) -> ModelRunnerOutput:
     """The result of a step without a forward pass; what is empty is left out (R201)."""
     if hasattr(ModelRunnerOutput, "with_kv_conn_output_only"):  # since 0.22
         return ModelRunnerOutput.with_kv_conn_output_only(collected)
-    kept = None if collected.is_empty() else collected
-    return ModelRunnerOutput(req_ids=[], req_id_to_index={}, sampled_token_ids=[], kv_connector_output=kept)
+    return runner_output(reports=None if collected.is_empty() else collected)
 
 
 def finish_forward(active: Any) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from kvconform.expr import ExprError, Expression, compile_expr
-from kvconform.requirement import Check, Model
+from kvconform.requirement import Check, Model, Version, in_force
 
 Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$", description="a request's name within the case")]
 Natural = Annotated[int, Field(ge=0)]
@@ -48,13 +48,15 @@ Number = Natural | NaturalPer
 Text = str | TextPer
 Flag = bool | BoolPer
 Rows = list[list[int | None]] | RowsPer
+GUARDS = ("when", "since")
 ROW_FIELDS = ("step", "so_C", "C", "S", "P", "N", "inflight", "drafts", "num_output_tokens", "v_before", "v_after", "all_ids")
 
 
 class _Body(Model):
-    """What is expected. `when` may be written here; it ends up beside the body, in the expectation."""
+    """What is expected. `when` and `since` may be written here; they end up beside the body, in the expectation."""
 
     when: Check | None = None
+    since: Version | None = None
 
 
 class State(_Body):
@@ -129,17 +131,18 @@ Counted = Annotated[AtLeast, BeforeValidator(_counted, json_schema_input_type=Na
 
 
 class BaseExpectation(Model):
-    """A map with one key, what is expected, and an optional guard over cap and cfg."""
+    """A map with one key, what is expected, and optional guards: `when`, over cap and cfg, and `since`."""
 
     when: Check | None = None
+    since: Version | None = Field(default=None, description="first vLLM version whose own scheduler does so")
 
     @property
     def what(self) -> str:
-        return next((f.alias or name for name, f in type(self).model_fields.items() if name != "when"))
+        return next((f.alias or name for name, f in type(self).model_fields.items() if name not in GUARDS))
 
     @property
     def arg(self) -> Any:
-        return getattr(self, next(name for name in type(self).model_fields if name != "when"))
+        return getattr(self, next(name for name in type(self).model_fields if name not in GUARDS))
 
     @field_validator("when")
     @classmethod
@@ -156,7 +159,9 @@ class BaseExpectation(Model):
         return None if self.when is None else compile_expr(self.when, {})
 
     def applies(self, cap: dict[str, Any], cfg: dict[str, Any]) -> bool:
-        """Whether its guard holds for this connector and run."""
+        """Whether its guards hold for this connector and run."""
+        if cfg.get("engine") == "vllm" and not in_force(self.since, None, str(cfg["vllm"])):
+            return False
         return self.when_expr is None or bool(self.when_expr.bind(cap, cfg)({}))
 
     def mentions(self) -> set[str]:
@@ -258,7 +263,7 @@ EXPECTATIONS: dict[str, type[BaseExpectation]] = {
 def _what(value: Any) -> str | None:
     if isinstance(value, BaseExpectation):
         return value.what
-    keys = [key for key in value if key != "when"] if isinstance(value, dict) else []
+    keys = [key for key in value if key not in GUARDS] if isinstance(value, dict) else []
     return keys[0] if len(keys) == 1 else None
 
 
@@ -266,8 +271,8 @@ def _guard_outside(value: Any) -> Any:
     """`external: {req: a, equal: 8, when: ...}` is the same as `when` beside `external`."""
     if isinstance(value, dict) and len(value) == 1:
         key, body = next(iter(value.items()))
-        if isinstance(body, dict) and "when" in body:
-            return {key: {k: v for k, v in body.items() if k != "when"}, "when": body["when"]}
+        if isinstance(body, dict) and body.keys() & set(GUARDS):
+            return {key: {k: v for k, v in body.items() if k not in GUARDS}, **{k: body[k] for k in GUARDS if k in body}}
     return value
 
 

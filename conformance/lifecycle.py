@@ -15,7 +15,8 @@ from typing import Any, Protocol
 from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
-from kvconform.compat import KVConnectorOutput, ModelRunnerOutput, has_sync_loads, kv_transfer_state
+from kvconform.compat import KVConnectorOutput, ModelRunnerOutput, kv_transfer_state
+from kvconform.compat_output import has_sync_loads, runner_output
 from kvconform.compat_worker import (
     ActiveKVConnector,
     collecting,
@@ -86,7 +87,7 @@ class Plain:
         worker = self.worker
         worker.poison_fresh()
         if not output.total_num_scheduled_tokens:
-            return ModelRunnerOutput(req_ids=[], req_id_to_index={}, sampled_token_ids=[])
+            return runner_output()
         worker.forward(worker.attend)
         return worker.sample()
 

@@ -70,6 +70,36 @@ def complete(base: type) -> frozenset[str]:
     return frozenset(added) - {RECORDED}
 
 
+def complete_outputs(report: type, step: type) -> frozenset[str]:
+    """Add to KVConnectorOutput and SchedulerOutput the fields that they lack, with what says nothing; returns their names."""
+    added = set()
+    for cls, name, value in ((report, "failed_recving", frozenset()), (step, "preempted_req_ids", None)):  # since 0.31 and 0.12
+        if name not in cls.__dataclass_fields__:  # type: ignore[attr-defined]
+            setattr(cls, name, value)
+            added.add(name)
+    return frozenset(added)
+
+
+def inspect_models_here() -> None:
+    """Have vLLM look at a model's class in this process: another one has not been told where PyTorch keeps what 0.17 asks for."""
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda inspect: inspect()
+
+
+def mark_chunks(scheduler: Any) -> None:
+    """Have a scheduler note which requests go on with their prefill, as releases since 0.16 do themselves. Changes the instance."""
+    update = scheduler._update_after_schedule
+
+    def marked(output: Any) -> None:
+        for req_id, count in output.num_scheduled_tokens.items():
+            request = scheduler.requests[req_id]
+            request.is_prefill_chunk = request.num_computed_tokens + count < request.num_tokens + request.num_output_placeholders
+        update(output)
+
+    scheduler._update_after_schedule = marked
+
+
 def holds_finished(scheduler: Any) -> bool:
     """Whether finished requests wait for the connector. Until 0.22 `has_requests` left them out; with other traffic an engine steps on."""
     queues = ("waiting", "skipped_waiting", "running", "kv_holding_waiting")

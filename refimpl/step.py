@@ -6,10 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.request import Request
 
-from kvconform.compat import block_state, make_scheduler_output
+from kvconform.compat_output import block_state, make_scheduler_output, new_request_data
 from kvconform.refimpl.engine import Engine
 
 
@@ -58,9 +58,7 @@ def build_output(engine: Engine, step: Step) -> SchedulerOutput:
     cached = step.running if v2 else step.running + step.resumed
     added = [step.blocks[request.request_id] for request in cached]
     output = make_scheduler_output(
-        scheduled_new_reqs=[
-            NewRequestData.from_request(r, step.blocks[r.request_id].get_block_ids(), r._all_token_ids if v2 else None) for r in new
-        ],
+        scheduled_new_reqs=[new_request_data(r, step.blocks[r.request_id].get_block_ids(), r._all_token_ids if v2 else None) for r in new],
         scheduled_cached_reqs=CachedRequestData(
             req_ids=[request.request_id for request in cached],
             resumed_req_ids=set() if v2 else {request.request_id for request in step.resumed},

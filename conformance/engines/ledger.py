@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvconform.batch import Batch, Row
-from kvconform.compat import FINISHED_ERROR, RequestStatus, has_sync_loads, is_chunk
+from kvconform.compat import FINISHED_ERROR, RequestStatus, is_chunk
+from kvconform.compat_output import has_sync_loads
 from kvconform.observer import Observer
 from kvconform.trace import Event, Trace
 
