@@ -43,6 +43,7 @@ class Config(Model):
     max_model_len: PositiveInt = 256
     tensor_parallel: Literal[1, 2] = Field(default=1, description="ranks that the heads are split over")
     pipeline_parallel: Literal[1, 2] = Field(default=1, description="ranks that the layers are split over")
+    context_parallel: Literal[1, 2] = Field(default=1, description="ranks, the tensor parallel ones, that a block's tokens are split over")
     delivery: str | None = None
     long_prefill_threshold: Annotated[int, Field(ge=0)] = Field(default=0, description="long_prefill_token_threshold, 0 = off")
     engines: dict[Name, Role] = Field(default={}, description="two engines in one run: name -> kv_role; the first one is driven first")
@@ -120,6 +121,8 @@ class Case(Model):
             raise ValueError("config: several groups begin with a full one, none is latent, and only engine vllm has them")
         if len(groups) == 1 and groups[0] not in ("full", "latent"):
             raise ValueError("config: a single group is full or latent")
+        if self.config.context_parallel > 1 and (groups != ["latent"] or self.config.tensor_parallel != self.config.context_parallel):
+            raise ValueError("config: context_parallel splits one latent group, over the tensor parallel ranks")
         if any(step.op == "add" and getattr(step.arg, "structured", False) for step in self.steps) and self.engines != ["vllm"]:
             raise ValueError("structured output: only engine vllm has it")
         if len(names) == 1 or (self.config.multi and "self" not in self.config.multi):
@@ -131,6 +134,7 @@ class Case(Model):
         """What the connector must be able to do, over `cap`: the declared `needs` and what the steps imply."""
         implied = sorted({need for step in self.steps if (need := step.needs)})
         implied += ["hma"] if len(self.config.groups) > 1 else []
+        implied += ["context_parallel"] if self.config.context_parallel > 1 else []
         implied += [f"'{role}' in cap.roles" for role in sorted(set(self.config.engines.values()) - {"kv_both"})]
         return compile_capability([self.needs, *implied])
 

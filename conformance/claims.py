@@ -20,10 +20,10 @@ def claimed(capabilities: Mapping[str, Any], sources: Mapping[str, str]) -> list
     return [name for name in CAPABILITIES if sources.get(name, "").startswith(DECLARED) and has(capabilities.get(name))]
 
 
-def void(capabilities: Mapping[str, Any], sources: Mapping[str, str], rows: Sequence[Row], spec: Spec) -> list[str]:
+def void(capabilities: Mapping[str, Any], sources: Mapping[str, str], rows: Sequence[Row], spec: Spec, vllm: str = "999") -> list[str]:
     """Claims of which nothing was shown: every row of a requirement or a case that asks for the capability was skipped or not exercised.
 
-    A capability that nothing asks for cannot be shown, and is not void.
+    A capability that nothing asks for, in this vLLM version, cannot be shown, and is not void.
     """
     shown = {row.requirement for row in rows if row.verdict in EXERCISED}
     ran = {row.case for row in rows if row.verdict in EXERCISED}
@@ -32,7 +32,7 @@ def void(capabilities: Mapping[str, Any], sources: Mapping[str, str], rows: Sequ
         requirements = {
             req.id for req in spec.requirements.values() if req.kind == "requirement" and asks(req.capability_expr.source, name)
         }
-        cases = {case.id for case in spec.cases.values() if asks(case.needs_expr.source, name)}
+        cases = {case.id for case in spec.cases.values() if asks(case.needs_expr.source, name) and case.in_force(vllm)}
         if (requirements or cases) and not requirements & shown and not cases & ran:
             found.append(name)
     return found

@@ -103,7 +103,7 @@ class Collector:
         if self.settings.half != "both" and found.verdict == "conformant":
             found.verdict = "partial"
             found.reasons.append("only the scheduler half was judged")
-        void = claims.void(self.capabilities, self.sources, rows, self.spec) if complete and not partial else []
+        void = claims.void(self.capabilities, self.sources, rows, self.spec, self.vllm) if complete and not partial else []
         found.reasons += claims.reasons(void) if found.verdict in ("conformant", "partial") else []
         if void and found.verdict == "conformant":
             found.verdict = "partial"

@@ -68,7 +68,7 @@ def _spec(group: Group, head_dim: int, heads: int) -> Any:
 def build_cache_config(cache: PagedCache) -> KVCacheConfig:
     """The KVCacheConfig of a cache; the layers of several groups lie on the same bytes."""
     names = [[cache.names[layer] for layer in group.layers] for group in cache.groups]
-    specs = [_spec(group, cache.book.head_dim, cache.book.heads) for group in cache.groups]
+    specs = [_spec(group, cache.book.head_dim, cache.book.heads) for group in cache.registered]
     page, depth = specs[0].page_size_bytes, max(map(len, names))
     if "layers" in KVCacheTensor.__dataclass_fields__:  # since 0.31
         tensors = [_placed(cache, group, page * cache.num_blocks) for group in cache.groups]

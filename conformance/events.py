@@ -75,7 +75,7 @@ _kind(
     "run.start",
     "harness",
     "seed:i engine:s case:s scheduling:s runner:s depth:i vllm:s block_size:i num_blocks:i"
-    " policies:l connector:s? spec_tokens:i role:s failure_policy:s groups:i ranks:i stages:i",
+    " policies:l connector:s? spec_tokens:i role:s failure_policy:s groups:i ranks:i stages:i context_ranks:i",
     "The run begins; its fields are the constants `cfg`.",
 )
 _kind(

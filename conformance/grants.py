@@ -16,7 +16,7 @@ from kvconform.groups import Group
 @dataclass
 class Grant:
     """One load that the engine granted: positions [start, end) of a request go to `slots` [layers, end - start], -1 where a layer wants
-    none: its table has the null block there, or its group is not transferred.
+    none: its table has the null block there, its group is not transferred, or another rank holds the token (`share`: PagedCache's).
 
     `tables` are the request's whole block tables at the grant, one per group, `shared` its blocks before the grant. `written[layer]` marks
     positions that the connector wrote, `late` (layer, position) that the engine read before. A grant is open from the allocation until
@@ -31,6 +31,7 @@ class Grant:
     is_async: bool
     tables: Sequence[list[int]]
     groups: Sequence[Group]
+    share: tuple[int, int] = (0, 1)
     open: bool = True
     started_step: int = 0
     late: set[tuple[int, int]] = field(default_factory=set)
@@ -46,6 +47,7 @@ class Grant:
                 found = slots_of(table, self.start, self.end, group.block_size, self.stride)
                 if group.recurrent:  # the last state is all there is
                     found = np.where(np.arange(self.start, self.end) == self.end - 1, found - found % self.stride, -1)
+                found = np.where(np.arange(self.start, self.end) % self.share[1] == self.share[0], found, -1)
                 self.slots[list(group.layers)] = found if group.window is None else np.where(found < self.stride, -1, found)
         self.written = self.slots < 0
 

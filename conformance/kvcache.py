@@ -66,6 +66,18 @@ class PagedCache:
         whole = pages.view([lengths[axis] for axis in layout]).permute([layout.index(axis) for axis in "LBHNC"])
         return list(whole), [tensor.unflatten(-1, (2, dim)) for tensor in whole]
 
+    share: tuple[int, int] = (0, 1)
+    """(n, of): it holds every `of`-th token of a block, from the n-th on."""
+
+    @property
+    def registered(self) -> tuple[Group, ...]:
+        """The groups with the block sizes that the tensors have."""
+        return self.groups
+
+    def mapping(self, slots: np.ndarray, group: Group) -> np.ndarray:
+        """Slots [n] as the model runner counts them: by the block size of the group; -1 for those that are not in this cache."""
+        return slots // self.stride * group.block_size + slots % self.stride
+
     def group(self, layer: int) -> int:
         """Number of a layer's group."""
         return self._number[layer]

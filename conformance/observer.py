@@ -135,11 +135,13 @@ class Observer(MetadataObserver):
             tables=self._tables(tables),
         )  # fmt: skip
         if transfer is not None:
-            grant = Grant(transfer, key[0], key[1], local, local + external, is_async, tables, self.oracle.cache.groups)
+            grant = Grant(
+                transfer, key[0], key[1], local, local + external, is_async, tables, self.oracle.cache.groups, self.oracle.cache.share
+            )
             grant.started_step = self.trace.step
             self.oracle.grants.append(grant)
             for oracle in self.others:  # each rank is owed its own shard
-                oracle.grants.append(replace(grant, late=set(), groups=oracle.cache.groups))
+                oracle.grants.append(replace(grant, late=set(), groups=oracle.cache.groups, share=oracle.cache.share))
         if is_async:
             self.hold(key[0], "recv", transfer, "async load")
 

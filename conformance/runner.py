@@ -75,6 +75,7 @@ def run_variant(
         connector=target.connector if with_connector else None, spec_tokens=settings.spec_tokens,
         role=target.role or settings.role, failure_policy=settings.load_failure_policy, groups=max(1, len(settings.groups)),
         ranks=settings.tensor_parallel * settings.pipeline_parallel, stages=settings.pipeline_parallel,
+        context_ranks=settings.context_parallel,
     )  # fmt: skip
     run = Run(variant, relation, trace.events, caps, _channels(target) if with_connector else frozenset({"sched", "kv"}))
     tmp.mkdir(parents=True, exist_ok=True)

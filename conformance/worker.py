@@ -132,12 +132,12 @@ class Worker:
         return by_name, {name: metadata.slot_mapping for name, metadata in by_name.items()}
 
     def _metadata_of(self, number: int, group: Group) -> AttentionMetadata:
-        slots, stride = np.concatenate([row.by_group[number] for row in self.rows]), self.cache.stride
+        slots = np.concatenate([row.by_group[number] for row in self.rows])
         tables = [row.state.tables[number] for row in self.rows]
         table: np.ndarray = np.zeros((len(self.rows), max(map(len, tables))), dtype=np.int32)
         for index, blocks in enumerate(tables):
             table[index, : len(blocks)] = blocks
-        mapping = torch.from_numpy(slots // stride * group.block_size + slots % stride)
+        mapping = torch.from_numpy(self.cache.mapping(slots, group))
         return AttentionMetadata(
             slot_mapping=mapping,
             num_actual_tokens=len(slots),

@@ -19,7 +19,7 @@ from kvconform.refimpl.delay import Countdown
 from kvconform.refimpl.faults import Faults
 from kvconform.refimpl.keys import extend_keys, root_key
 from kvconform.refimpl.options import Options
-from kvconform.refimpl.paging import NULL_BLOCK, read_slots, write_slots
+from kvconform.refimpl.paging import NULL_BLOCK, Share, read_slots, write_slots
 from kvconform.refimpl.plan import Load, Piece, ReferenceMetadata, Save, cut
 from kvconform.refimpl.store import open_store
 from kvconform.refimpl.suite_hooks import SuiteHooks
@@ -45,7 +45,8 @@ class ReferenceConnector(SuiteHooks, Telemetry):
         if len(kv_cache_config.kv_cache_groups) > 1 and not self.several_groups:
             raise ValueError("models with more than one KV cache group are not supported")
         self.options = Options.of(vllm_config)
-        self._block_size = vllm_config.cache_config.block_size
+        self._share = Share.of(vllm_config)
+        self._block_size = self._share.block_size
         self._may_save, self._may_load = self._kv_transfer_config.is_kv_producer, self._kv_transfer_config.is_kv_consumer
         self._store = open_store(self.options.store, vllm_config.parallel_config.rank, vllm_config.parallel_config.world_size)
         self._root = root_key(vllm_config)
@@ -277,7 +278,7 @@ class ReferenceConnector(SuiteHooks, Telemetry):
 
     def _load_layer(self, piece: Piece, layer: str) -> bool:
         data = self._store.get(piece.key, layer)
-        return data is not None and write_slots(self._layers[layer], piece.slots, data, piece.first)
+        return data is not None and write_slots(self._layers[layer], piece.slots, data, piece.first, self._share)
 
     def _save(self, epoch: int, save: Save, layers: Iterable[str]) -> None:
         for layer in layers:
@@ -291,7 +292,7 @@ class ReferenceConnector(SuiteHooks, Telemetry):
     def _save_layer(self, epoch: int, save: Save, layer: str, kv_layer: torch.Tensor) -> None:
         if self._is_sound(save):
             for piece in save.pieces:
-                self._store.put(epoch, piece.key, layer, read_slots(kv_layer, piece.slots))
+                self._store.put(epoch, piece.key, layer, read_slots(kv_layer, piece.slots, self._share))
 
     def _is_sound(self, save: Save) -> bool:
         """KV computed upon a failed load is garbage, whichever request computed it."""

@@ -36,7 +36,8 @@ def root_key(vllm_config: VllmConfig) -> bytes:
     model: Any = getattr(vllm_config, "model_config", None)
     names = [str(getattr(model, name, None)) for name in ("model", "revision", "dtype", "quantization")]
     cache_dtype = str(getattr(vllm_config.cache_config, "cache_dtype", None))
-    return digest(FORMAT, *names, cache_dtype, str(vllm_config.parallel_config.world_size))
+    slices = vllm_config.parallel_config.decode_context_parallel_size  # of the tokens of a block
+    return digest(FORMAT, *names, cache_dtype, str(vllm_config.parallel_config.world_size), *([f"cp{slices}"] if slices > 1 else []))
 
 
 def request_key(root: bytes, request: Request) -> bytes:

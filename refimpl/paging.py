@@ -10,10 +10,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
 NULL_BLOCK = 0
+
+
+class Share(NamedTuple):
+    """Which tokens of a block a rank has: all, or with decode context parallelism every ``ranks``-th. ``block_size``: tokens per block of
+    the scheduler, ``ranks`` times as many as in a rank's memory."""
+
+    block_size: int
+    rank: int = 0
+    ranks: int = 1
+
+    @classmethod
+    def of(cls, vllm_config: VllmConfig) -> Share:
+        parallel = vllm_config.parallel_config
+        ranks = parallel.decode_context_parallel_size
+        return cls(vllm_config.cache_config.block_size * ranks, parallel.rank % ranks, ranks)
 
 
 def slots_of(table: Sequence[int], start: int, end: int, block_size: int) -> tuple[int, ...]:
@@ -28,17 +47,20 @@ def blocks_first(layer: torch.Tensor) -> torch.Tensor:
     return layer
 
 
-def read_slots(layer: torch.Tensor, slots: Sequence[int]) -> bytes:
-    """Bytes of ``slots``, one row ``[heads, values]`` after the other."""
+def read_slots(layer: torch.Tensor, slots: Sequence[int], share: Share | None = None) -> bytes:
+    """Bytes of ``slots``, one row ``[heads, values]`` after the other; zeros where another rank has the token."""
     layer = blocks_first(layer)
-    blocks, offsets = _index(layer, slots)
+    mine, here = _here(slots, share)
+    blocks, offsets = _index(layer, here)
     rows = layer[blocks, :, offsets].contiguous()
+    if len(here) < len(slots):
+        rows = rows.new_zeros(len(slots), *rows.shape[1:]).index_copy_(0, mine.to(rows.device), rows)
     return rows.view(torch.uint8).cpu().numpy().tobytes()
 
 
-def write_slots(layer: torch.Tensor, slots: Sequence[int], data: bytes, first: int) -> bool:
-    """Copy the rows ``[first, first + len(slots))`` of a chunk into the layer. False, and nothing changes, when the chunk has too
-    few of them."""
+def write_slots(layer: torch.Tensor, slots: Sequence[int], data: bytes, first: int, share: Share | None = None) -> bool:
+    """Copy the rows ``[first, first + len(slots))`` of a chunk into the layer, those of this rank. False, and nothing changes, when the
+    chunk has too few of them."""
     layer = blocks_first(layer)
     row = (layer.shape[1], *layer.shape[3:])
     width = math.prod(row) * layer.element_size()
@@ -46,9 +68,18 @@ def write_slots(layer: torch.Tensor, slots: Sequence[int], data: bytes, first: i
     if len(wanted) != len(slots) * width or len(data) % width:
         return False
     rows = torch.frombuffer(bytearray(wanted), dtype=torch.uint8).view(layer.dtype).view(len(slots), *row)
-    blocks, offsets = _index(layer, slots)
-    layer[blocks, :, offsets] = rows.to(layer.device)
+    mine, here = _here(slots, share)
+    blocks, offsets = _index(layer, here)
+    layer[blocks, :, offsets] = (rows if len(here) == len(slots) else rows[mine]).to(layer.device)
     return True
+
+
+def _here(slots: Sequence[int], share: Share | None) -> tuple[torch.Tensor, Sequence[int]]:
+    """(indices of the slots that this rank has, where they are in its memory); the indices are empty where it has all."""
+    if share is None or share.ranks == 1:
+        return torch.empty(0, dtype=torch.long), slots
+    mine = [index for index, slot in enumerate(slots) if slot % share.ranks == share.rank]
+    return torch.tensor(mine, dtype=torch.long), [slots[index] // share.ranks for index in mine]
 
 
 def _index(layer: torch.Tensor, slots: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:

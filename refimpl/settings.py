@@ -29,7 +29,6 @@ class Settings:
             f"runner {runner!r}": runner not in ("v1", "v2"),
             "more than one KV cache group": len(kv_cache_config.kv_cache_groups) != 1,
             "pipeline parallelism": vllm_config.parallel_config.pipeline_parallel_size > 1,
-            "context parallelism": vllm_config.parallel_config.decode_context_parallel_size > 1,
             "EAGLE drafters (they recompute the last hit block)": spec is not None and spec.use_eagle(),
             "a draft length that depends on the batch size": spec is not None
             and bool(later(spec, "num_speculative_tokens_per_batch_size", None)),

@@ -38,4 +38,5 @@ class SuiteHooks:
         """Declared capabilities for a configuration; what is not declared is found out. The chunk is a block unless configured."""
         chunk = {name: extra_config[name] for name in ("chunk_tokens",) if name in extra_config}
         roles = ["kv_both", "kv_producer", "kv_consumer"]
-        return {"roles": roles, "kv_events": not chunk, **chunk}  # a chunk that is no whole number of blocks is announced by no hash
+        events = not chunk  # a chunk that is no whole number of blocks is announced by no hash
+        return {"roles": roles, "context_parallel": True, "kv_events": events, **chunk}

@@ -16,6 +16,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
+from kvconform.refimpl.paging import Share
+
 if TYPE_CHECKING:
     from kvconform.refimpl.options import Options
     from kvconform.refimpl.plan import Piece
@@ -100,7 +102,7 @@ class Telemetry(KVConnectorBase_V1):
     def _expect(self, tracked: Tracked, pieces: Sequence[Piece]) -> bool:
         """Scheduler half: these chunks are going to be stored. Whether there are any."""
         request, chunk = tracked.request, self.options.chunk_tokens
-        size = self._vllm_config.cache_config.block_size
+        size = Share.of(self._vllm_config).block_size
         self._notice_reset()
         if pieces and chunk % size == 0:
             numbers = {key: index for index, key in enumerate(tracked.keys)}

@@ -41,6 +41,8 @@ def target(name: str) -> Target:
 @pytest.mark.parametrize("name", TARGETS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_a_correct_connector_fails_nothing(case: Case, name: str, tmp_path: Path) -> None:
+    if case.config.context_parallel > 1 and name in ("plain", "decoy"):
+        pytest.skip("does not say that it can do that")
     for number, variant in enumerate([*case.variants(["reference"])[-1:], *case.variants(["vllm"])[:1]]):
         report = run_and_judge(variant, target(name), SPEC, seed=number, tmp=tmp_path / str(number))
         assert report.harness_error is None

@@ -23,6 +23,7 @@ from kvconform.kernels.codes import CodeBook
 from kvconform.kvcache import PagedCache
 from kvconform.lifecycle import Lifecycle
 from kvconform.provenance import Registry
+from kvconform.sliced import SlicedCache
 from kvconform.worker import Worker
 
 
@@ -34,6 +35,7 @@ class Place:
     tp: int
     stages: int
     shards: int
+    slices: int = 1  # ranks, the shards, that the tokens of a block are split over, and not the heads
 
     @property
     def rank(self) -> int:
@@ -53,7 +55,8 @@ class Place:
 def places(settings: Config, *, with_connector: bool) -> list[Place]:
     """The ranks in the order in which they are driven: stage by stage, the one that samples last. One if there is no connector."""
     stages, shards = (settings.pipeline_parallel, settings.tensor_parallel) if with_connector else (1, 1)
-    found = [Place(pp, tp, stages, shards) for pp in range(stages) for tp in range(shards)]
+    slices = settings.context_parallel if with_connector else 1
+    found = [Place(pp, tp, stages, shards, slices) for pp in range(stages) for tp in range(shards)]
     return sorted(found, key=lambda place: (place.samples, place.rank))
 
 
@@ -95,6 +98,9 @@ def shard(
     """The cache of one rank, and the registry that its worker and oracle use; both are the whole, with `groups`, if there is one rank."""
     if place.alone:
         return PagedCache(registry.book, num_blocks, block_size, layout=layout, groups=groups), registry
+    if place.slices > 1:
+        held = SlicedCache(registry.book, num_blocks, block_size, place.tp, place.slices, layout=layout, groups=groups)
+        return held, registry
     book = RankBook(registry.book, place)
     cache = PagedCache(cast(CodeBook, book), num_blocks, block_size, layout=layout)
     cache.names = [f"model.layers.{book.layer + i}.self_attn.attn" for i in range(book.layers)]
@@ -118,6 +124,7 @@ def widen(config: Any, place: Place) -> None:
         parallel = config.parallel_config
         parallel.tensor_parallel_size, parallel.pipeline_parallel_size = place.shards, place.stages
         parallel.world_size = place.shards * place.stages
+        parallel.decode_context_parallel_size = place.slices
 
 
 class _Group:
@@ -139,14 +146,16 @@ def in_place(place: Place) -> Iterator[None]:
         return
     init_parallel_state()  # of one process, before there are more on paper
     state: Any = parallel_state
-    before = state._TP, state._PP
+    before = state._TP, state._PP, state._DCP
     shards = [place.pp * place.shards + tp for tp in range(place.shards)]
     stages = [pp * place.shards + place.tp for pp in range(place.stages)]
     state._TP, state._PP = _Group(before[0], place.rank, shards, place.tp), _Group(before[1], place.rank, stages, place.pp)
+    if place.slices > 1:
+        state._DCP = _Group(before[2], place.rank, shards, place.tp)
     try:
         yield
     finally:
-        state._TP, state._PP = before
+        state._TP, state._PP, state._DCP = before
 
 
 class Follower(Worker):

@@ -55,6 +55,14 @@ class OnlyFirstStores(OneShardForAll):
             super()._load(load, layers)
 
 
+class UnscaledBlocks(ReferenceConnector):
+    """Counts with the block size of a rank's memory, of which the engine's blocks are a multiple (B130)."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._block_size = vllm_config.cache_config.block_size
+
+
 class FirstHeads(_Ranked):
     """Every rank loads the heads from the first one on, whichever it has."""
 

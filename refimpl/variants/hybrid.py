@@ -74,12 +74,11 @@ class HybridConnector(ReferenceConnector, SupportsHMA):
         if self.options.async_saves:
             raise ValueError("blocks leave a window without notice: a save cannot wait")
         groups = kv_cache_config.kv_cache_groups
-        self._parts = [
-            _part(number, group.kv_cache_spec) for number, group in enumerate(groups) if getattr(group, "enable_kv_transfer", True)
-        ]
+        moved = [(number, group) for number, group in enumerate(groups) if getattr(group, "enable_kv_transfer", True)]
+        self._parts = [_part(number, group.kv_cache_spec, self._share.ranks) for number, group in moved]
         if any(part.recurrent and part.block_size != self.options.chunk_tokens for part in self._parts):
             raise ValueError("there is a state at the end of a block only, so a chunk must be a block")
-        self._block_size = math.lcm(*(group.kv_cache_spec.block_size for group in groups))
+        self._block_size = math.lcm(*(group.kv_cache_spec.block_size for group in groups)) * self._share.ranks
         self._several = len(groups) > 1
         self._number = {name: number for number, group in enumerate(groups) for name in group.layer_names}  # layers of this rank
         self._state: Any = None  # the block tables, while metadata is built
@@ -190,10 +189,10 @@ class HybridConnector(ReferenceConnector, SupportsHMA):
         return {**super().kvconform_capabilities(extra_config), "kv_events": False}
 
 
-def _part(number: int, spec: Any) -> Part:
-    """A recurrent layer needs the state before a token: a window of two."""
+def _part(number: int, spec: Any, ranks: int) -> Part:
+    """A recurrent layer needs the state before a token: a window of two. ``ranks``: that the tokens of a block are split over."""
     recurrent = isinstance(spec, MambaSpec)
-    return Part(number, spec.block_size, 2 if recurrent else getattr(spec, "sliding_window", None), recurrent)
+    return Part(number, spec.block_size * ranks, 2 if recurrent else getattr(spec, "sliding_window", None), recurrent)
 
 
 def _copied(tables: Iterable[Sequence[int]]) -> list[list[int]]:

@@ -44,11 +44,11 @@ class Quantising(ReferenceConnector):
     def _save_layer(self, epoch: int, save: Save, layer: str, kv_layer: torch.Tensor) -> None:
         if self._is_sound(save):
             for piece in save.pieces:
-                self._store.put(epoch, piece.key, layer, squeeze(read_slots(kv_layer, piece.slots)))
+                self._store.put(epoch, piece.key, layer, squeeze(read_slots(kv_layer, piece.slots, self._share)))
 
     def _load_layer(self, piece: Piece, layer: str) -> bool:
         data = self._store.get(piece.key, layer)
-        return data is not None and write_slots(self._layers[layer], piece.slots, unsqueeze(data), piece.first)
+        return data is not None and write_slots(self._layers[layer], piece.slots, unsqueeze(data), piece.first, self._share)
 
 
 class Blending(ReferenceConnector):

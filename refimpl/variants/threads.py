@@ -51,7 +51,7 @@ class Threads(ReferenceConnector):
         """On a thread: copy the blocks and commit."""
         for piece in save.pieces if sound else ():
             for layer in self._layers:
-                self._store.put(epoch, piece.key, layer, read_slots(self._layers[layer], piece.slots))
+                self._store.put(epoch, piece.key, layer, read_slots(self._layers[layer], piece.slots, self._share))
             self._store.commit(epoch, piece.key)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
