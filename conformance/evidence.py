@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the cited places of vLLM's source said when they were read: `spec/sources.yaml`, a digest per place.
 
-`python -m kvconform.evidence update` writes that file from the installed vLLM (`--check`: only says whether it would change);
-`kvconform drift` compares it with the installed vLLM. Neither imports vLLM.
+`python -m kvconform.evidence update` writes that file, and `spec/hooks.yaml` (kvconform.interface), from the installed vLLM (`--check`:
+only says whether they would change); `kvconform drift` compares them with the installed vLLM. Neither imports vLLM.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 import kvconform.spec
-from kvconform import sources
+from kvconform import interface, sources
 from kvconform.errors import UsageError
+from kvconform.interface import HookDrift
 from kvconform.requirement import Model, Source, Version
 
 if TYPE_CHECKING:
@@ -50,10 +51,11 @@ class Drift:
     vanished: dict[str, list[str]] = field(default_factory=dict)
     unread: dict[str, list[str]] = field(default_factory=dict)
     untouched: list[str] = field(default_factory=list)
+    hooks: HookDrift = field(default_factory=HookDrift)
 
     def __bool__(self) -> bool:
         """Whether there is anything to look at."""
-        return bool(self.changed or self.vanished or self.unread or self.untouched)
+        return bool(self.changed or self.vanished or self.unread or self.untouched or self.hooks)
 
 
 def key(source: Source | Evidence) -> str:
@@ -116,6 +118,7 @@ def drift(spec: Spec) -> Drift:
             found.changed[place] = names
         else:
             found.same += 1
+    found.hooks = interface.drift(spec, interface.read(), found.version)
     found.untouched = [row.item for row in coverage.table(spec) if not row.requirements and row.not_read is None]
     return found
 
@@ -131,6 +134,7 @@ def report(found: Drift, spec: Spec) -> str:
     ):
         lines += ["", f"{title} ({len(places)})"] if places else []
         lines += [f"  {place}\n    {', '.join(names)}" for place, names in places.items()]
+    lines += interface.report(found.hooks, found.version)
     if found.untouched:
         lines += ["", f"hooks and fields that no requirement is about ({len(found.untouched)})", *(f"  {item}" for item in found.untouched)]
     return "\n".join(lines) + "\n"
@@ -152,15 +156,16 @@ def main(arguments: list[str] | None = None) -> int:
         print("usage: python -m kvconform.evidence update [--check]", file=sys.stderr)
         return 2
     spec = load_spec()
-    path = Path(kvconform.spec.__path__[0]) / "sources.yaml"
-    text = render(collect(spec))
-    if path.is_file() and path.read_text(encoding="utf-8") == text:
-        return 0
+    folder = Path(kvconform.spec.__path__[0])
+    texts = {"sources.yaml": render(collect(spec)), interface.NAME: interface.render(interface.collect(_version()))}
+    stale = [name for name, text in texts.items() if not (folder / name).is_file() or (folder / name).read_text(encoding="utf-8") != text]
     if "--check" in given:
-        print(f"spec/sources.yaml is not what vLLM {_version()} says", file=sys.stderr)
-        return 1
-    path.write_text(text, encoding="utf-8")
-    print(f"{path}: {len(cited(spec))} places of vLLM {_version()}")
+        for name in stale:
+            print(f"spec/{name} is not what vLLM {_version()} says", file=sys.stderr)
+        return int(bool(stale))
+    for name in stale:
+        (folder / name).write_text(texts[name], encoding="utf-8")
+        print(f"{folder / name}: as in vLLM {_version()}")
     return 0
 
 

@@ -7,7 +7,6 @@ import ast
 import re
 
 from kvconform import sources
-from kvconform.coverage import BASE, CLASSES, HOOKS
 from kvconform.errors import UsageError
 
 KINDS = ("classmethod", "staticmethod", "property", "abstractmethod")
@@ -16,6 +15,8 @@ KINDS = ("classmethod", "staticmethod", "property", "abstractmethod")
 def signatures() -> dict[str, str]:
     """Public method of the connector's base classes -> `abstractmethod (self, request: Request) -> bool`, in the order of the source.
     UsageError without a vLLM, or for one without such a base class."""
+    from kvconform.coverage import BASE, HOOKS  # which imports the loader of the specification, and that the digests
+
     root = sources.vllm_root()
     try:
         text = (root / BASE).read_text(encoding="utf-8") if root is not None else ""
@@ -53,6 +54,6 @@ def _type(text: str) -> str:
 
 def fields() -> list[str]:
     """`Class.field` of what the engine hands to a connector, or takes from it, in the order of the source. UsageError without a vLLM."""
-    from kvconform.coverage import items
+    from kvconform.coverage import CLASSES, items
 
     return [item for item in items() if item.partition(".")[0] in CLASSES and "." in item]

@@ -8,11 +8,31 @@ from pathlib import Path
 
 import pytest
 
-from kvconform import catalog, coverage, evidence, sources
+from kvconform import catalog, coverage, evidence, interface, signatures, sources
+from kvconform.errors import UsageError
 from kvconform.lint import lint
 from kvconform.load import Spec, load_spec
 
 FILE = "v1/core/sched/scheduler.py"
+INTERFACE = """
+class SupportsHMA(ABC):
+    @abstractmethod
+    def request_finished_all_groups(self, request: "Request") -> tuple[bool, Optional[dict[str, Any]]]: ...
+
+class KVConnectorBase_V1(ABC):
+    def __init__(self, vllm_config): ...
+
+    @property
+    def role(self) -> KVConnectorRole: ...
+
+    @classmethod
+    def layout(cls, config): ...
+
+    @abstractmethod
+    def save(self, layer: str, *, wait=True): ...
+
+    def _own(self): ...
+"""
 SCHEDULER = """
 import x
 
@@ -40,7 +60,11 @@ def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
         sources._symbols.cache_clear()
         sources.vllm_version.cache_clear()
 
+    (tmp_path / coverage.BASE).parent.mkdir(parents=True)
+    (tmp_path / coverage.BASE).write_text(INTERFACE, encoding="utf-8")
     monkeypatch.setattr(sources, "vllm_root", lambda: tmp_path)
+    known = interface.collect("0.32.0")
+    monkeypatch.setattr(interface, "read", lambda: known)
     monkeypatch.setattr(coverage, "table", lambda spec: [coverage.Row("reset_cache", [], None)])
     yield install
     sources._symbols.cache_clear()
@@ -129,6 +153,65 @@ def test_lint_names_what_has_no_digest(vllm: Callable[[str], None]) -> None:
     )
 
 
+def test_what_a_signature_says(vllm: Callable[[str], None]) -> None:
+    assert signatures.signatures() == {
+        "request_finished_all_groups": "abstractmethod (self, request: Request) -> tuple[bool, dict[str, Any] | None]",
+        "KVConnectorBase_V1.__init__": "(self, vllm_config)",
+        "role": "property (self) -> KVConnectorRole",
+        "layout": "classmethod (cls, config)",
+        "save": "abstractmethod (self, layer: str, *, wait=True)",
+    }
+
+
+def test_another_interface_is_compared(vllm: Callable[[str], None], tmp_path: Path) -> None:
+    vllm(SCHEDULER)
+    spec = small("Scheduler.schedule", "Scheduler.land")
+    spec.sources = evidence.collect(spec)
+    spec.requirements["first"] = spec.requirements["first"].model_copy(update={"touches": ["layout", "fresh"]})
+    spec.requirements["second"] = spec.requirements["second"].model_copy(update={"touches": ["save"]})
+    assert not evidence.drift(spec).hooks
+    text = INTERFACE.replace("def layout(cls", "def placing(cls").replace("wait=True", "wait=False").replace("def _own", "def fresh")
+    (tmp_path / coverage.BASE).write_text(text, encoding="utf-8")
+    found = evidence.drift(spec)
+    assert found.hooks.new == {"placing": [], "fresh": ["first"]}
+    assert found.hooks.gone == {"layout": ["first"]}
+    was, now, names = found.hooks.changed["save"]
+    assert (was.endswith("wait=True)"), now.endswith("wait=False)"), names) == (True, True, ["second"])
+    assert found
+    told = evidence.report(found, spec)
+    for words in (
+        "without a requirement (1)\n  placing",
+        "with a requirement (1)\n  fresh\n    first",
+        "does not have (1)\n  layout\n    first",
+        now,
+    ):
+        assert words in told
+
+
+def test_what_an_older_release_does_not_have_yet(vllm: Callable[[str], None], tmp_path: Path) -> None:
+    vllm(SCHEDULER)
+    spec = small("Scheduler.schedule")
+    spec.requirements["first"] = spec.requirements["first"].model_copy(update={"touches": ["layout"], "since": "0.32"})
+    (tmp_path / coverage.BASE).write_text(INTERFACE.replace("def layout", "def _layout"), encoding="utf-8")
+    assert interface.drift(spec, interface.read(), "0.32.0").gone == {"layout": ["first"]}
+    assert not interface.drift(spec, interface.read(), "0.31.0")
+    assert interface.drift(small("Scheduler.schedule"), interface.read(), "0.33.0").gone == {"layout": []}
+
+
+def test_the_file_of_hooks(vllm: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    hooks = interface.collect("0.32.0")
+    monkeypatch.undo()
+    monkeypatch.setattr(interface.importlib.resources, "files", lambda package: tmp_path)
+    (tmp_path / "hooks.yaml").write_text(interface.render(hooks), encoding="utf-8")
+    assert interface.read() == hooks
+    (tmp_path / "hooks.yaml").write_text("- {hook: save}\n", encoding="utf-8")
+    with pytest.raises(UsageError, match=r"spec/hooks.yaml: Field required"):
+        interface.read()
+    (tmp_path / "hooks.yaml").unlink()
+    with pytest.raises(UsageError, match=r"there is no spec/hooks.yaml"):
+        interface.read()
+
+
 def test_every_requirement_has_a_digest() -> None:
     spec = load_spec()
     assert evidence.cited(spec).keys() == spec.sources.keys()
@@ -140,4 +223,5 @@ def test_the_digests_are_those_of_the_version_that_was_read() -> None:
     spec = load_spec()
     assert evidence.render(evidence.collect(spec)) == evidence.render(spec.sources)
     found = evidence.drift(spec)
-    assert not (found.changed or found.vanished or found.unread)
+    assert not (found.changed or found.vanished or found.unread or found.hooks)
+    assert interface.render(interface.collect("0.32.0")) == interface.render(interface.read())
