@@ -18,8 +18,8 @@ LISTED = 10
 
 HEAD = """# {connector} in {count} vLLM releases
 
-`nox -s versions` judges a connector in each of these releases (the release's Python code over the default release's dependencies, on the CPU)
-and says what changed from one to the next. Made by kvconform {version}{how}.
+`nox -s versions` judges a connector in each of these releases (the release's Python code over the default release's dependencies, on the
+CPU) and says what changed from one to the next. Made by kvconform {version}{how}.
 
 {scope}
 """
