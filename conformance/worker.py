@@ -13,6 +13,7 @@ import numpy as np
 
 from kvconform.batch import Batch, Row
 from kvconform.compat import ModelRunnerOutput, torch
+from kvconform.compat_output import runner_output
 from kvconform.grants import slots_of
 from kvconform.groups import Group
 from kvconform.kvcache import PagedCache
@@ -218,11 +219,4 @@ class Worker:
             token = state.script.token(chain, state.prompt_len, corrupt)
             chain.append(token)
             tokens.append(chain.tokens[end - row.accepted :])
-        return ModelRunnerOutput(
-            req_ids=ids,
-            req_id_to_index={r: i for i, r in enumerate(ids)},
-            sampled_token_ids=tokens,
-            logprobs=None,
-            prompt_logprobs_dict={},
-            pooler_output=[],
-        )
+        return runner_output(ids, tokens)
