@@ -56,7 +56,7 @@ def tensor_differences(old: bytes, new: bytes) -> list[str]:
         return [f"the file with the stored KV cannot be read: {error}"]
     out = [f"{name}: is not stored any more" for name in before if name not in after]
     out += [f"{name}: is stored now" for name in after if name not in before]
-    for name in before:
+    for name in sorted(before):
         if name in after:
             out += [f"{name}: {text}" for text in _arrays(before[name], after[name])]
     return out or ["the files with the stored KV differ in their form only"]
@@ -149,7 +149,8 @@ Item = tuple[str, object]
 
 
 def _moved(before: dict[int, list[Line]], after: dict[int, list[Line]]) -> list[tuple[str, tuple[int, Item], tuple[int, Item]]]:
-    """Elements of lists (such as the saves of a step) that are in another step now: (sentence, where and what it was, is)."""
+    """Elements of lists (such as the saves of a step) that are in another step now: (sentence, where and what it was, is). Two are the
+    same if their plain fields are; what else differs in them is not told."""
     old = Counter((step, item) for step, lines in before.items() for item in _elements(lines))
     new = Counter((step, item) for step, lines in after.items() for item in _elements(lines))
     gone, come = sorted((old - new).elements(), key=repr), sorted((new - old).elements(), key=repr)
@@ -174,9 +175,8 @@ def _elements(lines: list[Line]) -> Iterator[Item]:
 
 
 def _core(line: Line) -> object:
-    """What an element is, without counters that depend on the step."""
-    parts = tuple(child.text() for child in line.below if child.label not in ("counters", "epoch", "table"))
-    return line.value, parts
+    """What an element is: its plain fields. What it is made of, and lists, may depend on the step."""
+    return line.value, tuple((child.label, child.value) for child in line.below if not child.below and "[" not in child.value)
 
 
 def _without(lines: list[Line], items: set[Item]) -> list[Line]:
@@ -204,16 +204,21 @@ def _renumbered(lines: list[Line]) -> list[Line]:
 def _short(item: object) -> str:
     """The first few words of an element."""
     name, parts = item  # type: ignore[misc]
-    fields = ", ".join(f"{label} {value}" for label, value, below in parts if not below and value)
+    fields = ", ".join(f"{label} {value}" for label, value in parts)
     return f"{name}({fields[:80]})"
 
 
 def _flat_changes(place: str, old: list[Line], new: list[Line]) -> Iterator[str]:
     before, after = dict(_flat(old)), dict(_flat(new))
+    whole = ""  # what is gone or new as a whole: its parts are not told one by one
     for path in [*before, *(p for p in after if p not in before)]:
+        if whole and path.startswith((f"{whole}.", f"{whole}[")):
+            continue
         if path not in after:
+            whole = path
             yield f"{place}{path}: gone (was {before[path] or 'there'})"
         elif path not in before:
+            whole = path
             yield f"{place}{path}: new ({after[path] or 'there'})"
         elif before[path] != after[path]:
             yield f"{place}{path}: {before[path]} -> {after[path]}"

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The canonical text of values: the same for equal values, different for different ones, and never an address."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import threading
+from collections import deque, namedtuple
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pydantic
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvconform.errors import UsageError
+from kvconform.snapshots.canonical import EncodeError, lines
+from kvconform.snapshots.normalise import Rule, Rules, built_in, validated
+
+RULES = Rules(built_in(), "/somewhere/run-1")
+
+
+def text(value: Any, rules: Rules = RULES) -> str:
+    return "\n".join(lines("x", value, rules)).removeprefix("x: ")
+
+
+@dataclasses.dataclass
+class Record:
+    req: str
+    slots: tuple[int, ...] = ()
+
+
+class Struct(msgspec.Struct):
+    req: str
+    end: int = 3
+
+
+class Model(pydantic.BaseModel):
+    req: str
+
+
+class Plain:
+    def __init__(self) -> None:
+        self.b, self.a = 1, "x"
+
+
+class Slotted:
+    __slots__ = ("one",)
+
+    def __init__(self) -> None:
+        self.one = 1
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+Pair = namedtuple("Pair", "left right")
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, "none"), (True, "true"), (3, "3"), (-1.5, "-1.5"), (float("inf"), "inf"), ("a\nb", '"a\\nb"'), ("3", '"3"'),
+        (b"abc", "bytes[3] ba7816bf8f01cfea"), (Colour.RED, "Colour.RED"), ([1, 2], "[1, 2]"), ((1, 2), "tuple[1, 2]"),
+        (deque([1]), "deque[1]"), ({10, 9, 1}, "set[1, 9, 10]"), (frozenset(), "set[]"), ({}, "map()"), ([], "[]"),
+        ({"a": 1, 2: 3}, 'map\n  2: 3\n  "a": 1'), (Pair(1, 2), "Pair\n  left: 1\n  right: 2"),
+        (Record("a", (1, 2)), 'Record\n  req: "a"\n  slots: tuple[1, 2]'), (Struct("a"), 'Struct\n  req: "a"\n  end: 3'),
+        (Model(req="a"), 'Model\n  req: "a"'), (Plain(), 'Plain\n  a: "x"\n  b: 1'), (Slotted(), "Slotted\n  one: 1"),
+        (torch.zeros(2, dtype=torch.bfloat16), "tensor bfloat16 [2] df3f619804a92fdb"),
+        (np.zeros(2, dtype=np.int8), "array int8 [2] 96a296d224f285c6"), (np.int64(3), "int64 3"), (torch.float16, "torch.float16"),
+        (Path("/somewhere/run-1/a"), 'path "{tmp}/a"'), (len, "builtins.len"), (range(3), "range(0, 3)"),
+    ],
+)  # fmt: skip
+def test_values(value: Any, expected: str) -> None:
+    assert text(value) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("at 0x7f3a12345678!", '"at {address}!"'),
+        ("/somewhere/run-1/store", '"{tmp}/store"'),
+        ("123e4567-e89b-12d3-a456-426614174000", '"{uuid}"'),
+        ("tcp://10.0.0.1:5555", '"tcp://{ip}"'),
+        ({"arrival_time": 12.5, "time_limit": 3}, 'map\n  "arrival_time": {time}\n  "time_limit": 3'),
+        ({"pid": 12, "rapid": 3}, 'map\n  "pid": {process}\n  "rapid": 3'),
+        ({"side_channel_port": 5600}, 'map\n  "side_channel_port": {port}'),
+    ],
+)
+def test_what_differs_from_run_to_run_is_left_out(value: Any, expected: str) -> None:
+    assert text(value) == expected
+
+
+def test_a_connector_may_declare_rules_of_its_own() -> None:
+    own = validated([{"id": "session", "text": "random", "field": "session", "becomes": "{session}"}], "here")
+    assert text({"session": "r4nd0m"}, Rules(own)) == 'map\n  "session": {session}'
+
+
+@pytest.mark.parametrize(
+    ("rule", "sentence"),
+    [
+        ({"id": "a", "text": "b", "becomes": "c"}, "here: rule 1: has either"),
+        ({"id": "a", "text": "b", "pattern": "(", "becomes": "c"}, "rule 1: pattern: is no regular expression"),
+        ({"id": "a", "text": "b", "pattern": "x", "becomes": "c", "typ": 1}, "rule 1: typ: Extra inputs"),
+    ],
+)
+def test_a_wrong_rule_is_an_error(rule: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        validated([rule], "here")
+
+
+def _cycle() -> list[Any]:
+    own: list[Any] = []
+    own.append(own)
+    return own
+
+
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [
+        ([threading.Lock()], r"x\[0\]: a _thread.lock has no canonical form"),
+        ({"f": lambda: 1}, r'x\["f"\]: <lambda> is a function made on the way'),
+        (_cycle(), r"x\[0\]: it contains itself"),
+        ({"a": iter([1])}, r"list_iterator has no canonical form"),
+        (np.array([object()]), "an array of Python objects"),
+        (torch.empty(2, device="meta"), "a tensor without bytes"),
+        ({"0x7f3a12345678": 1, "0x7f3a12345679": 2}, r'two keys read "\{address\}"'),
+        (Record("a", [threading.Event()]), r"x\.slots\[0\]"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_has_no_canonical_form_is_an_error_that_names_the_place(value: Any, sentence: str) -> None:
+    with pytest.raises(EncodeError, match=sentence):
+        text(value)
+
+
+scalars = st.none() | st.booleans() | st.integers(-99, 99) | st.text("ab1", max_size=3) | st.binary(max_size=2)
+values = st.recursive(scalars, lambda v: st.lists(v, max_size=3) | st.dictionaries(scalars, v, max_size=3) | st.tuples(v, v), max_leaves=8)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal, and of the same types all the way down: True is not 1 here."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict):
+        keyed = {(type(k), k): v for k, v in b.items()}
+        return len(a) == len(b) and all((type(k), k) in keyed and same(v, keyed[type(k), k]) for k, v in a.items())
+    return bool(a == b)
+
+
+@given(values, values)
+def test_two_values_have_one_text_only_if_they_are_the_same(a: Any, b: Any) -> None:
+    assert (text(a) == text(b)) == same(a, b)
+
+
+@given(st.sets(st.integers() | st.text("abc")))
+def test_the_order_of_a_set_does_not_show(items: set[Any]) -> None:
+    assert text(items) == text(set(sorted(items, key=repr)))

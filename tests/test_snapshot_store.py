@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The directory of snapshots: what versions share lies there once, and nothing that somebody changed is overwritten."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvconform.snapshots.store import SnapshotError, Store, minor
+
+NAME = "chunked.abort/metadata.txt"
+
+
+def files(root: Path) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+
+
+def kept(root: Path, version: str, data: bytes) -> Store:
+    store = Store(root, version)
+    store.write(NAME, data)
+    return store
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    kept(tmp_path, "0.32.0", b"one")
+    assert Store(tmp_path, "0.32.1+cpu").read(NAME) == b"one"
+    assert Store(tmp_path, "0.32.0").read("chunked.abort/stored.txt") is None
+
+
+def test_equal_snapshots_of_two_versions_are_one_file(tmp_path: Path) -> None:
+    kept(tmp_path, "0.32.0", b"one")
+    kept(tmp_path, "0.31.0", b"one")
+    assert files(tmp_path) == [f"0.32/{NAME}", "index.json"]
+
+
+def test_a_version_that_changes_leaves_the_others_theirs(tmp_path: Path) -> None:
+    for version in ("0.32.0", "0.31.0", "0.33.0"):
+        kept(tmp_path, version, b"one")
+    kept(tmp_path, "0.32.0", b"two")
+    assert [Store(tmp_path, v).read(NAME) for v in ("0.31", "0.32", "0.33")] == [b"one", b"two", b"one"]
+    assert files(tmp_path) == [f"0.31/{NAME}", f"0.32/{NAME}", "index.json"]
+    kept(tmp_path, "0.32.0", b"one")
+    assert files(tmp_path) == [f"0.31/{NAME}", "index.json"]
+
+
+def test_another_version_is_compared_with_the_nearest(tmp_path: Path) -> None:
+    kept(tmp_path, "0.26.0", b"old")
+    kept(tmp_path, "0.31.0", b"new")
+    assert [Store(tmp_path, v).compared_with for v in ("0.33.0", "0.28.0", "0.20.0")] == ["0.31", "0.26", "0.26"]
+    assert Store(tmp_path, "0.33.0").read(NAME, exact=True) is None
+    assert Store(tmp_path / "none", "0.33.0").compared_with is None
+
+
+@pytest.mark.parametrize("damage", [b"on", b"One", b""])
+def test_a_changed_file_is_an_error_and_is_not_overwritten(tmp_path: Path, damage: bytes) -> None:
+    kept(tmp_path, "0.32.0", b"one")
+    (tmp_path / "0.32" / NAME).write_bytes(damage)
+    store = Store(tmp_path, "0.32.0")
+    with pytest.raises(SnapshotError, match="is not what was written there"):
+        store.read(NAME)
+    with pytest.raises(SnapshotError, match="is not overwritten"):
+        store.write(NAME, b"two")
+    assert (tmp_path / "0.32" / NAME).read_bytes() == damage
+
+
+def test_a_file_that_is_not_listed_is_not_overwritten(tmp_path: Path) -> None:
+    kept(tmp_path, "0.32.0", b"one")
+    stray = tmp_path / "0.32" / "chunked.abort" / "stored.txt"
+    stray.write_bytes(b"mine")
+    with pytest.raises(SnapshotError, match="is in the way"):
+        Store(tmp_path, "0.32.0").write("chunked.abort/stored.txt", b"two")
+    assert stray.read_bytes() == b"mine"
+
+
+def test_a_file_that_is_gone_is_an_error(tmp_path: Path) -> None:
+    kept(tmp_path, "0.32.0", b"one")
+    (tmp_path / "0.32" / NAME).unlink()
+    with pytest.raises(SnapshotError, match="is missing, though index.json lists it"):
+        Store(tmp_path, "0.32.0").read(NAME)
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"format": 2}', '{"versions": {"0.32": {"../x.txt": {"file": "a", "digest": "b"}}}}'])
+def test_a_damaged_index_is_an_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / "index.json").write_text(text)
+    with pytest.raises(SnapshotError, match=r"index\.json is damaged"):
+        Store(tmp_path, "0.32.0")
+
+
+def test_a_directory_of_other_things_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("x")
+    with pytest.raises(SnapshotError, match="is no directory of snapshots"):
+        Store(tmp_path, "0.32.0")
+
+
+def test_snapshots_of_another_connector_are_refused(tmp_path: Path) -> None:
+    store = kept(tmp_path, "0.32.0", b"one")
+    store.set_about({"connector": "a:B"})
+    store.write(NAME, b"two")
+    with pytest.raises(SnapshotError, match="has snapshots of connector 'a:B', not 'c:D'"):
+        Store(tmp_path, "0.32.0").set_about({"connector": "c:D"})
+
+
+def test_what_is_removed_is_gone_unless_another_version_has_it(tmp_path: Path) -> None:
+    kept(tmp_path, "0.31.0", b"one")
+    kept(tmp_path, "0.32.0", b"one").remove({NAME})
+    assert Store(tmp_path, "0.31.0").read(NAME) == b"one"
+    assert Store(tmp_path, "0.32.0").names() == set()
+    Store(tmp_path, "0.31.0").remove({NAME})
+    assert files(tmp_path) == ["index.json"]
+
+
+def test_only_releases_have_snapshots() -> None:
+    assert minor("0.32.0+cpu") == "0.32"
+    with pytest.raises(SnapshotError, match="which is no release"):
+        minor("unknown")
