@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from kvconform.errors import UsageError
 from kvconform.snapshots.canonical import EncodeError, lines
-from kvconform.snapshots.normalise import Rule, Rules, built_in, validated
+from kvconform.snapshots.normalise import Rules, built_in, validated
 
 RULES = Rules(built_in(), "/somewhere/run-1")
 
