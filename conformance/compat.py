@@ -206,6 +206,8 @@ def build_scheduler(
     scheduler.use_v2_model_runner = runner == "v2"
     if "is_prefill_chunk" not in Request.__init__.__code__.co_names:
         older.mark_chunks(scheduler)
+    if older.wants_arrays(ModelRunnerOutput):
+        older.give_arrays(scheduler)
     # The tiny model has no vision tower; requests with multi-modal items need an encoder budget all the same.
     scheduler.max_num_encoder_input_tokens = ENCODER_BUDGET
     scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=ENCODER_BUDGET)
@@ -214,13 +216,14 @@ def build_scheduler(
 
 def transfer_config(connector: str, role: str, extra: dict[str, Any], module: str | None, policy: str, engine_id: str) -> KVTransferConfig:
     """KVTransferConfig for `connector` (class name or registered name; `module` for classes outside the registry)."""
+    late = {"kv_load_failure_policy": policy} if "kv_load_failure_policy" in KVTransferConfig.__dataclass_fields__ else {}  # since 0.13
     return KVTransferConfig(
         kv_connector=connector,
         kv_role=role,
         kv_connector_extra_config=extra,
         kv_connector_module_path=module,
-        kv_load_failure_policy=policy,
         engine_id=engine_id,
+        **late,
     )
 
 
@@ -231,15 +234,30 @@ def force_preemption(scheduler: Any, request: Request) -> bool:
     can_be_freed = getattr(scheduler, "_request_blocks_can_be_freed", None)  # since 0.31
     if can_be_freed is not None and not can_be_freed(request):
         return False
+    marks = "drop_stale_output" in inspect.signature(getattr(scheduler, "_preempt_request", len)).parameters  # since 0.27
+    if not marks and not older.drop_output(request, 1 + scheduler.num_spec_tokens):
+        return False
     scheduler.running.remove(request)
-    if "drop_stale_output" in inspect.signature(scheduler._preempt_request).parameters:  # since 0.29
+    if marks:
         scheduler._preempt_request(request, 0.0, drop_stale_output=scheduler.requires_kv_delivery)
-    else:
+    elif hasattr(scheduler, "_preempt_request"):
         scheduler._preempt_request(request, 0.0)
+    else:  # until 0.11
+        older.preempt(scheduler, request)
     if not hasattr(scheduler, "reset_preempted_req_ids") and not hasattr(scheduler, "preempted_req_ids"):
         # Until 0.25 a victim could not come back in the next step, unless a reset had preempted it, which did this:
         scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
     return True
+
+
+def reset_caches(scheduler: Any, *, running: bool, connector: bool) -> bool:
+    """reset_prefix_cache: what it returned. NotImplementedError for what the release cannot reset (such cases have a `since`)."""
+    known = inspect.signature(scheduler.reset_prefix_cache).parameters
+    asked = {"reset_running_requests": running, "reset_connector": connector}  # since 0.12 and 0.13
+    for name, wanted in asked.items():
+        if wanted and name not in known:
+            raise NotImplementedError(f"vLLM {VLLM_VERSION} knows no {name}")
+    return bool(scheduler.reset_prefix_cache(**{name: wanted for name, wanted in asked.items() if name in known}))
 
 
 def set_block_hash(block: Any, key: Any, tokens: int) -> None:

@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from vllm.v1.core.sched.output import NewRequestData
 
 from kvconform.compat import KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
@@ -17,19 +16,15 @@ try:
 except ImportError:  # until 0.26
     KVConnectorBlockState = None  # type: ignore[assignment,misc]
 
-ARRAYS = "ndarray" in str(ModelRunnerOutput.__dataclass_fields__["sampled_token_ids"].type)
-"""Whether a request's sampled tokens are an array: in 0.11.2 only, with lists before and after."""
-
 
 def runner_output(
     req_ids: Sequence[str] = (), tokens: Sequence[list[int]] = (), reports: KVConnectorOutput | None = None
 ) -> ModelRunnerOutput:
     """The output of a model runner: `tokens` sampled for each request, `reports` of the connector. Until 0.13 the rest had no defaults."""
-    sampled: list[Any] = [np.array(each, dtype=np.int64) for each in tokens] if ARRAYS else list(tokens)
     return ModelRunnerOutput(
         req_ids=list(req_ids),
         req_id_to_index={req: index for index, req in enumerate(req_ids)},
-        sampled_token_ids=sampled,
+        sampled_token_ids=list(tokens),
         logprobs=None,
         prompt_logprobs_dict={},
         pooler_output=[],

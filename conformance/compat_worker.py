@@ -78,10 +78,19 @@ def finish_forward(active: Any) -> None:
         active.finish_forward()
 
 
-def post_forward(active: Any, output: SchedulerOutput) -> KVConnectorOutput | None:
-    """ActiveKVConnector.post_forward: until 0.22 of the output, then of its finished request ids."""
-    whole = "scheduler_output" in inspect.signature(active.post_forward).parameters
-    return active.post_forward(output if whole else output.finished_req_ids)  # type: ignore[no-any-return]
+def post_forward(active: Any, output: SchedulerOutput, *, defer: bool = False) -> KVConnectorOutput | None:
+    """ActiveKVConnector.post_forward: until 0.22 of the output, then of its finished request ids. `defer`: the save is finished by
+    finish_step (since 0.33)."""
+    known = inspect.signature(active.post_forward).parameters
+    subject = output if "scheduler_output" in known else output.finished_req_ids
+    found = active.post_forward(subject, defer_finalize=defer) if "defer_finalize" in known else active.post_forward(subject)
+    return found  # type: ignore[no-any-return]
+
+
+def finish_step(active: Any) -> None:
+    """What `post_forward(defer=True)` left to do after the drafter."""
+    if hasattr(active, "finalize_step"):
+        active.finalize_step()
 
 
 def pre_forward(active: Any, output: SchedulerOutput, batch: Any, metadata: Any, load_arguments: dict[str, Any]) -> None:

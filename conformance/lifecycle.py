@@ -22,6 +22,7 @@ from kvconform.compat_worker import (
     collecting,
     finish_deferred,
     finish_forward,
+    finish_step,
     forward_context,
     handle_preemptions,
     layer_cache,
@@ -253,7 +254,9 @@ class VllmV2(_WithConnector):
                 pre_forward(self.active, output, batch, metadata, {**arguments, "attn_metadata": metadata})
                 worker.forward(attention)
                 finish_forward(self.active)
-                collected = post_forward(self.active, output)
+                collected = post_forward(self.active, output, defer=self.speculative)
             result = worker.sample()
+            if self.speculative:
+                finish_step(self.active)
             result.kv_connector_output = collected
             return result

@@ -7,9 +7,12 @@ results of a step's transfers came from `get_finished` as two sets; they are rec
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+
+import numpy as np
 
 RECORDED = "get_transfer_results"
 
@@ -80,11 +83,55 @@ def complete_outputs(report: type, step: type) -> frozenset[str]:
     return frozenset(added)
 
 
+def wants_arrays(output: type) -> bool:
+    """Whether ModelRunnerOutput has an array of a request's tokens: in 0.11.2 only, with lists before and after."""
+    return "ndarray" in str(output.__dataclass_fields__["sampled_token_ids"].type)  # type: ignore[attr-defined]
+
+
+def give_arrays(scheduler: Any) -> None:
+    """Have a scheduler of 0.11.2 take the tokens of a step as lists, as all others do. Changes the instance."""
+    update = scheduler.update_from_output
+
+    def updated(output: Any, result: Any) -> Any:
+        own = copy.copy(result)
+        own.sampled_token_ids = [np.array(tokens, dtype=np.int64) for tokens in result.sampled_token_ids]
+        return update(output, own)
+
+    scheduler.update_from_output = updated
+
+
 def inspect_models_here() -> None:
     """Have vLLM look at a model's class in this process: another one has not been told where PyTorch keeps what 0.17 asks for."""
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda inspect: inspect()
+
+
+def drop_output(request: Any, most: int) -> bool:
+    """Have output in flight dropped, as a reset that preempts a request does until 0.26 (it may be resumed before that output lands, which
+    would then be delivered beside what is sampled anew). False if the release cannot: 0.11, and until 0.21 with more than one step in
+    flight (`most`: placeholders of one step). Changes the request."""
+    placeholders = request.num_output_placeholders
+    if not placeholders:
+        return True
+    if hasattr(request, "async_tokens_to_discard"):  # since 0.22
+        request.async_tokens_to_discard = placeholders
+    elif hasattr(request, "discard_latest_async_tokens") and placeholders <= most:  # since 0.12
+        request.discard_latest_async_tokens = True
+    else:
+        return False
+    request.num_output_placeholders = 0
+    return True
+
+
+def preempt(scheduler: Any, request: Any) -> None:
+    """What schedule() of 0.11 did to a request that it had taken out of `running`; later releases have a method for it."""
+    scheduler.kv_cache_manager.free(request)
+    scheduler.encoder_cache_manager.free(request)
+    request.status = type(request.status).PREEMPTED
+    request.num_computed_tokens = 0
+    request.num_preemptions += 1
+    scheduler.waiting.prepend_request(request)
 
 
 def mark_chunks(scheduler: Any) -> None:

@@ -51,7 +51,7 @@ class EngineControl:
         done = False
         self.trace.emit("cache.reset", phase="asked", returned=None, running=running, connector=connector)
         try:
-            done = bool(self.scheduler.reset_prefix_cache(reset_running_requests=running, reset_connector=connector))
+            done = compat.reset_caches(self.scheduler, running=running, connector=connector)
             self.trace.emit("cache.reset", phase="done", returned=done, running=running, connector=connector)
         except RuntimeError as error:
             if self.probe.last_error is not None and self.probe.last_error[1] is error:
