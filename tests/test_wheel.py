@@ -136,3 +136,8 @@ def test_no_top_level_package_of_ours(name: str) -> None:
 
 def test_checkout_is_not_on_the_import_path() -> None:
     assert str(ROOT) not in [str(Path(entry or ".").resolve()) for entry in sys.path]
+
+
+def test_a_shard_made_by_the_wheel_can_be_merged_by_the_checkout(installed: Path, tmp_path: Path) -> None:
+    code = "from kvconform.shard import suite_digest; print(suite_digest())"
+    assert python("-P", "-c", code, path=installed, cwd=tmp_path).stdout == python("-P", "-c", code, cwd=tmp_path).stdout
