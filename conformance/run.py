@@ -11,8 +11,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from kvconform.backstory import tell
 from kvconform.case import Variant
 from kvconform.diagnosis import describe
+from kvconform.excerpt import excerpt
 from kvconform.infer import Profile, profile_of
 from kvconform.load import Spec
 from kvconform.relation import relate_runs
@@ -24,7 +26,6 @@ from kvconform.verdict import Verdict, judge, rows_for
 
 __all__ = ["CaseReport", "Run", "run_and_judge", "run_variant"]
 
-EXCERPT = 18
 REPEATS = 3
 ELSEWHERE = ("hash-seed", "second-process")  # take seconds
 _profiles: dict[str, Profile] = {}
@@ -123,8 +124,9 @@ def run_and_judge(
             row.verdict, row.message = Verdict.UNOBSERVABLE, "the connector does not do the same twice: it depends on timing"
     for row in rows:
         told = describe(main.trace[row.event]) if row.verdict == Verdict.FAIL and row.event is not None else None
-        if told is not None:
-            row.message = f"{told} [{row.message}]"
+        if told is not None and row.event is not None:
+            story = tell(main.trace, main.trace[row.event])
+            row.message = f"{told}{'; ' + story[1] if story else ''} [{row.message}]"
         if row.verdict == Verdict.FAIL and row.event is not None and row.requirement.startswith("hook."):
             row.evidence = evidence_of(main.trace[row.event]) or row.evidence
     report.rows = [row.to_dict() for row in rows]
@@ -165,20 +167,3 @@ def evidence_of(event: dict[str, Any]) -> str | None:
         return None
     owner = "SupportsHMA" if event["hook"] == "request_finished_all_groups" else "KVConnectorBase_V1"
     return f"distributed/kv_transfer/kv_connector/v1/base.py: {owner}.{event['hook']}"
-
-
-def excerpt(trace: list[dict[str, Any]], seq: int, req: str | None) -> list[dict[str, Any]]:
-    """The events that tell the story of the violation at `seq`: what concerns its request, the steps, and what crossed its worker."""
-    told = {
-        "step.scheduled", "req.scheduled", "lookup", "alloc", "req.state", "req.finished", "load.due", "kv.wrong", "kv.changed", "hold",
-        "release", "transfer.reported", "transfer.failed", "cache.reset", "engine.crash", "engine.stall", "engine.lifecycle", "plan",
-        "run.end", "profile.expectation", "case.expectation",
-    }  # fmt: skip
-    chosen = [
-        e for e in trace
-        if e["seq"] == seq
-        or e["k"] in told and (req is None or e.get("req") in (None, req) or isinstance(e.get("req"), list) and req in e["req"])
-        or e["k"] == "hook.returned" and e["error"] is not None
-    ]  # fmt: skip
-    before = [e for e in chosen if e["seq"] <= seq][-EXCERPT:]
-    return before + [e for e in chosen if e["seq"] > seq][:3]
