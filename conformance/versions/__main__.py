@@ -43,6 +43,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--report-dir", default="kvconform-versions", metavar="DIR", help="where versions.md and versions.json go")
     found.add_argument("--jobs", type=int, metavar="N", help="releases at a time (default: one per core, as memory allows)")
     found.add_argument("--no-snapshots", action="store_true", help="leave out metadata and stored KV")
+    found.add_argument("--keep", action="store_true", help="keep what each release's process wrote and said, in DIR/runs")
     found.add_argument("--all-runs", action="store_true", help="every block size and queue depth, too")
     return found
 
@@ -101,7 +102,7 @@ def run(options: argparse.Namespace) -> int:
             print(page.summary(release), flush=True)
 
     with tempfile.TemporaryDirectory(prefix="kvconform-versions-") as scratch:
-        work = folder / "runs" if settings.debug else Path(scratch)
+        work = folder / "runs" if options.keep else Path(scratch)
         found = matrix.run(where, settings, spec, work, at_once=at_once, snapshots=snapshots, all_runs=options.all_runs, tell=tell)
         between = changes.neighbours(found, spec)
     try:
