@@ -21,7 +21,7 @@ from kvconform import crash
 from kvconform.caseitem import START
 from kvconform.collector import Collector
 from kvconform.environment import check_connector_name, check_vllm
-from kvconform.errors import EnvironmentProblem, KvconformError
+from kvconform.errors import EnvironmentProblem, KvconformError, UsageError
 from kvconform.load import load_spec
 from kvconform.report import jsonl, summary, terminal
 from kvconform.report.progress import Progress
@@ -65,7 +65,7 @@ class Controller:
         try:
             self._stream = jsonl.Stream(self.folder, self.header())
         except OSError as error:
-            self.stop(EnvironmentProblem(f"the report cannot be written to {self.folder}: {error.strerror or error}"))
+            self.stop(UsageError(f"the report cannot be written to {self.folder}: {error.strerror or error} (--report-dir)"))
         try:
             self.servers.up()
         except KvconformError as error:

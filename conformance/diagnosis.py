@@ -35,23 +35,33 @@ _SLOTS = {
 }
 
 
+def _layer(e: Event) -> str:
+    """The layer of an event, with its group where there are several."""
+    return f"layer {e['layer']}" + (f" of KV cache group {e['group']}" if e.get("group") is not None else "")
+
+
 def _wrong(e: Event) -> str:
     last = e["pos"] + e["count"] - 1
     where = f"position {e['pos']}" if e["count"] == 1 else f"positions {e['pos']}-{last}"
     side = {"k": "K", "v": "V", "both": "K and V"}[e["kv"]]
     what = e["found"].replace("_", " ")
-    return f"{side} of {where} of request {e['req']} (layer {e['layer']}, block {e['block']}, {_VIA[e['via']]}) hold {what}: {e['origin']}"
+    return f"{side} of {where} of request {e['req']} ({_layer(e)}, block {e['block']}, {_VIA[e['via']]}) hold {what}: {e['origin']}"
 
 
 def _changed(e: Event) -> str:
     bad = [f"slots {spans(e[kind])} {text}" for kind, text in _SLOTS.items() if e.get(kind)]
-    return f"{e['after_hook']} wrote where it must not (layer {e['layer']}, for {', '.join(e['req']) or 'nobody'}): {'; '.join(bad)}"
+    return f"{e['after_hook']} wrote where it must not ({_layer(e)}, for {', '.join(e['req']) or 'nobody'}): {'; '.join(bad)}"
 
 
 def _due(e: Event) -> str:
+    groups = [
+        f"KV cache group {number} ({size} tokens per block) lacks {spans(positions)} in blocks {spans(blocks)} of its table {table}"
+        for number, size, positions, table in e.get("by_group", ())
+        if (blocks := {table[position // size] for position in positions})
+    ]
     return (
         f"of the {e['granted']} tokens granted to {e['req']} from position {e['local']}, positions {spans(e['missing'])} were never written"
-        f" and no failure was reported"
+        f" and no failure was reported" + "".join(f"; {each}" for each in groups)
         if e["missing"]
         else f"the load of {e['req']} was due"
     )
@@ -77,7 +87,18 @@ def _promise(e: Event) -> str:
 
 
 def _alloc(e: Event) -> str:
-    return f"{e['req']} was granted {e['external']} external tokens after {e['local']} local ones, in blocks {e['blocks']}"
+    tables = e.get("tables", ())
+    return f"{e['req']} was granted {e['external']} external tokens after {e['local']} local ones, in blocks " + (
+        f"{e['blocks']}" if len(tables) < 2 else "; ".join(f"{table[2]} of KV cache group {n}" for n, table in enumerate(tables))
+    )
+
+
+def _queries(e: Event) -> str:
+    skipping = f"; {', '.join(e['skipping'])} read no cache" if e["skipping"] else ""
+    return (
+        f"the step's statistics say {e['requests']} lookups of {e['tokens']} tokens, {e['hits']} of them found; admitted were"
+        f" {e['due_requests']} of {e['due_tokens']}, with {e['due_hits']} granted{skipping}"
+    )
 
 
 def _end(e: Event) -> str:
@@ -172,6 +193,7 @@ _TEXT: dict[str, Callable[[Event], str]] = {
     "kv.wrong": _wrong,
     "kv.changed": _changed,
     "load.due": _due,
+    "queries": _queries,
     "lookup": _lookup,
     "hook.returned": _hook,
     "profile.expectation": _promise,

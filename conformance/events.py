@@ -274,19 +274,22 @@ _kind(
 _kind(
     "kv.changed",
     "kv",
-    "after_hook:s layer:i req:l transfer:l tail:l shared:l over_computed:l null_block:l unallocated:l other_request:l not_transferred:l",
-    "KV memory changed during a hook; the lists hold slots. not_transferred = of a group that is no part of the transferred KV.",
+    "after_hook:s layer:i req:l transfer:l tail:l shared:l over_computed:l null_block:l unallocated:l other_request:l not_transferred:l"
+    " group:i?",
+    "KV memory changed during a hook; the lists hold slots. not_transferred = of a group that is no part of the transferred KV."
+    " group: the layer's, if there are several.",
 )
 _kind(
     "load.due",
     "kv",
-    "req:s generation:i transfer:s? granted:i missing:l wrong:l reported_failed:b is_async:b local:i",
-    "The engine is about to rely on a grant.",
+    "req:s generation:i transfer:s? granted:i missing:l wrong:l reported_failed:b is_async:b local:i by_group:l",
+    "The engine is about to rely on a grant. by_group = of several groups, those that lack something: number, tokens per block, positions,"
+    " block table.",
 )
 _kind(
     "kv.wrong",
     "kv",
-    "req:s generation:i layer:i kv:s pos:i count:i slot:i block:i via:s transfer:s? transfer_sync:b? found:s origin:s",
+    "req:s generation:i layer:i kv:s pos:i count:i slot:i block:i via:s transfer:s? transfer_sync:b? found:s origin:s group:i?",
     "A slot that is read does not hold what it must; `found` says what it holds.",
 )
 

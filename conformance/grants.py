@@ -89,6 +89,15 @@ class Grant:
         """Positions that some layer wants and never received."""
         return [self.start + int(i) for i in np.nonzero(~self.written.all(0))[0]]
 
+    def missing_by_group(self) -> list[list[Any]]:
+        """The same for each of several groups that lacks something: [number, tokens per block, positions, its block table]."""
+        found = []
+        for number, (group, table) in enumerate(zip(self.groups, self.tables, strict=True)):
+            positions = [self.start + int(i) for i in np.nonzero(~self.written[list(group.layers)].all(0))[0]]
+            if positions and len(self.groups) > 1:
+                found.append([number, group.block_size, positions, list(table)])
+        return found
+
     def lacking(self) -> set[int]:
         """Block ids in which something is missing."""
         return {int(slot) // self.stride for slot in self.slots[~self.written]}

@@ -86,6 +86,8 @@ def profile_of(target: Target, tmp: Path) -> Profile:
             learn("best_effort", calibration.came_back(busy, block)[0] < prompt)
     for name in CAPABILITIES:
         sources.setdefault(name, "default")
+    if sources.get("chunk_tokens") == "declared" and (seen := _finer(calibration, int(caps["chunk_tokens"]))):
+        contradictions["chunk_tokens"] = f"declared, but {seen}"
     full = complete(caps)
     has_declared = sources["saves"] == "declared" and sources["chunk_tokens"] == "declared" and not full["best_effort"]
     sources |= contradictions
@@ -103,6 +105,14 @@ def _first_hit(calibration: Calibration) -> tuple[int, int, int, bool]:
         if back > 0:
             return block, length, back, is_async
     return 4, 0, 0, False
+
+
+def _finer(calibration: Calibration, chunk: int) -> str:
+    """What shows that more comes back than whole chunks of so many tokens; empty if nothing does. A repeat of 41 tokens is asked."""
+    plain = Plain(41, 1, 41, 41)
+    back = calibration.came_back(plain, 4)[0] if chunk > 1 else 0
+    known = 41 + 1  # the prompt's, and the one that was generated
+    return f"{back} of {plain.prompt} tokens came back, more than whole chunks of {chunk}" if back > known // chunk * chunk else ""
 
 
 def _busy(length: int, back: int, block: int) -> Crowd:

@@ -131,7 +131,12 @@ class Oracle:
             reqs.update(g.req for g in mine)
             transfers.update(g.transfer for g in mine)
         self.version[layer, slots] += 1
-        self.trace.emit("kv.changed", after_hook=after_hook, layer=layer, req=sorted(reqs), transfer=sorted(transfers), **kinds)
+        whose = {"req": sorted(reqs), "transfer": sorted(transfers), "group": self._group(layer)}
+        self.trace.emit("kv.changed", after_hook=after_hook, layer=layer, **whose, **kinds)
+
+    def _group(self, layer: int) -> int | None:
+        """The number of a layer's group, where there are several."""
+        return self.cache.group(layer) if len(self.cache.groups) > 1 else None
 
     def _past(self, block: int, owners: dict[int, list[str]]) -> list[Grant]:
         """The last grant that put this block into the table of a request which still has it."""
@@ -158,7 +163,7 @@ class Oracle:
             self.trace.emit(
                 "kv.wrong", req=grant.req, generation=grant.generation, layer=layer, kv="both", pos=pos, count=1, slot=slot,
                 block=slot // self.cache.stride, via="external", transfer=grant.transfer, transfer_sync=not grant.is_async,
-                found="not_yet_loaded", origin=f"bytes that arrived in {after_hook}, after {after}",
+                found="not_yet_loaded", origin=f"bytes that arrived in {after_hook}, after {after}", group=self._group(layer),
             )  # fmt: skip
         grant.written[layer, pos - grant.start] = True
         if grant.due is not None and grant.written[:, pos - grant.start].all():
@@ -201,7 +206,7 @@ class Oracle:
             self.trace.emit(
                 "kv.wrong", req=item.chain.req, generation=item.chain.generation, layer=item.layer, kv=item.side, pos=item.pos, count=count,
                 slot=item.slot, block=item.slot // self.cache.stride, via=via, transfer=transfer, transfer_sync=sync, found=item.found,
-                origin=item.origin,
+                origin=item.origin, group=self._group(item.layer),
             )  # fmt: skip
         self.pending.clear()
 
@@ -235,6 +240,7 @@ class Oracle:
         event = self.trace.emit(
             "load.due", req=grant.req, generation=grant.generation, transfer=grant.transfer, granted=grant.end - grant.start,
             missing=missing, wrong=sorted(wrong), reported_failed=bool(reported), is_async=grant.is_async, local=grant.start,
+            by_group=grant.missing_by_group(),
         )  # fmt: skip
         if missing and not reported:
             grant.due = event

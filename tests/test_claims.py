@@ -87,6 +87,8 @@ def test_reasons_are_one_sentence() -> None:
         ({"async_load": True}, "async_load", "seen to be no and not yes"),
         ({"best_effort": True}, "best_effort", ""),
         ({"saves": "all"}, "saves", ""),
+        ({"chunk_tokens": 16}, "chunk_tokens", "40 of 41 tokens came back, more than whole chunks of 16"),
+        ({"chunk_tokens": 4}, "chunk_tokens", ""),
     ],
 )
 def test_what_is_seen_to_be_otherwise_is_said(declared: dict[str, Any], name: str, says: str, tmp_path: Path) -> None:

@@ -204,5 +204,5 @@ def test_set_up_fails(tmp_path: Path) -> None:
 def test_a_report_directory_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     result = kvconform(tmp_path, "json:Fake", "--report-dir", "file/x", orders={})
-    assert result.code == 3
+    assert result.code == 2
     assert result.err.startswith("kvconform: the report cannot be written to ")

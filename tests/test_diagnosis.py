@@ -52,6 +52,16 @@ PLAN = {"k": "plan", "op": "save", "start": 4, "end": 12, "req": "b", "timing": 
         (CHANGED, ["start_load_kv", "slots 4-5 belong to the local prefix cache hit", "slots 44 belong to no request", "for b"]),
         ({**CHANGED, "req": []}, ["for nobody"]),
         (DUE, ["8 tokens granted to b from position 4", "positions 7-8, 11 were never written", "no failure was reported"]),
+        ({**WRONG, "group": 1}, ["layer 1 of KV cache group 1, block 7"]),
+        ({**CHANGED, "group": 0}, ["(layer 0 of KV cache group 0, for b)"]),
+        (
+            {**DUE, "by_group": [[1, 4, [7, 8, 11], [0, 5, 6]]]},
+            ["never written", "KV cache group 1 (4 tokens per block) lacks 7-8, 11 in blocks 5-6 of its table [0, 5, 6]"],
+        ),
+        (
+            {"k": "alloc", "req": "b", "external": 8, "local": 4, "blocks": [1], "tables": [[4, 0, [1]], [4, 6, [0]]]},
+            ["[0] of KV cache group 1"],
+        ),
         ({**DUE, "missing": []}, ["the load of b was due"]),
         (END, ["requests a are still there", "3 blocks are free, 5", "Request objects of a, b"]),
         ({**END, "unfinished": [], "free_blocks": 5, "request_objects_alive": []}, ["nothing was left over"]),

@@ -139,7 +139,16 @@ def _lookup(e: Event) -> tuple[str, str]:
 def _alloc(e: Event) -> tuple[str, str]:
     how = " (asynchronous)" if e["is_async"] else ""
     again = " second call" if e["second_call"] else ""
-    return "alloc", f"{e['req']} local={e['local']} external={e['external']}{how} blocks={ranges(e['blocks'])}{again}"
+    return "alloc", f"{e['req']} local={e['local']} external={e['external']}{how} blocks={_tables(e)}{again}"
+
+
+def _tables(e: Event) -> str:
+    """The block tables of an allocation, one per group: `[1-4] [5,0]`."""
+    return " ".join(ranges(table[2]) for table in e.get("tables", ())) or ranges(e["blocks"])
+
+
+def _of(e: Event) -> str:
+    return f"{e['layer']}" + (f" of group {e['group']}" if e.get("group") is not None else "")
 
 
 def _state(e: Event) -> tuple[str, str]:
@@ -148,12 +157,13 @@ def _state(e: Event) -> tuple[str, str]:
 
 def _wrong(e: Event) -> tuple[str, str]:
     where = f"position {e['pos']}" if e["count"] == 1 else f"positions {e['pos']}-{e['pos'] + e['count'] - 1}"
-    return "WRONG KV", f"{e['req']} {where} of {e['layer']} ({e['kv']}), via {e['via']}: {e['found']}: {e['origin']}"
+    return "WRONG KV", f"{e['req']} {where} of {_of(e)} ({e['kv']}), via {e['via']}: {e['found']}: {e['origin']}"
 
 
 def _due(e: Event) -> tuple[str, str]:
     parts = [f"{e['req']} granted={e['granted']}"]
     parts += [f"{name}={ranges(e[name])}" for name in ("missing", "wrong") if e[name]]
+    parts += [f"group {number} lacks {ranges(positions)}" for number, _, positions, _ in e.get("by_group", ())]
     return "load due", " ".join(parts) + (" reported as failed" if e["reported_failed"] else "")
 
 
@@ -166,7 +176,7 @@ def _returned(e: Event) -> tuple[str, str] | None:
 def _changed(e: Event) -> tuple[str, str] | None:
     kinds = ("shared", "over_computed", "null_block", "unallocated", "other_request", "not_transferred")
     bad = [f"{name}={ranges(e[name])}" for name in kinds if e.get(name)]
-    return ("kv changed", f"after {e['after_hook']} in {e['layer']}: {' '.join(bad)} (slots)") if bad else None
+    return ("kv changed", f"after {e['after_hook']} in {_of(e)}: {' '.join(bad)} (slots)") if bad else None
 
 
 def _built(e: Event) -> tuple[str, str] | None:
