@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When an engine has lost track of a request whose load failed: what comes after is no fault of the connector's.
+"""When an engine has lost track of a request: what comes after is no fault of the connector's.
 
-vLLM does so in two ways. Under asynchronous scheduling it takes back the computed tokens of a synchronous load that failed, but not the
-tokens in flight (bug B004): it computes from the wrong position ever after. And it leaves the blocks of a failed load in its own prefix
-cache, to be computed again: if their request is preempted first, the cache serves them as they are.
+vLLM does so with a request whose load failed, in two ways. Under asynchronous scheduling it takes back the computed tokens of a synchronous
+load that failed, but not the tokens in flight (bug B004): it computes from the wrong position ever after. And it leaves the blocks of a
+failed load in its own prefix cache, to be computed again: if their request is preempted first, the cache serves them as they are.
+
+Until 0.15 it does so with a request that finished, too. If its blocks are kept for the connector, output of a step in flight is still added
+to it; it may finish a second time, and the second report of its transfer ends the engine.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from typing import Any
 from kvconform.trace import Event
 
 MISCOUNTED = "the engine lost count of request {req} when its load failed (bug B004)"
+OVERRUN = "the engine added output to request {req}, which had finished (engine.finish-once)"
 SERVED = "the engine served blocks whose load had failed to request {req} (engine.failed-not-served)"
 
 
@@ -43,10 +47,17 @@ def note_unfilled(trace: Iterable[Event]) -> None:
 
 
 def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
-    """(seq, in words) of the first time that the engine lost track of a request after a failed load; None if it never did."""
+    """(seq, in words) of the first time that the engine lost track of a request; None if it never did."""
     failed = False
+    finished: dict[tuple[Any, ...], int] = {}  # request -> step
     for e in trace:
-        if e["k"] == "transfer.failed":
+        if e["k"] in ("req.finished", "sample"):
+            who = e.get("on"), e["req"], e["generation"]
+            if e["step"] > finished.get(who, e["step"]):
+                return e["seq"], OVERRUN.format(req=e["req"])
+            if e["k"] == "req.finished":
+                finished[who] = e["step"]
+        elif e["k"] == "transfer.failed":
             failed = failed or not e["is_async"]
         elif failed and e["k"] == "req.state" and e["reason"] == "rollback" and 0 < e["P"] != e["C"] - e["N"] + 1:
             return e["seq"], MISCOUNTED.format(req=e["req"])

@@ -125,12 +125,14 @@ class ReferenceConnector(SuiteHooks, Telemetry):
 
     def _plan_load(self, tracked: Tracked, granted: int, is_async: bool) -> Load:
         """The grant ends where the request's computed tokens end now. Blocks before it are shared with others: never written."""
-        request, end = tracked.request, self._grant_end(tracked.request, granted)
+        request = tracked.request
+        end = self._grant_end(request, granted) or min(len(tracked.table) * self._block_size, request.num_tokens)
         if is_async:
             self._loading.add(request.request_id)
         return self._faults.strike(Load(request.request_id, end - granted, end, self._pieces(tracked, end - granted, end), is_async))
 
     def _grant_end(self, request: Request, granted: int) -> int:
+        """Zero for asynchronous loads until 0.17, which counts them when they are over, and then by whole blocks."""
         return request.num_computed_tokens
 
     def _plan_saves(self, scheduler_output: SchedulerOutput) -> Iterator[Save]:

@@ -74,6 +74,19 @@ def test_blocks_computed_in_the_step_under_way_are_not_unfilled() -> None:
     assert trace[2]["unfilled"] == []
 
 
+def ended(step: int, kind: str = "req.finished", generation: int = 0) -> dict[str, Any]:
+    return {"k": kind, "req": "a", "generation": generation, "step": step}
+
+
+@pytest.mark.parametrize("kind", ["req.finished", "sample"])
+def test_output_that_is_added_to_a_finished_request(kind: str) -> None:
+    found = lost(numbered(ended(3), ended(3, "sample"), ended(4, kind)))
+    assert found is not None
+    assert found[0] == 2
+    assert "which had finished" in found[1]
+    assert lost(numbered(ended(2, "sample"), ended(3), ended(3, "sample"), ended(5, kind, generation=1))) is None
+
+
 @pytest.mark.parametrize("case", ["finding.preempted-after-failed-load", "finding.failed-load-async"])
 def test_what_vllm_breaks_is_no_failure_of_the_connector(case: str, tmp_path: Path) -> None:
     connector, options = VARIANTS["sync"]
