@@ -152,13 +152,16 @@ def _history(req: Requirement) -> str:
     return start + (f", no more in {req.until}" if req.until else "")
 
 
-def _examples(req: Requirement) -> list[tuple[str, str]]:
-    """The first short trace that it accepts, and the first that it rejects."""
-    found = []
+def _examples(req: Requirement) -> list[str]:
+    """The first short trace that it accepts, all short ones that it rejects, and how many there are besides."""
+    found, left = [], []
     for which, word in (("good", "Accepted"), ("bad", "Rejected")):
-        texts = (json.dumps(trace[0] if len(trace) == 1 else trace) for trace in req.traces(which))  # type: ignore[arg-type]
-        found += [(word, text) for text in texts if len(text) <= EXAMPLE and "`" not in text][:1]
-    return found
+        texts = [json.dumps(trace[0] if len(trace) == 1 else trace) for trace in req.traces(which)]  # type: ignore[arg-type]
+        shown = [text for text in texts if len(text) <= EXAMPLE and "`" not in text]
+        shown = shown[:1] if which == "good" else shown
+        found += [f"{word}: `{text}`" for text in shown]
+        left += [f"{len(texts) - len(shown)} {word.lower()}"] if len(texts) > len(shown) else []
+    return found + [f"More in the specification: {', '.join(left)}."] * bool(left)
 
 
 def stale(pages: dict[str, str]) -> list[str]:

@@ -74,3 +74,10 @@ def test_every_bug_that_is_named_is_described(spec: Spec) -> None:
     named |= {bug for defect in spec.defects.values() for bug in defect.get("bugs", ())}
     assert named - known.keys() == set()
     assert all(address.startswith("https://github.com/") for bug in known.values() for _, address in bug.links())
+
+
+def test_what_a_check_rejects_is_shown_or_counted(spec: Spec, pages: dict[str, str]) -> None:
+    for name, req in spec.requirements.items():
+        part = pages[f"contract/{req.area}.md"].split(f"### {name}\n")[1].split("\n### ")[0]
+        shown, more = part.count("\nRejected: `"), re.search(r"^More in the specification: .*?(\d+) rejected", part, re.M)
+        assert shown + int(more[1] if more else 0) == len(req.traces("bad")), name
