@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from kvconform.aggregate import WORST_FIRST
 from kvconform.load import Spec
 from kvconform.versions.matrix import Release
 
@@ -33,8 +34,9 @@ class Group:
 class Change:
     """From release `old` to `new`. Empty lists: nothing of that sort. `compared`: runs that both have; `snapshots`: those with snapshots.
 
-    `flipped`: requirement -> (was, is), over all runs; `runs_flipped`: how many verdicts of single runs differ besides. `begin`, `cease`:
-    requirements that are in force in only one of them.
+    `flipped`: requirement -> (was, is), over these runs, without those in which the harness failed; `runs_flipped`: how many verdicts of
+    single runs differ. `begin`, `cease`: requirements that are in force in only one of them. `order_compared`: runs whose hooks are
+    compared: where the engine goes another way, so do its calls.
     """
 
     old: str
@@ -51,6 +53,7 @@ class Change:
     fields_new: list[str] = field(default_factory=list)
     fields_gone: list[str] = field(default_factory=list)
     order: list[Group] = field(default_factory=list)
+    order_compared: int = 0
     metadata: list[Group] = field(default_factory=list)
     answers: list[Group] = field(default_factory=list)
     stored: list[Group] = field(default_factory=list)
@@ -75,7 +78,8 @@ def compare(old: Release, new: Release, spec: Spec) -> Change:
     change.signatures = {n: (old.signatures[n], new.signatures[n]) for n in both if old.signatures[n] != new.signatures[n]}
     change.fields_new = [name for name in new.fields if name not in old.fields]
     change.fields_gone = [name for name in old.fields if name not in new.fields]
-    runs = [name for name in old.hooks if name in new.hooks]
+    runs = [name for name in old.hooks if name in new.hooks and old.engine.get(name) == new.engine.get(name)]
+    change.order_compared = len(runs)
     change.order = grouped((name, sentence) for name in runs for sentence in order(old.hooks[name], new.hooks[name]))
     change.snapshots = sum(name in new.snapshots for name in old.snapshots)
     change.metadata, change.answers, change.stored = (_texts(kind, old, new) for kind in ("metadata", "answers", "stored"))
@@ -86,14 +90,29 @@ def compare(old: Release, new: Release, spec: Spec) -> Change:
 def _verdicts(change: Change, old: Release, new: Release, spec: Spec) -> None:
     assert old.found is not None and new.found is not None
     was, now = old.found.status, new.found.status
-    change.flipped = {name: (was[name].value, now[name].value) for name in was if name in now and was[name] != now[name]}
     change.begin, change.cease = [n for n in now if n not in was and n in spec.requirements], [n for n in was if n not in now]
     runs = [name for name in old.verdicts if name in new.verdicts]
     change.compared = len(runs)
+    before: dict[str, set[str]] = {}
+    after: dict[str, set[str]] = {}
     for run in runs:
         for name, verdict in old.verdicts[run].items():
-            if name in new.verdicts[run] and new.verdicts[run][name] != verdict:
+            is_now = new.verdicts[run].get(name)
+            if is_now is None or "ERROR" in (verdict, is_now):
+                continue
+            before.setdefault(name, set()).add(verdict)
+            after.setdefault(name, set()).add(is_now)
+            if is_now != verdict:
                 change.runs_flipped[name] = change.runs_flipped.get(name, 0) + 1
+    for name in before:
+        pair = worst(before[name]), worst(after[name])
+        if pair[0] != pair[1]:
+            change.flipped[name] = pair
+
+
+def worst(verdicts: set[str]) -> str:
+    """What a requirement comes to with these verdicts of its runs."""
+    return next(verdict.value for verdict in WORST_FIRST if verdict.value in verdicts)
 
 
 def order(old: list[list[Any]], new: list[list[Any]]) -> list[str]:
@@ -102,12 +121,12 @@ def order(old: list[list[Any]], new: list[list[Any]]) -> list[str]:
     found: dict[str, list[int]] = {}
     for step in sorted({*before, *after}):
         was, now = before.get(step, []), after.get(step, [])
-        if was != now:
-            found.setdefault(_order(was, now), []).append(step)
+        for sentence in _order(was, now) if was != now else ():
+            found.setdefault(sentence, []).append(step)
     return [f"step {steps[0]}: {sentence}" for sentence, steps in found.items()]
 
 
-def _order(was: list[str], now: list[str]) -> str:
+def _order(was: list[str], now: list[str]) -> list[str]:
     parts = [f"{name} is called" for name in dict.fromkeys(now) if name not in was]
     parts += [f"{name} is not called" for name in dict.fromkeys(was) if name not in now]
     both = [name for name in dict.fromkeys(was) if name in now and was.count(name) != now.count(name)]
@@ -115,7 +134,7 @@ def _order(was: list[str], now: list[str]) -> str:
     if not parts:
         place = next(i for i, (a, b) in enumerate(zip(was, now, strict=True)) if a != b)
         parts = [f"{now[place]} is called before {was[place]}"]
-    return ", ".join(parts)
+    return parts
 
 
 def _texts(kind: str, old: Release, new: Release) -> list[Group]:

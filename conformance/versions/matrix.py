@@ -43,7 +43,7 @@ class Place:
 @dataclass
 class Release:
     """What came of a release. `verdicts`: run -> requirement -> verdict; `hooks` and `engine` as in observe; `snapshots`: run -> kind ->
-    text.
+    text; `messages`: what the first failure of a requirement says; `harness`: error of the harness -> runs.
 
     `problem`: why it could not be judged, or not to the end.
     """
@@ -58,6 +58,7 @@ class Release:
     fields: list[str] = field(default_factory=list)
     verdicts: dict[str, dict[str, str]] = field(default_factory=dict)
     messages: dict[str, str] = field(default_factory=dict)
+    harness: dict[str, list[str]] = field(default_factory=dict)
     hooks: dict[str, list[list[Any]]] = field(default_factory=dict)
     engine: dict[str, dict[str, list[str]]] = field(default_factory=dict)
     snapshots: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -159,6 +160,9 @@ def _read(release: Release, out: Path, settings: Settings, spec: Spec, *, all_ru
             collector.put(variant.id, rows)
             collector.capabilities = collector.capabilities or line["capabilities"]
             collector.sources = collector.sources or line["sources"]
+            if line["harness_error"]:
+                last = line["harness_error"].strip().splitlines()[-1]
+                release.harness.setdefault(last, []).append(variant.id)
             collector.notes[variant.id] = CaseNotes(variant.id, line["unmet"], harness_error=line["harness_error"])
             release.hooks[variant.id], release.engine[variant.id] = line["hooks"], line["engine"]
         elif line["type"] == "snapshot" and "texts" in line:
@@ -175,5 +179,5 @@ def _read(release: Release, out: Path, settings: Settings, spec: Spec, *, all_ru
     for row in rows:
         name = f"{row.case}[{row.engine}-{row.scheduling}-{row.runner}-d{row.depth}-b{row.block_size}]"
         release.verdicts.setdefault(name, {})[row.requirement] = row.verdict.value
-        if row.verdict in (Verdict.FAIL, Verdict.ERROR):
+        if row.verdict is Verdict.FAIL or row.verdict is Verdict.ERROR and not any(name in runs for runs in release.harness.values()):
             release.messages.setdefault(row.requirement, f"{name}, step {row.step}: {row.message}")

@@ -50,7 +50,7 @@ def _release(release: Release) -> dict[str, Any]:
     return {
         "release": release.release, "vllm": release.vllm, "verdict": release.verdict, "problem": release.problem,
         "reasons": found.reasons if found else [], "failed": found.failed if found else [],
-        "guarantees_broken": found.engine_failed if found else [], "messages": release.messages,
+        "guarantees_broken": found.engine_failed if found else [], "messages": release.messages, "harness_errors": release.harness,
         "status": {name: verdict.value for name, verdict in found.status.items()} if found else {},
         "counts": found.counts if found else {}, "runs": len(release.verdicts), "deaths": release.deaths,
         "snapshots": len(release.snapshots), "no_snapshot": release.no_snapshot, "warnings": release.warnings, "seconds": release.seconds,
@@ -84,6 +84,9 @@ def markdown(releases: Sequence[Release], changes: Sequence[Change], settings: S
         unable = sorted(set(each.no_snapshot.values()))
         out += [f"\n{each.release}: no snapshots of {len(each.no_snapshot)} runs: {unable[0]}"] if unable else []
     for release in releases:
+        for error, runs in release.harness.items():
+            more = f" and {len(runs) - 1} more" if len(runs) > 1 else ""
+            out.append(f"\n- {release.release}: the harness failed in `{runs[0]}`{more}: {_cut(error, 300)}")
         for requirement, text in release.messages.items():
             out.append(f"\n- {release.release}, `{requirement}`: {_cut(text, 400)}")
     for change in changes:
@@ -107,7 +110,7 @@ def _change(change: Change) -> list[str]:
         more = f" and {len(rest) - len(most)} more" if len(rest) > len(most) else ""
         out.append(f"- verdicts of single runs changed, the requirement's did not: {', '.join(f'`{n}` ({c})' for n, c in most)}{more}")
     out = ["The interface and the requirements:", "", *out, ""] if out else ["The interface and the requirements: nothing changed.", ""]
-    out += _section(f"Hooks of {change.compared} runs with the connector", change.order)
+    out += _section(f"Hooks of {change.order_compared} runs with the connector (those in which the engine does the same)", change.order)
     for title, groups in (
         ("Metadata and answers", change.metadata),
         ("Answers of other hooks", change.answers),
@@ -140,7 +143,10 @@ def _groups(groups: Sequence[Group]) -> list[str]:
 
 
 def _names(names: Iterable[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
+    """The names, or the first of them and how many more."""
+    listed = list(names)
+    more = f" and {len(listed) - 2 * LISTED} more" if len(listed) > 2 * LISTED else ""
+    return ", ".join(f"`{name}`" for name in listed[: 2 * LISTED]) + more
 
 
 def _words(verdict: str) -> str:
