@@ -143,7 +143,7 @@ def defects(
 
 @app.command()
 def drift() -> None:
-    """Which requirements rest on source that the installed vLLM has changed? Exit code 1: some do."""
+    """Which requirements rest on source that the installed vLLM has changed, and which hooks are new, gone or other? Exit code 1: some."""
     from kvconform import catalog
 
     raise typer.Exit(catalog.drift())
