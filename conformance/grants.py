@@ -20,7 +20,8 @@ class Grant:
 
     `tables` are the request's whole block tables at the grant, one per group, `shared` its blocks before the grant. `written[layer]` marks
     positions that the connector wrote, `late` (layer, position) that the engine read before. A grant is open from the allocation until
-    the engine relied on it (or it failed); `due` is the load.due event of one that was incomplete then and said nothing.
+    the engine relied on it (or it failed); `due` is the load.due event of one that was incomplete then and said nothing. `failed` are the
+    blocks that were reported so far, which may be steps before it is due; `given_up` means that the request was reported as a whole.
     """
 
     transfer: str
@@ -36,6 +37,8 @@ class Grant:
     started_step: int = 0
     late: set[tuple[int, int]] = field(default_factory=set)
     due: dict[str, Any] | None = None
+    failed: set[int] = field(default_factory=set)
+    given_up: bool = False
     written: np.ndarray = field(init=False)
     slots: np.ndarray = field(init=False)
 

@@ -141,7 +141,7 @@ class Observer(MetadataObserver):
             grant.started_step = self.trace.step
             self.oracle.grants.append(grant)
             for oracle in self.others:  # each rank is owed its own shard
-                oracle.grants.append(replace(grant, late=set(), groups=oracle.cache.groups, share=oracle.cache.share))
+                oracle.grants.append(replace(grant, late=set(), failed=set(), groups=oracle.cache.groups, share=oracle.cache.share))
         if is_async:
             self.hold(key[0], "recv", transfer, "async load")
 
@@ -202,6 +202,8 @@ class Observer(MetadataObserver):
         for req in sorted(failed):
             grant = self._open_async(req)
             self._fail(req, grant, sorted(grant.blocks) if grant else [], [])
+            if grant:
+                grant.given_up = True
         self.oracle.failed_reqs = {req for req in failed if self._open_async(req)}  # of a synchronous load the engine hears nothing here
         self.recved = list(recving)
 
@@ -218,7 +220,7 @@ class Observer(MetadataObserver):
             groups=len(self.oracle.cache.groups), is_async=bool(grant and grant.is_async),
         )  # fmt: skip
         self.failed.append(event)
-        if grant:
+        if grant and not grant.failed and not grant.given_up:  # the first report of it
             key = (grant.req, grant.generation, grant.end - grant.start)
             self.failed_claims[key] = self.failed_claims.get(key, 0) + 1
 
@@ -235,6 +237,7 @@ class Observer(MetadataObserver):
             hit = self.errors & grant.blocks
             if hit and grant.req not in self.oracle.failed_reqs:
                 self._fail(grant.req, grant, sorted(hit), [])
+                grant.failed |= hit
             left -= hit
         if left:
             self._fail(None, None, sorted(self.errors), sorted(left))

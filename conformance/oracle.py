@@ -236,7 +236,7 @@ class Oracle:
                 bad = self.cache.mismatches(layer, grant.slots[layer, there], rows[there, layer])
                 wrong.update(grant.start + int(there[i]) for i in bad)
         affected = grant.lacking()
-        reported = grant.req in self.failed_reqs or bool(affected) and affected <= self.failed_blocks
+        reported = grant.given_up or grant.req in self.failed_reqs or bool(affected) and affected <= self.failed_blocks | grant.failed
         event = self.trace.emit(
             "load.due", req=grant.req, generation=grant.generation, transfer=grant.transfer, granted=grant.end - grant.start,
             missing=missing, wrong=sorted(wrong), reported_failed=bool(reported), is_async=grant.is_async, local=grant.start,

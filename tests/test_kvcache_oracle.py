@@ -182,6 +182,17 @@ def test_a_reported_failure_is_neither_missing_without_notice_nor_wrong(shared: 
     assert not shared.events("kv.wrong") and not shared.oracle.overdue
 
 
+def test_a_failure_may_have_been_reported_in_a_step_before(shared: Machine) -> None:
+    def rest() -> None:
+        loader(shared, 6, 8)
+        shared.oracle.failed_blocks = {3}
+
+    shared.oracle.grants[-1].failed = {2}
+    load_step(shared, before=rest)
+    (due,) = shared.events("load.due")
+    assert (due["missing"], due["reported_failed"]) == ([4, 5, 8], True)
+
+
 def test_a_failure_report_must_cover_what_is_missing(shared: Machine) -> None:
     load_step(shared, before=lambda: setattr(shared.oracle, "failed_blocks", {3}))
     (due,) = shared.events("load.due")

@@ -120,7 +120,7 @@ class EngineExecution:
             if grant.is_async:
                 if grant.req not in self.scheduler.requests:
                     grant.open = False  # the engine took another rank's report for the last one
-                elif grant.req in self.reported_now or grant.req in self.oracle.failed_reqs:
+                elif grant.req in self.reported_now:  # a failure may be told in any step before
                     self.oracle.due(grant, self._chain(grant.req))
             elif state is not None and grant.req in self.ranks[-1].worker.scheduled:
                 self.oracle.due(grant, state.chain)

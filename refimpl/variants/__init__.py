@@ -35,6 +35,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "delayed": (f"{HERE}.loading:Delayed", {"load": "async", "async_saves": True, "save_delay": 3}),
     "unreliable": (f"{HERE}.loading:Unreliable", {}),
     "unreliable-async": (f"{HERE}.loading:Unreliable", {"load": "async"}),
+    "foresees-failures": (f"{HERE}.loading:ForeseesFailures", {"load": "async", "load_delay": 3}),
+    "in-parts": (f"{HERE}.loading:InParts", {"load": "async"}),
     "hybrid": (f"{HERE}.hybrid:HybridConnector", {}),
     "hybrid-async": (f"{HERE}.hybrid:HybridConnector", {"load": "async"}),
     "decoy": (f"{HERE}.decoy:Decoy", {}),

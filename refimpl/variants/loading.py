@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvconform.refimpl.connector import ReferenceConnector
-from kvconform.refimpl.plan import Load, Piece
+from kvconform.refimpl.plan import Load, Piece, ReferenceMetadata
 from kvconform.refimpl.tracking import Tracked
 
 if TYPE_CHECKING:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
@@ -70,3 +72,44 @@ class Unreliable(ReferenceConnector):
     def _load(self, load: Load, layers: Iterable[str]) -> None:
         self.loads += 1
         super()._load(load, layers)
+
+
+class ForeseesFailures(ReferenceConnector):
+    """Knows when an asynchronous load begins that half of it will not come (every other one). It says so at once and only then, steps
+    before the load is over; the other half is still written."""
+
+    loads = 0
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        for load in self._metadata().loads:
+            self.loads += 1
+            kept = len(load.pieces) // 2 if self.loads % 2 == 1 else len(load.pieces)
+            for piece in load.pieces[kept:]:
+                self._store.drop(piece.key)
+                self._invalid |= piece.blocks(self._block_size)
+            self._load_queue.add(replace(load, pieces=load.pieces[:kept]), self.options.load_delay)
+
+
+class InParts(ReferenceConnector):
+    """Spreads an asynchronous load over the metadata of several steps, a chunk in each. The last part is the one that is reported."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._rest: list[list[Load]] = []
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        metadata = super().build_connector_meta(scheduler_output)
+        assert isinstance(metadata, ReferenceMetadata)
+        self._rest += [list(_parts(load)) for load in metadata.loads]
+        now = tuple(parts.pop(0) for parts in self._rest)
+        self._rest = [parts for parts in self._rest if parts]
+        return replace(metadata, loads=now)
+
+
+def _parts(load: Load) -> Iterator[Load]:
+    """One load per piece. Those before the last are done in start_load_kv: nobody waits for them but the last."""
+    start = load.start
+    for piece in load.pieces:
+        end = start + len(piece.slots)
+        yield Load(load.req, start, end, (piece,), is_async=piece is load.pieces[-1])
+        start = end
