@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import venv
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
@@ -168,11 +169,14 @@ def install_matrix(session: nox.Session, base: Environment, releases: list[str],
     """An environment per release with `connector` (pip requirements) in it: a dict each, of `release` and either `python` or `problem`,
     one sentence. Two are installed at a time; one that cannot be does not end the session."""
 
+    one_at_a_time = threading.Lock()
+
     def install(release: str) -> dict[str, Any]:
         try:
             here = base.done["vllm"][0].partition("==")[2] == release
             env = base if here else install_release(session, base, f"vllm=={release}")
-            env = install_connector(session, env, connector) if connector else env
+            with one_at_a_time:  # pip builds a local package where it lies
+                env = install_connector(session, env, connector) if connector else env
         except Exception as error:  # whatever pip or the network says; the others go on
             return {"release": release, "problem": sentence(str(error)) or type(error).__name__}
         return {"release": release, "python": str(env.python)}

@@ -165,12 +165,17 @@ def test_one_run_per_case_scheduling_and_runner() -> None:
     assert observe.chosen(selection, all_runs=True) == selection.variants
 
 
-def test_what_is_asked_for_must_be() -> None:
-    def said(*arguments: str, capsys: Any = None) -> int:
-        return main(list(arguments))
+def test_what_is_asked_for_must_be(capsys: pytest.CaptureFixture[str]) -> None:
+    def said(*arguments: str) -> int:
+        code = main(list(arguments))
+        assert len(capsys.readouterr().err.splitlines()) == 1
+        return code
 
     assert said() == 2
     assert said("--at", "0.31.0") == 2
+    assert said("--at", "nightly=x") == 2
+    assert said("--at", "0.31.0=x", "--engine", "live") == 2
+    assert said("--at", "0.31.0=x", "--no-such-option") == 2
     assert said("--at", "0.31.0=x", "--at", "0.31.0=y") == 2
     assert said("--at", "0.31.0=x", "--plan", "/no/such/file") == 2
     assert said("--at", "0.31.0=x", "-k", "no.such.case") == 2

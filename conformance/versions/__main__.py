@@ -9,12 +9,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from kvconform.environment import check_connector_name
 from kvconform.errors import EnvironmentProblem, KvconformError, UsageError
@@ -26,9 +27,17 @@ from kvconform.versions import RELEASES, changes, matrix, page
 from kvconform.versions.matrix import Place, Release
 
 
-def parser() -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises UsageError."""
+        raise UsageError(f"{message} (--help shows the options)")
+
+
+def parser() -> Parser:
     """The options."""
-    found = argparse.ArgumentParser(prog="nox -s versions --", description=__doc__, allow_abbrev=False)
+    found = Parser(prog="nox -s versions --", description=__doc__, allow_abbrev=False)
     found.add_argument("--plan", metavar="FILE", help="JSON: a list of {release, python} or {release, problem}; nox writes it")
     found.add_argument("--at", action="append", default=[], metavar="RELEASE=PYTHON", help="a release and a Python that has it (repeat)")
     found.add_argument(
@@ -66,10 +75,9 @@ def places(options: argparse.Namespace) -> list[Place]:
     names = [place.release for place in found]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UsageError(f"release {twice} is there twice")
-    try:
-        return sorted(found, key=lambda place: version_key(place.release))
-    except ValueError as error:
-        raise UsageError(f"no release: {error}") from None
+    if odd := next((name for name in names if not re.match(r"\d+\.\d+", name)), None):
+        raise UsageError(f"{odd!r} is no release of vLLM, such as {RELEASES[-1]}")
+    return sorted(found, key=lambda place: version_key(place.release))
 
 
 def settings_of(options: argparse.Namespace) -> Settings:
@@ -94,7 +102,7 @@ def run(options: argparse.Namespace) -> int:
     snapshots = not options.no_snapshots
     at_once = options.jobs or matrix.jobs(len(where))
     folder = Path(settings.report_dir)
-    print(f"kvconform versions: {settings.connector} in {len(where)} releases, {at_once} at a time", flush=True)
+    print(f"kvconform versions: {settings.connector} in {len(where)} release{'s' * (len(where) > 1)}, {at_once} at a time", flush=True)
     lock = threading.Lock()
 
     def tell(release: Release) -> None:
