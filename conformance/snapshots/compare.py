@@ -260,6 +260,8 @@ def _order(was: list[str], now: list[str]) -> str:
 
 # -- stored KV --------------------------------------------------------------------------------------------------------------------
 def _stored(old: list[Line], new: list[Line]) -> Iterator[str]:
+    outside = [[line for line in lines if not line.label.startswith("request ")] for lines in (old, new)]
+    yield from _flat_changes("", *outside)  # how the run ended, why nothing was read back
     before, after = dict(_blocks(old)), dict(_blocks(new))
     for (req, block), was in before.items():
         now = after.get((req, block))
@@ -290,5 +292,3 @@ def _blocks(lines: list[Line]) -> Iterator[tuple[tuple[str, str], str]]:
         if line.label.startswith("request "):
             for child in line.below:
                 yield (line.label.removeprefix("request "), child.label), child.value
-        else:
-            yield ("", line.label), line.value

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 import numpy as np
 import safetensors.numpy
 
-from kvconform.snapshots.record import HookCall, Recording
+if TYPE_CHECKING:
+    from kvconform.snapshots.record import HookCall, Recording
 
 KINDS = ("metadata", "stored", "hooks", "answers")
 FORMAT = "kvconform snapshot 1"
