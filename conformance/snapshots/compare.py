@@ -265,12 +265,14 @@ def _stored(old: list[Line], new: list[Line]) -> Iterator[str]:
     before, after = dict(_blocks(old)), dict(_blocks(new))
     for (req, block), was in before.items():
         now = after.get((req, block))
-        if now is None:
+        if now is None and block == "came back":
+            yield f"request {req} is not asked for any more ({was} came back)"
+        elif now is None:
             yield f"{block} of request {req} does not come back any more (it held {_holds(was)})"
         elif now != was:
             yield _block(req, block, was, now)
     for (req, block), now in after.items():
-        if (req, block) not in before:
+        if (req, block) not in before and block != "came back":
             yield f"{block} of request {req} comes back now, with {_holds(now)}"
 
 
