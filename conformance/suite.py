@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvconform.case import Variant
@@ -25,7 +25,8 @@ from kvconform.shard import Shard, parse, part
 class Selection:
     """`judged`: requirements to judge; `shown`: those whose rows are wanted; `switched_off`: variants that the operator disabled (not in
     `variants`); `narrowed`: whether part of the profile was left out, so that missing rows mean nothing; `shard`: the part of all this that
-    `variants` and `switched_off` are."""
+    `variants` and `switched_off` are; `beyond`: cases and requirements of other vLLM releases; `without`: runs on a model runner that
+    does not know connectors yet."""
 
     variants: list[Variant]
     judged: list[str]
@@ -34,6 +35,8 @@ class Selection:
     switched_off: list[Variant] = field(default_factory=list)
     narrowed: bool = False
     shard: Shard | None = None
+    beyond: tuple[Sequence[str], Sequence[str]] = ((), ())
+    without: int = 0
 
     @property
     def partial(self) -> bool:
@@ -58,17 +61,20 @@ def select(spec: Spec, settings: Settings, vllm: str) -> Selection:
     wanted_cases, wanted_requirements, wanted_variants = _wanted(spec, settings)
     if wanted_cases is not None:
         cases = [name for name in spec.cases if name in wanted_cases]
-    cases = [name for name in cases if not known or spec.cases[name].in_force(vllm)]
+    later = [name for name in cases if known and not spec.cases[name].in_force(vllm)]
+    cases = [name for name in cases if name not in later]
     shown = judged
     if wanted_requirements is not None and wanted_cases is None:  # beside a case, naming a requirement hides nothing
         shown = [name for name in spec.requirements if name in wanted_requirements]
         judged = list(dict.fromkeys([*judged, *shown]))
     found = Selection([], judged, shown, _matching(settings.disable, spec.requirements))
     found.narrowed = bool(settings.select) or settings.engine != "all" or settings.scheduling != "all" or settings.trace is not None
+    found.beyond = later, [name for name in spec.requirements if known and not spec.requirements[name].in_force(vllm)]
     off = set(_matching(settings.disable, spec.cases))
     for name in cases:
         for variant in spec.cases[name].variants(settings.engines, settings.schedulings):
             if known and not runs_on(variant.runner, vllm):
+                found.without += 1
                 continue
             if wanted_variants is None or variant.id in wanted_variants or variant.case.id in wanted_variants:
                 (found.switched_off if name in off else found.variants).append(variant)

@@ -3,14 +3,19 @@
 
 from __future__ import annotations
 
+import io
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from kvconform import compat, compat_output, compat_worker, environment
 from kvconform.errors import EnvironmentProblem
 from kvconform.expectations import OutputsE
+from kvconform.load import load_spec
+from kvconform.report.terminal import header, make_console
+from kvconform.settings import Settings
+from kvconform.suite import select
 
 
 class Reset11:
@@ -197,3 +202,19 @@ def test_a_newer_release_runs_with_a_warning_and_an_older_one_not_at_all(monkeyp
     assert "newer than any" in warning
     with pytest.raises(EnvironmentProblem, match="too old"):
         checked("0.10.2")
+
+
+def test_what_a_release_cannot_be_brought_to_is_named_before_the_run() -> None:
+    old, new = (select(load_spec(), Settings(), version) for version in ("0.11.2", environment.NEWEST))
+    assert "lifecycle.reset-connector" in old.beyond[0]
+    assert "engine.saves-before-results" in old.beyond[1]
+    assert old.without > 0
+    assert not any(variant.case.id in old.beyond[0] for variant in old.variants)
+    assert (list(new.beyond[0]), new.without) == ([], 0)
+
+    console = make_console(io.StringIO())
+    header(console, cast(Any, SimpleNamespace(settings=Settings(), selection=old, vllm="0.11.2")), ())
+    said = " ".join(cast(io.StringIO, console.file).getvalue().split())
+    assert "this vLLM cannot be brought to:" in said
+    assert "lifecycle.reset-connector" in said
+    assert f"{len(old.beyond[1])} requirements that do not hold in this vLLM" in said

@@ -18,6 +18,7 @@ from kvconform import __version__
 from kvconform.aggregate import Aggregate
 from kvconform.claims import mismatches
 from kvconform.collector import CaseNotes, Collector
+from kvconform.environment import RUNNER_V2
 from kvconform.report import repro
 from kvconform.report.causes import by_cause
 from kvconform.requirement import Requirement
@@ -53,6 +54,13 @@ def header(console: Console, collector: Collector, warnings: Sequence[str], *, j
     shard = f" (shard {selection.shard} of the selection)" if selection.shard else ""
     by = f"{joined} shards" if joined else f"{settings.workers} worker{'s' if settings.workers > 1 else ''}"
     console.print(f"selection   {runs}{shard} · {by}")
+    cases, requirements = selection.beyond
+    if cases:
+        console.print(f"not run     this vLLM cannot be brought to: {', '.join(cases)}")
+    if selection.without:
+        console.print(f"not run     {selection.without} runs on model runner V2, which knows no connectors before vLLM {RUNNER_V2}")
+    if requirements and not selection.narrowed:
+        console.print(f"not judged  {len(requirements)} requirements that do not hold in this vLLM (docs/supported-versions.md)")
     if settings.file:
         console.print(f"settings    {escape(settings.file)}")
     for warning in warnings:
