@@ -109,8 +109,8 @@ def list_(what: Annotated[str, typer.Argument(metavar="[requirements|cases|profi
 
 
 @app.command()
-def explain(identifier: Annotated[str, typer.Argument(metavar="ID", help="a requirement or a case")]) -> None:
-    """Everything that is known about a requirement or a case."""
+def explain(identifier: Annotated[str, typer.Argument(metavar="ID", help="a requirement, a case or a planted defect")]) -> None:
+    """Everything that is known about a requirement, a case or a planted defect."""
     from kvconform.explain import explain as text_of
     from kvconform.load import load_spec
 
@@ -130,7 +130,9 @@ def lint(
 
 @app.command()
 def defects(
-    ids: Annotated[Texts, typer.Argument(metavar="[ID]...", help="default: all", show_default=False)] = None,
+    ids: Annotated[
+        Texts, typer.Argument(metavar="[ID]...", help="defects, or requirements (all of theirs) [all]", show_default=False)
+    ] = None,
     workers: Annotated[int, _option("--workers", "-n", metavar="N", help="worker processes [one per CPU, at most 4]")] = 0,
     report_dir: Annotated[Text, _option("--report-dir", metavar="DIR", help="where kill-matrix.json and .md go")] = None,
     strict: Annotated[bool, _option("--strict", help="a MUST that no defect violates is a failure")] = False,

@@ -6,11 +6,12 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from functools import cache
@@ -50,11 +51,17 @@ def examine(defect: Defect, spec: Spec, tmp: Path, note: Path | None = None) -> 
                 if report.harness_error:
                     outcome.problem = f"the harness broke on {variant.id}: {report.harness_error.splitlines()[-1]}"
                     return outcome
-                outcome.take(variant.id, report.rows)
+                outcome.take(variant.id, report.rows, defect.fails)
     finally:
         watchdog.stop()
         outcome.seconds = round(time.perf_counter() - start, 2)
-    outcome.problem = difference(defect, set(outcome.failed))
+    return settled(outcome, defect)
+
+
+def settled(outcome: Outcome, defect: Defect) -> Outcome:
+    """The outcome of all runs, compared with what is listed. Changes and returns it."""
+    outcome.passed_by = {name: verdicts for name, verdicts in outcome.passed_by.items() if name not in outcome.failed}
+    outcome.problem = difference(defect, set(outcome.failed), outcome.passed_by)
     return outcome
 
 
@@ -76,11 +83,19 @@ def _has_own_options(defect: Defect) -> bool:
     return defect.connector != REFERENCE and not issubclass(Target(defect.connector, {}).resolve(), ReferenceConnector)
 
 
-def difference(defect: Defect, failed: set[str]) -> str:
-    """How the failed requirements differ from those listed; empty if they do not."""
+def difference(defect: Defect, failed: set[str], verdicts: Mapping[str, Mapping[str, int]] | None = None) -> str:
+    """How the failed requirements differ from those listed; empty if they do not.
+
+    `verdicts`: of requirements that did not fail, what they said and how often. One that never passed was not at stake.
+    """
     missed, extra = sorted(set(defect.fails) - failed), sorted(failed - set(defect.fails) - set(defect.may))
-    parts = [f"not caught by {', '.join(missed)}"] * bool(missed) + [f"also fails {', '.join(extra)}"] * bool(extra)
-    return "; ".join(parts)
+    silent = {name: said for name in missed if (said := (verdicts or {}).get(name)) and "PASS" not in said}
+    judged = [name for name in missed if name not in silent]
+    parts = [f"not caught by {', '.join(judged)}"] * bool(judged)
+    for name, said in silent.items():
+        runs = f"in all {sum(said.values())} runs" if sum(said.values()) > 1 else "in the one run"
+        parts.append(f"{name} was {' or '.join(said)} {runs} of {', '.join(defect.cases)}")
+    return "; ".join([*parts, *[f"also fails {', '.join(extra)}"] * bool(extra)])
 
 
 @cache
@@ -118,9 +133,9 @@ def examine_apart(defect: Defect, spec: Spec, tmp: Path) -> Outcome:
         return outcome
     judged = [requirement.id for requirement in in_force(spec)]
     selection = Selection([variant], judged, judged, [])
-    outcome.take(variant.id, [row.to_dict() for row in crash.rows_of(left, variant, spec, selection, defect.capabilities, False)])
-    outcome.problem = difference(defect, set(outcome.failed))
-    return outcome
+    rows = [row.to_dict() for row in crash.rows_of(left, variant, spec, selection, defect.capabilities, False)]
+    outcome.take(variant.id, rows, defect.fails)
+    return settled(outcome, defect)
 
 
 def _examine_into(name: str, note: Path, result: Path) -> None:
@@ -135,12 +150,23 @@ def _scratch() -> str | None:
 
 def run_defects(names: list[str], jobs: int) -> Iterator[Outcome]:
     """Examine the named defects (none: all) in `jobs` processes, then make their control runs. UsageError for an unknown name."""
-    known = _known()
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise UsageError(f"unknown defect {unknown[0]!r}; known are {', '.join(known)}")
+    names = named(names)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # of the processes that do it
-    return _outcomes(names or list(known), jobs)
+    return _outcomes(names or list(_known()), jobs)
+
+
+def named(ids: Iterable[str]) -> list[str]:
+    """The defects of these ids; a requirement stands for those that it has to find. UsageError for what is neither, or has none."""
+    found: dict[str, None] = {}
+    for name in ids:
+        mine = [name] if name in _known() else [each.id for each in _known().values() if name in each.fails]
+        if not mine and name in _spec().requirements:
+            raise UsageError(f"no defect violates {name}")
+        if not mine:
+            close = difflib.get_close_matches(name, [*_known(), *_spec().requirements], 3)
+            raise UsageError(f"there is no defect or requirement {name!r}" + (f"; did you mean {' or '.join(close)}?" if close else ""))
+        found.update(dict.fromkeys(mine))
+    return list(found)
 
 
 def _outcomes(names: list[str], jobs: int) -> Iterator[Outcome]:

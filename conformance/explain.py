@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text of `kvconform explain ID`: everything that the specification knows about a requirement or a case, for a terminal."""
+"""The text of `kvconform explain ID`: everything that the specification knows about a requirement, a case or a defect, for a terminal."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ WIDTH = 100
 
 
 def explain(spec: Spec, name: str, exercised_by: Mapping[str, Iterable[str]] | None = None) -> str:
-    """The text about requirement or case `name`. `exercised_by`: case ids per requirement, known from a run. UsageError if unknown."""
+    """The text about requirement, case or defect `name`. `exercised_by`: case ids per requirement, known from a run. UsageError."""
     texts = []
     if name in spec.requirements:
         texts.append(requirement(spec, spec.requirements[name], exercised_by.get(name) if exercised_by is not None else None))
     if name in spec.cases:
         texts.append(case(spec, spec.cases[name]))
+    if name in spec.defects:
+        texts.append(defect(spec, spec.defects[name]))
     if texts:
         return "\n".join(texts)
-    close = difflib.get_close_matches(name, [*spec.requirements, *spec.cases], 3)
-    raise UsageError(f"there is no requirement or case {name!r}" + (f"; did you mean {' or '.join(close)}?" if close else ""))
+    close = difflib.get_close_matches(name, [*spec.requirements, *spec.cases, *spec.defects], 3)
+    raise UsageError(f"there is no requirement, case or defect {name!r}" + (f"; did you mean {' or '.join(close)}?" if close else ""))
 
 
 def requirement(spec: Spec, req: Requirement, exercised_by: Iterable[str] | None = None) -> str:
@@ -46,7 +48,27 @@ def requirement(spec: Spec, req: Requirement, exercised_by: Iterable[str] | None
     related = list(exercised_by) if exercised_by is not None else cases_about(spec, req)
     if related:
         parts += ["", "Exercised by" if exercised_by is not None else "Cases about the same rules or bugs", _wrap(", ".join(related))]
+    broken = [f"  {each['id']}: {' '.join(each.get('text', '').split())}" for each in defects_of(spec, req.id)]
+    if broken:
+        parts += ["", "Planted defects that it finds", *broken]
     return "\n".join(parts) + "\n"
+
+
+def defects_of(spec: Spec, name: str) -> list[dict[str, Any]]:
+    """The entries of spec/defects.yaml that requirement `name` has to find."""
+    return [each for each in spec.defects.values() if name in each.get("fails", ())]
+
+
+def defect(spec: Spec, entry: Mapping[str, Any]) -> str:
+    """All about one planted defect."""
+    parts = [f"{entry['id']} (planted defect)", "", _wrap(entry.get("text", ""))]
+    for title, kind in (("Found by", "fails"), ("May fail besides", "may")):
+        names = [(name, spec.requirements.get(name)) for name in entry.get(kind, ())]
+        if names:
+            parts += ["", title, *(f"  {name}" + (f": {' '.join(req.text.split())}" if req else "") for name, req in names)]
+    told = {key: plain(value) for key, value in entry.items() if key not in ("id", "text", "fails", "may")}
+    told["defined"] = spec.places.get(f"defect:{entry['id']}", "")
+    return "\n".join([*parts, "", "Facts", *(f"  {key:<14}{value}" for key, value in told.items() if value)]) + "\n"
 
 
 def cases_about(spec: Spec, req: Requirement) -> list[str]:
@@ -100,7 +122,6 @@ def _facts(spec: Spec, req: Requirement) -> list[str]:
         "engines": ", ".join(req.engines),
         "rules": ", ".join(req.rules),
         "bugs": ", ".join(req.bugs),
-        "defects": ", ".join(req.defects),
         "blocked": "after an earlier failure of the same run: it can only be a consequence" if req.consequence else "",
         "defined": spec.places.get(f"requirement:{req.id}", ""),
     }

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ FAILED = ("FAIL", "ERROR", "XPASS")
 class Outcome(BaseModel):
     """What became of one defect. `failed` maps requirements to the runs that failed them, `found` to what the first of them said.
 
-    `problem` is empty if all is as listed.
+    `passed_by`: what those said that should have failed and did not, and how often. `problem` is empty if all is as listed.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -29,12 +29,16 @@ class Outcome(BaseModel):
     defect: str
     failed: dict[str, list[str]] = {}
     found: dict[str, str] = {}
+    passed_by: dict[str, dict[str, int]] = {}
     problem: str = ""
     seconds: float = 0.0
 
-    def take(self, run: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Enter the failures among the rows of one run."""
+    def take(self, run: str, rows: Iterable[Mapping[str, Any]], wanted: Container[str] = ()) -> None:
+        """Enter the failures among the rows of one run, and of the `wanted` requirements the other verdicts."""
         for row in rows:
+            if row["requirement"] in wanted and row["verdict"] not in FAILED:
+                verdicts = self.passed_by.setdefault(row["requirement"], {})
+                verdicts[str(row["verdict"])] = verdicts.get(str(row["verdict"]), 0) + 1
             if row["verdict"] in FAILED:
                 self.failed.setdefault(row["requirement"], []).append(run)
                 self.found.setdefault(row["requirement"], row.get("message", ""))

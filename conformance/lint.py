@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lint: what is wrong with the specification although it loads. Rules are numbered and never renumbered; `RULES` says what each is.
+"""Lint: what is wrong with the specification although it loads. Rules are numbered and never renumbered (there
+is no L016 any more); `RULES` says what each is.
 
 What cannot be loaded at all (unknown keys, steps, events, fields; duplicate keys and ids; broken expressions) is reported by
 kvconform.load as `file:line: sentence`; `L001` carries those sentences here, so that one command shows everything.
@@ -29,7 +30,6 @@ RULES: dict[str, str] = {
     "L013": "no good example triggers the check",
     "L014": "a case is longer than 40 lines",
     "L015": "unknown bug id",
-    "L016": "unknown defect id",
     "L017": "rule number outside R001-R230",
     "L018": "no source",
     "L019": "the source's symbol does not exist in the installed vLLM",

@@ -174,7 +174,6 @@ class Requirement(Model):
     right: str | None = None
     good: list[Any] = []
     bad: list[Any] = []
-    defects: list[str] = []
     bugs: list[Annotated[str, Field(pattern=r"^B\d{3}$")]] = []
 
     @model_validator(mode="after")

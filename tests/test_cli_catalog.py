@@ -52,7 +52,10 @@ def test_lint_of_broken_yaml(capsys: pytest.CaptureFixture[str], tmp_path: Path)
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("explain", "hook.terminate"), "kvconform: there is no requirement or case 'hook.terminate'; did you mean hook.terminates"),
+        (
+            ("explain", "hook.terminate"),
+            "there is no requirement, case or defect 'hook.terminate'; did you mean hook.terminates",
+        ),
         (("list", "bugs"), "kvconform: list what? 'bugs' is none of requirements, cases, profiles"),
         (("lint", "/no/such/directory"), "kvconform: there is no directory /no/such/directory"),
         (("run", "--engine", "fast"), "kvconform: the command line: engine: input should be 'reference', 'vllm' or 'all' (it is 'fast')"),

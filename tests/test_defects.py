@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from kvconform import control_runs
 from kvconform.defect import Defect, load_defects
-from kvconform.defects import difference, examine, examine_apart, main
+from kvconform.defects import difference, examine, examine_apart, main, named
 from kvconform.errors import UsageError
 from kvconform.kill_matrix import KillMatrix, Outcome, build, summary
 from kvconform.load import load_spec
@@ -144,6 +144,27 @@ def test_an_outcome_that_is_not_as_listed_is_a_problem() -> None:
     assert difference(defect, set(defect.fails)) == ""
     assert difference(defect, set()) == "not caught by identity.content, lookup.identity"
     assert difference(defect, {*defect.fails, "hook.no-raise"}) == "also fails hook.no-raise"
+
+
+def test_what_was_never_at_stake_is_told_from_what_passed(tmp_path: Path) -> None:
+    defect = Defect(**PLAIN | {"fails": ["hook.no-raise", "reset.answer"]})
+    verdicts = {"hook.no-raise": {"PASS": 1, "NOT_EXERCISED": 1}, "reset.answer": {"NOT_EXERCISED": 2}}
+    wanted = "not caught by hook.no-raise; reset.answer was NOT_EXERCISED in all 2 runs of lifecycle.hook-order"
+    assert difference(defect, set(), verdicts) == wanted
+    assert difference(defect, {"reset.answer"}, verdicts) == "not caught by hook.no-raise"
+    sound = Defect(**PLAIN | {"connector": "kvconform.refimpl.variants.loading:Undecided", "fails": ["reset.answer"]})
+    outcome = examine(sound, SPEC, tmp_path)
+    assert outcome.problem.startswith("reset.answer was NOT_EXERCISED in ") and list(outcome.passed_by) == ["reset.answer"]
+
+
+def test_a_requirement_stands_for_its_defects() -> None:
+    assert named(["float-count"]) == ["float-count"]
+    found = named(["load.only-grant", "loads-over-local-prefix"])
+    assert found == [name for name, each in DEFECTS.items() if "load.only-grant" in each.fails] and len(found) > 1
+    with pytest.raises(UsageError, match=r"^there is no defect or requirement 'flat-count'; did you mean float-count"):
+        named(["flat-count"])
+    with pytest.raises(UsageError, match=r"^there is no defect or requirement 'zzzz'$"):
+        named(["zzzz"])
 
 
 def test_the_matrix_says_what_nothing_kills() -> None:

@@ -35,6 +35,15 @@ def test_everything_can_be_explained(spec: Spec) -> None:
         )
 
 
+def test_a_requirement_names_its_defects_and_they_can_be_explained(spec: Spec) -> None:
+    assert "Planted defects that it finds\n" in explain(spec, "load.only-grant")
+    assert "  loads-over-local-prefix: " in explain(spec, "load.only-grant")
+    for name, entry in spec.defects.items():
+        text = explain(spec, name)
+        assert text.startswith(f"{name} (planted defect)\n") and all(f"\n  {wanted}: " in text for wanted in entry["fails"])
+        assert "defined       spec/defects.yaml:" in text
+
+
 def test_what_a_run_showed_is_preferred(spec: Spec) -> None:
     name = next(iter(spec.requirements))
     assert "Exercised by\n  case.x, case.y\n" in explain(spec, name, {name: ["case.x", "case.y"]})

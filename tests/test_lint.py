@@ -92,7 +92,6 @@ def test_a_clean_specification(tmp_path: Path) -> None:
         ("L012", {"bad": [{"k": "lookup", "tokens": 4, "local": 4}]}, "bad[0]: the check of lookup.last-token cannot be evaluated"),
         ("L013", {"good": [{"k": "lookup", "tokens": 0}]}, "no good example triggers"),
         ("L015", {"bugs": ["B132", "B133"]}, "there is no bug B133"),
-        ("L016", {"defects": ["known", "unknown"]}, "unknown defect unknown"),
         ("L017", {"rules": ["R230", "R231", "R001", "R000"]}, "there is no rule R231"),
         ("L018", {"source": None}, "names no source"),
         ("L019", {"source": {"file": "v1/core.py", "symbol": "Scheduler.step"}}, "v1/core.py of vLLM 0.32.0+cpu has no Scheduler.step"),
