@@ -110,7 +110,7 @@ class ForgetsTheMixin(ReferenceConnector):
 
 @fault(KVConnectorFactory, "supports_hma_config")
 def turns_hybrid_off(supports: Any, transfer: Any) -> bool:
-    """Takes no connector for one that supports several groups: until 0.22 none was asked (B096)."""
+    """Takes no connector for one that supports several groups: until 0.21 none was asked (B096)."""
     return False
 
 
