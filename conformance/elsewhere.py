@@ -97,7 +97,7 @@ def run_elsewhere(variant: Variant, target: Target, *, seed: int, tmp: Path, cap
 
     job = {
         "case": variant.case.model_dump(mode="json", by_alias=True, exclude_defaults=True), "axes": variant.axes, "target": asdict(target),
-        "seed": seed, "tmp": str(tmp), "caps": caps,
+        "seed": seed, "tmp": str(tmp), "caps": caps, "path": sys.path,
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "kvconform.elsewhere"], input=json.dumps(job), capture_output=True, text=True, timeout=120,
@@ -111,11 +111,12 @@ def run_elsewhere(variant: Variant, target: Target, *, seed: int, tmp: Path, cap
 
 def main() -> None:
     """Entry of the other interpreter: a job as JSON on stdin, the run as one line of JSON on stdout."""
+    job = json.load(sys.stdin)
+    sys.path[:] = [*job["path"], *(folder for folder in sys.path if folder not in job["path"])]  # where the connector's package is
     from kvconform.case import Case, Variant
     from kvconform.runner import run_variant
     from kvconform.target import Target
 
-    job = json.load(sys.stdin)
     case = Case.model_validate(job["case"], strict=False)
     run = run_variant(Variant(case, **job["axes"]), Target(**job["target"]), seed=job["seed"], tmp=Path(job["tmp"]), caps=job["caps"])
     print()

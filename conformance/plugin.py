@@ -74,6 +74,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(worker, WORKER)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A run of the cases collects nothing else: sessions of snapshots have a plugin of their own."""
+    return True if _active(config) and collection_path == Path(__file__).parent / "snapshots" else None
+
+
 def _controller(config: pytest.Config) -> Any:
     """The controller: that of `kvconform run`, or one with the settings merged here. pytest.UsageError for bad ones."""
     preset = config.pluginmanager.get_plugin(PRESET)
