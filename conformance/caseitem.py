@@ -86,12 +86,13 @@ class Worker:
         self._number += 1
         tmp = self.scratch / f"{self.name}-{self._number}"
         payload: Payload
+        details = None
         try:
             if self._judge is None:
                 self._prepare(tmp)
             payload = self._run(variant, tmp)
         except KvconformError as error:
-            payload = {"abort": (error.code, error.message)}
+            payload, details = {"abort": (error.code, error.message)}, error.details
         except (Exception, SystemExit, watchdog.HookTimeout) as error:  # whatever comes through here is the harness's fault
             payload = self._error(variant, error)
         finally:
@@ -99,7 +100,7 @@ class Worker:
                 shutil.rmtree(tmp, ignore_errors=True)
         item.stash[PAYLOAD] = normalised(json.dumps(payload, ensure_ascii=False), tmp)
         if "abort" in payload:
-            pytest.fail(payload["abort"][1], pytrace=False)
+            pytest.fail(f"{details or ''}{payload['abort'][1]}", pytrace=False)  # --debug shows it
         bad = [row for row in payload["rows"] if row["verdict"] == "ERROR" or (row["verdict"] == "FAIL" and row.get("gating", True))]
         if bad:
             pytest.fail("\n".join(f"{row['requirement']}: {row.get('message') or row['verdict']}" for row in bad), pytrace=False)

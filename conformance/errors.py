@@ -5,13 +5,13 @@ from __future__ import annotations
 
 
 class KvconformError(Exception):
-    """Base of errors meant for a person: `message` is one sentence that says what to do. Exit code `code`."""
+    """Base of errors meant for a person: `message` is one sentence that says what to do, `details` what --debug adds. Exit code `code`."""
 
     code = 3
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, details: str | None = None) -> None:
         super().__init__(message)
-        self.message = message
+        self.message, self.details = message, details
 
 
 class UsageError(KvconformError):
@@ -24,3 +24,14 @@ class EnvironmentProblem(KvconformError):
     """The environment or the harness is at fault: vLLM missing or too old, a worker that cannot start. Exit code 3."""
 
     code = 3
+
+
+def one_line(error: BaseException) -> str:
+    """Type and text of an error, and of its cause, in one line of at most 300 characters: of a configuration that vLLM refuses what its
+    validators said, not how many."""
+    problems = getattr(error, "errors", None) if type(error).__name__ == "ValidationError" else None
+    said = "; ".join(str(problem.get("msg")) for problem in problems()) if callable(problems) else str(error)
+    text = f"{type(error).__name__}: {said}".splitlines()[0]
+    if error.__cause__ is not None:
+        text += f" (from {type(error.__cause__).__name__}: {error.__cause__}".splitlines()[0] + ")"
+    return text[:300]

@@ -18,7 +18,7 @@ from kvconform.driver import Driver, Stalled, Watcher
 from kvconform.elsewhere import FirstPartEnded, process_restart, run_elsewhere, run_first_part
 from kvconform.engines.fault import EngineFault
 from kvconform.engines.setup import HEAD_DIM, HEADS, LAYERS
-from kvconform.errors import KvconformError
+from kvconform.errors import KvconformError, one_line
 from kvconform.kernels.codes import CodeBook
 from kvconform.lost import lost, note_unfilled
 from kvconform.multi import inside
@@ -41,7 +41,7 @@ _frozen = False
 
 @dataclass
 class Run:
-    """One engine run: its trace, the capabilities it was judged by and the channels that the engine has."""
+    """One engine run: its trace, the capabilities it was judged by, the channels that the engine has, and the traceback of a crash."""
 
     variant: Variant
     relation: str
@@ -50,6 +50,7 @@ class Run:
     channels: frozenset[str]
     harness_error: str | None = None
     unmet: list[str] = field(default_factory=list)
+    traceback: str | None = None
 
 
 def run_variant(
@@ -160,8 +161,8 @@ def _crashed(run: Run, trace: Trace, driver: Driver | None, error: BaseException
         where, hook = "hook", "__init__"
     elif illegal := [e for e in trace.events if e["k"] == "hook.returned" and (e["mutated_args"] or not e["value_ok"])]:
         where, cause = "engine", illegal[-1]["seq"]  # no engine need bear it
-    text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-    trace.emit("engine.crash", where=where, error=text, hook=hook, cause_seq=cause)
+    trace.emit("engine.crash", where=where, error=one_line(error), hook=hook, cause_seq=cause)
+    run.traceback = "".join(traceback.format_exception(error))[-6000:]
     if where == "harness":
         run.harness_error = "".join(traceback.format_exception(error))[-3000:]
     if not any(e["k"] == "run.end" for e in trace.events):  # a shutdown that raises comes after it

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvconform import watchdog
 from kvconform.case import Variant
-from kvconform.errors import EnvironmentProblem, UsageError
+from kvconform.errors import EnvironmentProblem, UsageError, one_line
 from kvconform.settings import Settings
 from kvconform.target import Target
 
@@ -36,7 +36,8 @@ def check(target: Target, tmp: Path, limit: float) -> None:
         try:
             import kvconform.compat  # noqa: F401  # prepares the environment for vLLM, and imports it
         except Exception as error:  # vLLM's import runs code of many packages
-            raise EnvironmentProblem(f"vLLM cannot be imported, or lacks what kvconform needs: {_one_line(error)}") from error
+            raise EnvironmentProblem(f"vLLM cannot be imported, or lacks what kvconform needs: {one_line(error).rstrip('.')}") from error
+    from kvconform.api import inspect_class
     from kvconform.plain import Plain, plain_case
     from kvconform.runner import run_variant
 
@@ -46,14 +47,18 @@ def check(target: Target, tmp: Path, limit: float) -> None:
     run = run_variant(variant, target, seed=0, tmp=tmp / "smoke")
     crash = next((e for e in run.trace if e["k"] == "engine.crash"), None)
     if crash is not None and crash["hook"] == "__init__":
-        raise UsageError(f"the constructor of {target.connector} raised {crash['error']} (is its --extra-config right?)")
+        if not next(inspect_class(target.resolve(), {}, None))[1]:
+            return  # its shape is what vLLM refuses: api.constructor and lifecycle.constructs say so in every case
+        sentence = f"the constructor of {target.connector} raised {crash['error'].rstrip('.')} (is its --extra-config right?)"
+        raise UsageError(sentence, run.traceback)
     if crash is not None and crash["where"] == "hook" and crash["step"] == 0:
         advice = (
             "it cannot run on this machine; --half scheduler judges its scheduler half alone"
             if target.half == "both"
             else "it cannot start"
         )
-        raise EnvironmentProblem(f"{crash['hook']} of {target.connector} raised {crash['error']} before the first request: {advice}")
+        sentence = f"{crash['hook']} of {target.connector} raised {crash['error']} before the first request: {advice}"
+        raise EnvironmentProblem(sentence, run.traceback)
 
 
 @contextlib.contextmanager
@@ -63,7 +68,3 @@ def _in_time(what: str, limit: float) -> Any:
             yield
     except watchdog.HookTimeout:
         raise UsageError(f"the {what} did not end within {limit:g} s") from None
-
-
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:300].rstrip(".")

@@ -13,6 +13,7 @@ from kvconform import compat, watchdog
 from kvconform.api import inspect_class
 from kvconform.compat import KVConnectorFactory, KVConnectorRole
 from kvconform.engines.ranks import Rank, in_place
+from kvconform.errors import one_line
 from kvconform.kvcache import PagedCache
 from kvconform.probe import wrap_instance_hooks
 from kvconform.remote import RemoteHalf
@@ -29,7 +30,7 @@ def noted(trace: Trace, op: str) -> Iterator[None]:
         with watchdog.hook("__init__" if op == "start" else op):
             yield
     except Exception as error:
-        event["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        event["error"] = one_line(error)
         raise
 
 
@@ -39,7 +40,7 @@ def refused(trace: Trace, cls: type, error: Exception, config: Any = None) -> No
     found = inspect_class(cls, {}, config)
     for item, ok, detail in [next(found)] if config is None else found:
         trace.emit("api", item=item, ok=ok, detail=detail)
-    trace.emit("engine.lifecycle", op="start", pid=0, error=f"{type(error).__name__}: {error}".splitlines()[0][:300])
+    trace.emit("engine.lifecycle", op="start", pid=0, error=one_line(error))
 
 
 def start_worker_half(config: Any, cache_config: Any, cache: PagedCache, target: Target, *, relation: str) -> Any:
