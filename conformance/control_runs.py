@@ -45,8 +45,7 @@ def sound(connector: str) -> str:
     from kvconform.target import Target
 
     for cls in Target(connector, {}).resolve().__mro__:
-        if "change_of" in vars(cls):
-            cls = cls.change_of
+        cls = vars(cls).get("change_of", cls)
         if cls.__module__.startswith("kvconform.refimpl.") and not cls.__module__.startswith(PLANTED):
             return f"{cls.__module__}:{cls.__name__}"
     return REFERENCE
