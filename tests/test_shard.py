@@ -74,7 +74,8 @@ class Result:
 
 def program(tmp_path: Path, folder: str, *arguments: str) -> Result:
     """`kvconform ARGUMENTS... --report-dir FOLDER` in tmp_path."""
-    environment = {**os.environ, "KVCONFORM_RUNNER": "fake_runner:judge", "PYTHONPATH": str(Path(__file__).parent), "NO_COLOR": "1"}
+    modules = os.pathsep.join([str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    environment = {**os.environ, "KVCONFORM_RUNNER": "fake_runner:judge", "PYTHONPATH": modules, "NO_COLOR": "1"}
     command = [sys.executable, "-m", "kvconform", *arguments, "--report-dir", folder]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=240)
     return Result(done, tmp_path / folder)

@@ -37,7 +37,8 @@ def repository(tmp_path: Path) -> Path:
     """A connector's repository with its settings, and programs to go in front of the path in `bin`."""
     here = tmp_path / "connector"
     (here / "bin").mkdir(parents=True)
-    (here / "kvconform.toml").write_text('connector = "json:Fake"\nprofile = "smoke"\nscheduling = "sync"\n', encoding="utf-8")
+    cases = '["lifecycle.api", "lifecycle.hook-order", "preemption.in-decode"]'
+    (here / "kvconform.toml").write_text(f'connector = "json:Fake"\nselect = {cases}\nscheduling = "sync"\n', encoding="utf-8")
     program(here, "nox", NOX.format(python=sys.executable))
     program(here, "kvconform", f'#!/bin/sh\nexec {sys.executable} -m kvconform "$@"\n')
     for name in ("git", "pip", "buildkite-agent"):
@@ -54,7 +55,8 @@ def program(here: Path, name: str, text: str) -> None:
 def shell(here: Path, command: str, env: dict[str, str]) -> int:
     """Run a command as a CI system does; returns its status."""
     path = f"{here / 'bin'}:{os.environ['PATH']}"
-    more = {"PATH": path, "KVCONFORM_RUNNER": "fake_runner:judge", "PYTHONPATH": str(Path(__file__).parent), "NO_COLOR": "1"}
+    modules = os.pathsep.join([str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    more = {"PATH": path, "KVCONFORM_RUNNER": "fake_runner:judge", "PYTHONPATH": modules, "NO_COLOR": "1"}
     return subprocess.run(["bash", "-e", "-c", command], cwd=here, env={**os.environ, **env, **more}, timeout=240).returncode
 
 
