@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from kvconform.closest import did_you_mean
 from kvconform.errors import UsageError
 
 _YES_NO = (bool, "true or false")
@@ -64,7 +65,8 @@ def complete(declared: dict[str, Any]) -> dict[str, Any]:
     for name, value in declared.items():
         known = CAPABILITIES.get(name)
         if known is None:
-            raise UsageError(f"unknown capability {name!r}; known are {', '.join(sorted(CAPABILITIES))}")
+            known_are = f"; known are {', '.join(sorted(CAPABILITIES))}"
+            raise UsageError(f"unknown capability {name!r}{did_you_mean(name, CAPABILITIES, 1) or known_are}")
         known.check(name, value)
     return {name: declared.get(name, known.default) for name, known in CAPABILITIES.items()}
 

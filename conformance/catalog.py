@@ -52,7 +52,7 @@ def _flat(text: str) -> str:
 
 
 def lint(root: str | None, *, strict: bool = False) -> int:
-    """Print the findings; exit code 0 without any, else 1. UsageError if there is no such directory."""
+    """Print the findings; exit code 0 without any but warnings, else 1. UsageError if there is no such directory."""
     from kvconform.lint import lint_root
 
     if root is not None and not Path(root).is_dir():
@@ -60,8 +60,14 @@ def lint(root: str | None, *, strict: bool = False) -> int:
     findings = lint_root(Path(root) if root is not None else None, strict=strict)
     for finding in findings:
         print(finding)
-    print(f"{len(findings)} findings" if findings else "nothing found", file=sys.stderr)
-    return 1 if findings else 0
+    warnings = sum(finding.warning for finding in findings)
+    counts = [_count(len(findings) - warnings, "finding"), _count(warnings, "warning")]
+    print(", ".join(filter(None, counts)) or "nothing found", file=sys.stderr)
+    return int(len(findings) > warnings)
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'s' if number > 1 else ''}" if number else ""
 
 
 def defects(ids: list[str], jobs: int, report_dir: str | None, *, strict: bool) -> int:

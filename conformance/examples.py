@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvconform.capabilities import complete
+from kvconform.closest import did_you_mean
 from kvconform.evaluate import evaluate
 from kvconform.events import COMMON_FIELDS, EVENTS
 from kvconform.monitor import Monitor
@@ -95,7 +96,7 @@ def _misspelt_event(name: str, event: Any) -> Iterator[str]:
     elif "k" in event:
         kind = EVENTS.get(event["k"])
         if kind is None:
-            yield f"{name}: unknown event {event['k']!r}"
+            yield f"{name}: unknown event {event['k']!r}{did_you_mean(str(event['k']), EVENTS)}"
         else:
             for field in event.keys() - kind.fields.keys() - set(COMMON_FIELDS):
                 yield f"{name}: {kind.name} has no field {field!r}"

@@ -44,6 +44,8 @@ RULES: dict[str, str] = {
     "L028": "a MUST that no defect violates",
     "L029": "a rule of the contract that nothing covers and no waiver names, or that is covered and waived",
     "L030": "a source that spec/sources.yaml has no digest of, or a digest that nothing cites",
+    "L031": "something in `touches` that vLLM does not have",
+    "L032": "a waiver that has expired, or soon will (a warning)",
 }
 
 CASE_LINES = 40
@@ -53,14 +55,15 @@ BUG_NUMBERS = range(1, 133)
 
 @dataclass(frozen=True, slots=True, order=True)
 class Finding:
-    """One breach of a lint rule: `where` is `file:line` (or an id if there is no place)."""
+    """One breach of a lint rule: `where` is `file:line` (or an id if there is no place). A `warning` is no failure yet."""
 
     where: str
     code: str
     message: str
+    warning: bool = False
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.code} {self.message}"
+        return f"{self.where}: {self.code} {'(warning) ' if self.warning else ''}{self.message}"
 
 
 def lint(spec: Spec, exercised: Mapping[str, object] | None = None, *, strict: bool = False) -> list[Finding]:

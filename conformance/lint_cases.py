@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterator
+from datetime import date, timedelta
 
 from kvconform.capabilities import CAPABILITIES
 from kvconform.expr import compile_capability, compile_expr
@@ -12,6 +13,9 @@ from kvconform.lint import CASE_LINES, Finding
 from kvconform.lint_requirements import numbers
 from kvconform.load import Spec
 from kvconform.profile import select
+
+SOON = 30
+"""Days before its end from which a waiver is warned of."""
 
 
 def check(spec: Spec) -> Iterator[Finding]:
@@ -55,11 +59,17 @@ def _profiles(spec: Spec) -> Iterator[Finding]:
 
 def _waivers(spec: Spec) -> Iterator[Finding]:
     guarantees = [req.id for req in spec.requirements.values() if req.kind == "guarantee"]
-    for waiver in spec.waivers:
+    for number, waiver in enumerate(spec.waivers):
+        where, name = spec.places.get(f"waiver#{number}", "spec/waivers.yaml:1"), f"waiver of {waiver.requirement}"
         if not fnmatch.filter(guarantees, waiver.requirement):
-            yield Finding("spec/waivers.yaml:1", "L022", f"waiver of {waiver.requirement}: there is no such guarantee")
+            yield Finding(where, "L022", f"{name}: there is no such guarantee")
         if not fnmatch.filter(spec.cases, waiver.case):
-            yield Finding("spec/waivers.yaml:1", "L022", f"waiver of {waiver.requirement}: there is no case {waiver.case}")
+            yield Finding(where, "L022", f"{name}: there is no case {waiver.case}")
+        today = date.today()
+        if waiver.expired(today):
+            yield Finding(where, "L032", f"{name} expired on {waiver.expires}: look whether vLLM still does that, and renew or remove it")
+        elif waiver.expired(today + timedelta(days=SOON)):
+            yield Finding(where, "L032", f"{name} expires on {waiver.expires}", warning=True)
 
 
 def _capabilities(spec: Spec) -> Iterator[Finding]:

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
-from kvconform import evidence, sources
+from kvconform import coverage, evidence, sources
+from kvconform.closest import did_you_mean
 from kvconform.examples import misspelt, outcomes
 from kvconform.lint import BUG_NUMBERS, RULE_NUMBERS, Finding
 from kvconform.load import Spec
@@ -17,9 +18,10 @@ UPDATE = "`python -m kvconform.evidence update` reads vLLM's source again"
 def check(spec: Spec) -> Iterator[Finding]:
     """All findings about requirements."""
     texts: dict[str, str] = {}
+    items = _items(spec)
     for req in spec.requirements.values():
         where = spec.places.get(f"requirement:{req.id}", req.id)
-        for code, message in (*_wording(req), *_references(req, spec), *_source(req, spec), *_examples(req)):
+        for code, message in (*_wording(req), *_references(req, items), *_source(req, spec), *_examples(req)):
             yield Finding(where, code, f"{req.id}: {message}")
         other = texts.setdefault(" ".join(req.text.split()), req.id)
         if other != req.id:
@@ -40,8 +42,22 @@ def _wording(req: Requirement) -> Iterator[tuple[str, str]]:
         yield "L025", "says no reason (why)"
 
 
-def _references(req: Requirement, spec: Spec) -> Iterator[tuple[str, str]]:
+def _references(req: Requirement, items: Collection[str]) -> Iterator[tuple[str, str]]:
     yield from numbers(req.rules, req.bugs)
+    for item in req.touches if items else ():
+        if item not in items:
+            yield "L031", f"touches {item}, which is no hook and no field of what connectors are given{did_you_mean(item, items)}"
+
+
+def _items(spec: Spec) -> set[str]:
+    """The hooks and fields that there are; none where the vLLM is not installed that the specification was read from."""
+    read = {entry.version for entry in spec.sources.values()}
+    if (sources.vllm_version() or "").split("+")[0] not in read:
+        return set()
+    try:
+        return {*coverage.items(), *coverage.LATER}
+    except OSError:  # a vLLM that is not whole
+        return set()
 
 
 def numbers(rules: list[str], bugs: list[str]) -> Iterator[tuple[str, str]]:

@@ -23,6 +23,7 @@ from pydantic import ValidationError
 
 from kvconform import yamlio
 from kvconform.case import Case
+from kvconform.closest import did_you_mean
 from kvconform.errors import UsageError
 from kvconform.evidence import Evidence, key
 from kvconform.profile import Profile, Waiver
@@ -42,7 +43,7 @@ class SpecError(UsageError):
 
 @dataclass
 class Spec:
-    """The whole specification. `places` maps `requirement:ID`, `case:ID`, ... to `file:line`; `defects` are the ids in defects.yaml."""
+    """The whole specification. `places` maps `requirement:ID`, `case:ID`, `waiver#INDEX`, ... to `file:line`; `defects`: entries by id."""
 
     requirements: dict[str, Requirement] = field(default_factory=dict)
     cases: dict[str, Case] = field(default_factory=dict)
@@ -117,8 +118,7 @@ class _Loader:
             seen: set[tuple[int, str]] = set()
             for problem in error.errors(include_url=False, include_context=False, include_input=False):
                 line = yamlio.line_of(lines, (*path, *problem["loc"]))
-                where = ".".join(str(part) for part in problem["loc"])
-                sentence = problem["msg"].removeprefix("Value error, ")
+                where, sentence = _words(model, problem["loc"], problem["type"], problem["msg"])
                 if (line, sentence) not in seen:
                     seen.add((line, sentence))
                     self.problems.append(f"{name}:{line}: {where + ': ' if where else ''}{sentence}")
@@ -127,7 +127,8 @@ class _Loader:
     def place(self, key: str, name: str, text: str, path: tuple[str | int, ...]) -> bool:
         """Remember where `key` is; False, with a problem noted, if it is already somewhere else."""
         if key in self.spec.places:
-            self.problems.append(f"{name}:{_line(text, path)}: {key.replace(':', ' ', 1)} is defined at {self.spec.places[key]} already")
+            here = f"{name}:{_entry_line(name, text, path)}"  # by its index: the id is on both lines
+            self.problems.append(f"{here}: {key.replace(':', ' ', 1)} is defined at {self.spec.places[key]} already")
             return False
         self.spec.places[key] = f"{name}:{_line(text, path)}"
         return True
@@ -142,7 +143,10 @@ class _Loader:
                 self.spec.requirements[found.id] = found
 
     def case(self, name: str, text: str) -> None:
+        before = len(self.problems)
         raw = self.data(name, text, dict)
+        if not raw and len(self.problems) == before:
+            self.problems.append(f"{name}:1: the file is empty: it must hold a case")
         found = self.model(Case, raw, name, text, ()) if raw else None
         if found is not None and self.place(f"case:{found.id}", name, text, ()):
             self.spec.cases[found.id] = found
@@ -160,6 +164,7 @@ class _Loader:
             if of_rule and found is not None and self.place(f"waiver:{found.rule}", name, text, (index, found.rule)):
                 self.spec.rule_waivers[found.rule] = found
             elif not of_rule and found is not None:
+                self.spec.places[f"waiver#{len(self.spec.waivers)}"] = f"{name}:{_entry_line(name, text, (index,))}"
                 self.spec.waivers.append(found)
 
     def rules(self, name: str, text: str) -> None:
@@ -181,7 +186,7 @@ class _Loader:
                 if self.place(f"defect:{raw['id']}", name, text, (index, raw["id"])):
                     self.spec.defects[raw["id"]] = raw
             else:
-                self.problems.append(f"{name}:{_line(text, (index,))}: a defect needs an id")
+                self.problems.append(f"{name}:{_entry_line(name, text, (index,))}: a defect needs an id")
 
 
 def _line(text: str, path: tuple[str | int, ...]) -> int:
@@ -193,6 +198,28 @@ def _line(text: str, path: tuple[str | int, ...]) -> int:
             if line.lstrip("- {").rstrip().startswith(wanted) and line.lstrip("- {")[len(wanted) :].strip()[:1] in ("", ",", "#", "}"):
                 return number
     return 1
+
+
+def _entry_line(name: str, text: str, path: tuple[str | int, ...]) -> int:
+    """The line of the list entry with the index `path[0]`. Parses the text again."""
+    lines: yamlio.Lines = {}
+    yamlio.parse(text, name, lines)
+    return yamlio.line_of(lines, path[:1])
+
+
+def _words(model: type[Model], loc: tuple[str | int, ...], kind: str, message: str) -> tuple[str, str]:
+    """Where in the entry, and what is wrong, for a reader: list places count from 1, and a field that does not exist is compared with those
+    that do."""
+    where = ""
+    for part in loc:
+        where += f" {part + 1}" if isinstance(part, int) else f"{'.' if where else ''}{part}"
+    if kind != "extra_forbidden":
+        return where.strip(), message.removeprefix("Value error, ")
+    known = set(model.model_fields)
+    if len(loc) > 1:
+        parts = model.model_json_schema().get("$defs", {}).values()
+        known = {name for part in parts for name in part.get("properties", ())}
+    return where.strip(), f"there is no such field{did_you_mean(str(loc[-1]), sorted(known), 1)}"
 
 
 class _Cache:

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from kvconform.closest import did_you_mean
 from kvconform.events import EVENTS, channels_of
 from kvconform.expr import ExprError, Expression, compile_capability, compile_expr
 from kvconform.join import Join, split
@@ -31,7 +32,7 @@ Relation = Literal["connector", "no-connector", "pickled-metadata", "second-proc
 
 def _known_event(name: str) -> str:
     if name not in EVENTS:
-        raise ValueError(f"unknown event {name!r}")
+        raise ValueError(f"unknown event {name!r}{did_you_mean(name, EVENTS)}")
     return name
 
 

@@ -66,6 +66,11 @@ def line(file: str, symbol: str) -> int | None:
     return places[symbol][0][0] + 1 if places and symbol in places else None
 
 
+def names(path: Path) -> list[str]:
+    """The dotted names that a module defines, imported ones left out; none if it cannot be read."""
+    return list(_symbols(path) or ())
+
+
 @lru_cache(maxsize=64)
 def _symbols(path: Path) -> dict[str, list[tuple[int, int]]] | None:
     """Dotted name -> line ranges (from 0, end excluded) of a module's classes, functions, methods, and module and class variables; None

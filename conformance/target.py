@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvconform.closest import did_you_mean
 from kvconform.errors import UsageError
 
 
@@ -44,8 +45,9 @@ class Target:
         assert self.connector is not None
         if self.module is None:
             if self.name not in KVConnectorFactory._registry:
-                known = ", ".join(sorted(KVConnectorFactory._registry))
-                raise UsageError(f"vLLM knows no connector named {self.name!r}: give it as package.module:Class, or one of {known}.")
+                known = sorted(KVConnectorFactory._registry)
+                close = did_you_mean(self.name, known).rstrip("?") or f", or one of {', '.join(known)}"
+                raise UsageError(f"vLLM knows no connector named {self.name!r}: give it as package.module:Class{close}.")
             try:
                 return KVConnectorFactory._registry[self.name]()
             except Exception as error:  # a registered connector may import anything

@@ -61,6 +61,8 @@ def test_lint_of_broken_yaml(capsys: pytest.CaptureFixture[str], tmp_path: Path)
         (("run", "--engine", "fast"), "kvconform: the command line: engine: input should be 'reference', 'vllm' or 'all' (it is 'fast')"),
         (("run", "-n", "0"), "kvconform: the command line: workers: input should be greater than or equal to 1 (it is 0)"),
         (("run", "--extra-config", "@nowhere.json"), "kvconform: --extra-config: nowhere.json cannot be read: No such file or directory"),
+        (("run", "mypkg.conn"), "if mypkg.conn is the module, add its class: mypkg.conn:MyConnector"),
+        (("run", "mypkg.conn.MyConnector"), "did you mean mypkg.conn:MyConnector?"),
         (("run", "not a name"), "kvconform: 'not a name' does not name a connector"),
         (("run", "-k", "hook.terminatos"), "kvconform: there is no case or requirement 'hook.terminatos'; did you mean hook.terminates"),
         (("run", "--profile", "cor"), "kvconform: there is no profile 'cor'; did you mean core?"),
@@ -93,7 +95,7 @@ def test_no_vllm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     from kvconform import environment
 
     monkeypatch.chdir(tmp_path)
-    for version, sentence in ((None, "vLLM is not installed"), ("0.11.0", "vLLM 0.11.0 is too old: kvconform supports 0.18 to 0.33")):
+    for version, sentence in ((None, "vLLM is not installed"), ("0.11.0", "vLLM 0.11.0 is too old: kvconform supports 0.11.2 to 0.33")):
         monkeypatch.setattr(environment, "vllm_version", lambda found=version: found)
         code, _, err = kvconform(capsys, "run")
         assert code == 3

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvconform import sources
+from kvconform import coverage, sources
 from kvconform.lint import RULES, Finding, lint, lint_root
 from kvconform.load import load_spec
 
@@ -34,7 +34,8 @@ class Scheduler:
     async def land(self): ...
     def schedule(self): ...
 """
-DEFECT = {"id": "known", "text": "Bad.", "connector": "bad:Bad", "cases": ["lifecycle.one"], "fails": ["lookup.last-token"]}
+BAD = "kvconform.refimpl.defects.preemption:AppendsOnResume"
+DEFECT = {"id": "known", "text": "Bad.", "connector": BAD, "cases": ["lifecycle.one"], "fails": ["lookup.last-token"]}
 CASE = {"id": "lifecycle.one", "area": "lifecycle", "text": "One.", "steps": [{"add": {"req": "a", "prompt": 3}}]}
 
 
@@ -198,6 +199,44 @@ def test_defects(tmp_path: Path) -> None:
     for entries, expected in (([DEFECT], set()), ([], {"L028"})):
         findings(tmp_path, **{"defects__yaml": entries})
         assert codes(lint(load_spec(tmp_path / "spec"), strict=True)) & {"L028"} == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"connector": "kvconform.refimpl.defects.preemption:AppendOnResume"}, "has no AppendOnResume; did you mean AppendsOnResume"),
+        ({"connector": "kvconform.refimpl.defects.nowhere:Bad"}, "there is no module kvconform.refimpl.defects.nowhere"),
+        ({"connector": "nowhere.at.all:Bad"}, "there is no module nowhere.at.all"),
+        ({"engine_fault": "kvconform.refimpl.defects.engine_hooks:nope"}, "kvconform.refimpl.defects.engine_hooks has no nope"),
+    ],
+)
+def test_a_defect_that_is_nowhere(tmp_path: Path, change: dict[str, str], words: str) -> None:
+    (found,) = findings(tmp_path, **{"defects__yaml": [DEFECT | change]})
+    assert found.code == "L027" and words in found.message
+
+
+def test_what_is_touched_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coverage, "items", lambda: iter(["start_load_kv", "NewRequestData.block_ids"]))
+    read = {"file": "v1/core.py", "symbol": "Scheduler.schedule", "version": "0.32.0", "line": 3, "digest": "0123456789abcdef"}
+    touches = {"touches": ["start_load_kv", "NewRequestData.block_ids", "restore_kv_caches"]}
+    assert findings(tmp_path, touches, **{"sources__yaml": [read]}) == []
+    for name in ("start_load_k", "NewRequestData.blocks"):
+        (found,) = findings(tmp_path, {"touches": [name]}, **{"sources__yaml": [read]})
+        assert found.code == "L031" and f"touches {name}, which is no hook" in found.message
+    assert findings(tmp_path, {"touches": ["nope"]}, **{"sources__yaml": [read | {"version": "0.30.0"}]}) == []
+
+
+def test_waivers_that_end(tmp_path: Path) -> None:
+    from datetime import date, timedelta
+
+    def found(*days: int) -> list[Finding]:
+        ends = [(date.today() + timedelta(days=each)).isoformat() for each in days]
+        waivers = [{"requirement": "lookup.last-token", "reason": "known", "expires": each} for each in ends]
+        return findings(tmp_path, {"kind": "guarantee"}, **{"waivers__yaml": waivers})
+
+    assert found(31) == []
+    assert [(each.code, each.warning, each.where) for each in found(90, 29)] == [("L032", True, "spec/waivers.yaml:7")]
+    assert [(each.code, each.warning, each.where) for each in found(90, 90, -1)] == [("L032", False, "spec/waivers.yaml:12")]
 
 
 def test_what_no_case_exercises(tmp_path: Path) -> None:

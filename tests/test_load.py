@@ -132,8 +132,10 @@ def test_a_good_specification(tmp_path: Path) -> None:
         (("level: MUST NOT", "level: SHALL"), "spec/requirements/lookup.yaml:2: "),
         (("  never:", "  since: 0.30\n  never:"), "spec/requirements/lookup.yaml:5: since: Input should be a valid string"),
         (("  never:", "  since: v1\n  never:"), "spec/requirements/lookup.yaml:5: since: "),
-        (("  never:", "  nope: 1\n  never:"), "spec/requirements/lookup.yaml:5: nope: Extra inputs are not permitted"),
+        (("  never:", "  nope: 1\n  never:"), "spec/requirements/lookup.yaml:5: nope: there is no such field"),
         (("  never:", "  always: e.tokens\n  never:"), "exactly one of always, never"),
+        (("  event: lookup\n", "  event: lokup\n"), "unknown event 'lokup'; did you mean lookup"),
+        (("  never:", "  whre: e.tokens\n  never:"), "spec/requirements/lookup.yaml:5: whre: there is no such field; did you mean where?"),
         (("  never: e.tokens < 0", ""), "exactly one of always, never, count, precede, respond, relate is needed, found none"),
         (("  event: lookup\n", ""), "`event` is missing"),
         (("  never:", "  rules: [R25]\n  never:"), "spec/requirements/lookup.yaml:5: "),
@@ -156,7 +158,7 @@ def test_broken_requirements_are_placed(tmp_path: Path, change: tuple[str, str],
     [
         (
             ("run: {}", "runn: {}"),
-            "spec/cases/lifecycle/lifecycle.one.yaml:6: steps.1: a step is a map with one key, one of: add, on, step, run",
+            "spec/cases/lifecycle/lifecycle.one.yaml:6: steps 2: a step is a map with one key, one of: add, on, step, run",
         ),
         (("run: {}", "abort: b"), "step 2 (abort) names request 'b', which no earlier step adds"),
         (("run: {}", "add: {req: a, prompt: 3}"), "step 2 adds request 'a' again"),
@@ -167,7 +169,10 @@ def test_broken_requirements_are_placed(tmp_path: Path, change: tuple[str, str],
         (("prompt: 13", "prompt: -1"), "spec/cases/lifecycle/lifecycle.one.yaml:5: "),
         (("prompt: 13", "prompt: {same: b}"), "names request 'b'"),
         (("run: {}", "step: 0"), "spec/cases/lifecycle/lifecycle.one.yaml:6: "),
-        (("steps:", "config: {block: 4}\nsteps:"), "spec/cases/lifecycle/lifecycle.one.yaml:4: config.block: "),
+        (
+            ("steps:", "config: {block: 4}\nsteps:"),
+            "spec/cases/lifecycle/lifecycle.one.yaml:4: config.block: there is no such field; did you mean num_blocks?",
+        ),
         (("steps:", "matrix: {scheduling: [slow]}\nsteps:"), "spec/cases/lifecycle/lifecycle.one.yaml:4: "),
         (("steps:", "provokes: [{loads: {req: b}}]\nsteps:"), "loads names request 'b', which no step adds"),
     ],
@@ -190,6 +195,22 @@ def test_ids_are_unique_over_files(tmp_path: Path) -> None:
     assert found == [
         "spec/requirements/other.yaml:3: requirement lookup.non-negative is defined at spec/requirements/lookup.yaml:1 already"
     ]
+
+
+def test_the_second_of_two_is_named(tmp_path: Path) -> None:
+    place = "spec/requirements/lookup.yaml"
+    again = f"{place}:6: requirement lookup.non-negative is defined at {place}:1 already"
+    assert problems(write(tmp_path, REQUIREMENT + REQUIREMENT)) == [again]
+    defects = "- id: d\n  text: one\n- text: two\n  id: d\n- text: three\n"
+    assert problems(write(tmp_path, **{"defects__yaml": defects})) == [
+        "spec/defects.yaml:3: defect d is defined at spec/defects.yaml:1 already", "spec/defects.yaml:5: a defect needs an id",
+    ]  # fmt: skip
+
+
+def test_a_case_without_content_is_no_case(tmp_path: Path) -> None:
+    for text in ("", "# nothing\n", "{}"):
+        assert problems(write(tmp_path, case=text)) == ["spec/cases/lifecycle/lifecycle.one.yaml:1: the file is empty: it must hold a case"]
+    assert len(problems(write(tmp_path, case="[]"))) == 1
 
 
 def test_the_cache_changes_nothing_but_the_time(tmp_path: Path) -> None:

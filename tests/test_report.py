@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import json
 import shlex
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from rich.console import Console
 from kvconform.collector import Collector
 from kvconform.events import EVENTS
 from kvconform.load import load_spec
-from kvconform.profile import Expected
+from kvconform.profile import Expected, Waiver
 from kvconform.report import jsonl, repro, terminal, timeline
 from kvconform.report_models import FooterLine, HeaderLine
 from kvconform.settings import Settings
@@ -147,6 +148,53 @@ def test_reproduction(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv(repro.THROUGH, "nox -s conformance -- --install './my conn'")
     text = repro.command(collector.settings, row, alone=True)
     assert shlex.split(text)[:8] == ["nox", "-s", "conformance", "--", "--install", "./my conn", "--connector", "pkg.mod:Conn"]
+
+
+def test_an_expired_waiver_of_the_suite_is_a_note(collector: Collector) -> None:
+    waiver = Waiver(requirement="engine.*", reason="known", expires="2025-12-31")
+    collector.spec = replace(SPEC, waivers=[waiver])
+    for position in (0, 1):
+        collector.add(judged(collector, position))
+    _, found = collector.finish(date(2026, 1, 1), complete=True)
+    assert collector.exit_code(found) == 0
+    assert found.reasons == ["note: waiver of engine.* expired on 2025-12-31"]
+
+
+def shown(collector: Collector, *, end: bool = True) -> str:
+    out = io.StringIO()
+    console = Console(file=out, width=200)
+    terminal.header(console, collector, [])
+    if end:
+        rows, found = collector.finish(date(2026, 1, 1), complete=True)
+        terminal.report(console, collector, rows, found, where="x", seconds=1.0)
+    return out.getvalue()
+
+
+def test_what_the_engine_broke_is_told_from_what_the_connector_did(collector: Collector) -> None:
+    guarantee = next(r.id for r in SPEC.requirements.values() if r.kind == "guarantee" and r.id in collector.selection.shown)
+    for position in (0, 1):
+        collector.add(judged(collector, position, guarantee))
+    text = shown(collector)
+    assert ", 1 fail (engine's)" in text and "2 fail (engine's or recommended only)" in text
+    collector.add(judged(collector, 0, MUST))
+    text = shown(collector)
+    assert ", 1 fail (engine's), 1 fail" in text or ", 1 fail, 1 fail (engine's)" in text
+    assert "verdicts" in text and "recommended" not in text
+
+
+def test_a_requirement_alone_gets_a_hint(collector: Collector) -> None:
+    collector.settings.select = ["load.only-grant"]
+    text = shown(collector, end=False)
+    case = SPEC.defects["loads-over-local-prefix"]["cases"][0]
+    assert case in text.split("hint ")[1].split(" -k ")[1]
+    collector.settings.select = ["load.only-grant", CASES[0]]
+    assert "hint" not in shown(collector, end=False)
+
+
+def test_one_of_a_kind_is_singular(collector: Collector) -> None:
+    assert "2 cases, 2 runs, " in shown(collector, end=False)
+    collector.only({next(iter(collector.variants))})
+    assert "1 case, 1 run, " in shown(collector, end=False)
 
 
 def test_the_terminal_survives_markup_in_messages(collector: Collector) -> None:

@@ -298,6 +298,12 @@ def test_entries_that_match_nothing_or_have_expired() -> None:
         expect("a", expires="tomorrow")
 
 
+def test_an_expired_waiver_changes_nothing_and_is_told() -> None:
+    rows = [row("g", Verdict.FAIL, kind="guarantee", engine="vllm")]
+    told = apply_waivers(rows, [Waiver(requirement="g", reason="known", expires="2026-05-31")], vllm="0.32.0", today=TODAY)
+    assert told == ["waiver of g expired on 2026-05-31"] and rows[0].verdict is Verdict.FAIL
+
+
 def test_waivers_concern_guarantees_of_an_engine_and_a_version() -> None:
     waiver = Waiver(requirement="g", reason="known", vllm=">=0.32,<0.33", scheduling=["async"])
 

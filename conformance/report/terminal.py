@@ -19,6 +19,7 @@ from kvconform.aggregate import Aggregate
 from kvconform.claims import mismatches
 from kvconform.collector import CaseNotes, Collector
 from kvconform.environment import RUNNER_V2
+from kvconform.explain import cases_about, defects_of
 from kvconform.report import repro
 from kvconform.report.causes import by_cause
 from kvconform.requirement import Requirement
@@ -50,7 +51,8 @@ def header(console: Console, collector: Collector, warnings: Sequence[str], *, j
     console.print(f"connector   [bold]{escape(settings.connector)}[/]")
     axes = f"engines {', '.join(settings.engines)} · scheduling {', '.join(settings.schedulings)}"
     console.print(f"axes        {axes} · profile {settings.profile} · seed {settings.seed}")
-    runs = f"{len(selection.order())} cases, {len(selection.variants)} runs, {len(selection.shown)} requirements"
+    counts = ((len(selection.order()), "case"), (len(selection.variants), "run"), (len(selection.shown), "requirement"))
+    runs = ", ".join(f"{number} {word}{'' if number == 1 else 's'}" for number, word in counts)
     shard = f" (shard {selection.shard} of the selection)" if selection.shard else ""
     by = f"{joined} shards" if joined else f"{settings.workers} worker{'s' if settings.workers > 1 else ''}"
     console.print(f"selection   {runs}{shard} · {by}")
@@ -65,6 +67,19 @@ def header(console: Console, collector: Collector, warnings: Sequence[str], *, j
         console.print(f"settings    {escape(settings.file)}")
     for warning in warnings:
         console.print(f"[yellow]warning[/]     {escape(warning)}")
+    about = _cases_about(collector)
+    if about:
+        shown = ",".join(about[:LISTED]) + (f" (and {len(about) - LISTED} more: kvconform explain)" if len(about) > LISTED else "")
+        console.print(f"hint        a requirement is judged on every case; on those that are about it only: -k {escape(shown)}")
+
+
+def _cases_about(collector: Collector) -> list[str]:
+    """If -k names requirements and nothing else: the cases about them, those first in which a planted defect breaks them."""
+    spec, named = collector.spec, collector.settings.select
+    if not named or any(name not in spec.requirements for name in named):
+        return []
+    broken = [case for name in named for defect in defects_of(spec, name) for case in defect.get("cases", ())]
+    return list(dict.fromkeys([*broken, *(case for name in named for case in cases_about(spec, spec.requirements[name]))]))
 
 
 def report(console: Console, collector: Collector, rows: Sequence[Row], found: Aggregate, *, where: str, seconds: float) -> None:
@@ -237,13 +252,18 @@ def _unmet(console: Console, notes: Iterable[CaseNotes]) -> None:
 
 
 def _answer(console: Console, found: Aggregate, where: str, seconds: float, *, part: str) -> None:
-    counts = ", ".join(f"{count} {_words(name)}" for name, count in found.counts.items() if count)
+    numbers = {_words(name): count for name, count in found.counts.items() if count}
+    if numbers.get("fail") and not found.failed:
+        numbers = {"fail (engine's or recommended only)" if name == "fail" else name: count for name, count in numbers.items()}
+    counts = ", ".join(f"{count} {name}" for name, count in numbers.items())
     console.print()
     console.print(f"verdicts    {counts}", highlight=False, style="dim")
     by_status: dict[str, int] = {}
-    for status in found.status.values():
-        by_status[status] = by_status.get(status, 0) + 1
-    per = ", ".join(f"{count} {_words(name)}" for name, count in sorted(by_status.items(), key=lambda item: -item[1]))
+    for name, status in found.status.items():
+        whose = " (engine's)" if name in found.engine_failed else " (recommended only)" if name in found.advisory else ""
+        words = _words(status) + (whose if status is Verdict.FAIL else "")
+        by_status[words] = by_status.get(words, 0) + 1
+    per = ", ".join(f"{count} {words}" for words, count in sorted(by_status.items(), key=lambda item: -item[1]))
     console.print(f"exercised   {found.exercised} of {found.total} requirements: {per}", highlight=False, style="dim")
     console.print(f"reports     {escape(where)}", highlight=False, style="dim")
     words = {"conformant": "CONFORMANT", "partial": "PARTLY CONFORMANT", "nonconformant": "NOT CONFORMANT", "error": "NO ANSWER"}
