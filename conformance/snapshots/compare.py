@@ -145,7 +145,8 @@ def _metadata(old: list[Line], new: list[Line]) -> Iterator[str]:
         yield from _flat_changes(f"step {step}, ", mine, theirs)
 
 
-Item = tuple[str, object]
+Core = tuple[str, tuple[tuple[str, str], ...]]
+Item = tuple[str, Core]
 
 
 def _moved(before: dict[int, list[Line]], after: dict[int, list[Line]]) -> list[tuple[str, tuple[int, Item], tuple[int, Item]]]:
@@ -174,7 +175,7 @@ def _elements(lines: list[Line]) -> Iterator[Item]:
                         yield f"{call.label.partition('(')[0]}: {named.label}", _core(child)
 
 
-def _core(line: Line) -> object:
+def _core(line: Line) -> Core:
     """What an element is: its plain fields. What it is made of, and lists, may depend on the step."""
     return line.value, tuple((child.label, child.value) for child in line.below if not child.below and "[" not in child.value)
 
@@ -201,9 +202,9 @@ def _renumbered(lines: list[Line]) -> list[Line]:
     return [Line(f"[{next(numbers)}]" if line.label.startswith("[") else line.label, line.value, line.below) for line in lines]
 
 
-def _short(item: object) -> str:
+def _short(item: Core) -> str:
     """The first few words of an element."""
-    name, parts = item  # type: ignore[misc]
+    name, parts = item
     fields = ", ".join(f"{label} {value}" for label, value in parts)
     return f"{name}({fields[:80]})"
 

@@ -68,7 +68,7 @@ class Rules:
         for name, becomes in self._named:
             text = text.replace(name, becomes)
         for rule in self._patterns:
-            text = rule.regex.sub(lambda _, rule=rule: rule.becomes, text)
+            text = rule.becomes.join(_between(rule.regex, text))
         return text
 
     def value(self, field: str, value: Any) -> str | None:
@@ -78,6 +78,12 @@ class Rules:
             if isinstance(value, kinds) and not isinstance(value, bool) and rule.regex.fullmatch(field):
                 return rule.becomes
         return None
+
+
+def _between(regex: re.Pattern[str], text: str) -> list[str]:
+    """What lies before, between and behind the matches."""
+    places = [0, *(place for match in regex.finditer(text) for place in match.span()), len(text)]
+    return [text[low:high] for low, high in zip(places[::2], places[1::2], strict=True)]
 
 
 def built_in() -> list[Rule]:
