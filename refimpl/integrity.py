@@ -28,16 +28,17 @@ def _check_blocks(engine: Engine) -> None:
     pool, tables = engine.kv_cache_manager.block_pool, engine.kv_cache_manager.tables
     owners = Counter(block.block_id for table in tables.values() for block in table)
     owners.update(block.block_id for _, blocks in engine.deferred_frees for block in blocks)
+    queue = {block.block_id for block in pool.free_block_queue.get_all_free_blocks()}
     for block in pool.blocks[1:]:
-        name, free, owned = f"block {block.block_id}", block.block_id in pool.free_queue, owners[block.block_id]
+        name, free, owned = f"block {block.block_id}", block.block_id in queue, owners[block.block_id]
         if free != (block.ref_cnt == 0) or block.ref_cnt < owned:
             raise IntegrityError(name, f"held {block.ref_cnt} times, in {owned} tables, {'' if free else 'not '}in the free queue")
-        if block.block_hash is not None and block not in pool.cached.get(block.block_hash, ()):
+        if block.block_hash is not None and not pool.is_cached(block):
             raise IntegrityError(name, "has a hash that the prefix cache does not know")
         # Two requests share a block through the prefix cache only; a block leaves it while held only when a load fails for good.
         if owned > 1 and block.block_hash is None and engine.settings.recompute_failed_loads:
             raise IntegrityError(name, f"shared by {owned} requests without being cached")
-    if owners[0] or 0 in pool.free_queue:
+    if owners[0] or 0 in queue:
         raise IntegrityError("block 0", "the null block was handed out")
 
 

@@ -20,7 +20,7 @@ class KVManager:
 
     def __init__(self, settings: Settings) -> None:
         self.settings, self.block_size, self.enable_caching = settings, settings.block_size, settings.prefix_caching
-        self.block_pool = BlockPool(settings.num_blocks, settings.prefix_caching, settings.policies)
+        self.block_pool = BlockPool(settings.num_blocks, settings.prefix_caching, settings.policies, settings.block_size)
         self.tables: dict[str, list[KVCacheBlock]] = {}
         self.num_cached: dict[str, int] = {}
         self.empty_kv_cache_blocks = KVCacheBlocks(((),))

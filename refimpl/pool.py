@@ -3,13 +3,25 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from vllm.v1.core.kv_cache_utils import KVCacheBlock, make_block_hash_with_group_id
+from vllm.v1.core.block_pool import BlockHashToBlockMap
+from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock, make_block_hash_with_group_id
 from vllm.v1.request import Request
 
 from kvconform.compat import set_block_hash
+
+
+class FreeQueue(FreeKVCacheBlockQueue):
+    """vLLM's queue of free blocks, the next to be handed out first. (Old releases of it cannot take a block at that end.)"""
+
+    def push_front(self, block: KVCacheBlock) -> None:
+        """Make `block` the next to be handed out."""
+        head, second = self.fake_free_list_head, self.fake_free_list_head.next_free_block
+        assert second is not None
+        head.next_free_block = second.prev_free_block = block
+        block.prev_free_block, block.next_free_block = head, second
+        self.num_free_blocks += 1
 
 
 class BlockPool:
@@ -18,30 +30,39 @@ class BlockPool:
     A block is free while nobody holds it (`ref_cnt` 0). A free block keeps its hash, and so its bytes, until it is handed out: the local
     prefix cache is the set of hashed blocks, free or not. Unhashed blocks are handed out first, the last freed before the others; then
     hashed ones, the longest unused first, the tail of a request before its head.
+
+    A connector is handed the pool (bind_gpu_block_pool). It is no vLLM BlockPool, but what connectors read of one, and their ways to hold
+    blocks, have vLLM's names, and vLLM's types: blocks, free_block_queue, cached_block_hash_to_block, touch, free_blocks, ...
     """
 
-    def __init__(self, num_blocks: int, caching: bool, policies: frozenset[str]) -> None:
-        self.enable_caching = caching
+    def __init__(self, num_blocks: int, caching: bool, policies: frozenset[str], block_size: int) -> None:
+        self.enable_caching, self.num_gpu_blocks, self.hash_block_size = caching, num_blocks, block_size
         self.blocks = [KVCacheBlock(i) for i in range(num_blocks)]
         self.null_block, self.blocks[0].is_null = self.blocks[0], True
-        self.free_queue: OrderedDict[int, KVCacheBlock] = OrderedDict((block.block_id, block) for block in self.blocks[1:])
-        self.cached: dict[bytes, list[KVCacheBlock]] = {}  # hash with group -> blocks with these bytes, oldest first
+        self.free_block_queue = FreeQueue(self.blocks[1:])
+        self.cached_block_hash_to_block = BlockHashToBlockMap()  # hash with group -> blocks with these bytes, oldest first
+        self.cached_block_hashes_by_block: dict[int, set[bytes]] = {}  # further hashes of a block: there are none here
         self._all_first, self._permute = "reuse-freed-first" in policies, "permute-blocks" in policies
 
     def get_num_free_blocks(self) -> int:
         """Blocks that can be handed out, hashed ones included."""
-        return len(self.free_queue)
+        return self.free_block_queue.num_free_blocks
 
     def get_cached_block(self, block_hash: bytes, kv_cache_group_ids: Sequence[int] = (0,)) -> list[KVCacheBlock] | None:
         """The oldest cached block with this hash, in a list, or None. State is not changed."""
-        found = self.cached.get(make_block_hash_with_group_id(block_hash, kv_cache_group_ids[0]))
-        return [found[0]] if found else None
+        found = self.cached_block_hash_to_block.get_one_block(make_block_hash_with_group_id(block_hash, kv_cache_group_ids[0]))
+        return [found] if found else None
+
+    def is_cached(self, block: KVCacheBlock) -> bool:
+        """Whether the prefix cache has this very block under its hash."""
+        same = self.cached_block_hash_to_block._cache.get(block.block_hash)
+        return block is (same.get(block.block_id) if isinstance(same, dict) else same)
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
         """Take `num_blocks` free blocks, each held once and without a hash. ValueError if there are not enough."""
-        if num_blocks > len(self.free_queue):
-            raise ValueError(f"{num_blocks} blocks wanted, {len(self.free_queue)} are free")
-        taken = [self.free_queue.popitem(last=False)[1] for _ in range(num_blocks)]
+        if num_blocks > (free := self.get_num_free_blocks()):
+            raise ValueError(f"{num_blocks} blocks wanted, {free} are free")
+        taken = [self.free_block_queue.popleft() for _ in range(num_blocks)]
         for block in taken:
             self._evict(block)
             block.ref_cnt += 1
@@ -51,7 +72,7 @@ class BlockPool:
         """Hold these blocks once more; free ones leave the queue with their hash."""
         for block in blocks:
             if block.ref_cnt == 0 and not block.is_null:
-                del self.free_queue[block.block_id]
+                self.free_block_queue.remove(block)
             block.ref_cnt += 1
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
@@ -64,10 +85,9 @@ class BlockPool:
             if block.block_hash is None or self._all_first:
                 first.append(block)
             else:
-                self.free_queue[block.block_id] = block
+                self.free_block_queue.append(block)
         for block in reversed(first):
-            self.free_queue[block.block_id] = block
-            self.free_queue.move_to_end(block.block_id, last=False)
+            self.free_block_queue.push_front(block)
 
     def cache_full_blocks(
         self, request: Request, blocks: list[KVCacheBlock], start: int, end: int, block_size: int, group: int = 0
@@ -76,7 +96,7 @@ class BlockPool:
         for i in range(start, end):
             key = make_block_hash_with_group_id(request.block_hashes[i], group)
             set_block_hash(blocks[i], key, (i + 1) * block_size)
-            self.cached.setdefault(key, []).append(blocks[i])
+            self.cached_block_hash_to_block.insert(key, blocks[i])
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Forget the hashes of these blocks; who holds them keeps holding them."""
@@ -86,13 +106,12 @@ class BlockPool:
     def _evict(self, block: KVCacheBlock) -> None:
         """Take a block out of the prefix cache, if it is in."""
         if (key := block.block_hash) is not None:
-            same = self.cached[key]
-            same.remove(block) if len(same) > 1 else self.cached.pop(key)
+            self.cached_block_hash_to_block.pop(key, block.block_id)
             block.reset_hash()
 
     def reset_prefix_cache(self) -> bool:
         """Forget every hash. False, and nothing changed, while any block is held."""
-        unused = len(self.free_queue) == len(self.blocks) - 1
+        unused = self.get_num_free_blocks() == len(self.blocks) - 1
         if unused:
             self.evict_blocks(range(len(self.blocks)))
         return unused

@@ -489,11 +489,11 @@ class Rig:
         """Append everything that can be seen of the engine."""
         s, manager = self.s, self.s.kv_cache_manager
         pool = manager.block_pool
+        queue = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
         if self.engine == "reference":
             s.check_integrity()
-            queue, cached = list(pool.free_queue), {req: count for req, count in manager.num_cached.items() if count}
+            cached = {req: count for req, count in manager.num_cached.items() if count}
         else:
-            queue = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
             cached = {req: count for req, count in manager.coordinator.single_type_managers[0].num_cached_block.items() if count}
         self.trace.append(
             (

@@ -231,7 +231,7 @@ def test_pause_levels() -> None:
         (lambda s: s.waiting.append(s.requests["r0"]), "request r0"),
         (lambda s: setattr(s.requests["r0"], "num_output_placeholders", -1), "request r0"),
         (lambda s: s.kv_cache_manager.num_cached.update(r0=9), "request r0"),
-        (lambda s: s.kv_cache_manager.block_pool.cached.clear(), "block 1"),
+        (lambda s: s.kv_cache_manager.block_pool.cached_block_hash_to_block._cache.clear(), "block 1"),
     ],
 )
 def test_broken_books_are_noticed(spoil: Any, subject: str) -> None:

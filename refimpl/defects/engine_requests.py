@@ -114,11 +114,11 @@ def passes_new_blocks_only(admit: Any, engine: Engine, step: Any) -> None:
 @fault(BlockPool, "get_new_blocks")
 def finds_what_was_overwritten(take: Any, pool: BlockPool, count: int) -> Any:
     """Leaves a block in the prefix cache when it hands it out: whoever finds it there reads what came after."""
-    before = {number: block.block_hash for number, block in pool.free_queue.items()}
+    before = {block.block_id: block.block_hash for block in pool.free_block_queue.get_all_free_blocks()}
     taken = take(pool, count)
     for block in taken:
         if (key := before[block.block_id]) is not None:
-            pool.cached.setdefault(key, []).append(block)
+            pool.cached_block_hash_to_block.insert(key, block)
     return taken
 
 
