@@ -150,7 +150,9 @@ def _read(release: Release, out: Path, settings: Settings, spec: Spec, *, all_ru
     selection.variants = [v for v in chosen(selection, all_runs=all_runs) if runs_on(v.runner, head["vllm"])]
     collector = Collector(spec, settings, selection, head["vllm"])
     for line in written:
-        if line["type"] == "run":
+        if line["type"] == "run" and line["variant"] not in collector.variants:
+            release.problem = f"{line['variant']} is not selected any more: kvconform was changed during the run"
+        elif line["type"] == "run":
             variant = collector.variants[line["variant"]]
             said = {row["requirement"]: Row.from_dict(row) for row in line["rows"]}
             rows = [
@@ -171,6 +173,8 @@ def _read(release: Release, out: Path, settings: Settings, spec: Spec, *, all_ru
             release.no_snapshot[line["variant"]] = line["problem"]
     for number, name in enumerate(release.deaths, 1):
         note = read_note(out.parent / f"{release.release}.{number}.note")
+        if name not in collector.variants:
+            continue
         rows = crash.rows_of(note, collector.variants[name], spec, selection, collector.capabilities, settings.strict)
         collector.put(name, rows)
     if not collector.rows:
