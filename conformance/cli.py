@@ -61,12 +61,15 @@ def run(
 
     if connector and option_connector:
         raise typer.BadParameter("name the connector once")
+    selected = [part.strip() for entry in select or [] for part in entry.split(",") if part.strip()]
+    if select and not selected:
+        raise typer.BadParameter("-k names nothing")
     given: dict[str, Any] = {
         "connector": connector or option_connector,
         "extra_config": settings.parse_extra_config(extra_config) if extra_config is not None else None,
         "engine": engine,
         "scheduling": scheduling,
-        "select": [part for entry in select for part in entry.split(",") if part] if select else None,
+        "select": selected or None,
         "shard": shard,
         "profile": profile,
         "report_dir": report_dir,

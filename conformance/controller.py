@@ -65,7 +65,8 @@ class Controller:
         try:
             self._stream = jsonl.Stream(self.folder, self.header())
         except OSError as error:
-            self.stop(UsageError(f"the report cannot be written to {self.folder}: {error.strerror or error} (--report-dir)"))
+            why = "it is a file, not a directory" if self.folder.is_file() else error.strerror or error
+            self.stop(UsageError(f"the report cannot be written to {self.folder}: {why} (--report-dir)"))
         try:
             self.servers.up()
         except KvconformError as error:

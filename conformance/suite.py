@@ -111,6 +111,10 @@ def _wanted(spec: Spec, settings: Settings) -> tuple[set[str] | None, set[str] |
         if entry == settings.trace and not some_cases:
             raise UsageError(f"--trace: there is no case {entry!r}{_close(entry, spec.cases)}")
         if not some_cases and not some_requirements:
+            if not set(entry) & set(".*?["):  # an id has a dot
+                areas = dict.fromkeys(item.area for item in (*spec.requirements.values(), *spec.cases.values()))
+                known = f"; there are {', '.join(areas)}"
+                raise UsageError(f"there is no area {entry!r}{_close(entry, areas) or known}")
             raise UsageError(f"there is no case or requirement {entry!r}{_close(entry, [*spec.cases, *spec.requirements])}")
         cases |= some_cases
         variants |= some_cases

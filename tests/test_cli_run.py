@@ -203,6 +203,7 @@ def test_set_up_fails(tmp_path: Path) -> None:
 
 def test_a_report_directory_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    result = kvconform(tmp_path, "json:Fake", "--report-dir", "file/x", orders={})
-    assert result.code == 2
-    assert result.err.startswith("kvconform: the report cannot be written to ")
+    for folder, why in (("file/x", "Not a directory"), ("file", "it is a file, not a directory")):
+        result = kvconform(tmp_path, "json:Fake", "--report-dir", folder, orders={})
+        assert result.code == 2
+        assert result.err.startswith("kvconform: the report cannot be written to ") and f": {why} (--report-dir)" in result.err
