@@ -10,14 +10,12 @@ types s(tring) i(nteger) b(oolean) f(loat) l(ist) d(ict) a(ny), and `?` where No
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from kvconform.kind import COMMON_FIELDS, ENGINE_FIELD, Kind
+
+__all__ = ["CHANNELS", "COMMON_FIELDS", "ENGINE_FIELD", "EVENTS", "PROVENANCE", "Kind", "channels_of", "check_event"]
 
 CHANNELS = ("hooks", "sched", "kv", "plan", "harness")
 """Where events come from. `harness` events exist in every run; a requirement never has to ask for that channel."""
-
-COMMON_FIELDS = ("k", "seq", "step")
-ENGINE_FIELD = "on"
-"""Which of two engines an event is about; events of one-engine runs do not have it."""
 
 PROVENANCE = (
     "never_computed",
@@ -37,31 +35,6 @@ PROVENANCE = (
     "unknown",
 )
 """What a wrong byte turned out to be (`kv.wrong.found`): a closed, disjoint list."""
-
-_TYPES: dict[str, tuple[type, ...]] = {
-    "s": (str,),
-    "i": (int,),
-    "b": (bool,),
-    "f": (int, float),
-    "l": (list, tuple),
-    "d": (dict,),
-    "a": (object,),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """One kind of event: its channel, its fields (name -> type code) and one line about it."""
-
-    name: str
-    channel: str
-    doc: str
-    fields: dict[str, str]
-
-    def accepts(self, field: str) -> bool:
-        """Whether a check on this kind may read `field`."""
-        return field in self.fields or field in COMMON_FIELDS
-
 
 EVENTS: dict[str, Kind] = {}
 
@@ -307,18 +280,4 @@ def check_event(event: dict[str, object]) -> list[str]:
     """Sentences about what is wrong with an event's shape; empty if it is as listed. For tests and for debugging, not for the hot path."""
     name = event.get("k")
     kind = EVENTS.get(name) if isinstance(name, str) else None
-    if kind is None:
-        return [f"unknown event {name!r}"]
-    problems = [f"{name}: field {f} missing" for f in (*COMMON_FIELDS, *kind.fields) if f not in event]
-    for field, value in event.items():
-        if field in COMMON_FIELDS or field == ENGINE_FIELD:
-            continue
-        code = kind.fields.get(field)
-        if code is None:
-            problems.append(f"{name}: unknown field {field}")
-        elif value is None:
-            if not code.endswith("?") and code[0] != "a":
-                problems.append(f"{name}: {field} is None")
-        elif not isinstance(value, _TYPES[code[0]]) or (isinstance(value, bool) and code[0] in "if"):
-            problems.append(f"{name}: {field} is {value!r}, not {_TYPES[code[0]][0].__name__}")
-    return problems
+    return [f"unknown event {name!r}"] if kind is None else kind.problems(event)

@@ -12,6 +12,8 @@ from kvconform import settings, yamlio
 from kvconform.capabilities import CAPABILITIES, complete
 from kvconform.case import Case
 from kvconform.cli import app
+from kvconform.expr import FUNCTIONS
+from kvconform.requirement import PATTERNS, Requirement
 from kvconform.verdict import Verdict
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -94,6 +96,14 @@ def test_verdicts_are_all_explained() -> None:
 def test_the_example_of_a_case_is_valid() -> None:
     data = yamlio.parse(block(CONTRIBUTING, "yaml", "id:"), "CONTRIBUTING.md")
     assert Case.model_validate(data).id == "preemption.in-decode"
+
+
+def test_the_language_of_checks_is_what_contributing_says() -> None:
+    examples = yamlio.parse(block(CONTRIBUTING, "yaml", "# examples of each pattern"), "CONTRIBUTING.md")
+    plain = {"id": "a.b", "text": "It MUST.", "area": "a"}
+    assert {Requirement.model_validate({**plain, **raw}).pattern for raw in examples} == set(PATTERNS) - {"always"}
+    (names,) = re.findall(r"the functions (.*?)\. ", CONTRIBUTING, re.S)
+    assert set(re.findall(r"`(\w+)`", names)) == set(FUNCTIONS)
 
 
 def test_decisions_are_numbered_once() -> None:

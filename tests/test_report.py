@@ -67,7 +67,7 @@ class TestTimeline:
         ]
         assert timeline.render(events) == [
             "   1  lookup      a local=4 of N=9 -> 4 tokens",
-            "   1  alloc       a local=4 external=4 blocks=[1-3,7]",
+            "   1  alloc       a C=0 local=4 external=4 blocks=[1-3,7]",
             "   1  schedule    1 tokens new=a loads before the forward pass",
             "   1    a         new      C=8 S=1 P=0 N=9 blocks=[1-3,7]",
         ]

@@ -139,7 +139,7 @@ def _lookup(e: Event) -> tuple[str, str]:
 def _alloc(e: Event) -> tuple[str, str]:
     how = " (asynchronous)" if e["is_async"] else ""
     again = " second call" if e["second_call"] else ""
-    return "alloc", f"{e['req']} local={e['local']} external={e['external']}{how} blocks={_tables(e)}{again}"
+    return "alloc", f"{e['req']} C={e['C']} local={e['local']} external={e['external']}{how} blocks={_tables(e)}{again}"
 
 
 def _tables(e: Event) -> str:
