@@ -14,18 +14,20 @@ LONGEST = 256
 @dataclass(frozen=True)
 class Crowd:
     """Tokens of the requests that ran before the source, in steps of its own (`beside`) and after it; tokens of the loads that were under
-    way when its content was looked up again (`loads`), and of that content what the engine's own cache had (`local`)."""
+    way when its content was looked up again (`loads`), and of that content what the engine's own cache had (`local`). `steps` are those
+    that went by from the source's first one to the lookup: what a connector stored may have expired."""
 
     before: tuple[int, ...] = ()
     beside: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
     loads: tuple[int, ...] = ()
     local: int = 0
+    steps: int = 0
 
     @property
     def tokens(self) -> int:
-        """All of them together."""
-        return sum(map(sum, (self.before, self.beside, self.after, self.loads))) + self.local
+        """All of them together, with one for each step that must go by."""
+        return sum(map(sum, (self.before, self.beside, self.after, self.loads))) + self.local + self.steps
 
 
 NOBODY = Crowd()
@@ -53,6 +55,7 @@ def crowd_of(events: Sequence[dict[str, Any]], source: tuple[str, int], lookup: 
         after=tuple(lengths[key] for key in alone if first[key] > start)[-MOST:],
         loads=tuple(_loads(events, lookup))[-MOST:],
         local=lookup["local"],
+        steps=min(max(0, lookup["step"] - mine[0]["step"]), LONGEST) if mine else 0,
     )
 
 

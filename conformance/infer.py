@@ -29,7 +29,7 @@ class Profile:
 
 
 class Calibration:
-    """Runs the plain round trip on the reference engine; results are kept per (workload, block size)."""
+    """Runs the plain round trip, on the reference engine if that can; results are kept per (workload, block size)."""
 
     def __init__(self, target: Target, tmp: Path) -> None:
         self.target, self.tmp = target, tmp
@@ -40,7 +40,8 @@ class Calibration:
         """(tokens that were there at the second lookup, whether by an asynchronous load) in the plain workload."""
         key = (plain, block_size)
         if key not in self._known:
-            variant = Variant(plain_case(plain, block_size), "reference", "sync", "v1", 1, block_size)
+            case = plain_case(plain, block_size)
+            variant = Variant(case, case.engines[0], "sync", "v1", 1, block_size)
             number = next(self._counter)  # also the seed: a store that outlives its run must not know the next one's tokens
             run = run_variant(variant, self.target, seed=number, tmp=self.tmp / f"calibration-{number}")
             answers = [e for e in run.trace if e["k"] == "lookup" and e["req"] == "b" and e["tokens"] is not None]

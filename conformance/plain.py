@@ -15,13 +15,15 @@ Steps = list[dict[str, Any]]
 @dataclass(frozen=True)
 class Plain:
     """`prompt` + `outputs` tokens are computed, then a prompt of `wanted` tokens shares the first `common` of them. Nothing is cut into
-    chunks, preempted or speculated on, in a crowd neither."""
+    chunks, preempted or speculated on, in a crowd neither. `groups` are the KV cache groups, if there are several; `window` is theirs."""
 
     prompt: int
     outputs: int
     common: int
     wanted: int
     crowd: Crowd = NOBODY
+    groups: tuple[str, ...] = ()
+    window: int = 8
 
 
 def plain_case(plain: Plain, block_size: int) -> Case:
@@ -36,6 +38,8 @@ def plain_case(plain: Plain, block_size: int) -> Case:
     steps += [_add("a", plain.prompt, plain.outputs), {"run": {}}]
     for number, tokens in enumerate((*crowd.after, *crowd.beside)):  # those beside it may have been saved later, too
         steps += [_add(f"r{number}", tokens, 1), {"run": {}}]
+    if crowd.steps:
+        steps += [_add("t", 1, crowd.steps), {"run": {}}]
     steps.append({"drop-local": {}})
     if crowd.local:
         steps += [_add("w", {"of": "a", "outputs": True, "tokens": crowd.local, "then": 0}, 1), {"run": {}}]
@@ -48,9 +52,12 @@ def plain_case(plain: Plain, block_size: int) -> Case:
         "num_blocks": 3 * (needed // block_size + 3),
         "max_model_len": 2 * max(total, LONGEST if crowd.tokens else 128),
         "max_seqs": 8 + len(crowd.beside) + len(crowd.loads),
+        "groups": list(plain.groups),
+        "window": plain.window,
     }
     text = "A prompt is computed, the local cache dropped, the same prompt asked for again."
-    case = {"id": "internal.calibration", "area": "internal", "text": text, "config": config, "steps": steps}
+    engines = ["vllm"] if plain.groups else ["reference"]
+    case = {"id": "internal.calibration", "area": "internal", "text": text, "config": config, "engines": engines, "steps": steps}
     return Case.model_validate(case, strict=False)
 
 

@@ -21,8 +21,14 @@ class Promises:
     def __init__(self, caps: dict[str, Any], declared: bool, calibrate: Callable[[Plain, int], int]) -> None:
         self.caps, self.declared, self.calibrate = caps, declared, calibrate
 
-    def promised(self, source: Any, prompt: list[int], request: Any, block_size: int, final: int | None, crowd: Crowd = NOBODY) -> int:
-        """Tokens of `request` that must be loadable or local, given that `source` computed `final` positions. Reads only."""
+    def promised(
+        self, source: Any, prompt: list[int], request: Any, block_size: int, final: int | None, crowd: Crowd = NOBODY,
+        groups: tuple[str, ...] = (), window: int = 8,
+    ) -> int:  # fmt: skip
+        """Tokens of `request` that must be loadable or local, given that `source` computed `final` positions. Reads only.
+
+        `groups`: several KV cache groups, with that `window`. What a connector does with one says nothing about several.
+        """
         saves = self.caps["saves"]
         if final is None or saves == "none" or not self.caps["store"]:
             return 0
@@ -38,5 +44,5 @@ class Promises:
             return limit // chunk * chunk
         # What was not final is not shared in the plain run either: a connector that keeps whole chunks has none of a chunk cut short.
         shared = common if limit >= min(common, len(wanted) - 1) else limit
-        plain = Plain(len(prompt), len(known) - len(prompt), shared, len(wanted), crowd)
+        plain = Plain(len(prompt), len(known) - len(prompt), shared, len(wanted), crowd, groups, window)
         return min(limit, self.calibrate(plain, block_size)) if limit > 0 else 0

@@ -30,10 +30,12 @@ class Reloads:
         if not driver.promises.declared and (driver.adds[source].priority or driver.adds[source].params):
             return  # a connector may store by priority, or as the client asks; the plain runs have neither
         of = (driver.requests[source], driver.prompts[source], request, driver.variant.block_size, self._final(source))
-        promised, found = driver.promises.promised(*of), event["local"] + event["tokens"]
+        several = tuple(driver.variant.case.config.groups) if len(driver.variant.case.config.groups) > 1 else ()
+        kind = {"groups": several, "window": driver.variant.case.config.window}
+        promised, found = driver.promises.promised(*of, **kind), event["local"] + event["tokens"]
         if found < promised and not driver.promises.declared:  # perhaps it does its best, and there was a lot to do
             key = (driver.ids[source], driver.expectations.generation(source))
-            promised = min(promised, driver.promises.promised(*of, crowd_of(driver.trace.events, key, event)))
+            promised = min(promised, driver.promises.promised(*of, crowd_of(driver.trace.events, key, event), **kind))
         driver.trace.emit(
             "profile.expectation", what=driver.caps["saves"], req=request.request_id, of=source, promised=promised, reloadable=found
         )

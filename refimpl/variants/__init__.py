@@ -43,6 +43,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "worth-loading": (f"{HERE}.frugal:WorthLoading", {}),
     "one-load-per-step": (f"{HERE}.frugal:OneLoadPerStep", {}),
     "save-budget": (f"{HERE}.frugal:SaveBudget", {}),
+    "expiring": (f"{HERE}.frugal:Expiring", {}),
+    "one-group-only": (f"{HERE}.hybrid:OneGroupOnly", {}),
     "quantising": (f"{HERE}.lossy:Quantising", {}),
     "blending": (f"{HERE}.lossy:Blending", {}),
     "consuming": (f"{HERE}.plain:Consuming", {}),

@@ -197,3 +197,12 @@ def _part(number: int, spec: Any, ranks: int) -> Part:
 
 def _copied(tables: Iterable[Sequence[int]]) -> list[list[int]]:
     return [list(table) for table in tables]
+
+
+class OneGroupOnly(HybridConnector):
+    """Starts with a model of several groups, as it must be able to, and does nothing for it."""
+
+    kvconform_capabilities = None  # type: ignore[assignment]
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return (0, False) if self._several else super().get_num_new_matched_tokens(request, num_computed_tokens)
