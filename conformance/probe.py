@@ -72,7 +72,7 @@ class Probe:
     def record(self, connector: Any, hook: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one hook under the probe; returns what it returned, raises what it raised."""
         half, rank = getattr(getattr(connector, "_role", None), "name", "").lower(), 0
-        if not half or threading.get_ident() != self._main or hasattr(connector, "kvconform_sibling"):
+        if not self.watches(connector):
             return call(connector, *args, **kwargs)
         item = Call(connector, hook, half, self._depth, args, kwargs)
         outermost = self._depth == 0
@@ -100,6 +100,11 @@ class Probe:
             self._depth -= 1
             self._returned(item, rank, timed_out, outermost)
         return item.result
+
+    def watches(self, connector: Any) -> bool:
+        """Whether calls of it are recorded: of the connector that is judged, not of its siblings, and from the engine's thread."""
+        half = getattr(getattr(connector, "_role", None), "name", "")
+        return bool(half) and threading.get_ident() == self._main and not hasattr(connector, "kvconform_sibling")
 
     def _returned(self, item: Call, rank: int, timed_out: bool, outermost: bool) -> None:
         check = check_value(item) if outermost and item.error is None else ValueCheck()
@@ -153,7 +158,7 @@ def _wrapper(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         probe = Probe.active
         if probe is None:
             return original(self, *args, **kwargs)
-        if by_sets and probe._depth == 0:
+        if by_sets and probe._depth == 0 and probe.watches(self):  # what is not recorded leaves the depth as it is
             results = self.get_transfer_results(*args, **kwargs)
             return results.finished_sending or None, results.finished_recving or None
         return probe.record(self, name, original, args, kwargs)
