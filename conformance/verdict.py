@@ -212,7 +212,7 @@ def _judge_watched(watched: list[tuple[Requirement, Row]], runs: Mapping[str, Ru
 
 
 class _Blame:
-    """The failures of one run so far, earliest first, and the crash."""
+    """The failures of one run so far, and the crash. None of them is later than it: the crash explains what comes after."""
 
     def __init__(self, crash: int | None) -> None:
         self.crash = crash
@@ -235,15 +235,14 @@ class _Blame:
         """What explains a violation: an earlier failure for a consequence, else the crash (or the failure before it)."""
         after_crash = self.crash is not None and violation.seq > self.crash
         if req.consequence or after_crash:
-            limit = min(violation.seq, self.crash) if after_crash and self.crash is not None else violation.seq
-            earlier = min((f for f in self.failures if f[0] <= limit and f[1] != req.id), default=None)
+            earlier = min((f for f in self.failures if f[0] <= violation.seq and f[1] != req.id), default=None)
             if earlier is not None:
                 return earlier[1]
         return CRASH if after_crash else None
 
     def before_crash(self) -> str:
         """What explains that things were cut short."""
-        return min((f for f in self.failures if self.crash is None or f[0] <= self.crash), default=(0, CRASH))[1]
+        return min(self.failures, default=(0, CRASH))[1]
 
 
 def _fill(row: Row, req: Requirement, monitor: Monitor, crash: int | None, blame: _Blame) -> None:

@@ -149,6 +149,15 @@ def test_a_store_under_way_at_a_reset_never_appears(ranks: list[Store]) -> None:
     assert ranks[0].epoch() == 1
 
 
+def test_what_an_earlier_epoch_still_writes_changes_no_chunk_of_this_one(ranks: list[Store]) -> None:
+    ranks[1].reset()
+    for store in ranks:
+        store.put(1, "k", "layer", b"new")
+        store.commit(1, "k")
+        store.put(0, "k", "layer", b"old")
+    assert [store.get("k", "layer") for store in ranks] == [b"new", b"new"]
+
+
 def test_a_countdown_counts_polls() -> None:
     queue: Countdown[str] = Countdown()
     queue.add("now", 0)

@@ -54,6 +54,19 @@ class TotalCount(ReferenceConnector):
         return (matched + num_computed_tokens if matched else 0), is_async
 
 
+class PopsOnLookup(ReferenceConnector):
+    """Takes a hit out of its table when it is asked, so who has to ask again finds nothing (B015)."""
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        asked: set[str] = self.__dict__.setdefault("_asked", set())
+        matched, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if request.request_id in asked:
+            return 0, False
+        if matched:
+            asked.add(request.request_id)
+        return matched, is_async
+
+
 class NeverAnswers(ReferenceConnector):
     """Asks for more time, forever, where there is something to load."""
 
