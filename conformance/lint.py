@@ -41,7 +41,7 @@ RULES: dict[str, str] = {
     "L025": "no reason given (why)",
     "L026": "a defect names an unknown requirement",
     "L027": "an entry of defects.yaml is no defect",
-    "L028": "a MUST that no defect violates",
+    "L028": "a requirement that no defect violates",
     "L029": "a rule of the contract that nothing covers and no waiver names, or that is covered and waived",
     "L030": "a source that spec/sources.yaml has no digest of, or a digest that nothing cites",
     "L031": "something in `touches` that vLLM does not have",

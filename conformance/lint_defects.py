@@ -57,6 +57,6 @@ def unkilled(spec: Spec) -> Iterator[Finding]:
     """L028: requirements that no entry says it fails."""
     killed = {wanted for raw in spec.defects.values() for wanted in raw.get("fails", ())}
     for requirement in spec.requirements.values():
-        if requirement.level.startswith("MUST") and requirement.id not in killed:
+        if requirement.id not in killed:
             where = spec.places.get(f"requirement:{requirement.id}", requirement.id)
-            yield Finding(where, "L028", f"{requirement.id}: no defect violates it")
+            yield Finding(where, "L028", f"{requirement.id} ({requirement.level}): no defect violates it")
