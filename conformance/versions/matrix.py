@@ -111,7 +111,7 @@ def _observe(place: Place, release: Release, job: Job, folder: Path) -> Path:
     out.unlink(missing_ok=True)
     job_file.write_text(job.model_dump_json(), encoding="utf-8")
     command = [str(place.python), "-m", "kvconform.versions.observe", str(job_file), str(out)]
-    environment = {**os.environ, **job.settings.env}
+    environment = {**os.environ, "PYTHONHASHSEED": "0", **job.settings.env}  # without a seed, older releases hash blocks at random
     for _ in range(DEATHS + 1):
         with log.open("ab") as said:
             try:
