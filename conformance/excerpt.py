@@ -9,7 +9,7 @@ from kvconform.backstory import source, tell
 
 Event = dict[str, Any]
 EXCERPT = 18
-"""Events up to the violation, and of those about the origin of its bytes that are older: half as many."""
+"""Events up to the violation; those about the origin of its bytes, at most half as many, come on top."""
 TOLD = {
     "step.scheduled", "req.scheduled", "lookup", "alloc", "req.state", "req.finished", "load.due", "kv.wrong", "kv.changed", "hold",
     "release", "transfer.reported", "transfer.failed", "cache.reset", "engine.crash", "engine.stall", "engine.lifecycle", "plan",
@@ -29,9 +29,10 @@ def excerpt(trace: list[Event], seq: int, req: str | None) -> list[Event]:
         or e["k"] == "hook.returned" and e["error"] is not None
     ]  # fmt: skip
     before = [e for e in chosen if e["seq"] <= seq][-EXCERPT:]
-    first = before[0]["seq"] if before else seq
-    older = [e for e in _of_origin(trace, next(e for e in trace if e["seq"] == seq)) if e["seq"] < first][-EXCERPT // 2 :]
-    return older + before + [e for e in chosen if e["seq"] > seq][:3]
+    there = {e["seq"] for e in before}
+    origin = [e for e in _of_origin(trace, next(e for e in trace if e["seq"] == seq)) if e["seq"] < seq and e["seq"] not in there]
+    story = sorted(origin[-EXCERPT // 2 :] + before, key=lambda e: e["seq"])
+    return story + [e for e in chosen if e["seq"] > seq][:3]
 
 
 def _of_origin(trace: list[Event], event: Event) -> list[Event]:

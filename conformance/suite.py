@@ -112,7 +112,7 @@ def _wanted(spec: Spec, settings: Settings) -> tuple[set[str] | None, set[str] |
             raise UsageError(f"--trace: there is no case {entry!r}{_close(entry, spec.cases)}")
         if not some_cases and not some_requirements:
             if not set(entry) & set(".*?["):  # an id has a dot
-                areas = dict.fromkeys(item.area for item in (*spec.requirements.values(), *spec.cases.values()))
+                areas = dict.fromkeys([req.area for req in spec.requirements.values()] + [case.area for case in spec.cases.values()])
                 known = f"; there are {', '.join(areas)}"
                 raise UsageError(f"there is no area {entry!r}{_close(entry, areas) or known}")
             raise UsageError(f"there is no case or requirement {entry!r}{_close(entry, [*spec.cases, *spec.requirements])}")

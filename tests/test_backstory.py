@@ -89,8 +89,10 @@ def test_the_excerpt_shows_preemption_resumption_and_save_of_the_origin() -> Non
     many = [scheduled(10 + step, "b", 9) for step in range(EXCERPT + 5)]
     saved = {"k": "plan", "step": 9, "op": "save", "req": "a", "start": 12, "end": 16}
     elsewhere = {"k": "plan", "step": 9, "op": "save", "req": "a", "start": 16, "end": 20}
+    many.insert(10, scheduled(40, "a", 4, 5, 6, 7, 8, kind="resumed"))  # in the midst of what is about the reader
     run = trace(*STORY, saved, elsewhere, *many, pos=12, origin=FIRST)
     shown = excerpt(run, run[-1]["seq"], "b")
-    assert shown[:4] == [*run[1:4], run[5]] and shown[-1] is run[-1] and len(shown) == 4 + EXCERPT
+    assert shown[:4] == [*run[1:4], run[5]] and shown[-1] is run[-1] and len(shown) == 5 + EXCERPT
+    assert [event["seq"] for event in shown] == sorted(event["seq"] for event in shown) and many[10]["step"] in [e["step"] for e in shown]
     without = trace(*STORY, saved, *many, pos=12, origin="zeros")
     assert len(excerpt(without, without[-1]["seq"], "b")) == EXCERPT

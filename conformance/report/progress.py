@@ -31,12 +31,13 @@ class Progress:
             self._bar.start()
             self._task = self._bar.add_task("running", total=self.total, now="importing vLLM (6-10 s)")
         else:
-            self.console.print(f"running {self.total} runs ...", highlight=False)
+            self.console.print(f"running {self.total} run{'s' if self.total > 1 else ''} ...", highlight=False)
 
     def done(self, variant: str, rows: Sequence[Row]) -> None:
         self.count += 1
         self.failing |= {row.requirement for row in rows if row.verdict is Verdict.FAIL and row.gating}
-        bad = f"{len(self.failing)} requirements fail" if self.failing else "no failures"
+        number = len(self.failing)
+        bad = "no failures" if not number else "1 requirement fails" if number == 1 else f"{number} requirements fail"
         if self._bar is not None:
             self._bar.update(self._task, completed=self.count, now=f"{bad} · {variant.partition('[')[0]}")
         elif time.monotonic() - self._last > EVERY:

@@ -70,7 +70,9 @@ def header(console: Console, collector: Collector, warnings: Sequence[str], *, j
     about = _cases_about(collector)
     if about:
         shown = ",".join(about[:LISTED]) + (f" (and {len(about) - LISTED} more: kvconform explain)" if len(about) > LISTED else "")
-        console.print(f"hint        a requirement is judged on every case; on those that are about it only: -k {escape(shown)}")
+        console.print(
+            f"hint        a requirement is judged on every case; on those that are about it only: -k {escape(shown)}", soft_wrap=True
+        )
 
 
 def _cases_about(collector: Collector) -> list[str]:
@@ -261,9 +263,9 @@ def _answer(console: Console, found: Aggregate, where: str, seconds: float, *, p
     by_status: dict[str, int] = {}
     for name, status in found.status.items():
         whose = " (engine's)" if name in found.engine_failed else " (recommended only)" if name in found.advisory else ""
-        words = _words(status) + (whose if status is Verdict.FAIL else "")
-        by_status[words] = by_status.get(words, 0) + 1
-    per = ", ".join(f"{count} {words}" for words, count in sorted(by_status.items(), key=lambda item: -item[1]))
+        told = _words(status) + (whose if status is Verdict.FAIL else "")
+        by_status[told] = by_status.get(told, 0) + 1
+    per = ", ".join(f"{count} {told}" for told, count in sorted(by_status.items(), key=lambda item: -item[1]))
     console.print(f"exercised   {found.exercised} of {found.total} requirements: {per}", highlight=False, style="dim")
     console.print(f"reports     {escape(where)}", highlight=False, style="dim")
     words = {"conformant": "CONFORMANT", "partial": "PARTLY CONFORMANT", "nonconformant": "NOT CONFORMANT", "error": "NO ANSWER"}
