@@ -14,7 +14,7 @@ from kvconform.closest import did_you_mean
 from kvconform.defect import Defect
 from kvconform.lint import Finding
 from kvconform.lint_requirements import numbers
-from kvconform.load import Spec
+from kvconform.load import Spec, words
 
 
 def check(spec: Spec) -> Iterator[Finding]:
@@ -25,7 +25,9 @@ def check(spec: Spec) -> Iterator[Finding]:
             defect = Defect(**raw)
         except ValidationError as error:
             first = error.errors()[0]
-            yield Finding(where, "L027", f"defect {name}: {'.'.join(map(str, first['loc']))}: {first['msg']}")
+            yield Finding(
+                where, "L027", f"defect {name}: {': '.join(words(Defect, first['loc'], first['type'], first['msg'])).lstrip(': ')}"
+            )
             continue
         for symbol in filter(None, (defect.connector, defect.engine_fault)):
             if problem := _nowhere(symbol):

@@ -118,7 +118,7 @@ class _Loader:
             seen: set[tuple[int, str]] = set()
             for problem in error.errors(include_url=False, include_context=False, include_input=False):
                 line = yamlio.line_of(lines, (*path, *problem["loc"]))
-                where, sentence = _words(model, problem["loc"], problem["type"], problem["msg"])
+                where, sentence = words(model, problem["loc"], problem["type"], problem["msg"])
                 if (line, sentence) not in seen:
                     seen.add((line, sentence))
                     self.problems.append(f"{name}:{line}: {where + ': ' if where else ''}{sentence}")
@@ -207,7 +207,7 @@ def _entry_line(name: str, text: str, path: tuple[str | int, ...]) -> int:
     return yamlio.line_of(lines, path[:1])
 
 
-def _words(model: type[Model], loc: tuple[str | int, ...], kind: str, message: str) -> tuple[str, str]:
+def words(model: type[Model], loc: tuple[str | int, ...], kind: str, message: str) -> tuple[str, str]:
     """Where in the entry, and what is wrong, for a reader: list places count from 1, and a field that does not exist is compared with those
     that do."""
     where = ""

@@ -65,7 +65,7 @@ def test_conformant(tmp_path: Path) -> None:
     assert (result.code, result.err) == (0, "")
     assert "CONFORMANT" in result.out
     assert "store=yes (declared), " not in result.out.replace("saves=all (inferred), ", "")
-    assert "1 runs did not bring about the situation" in result.out
+    assert "1 run did not bring about the situation" in result.out
     adapter: TypeAdapter[Any] = TypeAdapter(ReportLine)
     kinds = [adapter.validate_python(line).type for line in result.lines]
     assert (kinds[0], kinds[-1]) == ("header", "footer")

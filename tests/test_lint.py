@@ -204,13 +204,14 @@ def test_defects(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        ({"case": ["lifecycle.one"]}, "defect known: case: there is no such field; did you mean cases?"),
         ({"connector": "kvconform.refimpl.defects.preemption:AppendOnResume"}, "has no AppendOnResume; did you mean AppendsOnResume"),
         ({"connector": "kvconform.refimpl.defects.nowhere:Bad"}, "there is no module kvconform.refimpl.defects.nowhere"),
         ({"connector": "nowhere.at.all:Bad"}, "there is no module nowhere.at.all"),
         ({"engine_fault": "kvconform.refimpl.defects.engine_hooks:nope"}, "kvconform.refimpl.defects.engine_hooks has no nope"),
     ],
 )
-def test_a_defect_that_is_nowhere(tmp_path: Path, change: dict[str, str], words: str) -> None:
+def test_a_defect_that_is_nowhere(tmp_path: Path, change: dict[str, Any], words: str) -> None:
     (found,) = findings(tmp_path, **{"defects__yaml": [DEFECT | change]})
     assert found.code == "L027" and words in found.message
 

@@ -249,7 +249,8 @@ def _unmet(console: Console, notes: Iterable[CaseNotes]) -> None:
     silent = [note for note in notes if note.unmet]
     if silent:
         first = f"{silent[0].variant}: {silent[0].unmet[0]}"
-        text = f"\n{len(silent)} runs did not bring about the situation that they are for, so they say less (first: {first})"
+        runs, they = ("1 run", "it is for, so it says") if len(silent) == 1 else (f"{len(silent)} runs", "they are for, so they say")
+        text = f"\n{runs} did not bring about the situation that {they} less (first: {first})"
         console.print(Text(text, style="dim"), soft_wrap=True)
 
 
