@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 
 from kvconform import compat, compat_output, compat_worker, environment
+from kvconform.collector import Collector
 from kvconform.errors import EnvironmentProblem
 from kvconform.expectations import OutputsE
 from kvconform.load import load_spec
@@ -205,7 +206,8 @@ def test_a_newer_release_runs_with_a_warning_and_an_older_one_not_at_all(monkeyp
 
 
 def test_what_a_release_cannot_be_brought_to_is_named_before_the_run() -> None:
-    old, new = (select(load_spec(), Settings(), version) for version in ("0.11.2", environment.NEWEST))
+    spec, settings = load_spec(), Settings()
+    old, new = (select(spec, settings, version) for version in ("0.11.2", environment.NEWEST))
     assert "lifecycle.reset-connector" in old.beyond[0]
     assert "engine.saves-before-results" in old.beyond[1]
     assert old.without > 0
@@ -213,7 +215,7 @@ def test_what_a_release_cannot_be_brought_to_is_named_before_the_run() -> None:
     assert (list(new.beyond[0]), new.without) == ([], 0)
 
     console = make_console(io.StringIO())
-    header(console, cast(Any, SimpleNamespace(settings=Settings(), selection=old, vllm="0.11.2")), ())
+    header(console, Collector(spec, settings, old, "0.11.2"), ())
     said = " ".join(cast(io.StringIO, console.file).getvalue().split())
     assert "this vLLM cannot be brought to:" in said
     assert "lifecycle.reset-connector" in said
