@@ -205,7 +205,13 @@ class Patch:
 
 
 def wrap_instance_hooks(connector: Any) -> None:
-    """Wrap hooks that a constructor assigned on the instance (`self.get_finished = ...`), which hide the patched class's."""
+    """Wrap hooks that a constructor assigned on the instance (`self.get_finished = ...`), which hide the patched class's.
+
+    Also those of a MultiConnector's children that are of the patched class.
+    """
+    for child in getattr(connector, "_connectors", ()):
+        if hasattr(type(child).build_connector_meta, "_kvconform_original"):
+            wrap_instance_hooks(child)
     for name in hook_names():
         member = vars(connector).get(name) if hasattr(connector, "__dict__") else None
         if callable(member) and not hasattr(member, "_kvconform_original"):

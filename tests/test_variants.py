@@ -23,6 +23,9 @@ SPEC = load_spec()
 CASES = ("chunked.interleaved", "lifecycle.id-reuse", "placeholders.conversation", "preemption.after-load", "speculation.mixed")
 MATTERS = {  # what is only different elsewhere
     "chunk-256": ("chunked.large-chunks",),
+    "foresees-failures": ("chunked.boundaries",),
+    "in-parts": ("chunked.boundaries",),
+    "instance-hooks": ("multi.after-winner",),
     "one-group-only": ("groups.chunked",),
     "save-budget": ("lifecycle.thirty-requests",),
     "threads": ("lifecycle.pickled-metadata",),

@@ -39,6 +39,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "in-parts": (f"{HERE}.loading:InParts", {"load": "async"}),
     "hybrid": (f"{HERE}.hybrid:HybridConnector", {}),
     "hybrid-async": (f"{HERE}.hybrid:HybridConnector", {"load": "async"}),
+    "keeps-last": (f"{HERE}.habits:KeepsLast", {}),
+    "instance-hooks": (f"{HERE}.habits:InstanceHooks", {"load": "async"}),
     "decoy": (f"{HERE}.decoy:Decoy", {}),
     "worth-loading": (f"{HERE}.frugal:WorthLoading", {}),
     "one-load-per-step": (f"{HERE}.frugal:OneLoadPerStep", {}),
