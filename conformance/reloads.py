@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 from kvconform.crowd import crowd_of
@@ -31,11 +32,11 @@ class Reloads:
             return  # a connector may store by priority, or as the client asks; the plain runs have neither
         of = (driver.requests[source], driver.prompts[source], request, driver.variant.block_size, self._final(source))
         several = tuple(driver.variant.case.config.groups) if len(driver.variant.case.config.groups) > 1 else ()
-        kind = {"groups": several, "window": driver.variant.case.config.window}
-        promised, found = driver.promises.promised(*of, **kind), event["local"] + event["tokens"]
+        promise = functools.partial(driver.promises.promised, *of, groups=several, window=driver.variant.case.config.window)
+        promised, found = promise(), event["local"] + event["tokens"]
         if found < promised and not driver.promises.declared:  # perhaps it does its best, and there was a lot to do
             key = (driver.ids[source], driver.expectations.generation(source))
-            promised = min(promised, driver.promises.promised(*of, crowd_of(driver.trace.events, key, event), **kind))
+            promised = min(promised, promise(crowd=crowd_of(driver.trace.events, key, event)))
         driver.trace.emit(
             "profile.expectation", what=driver.caps["saves"], req=request.request_id, of=source, promised=promised, reloadable=found
         )

@@ -63,7 +63,7 @@ def _arguments(settings: Settings) -> list[str]:
 
 @contextlib.contextmanager
 def hermetic(debug: bool, plugins: str) -> Iterator[None]:
-    """No plugins but these and no options of others; pytest's own output goes nowhere (the controller writes to the real standard output)."""
+    """No plugins but these and no options of others; pytest's own output goes nowhere (the controller writes to the real one)."""
     others = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS", "PYTEST_DISABLE_PLUGIN_AUTOLOAD")
     before = {name: os.environ.pop(name, None) for name in others}
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
