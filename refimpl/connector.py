@@ -15,11 +15,12 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 from vllm.v1.request import RequestStatus
 
+from kvconform.refimpl.copying import Copying
 from kvconform.refimpl.delay import Countdown
 from kvconform.refimpl.faults import Faults
 from kvconform.refimpl.keys import extend_keys, root_key
 from kvconform.refimpl.options import Options
-from kvconform.refimpl.paging import NULL_BLOCK, Share, read_slots, write_slots
+from kvconform.refimpl.paging import NULL_BLOCK, Share
 from kvconform.refimpl.plan import Load, Piece, ReferenceMetadata, Save, cut
 from kvconform.refimpl.store import open_store
 from kvconform.refimpl.suite_hooks import SuiteHooks
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class ReferenceConnector(SuiteHooks, Telemetry):
+class ReferenceConnector(SuiteHooks, Telemetry, Copying):
     """A best-effort KV cache for models with one group of attention layers. Options: see ``Options``."""
 
     several_groups = False
@@ -269,36 +270,6 @@ class ReferenceConnector(SuiteHooks, Telemetry):
         """May come twice, and with transfers under way: they are abandoned, an uncommitted chunk is never seen."""
         self._load_queue, self._save_queue = Countdown(), Countdown()
         self._layers = {}
-
-    def _load(self, load: Load, layers: Iterable[str]) -> None:
-        """Fill the granted slots, or say which blocks could not be filled. Never less than either."""
-        for piece in load.pieces:
-            if not self._store.has(piece.key) or not all([self._load_layer(piece, layer) for layer in layers]):
-                self._store.drop(piece.key)
-                self._invalid |= piece.blocks(self._block_size)
-                self._bad |= piece.blocks(self._block_size)
-
-    def _load_layer(self, piece: Piece, layer: str) -> bool:
-        data = self._store.get(piece.key, layer)
-        return data is not None and write_slots(self._layers[layer], piece.slots, data, piece.first, self._share)
-
-    def _save(self, epoch: int, save: Save, layers: Iterable[str]) -> None:
-        for layer in layers:
-            self._save_layer(epoch, save, layer, self._layers[layer])
-        if self._is_sound(save):
-            for piece in save.pieces:
-                self._store.commit(epoch, piece.key)
-        if save.final:
-            self._sent.add(save.req)
-
-    def _save_layer(self, epoch: int, save: Save, layer: str, kv_layer: torch.Tensor) -> None:
-        if self._is_sound(save):
-            for piece in save.pieces:
-                self._store.put(epoch, piece.key, layer, read_slots(kv_layer, piece.slots, self._share))
-
-    def _is_sound(self, save: Save) -> bool:
-        """KV computed upon a failed load is garbage, whichever request computed it."""
-        return self._bad.isdisjoint(save.table)
 
     def _metadata(self) -> ReferenceMetadata:
         metadata = self._get_connector_metadata()
