@@ -34,6 +34,7 @@ class Entry(Model):
     id: Id
     bug: Annotated[str, Field(pattern=r"^(B\d{3}|R\d{3})$", description="of the list of bugs, or the rule of the contract that was broken")]
     text: str
+    note: str | None = Field(None, description="what speaks for the engine, or bounds the finding; shown with it")
     releases: list[Annotated[str, Field(pattern=r"^\d+\.\d+\.\d+$")]] = Field(min_length=1)
     connector: str
     extra_config: dict[str, Any] = {}

@@ -39,13 +39,18 @@ Judged: {{ "`" + entry.connector + "`" }}, {{ entry.scheduling | join(" and ") }
 _FINDINGS = """\
 # What vLLM itself does wrong
 
-Guarantees that connectors rely on and that vLLM {{ newest }} was seen to break. They say nothing about a connector and do not change its
+Guarantees that connectors rely on and that vLLM {{ newest }} was seen to break. Where vLLM promises nothing, or declares a limit, the
+finding says so. They say nothing about a connector and do not change its
 verdict: the cases run only when they are named, or with `kvconform run CONNECTOR --profile findings`. A release
 that is not named was not tried. This page is made like [history.md](history.md).
 {% for entry, rows, requirements, case in found %}
 ## {{ entry.id }}
 
 {{ entry.text }}
+{%- if entry.note %}
+
+{{ entry.note }}
+{%- endif %}
 
 | | |
 |---|---|
