@@ -36,6 +36,7 @@ def test_a_class_and_a_registered_name_are_found() -> None:
     ("name", "text"),
     [
         ("NoSuchConnector", "vLLM knows no connector named 'NoSuchConnector'"),
+        ("NixlConector", "give it as package.module:Class; did you mean NixlConnector"),
         ("no.such.module:X", "Module no.such.module of connector no.such.module:X cannot be imported: ModuleNotFoundError"),
         ("kvconform.refimpl.connector:Nobody", "has no attribute 'Nobody'"),
         (f"{__name__}:NotOne", "is not a KV connector: it must be a subclass"),
