@@ -132,8 +132,10 @@ _kind(
     "lookup",
     "sched",
     "req:s generation:i attempt:i local:i tokens:i? is_async:b type_ok:b N:i status:s repeat:b prev_tokens:i? store_may_have_shrunk:b"
-    " same_claim_failed:i ever_computed:i ever_plain:i computed_before_reset:i after_reset:b prompt_len:i block_aligned:b C:i",
-    "get_num_new_matched_tokens answered.",
+    " same_claim_failed:i ever_computed:i ever_plain:i computed_before_reset:i after_reset:b prompt_len:i block_aligned:b C:i"
+    " starved:b",
+    "get_num_new_matched_tokens answered. starved = it answered with a load that fits, but for the blocks that the engine keeps free for an"
+    " earlier load of this request, which failed.",
 )
 _kind(
     "alloc",

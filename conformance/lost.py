@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """When an engine has lost track of a request: what comes after is no fault of the connector's.
 
-vLLM does so with a request whose load failed, in two ways. Under asynchronous scheduling it takes back the computed tokens of a synchronous
-load that failed, but not the tokens in flight (bug B004): it computes from the wrong position ever after. And it leaves the blocks of a
-failed load in its own prefix cache, to be computed again: if their request is preempted first, the cache serves them as they are.
+vLLM does so with a request whose load failed, in three ways. Under asynchronous scheduling it takes back the computed tokens of a
+synchronous load that failed, but not the tokens in flight (bug B004): it computes from the wrong position ever after. It leaves the blocks
+of a failed load in its own prefix cache, to be computed again: if their request is preempted first, the cache serves them as they are. And
+it goes on keeping blocks free for an asynchronous load that failed: if the pool does not hold the request twice, its retry is never
+admitted, nor is who waits behind it.
 
 Until 0.15 it does so with a request that finished, too. If its blocks are kept for the connector, output of a step in flight is still added
 to it; it may finish a second time, and the second report of its transfer ends the engine.
@@ -19,6 +21,7 @@ from kvconform.trace import Event
 MISCOUNTED = "the engine lost count of request {req} when its load failed (bug B004)"
 OVERRUN = "the engine added output to request {req}, which had finished (engine.finish-once)"
 SERVED = "the engine served blocks whose load had failed to request {req} (engine.failed-not-served)"
+STARVED = "the engine kept blocks from request {req} for the load of its own that had failed (engine.retry-admitted)"
 
 
 def note_unfilled(trace: Iterable[Event]) -> None:
@@ -50,7 +53,14 @@ def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
     """(seq, in words) of the first time that the engine lost track of a request; None if it never did."""
     failed = False
     finished: dict[tuple[Any, ...], int] = {}  # request -> step
+    waiting: dict[tuple[Any, str], tuple[int, str]] = {}
     for e in trace:
+        if e["k"] == "lookup" and e.get("starved"):
+            waiting[e.get("on"), e["req"]] = e["seq"], STARVED.format(req=e["req"])
+        elif e["k"] in ("alloc", "req.finished"):
+            waiting.pop((e.get("on"), e["req"]), None)  # it was only late
+        elif e["k"] == "run.end" and not e["quiesced"] and waiting:
+            return min(waiting.values())
         if e["k"] in ("req.finished", "sample"):
             who = e.get("on"), e["req"], e["generation"]
             if e["step"] > finished.get(who, e["step"]):

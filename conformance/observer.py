@@ -14,6 +14,7 @@ from kvconform.metadata_observer import MetadataObserver
 from kvconform.oracle import Oracle
 from kvconform.probe import Call, Probe
 from kvconform.provenance import ROOT, extend
+from kvconform.starved import starved
 from kvconform.trace import Event, Trace
 
 _WAITING = {RequestStatus.WAITING: "waiting", RequestStatus.PREEMPTED: "preempted"}
@@ -102,6 +103,7 @@ class Observer(MetadataObserver):
             computed_before_reset=max(0, min(end, ever) - max(since, local)) if self.reset_seen and end > local else 0,
             after_reset=self.reset_seen, prompt_len=request.num_prompt_tokens,
             block_aligned=not isinstance(tokens, int) or tokens % self.oracle.cache.block_size == 0, C=request.num_computed_tokens,
+            starved=is_async and end > local and starved(self.scheduler, request, int(end), self.oracle.cache.block_size),
         )  # fmt: skip
         self.lookups[key] = {"tokens": tokens, "local": local, "allocated": False, "activity": self.activity, "is_async": is_async}
         if self.on_lookup:

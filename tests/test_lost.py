@@ -98,3 +98,21 @@ def test_what_vllm_breaks_is_no_failure_of_the_connector(case: str, tmp_path: Pa
     assert not verdicts & {("requirement", "FAIL"), ("requirement", "BLOCKED"), ("requirement", "ERROR")}
     if SPEC.cases[case].relations:  # else nothing is compared that could differ
         assert any("not judged" in (row.get("message") or "") for row in report.rows)
+
+
+ASKED = {"k": "lookup", "req": "b", "starved": True}
+END = {"k": "run.end", "quiesced": False}
+
+
+@pytest.mark.parametrize(
+    ("events", "at"),
+    [
+        ([ASKED, ASKED, END], 1),
+        ([ASKED, {"k": "alloc", "req": "b"}, END], None),  # it was only late
+        ([ASKED, {**END, "quiesced": True}], None),
+        ([{**ASKED, "starved": False}, END], None),
+    ],
+)
+def test_a_retry_that_is_never_admitted(events: list[dict[str, Any]], at: int | None) -> None:
+    found = lost(numbered(*events))
+    assert (None if found is None else found[0]) == at

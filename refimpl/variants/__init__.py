@@ -37,6 +37,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "unreliable-async": (f"{HERE}.loading:Unreliable", {"load": "async"}),
     "foresees-failures": (f"{HERE}.loading:ForeseesFailures", {"load": "async", "load_delay": 3}),
     "in-parts": (f"{HERE}.loading:InParts", {"load": "async"}),
+    "stumbles": (f"{HERE}.loading:Stumbles", {"load": "async"}),
     "hybrid": (f"{HERE}.hybrid:HybridConnector", {}),
     "hybrid-async": (f"{HERE}.hybrid:HybridConnector", {"load": "async"}),
     "keeps-last": (f"{HERE}.habits:KeepsLast", {}),

@@ -113,3 +113,18 @@ def _parts(load: Load) -> Iterator[Load]:
         end = start + len(piece.slots)
         yield Load(load.req, start, end, (piece,), is_async=piece is load.pieces[-1])
         start = end
+
+
+class Stumbles(ReferenceConnector):
+    """Every third load fails, the first one too, for a reason that is gone at the next attempt: what was stored stays where it is."""
+
+    loads = 0
+
+    def _load(self, load: Load, layers: Iterable[str]) -> None:
+        self.loads += 1
+        if self.loads % 3 != 1:
+            super()._load(load, layers)
+            return
+        failed = set[int]().union(*(piece.blocks(self._block_size) for piece in load.pieces))
+        self._invalid |= failed
+        self._bad |= failed
