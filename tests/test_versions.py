@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -157,6 +158,13 @@ def test_the_page_tells_all_and_no_times() -> None:
     assert exit_code(releases) == 1 and exit_code(releases[:1]) == 0 and exit_code([releases[0], releases[2]]) == 3
 
 
+def test_the_committed_page_is_of_all_releases() -> None:
+    text = (Path(__file__).resolve().parent.parent / "docs" / "versions.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| (\d[\d.]*) \| ([a-z ]+) \|", text, re.M))
+    assert list(rows) == list(RELEASES)
+    assert set(rows.values()) <= {"conformant", "partial"}
+
+
 def test_one_run_per_case_scheduling_and_runner() -> None:
     selection = select(SPEC, Settings(engine="vllm"), "0.32.0")
     few = observe.chosen(selection, all_runs=False)
@@ -243,6 +251,11 @@ def test_a_python_that_is_not_there_or_says_nothing(tmp_path: Path) -> None:
     assert [release.verdict for release in found] == ["not run"] * 3
     assert found[0].problem == "not installed" and "cannot be started" in (found[1].problem or "")
     assert found[2].problem == "the process ended before it was done: no vllm here"
+
+
+def test_a_run_that_nobody_asked_for_is_said(tmp_path: Path) -> None:
+    (found,) = matrix_of(tmp_path, matrix.Place("0.31.0", stand_in(tmp_path, [RUN, OTHER])), select=[RUN])
+    assert OTHER in (found.problem or "") and exit_code([found]) == 3
 
 
 def test_a_run_that_is_missing_is_no_answer(tmp_path: Path) -> None:
