@@ -14,36 +14,50 @@ import numpy as np
 import torch
 
 
-def canonical(value: Any, depth: int = 0) -> Any:
-    """A hashable, order-stable picture of `value`: containers, dataclasses, tensors and arrays by bytes, other objects by their fields."""
+def canonical(value: Any, depth: int = 0, seen: dict[int, tuple[int, Any]] | None = None) -> Any:
+    """A hashable, order-stable picture of `value`: containers, dataclasses, tensors and arrays by bytes, other objects by their fields.
+
+    `seen`: objects that have their place in the picture already, numbered (and kept alive, as they are known by id); a second time the
+    number stands for them.
+    """
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         return value
     if depth > 12:
         return "..."
+    seen = {} if seen is None else seen
+    if isinstance(value, (list, dict, set, deque)) or hasattr(value, "__dict__"):  # what can lead back to itself
+        if id(value) in seen:
+            return ("again", seen[id(value)][0])
+        seen[id(value)] = len(seen), value
     if isinstance(value, (list, tuple, deque)):
-        return (type(value).__name__, tuple(canonical(v, depth + 1) for v in value))
+        return (type(value).__name__, tuple(canonical(v, depth + 1, seen) for v in value))
     if isinstance(value, (set, frozenset)):
-        return ("set", tuple(sorted(repr(canonical(v, depth + 1)) for v in value)))
+        return ("set", tuple(sorted(repr(canonical(v, depth + 1, seen)) for v in value)))
     if isinstance(value, dict):
-        return ("dict", tuple((canonical(k, depth + 1), canonical(v, depth + 1)) for k, v in value.items()))
+        return ("dict", tuple((canonical(k, depth + 1, seen), canonical(v, depth + 1, seen)) for k, v in value.items()))
     if hasattr(value, "detach") and hasattr(value, "numpy"):
         flat = value.detach().cpu().contiguous().view(-1)
         data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""  # as bytes: numpy has no bfloat16
         return ("tensor", str(value.dtype), tuple(value.shape), data)
     if isinstance(value, np.ndarray):
-        return ("array", str(value.dtype), value.shape, canonical(value.tolist(), depth + 1) if value.dtype.hasobject else value.tobytes())
+        return (
+            "array",
+            str(value.dtype),
+            value.shape,
+            canonical(value.tolist(), depth + 1, seen) if value.dtype.hasobject else value.tobytes(),
+        )
     if isinstance(value, (bytearray, memoryview, np.generic)):
         return (type(value).__name__, bytes(value) if not isinstance(value, np.generic) else value.item())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return (
             type(value).__name__,
-            tuple((f.name, canonical(getattr(value, f.name, None), depth + 1)) for f in dataclasses.fields(value)),
+            tuple((f.name, canonical(getattr(value, f.name, None), depth + 1, seen)) for f in dataclasses.fields(value)),
         )
     if callable(value):
         return type(value).__qualname__
     slots = sorted({slot for cls in type(value).__mro__ for slot in _slots(cls)})
     fields = {**{slot: getattr(value, slot, None) for slot in slots}, **getattr(value, "__dict__", {})}
-    return (type(value).__name__, canonical(fields, depth + 1)) if fields else type(value).__qualname__
+    return (type(value).__name__, canonical(fields, depth + 1, seen)) if fields else type(value).__qualname__
 
 
 def _slots(cls: type) -> tuple[str, ...]:

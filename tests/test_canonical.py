@@ -4,12 +4,18 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import enum
+import functools
+import logging
+import socket
 import threading
+import uuid
 from collections import deque, namedtuple
 from pathlib import Path
 from typing import Any
 
+import attrs
 import msgspec
 import numpy as np
 import pydantic
@@ -27,6 +33,33 @@ RULES = Rules(built_in(), "/somewhere/run-1")
 
 def text(value: Any, rules: Rules = RULES) -> str:
     return "\n".join(lines("x", value, rules)).removeprefix("x: ")
+
+
+@attrs.define
+class Attrs:
+    req: str
+
+
+class Mangled:
+    __slots__ = ("__own",)
+
+    def __init__(self) -> None:
+        self.__own = 7
+
+
+class Open(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="allow")
+    req: str
+
+
+class Named(dict[str, int]):
+    pass
+
+
+def named() -> Named:
+    found = Named(a=1)
+    found.owner = "b"  # type: ignore[attr-defined]
+    return found
 
 
 @dataclasses.dataclass
@@ -74,6 +107,10 @@ Pair = namedtuple("Pair", "left right")
         (Model(req="a"), 'Model\n  req: "a"'), (Plain(), 'Plain\n  a: "x"\n  b: 1'), (Slotted(), "Slotted\n  one: 1"),
         (torch.zeros(2, dtype=torch.bfloat16), "tensor bfloat16 [2] df3f619804a92fdb"),
         (np.zeros(2, dtype=np.int8), "array int8 [2] 96a296d224f285c6"), (np.int64(3), "int64 3"), (torch.float16, "torch.float16"),
+        (Attrs("a"), 'Attrs\n  req: "a"'), (Mangled(), "Mangled\n  _Mangled__own: 7"), ({True, 2}, "set[2, true]"),
+        (Open(req="a", more=1), 'Open\n  req: "a"\n  more: 1'), (named(), 'Named\n  "a": 1\n  .owner: "b"'),  # type: ignore[call-arg]
+        (uuid.UUID(int=5), "{uuid}"), (datetime.datetime(2026, 1, 1), "{time}"), (datetime.timedelta(seconds=5), "5.0 s"),
+        ("\ud800", '"\\ud800"'), ("a\u2028b", '"a\\u2028b"'),
         (Path("/somewhere/run-1/a"), 'path "{tmp}/a"'), (len, "builtins.len"), (range(3), "range(0, 3)"),
     ],
 )  # fmt: skip
@@ -87,8 +124,13 @@ def test_values(value: Any, expected: str) -> None:
         ("at 0x7f3a12345678!", '"at {address}!"'),
         ("/somewhere/run-1/store", '"{tmp}/store"'),
         ("123e4567-e89b-12d3-a456-426614174000", '"{uuid}"'),
-        ("tcp://10.0.0.1:5555", '"tcp://{ip}"'),
-        ({"arrival_time": 12.5, "time_limit": 3}, 'map\n  "arrival_time": {time}\n  "time_limit": 3'),
+        (f"tcp://{socket.gethostname()}:5555", '"tcp://{host}:5555"'),
+        (f"my{socket.gethostname()}.x", f'"my{socket.gethostname()}.x"'),
+        (
+            {"arrival_time": 12.5, "max_time": 3, "created_at": 1.5},
+            'map\n  "arrival_time": {time}\n  "created_at": {time}\n  "max_time": 3',
+        ),
+        ({"ttl_seconds": 5.0, "version": "1.2.3.4"}, 'map\n  "ttl_seconds": 5.0\n  "version": "1.2.3.4"'),
         ({"pid": 12, "rapid": 3}, 'map\n  "pid": {process}\n  "rapid": 3'),
         ({"side_channel_port": 5600}, 'map\n  "side_channel_port": {port}'),
     ],
@@ -99,7 +141,8 @@ def test_what_differs_from_run_to_run_is_left_out(value: Any, expected: str) -> 
 
 def test_a_connector_may_declare_rules_of_its_own() -> None:
     own = validated([{"id": "session", "text": "random", "field": "session", "becomes": "{session}"}], "here")
-    assert text({"session": "r4nd0m"}, Rules(own)) == 'map\n  "session": {session}'
+    for value in ("r4nd0m", ["r1", "r2"], None, threading.Lock()):
+        assert text({"session": value}, Rules(own)) == 'map\n  "session": {session}'
 
 
 @pytest.mark.parametrize(
@@ -128,6 +171,10 @@ def _cycle() -> list[Any]:
         ({"f": lambda: 1}, r'x\["f"\]: <lambda> is a function made on the way'),
         (_cycle(), r"x\[0\]: it contains itself"),
         ({"a": iter([1])}, r"list_iterator has no canonical form"),
+        (functools.partial(print, 1), "functools.partial has no canonical form"),
+        (ValueError("x"), "ValueError has no canonical form"),
+        (logging.getLogger("x"), "Logger has no canonical form"),
+        (functools.reduce(lambda below, _: [below], range(40), 1), "nested more than 24 deep"),
         (np.array([object()]), "an array of Python objects"),
         (torch.empty(2, device="meta"), "a tensor without bytes"),
         ({"0x7f3a12345678": 1, "0x7f3a12345679": 2}, r'two keys read "\{address\}"'),

@@ -175,3 +175,18 @@ def test_what_a_connector_may_fill_in_is_left_out() -> None:
     value.new_block_ids_to_zero.append(2)
     value.kv_connector_metadata = object()
     assert scheduler_output_digest(value) == before
+
+
+def test_a_tangle_of_objects_takes_no_time_and_has_one_digest() -> None:
+    """A logger leads to all others, and each of them back to it."""
+    import logging
+
+    for number in range(40):
+        logging.getLogger(f"kvconform.tangle.{number}")
+    assert digest(logging.getLogger("kvconform.tangle.1")) == digest(logging.getLogger("kvconform.tangle.1"))
+
+
+def test_an_object_that_is_there_twice_is_not_the_same_as_two() -> None:
+    shared: list[int] = [1]
+    assert digest([shared, shared]) == digest([shared, shared])
+    assert digest([shared, [2]]) != digest([shared, shared])

@@ -64,6 +64,39 @@ def test_a_changed_file_is_an_error_and_is_not_overwritten(tmp_path: Path, damag
     assert (tmp_path / "0.32" / NAME).read_bytes() == damage
 
 
+def test_a_damaged_file_of_another_version_is_not_shared(tmp_path: Path) -> None:
+    kept(tmp_path, "0.32.0", b"one")
+    (tmp_path / "0.32" / NAME).write_bytes(b"two")
+    with pytest.raises(SnapshotError, match="is not what was written there"):
+        Store(tmp_path, "0.31.0").write(NAME, b"one")
+
+
+def test_a_damaged_file_is_not_deleted(tmp_path: Path) -> None:
+    store = kept(tmp_path, "0.32.0", b"one")
+    (tmp_path / "0.32" / NAME).write_bytes(b"two")
+    with pytest.raises(SnapshotError, match="is not what was written there"):
+        store.remove({NAME})
+    assert (tmp_path / "0.32" / NAME).read_bytes() == b"two"
+
+
+def test_a_version_that_has_some_snapshots_takes_the_others_from_the_nearest(tmp_path: Path) -> None:
+    other = "chunked.abort/stored.txt"
+    kept(tmp_path, "0.32.0", b"one").write(other, b"old")
+    store = kept(tmp_path, "0.33.0", b"two")
+    assert (store.read(NAME), store.read(other), store.read(other, exact=True)) == (b"two", b"old", None)
+
+
+def test_a_place_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(SnapshotError, match="is a file, not a directory"):
+        Store(tmp_path / "file", "0.32.0")
+    with pytest.raises(SnapshotError, match="cannot be written: Not a directory"):
+        Store(tmp_path / "file" / "below", "0.32.0").write(NAME, b"x")
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / ".gitkeep").touch()
+    assert Store(tmp_path / "new", "0.32.0").names() == set()
+
+
 def test_a_file_that_is_not_listed_is_not_overwritten(tmp_path: Path) -> None:
     kept(tmp_path, "0.32.0", b"one")
     stray = tmp_path / "0.32" / "chunked.abort" / "stored.txt"

@@ -13,7 +13,8 @@ from kvconform.load import load_spec
 from kvconform.settings import load
 from kvconform.snapshots import texts
 from kvconform.snapshots.canonical import EncodeError
-from kvconform.snapshots.compare import differences, tensor_differences
+from kvconform.snapshots.compare import differences
+from kvconform.snapshots.compare_tensors import tensor_differences
 from kvconform.snapshots.extension import explain
 from kvconform.snapshots.job import Job
 from kvconform.snapshots.normalise import built_in

@@ -105,7 +105,12 @@ class _Encoder:
             raise EncodeError(f"{path}: it is nested more than {DEEPEST} deep")
         self._above.append(id(value))
         try:
-            return self._parts(value, path, depth)
+            branch = self._parts(value, path, depth)
+            if isinstance(value, (list, tuple, set, frozenset, deque, dict)) and getattr(value, "__dict__", None):
+                own = sorted(vars(value).items())  # of a class that is derived from a container
+                branch.short = False
+                branch.parts += [(f".{name}", self.node(item, f"{path}.{name}", name, depth + 1)) for name, item in own]
+            return branch
         finally:
             self._above.pop()
 
@@ -116,7 +121,7 @@ class _Encoder:
         if isinstance(value, enum.Enum):
             return f"{type(value).__name__}.{value.name}"
         if isinstance(value, str):
-            return json.dumps(self.rules.string(str(value)), ensure_ascii=False)
+            return _quoted(self.rules.string(str(value)))
         if isinstance(value, int):
             return str(int(value))
         if isinstance(value, float):
@@ -132,11 +137,13 @@ class _Encoder:
         if isinstance(value, (torch.dtype, torch.device, range, slice)):
             return str(value)
         if isinstance(value, pathlib.PurePath):
-            return "path " + json.dumps(self.rules.string(value.as_posix()), ensure_ascii=False)
+            return "path " + _quoted(self.rules.string(value.as_posix()))
         if isinstance(value, uuid.UUID):
             return "{uuid}"
-        if isinstance(value, (datetime.datetime, datetime.date, datetime.time, datetime.timedelta)):
+        if isinstance(value, (datetime.datetime, datetime.date, datetime.time)):
             return "{time}"
+        if isinstance(value, datetime.timedelta):
+            return f"{value.total_seconds()!r} s"
         if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
             if "<locals>" in value.__qualname__ or "<lambda>" in value.__qualname__:
                 raise EncodeError(f"{path}: {value.__qualname__} is a function made on the way, which has no name that means anything")
@@ -147,13 +154,13 @@ class _Encoder:
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return self._named(type(value).__name__, zip(value._fields, value, strict=True), path, depth)
         if isinstance(value, (list, tuple, deque)):
-            head = "" if isinstance(value, list) else type(value).__name__
+            head = "" if type(value) is list else type(value).__name__
             parts = [(f"[{i}]", self.node(item, f"{path}[{i}]", "", depth + 1)) for i, item in enumerate(value)]
             return Branch(head, parts, short=True)
         if isinstance(value, (set, frozenset)):
             nodes = [self.node(item, f"{path} (an element)", "", depth + 1) for item in value]
             ordered = sorted(nodes, key=lambda node: "\n".join(_render("", node, 0)))
-            if all(isinstance(item, int) for item in value):
+            if all(type(item) is int for item in value):
                 ordered = [str(int(item)) for item in sorted(value)]
             return Branch("set", [(f"[{i}]", node) for i, node in enumerate(ordered)], short=True)
         if isinstance(value, Mapping):
@@ -191,9 +198,15 @@ class _Encoder:
         raise EncodeError(f"{path}: a key of type {type(key).__qualname__} has no canonical form")
 
 
+_NO_RECORDS = ("builtins", "functools", "threading", "_thread", "socket", "_io", "ctypes", "weakref", "asyncio", "random", "logging")
+
+
 def _fields(value: Any) -> list[tuple[str, Any]] | None:
-    """(name, value) of the fields of an object, in the order in which its class names them; None for what is no record of fields."""
+    """(name, value) of the fields of an object, in the order in which its class names them, then of what else it has been given; None for
+    what is no record of fields."""
     cls = type(value)
+    if isinstance(value, (types.ModuleType, BaseException)) or any(base.__module__ in _NO_RECORDS for base in cls.__mro__[:-1]):
+        return None
     if dataclasses.is_dataclass(value):
         names = [f.name for f in dataclasses.fields(value)]
     elif hasattr(cls, "__struct_fields__"):  # msgspec
@@ -202,23 +215,27 @@ def _fields(value: Any) -> list[tuple[str, Any]] | None:
         names = [attribute.name for attribute in cls.__attrs_attrs__]
     elif hasattr(cls, "model_fields"):  # pydantic
         names = list(cls.model_fields)
-    elif cls.__module__ in ("builtins", "threading", "_thread", "socket", "_io", "ctypes", "weakref", "asyncio") or isinstance(
-        value, types.ModuleType
-    ):
-        return None
     else:
-        slots = [name for base in reversed(cls.__mro__) for name in _slots(base)]
-        names = [*slots, *sorted(vars(value))] if hasattr(value, "__dict__") else slots
+        names = [name for base in reversed(cls.__mro__) for name in _slots(base)]
         if not names and not hasattr(value, "__dict__"):
             return None
-        return [(name, getattr(value, name)) for name in dict.fromkeys(names) if hasattr(value, name)]
-    more = sorted(set(getattr(value, "__dict__", {})) - set(names)) if dataclasses.is_dataclass(value) else []
-    return [(name, getattr(value, name)) for name in (*names, *more) if hasattr(value, name)]
+    more = {**(getattr(value, "__pydantic_private__", None) or {}), **(getattr(value, "__pydantic_extra__", None) or {})}
+    named = [(name, getattr(value, name)) for name in dict.fromkeys(names) if hasattr(value, name)]
+    rest = {**getattr(value, "__dict__", {}), **more}
+    return named + [(name, rest[name]) for name in sorted(rest) if name not in names]
 
 
 def _slots(cls: type) -> list[str]:
+    """The names under which a class's own slots are found: those with two underscores in front are mangled."""
     names = vars(cls).get("__slots__", ())
-    return [n for n in ((names,) if isinstance(names, str) else names) if n not in ("__weakref__", "__dict__")]
+    own = [n for n in ((names,) if isinstance(names, str) else names) if n not in ("__weakref__", "__dict__")]
+    return [f"_{cls.__name__.lstrip('_')}{n}" if n.startswith("__") and not n.endswith("__") else n for n in own]
+
+
+def _quoted(text: str) -> str:
+    """A text on one line, whatever is in it: what is no plain character is escaped, as are halves of pairs that cannot be written."""
+    plain = json.dumps(text, ensure_ascii=False)
+    return plain if plain.isprintable() else json.dumps(text)
 
 
 def _digest(data: bytes) -> str:

@@ -62,6 +62,7 @@ def _session(given: dict[str, Any], *, updating: bool, prune: bool) -> int:
     import pytest
 
     from kvconform import settings
+    from kvconform.errors import EnvironmentProblem
     from kvconform.report.terminal import make_console
     from kvconform.session import hermetic
     from kvconform.snapshots.job import Job
@@ -77,9 +78,13 @@ def _session(given: dict[str, Any], *, updating: bool, prune: bool) -> int:
     arguments = ["--pyargs", "kvconform.snapshots", "--import-mode=importlib", "-pno:cacheprovider", "--noconftest", "-q"]
     arguments += ["--snapshot-update"] if updating else []
     with hermetic(merged.debug, "syrupy,kvconform.snapshots.plugin"):
-        pytest.main(arguments, plugins=[Handed(job)])
+        status = int(pytest.main(arguments, plugins=[Handed(job)]))
     if job.error is not None:
         raise job.error
+    broken = [result.case for result in job.results if result.outcome == "error"]
+    if broken or len(job.results) != len(job.cases) or status not in (0, 1):
+        where = f" in {broken[0]}" if broken else ""
+        raise EnvironmentProblem(f"the session of snapshots broke off{where} (pytest ended with status {status}; --debug shows why)")
     return _report(job, make_console(), prune=prune)
 
 

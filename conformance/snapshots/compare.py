@@ -8,9 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-import safetensors.numpy
-
+from kvconform.snapshots.compare_tensors import spans
 from kvconform.snapshots.texts import FORMAT
 
 _STEPS = re.compile(r"steps? (\d+)(?: to (\d+))?")
@@ -46,55 +44,12 @@ def differences(old: str, new: str) -> list[str]:
     return out or ["the texts differ in their form only"]
 
 
-def tensor_differences(old: bytes, new: bytes) -> list[str]:
-    """Sentences about two safetensors files; empty if they are equal."""
-    if old == new:
-        return []
-    try:
-        before, after = safetensors.numpy.load(old), safetensors.numpy.load(new)
-    except Exception as error:  # the library's own error type is not exported by all of its versions
-        return [f"the file with the stored KV cannot be read: {error}"]
-    out = [f"{name}: is not stored any more" for name in before if name not in after]
-    out += [f"{name}: is stored now" for name in after if name not in before]
-    for name in sorted(before):
-        if name in after:
-            out += [f"{name}: {text}" for text in _arrays(before[name], after[name])]
-    return out or ["the files with the stored KV differ in their form only"]
-
-
-def _arrays(old: np.ndarray, new: np.ndarray) -> Iterator[str]:
-    if old.shape != new.shape or old.dtype != new.dtype:
-        yield f"was {old.dtype} {list(old.shape)}, is {new.dtype} {list(new.shape)}"
-        return
-    places = np.argwhere(old != new)
-    if not len(places):
-        return
-    token, head, lane = map(int, places[0])
-    side = "K" if lane < old.shape[2] // 2 else "V"
-    heads = sorted(set(places[:, 1].tolist()))
-    yield (
-        f"{len(places)} of {old.size} elements differ, in tokens {_spans(sorted(set(places[:, 0].tolist())))}, head"
-        f"{'s' if len(heads) > 1 else ''} {', '.join(map(str, heads))}; the first: token {token}, head {head}, {side} element"
-        f" {lane % (old.shape[2] // 2)}: {old[token, head, lane]:g} -> {new[token, head, lane]:g}"
-    )
-
-
-def _spans(numbers: Sequence[int]) -> str:
-    out: list[list[int]] = []
-    for number in numbers:
-        if out and out[-1][1] == number - 1:
-            out[-1][1] = number
-        else:
-            out.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in out)
-
-
 def _cells(text: str) -> dict[str, list[Line]]:
     """The runs of a snapshot: name -> its lines as a tree."""
     found: dict[str, list[Line]] = {}
     chunks = re.split(r"^== (.+)\n", text, flags=re.MULTILINE)[1:]
     for name, body in zip(chunks[::2], chunks[1::2], strict=True):
-        found[name] = _tree(body.splitlines())
+        found[name] = _tree(body.split("\n"))
     return found
 
 
@@ -139,10 +94,14 @@ def _metadata(old: list[Line], new: list[Line]) -> Iterator[str]:
     moved = _moved(before, after)
     yield from (sentence for sentence, _, _ in moved)
     gone, come = {(s, t) for _, (s, t), _ in moved}, {(s, t) for _, _, (s, t) in moved}
+    said: dict[str, list[int]] = {}
     for step in sorted({*before, *after}):
         mine = _without(before.get(step, []), {t for s, t in gone if s == step})
         theirs = _without(after.get(step, []), {t for s, t in come if s == step})
-        yield from _flat_changes(f"step {step}, ", mine, theirs)
+        for sentence in _flat_changes("", mine, theirs):
+            said.setdefault(sentence, []).append(step)
+    for sentence, steps in said.items():
+        yield f"step{'s' if len(steps) > 1 else ''} {spans(steps)}, {sentence}"
 
 
 Core = tuple[str, tuple[tuple[str, str], ...]]
@@ -166,13 +125,19 @@ def _moved(before: dict[int, list[Line]], after: dict[int, list[Line]]) -> list[
 
 
 def _elements(lines: list[Line]) -> Iterator[Item]:
-    """The elements of lists of records right in an answer: (name of the list, text of the element)."""
+    """The elements of lists of records in what hooks answered, the outermost ones: (hook and name of the list, the element)."""
     for call in lines:
-        for answer in call.below:
-            for named in answer.below:
-                for child in named.below:
-                    if child.label.startswith("[") and child.below:
-                        yield f"{call.label.partition('(')[0]}: {named.label}", _core(child)
+        for named, child in _records(call):
+            yield f"{call.label.partition('(')[0]}: {named.label}", _core(child)
+
+
+def _records(line: Line) -> Iterator[tuple[Line, Line]]:
+    """(list, element) of the records in lists below a line, those within a record left out."""
+    for child in line.below:
+        if child.label.startswith("[") and child.below:
+            yield line, child
+        else:
+            yield from _records(child)
 
 
 def _core(line: Line) -> Core:
@@ -182,19 +147,14 @@ def _core(line: Line) -> Core:
 
 def _without(lines: list[Line], items: set[Item]) -> list[Line]:
     """The lines without the elements that are dealt with."""
-    out = []
-    for call in lines:
-        answers = []
-        for answer in call.below:
-            named = []
-            for part in answer.below:
-                name = f"{call.label.partition('(')[0]}: {part.label}"
-                kept = [c for c in part.below if not (c.label.startswith("[") and c.below and (name, _core(c)) in items)]
-                empty = part.below and not kept
-                named.append(Line(part.label, part.value + "[]" if empty else part.value, _renumbered(kept)))
-            answers.append(Line(answer.label, answer.value, named))
-        out.append(Line(call.label, call.value, answers))
-    return out
+    return [_bare(call, call.label.partition("(")[0], items) for call in lines] if items else lines
+
+
+def _bare(line: Line, hook: str, items: set[Item]) -> Line:
+    kept = [c for c in line.below if not (c.label.startswith("[") and c.below and (f"{hook}: {line.label}", _core(c)) in items)]
+    empty = line.below and not kept
+    below = [child if child.label.startswith("[") else _bare(child, hook, items) for child in kept]
+    return Line(line.label, line.value + "[]" if empty else line.value, _renumbered(below))
 
 
 def _renumbered(lines: list[Line]) -> list[Line]:
@@ -245,7 +205,7 @@ def _hooks(old: list[Line], new: list[Line]) -> Iterator[str]:
         if was != now:
             said.setdefault(_order(was, now), []).append(step)
     for sentence, steps in said.items():
-        yield f"step{'s' if len(steps) > 1 else ''} {_spans(steps)}: {sentence}"
+        yield f"step{'s' if len(steps) > 1 else ''} {spans(steps)}: {sentence}"
 
 
 def _order(was: list[str], now: list[str]) -> str:

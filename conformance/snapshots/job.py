@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import os
 import sys
 import tempfile
@@ -55,6 +56,7 @@ class Job:
         self.results: list[CaseResult] = []
         self.looked_at: set[str] = set()
         self.error: UsageError | EnvironmentProblem | None = None
+        self._numbers = itertools.count()
         self._scratch = tempfile.TemporaryDirectory(prefix="kvconform-")
         StoreExtension.current, StoreExtension.updating = self.store, updating
 
@@ -87,7 +89,7 @@ class Job:
         target: Target = smoke.target_of(self.settings)
         found = []
         for variant in cells(case, self.engine):
-            tmp = Path(self._scratch.name) / f"{len(self.results)}-{variant.scheduling}"
+            tmp = Path(self._scratch.name) / f"{next(self._numbers)}-{variant.scheduling}"
             recording = record(variant, target, self.rules, seed=self.settings.seed, tmp=tmp)
             if recording is not None:
                 found.append(recording)

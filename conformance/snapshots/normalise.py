@@ -38,7 +38,7 @@ class Rule(Model):
     text: str
     pattern: Regex | None = None
     field: Regex | None = None
-    types: list[Literal["int", "float", "str", "bytes"]] = Field(default=["int", "float", "str", "bytes"], min_length=1)
+    types: list[Literal["int", "float", "str", "bytes"]] | None = Field(default=None, min_length=1, description="default: of any type")
     becomes: Annotated[str, Field(min_length=1)]
 
     @model_validator(mode="after")
@@ -58,15 +58,15 @@ class Rules:
     def __init__(self, rules: Iterable[Rule], tmp: str | None = None) -> None:
         self._patterns = [rule for rule in rules if rule.pattern is not None]
         self._fields = [rule for rule in rules if rule.field is not None]
-        host = socket.gethostname()
-        named = [(tmp, "{tmp}")] if tmp else []
-        named += [(host, "{host}")] if len(host) > 3 else []  # a shorter one may be a part of any word
-        self._named = named
+        self._tmp = tmp
+        names = {socket.gethostname(), *_own_addresses()} - {"", "localhost", "127.0.0.1"}
+        self._host = re.compile(
+            "|".join(rf"(?<![\w.-]){re.escape(name)}(?![\w-])" for name in sorted(names, key=len, reverse=True)) or r"(?!)"
+        )
 
     def string(self, text: str) -> str:
         """The text without what differs from run to run."""
-        for name, becomes in self._named:
-            text = text.replace(name, becomes)
+        text = self._host.sub("{host}", text.replace(self._tmp, "{tmp}") if self._tmp else text)
         for rule in self._patterns:
             text = rule.becomes.join(_between(rule.regex, text))
         return text
@@ -74,10 +74,21 @@ class Rules:
     def value(self, field: str, value: Any) -> str | None:
         """What stands for the value of a field or key of this name, or None if it stands for itself."""
         for rule in self._fields:
-            kinds = tuple(kind for name in rule.types for kind in TYPES[name])
-            if isinstance(value, kinds) and not isinstance(value, bool) and rule.regex.fullmatch(field):
+            if rule.types is not None:
+                kinds = tuple(kind for name in rule.types for kind in TYPES[name])
+                if not isinstance(value, kinds) or isinstance(value, bool):
+                    continue
+            if rule.regex.fullmatch(field):
                 return rule.becomes
         return None
+
+
+def _own_addresses() -> list[str]:
+    """The addresses that the host's name stands for."""
+    try:
+        return sorted({str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None)})
+    except OSError:
+        return []
 
 
 def _between(regex: re.Pattern[str], text: str) -> list[str]:

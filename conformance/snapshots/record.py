@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvconform.blockhashes import fixed_block_hashes
 from kvconform.case import Case, Variant
 from kvconform.compat import hook_classes
 from kvconform.errors import EnvironmentProblem
@@ -85,7 +86,8 @@ def record(variant: Variant, target: Target, rules: list[Rule], *, seed: int, tm
     if variant.case.unmet(profile.caps) is not None:
         return None
     recorder = Recorder(Rules(rules, str(tmp)), profile.caps)
-    run = run_variant(variant, target, seed=seed, tmp=tmp, caps=profile.caps, promises=profile.promises, watcher=recorder)
+    with fixed_block_hashes():
+        run = run_variant(variant, target, seed=seed, tmp=tmp, caps=profile.caps, promises=profile.promises, watcher=recorder)
     if recorder.error is not None:
         raise recorder.error
     if run.harness_error is not None:

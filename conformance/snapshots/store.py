@@ -66,7 +66,9 @@ class Store:
     def _read_index(self) -> Index:
         path = self.root / INDEX
         if not path.exists():
-            if self.root.is_dir() and any(self.root.iterdir()):
+            if self.root.exists() and not self.root.is_dir():
+                raise SnapshotError(f"{self.root} is a file, not a directory")
+            if self.root.is_dir() and any(not entry.name.startswith(".git") for entry in self.root.iterdir()):
                 raise SnapshotError(f"{self.root} is not empty and has no {INDEX}: it is no directory of snapshots (or its index was lost)")
             return Index()
         try:
@@ -74,27 +76,35 @@ class Store:
         except ValidationError as error:
             problem = error.errors(include_url=False)[0]
             where = ".".join(map(str, problem["loc"]))
-            raise SnapshotError(f"{path} is damaged ({where + ': ' if where else ''}{problem['msg']}): restore it") from None
+            raise SnapshotError(
+                f"{path} is damaged ({where + ': ' if where else ''}{problem['msg']}): restore it, after a merge from one of the sides"
+            ) from None
         except OSError as error:
             raise SnapshotError(f"{path} cannot be read: {error.strerror}") from None
 
     @property
     def compared_with(self) -> str | None:
         """The version whose snapshots count here: this one; else the nearest older, else the nearest newer one."""
-        if self.version in self.index.versions:
-            return self.version
+        return next(iter(self._order()), None)
+
+    def _order(self) -> list[str]:
+        """The versions of the index, the nearest first: this one, older ones, newer ones."""
+        here = version_key(self.version)
         known = sorted(self.index.versions, key=version_key)
-        older = [v for v in known if version_key(v) < version_key(self.version)]
-        return older[-1] if older else known[0] if known else None
+        older = [v for v in reversed(known) if version_key(v) <= here]
+        return older + [v for v in known if version_key(v) > here]
 
     def names(self) -> set[str]:
-        """Names of the snapshots that count here."""
+        """Names of this version's snapshots; of the nearest version's, where this one has none."""
         return set(self.index.versions.get(self.compared_with or "", {}))
 
     def read(self, name: str, *, exact: bool = False) -> bytes | None:
-        """A snapshot's bytes; None if there is none. `exact`: of this version only. SnapshotError if the file is not what was written."""
-        version = self.version if exact else self.compared_with
-        entry = self.index.versions.get(version or "", {}).get(name)
+        """A snapshot's bytes, of this version or the nearest one that has it; None if none has. `exact`: of this version only.
+
+        SnapshotError if the file is not what was written.
+        """
+        versions = [self.version] if exact else self._order()
+        entry = next((e for v in versions if (e := self.index.versions.get(v, {}).get(name)) is not None), None)
         return None if entry is None else self._bytes(entry)
 
     def _bytes(self, entry: Entry) -> bytes:
@@ -103,10 +113,12 @@ class Store:
             data = path.read_bytes()
         except FileNotFoundError:
             raise SnapshotError(f"{path} is missing, though {INDEX} lists it: restore it, or delete the directory and update") from None
+        except OSError as error:
+            raise SnapshotError(f"{path} cannot be read: {error.strerror}") from None
         if digest(data) != entry.digest:
             raise SnapshotError(
-                f"{path} is not what was written there ({len(data)} bytes, another digest than in {INDEX}): it was edited by hand or is"
-                " truncated; restore it. It is not overwritten"
+                f"{path} is not what was written there ({len(data)} bytes, another digest than in {INDEX}): it was edited by hand, is"
+                " truncated, or git changed its line ends (`* -text` in .gitattributes keeps them); restore it. It is not overwritten"
             )
         return data
 
@@ -153,6 +165,8 @@ class Store:
         """Forget this version's snapshots of these names; changes files and the index."""
         mine = self.index.versions.get(self.version, {})
         for name in sorted(names & set(mine)):
+            self._bytes(mine[name])  # is as it was written, or nothing is deleted
+        for name in sorted(names & set(mine)):
             self._drop(mine.pop(name))
         self._save()
 
@@ -176,8 +190,11 @@ class Store:
 
 
 def _put(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a file whole or not at all. SnapshotError if that cannot be."""
     temporary = path.with_name(f".{path.name}.new")
-    temporary.write_bytes(data)
-    os.replace(temporary, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(data)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise SnapshotError(f"{path} cannot be written: {error.strerror}") from None

@@ -12,6 +12,7 @@ from kvconform.errors import KvconformError
 from kvconform.snapshots.extension import StoreExtension, explain
 from kvconform.snapshots.job import CaseResult, Job
 from kvconform.snapshots.plugin import JOB
+from kvconform.snapshots.store import SnapshotError
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -25,7 +26,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_snapshot(case: Case, snapshot: Any, pytestconfig: pytest.Config) -> None:
     """Record a case and compare it with its snapshots, or write them."""
     job = pytestconfig.stash[JOB]
-    result = CaseResult(case.id, "same")
+    result = CaseResult(case.id, "error")  # until it is known better: nothing that happens on the way may read as "same"
     job.results.append(result)
     try:
         files = job.files(case)
@@ -33,8 +34,10 @@ def test_snapshot(case: Case, snapshot: Any, pytestconfig: pytest.Config) -> Non
             result.outcome, result.sentences = "skipped", ["the connector cannot do what the case needs"]
             job.looked_at |= {name for name in job.store.names() if name.startswith(f"{case.id}/")}
             pytest.skip(result.sentences[0])
-        for name, data in files.items():
-            _one(job, result, snapshot, name, data)
+        if job.updating and any(job.store.read(name) != data for name, data in files.items()):
+            _same_again(job, case, files)
+        outcomes = [_one(job, result, snapshot, name, data) for name, data in files.items()]
+        result.outcome = next((o for o in ("changed", "missing", "new") if o in outcomes), "same")
     except KvconformError as error:
         job.error = job.error or error  # type: ignore[assignment]
         pytest.fail(error.message, pytrace=False)
@@ -42,17 +45,26 @@ def test_snapshot(case: Case, snapshot: Any, pytestconfig: pytest.Config) -> Non
         pytest.fail("\n".join(result.sentences), pytrace=False)
 
 
-def _one(job: Job, result: CaseResult, snapshot: Any, name: str, data: bytes) -> None:
-    """One file of a case. Raises SnapshotError for a file that is not what was written."""
+def _same_again(job: Job, case: Case, files: dict[str, bytes]) -> None:
+    """SnapshotError if a second recording is another one: then what is kept now would differ at the next look."""
+    again = job.files(case) or {}
+    for name, data in files.items():
+        if again.get(name) != data:
+            first = (explain(data, again.get(name, b"")) or ["it differs"])[0]
+            raise SnapshotError(f"{name} differs from run to run, so nothing is kept: {first}. Declare a rule for it (snapshot_rules)")
+
+
+def _one(job: Job, result: CaseResult, snapshot: Any, name: str, data: bytes) -> str:
+    """One file of a case; returns its outcome. Raises SnapshotError for a file that is not what was written, or cannot be."""
     job.looked_at.add(name)
     before = job.store.read(name)
     matches = data == snapshot(name=name, extension_class=StoreExtension)
-    if job.updating:
-        after = job.store.read(name)
-        assert matches and after == data, f"{name} was not written"
+    if job.updating and (not matches or job.store.read(name, exact=True) != data):
+        failed = list(snapshot.executions.values())[-1].exception
+        raise failed if isinstance(failed, KvconformError) else SnapshotError(f"{name} could not be written: {failed}")
     if before is None:
-        result.outcome = "new" if job.updating else "missing"
         result.sentences.append(f"{name} {'is new' if job.updating else 'is missing: there is no such snapshot'}")
-    elif before != data:
-        result.outcome = "changed"
+        return "new" if job.updating else "missing"
+    if before != data:
         result.sentences += [f"{name}: {sentence}" for sentence in explain(before, data)]
+    return "same" if before == data else "changed"
