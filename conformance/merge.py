@@ -8,6 +8,7 @@ failure did not come, that a claim was never shown, that nothing was exercised, 
 from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
@@ -26,7 +27,7 @@ from kvconform.report import jsonl, summary, terminal
 from kvconform.report.repro import variant_id
 from kvconform.report_models import FooterLine, HeaderLine, ReportLine, RowLine, Summary
 from kvconform.settings import Settings
-from kvconform.shard import Shard, parse, suite_digest
+from kvconform.shard import Shard, parse, part, suite_digest
 from kvconform.suite import select
 from kvconform.verdict import Row, Verdict
 
@@ -80,7 +81,7 @@ def read(folder: Path) -> Report:
     """A shard's report. UsageError for what is not there, not complete, not a report, or not of a shard."""
     path = folder / jsonl.NAME
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")  # other line ends may be in a text
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{folder} has no readable {jsonl.NAME}: {getattr(error, 'strerror', None) or error}") from None
     found: Report | None = None
@@ -91,10 +92,10 @@ def read(folder: Path) -> Report:
             raise UsageError(f"{path}:{number}: a {line.type} line does not belong there; the file is damaged")
         if isinstance(line, HeaderLine):
             found = Report(folder, line)
-            if "shard" not in line.extra:
-                raise UsageError(f"{folder} is the report of a whole run, not of a shard (kvconform run --shard)")
+            _check_header(path, line)
         elif isinstance(line, FooterLine):
             ended = True
+            _check_rows(path, found, line)
         elif found is not None and isinstance(line, RowLine):
             found.rows.append(Row.from_dict(line.model_dump()))
         elif found is not None:
@@ -103,6 +104,32 @@ def read(folder: Path) -> Report:
         which = f"shard {found.header.extra['shard']}" if found else "the shard"
         raise UsageError(f"{path} has no end: {which} was cut short; run it again")
     return found
+
+
+def _check_header(path: Path, header: HeaderLine) -> None:
+    """UsageError unless it is the header of a shard."""
+    if "shard" not in header.extra:
+        raise UsageError(f"{path.parent} is the report of a whole run, not of a shard (kvconform run --shard)")
+    try:
+        parse(header.extra["shard"])
+        whole = isinstance(header.extra["settings"], dict) and isinstance(header.extra["digest"], str)
+    except (KeyError, TypeError, ValueError):
+        whole = False
+    if not whole:
+        raise UsageError(f"{path}:1: the header does not say which shard of what it is; the file is damaged")
+
+
+def _check_rows(path: Path, found: Report | None, footer: FooterLine) -> None:
+    """UsageError unless the rows are those that the end of the report counts, each once."""
+    rows = found.rows if found is not None else []
+    counts = Counter(row.verdict.value for row in rows)
+    for name in sorted({*counts, *footer.counts}):
+        if counts[name] != footer.counts.get(name, 0):  # type: ignore[call-overload]
+            told = footer.counts.get(name, 0)  # type: ignore[call-overload]
+            raise UsageError(f"{path} has {counts[name]} rows with verdict {name}, and its end counts {told}; the file is damaged")
+    twice = next((key for key, n in Counter((variant_id(row), row.requirement) for row in rows).items() if n > 1), None)
+    if twice is not None:
+        raise UsageError(f"{path} has the verdict of {twice[1]} on {twice[0]} twice; the file is damaged")
 
 
 def _line(path: Path, number: int, text: str) -> Any:
@@ -163,7 +190,8 @@ def collect(reports: Sequence[Report], spec: Spec) -> tuple[Collector, list[str]
         problem = error.errors(include_url=False)[0]
         raise UsageError(f"{reports[0].folder}: settings: {'.'.join(map(str, problem['loc']))}: {problem['msg']}") from None
     vllm = header.vllm or "unknown"
-    collector = Collector(spec, settings, select(spec, settings, vllm), vllm)
+    selection = select(spec, settings, vllm)
+    collector = Collector(spec, settings, selection, vllm)
     shown = next((report.header for report in reports if report.header.capabilities), header)
     collector.capabilities, collector.sources = shown.capabilities, shown.capability_sources
     for report in reports:
@@ -176,6 +204,11 @@ def collect(reports: Sequence[Report], spec: Spec) -> tuple[Collector, list[str]
         unknown = next((name for name in by_variant if name not in collector.variants), None)
         if unknown is not None:
             raise UsageError(f"{report.folder} has a run that its settings do not select: {unknown}")
+        mine = {variant.id for variant in part(selection.variants, report.shard)}
+        mine |= {variant.id for variant in selection.switched_off}
+        stray = next((name for name in by_variant if name not in mine), None)
+        if stray is not None:
+            raise UsageError(f"{report.folder} has a run that is not in shard {report.shard}: {stray}")
         for variant, rows in by_variant.items():
             collector.put(variant, rows)
         collector.notes |= {note.variant: note for note in report.notes}

@@ -157,6 +157,28 @@ def test_what_does_not_belong_together_is_refused(tmp_path: Path) -> None:
     assert changed(lambda h: None, last=True).endswith("has no end: shard 2/2 was cut short; run it again\n")
     (tmp_path / "x" / "report.jsonl").write_text('{"type": "row"}\n', encoding="utf-8")
     assert "x/report.jsonl:1: not a line of a report: row.requirement" in refused("s1", "x")
+    damaged = "the file is damaged\n"
+    assert changed(lambda h: h["extra"].update(shard="3/2")).endswith(f"which shard of what it is; {damaged}")
+    assert changed(lambda h: h["extra"].update(shard=2)).endswith(f"which shard of what it is; {damaged}")
+    assert changed(lambda h: h["extra"].pop("settings")).endswith(f"which shard of what it is; {damaged}")
+
+    def rows(change: Any) -> str:
+        shutil.rmtree(tmp_path / "x", ignore_errors=True)
+        shutil.copytree(tmp_path / "s2", tmp_path / "x")
+        lines = (tmp_path / "x" / "report.jsonl").read_text(encoding="utf-8").splitlines()
+        parts = [json.loads(line) for line in lines]
+        change(parts)
+        (tmp_path / "x" / "report.jsonl").write_text("".join(json.dumps(part) + "\n" for part in parts), encoding="utf-8")
+        return refused("s1", "x")
+
+    def stray(parts: list[dict[str, Any]]) -> None:
+        first = json.loads((tmp_path / "s1" / "report.jsonl").read_text(encoding="utf-8").splitlines()[1])
+        parts[1].update({name: first[name] for name in ("case", "engine", "scheduling", "runner", "depth", "block_size")})
+
+    assert "rows with verdict" in rows(lambda parts: parts.pop(1)) and "and its end counts" in rows(lambda parts: parts.pop(1))
+    assert "rows with verdict FAIL, and its end counts" in rows(lambda parts: parts[1].update(verdict="FAIL"))
+    assert rows(lambda parts: parts[1].update(requirement=parts[2]["requirement"])).endswith(f"twice; {damaged}")
+    assert "x has a run that is not in shard 2/2: " in rows(stray)
     for folder in ("s1", "s2"):  # another kvconform made both
         path = tmp_path / folder / "report.jsonl"
         path.write_text(path.read_text(encoding="utf-8").replace(suite_digest(), "0" * 12), encoding="utf-8")

@@ -147,7 +147,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     """The lines written so far; one that was cut short by the death of its writer is left out."""
     found = []
     if path.is_file():
-        for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        for text in path.read_text(encoding="utf-8", errors="replace").split("\n"):
             try:
                 found.append(json.loads(text))
             except ValueError:
