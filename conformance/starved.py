@@ -17,6 +17,8 @@ def starved(scheduler: Any, request: Any, end: int, block_size: int) -> bool:
     if request not in inflight or any(tables := manager.get_block_ids(request.request_id)) or len(tables) != 1:
         return False
     remaining = scheduler._request_remaining_blocks
-    others = sum(remaining(other) for other in inflight if other is not request) + getattr(scheduler, "_spec_decode_step_blocks", 0)
+    verifying = getattr(scheduler, "_spec_decode_step_blocks", 0)
+    verifying = verifying() if callable(verifying) else verifying  # a method until 0.31
+    others = sum(remaining(other) for other in inflight if other is not request) + verifying
     spare = manager.block_pool.get_num_free_blocks() - others - -(-end // block_size)
     return bool(0 <= spare < remaining(request))
