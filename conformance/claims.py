@@ -45,8 +45,8 @@ def asks(condition: str, name: str) -> bool:
 
 
 def mismatches(sources: Mapping[str, str]) -> list[str]:
-    """Sentences about declarations that what was seen contradicts."""
-    return [f"{name} is {source}" for name, source in sorted(sources.items()) if source.startswith(DECLARED + ",")]
+    """Sentences about declarations that what was seen contradicts, and about what could not be seen: sources of more than one word."""
+    return [f"{name} is {source}" for name, source in sorted(sources.items()) if "," in source]
 
 
 def contradicted(declared: Any, seen: Any) -> str:

@@ -29,12 +29,14 @@ class Profile:
 
 
 class Calibration:
-    """Runs the plain round trip, on the reference engine if that can; results are kept per (workload, block size)."""
+    """Runs the plain round trip, on the reference engine if that can; results are kept per (workload, block size). `broke`: how the first
+    run that broke off did."""
 
     def __init__(self, target: Target, tmp: Path) -> None:
         self.target, self.tmp = target, tmp
         self._counter = itertools.count()
         self._known: dict[tuple[Plain, int], tuple[int, bool]] = {}
+        self.broke: str | None = None
 
     def came_back(self, plain: Plain, block_size: int) -> tuple[int, bool]:
         """(tokens that were there at the second lookup, whether by an asynchronous load) in the plain workload."""
@@ -45,10 +47,12 @@ class Calibration:
             number = next(self._counter)  # also the seed: a store that outlives its run must not know the next one's tokens
             run = run_variant(variant, self.target, seed=number, tmp=self.tmp / f"calibration-{number}")
             answers = [e for e in run.trace if e["k"] == "lookup" and e["req"] == "b" and e["tokens"] is not None]
-            crashed = any(e["k"] in ("engine.crash", "engine.stall") for e in run.trace)
+            crash = next((e for e in run.trace if e["k"] in ("engine.crash", "engine.stall")), None)
+            if crash is not None:
+                self.broke = self.broke or str(crash.get("error") or "nothing went on")
             claim = answers[-1] if answers else None
             self._known[key] = (
-                (0, False) if claim is None or crashed else (max(0, claim["local"] + int(claim["tokens"])), claim["is_async"])
+                (0, False) if claim is None or crash is not None else (max(0, claim["local"] + int(claim["tokens"])), claim["is_async"])
             )
         return self._known[key]
 
@@ -81,6 +85,8 @@ def profile_of(target: Target, tmp: Path) -> Profile:
         if prompt > 0 or "async_load" not in caps:
             learn("async_load", is_async)
         learn("store", prompt > 0)
+        if prompt == 0 and calibration.broke and sources["store"] == "inferred":
+            sources["store"] = f"inferred, from a plain run that broke off: {calibration.broke}"
         learn("saves", "none" if prompt == 0 else "all" if more > length else "prompt")
         if prompt > block and "best_effort" not in caps:
             busy = Plain(length, 1, length, length, _busy(length, prompt, block))

@@ -96,3 +96,16 @@ def test_what_is_seen_to_be_otherwise_is_said(declared: dict[str, Any], name: st
     assert profile.caps[name] == declared[name]
     assert profile.sources[name] == ("declared" if not says else f"declared, but {says}")
     assert mismatches(profile.sources) == ([f"{name} is declared, but {says}"] if says else [])
+
+
+class Breaks(Undeclared):
+    """Dies of its first save."""
+
+    def wait_for_save(self) -> None:
+        raise RuntimeError("no space")
+
+
+def test_what_a_run_that_broke_off_says_is_not_taken_for_silence(tmp_path: Path) -> None:
+    profile = profile_of(Target(f"{__name__}:Breaks", {"store": "{tmp}"}), tmp_path)
+    assert profile.caps["store"] is False
+    assert mismatches(profile.sources) == ["store is inferred, from a plain run that broke off: RuntimeError: no space"]
