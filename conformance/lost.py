@@ -59,7 +59,7 @@ def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
             waiting[e.get("on"), e["req"]] = e["seq"], STARVED.format(req=e["req"])
         elif e["k"] in ("alloc", "req.finished"):
             waiting.pop((e.get("on"), e["req"]), None)  # it was only late
-        elif e["k"] == "run.end" and not e["quiesced"] and waiting:
+        elif e["k"] == "run.end" and waiting and not e["quiesced"]:
             return min(waiting.values())
         if e["k"] in ("req.finished", "sample"):
             who = e.get("on"), e["req"], e["generation"]

@@ -126,4 +126,5 @@ def test_the_api_case_emits_the_findings(tmp_path: Path) -> None:
     variant = load_spec().cases["lifecycle.api"].variants(["reference"])[0]
     run = run_variant(variant, Target("kvconform.refimpl.connector:ReferenceConnector", {"store": "{tmp}"}), seed=0, tmp=tmp_path)
     found = {e["item"]: e["ok"] for e in run.trace if e["k"] == "api"}
-    assert found and all(found.values()) and found.keys() == findings(ReferenceConnector).keys() | {"bind-hooks", "multi-layout"}
+    assert [item for item, ok in found.items() if not ok] == ["hybrid-kept"]  # it is for one group, and vLLM knows that
+    assert found.keys() == findings(ReferenceConnector).keys() | {"bind-hooks", "multi-layout", "hybrid-kept"}

@@ -33,6 +33,7 @@ def test_snapshots_from_the_first_to_the_last(tmp_path: Path) -> None:
     data = json.loads(index.read_text())
     [version] = data["versions"]
     del data["versions"][version]["chunked.partial-tail/metadata.txt"]
+    (tmp_path / "kept" / version / "chunked.partial-tail" / "metadata.txt").unlink()
     data["versions"][version]["lifecycle.nothing/metadata.txt"] = data["versions"][version]["chunked.partial-tail/hooks.txt"]
     index.write_text(json.dumps(data))
     code, said = snapshot("check", *CASES, cwd=tmp_path)

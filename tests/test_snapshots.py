@@ -65,7 +65,7 @@ def test_what_is_read_back_is_what_was_computed(right: Recording) -> None:
 
 def test_a_field_that_changed_is_named(right: Recording, tmp_path: Path) -> None:
     found = changes("metadata", right, recorded("planted:OneField", tmp_path))
-    assert "reference-sync-v1-d1-b4: step 1, build_connector_meta().answer.repaired: set[] -> set[29]" in found
+    assert "reference-sync-v1-d1-b4: steps 1 to 8, build_connector_meta().answer.repaired: set[] -> set[29]" in found
     assert all(".repaired: " in sentence for sentence in found)
 
 

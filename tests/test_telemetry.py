@@ -101,7 +101,7 @@ def test_what_vllm_refuses() -> None:
     )  # fmt: skip
     cache = compat.build_cache_config(8, 4, 2, 16, ["l0"])
     found = list(refusals.inspect_engine(config, cache, "lifecycle.api"))
-    assert len(found) == len({item for item, _, _ in found}) == 17
+    assert len(found) == len({item for item, _, _ in found}) == 18
     assert [item for item, ok, _ in found if not ok] == []
     assert refusals.NAME not in compat.KVConnectorFactory._registry
     assert refusals._refuses("x", ValueError, lambda: None) == ("x", False, "is accepted")
