@@ -26,6 +26,7 @@ Runner = Literal["v1", "v2"]
 Role = Literal["kv_both", "kv_producer", "kv_consumer"]
 Layout = Literal["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 Sibling = Literal["self", "idle", "winner", "holder", "fetcher", "greeter"]
+Slow = Literal["compute", "transfers"]
 Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 
 
@@ -66,6 +67,9 @@ class Matrix(Model):
     runner: list[Runner] = Field(default=["v1"], min_length=1)
     depth: list[PositiveInt] = Field(default=[2], min_length=1)
     block_size: list[PositiveInt] | None = Field(default=None, min_length=1, description="default: config.block_size")
+    slow: list[Slow] = Field(
+        default=["compute", "transfers"], min_length=1, description="which streams are slow; matters on a device with streams only"
+    )
 
 
 class Case(Model):
@@ -146,11 +150,14 @@ class Case(Model):
         """The condition that a connector with these capabilities does not meet, or None if the case suits it."""
         return None if self.needs_expr.bind(caps)({}) else self.needs_expr.source
 
-    def variants(self, engines: Sequence[str] | None = None, schedulings: Sequence[str] | None = None) -> list[Variant]:
-        """The runs of this case on the engines and schedulings asked for (None: all that the case names), in a fixed order."""
-        return list(self._variants(engines, schedulings))
+    def variants(
+        self, engines: Sequence[str] | None = None, schedulings: Sequence[str] | None = None, slow: Sequence[str] | None = None
+    ) -> list[Variant]:
+        """The runs of this case on the engines and schedulings asked for (None: all that the case names), in a fixed order; on a device
+        with streams with each of `slow` that the case names (None: a device without)."""
+        return list(self._variants(engines, schedulings, slow))
 
-    def _variants(self, engines: Sequence[str] | None, schedulings: Sequence[str] | None) -> Iterator[Variant]:
+    def _variants(self, engines: Sequence[str] | None, schedulings: Sequence[str] | None, slow: Sequence[str] | None) -> Iterator[Variant]:
         sizes = self.matrix.block_size or [self.config.block_size]
         for engine in self.engines:
             for scheduling in self.matrix.scheduling:
@@ -159,7 +166,13 @@ class Case(Model):
                 for runner in self.matrix.runner:
                     for depth in self.matrix.depth if scheduling == "async" else [1]:
                         for size in sizes:
-                            yield Variant(self, engine, scheduling, runner, depth, size)
+                            for which in [None] if slow is None else [each for each in self.matrix.slow if each in slow]:
+                                yield Variant(self, engine, scheduling, runner, depth, size, which)
+
+
+def variant_id(case: str, engine: str, scheduling: str, runner: str, depth: int, block_size: int, slow: str | None = None) -> str:
+    """The name of a run: its case and its axes."""
+    return f"{case}[{engine}-{scheduling}-{runner}-d{depth}-b{block_size}{f'-slow-{slow}' if slow else ''}]"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,15 +185,17 @@ class Variant:
     runner: str
     depth: int
     block_size: int
+    slow: Slow | None = None
 
     @property
     def id(self) -> str:
-        return f"{self.case.id}[{self.engine}-{self.scheduling}-{self.runner}-d{self.depth}-b{self.block_size}]"
+        return variant_id(self.case.id, **self.axes)
 
     @property
-    def axes(self) -> dict[str, str | int]:
-        """engine, scheduling, runner, depth and block_size."""
-        return {name: getattr(self, name) for name in ("engine", "scheduling", "runner", "depth", "block_size")}
+    def axes(self) -> dict[str, Any]:
+        """engine, scheduling, runner, depth and block_size; on a device with streams also which of them are slow."""
+        found = {name: getattr(self, name) for name in ("engine", "scheduling", "runner", "depth", "block_size")}
+        return found | ({"slow": self.slow} if self.slow else {})
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Variant) and self.id == other.id

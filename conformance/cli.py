@@ -39,6 +39,9 @@ def run(
     connector: Annotated[Text, CONNECTOR] = None,
     option_connector: Annotated[Text, _option("--connector", hidden=True)] = None,
     extra_config: Annotated[Text, _option("--extra-config", metavar="JSON|@FILE", help=EXTRA)] = None,
+    device: Annotated[Text, _option("--device", metavar="cpu|cuda", help="where the KV cache is [cpu]")] = None,
+    emulate_cuda: Annotated[bool | None, _option("--emulate-cuda", help="a CUDA device, emulated on the CPU (docs/emulation.md)")] = None,
+    slow: Annotated[Text, _option("--slow", metavar="compute|transfers|all", help="streams of the device that are slow [all]")] = None,
     engine: Annotated[Text, _option("--engine", metavar="reference|vllm|all", help="engines to run on [all]")] = None,
     scheduling: Annotated[Text, _option("--scheduling", metavar="sync|async|all", help="scheduling to run with [all]")] = None,
     select: Annotated[Texts, _option("-k", metavar="ID...", help=SELECT)] = None,
@@ -67,6 +70,9 @@ def run(
     given: dict[str, Any] = {
         "connector": connector or option_connector,
         "extra_config": settings.parse_extra_config(extra_config) if extra_config is not None else None,
+        "device": device,
+        "emulate_cuda": emulate_cuda,
+        "slow": slow,
         "engine": engine,
         "scheduling": scheduling,
         "select": selected or None,
@@ -83,8 +89,9 @@ def run(
         "pythonpath": pythonpath or None,
         "debug": debug,
     }
-    again = {"--extra-config": extra_config, "--profile": profile, "--role": role, "--half": half, "--config": config}
+    again = {"--extra-config": extra_config, "--profile": profile, "--role": role, "--half": half, "--config": config, "--device": device}
     given["arguments"] = [part for name, value in again.items() if value is not None for part in (name, value)]
+    given["arguments"] += ["--emulate-cuda"] if emulate_cuda else []
     given["arguments"] += [part for folder in pythonpath or [] for part in ("--pythonpath", folder)]
     raise typer.Exit(session.run(settings.load(given, file=config)))
 

@@ -126,5 +126,5 @@ class Collector:
         return EXIT_CODES[found.verdict]
 
 
-def _axes(row: Row) -> tuple[str, str, str, int, int]:
-    return row.engine, row.scheduling, row.runner, row.depth, row.block_size
+def _axes(row: Row) -> tuple[str, str, str, int, int, str]:
+    return row.engine, row.scheduling, row.runner, row.depth, row.block_size, row.slow or ""

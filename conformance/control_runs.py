@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvconform.defect import REFERENCE, Defect
+from kvconform.device_kinds import SLOW
 from kvconform.kill_matrix import Outcome
 from kvconform.load import Spec
 
@@ -25,15 +26,16 @@ class Control:
     connector: str
     options: str
     capabilities: str
+    emulate_cuda: bool
     runs: tuple[tuple[str, str], ...]
 
 
 def plan(defects: Iterable[Defect], spec: Spec) -> list[Control]:
     """The control runs for these defects, each once. Imports their connectors."""
-    found: dict[tuple[str, str, str], dict[tuple[str, str], None]] = {}
+    found: dict[tuple[str, str, str, bool], dict[tuple[str, str], None]] = {}
     for defect in defects:
         settings = (json.dumps(value, sort_keys=True) for value in (defect.extra_config, defect.capabilities))
-        runs = found.setdefault((sound(defect.connector), *settings), {})  # type: ignore[arg-type]
+        runs = found.setdefault((sound(defect.connector), *settings, defect.emulate_cuda), {})  # type: ignore[arg-type]
         runs.update(dict.fromkeys((variant.case.id, variant.id) for variant in defect.variants(spec)))
     tasks = ((key, list(runs), first) for key, runs in found.items() for first in range(0, len(runs), AT_ONCE))
     return [Control(*key, tuple(runs[first : first + AT_ONCE])) for key, runs, first in tasks]
@@ -58,12 +60,13 @@ def run(control: Control, spec: Spec, tmp: Path) -> Outcome:
     from kvconform.run import run_and_judge
 
     options: Mapping[str, Any] = {"extra_config": json.loads(control.options), "capabilities": json.loads(control.capabilities)}
-    defect = Defect.model_construct(id="control", connector=control.connector, **options)
+    defect = Defect.model_construct(id="control", connector=control.connector, emulate_cuda=control.emulate_cuda, **options)
     outcome = Outcome(defect=f"control: {control.connector}")
     watchdog.start(defect.hook_timeout)
     try:
         for number, (case, name) in enumerate(control.runs):
-            variant = next(each for each in spec.cases[case].variants(("reference", "vllm"), None) if each.id == name)
+            slow = SLOW if control.emulate_cuda else None
+            variant = next(each for each in spec.cases[case].variants(("reference", "vllm"), None, slow) if each.id == name)
             report = run_and_judge(variant, target_of(defect, variant.block_size), spec, seed=0, tmp=tmp / str(number))
             outcome.take(name, [row for row in report.rows if variant.engine != "vllm" or row.get("kind") != "guarantee"])
             if report.harness_error:

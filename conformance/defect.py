@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError, model_validator
 
 from kvconform.case import Engine, Scheduling, Variant
+from kvconform.device_kinds import SLOW
 from kvconform.errors import UsageError
 from kvconform.load import Spec
 from kvconform.refimpl.faulty import Fault
@@ -35,6 +36,7 @@ class Defect(Model):
     bugs: list[Annotated[str, Field(pattern=r"^B\d{3}$")]] = Field(default=[], description="real bugs of this kind")
     engines: list[Engine] = Field(default=["reference"], min_length=1)
     scheduling: list[Scheduling] | None = Field(default=None, min_length=1, description="only these of the cases' runs")
+    emulate_cuda: bool = Field(default=False, description="its runs emulate a CUDA device")
     own_process: bool = Field(default=False, description="it may end the process that it runs in")
     hook_timeout: float = Field(default=10.0, gt=0, description="seconds that a hook may take")
     cases: list[Id] = Field(min_length=1)
@@ -68,7 +70,7 @@ class Defect(Model):
     def variants(self, spec: Spec) -> Iterator[Variant]:
         """All runs of its cases on its engines."""
         for case in self.cases:
-            yield from spec.cases[case].variants(self.engines, self.scheduling)
+            yield from spec.cases[case].variants(self.engines, self.scheduling, SLOW if self.emulate_cuda else None)
 
 
 def load_defects(spec: Spec) -> dict[str, Defect]:

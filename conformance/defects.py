@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from kvconform import control_runs
 from kvconform.defect import REFERENCE, Defect, load_defects
+from kvconform.device_kinds import Device
 from kvconform.errors import UsageError
 from kvconform.kill_matrix import KillMatrix, Outcome, build, print_matrix, write
 from kvconform.load import Spec, load_spec
@@ -72,7 +73,9 @@ def target_of(defect: Defect, block_size: int) -> Target:
     # What the connector sets out to do is what the reference connector does: a defect must not talk its way out of a requirement.
     sound = {"store": True, "saves": "all", "chunk_tokens": block_size, "async_load": defect.extra_config.get("load") == "async"}
     options = dict(defect.extra_config) if _has_own_options(defect) else {"store": "{tmp}/store", **defect.extra_config}
-    return Target(defect.connector, options, capabilities={**sound, **defect.capabilities}, hook_timeout=defect.hook_timeout)
+    declared = {**sound, **defect.capabilities}
+    device: Device = "emulated" if defect.emulate_cuda else "cpu"
+    return Target(defect.connector, options, capabilities=declared, hook_timeout=defect.hook_timeout, device=device)
 
 
 def _has_own_options(defect: Defect) -> bool:

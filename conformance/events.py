@@ -14,7 +14,7 @@ from kvconform.kind import COMMON_FIELDS, ENGINE_FIELD, Kind
 
 __all__ = ["CHANNELS", "COMMON_FIELDS", "ENGINE_FIELD", "EVENTS", "PROVENANCE", "Kind", "channels_of", "check_event"]
 
-CHANNELS = ("hooks", "sched", "kv", "plan", "harness")
+CHANNELS = ("hooks", "sched", "kv", "plan", "device", "harness")
 """Where events come from. `harness` events exist in every run; a requirement never has to ask for that channel."""
 
 PROVENANCE = (
@@ -48,7 +48,8 @@ _kind(
     "run.start",
     "harness",
     "seed:i engine:s case:s scheduling:s runner:s depth:i vllm:s block_size:i num_blocks:i"
-    " policies:l connector:s? spec_tokens:i role:s failure_policy:s groups:i ranks:i stages:i context_ranks:i",
+    " policies:l connector:s? spec_tokens:i role:s failure_policy:s groups:i ranks:i stages:i context_ranks:i"
+    " device:s slow:s?",
     "The run begins; its fields are the constants `cfg`.",
 )
 _kind(
@@ -112,6 +113,13 @@ _kind("meta.bound", "hooks", "digest:s? same_as_built:b", "The worker half was g
 _kind("meta.cleared", "hooks", "digest:s? same_as_built:b", "The metadata was taken away again.")
 _kind("layer.wait", "hooks", "layer:s bound:b order:i", "wait_for_layer_load of one layer.")
 _kind("layer.save", "hooks", "layer:s bound:b order:i whole:b", "save_kv_layer of one layer; whole = with the layer's registered tensor.")
+_kind(
+    "device.note",
+    "device",
+    "what:s text:s stream:s? hook:s? half:s? layer:s? forward:b",
+    "What the device noticed in a call of a hook. what: sync (the host waited for a stream), read_early (work on another stream read what"
+    " the compute stream wrote afterwards), freed_pinned, freed_device (memory was given back while work that uses it was still to run).",
+)
 _kind(
     "kv.event",
     "hooks",
@@ -257,9 +265,11 @@ _kind(
 _kind(
     "load.due",
     "kv",
-    "req:s generation:i transfer:s? granted:i missing:l wrong:l reported_failed:b is_async:b local:i by_group:l",
+    "req:s generation:i transfer:s? granted:i missing:l wrong:l reported_failed:b is_async:b local:i by_group:l"
+    " early_reads:i copies_pending:i",
     "The engine is about to rely on a grant. by_group = of several groups, those that lack something: number, tokens per block, positions,"
-    " block table.",
+    " block table. early_reads = work on other streams that read before the compute stream had written, so far; copies_pending = work on"
+    " other streams that is still to run; both 0 on a device without streams.",
 )
 _kind(
     "kv.wrong",

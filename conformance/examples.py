@@ -20,6 +20,7 @@ from kvconform.requirement import Requirement
 
 CFG: dict[str, Any] = {
     "seed": 0, "engine": "reference", "case": "example", "scheduling": "async", "runner": "v1", "depth": 2, "vllm": "0.33.0",
+    "device": "cpu", "slow": None,
     "block_size": 4, "num_blocks": 32, "policies": [], "connector": "example:Example", "spec_tokens": 0, "role": "kv_both",
     "groups": 1, "ranks": 1, "stages": 1, "context_ranks": 1,
 }  # fmt: skip

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from kvconform import device
 from kvconform.groups import Group
 from kvconform.kernels.codes import CodeBook
 
@@ -29,9 +30,7 @@ class PagedCache:
     shadow; whatever differs between the two was written by the connector.
     """
 
-    def __init__(
-        self, book: CodeBook, num_blocks: int, block_size: int, device: str = "cpu", layout: str = PACKED, groups: Sequence[Group] = ()
-    ) -> None:
+    def __init__(self, book: CodeBook, num_blocks: int, block_size: int, layout: str = PACKED, groups: Sequence[Group] = ()) -> None:
         self.book, self.num_blocks, self.block_size, self.layout = book, num_blocks, block_size, layout
         self.groups = tuple(groups) or (Group("full", tuple(range(book.layers)), block_size, book.heads),)
         self.stride = max(group.block_size for group in self.groups)
@@ -43,8 +42,8 @@ class PagedCache:
         # One allocation for all layers, as vLLM makes it: a layer's tensor is a view with an offset into shared storage.
         depth = max(len(group.layers) for group in self.groups)
         page = max(group.heads * group.block_size for group in self.groups) * book.width
-        pages = torch.zeros(depth * num_blocks * page, dtype=torch.float32, device=device)
-        copy = pages.clone()
+        pages = device.current.allocate(depth * num_blocks * page)
+        copy = torch.zeros_like(pages)
         for group in self.groups:
             for layer, tensor, view in zip(group.layers, *self._layers(pages, depth, group, layout), strict=False):
                 self.tensors[layer], self._views[layer] = tensor, view

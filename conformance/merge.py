@@ -24,7 +24,6 @@ from kvconform.collector import CaseNotes, Collector
 from kvconform.errors import EnvironmentProblem, UsageError
 from kvconform.load import Spec, load_spec
 from kvconform.report import jsonl, summary, terminal
-from kvconform.report.repro import variant_id
 from kvconform.report_models import FooterLine, HeaderLine, ReportLine, RowLine, Summary
 from kvconform.settings import Settings
 from kvconform.shard import Shard, parse, part, suite_digest
@@ -127,7 +126,7 @@ def _check_rows(path: Path, found: Report | None, footer: FooterLine) -> None:
         if counts[name] != footer.counts.get(name, 0):  # type: ignore[call-overload]
             told = footer.counts.get(name, 0)  # type: ignore[call-overload]
             raise UsageError(f"{path} has {counts[name]} rows with verdict {name}, and its end counts {told}; the file is damaged")
-    twice = next((key for key, n in Counter((variant_id(row), row.requirement) for row in rows).items() if n > 1), None)
+    twice = next((key for key, n in Counter((row.run, row.requirement) for row in rows).items() if n > 1), None)
     if twice is not None:
         raise UsageError(f"{path} has the verdict of {twice[1]} on {twice[0]} twice; the file is damaged")
 
@@ -200,7 +199,7 @@ def collect(reports: Sequence[Report], spec: Spec) -> tuple[Collector, list[str]
                 row.verdict = Verdict.FAIL
         by_variant: dict[str, list[Row]] = {}
         for row in report.rows:
-            by_variant.setdefault(variant_id(row), []).append(row)
+            by_variant.setdefault(row.run, []).append(row)
         unknown = next((name for name in by_variant if name not in collector.variants), None)
         if unknown is not None:
             raise UsageError(f"{report.folder} has a run that its settings do not select: {unknown}")

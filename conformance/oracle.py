@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
+from kvconform import device
 from kvconform.grants import Grant
 from kvconform.kvcache import PagedCache
 from kvconform.provenance import Chain, Registry, diagnose
@@ -46,6 +48,7 @@ class Oracle:
 
     def __init__(self, cache: PagedCache, registry: Registry, trace: Trace, tables: Tables) -> None:
         self.cache, self.registry, self.trace, self.tables = cache, registry, trace, tables
+        self.device = device.current
         slots = cache.num_blocks * cache.stride
         self.fill_kind: np.ndarray = np.zeros(slots, dtype=np.int8)
         self.fill_ref: np.ndarray = np.full(slots, -1, dtype=np.int64)
@@ -88,7 +91,11 @@ class Oracle:
 
     # -- writes by the connector -----------------------------------------------------------------------------------------------
     def check_writes(self, after_hook: str) -> None:
-        """Classify whatever the connector wrote since the last call; emits one kv.changed per layer that changed."""
+        """Classify whatever the connector wrote since the last call; emits one kv.changed per layer that changed. Where there are
+        streams, it looks when the compute stream has come here."""
+        self.device.launch(partial(self._look, after_hook))
+
+    def _look(self, after_hook: str) -> None:
         for layer in range(len(self.cache.tensors)):
             slots = self.cache.foreign(layer)
             if len(slots):
@@ -240,7 +247,7 @@ class Oracle:
         event = self.trace.emit(
             "load.due", req=grant.req, generation=grant.generation, transfer=grant.transfer, granted=grant.end - grant.start,
             missing=missing, wrong=sorted(wrong), reported_failed=bool(reported), is_async=grant.is_async, local=grant.start,
-            by_group=grant.missing_by_group(),
+            by_group=grant.missing_by_group(), early_reads=self.device.early_reads, copies_pending=self.device.copies_pending(),
         )  # fmt: skip
         if missing and not reported:
             grant.due = event

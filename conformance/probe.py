@@ -12,9 +12,10 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
-from kvconform import watchdog
+from kvconform import device, watchdog
 from kvconform.trace import Event, Trace
 from kvconform.values import ValueCheck, check_value
 
@@ -88,7 +89,7 @@ class Probe:
         self._depth += 1
         timed_out = False
         try:
-            with watchdog.hook(hook, step=self.trace.step):
+            with watchdog.hook(hook, step=self.trace.step), device.current.calling() if outermost else nullcontext():
                 item.result = call(connector, *args, **kwargs)
         except watchdog.HookTimeout as error:
             item.error, timed_out = error, True

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvconform import compat
+from kvconform import compat, device
 from kvconform.capabilities import complete
 from kvconform.case import Variant
+from kvconform.device_kinds import Device
 from kvconform.driver import Driver, Stalled, Watcher
 from kvconform.elsewhere import FirstPartEnded, process_restart, run_elsewhere, run_first_part
 from kvconform.engines.fault import EngineFault
@@ -68,6 +69,8 @@ def run_variant(
     settings = variant.case.config
     if len(settings.groups) > book.layers:  # one layer each
         book = CodeBook(len(settings.groups), book.heads, book.head_dim)
+    kind: Device = target.device if with_connector else "cpu"  # without a connector there is nobody to be late
+    slow = variant.slow if kind != "cpu" else None
     trace = PairTrace() if settings.engines else Trace()
     trace.emit(
         "run.start", seed=seed, engine=variant.engine, case=variant.case.id, scheduling=variant.scheduling, runner=variant.runner,
@@ -76,12 +79,12 @@ def run_variant(
         connector=target.connector if with_connector else None, spec_tokens=settings.spec_tokens,
         role=target.role or settings.role, failure_policy=settings.load_failure_policy, groups=max(1, len(settings.groups)),
         ranks=settings.tensor_parallel * settings.pipeline_parallel, stages=settings.pipeline_parallel,
-        context_ranks=settings.context_parallel,
+        context_ranks=settings.context_parallel, device=kind, slow=slow,
     )  # fmt: skip
     run = Run(variant, relation, trace.events, caps, _channels(target) if with_connector else frozenset({"sched", "kv"}))
     tmp.mkdir(parents=True, exist_ok=True)
     if with_connector:
-        with Patch(target.resolve()), Patch(RemoteHalf), Patch(NoWorkerHalf):
+        with Patch(target.resolve()), Patch(RemoteHalf), Patch(NoWorkerHalf), device.opened(kind, slow):
             _drive(run, variant, target, trace, Registry(book), seed, tmp, relation, caps, promises, watcher)
     else:
         _drive(run, variant, target, trace, Registry(book), seed, tmp, relation, caps, None)
@@ -90,7 +93,9 @@ def run_variant(
 
 
 def _channels(target: Target) -> frozenset[str]:
-    return frozenset({"hooks", "sched", "kv"} if target.half == "both" else {"hooks", "sched"})
+    if target.half == "scheduler":
+        return frozenset({"hooks", "sched"})
+    return frozenset({"hooks", "sched", "kv", *(["device"] if target.device == "emulated" else [])})
 
 
 def _drive(

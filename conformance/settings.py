@@ -15,6 +15,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from kvconform import shard
+from kvconform.device_kinds import SLOW, Device
 from kvconform.errors import UsageError
 from kvconform.profile import Expected
 from kvconform.watchdog import DEFAULT_LIMIT
@@ -34,6 +35,9 @@ class Settings(BaseModel):
     role: Literal["kv_both", "kv_producer", "kv_consumer"] | None = None
     capabilities: dict[str, Any] = Field(default={}, description="declared capabilities, over those that the class declares")
     half: Literal["both", "scheduler"] = Field(default="both", description="scheduler: judge the scheduler half alone")
+    device: Literal["cpu", "cuda"] = Field(default="cpu", description="where the KV cache is")
+    emulate_cuda: bool = Field(default=False, description="with device cpu: the connector finds a CUDA device, which is emulated")
+    slow: Literal["compute", "transfers", "all"] = Field(default="all", description="streams that are slow, on a device that has streams")
     engine: Literal["reference", "vllm", "all"] = "all"
     scheduling: Literal["sync", "async", "all"] = "all"
     select: list[str] = Field(default=[], description="ids, areas or globs of cases and requirements; ids of runs")
@@ -75,6 +79,20 @@ class Settings(BaseModel):
     @property
     def schedulings(self) -> list[str]:
         return list(SCHEDULINGS) if self.scheduling == "all" else [self.scheduling]
+
+    @property
+    def target_device(self) -> Device:
+        """The device as a target names it. UsageError for an emulation of what is there."""
+        if self.emulate_cuda and self.device == "cuda":
+            raise UsageError("--emulate-cuda stands in for a GPU: it goes with --device cpu")
+        return "emulated" if self.emulate_cuda else self.device
+
+    @property
+    def slows(self) -> list[str] | None:
+        """Which streams are slow, one after the other; None on a device without streams."""
+        if self.target_device == "cpu":
+            return None
+        return list(SLOW) if self.slow == "all" else [self.slow]
 
     @property
     def base(self) -> Path:

@@ -27,6 +27,7 @@ def target_of(settings: Settings) -> Target:
         stall_seconds=settings.stall_seconds,
         hook_timeout=settings.hook_timeout,
         half=settings.half,
+        device=settings.target_device,
     )
 
 

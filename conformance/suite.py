@@ -72,7 +72,7 @@ def select(spec: Spec, settings: Settings, vllm: str) -> Selection:
     found.beyond = later, [name for name in spec.requirements if known and not spec.requirements[name].in_force(vllm)]
     off = set(_matching(settings.disable, spec.cases))
     for name in cases:
-        for variant in spec.cases[name].variants(settings.engines, settings.schedulings):
+        for variant in spec.cases[name].variants(settings.engines, settings.schedulings, settings.slows):
             if known and not runs_on(variant.runner, vllm):
                 found.without += 1
                 continue
@@ -101,8 +101,9 @@ def _wanted(spec: Spec, settings: Settings) -> tuple[set[str] | None, set[str] |
     for entry in entries:
         run = entry.partition("[")[0] if entry.endswith("]") else None
         if run is not None and run in spec.cases:
-            if entry not in {variant.id for variant in spec.cases[run].variants()}:
-                raise UsageError(f"case {run} has no run {entry}; it has {', '.join(v.id for v in spec.cases[run].variants())}")
+            runs = [variant.id for variant in spec.cases[run].variants(slow=settings.slows)]
+            if entry not in runs:
+                raise UsageError(f"case {run} has no run {entry}; it has {', '.join(runs)}")
             cases.add(run)
             variants.add(entry)
             continue

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvconform.closest import did_you_mean
+from kvconform.device_kinds import Device
 from kvconform.errors import UsageError
 
 
@@ -17,7 +18,7 @@ class Target:
     """A connector and its configuration. `connector` is `package.module:Class`, a name registered in vLLM's factory, or None.
 
     `{tmp}` in the strings of `extra_config` stands for the run's own directory. `capabilities` are the declared ones. `half` is `both`, or
-    `scheduler` to judge the scheduler half alone, with a worker half of ours that does nothing.
+    `scheduler` to judge the scheduler half alone, with a worker half of ours that does nothing. `device` is where the KV cache is.
     """
 
     connector: str | None
@@ -27,6 +28,7 @@ class Target:
     stall_seconds: float = 2.0
     hook_timeout: float = 10.0
     half: str = "both"
+    device: Device = "cpu"
 
     @property
     def name(self) -> str:

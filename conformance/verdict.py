@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any, Protocol
 
+from kvconform.case import variant_id
 from kvconform.lost import lost
 from kvconform.monitor import Event, Monitor, Violation
 from kvconform.relation import relate_runs
@@ -45,6 +46,7 @@ class Row:
     depth: int
     block_size: int
     verdict: Verdict
+    slow: str | None = None
     kind: str = "requirement"
     level: str = "MUST"
     gating: bool = True
@@ -56,6 +58,11 @@ class Row:
     message: str | None = None
     evidence: str | None = None
     blocked_by: str | None = None
+
+    @property
+    def run(self) -> str:
+        """Id of the run that it is about."""
+        return variant_id(self.case, self.engine, self.scheduling, self.runner, self.depth, self.block_size, self.slow)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; what is None or a default after `verdict` is left out."""
@@ -79,7 +86,7 @@ class VariantLike(Protocol):
     @property
     def case(self) -> Any: ...
     @property
-    def axes(self) -> dict[str, str | int]: ...
+    def axes(self) -> dict[str, Any]: ...
 
 
 class RunLike(Protocol):

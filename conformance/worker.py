@@ -6,11 +6,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from kvconform import device
 from kvconform.batch import Batch, Row
 from kvconform.compat import ModelRunnerOutput, torch
 from kvconform.compat_output import runner_output
@@ -58,6 +60,7 @@ class Worker:
     ):
         self.cache, self.registry, self.trace, self.oracle, self.batch = cache, registry, trace, oracle, batch
         self.computed = computed
+        self.device = device.current
         self.rows: list[Row] = []
         self.fresh: list[tuple[int, str]] = []
         self._encoded: np.ndarray = np.empty(0, dtype=np.int64)
@@ -82,6 +85,7 @@ class Worker:
     def poison_fresh(self) -> None:
         """Poison the blocks that this step's schedule handed out. Runs after handle_preemptions returned, before any load or write."""
         self.oracle.check_writes("handle_preemptions")
+        self.device.finish()  # poison is no work of a step: a load on another stream may begin as soon as the blocks are the new owner's
         for block, owner in self.fresh:
             self._poison(block, owner)
             self.trace.emit(
@@ -190,16 +194,17 @@ class Worker:
         """All layers in order: KV update, then `attention(layer_name)`, which the life cycle wraps in the layer hooks."""
         for layer, name in enumerate(self.cache.names):
             self.oracle.check_writes("start_load_kv")
-            self.write_layer(layer)
+            self.device.launch(partial(self.write_layer, layer))
             attention(name)
 
     def attend(self, layer_name: str) -> None:
         """Body of the attention call: judge the connector's writes so far, then read."""
         self.oracle.check_writes("wait_for_layer_load")
-        self.read_layer(self.cache.names.index(layer_name))
+        self.device.launch(partial(self.read_layer, self.cache.names.index(layer_name)))
 
     def sample(self) -> ModelRunnerOutput:
         """Sample, advance the batch, and build the ModelRunnerOutput of a step with a forward pass."""
+        self.device.finish()
         ids: list[str] = []
         tokens: list[list[int]] = []
         for row in self.rows:

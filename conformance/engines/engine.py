@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm.config import set_current_vllm_config
 
-from kvconform import older
+from kvconform import device, older
 from kvconform.api import bound, inspect_class, inspect_instance
 from kvconform.batch import Batch
 from kvconform.case import Variant
@@ -184,6 +184,8 @@ class Engine(EngineControl, EngineExecution):
             for hook in ("start_load_kv", "get_transfer_results"):
                 self.probe.on(hook, before=lambda call: self.oracle.written_by_sibling(call.hook))
         self.probe.on("get_transfer_results", after=self._async_due)
+        if device.current.streamed:
+            self.probe.after_any.append(self._device_notes)
         inspector = getattr(self.connector, "kvconform_inspector", None)
         self.inspector: Any = inspector() if callable(inspector) else None
 
@@ -196,6 +198,11 @@ class Engine(EngineControl, EngineExecution):
             cache = self.oracle.cache
             registered, given = dict(zip(cache.names, cache.tensors, strict=True)).get(event["layer"]), call.arg(1, "kv_layer")
             event["whole"] = registered is None or (given.data_ptr() == registered.data_ptr() and given.shape == registered.shape)
+
+    def _device_notes(self, call: Call) -> None:
+        layer = call.arg(0, "layer_name") if call.hook in ("wait_for_layer_load", "save_kv_layer") else None
+        for note in device.current.notes():
+            self.trace.emit("device.note", **note, hook=call.hook, half=call.half, layer=layer, forward=bool(self.worker.rows))
 
     def _async_due(self, call: Call) -> None:
         """Asynchronous loads that were reported: the engine may rely on them from now on."""

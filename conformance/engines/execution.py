@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from kvconform import device
 from kvconform.batch import Batch
 from kvconform.digest import pickle_round_trip
 from kvconform.engines.fault import check_starts
@@ -107,6 +108,7 @@ class EngineExecution:
                 assert rank.lifecycle is not None  # made before the first step
                 results.append(copy.copy(rank.lifecycle.step(output)))
                 self.oracle.check_writes("wait_for_save")
+                device.current.finish()
                 self._due()
                 self.oracle.settle_reads()
                 failed |= self._failed()

@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm.config import set_current_vllm_config
 
-from kvconform import compat, watchdog
+from kvconform import compat, device, watchdog
 from kvconform.api import inspect_class
 from kvconform.compat import KVConnectorFactory, KVConnectorRole
 from kvconform.engines.ranks import Rank, in_place
@@ -53,7 +53,7 @@ def start_worker_half(config: Any, cache_config: Any, cache: PagedCache, target:
         return NoWorkerHalf(config, KVConnectorRole.WORKER, cache_config)
 
     def create() -> Any:
-        with set_current_vllm_config(config):
+        with set_current_vllm_config(config), device.current.calling():
             return KVConnectorFactory.create_connector(config=config, role=KVConnectorRole.WORKER, kv_cache_config=cache_config)
 
     half = RemoteHalf(create, cache, config) if relation == "second-process" else create()

@@ -175,6 +175,7 @@ class Follower(Worker):
 
     def sample(self) -> ModelRunnerOutput:
         """An output that says nothing but what the connector reports."""
+        self.device.finish()
         return cast(ModelRunnerOutput, SimpleNamespace(kv_connector_output=None))
 
 

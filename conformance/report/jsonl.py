@@ -55,6 +55,7 @@ def header_of(collector: Collector, warnings: list[str]) -> HeaderLine:
         connector=settings.connector,
         engines=settings.engines,
         scheduling=settings.schedulings,
+        device=settings.target_device,
         seed=settings.seed,
         profile=settings.profile,
         capabilities=collector.capabilities,
@@ -94,7 +95,7 @@ def rewrite(path: Path, header: HeaderLine, rows: Iterable[Row], notes: Iterable
     lines = [line_of(header)]
     current = None
     for row in rows:
-        variant = f"{row.case}[{row.engine}-{row.scheduling}-{row.runner}-d{row.depth}-b{row.block_size}]"
+        variant = row.run
         if variant != current:
             _about(lines, by_variant.pop(current, None) if current else None)
             current = variant

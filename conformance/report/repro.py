@@ -13,11 +13,6 @@ THROUGH = "KVCONFORM_THROUGH"
 """Environment variable: the command that hands its arguments to `kvconform run`, as nox does in an environment of its own."""
 
 
-def variant_id(row: Row) -> str:
-    """Id of the run that a row is about."""
-    return f"{row.case}[{row.engine}-{row.scheduling}-{row.runner}-d{row.depth}-b{row.block_size}]"
-
-
 def command(settings: Settings, row: Row, *, alone: bool) -> str:
     """`kvconform run ...`, or what stands for it, for the row's run.
 
@@ -28,6 +23,6 @@ def command(settings: Settings, row: Row, *, alone: bool) -> str:
     if alone:
         parts += ["-k", row.case, "--engine", row.engine, "--scheduling", row.scheduling]
     else:
-        parts += ["-k", variant_id(row)]
+        parts += ["-k", row.run]
     parts += ["--seed", str(settings.seed), *settings.arguments]
     return " ".join(shlex.quote(part) for part in parts)

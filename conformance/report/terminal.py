@@ -51,6 +51,9 @@ def header(console: Console, collector: Collector, warnings: Sequence[str], *, j
     console.print(f"connector   [bold]{escape(settings.connector)}[/]")
     axes = f"engines {', '.join(settings.engines)} · scheduling {', '.join(settings.schedulings)}"
     console.print(f"axes        {axes} · profile {settings.profile} · seed {settings.seed}")
+    if settings.slows is not None:
+        where = "CUDA, emulated on the CPU" if settings.emulate_cuda else "CUDA"
+        console.print(f"device      {where} · slow: {', then '.join(settings.slows)}")
     counts = ((len(selection.order()), "case"), (len(selection.variants), "run"), (len(selection.shown), "requirement"))
     runs = ", ".join(f"{number} {word}{'' if number == 1 else 's'}" for number, word in counts)
     shard = f" (shard {selection.shard} of the selection)" if selection.shard else ""
@@ -204,14 +207,14 @@ def _failure(collector: Collector, group: Sequence[Row], notes: dict[str, CaseNo
 
     line("rule", " ".join(requirement.text.split()) if requirement else "A connector MUST NOT end the process that it runs in.", "bold")
     line("found", first.message)
-    variant = repro.variant_id(first)
+    variant = first.run
     where = [variant, f"step {first.step}" if first.step is not None else "", f"request {first.req}" if first.req else ""]
     line("where", ", ".join(part for part in where if part))
     line("evidence", first.evidence)
     line("why", " ".join(requirement.why.split()) if requirement and requirement.why else None)
     line("usual cause", " ".join(requirement.wrong.split()) if requirement and requirement.wrong else None)
     if len(group) > 1:
-        others = list(dict.fromkeys(repro.variant_id(row) for row in group[1:]))
+        others = list(dict.fromkeys(row.run for row in group[1:]))
         more = f" and {len(others) - LISTED} more" if len(others) > LISTED else ""
         line("also in", f"{len(others)} more runs: {', '.join(others[:LISTED])}{more}")
     case = collector.spec.cases[first.case]
@@ -219,7 +222,8 @@ def _failure(collector: Collector, group: Sequence[Row], notes: dict[str, CaseNo
     lines = notes[variant].timelines.get(first.requirement, []) if variant in notes else []
     if lines:
         parts += [Text("\nstep  event", style="dim"), *(Text(text, style="bold" if text.startswith(">") else "") for text in lines)]
-    reproduce = repro.command(collector.settings, first, alone=len(case.variants([first.engine], [first.scheduling])) == 1)
+    alike = case.variants([first.engine], [first.scheduling], [first.slow] if first.slow else None)
+    reproduce = repro.command(collector.settings, first, alone=len(alike) == 1 and first.slow is None)
     parts.append(Text.assemble(("\nreproduce: ", "dim"), (reproduce, "cyan")))
     return Group(*parts)
 
@@ -237,7 +241,7 @@ def _errors(console: Console, rows: Sequence[Row], notes: dict[str, CaseNotes], 
     console.rule("[bold]Errors of the harness or the environment", align="left")
     shown = [note.harness_error for note in notes.values() if note.harness_error] if debug else []
     for text, where in groups.items():
-        runs = list(dict.fromkeys(map(repro.variant_id, where)))
+        runs = list(dict.fromkeys(row.run for row in where))
         names = {row.requirement for row in where}
         text = f"{min(names)}: {text}" if len(names) == 1 else text
         console.print(f"[magenta]ERROR[/]  {escape(text)}  [dim]{len(runs)} runs, first {escape(runs[0])}[/]")

@@ -181,7 +181,7 @@ def _read(release: Release, out: Path, settings: Settings, spec: Spec, *, all_ru
         return
     rows, release.found = collector.finish(date.today(), complete=not collector.missing())
     for row in rows:
-        name = f"{row.case}[{row.engine}-{row.scheduling}-{row.runner}-d{row.depth}-b{row.block_size}]"
+        name = row.run
         release.verdicts.setdefault(name, {})[row.requirement] = row.verdict.value
         if row.verdict is Verdict.FAIL or row.verdict is Verdict.ERROR and not any(name in runs for runs in release.harness.values()):
             release.messages.setdefault(row.requirement, f"{name}, step {row.step}: {row.message}")

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where an engine's KV cache is, and in which order what the engine asks of that device is done.
+
+On the CPU all is done at once. A CUDA device has streams: the engine queues its forward pass on the compute stream, calls the connector's
+hooks while that is still to run, and looks at what came of it when the step is over. Either the compute stream is slow or the others
+are (`slow`), so that a wait that is missing becomes wrong bytes every time and not once in a week.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from kvconform.device_kinds import Device
+
+T = TypeVar("T")
+
+
+class Timeline(Protocol):
+    """The engine's side of a device."""
+
+    streamed: bool
+
+    @property
+    def early_reads(self) -> int:
+        """Work on other streams that read what the compute stream wrote afterwards, so far."""
+
+    def copies_pending(self) -> int:
+        """Work on other streams than the compute stream that is still to run."""
+
+    def allocate(self, elements: int) -> torch.Tensor:
+        """A float32 tensor [elements] of zeros in the device's memory."""
+
+    def launch(self, work: Callable[[], T], judge: Callable[[T], None] | None = None) -> None:
+        """Do `work` on the compute stream, behind all that was launched before; `judge` what came of it, by `finish` at the latest."""
+
+    def finish(self) -> None:
+        """All that was launched is done and judged, and so is what it waited for; what nothing waited for need not be."""
+
+    def calling(self) -> AbstractContextManager[None]:
+        """Around every call of the connector."""
+
+    def notes(self) -> list[dict[str, Any]]:
+        """What the device noticed since the last call: `what`, `text` and `stream` of `device.note` events."""
+
+
+class Cpu:
+    """No streams."""
+
+    streamed = False
+    early_reads = 0
+
+    def copies_pending(self) -> int:
+        return 0
+
+    def allocate(self, elements: int) -> torch.Tensor:
+        return torch.zeros(elements, dtype=torch.float32)
+
+    def launch(self, work: Callable[[], T], judge: Callable[[T], None] | None = None) -> None:
+        result = work()
+        if judge is not None:
+            judge(result)
+
+    def finish(self) -> None:
+        """Nothing is left to do."""
+
+    def calling(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def notes(self) -> list[dict[str, Any]]:
+        return []
+
+
+current: Timeline = Cpu()
+"""The device of the run that is being made."""
+
+
+@contextmanager
+def opened(kind: Device, slow: str | None) -> Iterator[Timeline]:
+    """The device of a run; `current` while it is entered. `slow`: which streams are, None for none."""
+    global current
+    before = current
+    with _open(kind, slow) as device:
+        current = device
+        try:
+            yield device
+        finally:
+            current = before
+
+
+def _open(kind: Device, slow: str | None) -> AbstractContextManager[Timeline]:
+    if kind == "cpu":
+        return nullcontext(Cpu())
+    if kind == "emulated":
+        from kvconform.emulated import emulated
+
+        return emulated(slow)
+    from kvconform.cuda import on_cuda
+
+    return on_cuda(slow)
