@@ -26,8 +26,8 @@ class Control:
     connector: str
     options: str
     capabilities: str
-    emulate_cuda: bool
     runs: tuple[tuple[str, str], ...]
+    emulate_cuda: bool = False
 
 
 def plan(defects: Iterable[Defect], spec: Spec) -> list[Control]:
@@ -38,7 +38,7 @@ def plan(defects: Iterable[Defect], spec: Spec) -> list[Control]:
         runs = found.setdefault((sound(defect.connector), *settings, defect.emulate_cuda), {})  # type: ignore[arg-type]
         runs.update(dict.fromkeys((variant.case.id, variant.id) for variant in defect.variants(spec)))
     tasks = ((key, list(runs), first) for key, runs in found.items() for first in range(0, len(runs), AT_ONCE))
-    return [Control(*key, tuple(runs[first : first + AT_ONCE])) for key, runs, first in tasks]
+    return [Control(*key[:3], tuple(runs[first : first + AT_ONCE]), emulate_cuda=key[3]) for key, runs, first in tasks]
 
 
 def sound(connector: str) -> str:
