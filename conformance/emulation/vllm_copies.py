@@ -22,7 +22,8 @@ Parts = Sequence[tuple[int, int, int]]
 class Copies:
     """The operations, each queued on the current stream or the given one. None runs anything itself.
 
-    `eager`: whether a source that may be read at any time is read when the call is made, and not when the copy's turn comes. Both are legal.
+    `eager`: whether a source that may be read at any time is read when the call is made, instead of when the copy's turn comes: both are
+    legal.
     """
 
     def __init__(self, cuda: Any, *, eager: bool) -> None:

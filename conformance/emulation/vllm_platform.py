@@ -18,10 +18,11 @@ import vllm.platforms
 from vllm.platforms.interface import DeviceCapability
 
 ENGINE = (
-    "vllm._aiter_ops", "vllm.attention", "vllm.compilation", "vllm.config", "vllm.distributed.device_communicators", "vllm.distributed.ec_transfer",
-    "vllm.distributed.parallel_state", "vllm.engine", "vllm.forward_context", "vllm.logger", "vllm.lora", "vllm.model_executor",
-    "vllm.multimodal", "vllm.platforms", "vllm.transformers_utils", "vllm.usage", "vllm.v1.attention", "vllm.v1.core", "vllm.v1.engine",
-    "vllm.v1.executor", "vllm.v1.metrics", "vllm.v1.sample", "vllm.v1.spec_decode", "vllm.v1.worker",
+    "vllm._aiter_ops", "vllm.attention", "vllm.compilation", "vllm.config", "vllm.distributed.device_communicators",
+    "vllm.distributed.ec_transfer", "vllm.distributed.parallel_state", "vllm.engine", "vllm.forward_context", "vllm.logger",
+    "vllm.lora", "vllm.model_executor", "vllm.multimodal", "vllm.platforms", "vllm.transformers_utils", "vllm.usage",
+    "vllm.v1.attention", "vllm.v1.core", "vllm.v1.engine", "vllm.v1.executor", "vllm.v1.metrics", "vllm.v1.sample",
+    "vllm.v1.spec_decode", "vllm.v1.worker",
 )  # fmt: skip
 """Modules that are told the truth. Everybody else is a connector, or works for one."""
 
