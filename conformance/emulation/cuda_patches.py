@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch.cuda, torch.accelerator, torch.Stream and torch.Event as connectors find them while a device is emulated."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .cudart import CudaRuntime
+from .errors import NotEmulated
+from .event import Event, GenericEvent
+from .patch import Patches
+from .placement import wants_cuda
+from .stream import ExternalStream, GenericStream, Stream, StreamContext
+
+if TYPE_CHECKING:
+    from .context import Emulation
+
+MEMORY = (64 << 30, 80 << 30)  # free and total bytes, made up
+PROPERTIES = {
+    "name": "emulated",
+    "major": 9,
+    "minor": 0,
+    "total_memory": MEMORY[1],
+    "multi_processor_count": 132,
+    "warp_size": 32,
+    "max_threads_per_multi_processor": 2048,
+    "regs_per_multiprocessor": 65536,
+    "shared_memory_per_block": 49152,
+    "shared_memory_per_multiprocessor": 233472,
+    "L2_cache_size": 50 << 20,
+    "is_integrated": False,
+    "is_multi_gpu_board": False,
+    "gcnArchName": "emulated",
+    "uuid": "00000000-0000-0000-0000-000000000000",
+}
+NOTHING = (
+    *("init", "_lazy_init", "empty_cache", "ipc_collect", "set_per_process_memory_fraction"),
+    *("reset_peak_memory_stats", "reset_accumulated_memory_stats", "reset_max_memory_allocated"),
+    *("manual_seed", "manual_seed_all", "seed", "seed_all"),
+)
+ZERO = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved", "utilization")
+ABSENT = {
+    "CUDAGraph": "CUDA graphs",
+    "graph": "CUDA graphs",
+    "make_graphed_callables": "CUDA graphs",
+    "graph_pool_handle": "CUDA graphs",
+    "MemPool": "memory pools (torch.cuda.MemPool)",
+    "use_mem_pool": "memory pools (torch.cuda.use_mem_pool)",
+    "caching_allocator_alloc": "direct use of the caching allocator",
+}
+
+
+def absent(what: str) -> Callable[..., Any]:
+    """A stand-in that says what is missing when it is called."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise NotEmulated(what)
+
+    return refuse
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    """Accepts anything, does nothing."""
+
+
+@contextmanager
+def on_device(device: Any = None) -> Iterator[None]:
+    """torch.cuda.device(...): there is one device, and it is current."""
+    wants_cuda(0 if device is None else device)
+    yield
+
+
+def patch_cuda(patches: Patches, emulation: Emulation) -> None:
+    """Replace what belongs to the device in torch; `patches` puts it back."""
+    machine = emulation.machine
+    streams = {queue.handle: Stream(queue=queue) for queue in machine.queues}
+
+    def current_stream(device: Any = None) -> Stream:
+        queue = emulation.queue
+        return streams.get(queue.handle) or streams.setdefault(queue.handle, Stream(queue=queue))
+
+    def set_stream(stream: GenericStream | None) -> None:
+        if stream is not None:
+            emulation.local.queue = stream.queue
+
+    def set_device(device: Any) -> None:
+        wants_cuda(device)
+
+    def synchronize(device: Any = None) -> None:
+        emulation.synchronize_device("device synchronize")
+
+    def spin(cycles: int) -> None:
+        emulation.put(emulation.queue, nothing)
+
+    emulation.compute = streams[machine.compute.handle]
+    runtime = CudaRuntime(emulation)
+    cuda: dict[str, Any] = {
+        "Stream": Stream,
+        "ExternalStream": ExternalStream,
+        "Event": Event,
+        "StreamContext": StreamContext,
+        "stream": StreamContext,
+        "current_stream": current_stream,
+        "default_stream": lambda device=None: streams[machine.default.handle],
+        "set_stream": set_stream,
+        "synchronize": synchronize,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": set_device,
+        "device": on_device,
+        "device_of": on_device,
+        "get_device_properties": lambda device=None: SimpleNamespace(**PROPERTIES),
+        "get_device_name": lambda device=None: "emulated",
+        "get_device_capability": lambda device=None: (9, 0),
+        "can_device_access_peer": lambda *devices: False,
+        "mem_get_info": lambda device=None: MEMORY,
+        "memory_stats": lambda device=None: {},
+        "is_current_stream_capturing": lambda: False,
+        "is_bf16_supported": lambda *args, **kwargs: True,
+        "cudart": lambda: runtime,
+        "_sleep": spin,
+        **{name: nothing for name in NOTHING},
+        **{name: lambda *args, **kwargs: 0 for name in ZERO},
+        **{name: absent(what) for name, what in ABSENT.items()},
+    }
+    for name, value in cuda.items():
+        patches.set(torch.cuda, name, value)
+    for name in ("range_push", "range_pop", "mark"):
+        patches.set(torch.cuda.nvtx, name, nothing)
+    accelerator: dict[str, Any] = {
+        "is_available": lambda: True,
+        "current_accelerator": lambda check_available=False: torch.device("cuda"),
+        "device_count": lambda: 1,
+        "current_device_index": lambda: 0,
+        "current_device_idx": lambda: 0,
+        "set_device_index": set_device,
+        "set_device_idx": set_device,
+        "device_index": on_device,
+        "current_stream": current_stream,
+        "set_stream": set_stream,
+        "synchronize": synchronize,
+        "empty_cache": nothing,
+        "get_memory_info": lambda device=None: MEMORY,
+        "memory_stats": lambda device=None: {},
+        "get_device_capability": lambda device=None: {},
+        **{
+            name: lambda *args, **kwargs: 0
+            for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
+        },
+        **{name: nothing for name in ("reset_peak_memory_stats", "reset_accumulated_memory_stats")},
+    }
+    for name, value in accelerator.items():
+        patches.set(torch.accelerator, name, value)
+    patches.set(torch, "Stream", GenericStream)
+    patches.set(torch, "Event", GenericEvent)
+    triton = sys.modules.get("triton.runtime.jit")
+    if triton is not None:
+        patches.set(triton.JITFunction, "run", absent("Triton kernels (the interpreter, TRITON_INTERPRET=1, runs them on host tensors)"))

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mode that sees every torch operator: what touches device memory becomes work on the current stream, everything else runs as ever."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from .errors import DeviceFault, NotEmulated
+from .memory import Block, Kind
+from .operation import Operation, operation
+
+if TYPE_CHECKING:
+    from .context import Emulation
+
+REMEMBERED = 4096  # calls whose result's shape is kept
+
+
+class Call:
+    """One operator call on its way to a stream: the arguments as the work will use them, and the blocks that hold them."""
+
+    def __init__(self, emulation: Emulation, facts: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) -> None:
+        self.emulation, self.facts = emulation, facts
+        self.blocks: list[Block] = []
+        self.waits = False  # a host operand is moved to the device first
+        names = [argument.name for argument in schema.arguments]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        self.given = [given.get(name) for name in names]
+        self.args = tuple(self._freeze(value, position in facts.written) for position, value in enumerate(args))
+        self.kwargs = {name: self._freeze(value, names.index(name) in facts.written) for name, value in kwargs.items()}
+
+    def _freeze(self, value: Any, written: bool) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._freeze(item, written) for item in value)
+        return self._operand(value, written) if isinstance(value, torch.Tensor) else value
+
+    def _operand(self, tensor: torch.Tensor, written: bool) -> torch.Tensor:
+        block = self.emulation.memory.block_of(tensor)
+        if block is not None:
+            self.blocks.append(block)
+            if block.kind is Kind.DEVICE:
+                return self.emulation.stand_in(tensor, block)
+        if self.facts.custom:  # such an operator may use pinned memory when it runs, and be handed host memory that it reads at once
+            if written and block is None:
+                raise NotEmulated("operator of a C++ extension that writes pageable host memory and uses device memory")
+            return tensor.clone() if block is None else tensor.detach()
+        if self.facts.indexing:
+            self.waits = True
+        elif tensor.dim() or written:
+            raise RuntimeError("An operation on tensors of cuda:0 was given a tensor in host memory (cpu); all have to be on one device.")
+        return tensor.clone()
+
+
+class Dispatch(TorchDispatchMode):
+    """Queues operators on device tensors; one instance per thread."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: that would import the compiler, for nothing."""
+        return False
+
+    def __init__(self, emulation: Emulation) -> None:
+        super().__init__()
+        self.emulation = emulation
+        self._shapes: dict[Any, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        emulation = self.emulation
+        if emulation.off or not self._any_on_device((*args, *kwargs.values())):
+            return func(*args, **kwargs)
+        facts = operation(func)
+        if facts.metadata:
+            return func(*args, **kwargs)
+        with emulation.machine.lock:
+            return self._queue(func, facts, args, kwargs)
+
+    def _any_on_device(self, values: Any) -> bool:
+        for value in values:
+            if isinstance(value, (list, tuple)):
+                if self._any_on_device(value):
+                    return True
+            elif self.emulation.on_device(value):
+                return True
+        return False
+
+    def _queue(self, func: Any, facts: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        emulation = self.emulation
+        name = func._schema.name
+        if name == "aten::copy_":
+            emulation.copies.of_tensors(args[0], args[1], bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False)))
+            return args[0]
+        if name == "aten::record_stream":
+            raise NotEmulated("record_stream() that goes around torch.Tensor.record_stream")
+        if not facts.runs:
+            raise NotEmulated(f"operator {func}: it has no CPU kernel")
+        queue = emulation.queue
+        if facts.reads_back or facts.indexing and self._masks(args[1], name, args):
+            emulation.synchronize(queue, f"{func} reads device values")
+            return self._now(func, args, kwargs)
+        with emulation.raw():
+            call = Call(emulation, facts, args, kwargs, func._schema)
+        if call.waits:
+            emulation.synchronize(queue, f"{func} with a host tensor as index")
+        new = None
+        if None in facts.returned:
+            try:
+                new = self._shapes_of(func, args, kwargs)
+            except (NotImplementedError, RuntimeError) as error:
+                if not isinstance(error, NotImplementedError) and not facts.custom:
+                    raise
+                emulation.note("undelayed", f"{func} has no shape function", queue)
+                with emulation.raw():
+                    emulation.machine.demand(emulation.machine.mark(queue))
+                return self._now(func, args, kwargs)
+        results, targets = self._results(new, facts, call)
+
+        def run() -> None:
+            try:
+                out = func(*call.args, **call.kwargs)
+            except Exception as error:
+                raise DeviceFault(f"{func} failed when its turn on {queue.name} came: {error}") from error
+            for made, target in zip(leaves(out if targets else None), targets, strict=False):
+                if target is not None:
+                    target.copy_(made)
+
+        emulation.put(queue, run, [*call.blocks, *self._blocks_of(targets)])
+        return results
+
+    def _masks(self, indices: Any, name: str, args: tuple[Any, ...]) -> bool:
+        """Whether an indexing operation has a boolean mask, whose true elements the host has to count."""
+        masks = any(isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) for index in indices)
+        return masks and not ("put" in name and isinstance(args[2], torch.Tensor) and args[2].numel() == 1 and len(indices) == 1)
+
+    def _shapes_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The operator's results as meta tensors; remembered, for most calls are made again and again with the same shapes."""
+        kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
+        with self.emulation.raw():
+            key = (func, shape_key(args), shape_key(tuple(kwargs.items())))
+            known = self._shapes.get(key)
+            if known is None:
+                known = func(*to_meta(args), **{name: to_meta(value) for name, value in kwargs.items()})
+                if len(self._shapes) == REMEMBERED:
+                    self._shapes.clear()
+                self._shapes[key] = known
+            return known
+
+    def _results(self, new: Any, facts: Operation, call: Call) -> tuple[Any, list[torch.Tensor | None]]:
+        """What the call returns, and for each of its result tensors the device tensor to be filled later (None: it is an argument)."""
+        targets: list[torch.Tensor | None] = []
+
+        def make(meta: Any) -> Any:
+            if not isinstance(meta, torch.Tensor):
+                return meta
+            tensor = self.emulation.device_tensor(meta)
+            with self.emulation.raw():
+                block = self.emulation.memory.block_of(tensor)
+                assert block is not None
+                targets.append(self.emulation.stand_in(tensor, block))
+            return tensor
+
+        if not facts.returned:
+            return None, targets
+        if all(position is not None for position in facts.returned):
+            given = tuple(call.given[position] for position in facts.returned if position is not None)
+            return (given[0] if len(given) == 1 else given), targets
+        if all(position is None for position in facts.returned):
+            return tree_map(make, new), targets
+        mixed = []
+        for position, meta in zip(facts.returned, new, strict=True):
+            if position is None:
+                mixed.append(make(meta))
+            else:
+                targets.append(None)
+                mixed.append(call.given[position])
+        return tuple(mixed), targets
+
+    def _blocks_of(self, targets: list[torch.Tensor | None]) -> list[Block]:
+        with self.emulation.raw():
+            found = [self.emulation.memory.block_of(target) for target in targets if target is not None]
+        return [block for block in found if block is not None]
+
+    def _now(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the operator at once, after the host waited; new tensors are in device memory."""
+        with self.emulation.raw():
+            out = func(*args, **kwargs)
+        given = {id(value) for value in (*args, *kwargs.values())}
+        return tree_map(lambda value: self._moved(value) if isinstance(value, torch.Tensor) and id(value) not in given else value, out)
+
+    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        made = self.emulation.device_tensor(tensor)
+        with self.emulation.raw():
+            made.copy_(tensor)
+        return made
+
+
+def to_meta(value: Any) -> Any:
+    """The same with tensors that have shape, strides and dtype, but no bytes."""
+    if isinstance(value, torch.Tensor):
+        return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
+    return type(value)(to_meta(item) for item in value) if isinstance(value, (list, tuple)) else value
+
+
+def shape_key(value: Any) -> Any:
+    """What of an argument the shape of a result can depend on; hashable. Numbers keep their type: 1, 1.0 and True promote differently."""
+    if isinstance(value, torch.Tensor):
+        return value.size(), value.stride(), value.dtype
+    if isinstance(value, (list, tuple)):
+        return tuple(shape_key(item) for item in value)
+    return type(value), value
+
+
+def leaves(value: Any) -> list[Any]:
+    """The tensors of an operator's result, in order."""
+    if isinstance(value, (list, tuple)):
+        return [leaf for item in value for leaf in leaves(item)]
+    return [value] if isinstance(value, torch.Tensor) else []

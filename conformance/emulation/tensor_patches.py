@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tensors say of themselves, and methods that replace torch's where a function mode would not see them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .memory import Kind
+from .patch import Patches
+from .placement import CUDA, Placement
+
+if TYPE_CHECKING:
+    from .context import Emulation
+    from .stream import GenericStream
+
+
+def patch_tensors(patches: Patches, emulation: Emulation) -> None:
+    """Replace properties and methods of torch.Tensor. In `raw()` they say and do what they always did."""
+    base = torch._C.TensorBase
+    memory = emulation.memory
+    placement = Placement(emulation)  # for its functions only; it is not entered
+
+    def there(tensor: torch.Tensor) -> bool:
+        block = None if emulation.off else memory.block_of(tensor)
+        return block is not None and block.kind is Kind.DEVICE
+
+    def device(tensor: torch.Tensor) -> torch.device:
+        return CUDA if there(tensor) else base.device.__get__(tensor)
+
+    def is_pinned(tensor: torch.Tensor, device: Any = None) -> bool:
+        block = memory.block_of(tensor)
+        return block is not None and block.kind is Kind.PINNED
+
+    def pin_memory(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
+        if there(tensor):
+            raise RuntimeError("Only host tensors can be pinned; this one is on cuda:0.")
+        if is_pinned(tensor):
+            return tensor
+        with emulation.raw():
+            like = tensor.contiguous()
+        return placement.pinned(like, None)
+
+    def cuda(tensor: torch.Tensor, device: Any = None, non_blocking: bool = False, memory_format: Any = None) -> torch.Tensor:
+        return placement.to(tensor, "cuda" if device is None else device, non_blocking=non_blocking, memory_format=memory_format)
+
+    def record_stream(tensor: torch.Tensor, stream: GenericStream) -> None:
+        block = memory.block_of(tensor)
+        if block is not None:
+            memory.record(block, stream.queue)
+
+    patches.set(torch.Tensor, "device", property(device))
+    patches.set(torch.Tensor, "is_cuda", property(there))
+    patches.set(torch.Tensor, "is_cpu", property(lambda tensor: not there(tensor) and base.is_cpu.__get__(tensor)))
+    patches.set(torch.Tensor, "get_device", lambda tensor: 0 if there(tensor) else base.get_device(tensor))
+    patches.set(torch.Tensor, "is_pinned", is_pinned)
+    patches.set(torch.Tensor, "pin_memory", pin_memory)
+    patches.set(torch.Tensor, "cuda", cuda)
+    patches.set(torch.Tensor, "record_stream", record_stream)
