@@ -34,6 +34,9 @@ class Timeline(Protocol):
     def allocate(self, elements: int) -> torch.Tensor:
         """A float32 tensor [elements] of zeros in the device's memory."""
 
+    def upload(self, host: torch.Tensor) -> torch.Tensor:
+        """A host tensor where the cache is; the host waits for nothing."""
+
     def launch(self, work: Callable[[], T], judge: Callable[[T], None] | None = None) -> None:
         """Do `work` on the compute stream, behind all that was launched before; `judge` what came of it, by `finish` at the latest."""
 
@@ -59,6 +62,9 @@ class Cpu:
     def allocate(self, elements: int) -> torch.Tensor:
         return torch.zeros(elements, dtype=torch.float32)
 
+    def upload(self, host: torch.Tensor) -> torch.Tensor:
+        return host
+
     def launch(self, work: Callable[[], T], judge: Callable[[T], None] | None = None) -> None:
         result = work()
         if judge is not None:
@@ -80,9 +86,13 @@ current: Timeline = Cpu()
 
 @contextmanager
 def opened(kind: Device, slow: str | None) -> Iterator[Timeline]:
-    """The device of a run; `current` while it is entered. `slow`: which streams are, None for none."""
+    """The device of a run; `current` while it is entered. `slow`: which streams are, None for none. A run within a run, as a promise
+    takes to be worked out, shares the device: there is one per process."""
     global current
     before = current
+    if before.streamed and kind != "cpu":
+        yield before
+        return
     with _open(kind, slow) as device:
         current = device
         try:

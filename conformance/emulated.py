@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal, TypeVar, cast
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,23 +16,33 @@ T = TypeVar("T")
 
 
 class Emulated:
-    """Everything of the harness runs raw, the connector's hooks run as on a GPU; what the engine launches waits in the compute stream."""
+    """All of the harness runs raw, only the connector's hooks run as on a GPU; what the engine launches waits in the compute stream."""
 
     streamed = True
 
     def __init__(self, cuda: Emulation) -> None:
         self.cuda = cuda
         self._told = 0
+        self._raw = cuda.raw()
+        self._raw.__enter__()
+
+    def close(self) -> None:
+        """The emulation is nobody's business any more."""
+        self._raw.__exit__(None, None, None)
 
     @property
     def early_reads(self) -> int:
         return sum(note.kind == "read_early" for note in self.cuda.notes)
 
     def copies_pending(self) -> int:
-        return self.cuda.pending()
+        machine = self.cuda.machine
+        return sum(len(queue.entries) for queue in machine.queues if queue is not machine.compute)
 
     def allocate(self, elements: int) -> torch.Tensor:
         return self.cuda.to_device(torch.zeros(elements, dtype=torch.float32))
+
+    def upload(self, host: torch.Tensor) -> torch.Tensor:
+        return host
 
     def launch(self, work: Callable[[], T], judge: Callable[[T], None] | None = None) -> None:
         def run() -> None:
@@ -45,16 +55,27 @@ class Emulated:
     def finish(self) -> None:
         self.cuda.finish_compute()
 
-    def calling(self) -> AbstractContextManager[None]:
-        return self.cuda.intercepted()
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        self._raw.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self._raw = self.cuda.raw()
+            self._raw.__enter__()
 
     def notes(self) -> list[dict[str, Any]]:
         new, self._told = self.cuda.notes[self._told :], len(self.cuda.notes)
-        return [{"what": note.kind, "text": note.what, "stream": note.stream} for note in new]
+        return [{"what": note.kind, "text": f"{note.what} at {note.where}", "stream": note.stream} for note in new]
 
 
 @contextmanager
 def emulated(slow: str | None) -> Iterator[Emulated]:
-    """An emulated device and vLLM's belief in it; torch and vLLM are as before afterwards."""
-    with emulate(cast(Literal["compute", "transfers"] | None, slow)) as cuda, vllm_on_cuda(cuda), cuda.raw():
-        yield Emulated(cuda)
+    """An emulated device, and vLLM's belief in it. `slow`: compute, transfers, or None for streams that are as fast as one asks."""
+    patience = {} if slow else {"patience": 0}
+    with emulate("compute" if slow == "compute" else "transfers", **patience) as cuda, vllm_on_cuda(cuda):
+        device = Emulated(cuda)
+        try:
+            yield device
+        finally:
+            device.close()

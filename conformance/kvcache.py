@@ -49,7 +49,8 @@ class PagedCache:
                 self.tensors[layer], self._views[layer] = tensor, view
             for layer, view in zip(group.layers, self._layers(copy, depth, group, layout)[1], strict=False):
                 self.shadow[layer] = view
-        self._mask = torch.from_numpy(book.content_mask())
+        self._upload = device.current.upload
+        self._mask = self._upload(torch.from_numpy(book.content_mask()))
 
     def _layers(self, pages: torch.Tensor, depth: int, group: Group, layout: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """(tensors as they are registered, views [blocks, heads, block_size, 2, head_dim]) of the layers on `pages`."""
@@ -82,8 +83,8 @@ class PagedCache:
         return self._number[layer]
 
     def split(self, slots: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slots [n] to (block ids, offsets)."""
-        index = torch.from_numpy(np.ascontiguousarray(slots, dtype=np.int64))
+        """Slots [n] to (block ids, offsets), where the cache is."""
+        index = self._upload(torch.from_numpy(np.ascontiguousarray(slots, dtype=np.int64)))
         return index // self.stride, index % self.stride
 
     tolerance: float = 0.0
@@ -93,30 +94,48 @@ class PagedCache:
         """Engine write of rows [n, heads, width] to slots [n] of one layer; heads that its group does not have are left out."""
         blocks, offsets = self.split(slots)
         heads = self.groups[self._number[layer]].heads
-        values = torch.from_numpy(rows[:, :heads]).to(torch.float32).view(-1, heads, 2, self.book.head_dim)
+        values = self._upload(torch.from_numpy(rows[:, :heads])).to(torch.float32).view(-1, heads, 2, self.book.head_dim)
         self._views[layer][blocks, :, offsets] = values
         self.shadow[layer][blocks, :, offsets] = values
 
     def read(self, layer: int, slots: np.ndarray) -> torch.Tensor:
-        """Rows [n, heads, width] of slots [n] as they are now; what is within the tolerance of a code is that code."""
+        """Rows [n, heads, width] of slots [n] as they are now, on the host; what is within the tolerance of a code is that code."""
+        return self._rows(layer, slots).cpu()
+
+    def _rows(self, layer: int, slots: np.ndarray) -> torch.Tensor:
         blocks, offsets = self.split(slots)
         rows = self._views[layer][blocks, :, offsets].flatten(2)
         return rows if not self.tolerance else torch.where((rows - rows.round()).abs() <= self.tolerance * LARGEST, rows.round(), rows)
 
     def mismatches(self, layer: int, slots: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """Indices into `slots` whose content differs from `rows` (the nonce lanes are not compared)."""
-        have = self.read(layer, slots)
-        different = ((have != torch.from_numpy(rows[:, : have.shape[1]])) & self._mask).flatten(1).any(1)
-        return different.nonzero().flatten().numpy()
+        return np.flatnonzero(self.differing(layer, slots, rows).cpu().numpy())
+
+    def differing(self, layer: int, slots: np.ndarray, rows: np.ndarray) -> torch.Tensor:
+        """Which of `slots` [n] differ in content from `rows`: a mask [n], where the cache is. The host waits for nothing."""
+        have = self._rows(layer, slots)
+        wanted = self._upload(torch.from_numpy(rows[:, : have.shape[1]]))
+        different: torch.Tensor = ((have != wanted) & self._mask).flatten(1).any(1)
+        return different
 
     def foreign(self, layer: int) -> np.ndarray:
         """Slots [n] of one layer that somebody other than the engine changed since the last call; takes them into the shadow."""
+        return self.changed_slots(self.changes(layer))
+
+    def changes(self, layer: int) -> torch.Tensor | None:
+        """`foreign` as a mask [blocks, block_size], where the cache is; None if nothing was changed. On CUDA the host waits for nothing."""
         real, shadow = self._views[layer].view(torch.int32), self.shadow[layer].view(torch.int32)  # as bits: NaN must equal itself
-        if torch.equal(real, shadow):
-            return np.empty(0, dtype=np.int64)
+        if not real.is_cuda and torch.equal(real, shadow):
+            return None
         touched = (real != shadow).flatten(3).any(3).any(1)
         if len(self.groups) > 1:  # bytes of another group's block are another layer's
-            touched &= torch.from_numpy(self.group_of == self._number[layer])[:, None]
-        blocks, offsets = touched.nonzero(as_tuple=True)
-        shadow[blocks, :, offsets] = real[blocks, :, offsets]
-        return (blocks * self.stride + offsets).numpy()
+            touched &= self._upload(torch.from_numpy(self.group_of == self._number[layer]))[:, None]
+        shadow.copy_(torch.where(touched[:, None, :, None, None], real, shadow))
+        return touched
+
+    def changed_slots(self, touched: torch.Tensor | None) -> np.ndarray:
+        """The slots [n] of such a mask."""
+        if touched is None:
+            return np.empty(0, dtype=np.int64)
+        blocks, offsets = np.nonzero(touched.cpu().numpy())
+        return blocks * self.stride + offsets

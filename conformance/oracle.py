@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import torch
 
 from kvconform import device
 from kvconform.grants import Grant
@@ -93,11 +94,14 @@ class Oracle:
     def check_writes(self, after_hook: str) -> None:
         """Classify whatever the connector wrote since the last call; emits one kv.changed per layer that changed. Where there are
         streams, it looks when the compute stream has come here."""
-        self.device.launch(partial(self._look, after_hook))
+        self.device.launch(self._changes, partial(self._classify_all, after_hook))
 
-    def _look(self, after_hook: str) -> None:
-        for layer in range(len(self.cache.tensors)):
-            slots = self.cache.foreign(layer)
+    def _changes(self) -> list[torch.Tensor | None]:
+        return [self.cache.changes(layer) for layer in range(len(self.cache.tensors))]
+
+    def _classify_all(self, after_hook: str, changes: list[torch.Tensor | None]) -> None:
+        for layer, touched in enumerate(changes):
+            slots = self.cache.changed_slots(touched)
             if len(slots):
                 self._classify(after_hook, layer, slots)
 

@@ -54,10 +54,11 @@ class SlicedCache(PagedCache):
         mine = self._mine(slots)
         super().write(layer, slots[mine], rows[mine])
 
-    def mismatches(self, layer: int, slots: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    def differing(self, layer: int, slots: np.ndarray, rows: np.ndarray) -> torch.Tensor:
         mine = self._mine(slots)
-        return mine[super().mismatches(layer, slots[mine], rows[mine])]
+        found = super().differing(layer, slots[mine], rows[mine])
+        return torch.zeros(len(slots), dtype=torch.bool, device=found.device).index_copy_(0, self._upload(torch.from_numpy(mine)), found)
 
-    def foreign(self, layer: int) -> np.ndarray:
-        (rank, ranks), slots = self.share, super().foreign(layer)
+    def changed_slots(self, touched: torch.Tensor | None) -> np.ndarray:
+        (rank, ranks), slots = self.share, super().changed_slots(touched)
         return slots // self.stride * self.stride + slots % self.stride * ranks + rank

@@ -158,11 +158,17 @@ class Worker:
             self._update(layer, number)
 
     def _update(self, layer: int, number: int) -> None:
+        """Launch it: everything below runs when the compute stream has come there."""
+        self.device.launch(partial(self._write, layer, number), lambda _: self._written(layer, number))
+
+    def _write(self, layer: int, number: int) -> None:
         group, reads = self.cache.groups[number], self._reads[number]
         if not group.transfer:  # made anew from the layers that are transferred
             self.cache.write(layer, reads.slots, reads.expected[:, layer])
         self.cache.write(layer, reads.written, self._encoded[reads.source, layer])
-        if layer == group.layers[0]:
+
+    def _written(self, layer: int, number: int) -> None:
+        if layer == self.cache.groups[number].layers[0]:
             for row in self.rows:
                 self.oracle.filled(row.by_group[number], OWN, f"{row.state.chain.req}#{row.state.chain.generation}")
 
@@ -170,7 +176,14 @@ class Worker:
         """The attention of one layer: read every known position, or those of the layer's window, through the block tables; wrong bytes
         change the sampled token."""
         reads = self._reads[self.cache.group(layer)]
-        wrong = self.cache.mismatches(layer, reads.slots, reads.expected[:, layer])
+        self.device.launch(
+            lambda: self.cache.differing(layer, reads.slots, reads.expected[:, layer]), lambda found: self._judge(layer, reads, found)
+        )
+        if self.cache.groups[self.cache.group(layer)].recurrent:
+            self._update(layer, self.cache.group(layer))
+
+    def _judge(self, layer: int, reads: Reads, found: torch.Tensor) -> None:
+        wrong = np.flatnonzero(found.cpu().numpy())
         by_row: dict[int, list[int]] = {}
         for index in wrong.tolist():
             by_row.setdefault(int(np.searchsorted(reads.ends, index, side="right")), []).append(index)
@@ -182,8 +195,6 @@ class Worker:
             bytes_read = self.cache.read(layer, reads.slots[indices]).contiguous().numpy().tobytes()
             seed = self._corruption.get(row.state.chain.req, 0)
             self._corruption[row.state.chain.req] = seed ^ int.from_bytes(hashlib.sha256(bytes_read).digest()[:8], "little")
-        if self.cache.groups[self.cache.group(layer)].recurrent:
-            self._update(layer, self.cache.group(layer))
 
     @property
     def corrupt(self) -> set[str]:
@@ -194,13 +205,13 @@ class Worker:
         """All layers in order: KV update, then `attention(layer_name)`, which the life cycle wraps in the layer hooks."""
         for layer, name in enumerate(self.cache.names):
             self.oracle.check_writes("start_load_kv")
-            self.device.launch(partial(self.write_layer, layer))
+            self.write_layer(layer)
             attention(name)
 
     def attend(self, layer_name: str) -> None:
         """Body of the attention call: judge the connector's writes so far, then read."""
         self.oracle.check_writes("wait_for_layer_load")
-        self.device.launch(partial(self.read_layer, self.cache.names.index(layer_name)))
+        self.read_layer(self.cache.names.index(layer_name))
 
     def sample(self) -> ModelRunnerOutput:
         """Sample, advance the batch, and build the ModelRunnerOutput of a step with a forward pass."""

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real CUDA device as an engine uses it, with either its compute stream or the connector's streams made slow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+
+from kvconform.errors import EnvironmentProblem
+
+T = TypeVar("T")
+CYCLES = 20_000_000
+"""How long a slow stream sleeps, in clock cycles: about 10 ms, many times what the copies of a case take."""
+
+
+class OnCuda:
+    """`work` is queued on the current stream at once, and judged in `finish`, which is the only place where the host waits for it."""
+
+    streamed = True
+    early_reads = 0  # nobody can tell on a real device: what was read too early shows when it is loaded
+
+    def __init__(self, slow: str | None) -> None:
+        self.slow = slow
+        self._launched: list[tuple[Callable[[Any], None], Any]] = []
+        self._idle = True
+
+    def copies_pending(self) -> int:
+        return 0
+
+    def allocate(self, elements: int) -> torch.Tensor:
+        return torch.zeros(elements, dtype=torch.float32, device="cuda")
+
+    def upload(self, host: torch.Tensor) -> torch.Tensor:
+        return host.pin_memory().to("cuda", non_blocking=True)
+
+    def launch(self, work: Callable[[], T], judge: Callable[[T], None] | None = None) -> None:
+        if self._idle and self.slow == "compute":
+            torch.cuda._sleep(CYCLES)
+        self._idle = False
+        result = work()
+        if judge is not None:
+            self._launched.append((judge, result))
+
+    def finish(self) -> None:
+        torch.cuda.current_stream().synchronize()
+        self._idle = True
+        launched, self._launched = self._launched, []
+        for judge, result in launched:
+            judge(result)
+
+    def calling(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def notes(self) -> list[dict[str, Any]]:
+        return []
+
+
+@contextmanager
+def on_cuda(slow: str | None) -> Iterator[OnCuda]:
+    """The device. EnvironmentProblem if there is none."""
+    if not torch.cuda.is_available():
+        raise EnvironmentProblem("--device cuda needs a GPU that torch can use; --emulate-cuda does without one")
+    with _sleeping_streams() if slow == "transfers" else nullcontext():
+        yield OnCuda(slow)
+    torch.cuda.synchronize()
+
+
+@contextmanager
+def _sleeping_streams() -> Iterator[None]:
+    """Every other stream than the compute stream sleeps whenever the connector turns to it, or makes it wait."""
+    compute = torch.cuda.current_stream()
+    enter, wait = torch.cuda.StreamContext.__enter__, torch.cuda.Stream.wait_event
+
+    def entering(self: Any) -> Any:
+        found = enter(self)
+        if self.stream is not None and self.stream != compute:
+            torch.cuda._sleep(CYCLES)
+        return found
+
+    def waiting(self: Any, event: Any) -> None:
+        wait(self, event)
+        if self != compute:
+            before = torch.cuda.current_stream()
+            torch.cuda.set_stream(self)
+            torch.cuda._sleep(CYCLES)
+            torch.cuda.set_stream(before)
+
+    torch.cuda.StreamContext.__enter__, torch.cuda.Stream.wait_event = entering, waiting  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.cuda.StreamContext.__enter__, torch.cuda.Stream.wait_event = enter, wait  # type: ignore[method-assign]

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reference connector on CUDA: copies on streams of its own, through pinned memory, while the engine goes on computing.
+
+Four waits make it correct, and each of them has a defect that lacks it (``refimpl/defects/streams.py``): a save waits for the forward
+pass that writes what it reads; a load waits for steps that still use the blocks which it fills; the layer's attention waits for its
+load; blocks that change hands wait for the saves that still read them. Nothing waits on the host but the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.paging import blocks_first
+from kvconform.refimpl.plan import Load, Piece, ReferenceMetadata, Save
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass
+class Transfer:
+    """Copies under way: ``done`` is reached when all are; ``hosts``, by chunk and layer, live until then."""
+
+    done: torch.cuda.Event = field(default_factory=lambda: torch.cuda.Event())
+    hosts: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class Storing(Transfer):
+    """Copies of a save from the device."""
+
+    epoch: int = 0
+    save: Save | None = None
+
+
+class StreamedConnector(ReferenceConnector):
+    """Options as of the reference connector; ``load_delay`` and ``save_delay`` mean nothing, for copies take the time that they take."""
+
+    _load_stream: torch.cuda.Stream
+    _store_stream: torch.cuda.Stream
+
+    @classmethod
+    def kvconform_capabilities(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        return {**super().kvconform_capabilities(extra_config), "context_parallel": False}
+
+    # ---- Worker half ----
+
+    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
+        super().register_kv_caches(kv_caches)
+        self._load_stream, self._store_stream = torch.cuda.Stream(), torch.cuda.Stream()
+        self._arrivals: dict[str, list[torch.cuda.Event]] = {}
+        self._loads: list[tuple[Load, Transfer]] = []
+        self._stores: list[Storing] = []
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Blocks may change hands now: their new owner's forward pass is queued behind the saves that still read them."""
+        super().handle_preemptions(kv_connector_metadata)
+        self._fence()
+        if isinstance(kv_connector_metadata, ReferenceMetadata):
+            for storing in self._stores:
+                if storing.save is not None and storing.save.req in kv_connector_metadata.dropped and not storing.save.final:
+                    storing.save = None  # KV of a request that lost its blocks half-way is worth nothing
+
+    def _fence(self) -> None:
+        torch.cuda.current_stream().wait_stream(self._store_stream)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        for load in self._metadata().loads:
+            self._loads.append((load, self._fetch(load)))
+        if forward_context.attn_metadata is None:
+            self.wait_for_save()
+
+    def _fetch(self, load: Load) -> Transfer:
+        """Queue the copies of a load, layer by layer."""
+        transfer = Transfer()
+        self._wait_for_users()
+        with torch.cuda.stream(self._load_stream):
+            for name, layer in self._layers.items():
+                for piece in load.pieces:
+                    self._fill(transfer, piece, name, layer)
+                if not load.is_async:
+                    arrived = torch.cuda.Event()
+                    arrived.record()
+                    self._arrivals.setdefault(name, []).append(arrived)
+            transfer.done.record()
+        return transfer
+
+    def _wait_for_users(self) -> None:
+        self._load_stream.wait_stream(torch.cuda.current_stream())
+
+    def _fill(self, transfer: Transfer, piece: Piece, name: str, layer: Tensor) -> None:
+        rows = blocks_first(layer)
+        data, width = self._store.get(piece.key, name), rows[0, :, 0].numel() * rows.element_size()
+        wanted = b"" if data is None else data[piece.first * width : (piece.first + len(piece.slots)) * width]
+        if len(wanted) < len(piece.slots) * width:
+            self._store.drop(piece.key)
+            self._invalid |= piece.blocks(self._block_size)
+            self._bad |= piece.blocks(self._block_size)
+            return
+        host = torch.frombuffer(bytearray(wanted), dtype=torch.uint8).view(layer.dtype).view(len(piece.slots), *rows[0, :, 0].shape)
+        host = transfer.hosts[piece.key, name] = host.pin_memory()
+        blocks, offsets = self._places(transfer, piece, rows)
+        rows[blocks, :, offsets] = self._upload(host, layer.device)
+
+    def _upload(self, host: Tensor, device: torch.device) -> Tensor:
+        return host.to(device, non_blocking=True)
+
+    def _places(self, transfer: Transfer, piece: Piece, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """(blocks, offsets) of a piece's slots, on the device."""
+        size = rows.shape[2]
+        index = torch.tensor([[slot // size for slot in piece.slots], [slot % size for slot in piece.slots]]).pin_memory()
+        transfer.hosts[piece.key, f"places {len(transfer.hosts)}"] = index
+        blocks, offsets = index.to(rows.device, non_blocking=True)
+        return blocks, offsets
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        for arrived in self._arrivals.pop(layer_name, ()):
+            torch.cuda.current_stream().wait_event(arrived)
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        metadata = self._metadata()
+        if self.options.layerwise and metadata.saves:
+            self._hooked.add(layer_name)
+            self._copy_out(metadata.epoch, metadata.saves, [layer_name])
+
+    def wait_for_save(self) -> None:
+        metadata = self._metadata()
+        if metadata is not self._saved:
+            self._copy_out(metadata.epoch, metadata.saves, [name for name in self._layers if name not in self._hooked], last=True)
+        self._hooked.clear()
+        self._saved = metadata
+
+    def _copy_out(self, epoch: int, saves: Sequence[Save], layers: Sequence[str], *, last: bool = False) -> None:
+        """Queue the copies of some layers behind what the compute stream has been given so far. ``last``: the chunks are complete then."""
+        self._wait_for_compute()
+        for save in saves:
+            storing = Storing(epoch=epoch, save=save if last else None)
+            with torch.cuda.stream(self._store_stream):
+                for name in layers if self._is_sound(save) else ():
+                    rows = blocks_first(self._layers[name])
+                    for piece in save.pieces:
+                        blocks, offsets = self._places(storing, piece, rows)
+                        self._download(storing, piece, name, rows[blocks, :, offsets])
+                storing.done.record()
+            self._stores.append(storing)
+
+    def _wait_for_compute(self) -> None:
+        self._store_stream.wait_stream(torch.cuda.current_stream())
+
+    def _download(self, storing: Storing, piece: Piece, name: str, rows: Tensor) -> None:
+        host = storing.hosts[piece.key, name] = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+        host.copy_(rows, non_blocking=True)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Reports what has arrived, and asks no more than whether it has: the step is not held up."""
+        while self._stores and self._has_ended(self._stores[0]):
+            self._commit(self._stores.pop(0))
+        loaded = [load for load, transfer in self._loads if self._has_ended(transfer)]
+        self._loads = [(load, transfer) for load, transfer in self._loads if load not in loaded]
+        sent, self._sent = self._sent, set()
+        return sent or None, {load.req for load in loaded if load.is_async} or None
+
+    def _has_ended(self, transfer: Transfer) -> bool:
+        return transfer.done.query()
+
+    def _commit(self, storing: Storing) -> None:
+        """In the order of the copies: the layers that hooks copied come before the rest, which completes the chunk."""
+        for (key, name), host in storing.hosts.items():
+            if name in self._layers:
+                self._store.put(storing.epoch, key, name, host.contiguous().view(torch.uint8).numpy().tobytes())
+        if storing.save is None:
+            return
+        for piece in storing.save.pieces if self._is_sound(storing.save) else ():
+            self._store.commit(storing.epoch, piece.key)
+        if storing.save.final:
+            self._sent.add(storing.save.req)
+
+    def shutdown(self) -> None:
+        """Transfers under way are abandoned, but not while they use memory that goes away."""
+        if self._layers:
+            self._load_stream.synchronize()
+            self._store_stream.synchronize()
+            self._stores, self._loads, self._arrivals = [], [], {}
+        super().shutdown()
