@@ -166,14 +166,14 @@ def _drafter(tokens: int) -> dict[str, Any]:
 def init_parallel_state() -> None:
     """The one-rank tensor and pipeline parallel groups that every vLLM worker process has; connectors ask them for their rank."""
     from vllm.config import set_current_vllm_config
-    from vllm.distributed.parallel_state import ensure_model_parallel_initialized, init_distributed_environment
+    from vllm.distributed.parallel_state import GroupCoordinator, ensure_model_parallel_initialized, init_distributed_environment
 
     directory = tempfile.mkdtemp(prefix="kvconform-")
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    store = Path(directory) / "rendezvous"
     with set_current_vllm_config(VllmConfig()):
-        init_distributed_environment(1, 0, f"file://{store}", 0, "gloo")
+        init_distributed_environment(1, 0, f"file://{directory}/rendezvous", 0, "gloo")
         ensure_model_parallel_initialized(1, 1)
+    GroupCoordinator.barrier = lambda group: None  # one rank waits for nobody; in a forked process, without gloo's threads, it would
 
 
 def build_cache_config(num_blocks: int, block_size: int, heads: int, head_dim: int, layers: list[str]) -> KVCacheConfig:

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from kvconform.emulation.vllm_copies import Copies
-from kvconform.emulation.vllm_platform import platform_is_cuda
+from .context import Emulation
+from .vllm_copies import Copies
+from .vllm_platform import platform_is_cuda
 
 MODULES = (
     "vllm._custom_ops",
@@ -45,10 +46,9 @@ class CudaRuntime:
 
 
 @contextmanager
-def vllm_on_cuda(cuda: Any, *, eager: bool = False) -> Iterator[None]:
-    """Exchange, for this process, what vLLM's modules took from a machine without a GPU. `cuda` is the emulation, which is in force;
-    `eager` as in Copies. Restores all on exit."""
-    copies = Copies(cuda, eager=eager)
+def vllm_on_cuda(cuda: Emulation) -> Iterator[None]:
+    """Exchange, for this process, what vLLM's modules took from a machine without a GPU. `cuda` is in force. Restores all on exit."""
+    copies = Copies(cuda)
     with platform_is_cuda():
         restore: list[tuple[Any, str, Any]] = []
         try:
