@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one emulation that is active in this process, and what of it belongs to a thread: its current stream, and whether it is left
-alone."""
+"""An emulated device: the object that an engine talks to, and that the parts of the emulation share."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,49 +14,19 @@ from .copies import Copies
 from .machine import Delay, Machine, Mark, Queue, Used, Work
 from .memory import Block, Kind, Memory
 from .note import Note, caller
-
-
-class Local(threading.local):
-    """Per thread: how many raw() are open, and the current queue (None: the default stream, as in a thread that never chose one)."""
-
-    raw = 0
-    queue: Queue | None = None
-
-
-class Raw:
-    """What `Emulation.raw()` gives. Entering it again inside costs nothing."""
-
-    __slots__ = ("dispatch", "functions", "local")
-
-    def __init__(self, local: Local) -> None:
-        self.local = local
-        self.functions: Any = None
-        self.dispatch: Any = None
-
-    def __enter__(self) -> None:
-        if not self.local.raw:
-            self.functions, self.dispatch = torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch()
-            self.functions.__enter__()
-        self.local.raw += 1
-
-    def __exit__(self, *exc: object) -> None:
-        self.local.raw -= 1
-        if self.functions is not None:
-            self.dispatch = None  # its end is the guard's end
-            self.functions.__exit__(*exc)
+from .thread import RAW, STATE, Raw, intercepted
 
 
 class Emulation:
     """An emulated CUDA device: its streams, its memory, and what was noted. What `emulate()` gives to its user."""
 
-    def __init__(self, delay: Delay, patience: int) -> None:
+    def __init__(self, delay: Delay | None, patience: int) -> None:
         self.machine = Machine(delay, patience)
         self.notes: list[Note] = []
         self.memory = Memory(self.machine, self._note_hazard)
         self.copies = Copies(self)
-        self.local = Local()
-        self.local.queue = self.machine.compute
-        self.compute: Any = None  # the compute stream as a torch.cuda.Stream, set by emulate()
+        self.streams: dict[int, Any] = {}  # torch.cuda.Stream objects by handle
+        self.compute: Any = None  # the compute stream's
 
     # -- for the engine
 
@@ -86,7 +56,17 @@ class Emulation:
 
     def raw(self) -> Raw:
         """Context in which this thread's torch calls run at once on the bare host tensors, and nothing is noted."""
-        return Raw(self.local)
+        return RAW
+
+    def intercepted(self) -> AbstractContextManager[None]:
+        """Context inside of `raw()` in which the thread's torch calls go to the emulated device again."""
+        return intercepted()
+
+    def pending(self) -> int:
+        """How many pieces of work are queued on other streams than the compute stream."""
+        with self.machine.lock:
+            side = (queue for queue in self.machine.queues if queue is not self.machine.compute)
+            return sum(isinstance(entry, Work) for queue in side for entry in queue.entries)
 
     def queue_copy(
         self,
@@ -109,12 +89,12 @@ class Emulation:
     @property
     def queue(self) -> Queue:
         """The calling thread's current queue."""
-        return self.local.queue or self.machine.default
+        return STATE.queue or self.machine.default
 
     @property
     def off(self) -> bool:
         """Whether the calling thread's torch calls are to be left alone."""
-        return bool(self.local.raw) or not self.machine.open
+        return bool(STATE.raw) or not self.machine.open
 
     def put(self, queue: Queue, function: Callable[[], object], uses: Iterable[Used] = (), raw: bool = False) -> None:
         """Queue work of torch's: it runs outside of the modes (whoever runs work is in `raw()`), and without autograd."""
@@ -182,7 +162,10 @@ _active: list[Emulation] = []
 
 
 def active() -> Emulation:
-    """The emulation of this process; RuntimeError outside of `emulate()`."""
+    """The emulation that the calling thread is part of: the one in which it was started, or which it entered last. RuntimeError outside of
+    `emulate()`."""
+    if STATE.emulation is not None:
+        return STATE.emulation
     if not _active:
         raise RuntimeError("No CUDA emulation is active in this process.")
     return _active[-1]

@@ -7,19 +7,19 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from .context import active
 from .cudart import CudaRuntime
 from .errors import NotEmulated
 from .event import Event, GenericEvent
+from .machine import Queue
 from .patch import Patches
 from .placement import wants_cuda
 from .stream import ExternalStream, GenericStream, Stream, StreamContext
-
-if TYPE_CHECKING:
-    from .context import Emulation
+from .thread import STATE
 
 MEMORY = (64 << 30, 80 << 30)  # free and total bytes, made up
 PROPERTIES = {
@@ -76,30 +76,34 @@ def on_device(device: Any = None) -> Iterator[None]:
     yield
 
 
-def patch_cuda(patches: Patches, emulation: Emulation) -> None:
-    """Replace what belongs to the device in torch; `patches` puts it back."""
-    machine = emulation.machine
-    streams = {queue.handle: Stream(queue=queue) for queue in machine.queues}
+def current_stream(device: Any = None) -> Stream:
+    """The thread's; the same object every time."""
+    return stream_of(active().queue)
 
-    def current_stream(device: Any = None) -> Stream:
-        queue = emulation.queue
-        return streams.get(queue.handle) or streams.setdefault(queue.handle, Stream(queue=queue))
+
+def stream_of(queue: Queue) -> Stream:
+    """The torch.cuda.Stream object of a queue of the thread's emulation."""
+    streams = active().streams
+    return streams.get(queue.handle) or streams.setdefault(queue.handle, Stream(queue=queue))
+
+
+def patch_cuda(patches: Patches) -> None:
+    """Replace what belongs to the device in torch; `patches` puts it back."""
 
     def set_stream(stream: GenericStream | None) -> None:
         if stream is not None:
-            emulation.local.queue = stream.queue
+            STATE.queue = stream.queue
 
     def set_device(device: Any) -> None:
         wants_cuda(device)
 
     def synchronize(device: Any = None) -> None:
-        emulation.synchronize_device("device synchronize")
+        active().synchronize_device("device synchronize")
 
     def spin(cycles: int) -> None:
-        emulation.put(emulation.queue, nothing)
+        active().put(active().queue, nothing)
 
-    emulation.compute = streams[machine.compute.handle]
-    runtime = CudaRuntime(emulation)
+    runtime = CudaRuntime()
     cuda: dict[str, Any] = {
         "Stream": Stream,
         "ExternalStream": ExternalStream,
@@ -107,7 +111,7 @@ def patch_cuda(patches: Patches, emulation: Emulation) -> None:
         "StreamContext": StreamContext,
         "stream": StreamContext,
         "current_stream": current_stream,
-        "default_stream": lambda device=None: streams[machine.default.handle],
+        "default_stream": lambda device=None: stream_of(active().machine.default),
         "set_stream": set_stream,
         "synchronize": synchronize,
         "is_available": lambda: True,

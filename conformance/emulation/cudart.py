@@ -4,12 +4,9 @@
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import TYPE_CHECKING
 
+from .context import Emulation, active
 from .stream import ExternalStream
-
-if TYPE_CHECKING:
-    from .context import Emulation
 
 
 class cudaError(IntEnum):
@@ -25,8 +22,9 @@ class CudaRuntime:
 
     cudaError = cudaError
 
-    def __init__(self, emulation: Emulation) -> None:
-        self._emulation = emulation
+    @property
+    def _emulation(self) -> Emulation:
+        return active()
 
     def cudaHostRegister(self, pointer: int, nbytes: int, flags: int = 0) -> cudaError:
         """Pin [pointer, pointer + nbytes)."""

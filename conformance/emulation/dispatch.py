@@ -3,18 +3,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from .context import Emulation, active
 from .errors import DeviceFault, NotEmulated
 from .memory import Block, Kind
 from .operation import Operation, operation
-
-if TYPE_CHECKING:
-    from .context import Emulation
 
 REMEMBERED = 4096  # calls whose result's shape is kept
 
@@ -62,10 +60,13 @@ class Dispatch(TorchDispatchMode):
         """No: that would import the compiler, for nothing."""
         return False
 
-    def __init__(self, emulation: Emulation) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.emulation = emulation
         self._shapes: dict[Any, Any] = {}
+
+    @property
+    def emulation(self) -> Emulation:
+        return active()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

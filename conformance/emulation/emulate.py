@@ -4,35 +4,41 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch._dynamo  # noqa: F401  torch imports it when first asked for a shape, and it would read the patched torch.cuda
 
 from .context import Emulation, _active
-from .cuda_patches import patch_cuda
+from .cuda_patches import patch_cuda, stream_of
 from .machine import Delay
 from .patch import Patches
 from .tensor_patches import patch_tensors
+from .thread import member
 from .threads import modes, patch_threads
 
 
 @contextmanager
-def emulate(delay: Delay = "compute", *, patience: int = 3) -> Iterator[Emulation]:
+def emulate(delay: Delay | None = "compute", *, patience: int = 3) -> Iterator[Emulation]:
     """Emulate a CUDA device in this process, with one of two adversaries: delay="compute" keeps the compute stream back, delay="transfers"
-    all others. `patience` is how often a query about one event is answered "not yet". Patches torch, and puts everything back at the end,
-    when all that is still queued has run. RuntimeError if an emulation is active already; ValueError for an unknown adversary."""
-    if delay not in ("compute", "transfers"):
-        raise ValueError(f"delay is {delay!r}, not 'compute' or 'transfers'.")
-    if _active:
-        raise RuntimeError("A CUDA emulation is active in this process already.")
+    all others; with None everything runs as soon as it may. `patience` is how often a query about one event is answered "not yet". Patches
+    torch, and puts everything back at the end, when all that is still queued has run. May be entered inside another emulation, by the
+    thread that is in that one: the two share nothing, and threads stay with the one that they were started in. ValueError for an unknown
+    adversary."""
+    if delay not in ("compute", "transfers", None):
+        raise ValueError(f"delay is {delay!r}, not 'compute', 'transfers' or None.")
     emulation = Emulation(delay, patience)
-    _active.append(emulation)
     patches = Patches()
+    outermost = not _active
+    _active.append(emulation)
     try:
-        patch_cuda(patches, emulation)
-        patch_tensors(patches, emulation)
-        patch_threads(patches, emulation)
-        with modes(emulation):
+        if outermost:
+            patch_cuda(patches)
+            patch_tensors(patches)
+            patch_threads(patches)
+        with member(emulation, emulation.machine.compute), ExitStack() as stack:
+            emulation.compute = stream_of(emulation.machine.compute)
+            if outermost:
+                stack.enter_context(modes())
             yield emulation
     finally:
         try:
@@ -40,4 +46,4 @@ def emulate(delay: Delay = "compute", *, patience: int = 3) -> Iterator[Emulatio
                 emulation.machine.close()
         finally:
             patches.restore()
-            _active.pop()
+            _active.remove(emulation)

@@ -63,7 +63,7 @@ class Machine:
     """All queues of one emulated device, under one lock. Work runs with the lock held, in whichever thread demanded it; nothing that runs
     may wait for another thread. Every method may be called from any thread."""
 
-    def __init__(self, delay: Delay, patience: int) -> None:
+    def __init__(self, delay: Delay | None, patience: int) -> None:
         self.delay, self.patience = delay, patience
         self.lock = threading.RLock()
         self.queues: list[Queue] = []
@@ -172,7 +172,7 @@ class Machine:
             self._pumping = False
 
     def _eager(self, queue: Queue) -> bool:
-        return not self.open or (queue is self.compute) == (self.delay == "transfers")
+        return not self.open or self.delay is None or (queue is self.compute) == (self.delay == "transfers")
 
     def _may_step(self, queue: Queue) -> bool:
         """Whether the queue's first entry can be done now. The prompt compute queue makes those run that it waits for; the prompt others

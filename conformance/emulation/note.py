@@ -24,12 +24,21 @@ class Note:
     where: str
 
 
+def shown(file: str) -> str:
+    """A file's name that is the same on every machine: relative to site-packages or the working directory, else the name alone."""
+    at = file.rfind("site-packages/")
+    if at >= 0:
+        return file[at + len("site-packages/") :]
+    here = f"{Path.cwd()}/"
+    return file[len(here) :] if file.startswith(here) else Path(file).name
+
+
 def caller() -> str:
     """ "file:line in function" of the innermost frame outside of torch and of the emulation, "" if there is none."""
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith(OWN) and "/torch/" not in file and not file.endswith(("contextlib.py", "threading.py")):
-            return f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
+            return f"{shown(file)}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""

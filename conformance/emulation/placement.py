@@ -4,16 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from .context import Emulation, active
 from .dispatch import to_meta
 from .errors import NotEmulated
-
-if TYPE_CHECKING:
-    from .context import Emulation
 
 CUDA = torch.device("cuda", 0)
 FROM_HOST = {torch.tensor, torch.as_tensor, torch.asarray}  # build on the host, then copy with a wait
@@ -36,9 +34,8 @@ def wants_cuda(device: Any) -> bool:
 class Placement(TorchFunctionMode):
     """Rewrites calls that name the device or pinned memory; one instance per thread."""
 
-    def __init__(self, emulation: Emulation) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.emulation = emulation
         self.special: dict[Any, Callable[..., Any]] = {
             torch.Tensor.to: self.to,
             torch.Tensor.cpu: lambda tensor, memory_format=None: self.to(tensor, "cpu", memory_format=memory_format),
@@ -49,6 +46,10 @@ class Placement(TorchFunctionMode):
             torch.Tensor.__dlpack__: self.dlpack,
             torch.Tensor.data_ptr: self.data_ptr,
         }
+
+    @property
+    def emulation(self) -> Emulation:
+        return active()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

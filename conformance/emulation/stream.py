@@ -10,6 +10,7 @@ import torch
 from .context import active
 from .event import Event, GenericEvent
 from .machine import Queue
+from .thread import STATE
 
 
 class GenericStream:
@@ -78,12 +79,12 @@ class GenericStream:
             return True
 
     def __enter__(self) -> GenericStream:
-        self._outer = [*getattr(self, "_outer", []), self.emulation.local.queue]
-        self.emulation.local.queue = self.queue
+        self._outer = [*getattr(self, "_outer", []), STATE.queue]
+        STATE.queue = self.queue
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.emulation.local.queue = self._outer.pop()
+        STATE.queue = self._outer.pop()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, GenericStream) and other.queue is self.queue
@@ -127,13 +128,12 @@ class StreamContext:
         self._outer: list[Queue | None] = []
 
     def __enter__(self) -> GenericStream | None:
-        local = active().local
-        self._outer.append(local.queue)
+        self._outer.append(STATE.queue)
         if self.stream is not None:
-            local.queue = self.stream.queue
+            STATE.queue = self.stream.queue
         return self.stream
 
     def __exit__(self, *exc: object) -> None:
         outer = self._outer.pop()
         if self.stream is not None:
-            self.stream.emulation.local.queue = outer
+            STATE.queue = outer

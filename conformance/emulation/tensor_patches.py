@@ -7,30 +7,31 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .context import active
 from .memory import Kind
 from .patch import Patches
 from .placement import CUDA, Placement
+from .thread import RAW
 
 if TYPE_CHECKING:
-    from .context import Emulation
     from .stream import GenericStream
 
 
-def patch_tensors(patches: Patches, emulation: Emulation) -> None:
+def patch_tensors(patches: Patches) -> None:
     """Replace properties and methods of torch.Tensor. In `raw()` they say and do what they always did."""
     base = torch._C.TensorBase
-    memory = emulation.memory
-    placement = Placement(emulation)  # for its functions only; it is not entered
+    placement = Placement()  # for its functions only; it is not entered
 
     def there(tensor: torch.Tensor) -> bool:
-        block = None if emulation.off else memory.block_of(tensor)
+        emulation = active()
+        block = None if emulation.off else emulation.memory.block_of(tensor)
         return block is not None and block.kind is Kind.DEVICE
 
     def device(tensor: torch.Tensor) -> torch.device:
         return CUDA if there(tensor) else base.device.__get__(tensor)
 
     def is_pinned(tensor: torch.Tensor, device: Any = None) -> bool:
-        block = memory.block_of(tensor)
+        block = active().memory.block_of(tensor)
         return block is not None and block.kind is Kind.PINNED
 
     def pin_memory(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
@@ -38,7 +39,7 @@ def patch_tensors(patches: Patches, emulation: Emulation) -> None:
             raise RuntimeError("Only host tensors can be pinned; this one is on cuda:0.")
         if is_pinned(tensor):
             return tensor
-        with emulation.raw():
+        with RAW:
             like = tensor.contiguous()
         return placement.pinned(like, None)
 
@@ -46,6 +47,7 @@ def patch_tensors(patches: Patches, emulation: Emulation) -> None:
         return placement.to(tensor, "cuda" if device is None else device, non_blocking=non_blocking, memory_format=memory_format)
 
     def record_stream(tensor: torch.Tensor, stream: GenericStream) -> None:
+        memory = active().memory
         block = memory.block_of(tensor)
         if block is not None:
             memory.record(block, stream.queue)

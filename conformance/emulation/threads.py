@@ -6,32 +6,31 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
+from .context import active
 from .dispatch import Dispatch
 from .patch import Patches
 from .placement import Placement
-
-if TYPE_CHECKING:
-    from .context import Emulation
+from .thread import member
 
 
 @contextmanager
-def modes(emulation: Emulation) -> Iterator[None]:
-    """The calling thread's torch calls go to the emulated device."""
-    with Dispatch(emulation), Placement(emulation):
+def modes() -> Iterator[None]:
+    """The calling thread's torch calls go to the device of the emulation that the thread is part of."""
+    with Dispatch(), Placement():
         yield
 
 
-def patch_threads(patches: Patches, emulation: Emulation) -> None:
-    """Every thread that is started from now on runs in the modes; its current stream is the default stream, as in CUDA."""
+def patch_threads(patches: Patches) -> None:
+    """Every thread that is started from now on is part of the emulation that starts it; its current stream is the default stream, as in
+    CUDA."""
     start = threading.Thread.start
 
     def start_with_modes(thread: threading.Thread) -> None:
-        run = thread.run
+        run, emulation = thread.run, active()
 
         def run_with_modes() -> None:
-            with modes(emulation):
+            with member(emulation, None), modes():
                 run()
 
         thread.run = run_with_modes  # type: ignore[method-assign]
