@@ -15,6 +15,7 @@ from .machine import Delay, Machine, Mark, Queue, Used, Work
 from .memory import Block, Kind, Memory
 from .note import Note, caller
 from .thread import RAW, STATE, Raw, intercepted
+from .watch import Watch
 
 
 class Emulation:
@@ -25,6 +26,7 @@ class Emulation:
         self.notes: list[Note] = []
         self.memory = Memory(self.machine, self._note_hazard)
         self.copies = Copies(self)
+        self.owner = threading.get_ident()  # the engine's thread
         self.streams: dict[int, Any] = {}  # torch.cuda.Stream objects by handle
         self.compute: Any = None  # the compute stream's
 
@@ -96,7 +98,14 @@ class Emulation:
         """Whether the calling thread's torch calls are to be left alone."""
         return bool(STATE.raw) or not self.machine.open
 
-    def put(self, queue: Queue, function: Callable[[], object], uses: Iterable[Used] = (), raw: bool = False) -> None:
+    def put(
+        self,
+        queue: Queue,
+        function: Callable[[], object],
+        uses: Iterable[Used] = (),
+        raw: bool = False,
+        watch: Watch | None = None,
+    ) -> None:
         """Queue work of torch's: it runs outside of the modes (whoever runs work is in `raw()`), and without autograd."""
 
         def run() -> None:
@@ -104,7 +113,25 @@ class Emulation:
                 function()
 
         with self.raw():
-            self.machine.put(queue, Work(run, uses, raw))
+            work = Work(run, uses, raw)
+            work.watch = watch
+            self.machine.put(queue, work)
+
+    def watch(self, queue: Queue, what: str, read: Callable[[], list[Any]]) -> Watch | None:
+        """What finds out whether work that reads device memory, about to be put on `queue`, runs before the compute stream has written
+        what it reads; None where that is no question. The compute stream's work that had been queued by now counts; for a thread that runs
+        beside the engine, what the stream was told to wait for, if anything, for there "by now" is chance."""
+        machine = self.machine
+        if machine.delay != "compute" or queue is machine.compute:
+            return None
+        beside = threading.get_ident() != self.owner
+        where = caller()
+        text = f"{what}, queued at {where}, read device memory that the compute stream wrote afterwards"
+        return Watch(
+            queue.ordered if beside and queue.ordered else machine.compute.put,
+            read,
+            lambda: self._tell("read_early", text, queue, where),
+        )
 
     def demand(self, mark: Mark, what: str) -> None:
         """The host waits for a mark: noted, unless the harness does."""
@@ -124,10 +151,13 @@ class Emulation:
     def note(self, kind: str, what: str, queue: Queue | None) -> None:
         """Note what this thread did, unless it is the harness."""
         if not self.off:
-            self.notes.append(Note(kind, what, queue.name if queue else "", threading.current_thread().name, caller()))
+            self._tell(kind, what, queue, caller())
 
     def _note_hazard(self, kind: str, what: str, queue: Queue | None) -> None:
-        self.notes.append(Note(kind, what, queue.name if queue else "", threading.current_thread().name, caller()))
+        self._tell(kind, what, queue, caller())
+
+    def _tell(self, kind: str, what: str, queue: Queue | None, where: str) -> None:
+        self.notes.append(Note(kind, what, queue.name if queue else "", threading.current_thread().name, where))
 
     def on_device(self, tensor: object) -> bool:
         """Whether this is a tensor in device memory."""

@@ -51,7 +51,11 @@ class Copies:
                 for to, into, of, at, nbytes, staged in parts:
                     to.bytes[into : into + nbytes].copy_(of.bytes[at : at + nbytes] if staged is None else staged)
 
-            emulation.put(queue, run, held, raw=True)
+            sources = [(of, at, n) for _, _, of, at, n, _ in parts if of.kind is Kind.DEVICE]
+            watch = emulation.watch(queue, what, lambda: [of.bytes[at : at + n] for of, at, n in sources]) if sources else None
+            if early and watch is not None:
+                emulation.machine.watch(watch)  # it has been read just now
+            emulation.put(queue, run, held, raw=True, watch=None if early else watch)
         if waits:
             emulation.synchronize(queue, f"{what} to pageable memory")
 
@@ -69,7 +73,8 @@ class Copies:
                 source = emulation.stand_in(src, of) if from_device and of is not None else src.detach()
             target = emulation.stand_in(dst, to) if to_device and to is not None else dst.detach()
             uses = [block for block in (to, of) if block is not None and not (block is of and not from_device and source is not src)]
-            emulation.put(queue, lambda: target.copy_(source), uses)
+            watch = emulation.watch(queue, "copy_", lambda: [source]) if from_device else None
+            emulation.put(queue, lambda: target.copy_(source), uses, watch=watch)
         if to_device and from_device:
             return
         asynchronous = non_blocking and (to_device or (to is not None and dense(dst)))

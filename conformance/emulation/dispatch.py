@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,12 +24,17 @@ class Call:
     def __init__(self, emulation: Emulation, facts: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) -> None:
         self.emulation, self.facts = emulation, facts
         self.blocks: list[Block] = []
+        self._read: list[torch.Tensor] = []
         self.waits = False  # a host operand is moved to the device first
         names = [argument.name for argument in schema.arguments]
         given = dict(zip(names, args, strict=False)) | kwargs
         self.given = [given.get(name) for name in names]
         self.args = tuple(self._freeze(value, position in facts.written) for position, value in enumerate(args))
         self.kwargs = {name: self._freeze(value, names.index(name) in facts.written) for name, value in kwargs.items()}
+
+    def sources(self) -> list[Any]:
+        """The device tensors that the operator only reads."""
+        return self._read
 
     def _freeze(self, value: Any, written: bool) -> Any:
         if isinstance(value, (list, tuple)):
@@ -40,7 +46,10 @@ class Call:
         if block is not None:
             self.blocks.append(block)
             if block.kind is Kind.DEVICE:
-                return self.emulation.stand_in(tensor, block)
+                stand_in = self.emulation.stand_in(tensor, block)
+                if not written:
+                    self._read.append(stand_in)
+                return stand_in
         if self.facts.custom:  # such an operator may use pinned memory when it runs, and be handed host memory that it reads at once
             if written and block is None:
                 raise NotEmulated("operator of a C++ extension that writes pageable host memory and uses device memory")
@@ -128,8 +137,16 @@ class Dispatch(TorchDispatchMode):
                 if target is not None:
                     target.copy_(made)
 
-        emulation.put(queue, run, [*call.blocks, *self._blocks_of(targets)])
+        watch = None
+        if torch.Tag.nondeterministic_seeded not in func.tags and any(block.home is not queue for block in call.blocks):
+            watch = emulation.watch(queue, str(func), partial(self._read, func, call) if targets else call.sources)
+        emulation.put(queue, run, [*call.blocks, *self._blocks_of(targets)], watch=watch)
         return results
+
+    @staticmethod
+    def _read(func: Any, call: Call) -> list[Any]:
+        """The operator's new results, as they are now."""
+        return leaves(func(*call.args, **call.kwargs))
 
     def _masks(self, indices: Any, name: str, args: tuple[Any, ...]) -> bool:
         """Whether an indexing operation has a boolean mask, whose true elements the host has to count."""

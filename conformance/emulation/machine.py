@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Literal, Protocol
 
+from .watch import Watch
+
 Delay = Literal["compute", "transfers"]
 
 
@@ -25,12 +27,14 @@ class Used(Protocol):
 
 
 class Work:
-    """One thing to do on a queue: a function, and the memory that it will touch (`raw` if by address, which no allocator knows of)."""
+    """One thing to do on a queue: a function, and the memory that it will touch (`raw` if by address, which no allocator knows of).
+    `watch` finds out whether it ran too early."""
 
-    __slots__ = ("function", "raw", "uses")
+    __slots__ = ("function", "raw", "uses", "watch")
 
     def __init__(self, function: Callable[[], object], uses: Iterable[Used] = (), raw: bool = False) -> None:
         self.function, self.uses, self.raw = function, tuple(uses), raw
+        self.watch: Watch | None = None
 
 
 class Mark:
@@ -48,14 +52,15 @@ class Mark:
 
 
 class Queue:
-    """One stream's work: `entries` not yet done, `put` and `done` how many were ever queued and done. `handle` is its cudaStream_t, 0 for
+    """One stream's work: `entries` not yet done, `put` and `done` how many were ever queued and done; `ordered` is how much of the compute
+    queue it ever waited for. `handle` is its cudaStream_t, 0 for
     the default stream only."""
 
     def __init__(self, name: str, handle: int, priority: int) -> None:
         self.name, self.handle, self.priority = name, handle, priority
         self.entries: deque[Work | Mark] = deque()
         self.put = self.done = 0
-        self.polls = 0
+        self.polls = self.ordered = 0
         self.before_work: Callable[[Queue], None] | None = None  # the allocator's: freed memory is handed out before the next work
 
 
@@ -70,6 +75,7 @@ class Machine:
         self.clock = 0  # pieces of work ever run; the time base of timing events
         self._pumping = False
         self.open = True
+        self.watches: list[Watch] = []
         self.default = self.new_queue("default", 0)
         self.compute = self.new_queue("compute", 0)
 
@@ -111,6 +117,7 @@ class Machine:
             self.pump()
 
     def _hold(self, queue: Queue, mark: Mark) -> None:
+        queue.ordered = max(queue.ordered, mark.position if mark.queue is self.compute else mark.queue.ordered)
         if mark.queue is not queue and not mark.reached:
             queue.entries.append(mark)
             queue.put += 1
@@ -149,6 +156,11 @@ class Machine:
                 self.demand(mark)
             return True
 
+    def watch(self, watch: Watch) -> None:
+        """Watch what something has just read, until the compute queue is as far as it should have been."""
+        if watch.due > self.compute.done:
+            self.watches.append(watch)
+
     def close(self) -> None:
         """Run everything, and from now on all work at once."""
         with self.lock:
@@ -185,12 +197,19 @@ class Machine:
     def _step(self, queue: Queue) -> None:
         """Do the first entry; work that raises counts as done."""
         entry = queue.entries.popleft()
+        watched = self.watches if queue is self.compute and isinstance(entry, Work) else []
+        for watch in watched:
+            watch.look()
         try:
             if isinstance(entry, Work):
                 self.clock += 1
                 entry.function()
+                if entry.watch is not None:
+                    self.watch(entry.watch)
         finally:
             queue.done += 1
+            if watched:
+                self.watches = [watch for watch in watched if not watch.changed() and watch.due > queue.done]
             if isinstance(entry, Work):
                 for block in entry.uses:
                     block.pending -= 1

@@ -13,7 +13,8 @@ OWN = str(Path(__file__).parent)
 @dataclass(frozen=True, slots=True)
 class Note:
     """One observation. `kind` is "sync" (the host waited for a stream), "freed_device" or "freed_pinned" (memory was handed out again
-    while queued work still used it), or "undelayed" (an operation that could not be queued was run at once, after everything before it).
+    while queued work still used it), "read_early" (a transfer read device memory that the compute stream wrote afterwards, though its
+    writing had been queued before), or "undelayed" (an operation that could not be queued was run at once, after everything before it).
     `what` says which call or operation, `stream` the stream concerned, `thread` the thread's name, `where` file, line and function of the
     code that called torch."""
 
