@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs
+"""Gather and scatter: slots of a paged cache to contiguous rows, and back. The bytes of a connector's transfer."""
+
+from __future__ import annotations
+
+import torch
+
+from kvconform.kernels.device import Cut, choose, distance, on, program, slots_of, tl, triton
+from kvconform.kernels.paged import BITS, Paged
+from kvconform.kernels.rows import fetch, pieces, put
+
+
+def gather(paged: Paged, slots: torch.Tensor, out: torch.Tensor | None = None, backend: str | None = None) -> torch.Tensor:
+    """Rows [layers, n, heads, sides, dim] of slots [n] int64, contiguous, in the cache's dtype; into `out` where it is given.
+
+    Rows of padding (negative slots) become zeros. Changes `out` only. ValueError for tensors of another shape, dtype, device or order,
+    and on the CPU for a slot beyond the last. On CUDA the row of such a slot becomes zeros, and the host does not wait: one launch for
+    layers of the same strides.
+    """
+    slots = paged.check_slots(slots)
+    shape = (len(paged.numbers), len(slots), paged.heads, paged.sides, paged.dim)
+    if out is None:
+        out = torch.empty(shape, dtype=paged.dtype, device=paged.device)
+    bits = _contiguous(paged, out, shape)
+    (gather_triton if choose(paged.device, backend) else gather_torch)(paged, slots, bits)
+    return out
+
+
+def scatter(paged: Paged, slots: torch.Tensor, rows: torch.Tensor, backend: str | None = None) -> None:
+    """Write rows [layers, n, heads, sides, dim], contiguous and of the cache's dtype, to slots [n] int64: what `gather` took.
+
+    Negative slots are padding and are skipped; of a slot that comes twice it is not said which row it gets. Changes the cache only.
+    Errors as of `gather`; then nothing is written. On CUDA slots beyond the last are skipped.
+    """
+    slots = paged.check_slots(slots)
+    bits = _contiguous(paged, rows, (len(paged.numbers), len(slots), paged.heads, paged.sides, paged.dim))
+    (scatter_triton if choose(paged.device, backend) else scatter_torch)(paged, slots, bits)
+
+
+def _contiguous(paged: Paged, rows: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    if tuple(rows.shape) != shape or rows.dtype != paged.dtype:
+        raise ValueError(f"rows must be {shape} of {paged.dtype}, not {tuple(rows.shape)} of {rows.dtype}")
+    if rows.device != paged.device:
+        raise ValueError(f"rows must be on the cache's device, {paged.device}, not on {rows.device}")
+    if not rows.is_contiguous():
+        raise ValueError("rows must be contiguous")
+    return rows.view(BITS[paged.itemsize])
+
+
+def gather_torch(paged: Paged, slots: torch.Tensor, out: torch.Tensor) -> None:
+    """`gather` in plain torch, for arguments that have been checked; `out` as integers of the elements' size."""
+    missing = ((slots < 0) | (slots >= paged.slots)).nonzero().flatten()
+    if len(missing):
+        out.index_fill_(1, missing, 0)
+    for stack, mine in pieces(paged, slots):
+        there = out[stack.start : stack.start + len(stack.numbers)]
+        rows = fetch(stack.bits, slots[mine]).transpose(0, 1)
+        there.index_copy_(1, mine, rows)
+
+
+def scatter_torch(paged: Paged, slots: torch.Tensor, rows: torch.Tensor) -> None:
+    """`scatter` in plain torch, for arguments that have been checked; `rows` as integers of the elements' size."""
+    for stack, mine in pieces(paged, slots):
+        put(stack.bits, slots[mine], rows[stack.start : stack.start + len(stack.numbers), mine].transpose(0, 1))
+
+
+def gather_triton(paged: Paged, slots: torch.Tensor, out: torch.Tensor) -> None:
+    """`gather` by the Triton kernel, for arguments that have been checked."""
+    _transfer(paged, slots, out, False)
+
+
+def scatter_triton(paged: Paged, slots: torch.Tensor, rows: torch.Tensor) -> None:
+    """`scatter` by the Triton kernel, for arguments that have been checked."""
+    _transfer(paged, slots, rows, True)
+
+
+def merged(paged: Paged, stride: tuple[int, ...]) -> tuple[int, int]:
+    """(sides, dim) of a cache of these strides, with K and V taken for one row where they lie side by side."""
+    _, _, _, side, lane = stride
+    return (1, paged.sides * paged.dim) if lane == 1 and (paged.sides == 1 or side == paged.dim) else (paged.sides, paged.dim)
+
+
+def _transfer(paged: Paged, slots: torch.Tensor, rows: torch.Tensor, into: bool) -> None:
+    count = len(slots)
+    if not count:
+        return
+    row = paged.heads * paged.sides * paged.dim
+    with on(paged.device):
+        for launch in paged.launches:
+            block, head, slot, side, lane = launch.base.stride()
+            sides, dim = merged(paged, launch.base.stride())
+            cut = Cut.of(count, dim, paged.itemsize)
+            transfer_kernel[(cut.programs(count, paged.heads, sides), len(launch.where))](
+                launch.base, launch.where, slots, rows[launch.start :], count, paged.slots, block, head, slot, side, lane, row,
+                sides * dim, paged.heads, dim, sides, paged.size, launch.align, cut.tile, cut.lanes, cut.chunks, cut.even, into,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["count", "limit", "heads"])
+def transfer_kernel(
+    cache, where, slots, rows, count, limit, block_stride, head_stride, slot_stride,
+    side_stride, lane_stride, row_stride, row_head_stride, heads, dim, SIDES: tl.constexpr,
+    SIZE: tl.constexpr, ALIGN: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr, CHUNKS: tl.constexpr, EVEN: tl.constexpr,
+    INTO: tl.constexpr,
+) -> None:  # fmt: skip
+    """Grid as of `write_kernel`. INTO the cache, or out of it."""
+    tile, side, head = program(heads, SIDES)
+    layer = tl.program_id(1).to(tl.int64)
+    origin = tl.multiple_of(tl.load(where + 2 * layer), ALIGN)
+    item = tile * TILE + tl.arange(0, TILE)
+    slot = slots_of(slots, item, count, SIZE, False)
+    away, exists = distance(slot, limit, block_stride, slot_stride, SIZE)
+    here = cache + origin + head.to(tl.int64) * head_stride + side.to(tl.int64) * side_stride + away[:, None]
+    there = rows + layer * count * row_stride + head * row_head_stride + side * dim + item.to(tl.int64)[:, None] * row_stride
+    for chunk in tl.static_range(0, CHUNKS):
+        lane = (chunk * LANES + tl.arange(0, LANES)).to(tl.int64)[None, :]
+        known = exists[:, None] if EVEN else exists[:, None] & (lane < dim)
+        listed = (item < count)[:, None] if EVEN else (item < count)[:, None] & (lane < dim)
+        if INTO:
+            tl.store(here + lane * lane_stride, tl.load(there + lane, mask=known), mask=known)
+        else:
+            tl.store(there + lane, tl.load(here + lane * lane_stride, mask=known, other=0), mask=listed)

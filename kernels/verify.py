@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs
+"""Verify slots: does the cache hold, bit for bit, the codes that it must? Nothing of the cache is copied to the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from kvconform.kernels import lanes
+from kvconform.kernels.codes import NONCE_LANES
+from kvconform.kernels.device import EACH, Cut, choose, distance, expected, lanes_of, on, program, slots_of, tl, triton
+from kvconform.kernels.paged import Paged
+from kvconform.kernels.rows import fetch, pieces
+
+LAST = 1 << 62
+"""The first mismatch is noted as LAST minus its index, so that 0 stands for none and the greatest wins."""
+
+
+class Mismatch(NamedTuple):
+    """One element that differs: index into the slot mapping, place of the layer in the cache's list, head, side (0 is K), lane."""
+
+    item: int
+    layer: int
+    head: int
+    side: int
+    lane: int
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a verification found, on the cache's device; `first` and `holds` make the host wait for it, nothing else does.
+
+    `found` [2 + n] int64: number of elements that differ, LAST minus index of the first, elements that differ by slot.
+    """
+
+    found: torch.Tensor
+    shape: tuple[int, int, int, int]
+    """(layers, heads, sides, dim)"""
+
+    @property
+    def count(self) -> torch.Tensor:
+        """Number of elements that differ, a scalar on the device."""
+        return self.found[0]
+
+    @property
+    def wrong(self) -> torch.Tensor:
+        """[n] int64 on the device: how many elements of each slot differ; 0 for padding."""
+        return self.found[2:]
+
+    def holds(self) -> bool:
+        """True when nothing differs. The host waits for the device."""
+        return not int(self.count)
+
+    def first(self) -> Mismatch | None:
+        """The first element that differs, in the order of `Mismatch`; None when none does. The host waits for the device."""
+        noted = int(self.found[1])
+        if not noted:
+            return None
+        index, places = LAST - noted, []
+        for length in reversed(self.shape):
+            index, place = divmod(index, length)
+            places.append(place)
+        return Mismatch(index, *reversed(places))
+
+
+def verify(paged: Paged, slots: torch.Tensor, content: torch.Tensor, backend: str | None = None) -> Verdict:
+    """Compare slots [n] int64, in all layers, heads and sides, with the codes of `content` [n] (int64, or uint64).
+
+    Bits are compared: -0.0 is not 0.0. The nonce lanes are not. Negative slots are padding and are skipped. Changes nothing.
+
+    ValueError for tensors of another shape, dtype or device, and on the CPU for a slot beyond the last. On CUDA all elements of such a
+    slot count as different, and the host does not wait: two launches for layers of the same strides, one of which clears the result.
+    (Without Triton, on CUDA too, torch's own operations are used, and some of them do wait.)
+    """
+    slots = paged.check_slots(slots)
+    content = paged.check_content(content, len(slots))
+    found = torch.zeros(2 + len(slots), dtype=torch.int64, device=paged.device)
+    (verify_triton if choose(paged.device, backend) else verify_torch)(paged, slots, content, found)
+    return Verdict(found, (len(paged.numbers), paged.heads, paged.sides, paged.dim))
+
+
+def verify_torch(paged: Paged, slots: torch.Tensor, content: torch.Tensor, found: torch.Tensor, quick: bool = True) -> None:
+    """`verify` in plain torch, for arguments that have been checked; adds to `found`.
+
+    `quick`: look first whether a piece is right as a whole, which is what it is most of the time; the result is the same without.
+    """
+    deep, row = len(paged.numbers), paged.heads * paged.sides * paged.dim
+    beyond = (slots >= paged.slots).nonzero().flatten()
+    if len(beyond):
+        found[2 + beyond] = deep * paged.heads * paged.sides * (paged.dim - NONCE_LANES)
+        _note(found, int(beyond[0]) * deep * row)
+    for stack, mine in pieces(paged, slots):
+        prints = lanes.fingerprints(content[mine], lanes.keys(stack.numbers, paged.heads, paged.sides, paged.device))
+        have = fetch(stack.bits, slots[mine])
+        if quick and paged.dim % lanes.GROUP == 0 and _agrees(have, prints, paged.dtype):
+            continue
+        have = fetch(stack.bits, slots[mine])  # the quick look has overwritten it
+        wrong = (have != lanes.plain(prints, paged.dim, paged.dtype)) & lanes.content_lanes(paged.dim, paged.device)
+        found[2 + mine] += wrong.flatten(1).sum(1)
+        each = wrong[0].numel()
+        places = wrong.flatten().nonzero().flatten()
+        if len(places):
+            item, rest = divmod(int(places[0]), each)
+            _note(found, (int(mine[item]) * deep + stack.start) * row + rest)
+    found[0] = found[2:].sum()
+
+
+def _note(found: torch.Tensor, index: int) -> None:
+    found[1] = max(int(found[1]), LAST - index)
+
+
+def _agrees(have: torch.Tensor, prints: torch.Tensor, dtype: torch.dtype) -> bool:
+    """True when rows [..., dim] hold the codes of fingerprints [...], the nonce apart. Overwrites `have`.
+
+    With the nonce lanes made those that would follow, a row is its first twelve lanes over and over: these are compared with the code,
+    all others with the twelve before them.
+    """
+    unit = lanes.UNITS[dtype.itemsize]
+    have, twelve = have.view(unit), lanes.groups(prints, dtype)
+    period = twelve.shape[-1]
+    each = period // 3
+    have[..., period : period + each] = twelve[..., :each]
+    twelve ^= have[..., :period]
+    rest = have[..., period:] ^ have[..., :-period]
+    return not _any(twelve) and not _any(rest)
+
+
+def _any(bits: torch.Tensor) -> bool:
+    """True when a bit is set; the greatest byte is found faster than `any` finds one that is not zero."""
+    return bool(bits.view(torch.uint8).max()) if bits.numel() else False
+
+
+def verify_triton(paged: Paged, slots: torch.Tensor, content: torch.Tensor, found: torch.Tensor) -> None:
+    """`verify` by the Triton kernel, for arguments that have been checked; adds to `found`."""
+    count = len(slots)
+    if not count:
+        return
+    cut = Cut.of(count, paged.dim, paged.itemsize)
+    with on(paged.device):
+        for launch in paged.launches:
+            grid = (cut.programs(count, paged.heads, paged.sides), len(launch.where))
+            block, head, slot, side, lane = launch.base.stride()
+            verify_kernel[grid](
+                launch.base, launch.where, slots, content, found, count, paged.slots, block, head, slot, side, lane, paged.heads,
+                paged.dim, len(paged.numbers), launch.start, paged.kind, paged.sides, paged.size, launch.align, cut.tile, cut.lanes,
+                cut.chunks, cut.even, EACH[paged.itemsize], LAST,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["count", "limit", "heads", "layers", "start"])
+def verify_kernel(
+    cache, where, slots, content, found, count, limit, block_stride, head_stride,
+    slot_stride, side_stride, lane_stride, heads, dim, layers, start, KIND: tl.constexpr,
+    SIDES: tl.constexpr, SIZE: tl.constexpr, ALIGN: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr, CHUNKS: tl.constexpr,
+    EVEN: tl.constexpr, EACH: tl.constexpr, LAST: tl.constexpr,
+) -> None:  # fmt: skip
+    """Grid as of `write_kernel`. A program whose tile is right touches nothing but the tile."""
+    tile, side, head = program(heads, SIDES)
+    layer = tl.program_id(1).to(tl.int64)
+    origin = tl.multiple_of(tl.load(where + 2 * layer), ALIGN)
+    number = tl.load(where + 2 * layer + 1)
+    item = tile * TILE + tl.arange(0, TILE)
+    slot = slots_of(slots, item, count, SIZE, False)
+    away, exists = distance(slot, limit, block_stride, slot_stride, SIZE)
+    here = cache + origin + head.to(tl.int64) * head_stride + side.to(tl.int64) * side_stride + away
+    ids = tl.load(content + item, mask=item < count, other=0)
+    beyond = slot >= limit
+    wrong = tl.zeros([TILE], tl.int32)
+    for chunk in tl.static_range(0, CHUNKS):
+        differs, _ = differences(
+            here, exists, beyond, ids, number, side, head, chunk, lane_stride, dim, count, KIND, LANES, EVEN, EACH
+        )  # fmt: skip
+        wrong = tl.maximum(wrong, tl.max(tl.max(differs, axis=2), axis=1))
+    if tl.max(wrong, axis=0) > 0:  # rare, so all is done again rather than kept in registers
+        wrong = tl.zeros([TILE], tl.int32)
+        least = tl.full([TILE], 1 << 30, tl.int32)
+        for chunk in tl.static_range(0, CHUNKS):
+            differs, lane = differences(
+                here, exists, beyond, ids, number, side, head, chunk, lane_stride, dim, count, KIND, LANES, EVEN, EACH
+            )  # fmt: skip
+            wrong += tl.sum(tl.sum(differs, axis=2), axis=1)
+            least = tl.minimum(least, tl.min(tl.min(tl.where(differs > 0, lane, 1 << 30), axis=2), axis=1))
+        tl.atomic_add(found + 2 + item, wrong.to(tl.int64), mask=wrong > 0)
+        tl.atomic_add(found, tl.sum(wrong, axis=0).to(tl.int64))
+        row = ((item.to(tl.int64) * layers + start + layer) * heads + head) * SIDES + side
+        tl.atomic_max(found + 1, tl.max(tl.where(wrong > 0, LAST - (row * dim + least), 0), axis=0))
+
+
+@triton.jit
+def differences(
+    here, exists, beyond, ids, number, side, head, chunk, lane_stride, dim, count, KIND: tl.constexpr, LANES: tl.constexpr,
+    EVEN: tl.constexpr, EACH: tl.constexpr,
+):  # fmt: skip
+    """([rows, groups, EACH] int32: 1 where an element of this chunk differs, lanes [1, groups, EACH]). In rows of slots `beyond` the last,
+    all elements do."""
+    group = chunk * (LANES // EACH) + tl.arange(0, LANES // EACH)
+    lane = lanes_of(group, EACH)
+    mask = exists[:, None, None] if EVEN else exists[:, None, None] & (lane < dim)
+    have = tl.load(here[:, None, None] + lane.to(tl.int64) * lane_stride, mask=mask, other=0)
+    none = count * 0  # the nonce: its lanes are not compared
+    want = expected(ids, number, side, head, group, none, KIND, EACH).to(have.dtype)
+    lives = tl.where(((lane < 12) | (lane >= 16)) & (lane < dim), -1, 0)
+    bits = (((have ^ want).to(tl.int32) & tl.where(exists, -1, 0)[:, None, None]) | tl.where(beyond, -1, 0)[:, None, None]) & lives
+    return tl.where(bits != 0, 1, 0), lane
