@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from kvconform.emulation import Emulation, emulate
+from kvconform.emulation.settle import settle
 from kvconform.emulation.vllm_on_cuda import vllm_on_cuda
 
 T = TypeVar("T")
@@ -53,6 +54,7 @@ class Emulated:
         self.cuda.launch(run)
 
     def finish(self) -> None:
+        settle()
         self.cuda.finish_compute()
 
     @contextmanager
@@ -66,7 +68,12 @@ class Emulated:
 
     def notes(self) -> list[dict[str, Any]]:
         new, self._told = self.cuda.notes[self._told :], len(self.cuda.notes)
-        return [{"what": note.kind, "text": f"{note.what} at {note.where}", "stream": note.stream} for note in new]
+        return [{"what": note.kind, "text": f"{note.what} at {_short(note.where)}", "stream": note.stream} for note in new]
+
+
+def _short(where: str) -> str:
+    """A place in a source file without the directories that differ from machine to machine."""
+    return "/".join(where.split("/")[-2:])
 
 
 @contextmanager

@@ -34,6 +34,7 @@ def patch_threads(patches: Patches) -> None:
                 run()
 
         thread.run = run_with_modes  # type: ignore[method-assign]
+        thread.emulation = emulation  # type: ignore[attr-defined]  # for settle()
         start(thread)
 
     patches.set(threading.Thread, "start", start_with_modes)

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The host threads of a connector that copies from threads of its own: they are as fast as the streams, not as their scheduler pleases."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+
+from .context import active
+
+PAUSE = 0.0003  # seconds: the interpreter's lock is free for as long
+LONGEST = 0.2  # seconds; a thread that never blocks is not waited for
+
+
+def settle() -> None:
+    """Let the threads that the connector has started run until all of them are blocked: what they were given to queue is queued then.
+
+    On a GPU such a thread has queued its work long before a forward pass is over. Here the forward pass takes no time, so that a thread
+    would be late or early by chance, and a missing wait would be found by chance."""
+    emulation, before, since = active(), None, time.monotonic()
+    threads = [thread for thread in threading.enumerate() if getattr(thread, "emulation", None) is emulation]
+    while threads and time.monotonic() - since < LONGEST:
+        time.sleep(PAUSE)
+        places = _places(threads)
+        if places == before:
+            return
+        before = places
+
+
+def _places(threads: list[threading.Thread]) -> list[tuple[int, int] | None]:
+    """Where each thread is: its frame and instruction; None for one that has ended."""
+    frames = sys._current_frames()
+    found = [frames.get(thread.ident or 0) for thread in threads]
+    return [(id(frame), frame.f_lasti) if frame is not None else None for frame in found]
