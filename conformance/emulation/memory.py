@@ -192,7 +192,10 @@ class Memory:
         storage = block.bytes.untyped_storage()
         start = storage.data_ptr()
         ours = sum(other.bytes.untyped_storage().data_ptr() == start for other in self.registered.values())
-        return bool(torch._C._storage_Use_Count(storage._cdata) <= ours + 1) and sys.getrefcount(storage) <= 2
+        lonely = torch.empty(1)  # what these counts are when nobody else refers to a storage depends on torch's version
+        other = lonely.untyped_storage()
+        others = torch._C._storage_Use_Count(storage._cdata) - torch._C._storage_Use_Count(other._cdata) - (ours - 1)
+        return bool(others <= 0) and sys.getrefcount(storage) <= sys.getrefcount(other)
 
     def _overwrite_device(self, block: Block) -> None:
         if block.pending:

@@ -45,6 +45,8 @@ class Placement(TorchFunctionMode):
             torch.Tensor.__array__: self.numpy,
             torch.Tensor.__dlpack__: self.dlpack,
             torch.Tensor.data_ptr: self.data_ptr,
+            torch.Tensor.__setitem__: self.set_item,
+            torch.device: lambda *args, **kwargs: torch.device(*(("cuda", *args) if args and isinstance(args[0], int) else args), **kwargs),
         }
 
     @property
@@ -66,10 +68,10 @@ class Placement(TorchFunctionMode):
 
     def place(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A function with device= or pin_memory=."""
-        if func is torch.device:
-            return func(*args, **kwargs)
         emulation = self.emulation
         device, pin = kwargs.pop("device", None), kwargs.pop("pin_memory", None)
+        if isinstance(device, int):
+            device = torch.device("cuda", device)
         cuda = wants_cuda(device)
         given = next((value for value in args if isinstance(value, torch.Tensor)), None)
         there = given is not None and emulation.on_device(given)
@@ -173,6 +175,14 @@ class Placement(TorchFunctionMode):
                 raise TypeError("A tensor of device cuda:0 cannot be given to numpy; it has to be copied to the host first (Tensor.cpu()).")
             tensor = self.host_copy(tensor, "numpy(force=True)")
         return tensor.numpy() if not args and not kwargs else tensor.__array__(*args, **kwargs)
+
+    def set_item(self, tensor: torch.Tensor, index: Any, value: Any) -> None:
+        """A number that is assigned to part of a device tensor is made on the device."""
+        if isinstance(value, (bool, int, float)) and self.emulation.on_device(tensor):
+            with self.emulation.raw():
+                made = torch.full((), value, dtype=tensor.dtype)
+            value = self.on_device(made, torch.full)
+        tensor[index] = value
 
     def dlpack(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.emulation.on_device(tensor):

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Device and pinned memory: raw addresses, and memory that is freed while work still uses it."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+
+import numpy as np
+import pytest
+import torch
+
+from kvconform.emulation import emulate
+
+ADVERSARIES = ("compute", "transfers")
+POISONED = 0xCB
+
+
+def kinds(cuda):
+    return [note.kind for note in cuda.notes]
+
+
+def device_bytes(cuda, value, size=16):
+    """A tensor of the engine's."""
+    return cuda.to_device(torch.full((size,), value, dtype=torch.uint8))
+
+
+# -- copies by address
+
+
+@pytest.mark.parametrize("delay", ADVERSARIES)
+def test_a_list_of_copies_is_one_operation_on_a_stream(delay):
+    with emulate(delay) as cuda:
+        kv, host, side = device_bytes(cuda, 7), torch.zeros(16, dtype=torch.uint8, pin_memory=True), torch.cuda.Stream()
+        a, b = kv.data_ptr(), host.data_ptr()
+        cuda.queue_copy([b, b + 8], [a + 4, a], np.array([4, 2], dtype=np.uint64), side)
+        assert cuda.pending() == (delay == "transfers")
+        side.synchronize()
+        assert host.tolist() == [7] * 4 + [0] * 4 + [7] * 2 + [0] * 6
+
+
+def test_pageable_sources_are_read_at_the_call_and_pageable_destinations_make_the_host_wait():
+    with emulate("transfers") as cuda:
+        kv, host, side = device_bytes(cuda, 0), torch.ones(16, dtype=torch.uint8), torch.cuda.Stream()
+        cuda.queue_copy(kv.data_ptr(), host.data_ptr(), 16, side)
+        host.zero_()
+        assert kinds(cuda) == []
+        cuda.queue_copy(host.data_ptr(), kv.data_ptr(), 16, side)
+        assert host.tolist() == [1] * 16 and kinds(cuda) == ["sync"]
+
+
+def test_sources_that_may_be_read_in_any_order_are_read_too_early_or_late():
+    """CU_MEMCPY_SRC_ACCESS_ORDER_ANY: the stream's waits do not hold the reading."""
+    for delay, seen in (("compute", 0), ("transfers", 1)):
+        with emulate(delay) as cuda:
+            kv, host, side = device_bytes(cuda, 0), torch.empty(16, dtype=torch.uint8, pin_memory=True), torch.cuda.Stream()
+            cuda.launch(lambda kv=kv: kv.fill_(1))
+            side.wait_stream(cuda.compute)
+            cuda.queue_copy(host.data_ptr(), kv.data_ptr(), 16, side, any_order=True, what="store")
+            side.synchronize()
+            assert host.tolist() == [seen] * 16
+            assert ("read_early" in kinds(cuda)) == (delay == "compute")
+
+
+def test_addresses_that_nobody_allocated_are_refused():
+    with emulate("compute") as cuda:
+        kv, host = device_bytes(cuda, 0), torch.zeros(16, dtype=torch.uint8, pin_memory=True)
+        end = host.data_ptr() + 16
+        for dst, src, size in ((0x1000, kv.data_ptr(), 1), (end - 1, kv.data_ptr(), 2), (host.data_ptr(), kv.data_ptr() + 9, 8)):
+            with pytest.raises(ValueError, match="no device, pinned or known host memory"):
+                cuda.queue_copy(dst, src, size)
+        assert cuda.pending() == 0 and not cuda.compute.queue.entries
+        gone = torch.zeros(16, pin_memory=True)
+        address = gone.data_ptr()
+        del gone
+        with pytest.raises(ValueError, match="no device"):
+            cuda.queue_copy(address, kv.data_ptr(), 4)
+
+
+def test_memory_that_is_not_torchs_can_be_pinned_by_address():
+    with emulate("transfers") as cuda, mmap.mmap(-1, 4096) as region:
+        view = torch.frombuffer(region, dtype=torch.uint8)
+        runtime, kv, side = torch.cuda.cudart(), device_bytes(cuda, 5), torch.cuda.Stream()
+        for address in (view.data_ptr(), np.frombuffer(region, dtype=np.uint8).ctypes.data):
+            runtime.cudaHostRegister(address, 4096, 0)
+            assert view[9:].is_pinned()
+            runtime.cudaMemcpyAsync(address + 32, kv.data_ptr(), 16, 4, side.cuda_stream)
+            assert view[32].item() == 0 and kinds(cuda) == []
+            side.synchronize()
+            assert view[30:34].tolist() == [0, 0, 5, 5] and kinds(cuda) == ["sync"]
+            runtime.cudaHostUnregister(address)
+            assert not view.is_pinned()
+            view.zero_()
+            cuda.notes.clear()
+        del view
+        gc.collect()
+
+
+# -- memory that is freed
+
+
+def store_from_temporary(cuda, side, *, record=False, wait=False, size=16):
+    """A temporary of the compute stream is copied to pinned memory on a side stream, and dropped."""
+    host = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+    temporary = device_bytes(cuda, 3, size) + 1
+    side.wait_stream(cuda.compute)
+    with torch.cuda.stream(side):
+        host.copy_(temporary, non_blocking=True)
+    if record:
+        temporary.record_stream(side)
+    if wait:
+        cuda.compute.wait_stream(side)
+    del temporary
+    cuda.launch(lambda: None)  # whatever comes next may get the memory
+    cuda.finish_compute()
+    side.synchronize()
+    return host.tolist()
+
+
+def test_device_memory_freed_while_another_stream_uses_it_is_handed_out_again():
+    with emulate("transfers") as cuda:
+        assert store_from_temporary(cuda, torch.cuda.Stream()) == [POISONED] * 16
+        assert kinds(cuda) == ["freed_device", "sync"] and "16 bytes" in cuda.notes[0].what
+
+
+@pytest.mark.parametrize("delay", ADVERSARIES)
+@pytest.mark.parametrize("how", ["record", "wait"])
+def test_record_stream_or_a_wait_keeps_it(delay, how):
+    with emulate(delay) as cuda:
+        assert store_from_temporary(cuda, torch.cuda.Stream(), **{how: True}) == [4] * 16
+        assert kinds(cuda) == ["sync"]
+
+
+def test_a_temporary_of_the_stream_that_uses_it_is_safe():
+    for delay in ADVERSARIES:
+        with emulate(delay) as cuda:
+            kv, side = device_bytes(cuda, 3), torch.cuda.Stream()
+            host = torch.zeros(16, dtype=torch.uint8, pin_memory=True)
+            side.wait_stream(cuda.compute)
+            with torch.cuda.stream(side):
+                for _ in range(3):
+                    host.copy_(kv * 2 + 1, non_blocking=True)
+            cuda.finish_compute()
+            side.synchronize()
+            assert host.tolist() == [7] * 16 and kinds(cuda) == ["sync"]
+
+
+def test_a_side_streams_temporary_that_compute_uses_is_handed_out_again():
+    with emulate("compute") as cuda:
+        kv, side = device_bytes(cuda, 0), torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            loaded = torch.full((16,), 9, dtype=torch.uint8, device="cuda")
+        cuda.compute.wait_stream(side)
+        kv.copy_(loaded)
+        del loaded
+        with torch.cuda.stream(side):
+            torch.zeros(16, dtype=torch.uint8, device="cuda")
+        cuda.finish_compute()
+        assert kinds(cuda) == ["freed_device"]
+        assert kv.tolist() == [POISONED] * 16
+
+
+def test_memory_is_not_handed_out_while_a_view_of_it_lives():
+    with emulate("transfers") as cuda:
+        temporary = device_bytes(cuda, 3) + 1
+        view, side = temporary[:4], torch.cuda.Stream()
+        host = torch.zeros(16, dtype=torch.uint8, pin_memory=True)
+        side.wait_stream(cuda.compute)
+        with torch.cuda.stream(side):
+            host.copy_(temporary, non_blocking=True)
+        del temporary
+        cuda.launch(lambda: None)
+        side.synchronize()
+        assert host.tolist() == [4] * 16 and kinds(cuda) == ["sync"] and view.is_cuda
+
+
+def load_from_buffer(cuda, buffer, side, by_address):
+    """A pinned buffer is copied into device memory on a side stream, and dropped before that is done."""
+    kv = device_bytes(cuda, 0)
+    if by_address:
+        cuda.queue_copy(kv.data_ptr(), buffer.data_ptr(), 16, side)
+    else:
+        with torch.cuda.stream(side):
+            kv.copy_(buffer, non_blocking=True)
+    return kv
+
+
+@pytest.mark.parametrize("by_address", [True, False])
+def test_pinned_memory_freed_too_early_is_lost_to_copies_by_address_only(by_address):
+    """torch's allocator keeps pinned memory for the copies that torch made; of the others it knows nothing."""
+    with emulate("transfers") as cuda:
+        buffer, side = torch.full((16,), 6, dtype=torch.uint8, pin_memory=True), torch.cuda.Stream()
+        kv = load_from_buffer(cuda, buffer, side, by_address)
+        del buffer
+        torch.empty(4, pin_memory=True)  # somebody else's
+        torch.cuda.synchronize()
+        assert kv.tolist() == [POISONED if by_address else 6] * 16
+        assert ("freed_pinned" in kinds(cuda)) == by_address
+
+
+@pytest.mark.parametrize("delay", ADVERSARIES)
+def test_pinned_memory_freed_after_its_copy_is_no_hazard(delay):
+    with emulate(delay) as cuda:
+        buffer, side = torch.full((16,), 6, dtype=torch.uint8, pin_memory=True), torch.cuda.Stream()
+        kv = load_from_buffer(cuda, buffer, side, True)
+        side.record_event().synchronize()
+        del buffer
+        torch.empty(4, pin_memory=True)
+        cuda.finish_compute()
+        assert kv.tolist() == [6] * 16 and "freed_pinned" not in kinds(cuda)
+
+
+@pytest.mark.parametrize("freed", [True, False])
+def test_memory_pinned_by_address_and_freed_too_early(freed):
+    with emulate("transfers") as cuda:
+        buffer, side = torch.full((16,), 6, dtype=torch.uint8), torch.cuda.Stream()
+        torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), 16, 0)
+        kv = load_from_buffer(cuda, buffer, side, True)
+        kept = [] if freed else [buffer.untyped_storage()]
+        del buffer
+        torch.cuda.synchronize()
+        assert kv.tolist() == [POISONED if freed else 6] * 16
+        assert ("freed_pinned" in kinds(cuda)) == freed and len(kept) == (not freed)
+
+
+def test_addresses_are_forgotten_with_their_memory():
+    """Memory that the host gets at the address of a device tensor that is gone is the host's."""
+    with emulate("compute") as cuda:
+        for _ in range(200):
+            temporary = torch.empty(4096, device="cuda") + 1
+            del temporary
+            cuda.drain()
+            assert not torch.empty(4096).is_cuda and not torch.empty(4096).is_pinned()
+        cuda.memory.collect()
+        assert len(cuda.memory.blocks) < 5
