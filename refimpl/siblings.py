@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorRole
 from vllm.v1.request import RequestStatus
 
+from kvconform import device
 from kvconform.refimpl.connector import ReferenceConnector
 from kvconform.refimpl.delay import Countdown
 from kvconform.refimpl.plan import Load
@@ -24,7 +25,27 @@ class Idle(Decoy):
     kvconform_sibling = True
 
 
-class Winner(Plain):
+class Waits:
+    """Copies KV at once, as if there were no streams: first, the forward pass has to come as far as the host is."""
+
+    def start_load_kv(self, *args: Any, **kwargs: Any) -> None:
+        device.current.finish()
+        super().start_load_kv(*args, **kwargs)  # type: ignore[misc]
+
+    def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
+        device.current.finish()
+        super().save_kv_layer(*args, **kwargs)  # type: ignore[misc]
+
+    def wait_for_save(self) -> None:
+        device.current.finish()
+        super().wait_for_save()  # type: ignore[misc]
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        device.current.finish()
+        return cast("tuple[set[str] | None, set[str] | None]", super().get_finished(finished_req_ids))  # type: ignore[misc]
+
+
+class Winner(Waits, Plain):
     """Keeps everything and, listed first, loads it."""
 
     kvconform_sibling = True
@@ -68,7 +89,7 @@ class Holder(Decoy):
         return set(self._sending.poll()) or None, None
 
 
-class Fetcher(ReferenceConnector):
+class Fetcher(Waits, ReferenceConnector):
     """Hands what it has to one request, asynchronously: for some steps, the blocks that its siblings are told of hold nothing yet.
 
     As a transfer from another engine does, it gives everything away once, and keeps nothing of what it has fetched.
