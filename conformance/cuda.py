@@ -27,9 +27,6 @@ class OnCuda:
         self._launched: list[tuple[Callable[[Any], None], Any]] = []
         self._idle = True
 
-    def copies_pending(self) -> int:
-        return 0
-
     def allocate(self, elements: int) -> torch.Tensor:
         return torch.zeros(elements, dtype=torch.float32, device="cuda")
 

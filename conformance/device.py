@@ -28,9 +28,6 @@ class Timeline(Protocol):
     def early_reads(self) -> int:
         """Work on other streams that read what the compute stream wrote afterwards, so far."""
 
-    def copies_pending(self) -> int:
-        """Work on other streams than the compute stream that is still to run."""
-
     def allocate(self, elements: int) -> torch.Tensor:
         """A float32 tensor [elements] of zeros in the device's memory."""
 
@@ -55,9 +52,6 @@ class Cpu:
 
     streamed = False
     early_reads = 0
-
-    def copies_pending(self) -> int:
-        return 0
 
     def allocate(self, elements: int) -> torch.Tensor:
         return torch.zeros(elements, dtype=torch.float32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 
@@ -34,10 +34,6 @@ class Emulated:
     @property
     def early_reads(self) -> int:
         return sum(note.kind == "read_early" for note in self.cuda.notes)
-
-    def copies_pending(self) -> int:
-        machine = self.cuda.machine
-        return sum(len(queue.entries) for queue in machine.queues if queue is not machine.compute)
 
     def allocate(self, elements: int) -> torch.Tensor:
         return self.cuda.to_device(torch.zeros(elements, dtype=torch.float32))
@@ -78,9 +74,8 @@ def _short(where: str) -> str:
 
 @contextmanager
 def emulated(slow: str | None) -> Iterator[Emulated]:
-    """An emulated device, and vLLM's belief in it. `slow`: compute, transfers, or None for streams that are as fast as one asks."""
-    patience = {} if slow else {"patience": 0}
-    with emulate("compute" if slow == "compute" else "transfers", **patience) as cuda, vllm_on_cuda(cuda):
+    """An emulated device, and vLLM's belief in it. `slow`: compute, transfers, or None for streams that do all at once."""
+    with emulate(cast(Literal["compute", "transfers"] | None, slow)) as cuda, vllm_on_cuda(cuda):
         device = Emulated(cuda)
         try:
             yield device

@@ -265,11 +265,9 @@ _kind(
 _kind(
     "load.due",
     "kv",
-    "req:s generation:i transfer:s? granted:i missing:l wrong:l reported_failed:b is_async:b local:i by_group:l"
-    " early_reads:i copies_pending:i",
+    "req:s generation:i transfer:s? granted:i missing:l wrong:l reported_failed:b is_async:b local:i by_group:l early_reads:i",
     "The engine is about to rely on a grant. by_group = of several groups, those that lack something: number, tokens per block, positions,"
-    " block table. early_reads = work on other streams that read before the compute stream had written, so far; copies_pending = work on"
-    " other streams that is still to run; both 0 on a device without streams.",
+    " block table. early_reads = work on other streams that read before the compute stream had written, so far.",
 )
 _kind(
     "kv.wrong",

@@ -251,7 +251,7 @@ class Oracle:
         event = self.trace.emit(
             "load.due", req=grant.req, generation=grant.generation, transfer=grant.transfer, granted=grant.end - grant.start,
             missing=missing, wrong=sorted(wrong), reported_failed=bool(reported), is_async=grant.is_async, local=grant.start,
-            by_group=grant.missing_by_group(), early_reads=self.device.early_reads, copies_pending=self.device.copies_pending(),
+            by_group=grant.missing_by_group(), early_reads=self.device.early_reads,
         )  # fmt: skip
         if missing and not reported:
             grant.due = event

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reference connector on CUDA: copies on streams of its own, through pinned memory, while the engine goes on computing.
 
-Four waits make it correct, and each of them has a defect that lacks it (``refimpl/defects/streams.py``): a save waits for the forward
-pass that writes what it reads; a load waits for steps that still use the blocks which it fills; the layer's attention waits for its
-load; blocks that change hands wait for the saves that still read them. Nothing waits on the host but the end.
+Four waits make it correct: a save waits for the forward pass that writes what it reads; a load waits for steps that still use the
+blocks which it fills; the layer's attention waits for its load; blocks that change hands wait for the saves that still read them.
+Nothing waits on the host but the end. What lacks one of the waits is in ``refimpl/defects/streams.py``, but for the second, which
+matters to engines that hand out blocks of steps in flight (until 0.26).
 """
 
 from __future__ import annotations
@@ -104,9 +105,12 @@ class StreamedConnector(ReferenceConnector):
             self._bad |= piece.blocks(self._block_size)
             return
         host = torch.frombuffer(bytearray(wanted), dtype=torch.uint8).view(layer.dtype).view(len(piece.slots), *rows[0, :, 0].shape)
-        host = transfer.hosts[piece.key, name] = host.pin_memory()
+        self._copy_in(transfer, piece, name, rows, host.pin_memory())
+
+    def _copy_in(self, transfer: Transfer, piece: Piece, name: str, rows: Tensor, host: Tensor) -> None:
+        transfer.hosts[piece.key, name] = host
         blocks, offsets = self._places(transfer, piece, rows)
-        rows[blocks, :, offsets] = self._upload(host, layer.device)
+        rows[blocks, :, offsets] = self._upload(host, rows.device)
 
     def _upload(self, host: Tensor, device: torch.device) -> Tensor:
         return host.to(device, non_blocking=True)

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mistakes of connectors that copy on streams of their own: each lacks one wait, or lets go of memory too early."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvconform.refimpl.plan import Piece
+from kvconform.refimpl.streamed import Storing, StreamedConnector, Transfer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class SavesTooEarly(StreamedConnector):
+    """Copies what the compute stream is still to write."""
+
+    def _wait_for_compute(self) -> None:
+        return
+
+
+class NobodyWaits(StreamedConnector):
+    """Lets attention start while its KV is on the way."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        return
+
+
+class Unfenced(StreamedConnector):
+    """Lets blocks be overwritten that its copies still read."""
+
+    def _fence(self) -> None:
+        return
+
+
+class SubmittedIsDone(StreamedConnector):
+    """Reports a load as finished once its copies are queued."""
+
+    def _has_ended(self, transfer: Transfer) -> bool:
+        return not isinstance(transfer, Storing) or super()._has_ended(transfer)
+
+
+class PublishesTooEarly(StreamedConnector):
+    """Reads its host buffers without asking whether the copies have arrived."""
+
+    def _has_ended(self, transfer: Transfer) -> bool:
+        return isinstance(transfer, Storing) or super()._has_ended(transfer)
+
+
+class WaitsInTheHook(StreamedConnector):
+    """Waits on the host for every layer."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        super().save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
+        torch.cuda.current_stream().synchronize()
+
+
+class ForgetsStream(StreamedConnector):
+    """Allocates its staging memory on the compute stream, uses it on another one, and lets it go."""
+
+    def _wait_for_users(self) -> None:
+        super()._wait_for_users()
+        self._compute = torch.cuda.current_stream()
+
+    def _upload(self, host: Tensor, device: torch.device) -> Tensor:
+        with torch.cuda.stream(self._compute):
+            staging = torch.empty(host.shape, dtype=host.dtype, device=device)
+        return staging.copy_(host, non_blocking=True)
+
+
+class LetsGoOfHost(StreamedConnector):
+    """Copies by address, out of a pinned buffer that is gone when the call returns."""
+
+    def _copy_in(self, transfer: Transfer, piece: Piece, name: str, rows: Tensor, host: Tensor) -> None:
+        """Contiguous runs: every head of every slot."""
+        from vllm import _custom_ops as ops
+
+        size, heads = rows.shape[2], rows.shape[1]
+        pairs = [
+            (host[number, head].data_ptr(), rows[slot // size, head, slot % size].data_ptr())
+            for number, slot in enumerate(piece.slots)
+            for head in range(heads)
+        ]
+        width = host[0, 0].numel() * host.element_size()
+        source, target = torch.tensor(pairs, dtype=torch.int64).T.contiguous()
+        ops.swap_blocks_batch(source, target, torch.full((len(pairs),), width, dtype=torch.int64))
