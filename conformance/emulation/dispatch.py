@@ -19,16 +19,14 @@ REMEMBERED = 4096  # calls whose result's shape is kept
 
 
 class Call:
-    """One operator call on its way to a stream: the arguments as the work will use them, and the blocks that hold them."""
+    """One operator call on its way to a stream: the arguments as the work will use them, and the blocks that hold them. Refers to no
+    device tensor of the user's, so that its end is noticed while the work waits."""
 
-    def __init__(self, emulation: Emulation, facts: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], schema: Any) -> None:
+    def __init__(self, emulation: Emulation, facts: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], names: list[str]) -> None:
         self.emulation, self.facts = emulation, facts
         self.blocks: list[Block] = []
         self._read: list[torch.Tensor] = []
         self.waits = False  # a host operand is moved to the device first
-        names = [argument.name for argument in schema.arguments]
-        given = dict(zip(names, args, strict=False)) | kwargs
-        self.given = [given.get(name) for name in names]
         self.args = tuple(self._freeze(value, position in facts.written) for position, value in enumerate(args))
         self.kwargs = {name: self._freeze(value, names.index(name) in facts.written) for name, value in kwargs.items()}
 
@@ -111,8 +109,9 @@ class Dispatch(TorchDispatchMode):
         if facts.reads_back or facts.indexing and self._masks(args[1], name, args):
             emulation.synchronize(queue, f"{func} reads device values")
             return self._now(func, args, kwargs)
+        names = [argument.name for argument in func._schema.arguments]
         with emulation.raw():
-            call = Call(emulation, facts, args, kwargs, func._schema)
+            call = Call(emulation, facts, args, kwargs, names)
         if call.waits:
             emulation.synchronize(queue, f"{func} with a host tensor as index")
         new = None
@@ -126,7 +125,7 @@ class Dispatch(TorchDispatchMode):
                 with emulation.raw():
                     emulation.machine.demand(emulation.machine.mark(queue))
                 return self._now(func, args, kwargs)
-        results, targets = self._results(new, facts, call)
+        results, targets = self._results(new, facts, dict(zip(names, args, strict=False)) | kwargs, names)
 
         def run() -> None:
             try:
@@ -166,7 +165,7 @@ class Dispatch(TorchDispatchMode):
                 self._shapes[key] = known
             return known
 
-    def _results(self, new: Any, facts: Operation, call: Call) -> tuple[Any, list[torch.Tensor | None]]:
+    def _results(self, new: Any, facts: Operation, given: dict[str, Any], names: list[str]) -> tuple[Any, list[torch.Tensor | None]]:
         """What the call returns, and for each of its result tensors the device tensor to be filled later (None: it is an argument)."""
         targets: list[torch.Tensor | None] = []
 
@@ -183,8 +182,8 @@ class Dispatch(TorchDispatchMode):
         if not facts.returned:
             return None, targets
         if all(position is not None for position in facts.returned):
-            given = tuple(call.given[position] for position in facts.returned if position is not None)
-            return (given[0] if len(given) == 1 else given), targets
+            same = tuple(given.get(names[position]) for position in facts.returned if position is not None)
+            return (same[0] if len(same) == 1 else same), targets
         if all(position is None for position in facts.returned):
             return tree_map(make, new), targets
         mixed = []
@@ -193,7 +192,7 @@ class Dispatch(TorchDispatchMode):
                 mixed.append(make(meta))
             else:
                 targets.append(None)
-                mixed.append(call.given[position])
+                mixed.append(given.get(names[position]))
         return tuple(mixed), targets
 
     def _blocks_of(self, targets: list[torch.Tensor | None]) -> list[Block]:

@@ -160,6 +160,32 @@ def test_a_side_streams_temporary_that_compute_uses_is_handed_out_again():
         assert kv.tolist() == [POISONED] * 16
 
 
+@pytest.mark.parametrize("use", [
+    lambda kv, temporary: kv.index_put_((torch.arange(16, device="cuda"),), temporary),
+    lambda kv, temporary: kv.__setitem__(torch.arange(16, device="cuda"), temporary),
+    lambda kv, temporary: kv.add_(temporary - 0),
+    lambda kv, temporary: kv.copy_(temporary),
+    lambda kv, temporary: torch.add(temporary, 0, out=kv),
+    lambda kv, temporary: torch._foreach_add_([kv], [temporary]),
+    lambda kv, temporary: kv.scatter_(0, torch.arange(16, device="cuda"), temporary),
+])  # fmt: skip
+@pytest.mark.parametrize("record", [False, True])
+def test_queued_operators_do_not_keep_the_users_memory(use, record):
+    with emulate("transfers") as cuda:
+        kv, side = device_bytes(cuda, 0), torch.cuda.Stream()
+        temporary = device_bytes(cuda, 3) + 1
+        side.wait_stream(cuda.compute)
+        with torch.cuda.stream(side):
+            use(kv, temporary)
+        if record:
+            temporary.record_stream(side)
+        del temporary
+        cuda.launch(lambda: None)
+        side.synchronize()
+        assert kv.tolist() == [4 if record else POISONED] * 16
+        assert kinds(cuda).count("freed_device") == (not record)
+
+
 def test_memory_is_not_handed_out_while_a_view_of_it_lives():
     with emulate("transfers") as cuda:
         temporary = device_bytes(cuda, 3) + 1

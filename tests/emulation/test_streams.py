@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -275,18 +277,20 @@ def test_work_that_fails_raises_where_it_is_waited_for():
 
 def test_everything_is_put_back_and_what_was_queued_has_run():
     def state():
-        return [vars(torch.cuda)[name] for name in ("Stream", "Event", "current_stream", "is_available")] + [
-            torch.Event,
-            torch.Tensor.device,
-        ]
+        names = ("Stream", "Event", "current_stream", "is_available")
+        return [vars(torch.cuda)[name] for name in names] + [torch.Event, torch.Tensor.device, threading.Thread.start]
+
+    def fail():
+        with emulate("compute") as cuda:
+            log(cuda, cuda.compute, ran, 1)
+            raise KeyError(cuda)
 
     before, ran = state(), []
-    with pytest.raises(KeyError), emulate("compute") as cuda:
-        log(cuda, cuda.compute, ran, 1)
-        raise KeyError
+    with pytest.raises(KeyError) as raised:
+        fail()
     assert state() == before and ran == [1] and torch.zeros(1).device.type == "cpu" and "device" not in vars(torch.Tensor)
     with pytest.raises(RuntimeError, match="No CUDA emulation"):
-        cuda.compute.__class__()
+        type(raised.value.args[0].compute)()
     with pytest.raises(ValueError, match="delay is 'both'"), emulate("both"):
         pass
 
