@@ -27,6 +27,8 @@ class OnCuda:
         self._launched: list[tuple[Callable[[Any], None], Any]] = []
         self._idle = True
 
+    lacks = None
+
     def allocate(self, elements: int) -> torch.Tensor:
         return torch.zeros(elements, dtype=torch.float32, device="cuda")
 

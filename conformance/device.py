@@ -28,6 +28,10 @@ class Timeline(Protocol):
     def early_reads(self) -> int:
         """Work on other streams that read what the compute stream wrote afterwards, so far."""
 
+    @property
+    def lacks(self) -> str | None:
+        """What the connector asked of the device that it cannot do, in a sentence: then nothing that it did is judged."""
+
     def allocate(self, elements: int) -> torch.Tensor:
         """A float32 tensor [elements] of zeros in the device's memory."""
 
@@ -52,6 +56,7 @@ class Cpu:
 
     streamed = False
     early_reads = 0
+    lacks = None
 
     def allocate(self, elements: int) -> torch.Tensor:
         return torch.zeros(elements, dtype=torch.float32)

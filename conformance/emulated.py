@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar, cast
 
 import torch
 
-from kvconform.emulation import Emulation, emulate
+from kvconform.emulation import Emulation, NotEmulated, emulate
 from kvconform.emulation.settle import settle
 from kvconform.emulation.vllm_on_cuda import vllm_on_cuda
 
@@ -24,6 +24,7 @@ class Emulated:
     def __init__(self, cuda: Emulation) -> None:
         self.cuda = cuda
         self._told = 0
+        self._raised = len(NotEmulated.raised)
         self._raw = cuda.raw()
         self._raw.__enter__()
 
@@ -34,6 +35,10 @@ class Emulated:
     @property
     def early_reads(self) -> int:
         return sum(note.kind == "read_early" for note in self.cuda.notes)
+
+    @property
+    def lacks(self) -> str | None:
+        return next(iter(NotEmulated.raised[self._raised :]), None)
 
     def allocate(self, elements: int) -> torch.Tensor:
         return self.cuda.to_device(torch.zeros(elements, dtype=torch.float32))

@@ -64,6 +64,7 @@ def target_profile(target: Target, tmp: Path) -> Profile:
             target.role,
             sorted(target.capabilities.items(), key=str),
             target.half,
+            target.device,
         )
     )
     if key not in _profiles:
@@ -97,6 +98,8 @@ def run_and_judge(
         return report
     runs: dict[str, Run] = {}
     for relation in ("connector", *variant.case.relations):
+        if relation == "second-process" and target.device != "cpu":
+            continue  # a forked process has no device
         if relation == "no-connector" and plain is not None and target.role in plain:
             runs[relation] = plain[target.role]
             continue
@@ -106,6 +109,10 @@ def run_and_judge(
         if relation == "no-connector" and plain is not None:
             plain[target.role] = runs[relation]
     main = runs["connector"]
+    if main.lacks is not None:
+        report.rows = [row.to_dict() for row in rows_for(wanted, variant, Verdict.UNSUPPORTED, main.lacks, strict=strict)]
+        shutil.rmtree(tmp, ignore_errors=True)
+        return report
     alone = target.half == "scheduler"
     judged = [r for r in wanted if not alone or judged_alone(r.id, r.area)]
     rows = judge(judged, runs, profile.caps, strict=strict, disabled=set(disabled))

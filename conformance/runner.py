@@ -42,7 +42,8 @@ _frozen = False
 
 @dataclass
 class Run:
-    """One engine run: its trace, the capabilities it was judged by, the channels that the engine has, and the traceback of a crash."""
+    """One engine run: its trace, the capabilities it was judged by, the channels that the engine has, the traceback of a crash, and what
+    the device could not do for it."""
 
     variant: Variant
     relation: str
@@ -52,6 +53,7 @@ class Run:
     harness_error: str | None = None
     unmet: list[str] = field(default_factory=list)
     traceback: str | None = None
+    lacks: str | None = None
 
 
 def run_variant(
@@ -84,8 +86,9 @@ def run_variant(
     run = Run(variant, relation, trace.events, caps, _channels(target) if with_connector else frozenset({"sched", "kv"}))
     tmp.mkdir(parents=True, exist_ok=True)
     if with_connector:
-        with Patch(target.resolve()), Patch(RemoteHalf), Patch(NoWorkerHalf), device.opened(kind, slow):
+        with Patch(target.resolve()), Patch(RemoteHalf), Patch(NoWorkerHalf), device.opened(kind, slow) as where:
             _drive(run, variant, target, trace, Registry(book), seed, tmp, relation, caps, promises, watcher)
+            run.lacks = where.lacks
     else:
         _drive(run, variant, target, trace, Registry(book), seed, tmp, relation, caps, None)
     _scrub(trace, str(tmp))

@@ -46,6 +46,8 @@ def check(target: Target, tmp: Path, limit: float) -> None:
         target.resolve()
     variant = Variant(plain_case(Plain(9, 1, 9, 9), 4), "reference", "sync", "v1", 1, 4)
     run = run_variant(variant, target, seed=0, tmp=tmp / "smoke")
+    if run.lacks is not None:
+        raise EnvironmentProblem(f"{target.connector} cannot run on the emulated device (docs/emulation.md): {run.lacks.rstrip('.')}")
     crash = next((e for e in run.trace if e["k"] == "engine.crash"), None)
     if crash is not None and crash["hook"] == "__init__":
         if not next(inspect_class(target.resolve(), {}, None))[1]:

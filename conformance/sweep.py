@@ -21,6 +21,7 @@ from typing import Annotated
 import typer
 
 from kvconform.case import Case, Variant
+from kvconform.device_kinds import SLOW, Device
 from kvconform.load import Spec, load_spec
 from kvconform.run import run_and_judge, target_profile
 from kvconform.runner import Run
@@ -58,17 +59,17 @@ def starts_processes(case: Case) -> bool:
     return bool(PROCESSES & set(case.relations)) or any(step.op == "restart" and step.arg == "process" for step in case.steps)
 
 
-def target_of(name: str) -> Target:
+def target_of(name: str, device: Device = "cpu") -> Target:
     """The named variant, with a store of each run's own."""
-    from kvconform.refimpl.variants import VARIANTS
+    from kvconform.refimpl.variants import STREAMED, VARIANTS
 
-    connector, options = VARIANTS[name]
-    return Target(connector, {"store": "{tmp}/store", **options})
+    connector, options = (VARIANTS | STREAMED)[name]
+    return Target(connector, {"store": "{tmp}/store", **options}, device=device)
 
 
 def judge_one(name: str, variant: Variant, spec: Spec, seed: int, tmp: Path, plain: dict[str | None, Run], tally: Tally) -> None:
     """One run of one connector, into the tally. `plain`: the same run without connector, by kv_role, if it was made already."""
-    report = run_and_judge(variant, target_of(name), spec, seed=seed, tmp=tmp, plain=plain)
+    report = run_and_judge(variant, target_of(name, "emulated" if variant.slow else "cpu"), spec, seed=seed, tmp=tmp, plain=plain)
     tally.runs[name] += 1
     tally.unsupported[name] += all(row["verdict"] == "UNSUPPORTED" for row in report.rows)
     if report.harness_error:
@@ -81,7 +82,7 @@ def judge_one(name: str, variant: Variant, spec: Spec, seed: int, tmp: Path, pla
 def sweep(names: list[str], variants: list[Variant], spec: Spec, seeds: range, tmp: Path, share: int = 1) -> Iterator[tuple[int, Tally]]:
     """Run everything (or one run in `share`, others with every seed), seed by seed; yields the tally of each seed. Writes below `tmp`."""
     for name in names:
-        target_profile(target_of(name), tmp / "profiles")
+        target_profile(target_of(name, "emulated" if variants[0].slow else "cpu"), tmp / "profiles")
     for seed in seeds:
         tally = Tally()
         for number, variant in enumerate(variants[seed % share :: share]):
@@ -98,17 +99,18 @@ def main(
     case: Annotated[list[str] | None, typer.Option(help="only these cases")] = None,
     processes: Annotated[bool, typer.Option(help="also the cases that start processes")] = False,
     share: Annotated[int, typer.Option(min=1, help="with every seed only one run in so many, others each time")] = 1,
+    emulate_cuda: Annotated[bool, typer.Option(help="on an emulated CUDA device, also those with streams of their own")] = False,
     minutes: Annotated[float, typer.Option(help="no further seed after this time")] = 1e9,
 ) -> None:
     """Correct but unusual connectors on every case, engine and scheduling: whatever one of them fails is printed."""
     from kvconform import watchdog
-    from kvconform.refimpl.variants import VARIANTS
+    from kvconform.refimpl.variants import STREAMED, VARIANTS
 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     spec, start, alarms = load_spec(), time.monotonic(), 0
     chosen = [c for c in spec.cases.values() if (not case or c.id in case) and (processes or not starts_processes(c))]
-    runs = [each for c in chosen for each in c.variants(["reference", "vllm"])]
-    names = variant or list(VARIANTS)
+    runs = [each for c in chosen for each in c.variants(["reference", "vllm"], slow=SLOW if emulate_cuda else None)]
+    names = variant or [*VARIANTS, *(STREAMED if emulate_cuda else ())]
     print(
         f"{len(names)} connectors, {len(chosen)} of {len(spec.cases)} cases, {len(runs)} runs each (1 in {share} per seed), {seeds} seeds",
         flush=True,

@@ -54,3 +54,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": (f"{HERE}.plain:Plain", {}),
 }
 """Name -> connector and extra configuration (besides ``store``)."""
+
+STREAMED: dict[str, tuple[str, dict[str, Any]]] = {
+    "streams": ("kvconform.refimpl.streamed:StreamedConnector", {"async_saves": True}),
+    "streams-async": ("kvconform.refimpl.streamed:StreamedConnector", {"load": "async", "async_saves": True}),
+    "streams-layerwise": ("kvconform.refimpl.streamed:StreamedConnector", {"layerwise": True, "async_saves": True, "chunk_tokens": 6}),
+}
+"""The same, for a CUDA device or its emulation."""
