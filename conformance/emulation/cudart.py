@@ -9,7 +9,7 @@ from .context import Emulation, active
 from .stream import ExternalStream
 
 
-class cudaError(IntEnum):
+class Result(IntEnum):
     """Result of a runtime call."""
 
     success = 0
@@ -20,34 +20,34 @@ class cudaError(IntEnum):
 class CudaRuntime:
     """Stands in for the module that torch.cuda.cudart() returns."""
 
-    cudaError = cudaError
+    cudaError = Result
 
     @property
     def _emulation(self) -> Emulation:
         return active()
 
-    def cudaHostRegister(self, pointer: int, nbytes: int, flags: int = 0) -> cudaError:
+    def cudaHostRegister(self, pointer: int, nbytes: int, flags: int = 0) -> Result:
         """Pin [pointer, pointer + nbytes)."""
         with self._emulation.raw():
             self._emulation.memory.register(pointer, nbytes)
-        return cudaError.success
+        return Result.success
 
-    def cudaHostUnregister(self, pointer: int) -> cudaError:
+    def cudaHostUnregister(self, pointer: int) -> Result:
         """Undo cudaHostRegister; as in CUDA only for the address that was registered."""
-        return cudaError.success if self._emulation.memory.unregister(pointer) else cudaError.not_registered
+        return Result.success if self._emulation.memory.unregister(pointer) else Result.not_registered
 
-    def cudaMemcpyAsync(self, dst: int, src: int, nbytes: int, kind: int = 4, stream: int = 0) -> cudaError:
+    def cudaMemcpyAsync(self, dst: int, src: int, nbytes: int, kind: int = 4, stream: int = 0) -> Result:
         """A copy by address on the stream that has this handle."""
         self._emulation.queue_copy(dst, src, nbytes, ExternalStream(stream), what="cudaMemcpyAsync")
-        return cudaError.success
+        return Result.success
 
     def cudaMemGetInfo(self, device: int = 0) -> tuple[int, int]:
         """Free and total bytes of the device; made up."""
         return 64 << 30, 80 << 30
 
-    def cudaGetLastError(self) -> cudaError:
-        return cudaError.success
+    def cudaGetLastError(self) -> Result:
+        return Result.success
 
-    def cudaDeviceSynchronize(self) -> cudaError:
+    def cudaDeviceSynchronize(self) -> Result:
         self._emulation.synchronize_device("cudaDeviceSynchronize")
-        return cudaError.success
+        return Result.success
