@@ -15,7 +15,8 @@ Steps = list[dict[str, Any]]
 @dataclass(frozen=True)
 class Plain:
     """`prompt` + `outputs` tokens are computed, then a prompt of `wanted` tokens shares the first `common` of them. Nothing is cut into
-    chunks, preempted or speculated on, in a crowd neither. `groups` are the KV cache groups, if there are several; `window` is theirs."""
+    chunks, preempted or speculated on, in a crowd neither. `groups` are the KV cache groups, if there are several; `window` is theirs;
+    `caching`: whether the engine has a prefix cache of its own."""
 
     prompt: int
     outputs: int
@@ -24,6 +25,7 @@ class Plain:
     crowd: Crowd = NOBODY
     groups: tuple[str, ...] = ()
     window: int = 8
+    caching: bool = True
 
 
 def plain_case(plain: Plain, block_size: int) -> Case:
@@ -54,6 +56,7 @@ def plain_case(plain: Plain, block_size: int) -> Case:
         "max_seqs": 8 + len(crowd.beside) + len(crowd.loads),
         "groups": list(plain.groups),
         "window": plain.window,
+        "prefix_caching": plain.caching,
     }
     text = "A prompt is computed, the local cache dropped, the same prompt asked for again."
     engines = ["vllm"] if plain.groups else ["reference"]

@@ -31,8 +31,9 @@ class Reloads:
         if not driver.promises.declared and (driver.adds[source].priority or driver.adds[source].params):
             return  # a connector may store by priority, or as the client asks; the plain runs have neither
         of = (driver.requests[source], driver.prompts[source], request, driver.variant.block_size, self._final(source))
-        several = tuple(driver.variant.case.config.groups) if len(driver.variant.case.config.groups) > 1 else ()
-        promise = functools.partial(driver.promises.promised, *of, groups=several, window=driver.variant.case.config.window)
+        config = driver.variant.case.config
+        several = tuple(config.groups) if len(config.groups) > 1 else ()
+        promise = functools.partial(driver.promises.promised, *of, groups=several, window=config.window, caching=config.prefix_caching)
         promised, found = promise(), event["local"] + event["tokens"]
         if found < promised and not driver.promises.declared:  # perhaps it does its best, and there was a lot to do
             key = (driver.ids[source], driver.expectations.generation(source))
