@@ -33,6 +33,8 @@ Directory = Annotated[Text, _option("--dir", metavar="DIR", help=DIRECTORY)]
 Extra = Annotated[Text, _option("--extra-config", metavar="JSON|@FILE", help="kv_connector_extra_config")]
 Select = Annotated[Texts, _option("-k", metavar="CASE...", help="only these cases: ids, areas, globs [those of profile golden]")]
 Engine = Annotated[Text, _option("--engine", metavar="reference|vllm", help="the engine to run on [reference]")]
+Device = Annotated[Text, _option("--device", metavar="cpu|cuda", help="where the KV cache is [cpu]")]
+Emulate = Annotated[bool | None, _option("--emulate-cuda", help="a CUDA device, emulated on the CPU; nothing is slow there")]
 Pythonpath = Annotated[Texts, _option("--pythonpath", metavar="DIR", help="where the connector's package is (repeat)")]
 Config = Annotated[Text, _option("--config", metavar="FILE", help="settings, instead of kvconform.toml or pyproject.toml")]
 Debug = Annotated[bool | None, _option("--debug", help="tracebacks, and pytest's own output")]
@@ -42,7 +44,7 @@ Prune = Annotated[bool, _option("--prune", help="forget this version's snapshots
 @app.command()
 def check(
     connector: Connector = None, directory: Directory = None, extra_config: Extra = None, select: Select = None, engine: Engine = None,
-    pythonpath: Pythonpath = None, config: Config = None, debug: Debug = None,
+    device: Device = None, emulate_cuda: Emulate = None, pythonpath: Pythonpath = None, config: Config = None, debug: Debug = None,
 ) -> None:  # fmt: skip
     """Is everything as it was? A snapshot that is missing is a failure."""
     raise typer.Exit(_session(locals(), updating=False, prune=False))
@@ -51,7 +53,7 @@ def check(
 @app.command()
 def update(
     connector: Connector = None, directory: Directory = None, extra_config: Extra = None, select: Select = None, engine: Engine = None,
-    pythonpath: Pythonpath = None, config: Config = None, debug: Debug = None, prune: Prune = False,
+    device: Device = None, emulate_cuda: Emulate = None, pythonpath: Pythonpath = None, config: Config = None, debug: Debug = None, prune: Prune = False,
 ) -> None:  # fmt: skip
     """Keep what is now. Says what changed and which requirements that touches; review it before you commit it."""
     raise typer.Exit(_session(locals(), updating=True, prune=prune))
@@ -69,7 +71,7 @@ def _session(given: dict[str, Any], *, updating: bool, prune: bool) -> int:
     from kvconform.snapshots.plugin import Handed
 
     extra = given["extra_config"]
-    chosen = {name: given[name] for name in ("connector", "engine", "pythonpath", "debug")}
+    chosen = {name: given[name] for name in ("connector", "engine", "device", "emulate_cuda", "pythonpath", "debug")}
     chosen["extra_config"] = settings.parse_extra_config(extra) if extra is not None else None
     chosen["select"] = [part for entry in given["select"] or [] for part in entry.split(",") if part] or None
     merged = settings.load(chosen, file=given["config"])
