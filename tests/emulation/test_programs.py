@@ -158,6 +158,21 @@ def test_a_read_of_what_compute_writes_only_later_is_not_early():
         assert cuda.notes == []
 
 
+def test_a_read_that_was_ordered_is_not_early_when_the_block_is_written_again():
+    with emulate("compute") as cuda:
+        kv, side = make_kv(cuda), torch.cuda.Stream()
+        host = torch.zeros(8, pin_memory=True)
+        cuda.launch(lambda: kv[1].fill_(2))
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            host.copy_(kv[1], non_blocking=True)
+        cuda.finish_compute()
+        cuda.launch(lambda: kv[1].fill_(3))
+        cuda.launch(lambda: kv[1].fill_(4))
+        cuda.drain()
+        assert raw(cuda, host) == [2] * 8 and cuda.notes == []
+
+
 def test_gathers_on_a_side_stream_are_watched_too():
     for ordered in (True, False):
         with emulate("compute") as cuda:

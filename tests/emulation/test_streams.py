@@ -95,6 +95,33 @@ def test_side_streams_go_on_as_soon_as_the_compute_stream_has_passed_their_event
         assert ran == ["one", "side", "two"]
 
 
+def test_a_stream_goes_on_as_soon_as_a_later_one_has():
+    """Streams are looked at in the order of their creation, again and again, until none moves."""
+    with emulate("compute") as cuda:
+        a, b, ran = torch.cuda.Stream(), torch.cuda.Stream(), []
+        log(cuda, cuda.compute, ran, "one")
+        b.wait_stream(cuda.compute)
+        log(cuda, b, ran, "b")
+        a.wait_stream(b)
+        log(cuda, a, ran, "a")
+        log(cuda, cuda.compute, ran, "two")
+        cuda.finish_compute()
+        assert ran == ["one", "b", "a", "two"]
+
+
+def test_a_prompt_compute_stream_has_run_for_it_what_it_waits_for_at_once_and_no_more():
+    with emulate("transfers") as cuda:
+        first, second, ran = torch.cuda.Stream(), torch.cuda.Stream(), []
+        log(cuda, first, ran, "first")
+        event = first.record_event()
+        log(cuda, first, ran, "behind the event")
+        second.wait_event(event)
+        log(cuda, second, ran, "second")
+        cuda.compute.wait_stream(second)
+        log(cuda, cuda.compute, ran, "compute")
+        assert ran == ["first", "second", "compute"]
+
+
 def test_an_event_marks_the_place_where_it_was_recorded():
     with emulate("transfers") as cuda:
         side, ran = torch.cuda.Stream(), []
