@@ -58,6 +58,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 STREAMED: dict[str, tuple[str, dict[str, Any]]] = {
     "streams": ("kvconform.refimpl.streamed:StreamedConnector", {"async_saves": True}),
     "streams-async": ("kvconform.refimpl.streamed:StreamedConnector", {"load": "async", "async_saves": True}),
-    "streams-layerwise": ("kvconform.refimpl.streamed:StreamedConnector", {"layerwise": True, "async_saves": True, "chunk_tokens": 6}),
+    "streams-layerwise": (
+        "kvconform.refimpl.streamed:StreamedConnector",
+        {"layerwise": True, "async_saves": True, "chunk_tokens": 6, "whole_blocks": False},
+    ),
 }
 """The same, for a CUDA device or its emulation."""

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine on a device with streams: what waits, what is told, and what the device cannot do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+import torch
+
+from kvconform import device
+from kvconform.case import Variant
+from kvconform.device_kinds import SLOW
+from kvconform.emulation import NotEmulated
+from kvconform.errors import EnvironmentProblem, UsageError
+from kvconform.load import load_spec
+from kvconform.refimpl.streamed import StreamedConnector
+from kvconform.refimpl.variants import STREAMED
+from kvconform.run import CaseReport, run_and_judge
+from kvconform.settings import Settings
+from kvconform.smoke import check
+from kvconform.target import Target
+
+SPEC = load_spec()
+STREAMS = [case for case in SPEC.cases.values() if case.area == "streams"]
+DECLARED = {"store": True, "saves": "all", "chunk_tokens": 4}
+
+
+class Graphs(StreamedConnector):
+    """Captures a CUDA graph."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        torch.cuda.CUDAGraph()
+        super().start_load_kv(forward_context, **kwargs)
+
+
+class Tries(StreamedConnector):
+    """Does the same, and goes on without, when it has requests."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self._metadata().saves:
+            try:
+                torch.cuda.CUDAGraph()
+            except RuntimeError:
+                return
+        super().start_load_kv(forward_context, **kwargs)
+
+
+def runs(case: str, slow: str, **settings: Any) -> Variant:
+    return next(iter(SPEC.cases[case].variants(["reference"], ["sync"], [slow])))
+
+
+def judged(connector: str, tmp_path: Path, variant: Variant, **extra: Any) -> CaseReport:
+    target = Target(
+        connector,
+        {"store": "{tmp}/store", **extra},
+        capabilities={**DECLARED, **{k: v for k, v in extra.items() if k in DECLARED}},
+        device="emulated",
+    )
+    return run_and_judge(variant, target, SPEC, seed=0, tmp=tmp_path / "run", keep_trace=True)
+
+
+def verdicts(report: CaseReport) -> dict[str, str]:
+    return {row["requirement"]: row["verdict"] for row in report.rows if row.get("kind", "requirement") == "requirement"}
+
+
+def test_on_the_cpu_all_is_done_at_once() -> None:
+    seen: list[int] = []
+    device.current.launch(lambda: 3, seen.append)
+    assert seen == [3] and not device.current.streamed
+
+
+def test_a_slow_compute_stream_waits_until_the_step_ends() -> None:
+    seen: list[str] = []
+    with device.opened("emulated", "compute") as emulated:
+        emulated.launch(lambda: seen.append("work"), lambda _: seen.append("judged"))
+        assert seen == []
+        emulated.finish()
+        assert seen == ["work", "judged"]
+    assert device.current.streamed is False and not torch.cuda.is_available()
+
+
+def test_the_harness_waits_for_nobody_and_is_not_noted() -> None:
+    with device.opened("emulated", "transfers") as emulated:
+        memory = emulated.allocate(8)
+        assert memory.sum().item() == 0 and emulated.notes() == []
+        with emulated.calling():
+            assert memory.is_cuda and torch.cuda.is_available()
+            memory.cpu()
+        (note,) = emulated.notes()
+        assert note["what"] == "sync" and "test_device.py" in note["text"] and str(Path(__file__).parent.parent) not in note["text"]
+
+
+@pytest.mark.parametrize("name", STREAMED)
+@pytest.mark.parametrize("slow", SLOW)
+def test_streams_that_wait_pass_everything(name: str, slow: str, tmp_path: Path) -> None:
+    connector, extra = STREAMED[name]
+    for number, case in enumerate(STREAMS):
+        report = judged(connector, tmp_path / str(number), runs(case.id, slow), **extra)
+        found = verdicts(report)
+        assert report.harness_error is None and not report.unmet
+        assert {req for req, verdict in found.items() if verdict in ("FAIL", "BLOCKED", "ERROR")} == set()
+        at_stake = "streams.save-after-write" if slow == "compute" else "streams.load-before-use"
+        assert found[at_stake] == "PASS"
+
+
+def test_on_the_cpu_streams_cannot_be_judged(tmp_path: Path) -> None:
+    target = Target("kvconform.refimpl.connector:ReferenceConnector", {"store": "{tmp}"}, capabilities=DECLARED)
+    variant = next(iter(STREAMS[0].variants(["reference"], ["sync"])))
+    found = verdicts(run_and_judge(variant, target, SPEC, seed=0, tmp=tmp_path))
+    assert found["streams.save-after-write"] == found["streams.hooks-do-not-wait"] == "UNOBSERVABLE" and found["save.owned"] == "PASS"
+
+
+def test_the_same_run_gives_the_same_trace(tmp_path: Path) -> None:
+    variant = runs("streams.save-then-load", "transfers")
+    first, second = (judged(STREAMED["streams"][0], tmp_path / part, variant, async_saves=True).trace for part in ("a", "b"))
+    assert first == second and any(event["k"] == "device.note" for event in first or ())
+
+
+def test_an_early_read_is_told(tmp_path: Path) -> None:
+    report = judged(
+        "kvconform.refimpl.defects.streams:SavesTooEarly", tmp_path, runs("streams.save-then-load", "compute"), async_saves=True
+    )
+    assert verdicts(report)["streams.save-after-write"] == "FAIL"
+    notes = [event for event in report.trace or () if event["k"] == "device.note" and event["what"] == "read_early"]
+    assert notes and "streamed.py" in notes[0]["text"]
+
+
+@pytest.mark.parametrize("name", ["Graphs", "Tries"])
+def test_what_cannot_be_emulated_is_unsupported(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    report = judged(f"{__name__}:{name}", tmp_path, runs("streams.save-then-load", "compute"))
+    assert {row["verdict"] for row in report.rows} == {"UNSUPPORTED"}
+    assert all("The CUDA emulation has no" in row["message"] for row in report.rows)
+
+
+def test_a_connector_that_never_works_there_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    with pytest.raises(
+        EnvironmentProblem, match=r"Graphs cannot run on the emulated device \(docs/emulation.md\): The CUDA emulation has no"
+    ):
+        check(Target(f"{__name__}:Graphs", {"store": "{tmp}"}, device="emulated"), tmp_path, 120.0)
+
+
+def test_not_emulated_has_a_sentence() -> None:
+    assert str(NotEmulated("graphs")) == "The CUDA emulation has no graphs."
+    NotEmulated.raised.pop()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_cuda_is_refused() -> None:
+    with pytest.raises(EnvironmentProblem, match="--emulate-cuda does without one"), device.opened("cuda", "compute"):
+        pass
+
+
+def test_an_emulation_of_what_is_there_is_refused() -> None:
+    with pytest.raises(UsageError, match="it goes with --device cpu"):
+        _ = Settings(device="cuda", emulate_cuda=True).slows
+
+
+def test_the_axis_of_slow_streams() -> None:
+    assert Settings().slows is None and Settings(emulate_cuda=True).slows == ["compute", "transfers"]
+    assert Settings(device="cuda", slow="transfers").slows == ["transfers"]
+    variants = SPEC.cases["streams.save-then-load"].variants(["vllm"], ["sync"], SLOW)
+    assert [v.id.partition("-b4")[2] for v in variants] == ["-slow-compute]", "-slow-transfers]"]
+    assert [v.axes["slow"] for v in variants] == ["compute", "transfers"]
