@@ -41,6 +41,16 @@ class Timeline(Protocol):
     def launch(self, work: Callable[[], T], judge: Callable[[T], None] | None = None) -> None:
         """Do `work` on the compute stream, behind all that was launched before; `judge` what came of it, by `finish` at the latest."""
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether a step's forward pass may be found unfinished by the next step's hooks."""
+
+    def position(self) -> int:
+        """The place in the compute stream behind all that was launched."""
+
+    def unseen(self, position: int) -> bool:
+        """Whether the connector has marked no later place in the compute stream: it cannot know that anything behind this one is done."""
+
     def finish(self) -> None:
         """All that was launched is done and judged, and so is what it waited for; what nothing waited for need not be."""
 
@@ -68,6 +78,14 @@ class Cpu:
         result = work()
         if judge is not None:
             judge(result)
+
+    overlaps = False
+
+    def position(self) -> int:
+        return 0
+
+    def unseen(self, position: int) -> bool:
+        return False
 
     def finish(self) -> None:
         """Nothing is left to do."""

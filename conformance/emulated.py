@@ -54,6 +54,16 @@ class Emulated:
 
         self.cuda.launch(run)
 
+    @property
+    def overlaps(self) -> bool:
+        return self.cuda.machine.delay == "compute"
+
+    def position(self) -> int:
+        return self.cuda.machine.compute.put
+
+    def unseen(self, position: int) -> bool:
+        return self.cuda.machine.compute.marked <= position
+
     def finish(self) -> None:
         settle()
         self.cuda.finish_compute()

@@ -44,11 +44,13 @@ class PagedCache:
         page = max(group.heads * group.block_size for group in self.groups) * book.width
         pages = device.current.allocate(depth * num_blocks * page)
         copy = torch.zeros_like(pages)
+        self._all, self._all_shadow = pages.view(torch.int32), copy.view(torch.int32)  # as bits: NaN must equal itself
         for group in self.groups:
             for layer, tensor, view in zip(group.layers, *self._layers(pages, depth, group, layout), strict=False):
                 self.tensors[layer], self._views[layer] = tensor, view
             for layer, view in zip(group.layers, self._layers(copy, depth, group, layout)[1], strict=False):
                 self.shadow[layer] = view
+        self._split: tuple[np.ndarray | None, tuple[torch.Tensor, torch.Tensor]] = None, (torch.empty(0), torch.empty(0))
         self._upload = device.current.upload
         self._mask = self._upload(torch.from_numpy(book.content_mask()))
 
@@ -83,9 +85,11 @@ class PagedCache:
         return self._number[layer]
 
     def split(self, slots: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slots [n] to (block ids, offsets), where the cache is."""
-        index = self._upload(torch.from_numpy(np.ascontiguousarray(slots, dtype=np.int64)))
-        return index // self.stride, index % self.stride
+        """Slots [n] to (block ids, offsets), where the cache is. The array is not looked at again while the same one is asked about."""
+        if self._split[0] is not slots:
+            index = self._upload(torch.from_numpy(np.ascontiguousarray(slots, dtype=np.int64)))
+            self._split = slots, (index // self.stride, index % self.stride)
+        return self._split[1]
 
     tolerance: float = 0.0
     """How far a lossy connector may be off, of the largest value; below 1/30, or codes could not be told apart."""
@@ -97,6 +101,16 @@ class PagedCache:
         values = self._upload(torch.from_numpy(rows[:, :heads])).to(torch.float32).view(-1, heads, 2, self.book.head_dim)
         self._views[layer][blocks, :, offsets] = values
         self.shadow[layer][blocks, :, offsets] = values
+
+    def peek(self, layer: int, slots: np.ndarray) -> torch.Tensor:
+        """The bytes of slots [n] of one layer, as a copy [n, heads, 2, head_dim] where the cache is."""
+        blocks, offsets = self.split(slots)
+        return self._views[layer][blocks, :, offsets]
+
+    def poke(self, layer: int, slots: np.ndarray, values: torch.Tensor) -> None:
+        """Put such bytes there; not into the shadow."""
+        blocks, offsets = self.split(slots)
+        self._views[layer][blocks, :, offsets] = values
 
     def read(self, layer: int, slots: np.ndarray) -> torch.Tensor:
         """Rows [n, heads, width] of slots [n] as they are now, on the host; what is within the tolerance of a code is that code."""
@@ -121,6 +135,11 @@ class PagedCache:
     def foreign(self, layer: int) -> np.ndarray:
         """Slots [n] of one layer that somebody other than the engine changed since the last call; takes them into the shadow."""
         return self.changed_slots(self.changes(layer))
+
+    @property
+    def untouched(self) -> bool:
+        """Whether certainly no layer was changed by anybody else. On CUDA it is never certain: asking would make the host wait."""
+        return not self._all.is_cuda and torch.equal(self._all, self._all_shadow)
 
     def changes(self, layer: int) -> torch.Tensor | None:
         """`foreign` as a mask [blocks, block_size], where the cache is; None if nothing was changed. On CUDA the host waits for nothing."""

@@ -54,6 +54,12 @@ class SlicedCache(PagedCache):
         mine = self._mine(slots)
         super().write(layer, slots[mine], rows[mine])
 
+    def peek(self, layer: int, slots: np.ndarray) -> torch.Tensor:
+        return super().peek(layer, slots[self._mine(slots)])
+
+    def poke(self, layer: int, slots: np.ndarray, values: torch.Tensor) -> None:
+        super().poke(layer, slots[self._mine(slots)], values)
+
     def differing(self, layer: int, slots: np.ndarray, rows: np.ndarray) -> torch.Tensor:
         mine = self._mine(slots)
         found = super().differing(layer, slots[mine], rows[mine])

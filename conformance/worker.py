@@ -20,6 +20,7 @@ from kvconform.grants import slots_of
 from kvconform.groups import Group
 from kvconform.kvcache import PagedCache
 from kvconform.oracle import OWN, Oracle
+from kvconform.overlap import Overlap
 from kvconform.provenance import Origin, Registry
 from kvconform.trace import Trace
 
@@ -61,6 +62,7 @@ class Worker:
         self.cache, self.registry, self.trace, self.oracle, self.batch = cache, registry, trace, oracle, batch
         self.computed = computed
         self.device = device.current
+        self.overlap = Overlap(cache)
         self.rows: list[Row] = []
         self.fresh: list[tuple[int, str]] = []
         self._encoded: np.ndarray = np.empty(0, dtype=np.int64)
@@ -85,7 +87,9 @@ class Worker:
     def poison_fresh(self) -> None:
         """Poison the blocks that this step's schedule handed out. Runs after handle_preemptions returned, before any load or write."""
         self.oracle.check_writes("handle_preemptions")
-        self.device.finish()  # poison is no work of a step: a load on another stream may begin as soon as the blocks are the new owner's
+        if not self.overlap.pending or self.overlap.holds([block for block, _ in self.fresh]):
+            # Poison is no work of a step: a load on another stream may begin as soon as the blocks are the new owner's.
+            self.device.finish()
         for block, owner in self.fresh:
             self._poison(block, owner)
             self.trace.emit(
@@ -165,6 +169,8 @@ class Worker:
         group, reads = self.cache.groups[number], self._reads[number]
         if not group.transfer:  # made anew from the layers that are transferred
             self.cache.write(layer, reads.slots, reads.expected[:, layer])
+        elif not group.recurrent:
+            self.overlap.note(layer, reads.written)
         self.cache.write(layer, reads.written, self._encoded[reads.source, layer])
 
     def _written(self, layer: int, number: int) -> None:
@@ -203,6 +209,7 @@ class Worker:
 
     def forward(self, attention: Callable[[str], None]) -> None:
         """All layers in order: KV update, then `attention(layer_name)`, which the life cycle wraps in the layer hooks."""
+        self.overlap.begin()
         for layer, name in enumerate(self.cache.names):
             self.oracle.check_writes("start_load_kv")
             self.write_layer(layer)

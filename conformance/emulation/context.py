@@ -49,7 +49,7 @@ class Emulation:
         """Run the compute stream up to here, and what it waits for. Not a host synchronisation of the connector's, so not noted."""
         with self.machine.lock, self.raw():
             self.memory.reuse_pinned()
-            self.machine.demand(self.machine.mark(self.machine.compute))
+            self.machine.demand(Mark(self.machine.compute, self.machine.compute.put))
 
     def drain(self) -> None:
         """Run everything on all streams; not noted."""

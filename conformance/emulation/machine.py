@@ -53,14 +53,14 @@ class Mark:
 
 class Queue:
     """One stream's work: `entries` not yet done, `put` and `done` how many were ever queued and done; `ordered` is how much of the compute
-    queue it ever waited for. `handle` is its cudaStream_t, 0 for
+    queue it ever waited for, `marked` how much of it lies before the latest mark. `handle` is its cudaStream_t, 0 for
     the default stream only."""
 
     def __init__(self, name: str, handle: int, priority: int) -> None:
         self.name, self.handle, self.priority = name, handle, priority
         self.entries: deque[Work | Mark] = deque()
         self.put = self.done = 0
-        self.polls = self.ordered = 0
+        self.polls = self.ordered = self.marked = 0
         self.before_work: Callable[[Queue], None] | None = None  # the allocator's: freed memory is handed out before the next work
 
 
@@ -108,6 +108,7 @@ class Machine:
     def mark(self, queue: Queue) -> Mark:
         """The place behind everything queued so far."""
         with self.lock:
+            queue.marked = queue.put
             return Mark(queue, queue.put)
 
     def wait(self, queue: Queue, mark: Mark) -> None:
@@ -142,6 +143,8 @@ class Machine:
     def drain(self) -> None:
         """Run everything."""
         with self.lock:
+            for queue in self.queues:
+                queue.marked = queue.put
             while busy := [queue for queue in self.queues if queue.entries]:
                 for queue in busy:
                     self.demand(Mark(queue, queue.put))

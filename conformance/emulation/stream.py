@@ -68,6 +68,7 @@ class GenericStream:
         """Whether nothing is left to do; like event.query(), it gives in after `patience` questions in a row."""
         machine, queue = self.emulation.machine, self.queue
         with machine.lock, self.emulation.raw():
+            queue.marked = queue.put
             if not queue.entries:
                 queue.polls = 0
                 return True

@@ -241,6 +241,8 @@ class Engine(EngineControl, EngineExecution):
     def land(self) -> None:
         """Process the oldest queued output."""
         output, result, step, corrupt = self.queue.popleft()
+        if not self.queue:  # the newest: it has sampled its tokens
+            device.current.finish()
         Probe.active = self.probe
         self.ledger.before_update()
         drafts = None

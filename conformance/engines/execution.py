@@ -83,6 +83,9 @@ class EngineExecution:
         self.observer.activity += 1 if total else 0
         self.worker.scheduled = set(output.num_scheduled_tokens)
         result, failed = self._step_of_ranks(output, fresh)
+        if self.depth > 1:
+            for rank in self.ranks:
+                rank.worker.overlap.take_back()
         self.ledger.after_execute(self.worker.rows, failed)
         ended = dict(forward=total > 0, tokens=total, attn_metadata_none=total == 0, failed_forward=False)
         self.trace.emit("worker.step_end", **ended, ranks=self._bound_since(first) if len(self.ranks) > 1 else [])
