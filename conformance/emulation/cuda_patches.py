@@ -65,6 +65,11 @@ def absent(what: str) -> Callable[..., Any]:
     return refuse
 
 
+def absent_class(what: str) -> type:
+    """The same for a class: it can be named, as in annotations, but not made."""
+    return type("Absent", (), {"__new__": absent(what)})
+
+
 def nothing(*args: Any, **kwargs: Any) -> None:
     """Accepts anything, does nothing."""
 
@@ -133,7 +138,7 @@ def patch_cuda(patches: Patches) -> None:
         "_sleep": spin,
         **{name: nothing for name in NOTHING},
         **{name: lambda *args, **kwargs: 0 for name in ZERO},
-        **{name: absent(what) for name, what in ABSENT.items()},
+        **{name: (absent_class if name[:1].isupper() else absent)(what) for name, what in ABSENT.items()},
     }
     for name, value in cuda.items():
         patches.set(torch.cuda, name, value)
