@@ -51,10 +51,11 @@ def digest_torch(paged: Paged, blocks: torch.Tensor, out: torch.Tensor) -> None:
         (wide,) = wider(stack.bits)
         for place, layer in enumerate(wide, stack.start):
             for mine in index.split(step):
-                rows = layer[blocks[mine]].view(torch.uint8)  # [n, heads, size, sides, bytes]
+                rows = layer[blocks[mine]]  # [n, heads, size, sides, ...]
+                rest = rows.flatten().view(torch.uint8).view(*rows.shape[:-1], row)
                 if row % WORD:
-                    rows = torch.nn.functional.pad(rows, (0, -row % WORD))
-                words = rows.flatten().view(torch.int64).view(*rows.shape[:-1], -1)
+                    rest = torch.nn.functional.pad(rest, (0, -row % WORD))
+                words = rest.flatten().view(torch.int64).view(*rows.shape[:-1], weight.shape[-1])
                 out[mine, place] = mix64((words * weight[:, :, None]).sum((1, 2, 4)))
 
 

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every implementation of every kernel does, bit for bit, what numpy says, on drawn layouts, strides, dtypes and slot mappings."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from drawn import BACKENDS, EXAMPLES, Drawn, Shape, contents, ids, index, mappings, shapes
+
+from kvconform.kernels.codes import CodeBook, mix64
+from kvconform.kernels.digest import digest
+from kvconform.kernels.layout import every
+from kvconform.kernels.paged import BITS, Paged
+from kvconform.kernels.poison import poison
+from kvconform.kernels.transfer import gather, scatter
+from kvconform.kernels.verify import Mismatch, verify, verify_torch
+from kvconform.kernels.write import write
+
+NONCES = st.sampled_from([0, 1, 0x4321, 0xFFFF])
+
+
+def same(have: list[np.ndarray], want: list[np.ndarray]) -> None:
+    for mine, other in zip(have, want, strict=True):
+        assert np.array_equal(mine, other), f"{(mine != other).sum()} of {mine.size} elements differ"
+
+
+@BACKENDS
+@EXAMPLES
+@given(st.data())
+def test_write_fills_the_slots_and_nothing_else(where: tuple[str, str], data: st.DataObject) -> None:
+    shape = data.draw(shapes())
+    slots, nonce = data.draw(mappings(shape)), data.draw(NONCES)
+    content = data.draw(contents(len(slots)))
+    cache = shape.make(where[0])
+    want = cache.memory()
+    cache.put(want, slots, cache.codes(content, nonce))
+    write(cache.paged, index(slots, where[0]), ids(content, where[0]), nonce, where[1])
+    same(cache.memory(), want)
+
+
+@BACKENDS
+@EXAMPLES
+@given(st.data())
+def test_verify_finds_every_element_that_differs(where: tuple[str, str], data: st.DataObject) -> None:
+    shape = data.draw(shapes())
+    slots = data.draw(mappings(shape, unique=False))
+    per_slot = data.draw(contents(shape.slots))
+    content = [per_slot[slot] if slot >= 0 else 5 for slot in slots]
+    cache = shape.make(where[0])
+    memory = cache.memory()
+    cache.put(memory, list(range(shape.slots)), cache.codes(per_slot, data.draw(NONCES)))
+    for _ in range(data.draw(st.integers(0, 4))):  # one bit each, anywhere in the memory
+        buffer = memory[data.draw(st.integers(0, len(memory) - 1))]
+        place = data.draw(st.integers(0, buffer.size - 1))
+        buffer[place] ^= buffer.dtype.type(1 << data.draw(st.integers(0, 8 * buffer.itemsize - 2)))
+    cache.load(memory)
+    differs = cache.take(memory, slots) != cache.codes(content, 0)
+    differs &= CodeBook(1, 1, shape.dim).content_mask()[: shape.dim]
+    differs[[slot < 0 for slot in slots]] = False
+    given_slots, given_content = index(slots, where[0]), ids(content, where[0])
+    verdict = verify(cache.paged, given_slots, given_content, where[1])
+    assert int(verdict.count) == differs.sum()
+    assert verdict.wrong.tolist() == differs.sum((1, 2, 3, 4)).tolist()
+    places = np.argwhere(differs)
+    assert verdict.first() == (Mismatch(*places[0].tolist()) if len(places) else None)
+    assert verdict.holds() is (not len(places))
+    if where == ("cpu", "torch"):  # the definition, without the short cuts
+        found = torch.zeros_like(verdict.found)
+        verify_torch(cache.paged, given_slots, given_content, found, quick=False)
+        assert torch.equal(found, verdict.found)
+    same(cache.memory(), memory)
+
+
+@BACKENDS
+@EXAMPLES
+@given(st.data())
+def test_gather_takes_the_rows_and_changes_nothing(where: tuple[str, str], data: st.DataObject) -> None:
+    shape = data.draw(shapes())
+    slots = data.draw(mappings(shape, unique=False))
+    cache = shape.make(where[0])
+    memory = cache.memory()
+    rows = gather(cache.paged, index(slots, where[0]), backend=where[1])
+    assert rows.dtype == shape.dtype and rows.is_contiguous()
+    bits = rows.view(BITS[rows.itemsize]).cpu().numpy()
+    assert np.array_equal(bits, cache.take(memory, slots).swapaxes(0, 1))
+    same(cache.memory(), memory)
+
+
+@BACKENDS
+@EXAMPLES
+@given(st.data())
+def test_scatter_fills_the_slots_and_nothing_else(where: tuple[str, str], data: st.DataObject) -> None:
+    shape = data.draw(shapes())
+    slots = data.draw(mappings(shape))
+    cache = shape.make(where[0])
+    paged, want = cache.paged, cache.memory()
+    noise = np.random.default_rng(1).integers(0, 256, shape.layers * len(slots) * paged.slot_bytes, dtype=np.uint8)
+    bits = noise.view(cache.memory()[0].dtype).reshape(shape.layers, len(slots), shape.heads, paged.sides, shape.dim)
+    cache.put(want, slots, bits.swapaxes(0, 1))
+    scatter(paged, index(slots, where[0]), torch.from_numpy(bits).to(where[0]).view(shape.dtype), where[1])
+    same(cache.memory(), want)
+
+
+@BACKENDS
+@EXAMPLES
+@given(st.data())
+def test_poison_fills_whole_blocks_and_nothing_else(where: tuple[str, str], data: st.DataObject) -> None:
+    shape = data.draw(shapes())
+    blocks = data.draw(st.lists(st.integers(0, shape.blocks - 1), unique=True))
+    blocks.insert(data.draw(st.integers(0, len(blocks))), -1)
+    content, nonce = data.draw(contents(len(blocks))), data.draw(NONCES)
+    cache = shape.make(where[0])
+    want = cache.memory()
+    codes = cache.codes(content, nonce)
+    for item, block in enumerate(blocks):
+        for place in range(shape.size if block >= 0 else 0):
+            cache.put(want, [block * shape.size + place], codes[item : item + 1])
+    poison(cache.paged, index(blocks, where[0]), ids(content, where[0]), nonce, where[1])
+    same(cache.memory(), want)
+
+
+def digest_of(cache: Drawn, memory: list[np.ndarray], layer: int, block: int, side: int) -> int:
+    """The digest by its definition, with Python's integers."""
+    total, number = 0, 0
+    for head in cache.maps[layer][block]:
+        for slot in head:
+            row = memory[cache.of_layer[layer]][slot[side]].tobytes()
+            for begin in range(0, len(row), 8):
+                number += 1
+                total += int.from_bytes(row[begin : begin + 8].ljust(8, b"\0"), "little") * (mix64(number) | 1)
+    return mix64(total)
+
+
+@BACKENDS
+@EXAMPLES
+@given(st.data())
+def test_digest_is_as_defined(where: tuple[str, str], data: st.DataObject) -> None:
+    shape = data.draw(shapes().filter(lambda shape: shape.size * shape.dim * shape.heads <= 1600))
+    cache = shape.make(where[0])
+    memory = cache.memory()
+    blocks = data.draw(st.lists(st.integers(-1, shape.blocks - 1), max_size=4))
+    have = digest(cache.paged, index(blocks, where[0]), where[1]).cpu().numpy().view(np.uint64)
+    sides = cache.paged.sides
+    want = [
+        [[digest_of(cache, memory, layer, block, side) if block >= 0 else 0 for side in range(sides)] for layer in range(shape.layers)]
+        for block in blocks
+    ]
+    assert have.shape == (len(blocks), shape.layers, sides)
+    assert have.tolist() == want
+    assert torch.equal(digest(cache.paged, backend=where[1]), digest(cache.paged, index(list(range(shape.blocks)), where[0]), where[1]))
+    same(cache.memory(), memory)
+
+
+@BACKENDS
+def test_a_cache_of_more_than_2_31_elements(where: tuple[str, str]) -> None:
+    """Blocks are more than 2^31 elements apart; most of the memory is never touched."""
+    device, backend = where
+    apart = (1 << 31) + 64
+    flat = torch.empty(apart + 2 * 4 * 2 * 16, dtype=torch.uint8, device=device)
+
+    layer = flat.as_strided((2, 2, 4, 32), (apart, 128, 32, 1))
+    paged = Paged([layer], "LBHNC")
+    slots, content = index([6, 1], device), ids([77, 88], device)
+    write(paged, slots, content, 3, backend)
+    want = torch.from_numpy(CodeBook(1, 2, 16).rows(np.array([77, 88], dtype=np.uint64), 3)).view(2, 2, 2, 16)
+    assert torch.equal(layer[1, :, 2].view(2, 2, 16).cpu(), want[0])
+    assert torch.equal(flat[apart + 2 * 32 : apart + 3 * 32].cpu(), want[0, 0].flatten())
+    assert verify(paged, slots, content, backend).holds()
+    rows = gather(paged, slots, backend=backend)
+    assert torch.equal(rows[0].cpu(), want)
+    scatter(paged, index([7, -1], device), rows, backend)
+    assert torch.equal(layer[1, :, 3].view(2, 2, 16).cpu(), want[0])
+    poison(paged, index([1], device), ids([99], device), 0, backend)
+    assert digest(paged, index([1], device), backend).tolist() == digest(paged, index([1], device), "torch").tolist()
+    assert verify(paged, index([4, 5, 6, 7], device), ids([99] * 4, device), backend).holds()
+
+
+@BACKENDS
+@EXAMPLES
+@given(st.data())
+def test_the_digest_does_not_depend_on_the_layout(where: tuple[str, str], data: st.DataObject) -> None:
+    sizes = {"dtype": torch.bfloat16, "layers": 2, "blocks": 3, "heads": 2, "size": 4, "dim": data.draw(st.sampled_from([16, 18, 33]))}
+
+    names = data.draw(st.lists(st.sampled_from([name for name in every() if "mla" not in name]), min_size=2, max_size=2))
+    found = []
+    for seed, name in enumerate(names):
+        plain = {"numbers": (0, 1), "apart": (False, False), "turned": False, "gaps": (0, 0, 0), "step": 1, "shift": 0}
+        cache = Shape(layout=name, **sizes, **plain).make(where[0], seed)
+        write(cache.paged, index(list(range(12)), where[0]), ids(list(range(12)), where[0]), 9, where[1])
+        found.append(digest(cache.paged, backend=where[1]).tolist())
+    assert found[0] == found[1]
