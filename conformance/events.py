@@ -222,8 +222,9 @@ _kind(
 _kind(
     "events.lookup",
     "sched",
-    "req:s announced:i got:i local:i tokens:i missing:l untold:l",
-    "A lookup against the KV events so far: tokens announced and had, blocks missing in between, blocks from the first unannounced on.",
+    "req:s announced:i got:i local:i tokens:i missing:l untold:l chain:l",
+    "A lookup against the KV events so far: tokens announced and had, blocks missing in between, blocks from the first unannounced on, all"
+    " announced blocks from the first one on.",
 )
 _kind(
     "queries",

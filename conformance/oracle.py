@@ -97,7 +97,7 @@ class Oracle:
         self.device.launch(self._changes, partial(self._classify_all, after_hook))
 
     def _changes(self) -> list[torch.Tensor | None]:
-        return [self.cache.changes(layer) for layer in range(len(self.cache.tensors))]
+        return [] if self.cache.untouched else [self.cache.changes(layer) for layer in range(len(self.cache.tensors))]
 
     def _classify_all(self, after_hook: str, changes: list[torch.Tensor | None]) -> None:
         for layer, touched in enumerate(changes):
