@@ -173,6 +173,33 @@ def test_a_read_that_was_ordered_is_not_early_when_the_block_is_written_again():
         assert raw(cuda, host) == [2] * 8 and cuda.notes == []
 
 
+@pytest.mark.parametrize("beside", [True, False])
+def test_what_a_thread_was_told_to_wait_for_is_all_that_its_reads_can_be_early_for(beside):
+    """How far the engine has come when a thread gets to its copy is chance; that it did not wait for more than its event is not. The engine's own
+    thread has seen the second write being queued."""
+    with emulate("compute") as cuda:
+        kv, side = make_kv(cuda), torch.cuda.Stream()
+        host = torch.zeros(8, pin_memory=True)
+        cuda.launch(lambda: kv[1].fill_(2))
+        written = torch.cuda.current_stream().record_event()
+        cuda.launch(lambda: kv[1].fill_(3))
+
+        def copy():
+            side.wait_event(written)
+            with torch.cuda.stream(side):
+                host.copy_(kv[1], non_blocking=True)
+
+        if beside:
+            thread = threading.Thread(target=copy)
+            thread.start()
+            thread.join(timeout=20)
+        else:
+            copy()
+        cuda.drain()
+        assert raw(cuda, host) == [2] * 8
+        assert [note.kind for note in cuda.notes] == ["read_early"] * (not beside)
+
+
 def test_gathers_on_a_side_stream_are_watched_too():
     for ordered in (True, False):
         with emulate("compute") as cuda:
@@ -274,7 +301,8 @@ def threaded(cuda, wait=True):
     for step in range(STEPS):
         cuda.launch(lambda step=step: kv[step].fill_(step + 1))
         jobs.put((step, torch.cuda.current_stream().record_event()))
-        while len(done) <= step:  # so that it is not chance which of them is first
+        until = time.monotonic() + 20
+        while len(done) <= step and time.monotonic() < until:  # so that it is not chance which of them is first
             time.sleep(0.0005)
     jobs.put(None)
     thread.join()

@@ -277,6 +277,22 @@ def test_elapsed_time_counts_work_between_two_reached_marks(cuda):
         start.elapsed_time(torch.Event(enable_timing=True))
 
 
+def test_events_for_timing_may_be_used_again():
+    with emulate("transfers") as cuda:
+        start, end, side = torch.Event(enable_timing=True), torch.Event(enable_timing=True), torch.cuda.Stream()
+        times = []
+        for works in (5, 1):
+            start.record(side)
+            for _ in range(works):
+                log(cuda, side, [], 1)
+            end.record(side)
+            with pytest.raises(RuntimeError, match="not completed"):
+                start.elapsed_time(end)
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+        assert times[0] > times[1] > 0
+
+
 def test_what_cannot_be_emulated_says_so(cuda):
     for use in (
         lambda: torch.cuda.CUDAGraph(),
