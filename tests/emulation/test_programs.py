@@ -175,8 +175,8 @@ def test_a_read_that_was_ordered_is_not_early_when_the_block_is_written_again():
 
 @pytest.mark.parametrize("beside", [True, False])
 def test_what_a_thread_was_told_to_wait_for_is_all_that_its_reads_can_be_early_for(beside):
-    """How far the engine has come when a thread gets to its copy is chance; that it did not wait for more than its event is not. The engine's own
-    thread has seen the second write being queued."""
+    """How far the engine has come when a thread gets to its copy is chance; that it did not wait for more than its event is not. The engine's
+    own thread has seen the second write being queued."""
     with emulate("compute") as cuda:
         kv, side = make_kv(cuda), torch.cuda.Stream()
         host = torch.zeros(8, pin_memory=True)
@@ -207,12 +207,27 @@ def test_gathers_on_a_side_stream_are_watched_too():
             cuda.launch(lambda kv=kv: kv[1].fill_(2))
             if ordered:
                 side.wait_stream(torch.cuda.current_stream())
+            cuda.launch(lambda kv=kv: kv[2].fill_(2))  # no business of the gather's
             with torch.cuda.stream(side):
                 gathered = kv[torch.ones(1, dtype=torch.long, device="cuda")] + 1
                 host = gathered.to("cpu", non_blocking=True)
             cuda.drain()
             assert raw(cuda, host)[0][0] == (3 if ordered else 1)
             assert ("read_early" in [note.kind for note in cuda.notes]) != ordered
+
+
+def test_operands_of_in_place_operators_are_watched_too():
+    for ordered in (True, False):
+        with emulate("compute") as cuda:
+            kv, side = make_kv(cuda), torch.cuda.Stream()
+            cuda.launch(lambda kv=kv: kv[1].fill_(2))
+            if ordered:
+                side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                torch.zeros(8, device="cuda").add_(kv[1])
+            cuda.launch(lambda kv=kv: kv[1].fill_(3))
+            cuda.drain()
+            assert [note.kind for note in cuda.notes] == ["read_early"] * (not ordered)
 
 
 # -- right programs

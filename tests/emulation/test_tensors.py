@@ -99,6 +99,14 @@ def test_operations_on_device_tensors_wait_for_their_turn(cuda):
     assert cuda.notes == []
 
 
+def test_results_have_the_type_that_numbers_give_them(cuda):
+    x = torch.ones(2, dtype=torch.int64, device="cuda")
+    assert [(x * number).dtype for number in (1, 1.0, True)] == [torch.int64, torch.float32, torch.int64]
+    flags = x > 0
+    assert [(flags * number).dtype for number in (True, 1, 1.0)] == [torch.bool, torch.int64, torch.float32]
+    assert (x[:1] * 1).shape == (1,) and (x.to(torch.int8) * 1).dtype == torch.int8
+
+
 def test_host_operations_run_at_once(cuda):
     pinned = torch.ones(3, pin_memory=True)
     pinned.add_(1)
