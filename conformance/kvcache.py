@@ -129,7 +129,7 @@ class PagedCache:
         """Which of `slots` [n] differ in content from `rows`: a mask [n], where the cache is. The host waits for nothing."""
         have = self._rows(layer, slots)
         wanted = self._upload(torch.from_numpy(rows[:, : have.shape[1]]))
-        different: torch.Tensor = ((have != wanted) & self._mask).flatten(1).any(1)
+        different: torch.Tensor = ((have != wanted) & self._mask).flatten(1).contiguous().view(torch.int64).any(1)  # eight at a time
         return different
 
     def foreign(self, layer: int) -> np.ndarray:
