@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions: conformance, tests, defects, history, versions, lint, bench.
+"""Sessions: conformance, tests, kernels, defects, gpu, history, versions, lint, bench.
 
 All but `lint` share one environment per vLLM package, `.nox/<package>-<version>-<python>` (3.5 GB without a GPU), made once and kept:
 a stamp inside it says what was installed, so a later run installs nothing (docs/decisions/0009-one-environment.md). To start afresh,
@@ -72,7 +72,7 @@ def prepare(session: nox.Session) -> tuple[Any, list[str]]:
     if chosen != env.done["vllm"][0]:
         env = noxenv.install_release(session, env, chosen)
     session.log("vLLM package: {} ({})".format(*env.done["vllm"]))
-    if session.name == "conformance":  # how its report says that a run is repeated
+    if session.name in ("conformance", "gpu"):  # how its report says that a run is repeated
         given = [*(["--vllm", mine.vllm] if mine.vllm else []), *(word for item in mine.install for word in ("--install", item))]
         noxenv.ENV["KVCONFORM_THROUGH"] = shlex.join(["nox", "-s", "conformance", "--", *given])
     return (noxenv.install_connector(session, env, mine.install) if mine.install else env), rest
@@ -97,6 +97,17 @@ def defects(session: nox.Session) -> None:
     """Run every planted defect: each must be found, by the requirement that names it."""
     env, rest = prepare(session)
     env.run("-m", "kvconform", "defects", *rest)
+
+
+@nox.session
+def gpu(session: nox.Session) -> None:
+    """On a GPU: the kernels' tests, the snapshots against those that were made on a CPU, and the gate with `--device cuda`."""
+    if not noxenv.has_gpu():
+        session.skip("nvidia-smi lists no GPU: nothing of what needs one was run")
+    env, rest = prepare(session)
+    env.run("-m", "pytest", "tests/kernels")
+    env.run("-m", "kvconform", "snapshot", "check", "--dir", "fixtures/golden", "--device", "cuda")
+    env.run("-m", "kvconform", "run", "--device", "cuda", *rest)
 
 
 @nox.session

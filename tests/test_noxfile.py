@@ -158,8 +158,15 @@ def test_a_release_that_cannot_be_installed_does_not_end_the_matrix(noxfile: Any
     ]
 
 
+class Skipped(Exception):
+    """session.skip was called."""
+
+
 class Chosen(FakeSession):
     """A session with arguments after `--`, over environments that only note what was asked for."""
+
+    def skip(self, reason: str) -> None:
+        raise Skipped(reason)
 
     def __init__(self, name: str, *posargs: str) -> None:
         super().__init__()
@@ -227,6 +234,27 @@ def test_the_releases_of_a_matrix(
     function(Chosen("versions", *given, "--no-snapshots"))
     assert [entry["release"] for entry in json.loads((tmp_path / "versions.json").read_text())] == wanted
     assert Made.runs[-1] == ("-m", "kvconform.versions", "--plan", str(tmp_path / "versions.json"), "--no-snapshots")
+
+
+def test_on_a_gpu_kernels_snapshots_and_gate(sessions: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sessions
+    monkeypatch.setattr(module.noxenv, "has_gpu", lambda: True)
+    monkeypatch.setattr(module.noxenv, "Environment", Made)
+    monkeypatch.setattr(module.noxenv, "install_vllm", lambda env, wanted, gpu: env.done.update(vllm=[wanted, "GPU"]))
+    Made.runs.clear()
+    getattr(module.gpu, "func", module.gpu)(Chosen("gpu", "--connector", "a:B"))
+    tests, snapshots, gate = Made.runs
+    assert tests[:3] == ("-m", "pytest", "tests/kernels") and snapshots[-2:] == ("--device", "cuda")
+    assert gate == ("-m", "kvconform", "run", "--device", "cuda", "--connector", "a:B")
+
+
+def test_without_a_gpu_nothing_is_said_to_have_run(sessions: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sessions
+    monkeypatch.setattr(module.noxenv, "has_gpu", lambda: False)
+    Made.runs.clear()
+    with pytest.raises(Skipped, match="lists no GPU"):
+        getattr(module.gpu, "func", module.gpu)(Chosen("gpu"))
+    assert Made.runs == []
 
 
 def test_another_release_on_a_gpu_is_installed_whole(noxfile: Any) -> None:
