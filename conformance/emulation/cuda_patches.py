@@ -168,6 +168,7 @@ def patch_cuda(patches: Patches) -> None:
     }
     for name, value in accelerator.items():
         patches.set(torch.accelerator, name, value)
+    patches.set(torch.UntypedStorage, "_share_cuda_", absent("device memory shared between processes"))
     patches.set(torch, "Stream", GenericStream)
     patches.set(torch, "Event", GenericEvent)
     triton = sys.modules.get("triton.runtime.jit")

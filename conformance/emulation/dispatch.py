@@ -81,7 +81,7 @@ class Dispatch(TorchDispatchMode):
         if emulation.off or not self._any_on_device((*args, *kwargs.values())):
             return func(*args, **kwargs)
         facts = operation(func)
-        if facts.metadata:
+        if facts.metadata and func._schema.name != "aten::resize_":
             return func(*args, **kwargs)
         with emulation.machine.lock:
             return self._queue(func, facts, args, kwargs)
@@ -103,6 +103,8 @@ class Dispatch(TorchDispatchMode):
             return args[0]
         if name == "aten::record_stream":
             raise NotEmulated("record_stream() that goes around torch.Tensor.record_stream")
+        if name == "aten::resize_" or any(value.numel() == 0 for value in leaves(kwargs.get("out"))):
+            raise NotEmulated("device tensor that is given another size in place (resize_, or out= with an empty tensor)")
         if not facts.runs:
             raise NotEmulated(f"operator {func}: it has no CPU kernel")
         queue = emulation.queue

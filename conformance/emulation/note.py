@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 OWN = str(Path(__file__).parent)
@@ -25,6 +26,7 @@ class Note:
     where: str
 
 
+@cache
 def shown(file: str) -> str:
     """A file's name that is the same on every machine: relative to site-packages or the working directory, else the name alone."""
     at = file.rfind("site-packages/")

@@ -44,6 +44,8 @@ class Placement(TorchFunctionMode):
             torch.Tensor.numpy: self.numpy,
             torch.Tensor.__array__: self.numpy,
             torch.Tensor.__dlpack__: self.dlpack,
+            torch.Tensor.__deepcopy__: self.deepcopy,
+            torch.Tensor.share_memory_: lambda tensor: tensor if self.emulation.on_device(tensor) else tensor.share_memory_(),
             torch.Tensor.data_ptr: self.data_ptr,
             torch.Tensor.__setitem__: self.set_item,
             torch.device: lambda *args, **kwargs: torch.device(*(("cuda", *args) if args and isinstance(args[0], int) else args), **kwargs),
@@ -188,6 +190,12 @@ class Placement(TorchFunctionMode):
         if self.emulation.on_device(tensor):
             raise NotEmulated("export of device memory through DLPack")
         return torch.Tensor.__dlpack__(tensor, *args, **kwargs)
+
+    def deepcopy(self, tensor: torch.Tensor, memo: Any) -> Any:
+        """A copy on the device is the stream's work."""
+        if not self.emulation.on_device(tensor):
+            return tensor.__deepcopy__(memo)
+        return memo.setdefault(id(tensor), tensor.clone())
 
     def data_ptr(self, tensor: torch.Tensor) -> int:
         """The address; a host tensor whose address is known may be used by raw copies later."""

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 def patch_tensors(patches: Patches) -> None:
-    """Replace properties and methods of torch.Tensor. In `raw()` they say and do what they always did."""
+    """Replace properties and methods of torch.Tensor. In `raw()` they say what they always said,
+    except that memory pinned here stays pinned."""
     base = torch._C.TensorBase
     placement = Placement()  # for its functions only; it is not entered
 
@@ -52,6 +53,13 @@ def patch_tensors(patches: Patches) -> None:
         if block is not None:
             memory.record(block, stream.queue)
 
+    reduce_ex = torch.Tensor.__reduce_ex__
+
+    def reduce(tensor: torch.Tensor, protocol: Any) -> Any:
+        """Pickling, and torch.save(): the bytes as they are when the host has waited; a host tensor comes out of it."""
+        return reduce_ex(placement.host_copy(tensor, "pickled") if there(tensor) else tensor, protocol)
+
+    patches.set(torch.Tensor, "__reduce_ex__", reduce)
     patches.set(torch.Tensor, "device", property(device))
     patches.set(torch.Tensor, "is_cuda", property(there))
     patches.set(torch.Tensor, "is_cpu", property(lambda tensor: not there(tensor) and base.is_cpu.__get__(tensor)))

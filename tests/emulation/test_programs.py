@@ -175,8 +175,8 @@ def test_a_read_that_was_ordered_is_not_early_when_the_block_is_written_again():
 
 @pytest.mark.parametrize("beside", [True, False])
 def test_what_a_thread_was_told_to_wait_for_is_all_that_its_reads_can_be_early_for(beside):
-    """How far the engine has come when a thread gets to its copy is chance; that it did not wait for more than its event is not. The engine's
-    own thread has seen the second write being queued."""
+    """How far the engine has come when a thread gets to its copy is chance; that it did not wait for more than its event is not. The
+    engine's own thread has seen the second write being queued."""
     with emulate("compute") as cuda:
         kv, side = make_kv(cuda), torch.cuda.Stream()
         host = torch.zeros(8, pin_memory=True)

@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -213,6 +217,35 @@ def test_what_cuda_refuses_is_refused(cuda):
         torch.zeros(2, device="cuda", pin_memory=True)
     with pytest.raises(NotEmulated, match="DLPack"):
         x.__dlpack__()
+
+
+def test_copies_that_python_makes(cuda):
+    x = cuda.to_device(torch.ones(2))
+    x.add_(1)
+    twin = copy.deepcopy({"a": x, "b": x})
+    assert twin["a"] is twin["b"] and twin["a"].is_cuda and cuda.notes == []
+    x.add_(1)
+    file = io.BytesIO()
+    torch.save(x, file)
+    assert len(cuda.notes) == 1 and torch.load(io.BytesIO(file.getvalue())).tolist() == [3, 3]
+    assert pickle.loads(pickle.dumps(x[1:])).tolist() == [3] and twin["a"].tolist() == [2, 2]
+    assert x.share_memory_() is x and x.is_cuda
+    host = torch.ones(2)
+    cuda.notes.clear()
+    assert copy.deepcopy(host).tolist() == pickle.loads(pickle.dumps(host)).tolist() == [1, 1] and cuda.notes == []
+
+
+def test_memory_that_would_move_is_refused(cuda):
+    x = torch.ones(2, device="cuda")
+    moves = (
+        lambda: x.resize_(100),
+        lambda: torch.add(x, x, out=torch.empty(0, device="cuda")),
+        lambda: x.untyped_storage()._share_cuda_(),
+    )
+    for use in moves:
+        with pytest.raises(NotEmulated):
+            use()
+    assert torch.add(x, x, out=torch.empty(2, device="cuda")).tolist() == [2, 2]
 
 
 def test_operators_of_extensions_are_queued_like_torchs_own(cuda):
