@@ -317,7 +317,7 @@ def threaded(cuda, wait=True):
         cuda.launch(lambda step=step: kv[step].fill_(step + 1))
         jobs.put((step, torch.cuda.current_stream().record_event()))
         until = time.monotonic() + 20
-        while len(done) <= step and time.monotonic() < until:  # so that it is not chance which of them is first
+        while len(done) <= step and thread.is_alive() and time.monotonic() < until:  # so that it is not chance which of them is first
             time.sleep(0.0005)
     jobs.put(None)
     thread.join()
