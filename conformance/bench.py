@@ -117,11 +117,12 @@ def main(arguments: list[str] | None = None) -> int:
     every = max(1, parser.parse_args(arguments).every)
     gate = measure_gate(every)
     show(gate, every)
-    from kvconform import bench_monitors, bench_scheduler, bench_stress
+    from kvconform import bench_monitors, bench_scheduler, bench_stress, bench_verify
 
     for title, found in (
         ("Requirements, on the events of these runs", bench_monitors.measure(gate.events, gate.requirements, gate.caps)),
         ("Reference scheduler against vLLM's", bench_scheduler.compare()),
+        ("Verification, in a step of the reference engine", bench_verify.measure()),
         ("A thousand requests at once", bench_stress.stress()),
     ):
         print(f"\n{title}:")

@@ -210,8 +210,8 @@ class Worker:
     def forward(self, attention: Callable[[str], None]) -> None:
         """All layers in order: KV update, then `attention(layer_name)`, which the life cycle wraps in the layer hooks."""
         self.overlap.begin()
+        self.oracle.check_writes("start_load_kv")
         for layer, name in enumerate(self.cache.names):
-            self.oracle.check_writes("start_load_kv")
             self.write_layer(layer)
             attention(name)
 
