@@ -192,10 +192,13 @@ _active: list[Emulation] = []
 
 
 def active() -> Emulation:
-    """The emulation that the calling thread is part of: the one in which it was started, or which it entered last. RuntimeError outside of
-    `emulate()`."""
-    if STATE.emulation is not None:
-        return STATE.emulation
+    """The emulation that the calling thread is part of: the one in which it was started, or which it entered last. A thread that outlives
+    its emulation, as those of a pool do, becomes part of the next one. RuntimeError outside of `emulate()`."""
+    mine = STATE.emulation
+    if mine is not None and (mine.machine.open or not _active):
+        return mine
+    if mine is not None:
+        STATE.emulation, STATE.queue = _active[-1], None
     if not _active:
         raise RuntimeError("No CUDA emulation is active in this process.")
     return _active[-1]

@@ -97,6 +97,7 @@ def patch_cuda(patches: Patches) -> None:
 
     def set_stream(stream: GenericStream | None) -> None:
         if stream is not None:
+            active()  # first: it may be the thread's first call in another emulation
             STATE.queue = stream.queue
 
     def set_device(device: Any) -> None:

@@ -80,6 +80,7 @@ class GenericStream:
             return True
 
     def __enter__(self) -> GenericStream:
+        active()
         self._outer = [*getattr(self, "_outer", []), STATE.queue]
         STATE.queue = self.queue
         return self
@@ -129,6 +130,7 @@ class StreamContext:
         self._outer: list[Queue | None] = []
 
     def __enter__(self) -> GenericStream | None:
+        active()
         self._outer.append(STATE.queue)
         if self.stream is not None:
             STATE.queue = self.stream.queue

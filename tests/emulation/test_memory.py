@@ -99,7 +99,7 @@ def test_memory_that_is_not_torchs_can_be_pinned_by_address():
 # -- memory that is freed
 
 
-def store_from_temporary(cuda, side, *, record=False, wait=False, size=16):
+def store_from_temporary(cuda, side, *, record=False, wait=False, wait_after=False, size=16):
     """A temporary of the compute stream is copied to pinned memory on a side stream, and dropped."""
     host = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
     temporary = device_bytes(cuda, 3, size) + 1
@@ -111,6 +111,8 @@ def store_from_temporary(cuda, side, *, record=False, wait=False, size=16):
     if wait:
         cuda.compute.wait_stream(side)
     del temporary
+    if wait_after:
+        cuda.compute.wait_stream(side)
     cuda.launch(lambda: None)  # whatever comes next may get the memory
     cuda.finish_compute()
     side.synchronize()
@@ -124,7 +126,7 @@ def test_device_memory_freed_while_another_stream_uses_it_is_handed_out_again():
 
 
 @pytest.mark.parametrize("delay", ADVERSARIES)
-@pytest.mark.parametrize("how", ["record", "wait"])
+@pytest.mark.parametrize("how", ["record", "wait", "wait_after"])
 def test_record_stream_or_a_wait_keeps_it(delay, how):
     with emulate(delay) as cuda:
         assert store_from_temporary(cuda, torch.cuda.Stream(), **{how: True}) == [4] * 16

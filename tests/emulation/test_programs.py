@@ -6,6 +6,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -415,6 +416,25 @@ def test_a_thread_that_outlives_its_emulation_works_on_the_host():
     go.set()
     thread.join(timeout=20)
     assert results == [2, "cpu"]
+
+
+def test_a_pools_thread_goes_from_one_emulation_to_the_next():
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        for _ in range(3):
+            with emulate("compute") as cuda:
+                kv, host = make_kv(cuda), torch.zeros(8, pin_memory=True)
+                cuda.launch(lambda kv=kv: kv[1].fill_(2))
+                written, side = torch.cuda.current_stream().record_event(), torch.cuda.Stream()
+
+                def copy(kv=kv, host=host, written=written, side=side):
+                    torch.cuda.set_stream(side)
+                    side.wait_event(written)
+                    host.copy_(kv[1], non_blocking=True)
+                    side.synchronize()
+                    return host.tolist()
+
+                assert pool.submit(copy).result(timeout=20) == [2] * 8 and len(cuda.notes) == 1
+            assert pool.submit(lambda: torch.ones(1).tolist()).result(timeout=20) == [1]
 
 
 def test_threads_of_an_outer_emulation_stay_in_it():
