@@ -8,7 +8,7 @@ import torch
 
 from kvconform.kernels.device import Cut, choose, distance, on, program, slots_of, tl, triton
 from kvconform.kernels.paged import BITS, Paged
-from kvconform.kernels.rows import fetch, pieces, put
+from kvconform.kernels.rows import split, wider
 
 
 def gather(paged: Paged, slots: torch.Tensor, out: torch.Tensor | None = None, backend: str | None = None) -> torch.Tensor:
@@ -50,19 +50,28 @@ def _contiguous(paged: Paged, rows: torch.Tensor, shape: tuple[int, ...]) -> tor
 
 def gather_torch(paged: Paged, slots: torch.Tensor, out: torch.Tensor) -> None:
     """`gather` in plain torch, for arguments that have been checked; `out` as integers of the elements' size."""
-    missing = ((slots < 0) | (slots >= paged.slots)).nonzero().flatten()
-    if len(missing):
-        out.index_fill_(1, missing, 0)
-    for stack, mine in pieces(paged, slots):
-        there = out[stack.start : stack.start + len(stack.numbers)]
-        rows = fetch(stack.bits, slots[mine]).transpose(0, 1)
-        there.index_copy_(1, mine, rows)
+    missing = (slots < 0) | (slots >= paged.slots)
+    known = slots.masked_fill(missing, 0)
+    for stack in paged.stacks:
+        blocks, places = split(stack.bits, known)
+        wide, rows = wider(stack.bits, out)
+        for layer, bits in enumerate(wide):
+            torch.ops.aten.index.Tensor_out(bits, [blocks, None, places], out=rows[stack.start + layer])
+    absent = missing.nonzero().flatten()
+    if len(absent):
+        out.index_fill_(1, absent, 0)
 
 
 def scatter_torch(paged: Paged, slots: torch.Tensor, rows: torch.Tensor) -> None:
     """`scatter` in plain torch, for arguments that have been checked; `rows` as integers of the elements' size."""
-    for stack, mine in pieces(paged, slots):
-        put(stack.bits, slots[mine], rows[stack.start : stack.start + len(stack.numbers), mine].transpose(0, 1))
+    known = ((slots >= 0) & (slots < paged.slots)).nonzero().flatten()
+    whole = len(known) == len(slots)
+    for stack in paged.stacks:
+        blocks, places = split(stack.bits, slots if whole else slots[known])
+        wide, given = wider(stack.bits, rows)
+        for layer, bits in enumerate(wide):
+            mine = given[stack.start + layer]
+            bits[blocks, :, places] = mine if whole else mine[known]
 
 
 def gather_triton(paged: Paged, slots: torch.Tensor, out: torch.Tensor) -> None:
