@@ -10,13 +10,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from vllm.v1.kv_cache_interface import KVCacheTensor
 
 from .context import Emulation
+from .errors import NotEmulated
 from .vllm_copies import Copies
 from .vllm_platform import platform_is_cuda
 
 MODULES = (
     "vllm._custom_ops",
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker",
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector",
     "vllm.utils.platform_utils",
     "vllm.v1.kv_offload.cpu.gpu_worker",
     "vllm.v1.kv_offload.cpu.host_register",
@@ -56,6 +60,10 @@ def vllm_on_cuda(cuda: Emulation) -> Iterator[None]:
                 for name, value in _exchanged(module, copies).items():
                     restore.append((module, name, getattr(module, name)))
                     setattr(module, name, value)
+                worker = getattr(module, "OffloadingConnectorWorker", None)
+                if worker is not None and "block_stride" not in KVCacheTensor.__dataclass_fields__:
+                    restore.append((worker, "register_kv_caches", worker.register_kv_caches))
+                    worker.register_kv_caches = _refuse_offloading
             yield
         finally:
             for module, name, value in reversed(restore):
@@ -80,10 +88,17 @@ def _exchanged(module: Any, copies: Copies) -> dict[str, Any]:
         "swap_blocks_batch": copies.swap_blocks_batch,
         "swap_blocks": copies.swap_blocks,
         "CudaRTLibrary": CudaRuntime,
-        "_resolve_batch_memcpy": lambda: copies.batch_memcpy,  # until 0.26
-        "_batch_memcpy_fn": None,
+        "_resolve_batch_memcpy": lambda: (copies.batch_memcpy, 1),  # with the number of attributes that it takes
         "_batch_memcpy": None,
     }
-    if "_batch_memcpy" in vars(module):  # since 0.29, with the number of attributes
-        known["_resolve_batch_memcpy"] = lambda: (copies.batch_memcpy, 1)
+    if "_batch_memcpy_fn" in vars(module):  # until 0.28
+        known["_resolve_batch_memcpy"] = _refuse
     return {name: value for name, value in known.items() if name in vars(module)}
+
+
+def _refuse() -> None:
+    raise NotEmulated("layers in allocations of their own, as SimpleCPUOffloadConnector wants them before vLLM 0.29")
+
+
+def _refuse_offloading(*args: Any) -> None:
+    raise NotEmulated("attention layers with allocations of their own, as OffloadingConnector wants them before vLLM 0.26")
