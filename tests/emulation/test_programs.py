@@ -217,6 +217,16 @@ def test_gathers_on_a_side_stream_are_watched_too():
             assert ("read_early" in [note.kind for note in cuda.notes]) != ordered
 
 
+def test_an_index_that_becomes_wild_is_a_read_that_came_too_early():
+    with emulate("compute") as cuda:
+        kv, index, side = make_kv(cuda), cuda.to_device(torch.ones(1, dtype=torch.long)), torch.cuda.Stream()
+        cuda.launch(lambda: index.fill_(99))
+        with torch.cuda.stream(side):
+            gathered = kv[index]
+        cuda.drain()
+        assert gathered.shape == (1, 8) and [note.kind for note in cuda.notes] == ["read_early"]
+
+
 def test_operands_of_in_place_operators_are_watched_too():
     for ordered in (True, False):
         with emulate("compute") as cuda:
