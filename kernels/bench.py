@@ -30,8 +30,8 @@ THREADS = 2
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement. `gbps`: 10^9 bytes read plus written per second. `ratio` as the module says. `launches`: host time of a call in units
-    of one launch, on CUDA at no more than 128 tokens, else None."""
+    """One measurement. `gbps`: 10^9 bytes read plus written per second. `ratio` as the module says. `launches`: host time of a call in
+    units of one launch, on CUDA at no more than 128 tokens, else None."""
 
     kernel: str
     by: str
@@ -145,9 +145,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="kvconform.kernels.bench", description=__doc__)
     numbers, names = (lambda text: tuple(int(part) for part in text.split(","))), (lambda text: tuple(text.split(",")))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument(
-        "--tokens", type=numbers, help="default: %s on CUDA, %s on the CPU" % tuple(map(str, (TOKENS["cuda"], TOKENS["cpu"])))
-    )
+    parser.add_argument("--tokens", type=numbers, help=f"default: {TOKENS['cuda']} on CUDA, {TOKENS['cpu']} on the CPU")
     parser.add_argument("--layouts", type=names, default=LAYOUTS, help=f"default: {','.join(LAYOUTS)}")
     parser.add_argument("--dtypes", type=names, default=("bfloat16",), help="default: bfloat16")
     parser.add_argument("--kernels", type=names, default=(), help="only these; copy counts as one")

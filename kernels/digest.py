@@ -15,7 +15,7 @@ import torch
 
 from kvconform.kernels.device import choose, mix, on, tl, triton
 from kvconform.kernels.lanes import mix64
-from kvconform.kernels.paged import Paged
+from kvconform.kernels.paged import Paged, strides_of
 from kvconform.kernels.rows import PIECE, wider
 
 WORD = 8
@@ -70,7 +70,7 @@ def digest_triton(paged: Paged, blocks: torch.Tensor, out: torch.Tensor) -> None
             lanes = 1 << (wide.shape[-1] - 1).bit_length()
             lanes = min(lanes, 512 // wide.element_size())
             tile = max(1, min(1 << (paged.size - 1).bit_length(), 8192 // (lanes * wide.element_size())))
-            block, head, slot, side, lane = wide.stride()
+            block, head, slot, side, lane = strides_of(wide)
             digest_kernel[(len(blocks) * paged.sides, len(launch.where))](
                 wide, launch.where, blocks, out, paged.blocks, block, head, slot, side, lane, paged.heads, wide.shape[-1], words,
                 len(paged.numbers), launch.start, wide.element_size() // paged.itemsize, wide.element_size(), paged.sides, paged.size, tile,

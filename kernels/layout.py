@@ -53,9 +53,7 @@ class Layout:
                 raise ValueError(f"K and V share the last axis of layout {self.name}, and {layer.shape[at]} elements cannot be halved")
             layer, axes = layer.unflatten(at, (2, -1)), axes.replace("C", "SD")
         if "S" in axes and layer.shape[axes.index("S")] != 2:
-            raise ValueError(
-                f"axis {axes.index('S')} of layout {self.name} is K or V and must have 2 entries, not {layer.shape[axes.index('S')]}"
-            )
+            raise ValueError(f"axis {axes.index('S')} of layout {self.name} is K or V: 2 entries, not {layer.shape[axes.index('S')]}")
         for letter in LOGICAL:
             if letter not in axes:
                 layer, axes = layer.unsqueeze(-1), axes + letter

@@ -40,6 +40,11 @@ class Launch:
     start: int
     align: int
 
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Strides of (blocks, heads, slots, sides, elements), see `strides_of`."""
+        return strides_of(self.base)
+
 
 class Paged:
     """A paged KV cache: layers of one geometry over memory that somebody else owns.
@@ -162,6 +167,11 @@ class Paged:
         """ValueError when a slot is beyond the last. On CUDA the host waits for the device."""
         if len(slots) and int(slots.max()) >= self.slots:
             raise ValueError(f"slot {int(slots.max())} does not exist: the cache has {self.slots}")
+
+
+def strides_of(bits: torch.Tensor) -> tuple[int, ...]:
+    """Strides of a tensor, 0 for axes of one entry: theirs mean nothing, and a compiler could not see past them that rows are aligned."""
+    return tuple(0 if length == 1 else stride for length, stride in zip(bits.shape, bits.stride(), strict=True))
 
 
 def _storage(view: torch.Tensor) -> int:

@@ -97,8 +97,8 @@ def _transfer(paged: Paged, slots: torch.Tensor, rows: torch.Tensor, into: bool)
     row = paged.heads * paged.sides * paged.dim
     with on(paged.device):
         for launch in paged.launches:
-            block, head, slot, side, lane = launch.base.stride()
-            sides, dim = merged(paged, launch.base.stride())
+            block, head, slot, side, lane = launch.strides
+            sides, dim = merged(paged, launch.strides)
             cut = Cut.of(count, dim, paged.itemsize)
             transfer_kernel[(cut.programs(count, paged.heads, sides), len(launch.where))](
                 launch.base, launch.where, slots, rows[launch.start :], count, paged.slots, block, head, slot, side, lane, row,

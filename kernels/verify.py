@@ -161,7 +161,7 @@ def verify_triton(paged: Paged, slots: torch.Tensor, content: torch.Tensor, foun
     with on(paged.device):
         for launch in paged.launches:
             grid = (cut.programs(count, paged.heads, paged.sides), len(launch.where))
-            block, head, slot, side, lane = launch.base.stride()
+            block, head, slot, side, lane = launch.strides
             verify_kernel[grid](
                 launch.base, launch.where, slots, content, found, count, paged.slots, block, head, slot, side, lane, paged.heads,
                 paged.dim, len(paged.numbers), launch.start, paged.kind, paged.sides, paged.size, launch.align, cut.tile, cut.lanes,

@@ -42,7 +42,7 @@ def write_triton(paged: Paged, slots: torch.Tensor, content: torch.Tensor, nonce
     with on(paged.device):
         for launch in paged.launches:
             grid = (cut.programs(count, paged.heads, paged.sides), len(launch.where))
-            block, head, slot, side, lane = launch.base.stride()
+            block, head, slot, side, lane = launch.strides
             write_kernel[grid](
                 launch.base, launch.where, slots, content, count, paged.slots, block, head, slot, side, lane, paged.heads, paged.dim,
                 nonce & 0xFFFF, paged.kind, paged.sides, paged.size, blocks, launch.align, cut.tile, cut.lanes, cut.chunks, cut.even,
