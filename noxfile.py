@@ -41,6 +41,7 @@ def load(name: str) -> Any:
 
 
 noxenv = load("noxenv")
+KERNELS = ("torch==2.13.0", "triton>=3.6", "numpy")  # the default vLLM's torch; where pip finds a CPU build, it prefers that
 
 
 def options(session: nox.Session) -> tuple[argparse.Namespace, list[str]]:
@@ -150,7 +151,19 @@ def lint(session: nox.Session) -> None:
 
 
 @nox.session
+def kernels(session: nox.Session) -> None:
+    """Test the kernels, in an environment without vLLM: compiled where there is a GPU, else through Triton's interpreter."""
+    env = noxenv.Environment(session, "kernels", [sys.version])
+    env.install_project("test")
+    if "kernels" not in env.done:
+        env.must_pip("install", *KERNELS)
+        env.mark("kernels", list(KERNELS))
+    env.run("-m", "pytest", "tests/kernels", *session.posargs, env={} if noxenv.has_gpu() else {"TRITON_INTERPRET": "1"})
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
-    """Say where the time of a warm gate goes."""
+    """Say where the time of a warm gate goes, and how fast the kernels are."""
     env, rest = prepare(session)
     env.run("-m", "kvconform.bench", *rest)
+    env.run("-m", "kvconform.kernels.bench", "--seconds", "0.5")

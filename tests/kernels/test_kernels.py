@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -160,27 +161,27 @@ def test_digest_is_as_defined(where: tuple[str, str], data: st.DataObject) -> No
 
 
 @BACKENDS
-def test_a_cache_of_more_than_2_31_elements(where: tuple[str, str]) -> None:
-    """Blocks are more than 2^31 elements apart; most of the memory is never touched."""
+@pytest.mark.parametrize("apart, last", [((1 << 31) + 64, 1), ((1 << 30) + 64, 5)], ids=["stride", "product"])
+def test_a_cache_of_more_than_2_31_elements(apart: int, last: int, where: tuple[str, str]) -> None:
+    """Neither a stride nor a block times its stride fits 32 bits; most of the memory is never touched."""
     device, backend = where
-    apart = (1 << 31) + 64
-    flat = torch.empty(apart + 2 * 4 * 2 * 16, dtype=torch.uint8, device=device)
-
-    layer = flat.as_strided((2, 2, 4, 32), (apart, 128, 32, 1))
+    flat = torch.empty(last * apart + 2 * 4 * 2 * 16, dtype=torch.uint8, device=device)
+    layer = flat.as_strided((last + 1, 2, 4, 32), (apart, 128, 32, 1))
     paged = Paged([layer], "LBHNC")
-    slots, content = index([6, 1], device), ids([77, 88], device)
+    begin = 4 * last
+    slots, content = index([begin + 2, 1], device), ids([77, 88], device)
     write(paged, slots, content, 3, backend)
     want = torch.from_numpy(CodeBook(1, 2, 16).rows(np.array([77, 88], dtype=np.uint64), 3)).view(2, 2, 2, 16)
-    assert torch.equal(layer[1, :, 2].view(2, 2, 16).cpu(), want[0])
-    assert torch.equal(flat[apart + 2 * 32 : apart + 3 * 32].cpu(), want[0, 0].flatten())
+    assert torch.equal(layer[last, :, 2].view(2, 2, 16).cpu(), want[0])
+    assert torch.equal(flat[last * apart + 2 * 32 : last * apart + 3 * 32].cpu(), want[0, 0].flatten())
     assert verify(paged, slots, content, backend).holds()
     rows = gather(paged, slots, backend=backend)
     assert torch.equal(rows[0].cpu(), want)
-    scatter(paged, index([7, -1], device), rows, backend)
-    assert torch.equal(layer[1, :, 3].view(2, 2, 16).cpu(), want[0])
-    poison(paged, index([1], device), ids([99], device), 0, backend)
-    assert digest(paged, index([1], device), backend).tolist() == digest(paged, index([1], device), "torch").tolist()
-    assert verify(paged, index([4, 5, 6, 7], device), ids([99] * 4, device), backend).holds()
+    scatter(paged, index([begin + 3, -1], device), rows, backend)
+    assert torch.equal(layer[last, :, 3].view(2, 2, 16).cpu(), want[0])
+    poison(paged, index([last], device), ids([99], device), 0, backend)
+    assert digest(paged, index([last], device), backend).tolist() == digest(paged, index([last], device), "torch").tolist()
+    assert verify(paged, index(list(range(begin, begin + 4)), device), ids([99] * 4, device), backend).holds()
 
 
 @BACKENDS
