@@ -12,7 +12,7 @@ from kvconform.capabilities import CAPABILITIES, complete
 from kvconform.case import Variant
 from kvconform.claims import contradicted
 from kvconform.crowd import Crowd
-from kvconform.plain import Plain, plain_case
+from kvconform.plain import ROOM, Plain, plain_case
 from kvconform.promise import Promises
 from kvconform.runner import run_variant
 from kvconform.target import Target
@@ -90,7 +90,8 @@ def profile_of(target: Target, tmp: Path) -> Profile:
         learn("saves", "none" if prompt == 0 else "all" if more > length else "prompt")
         if prompt > block and "best_effort" not in caps:
             busy = Plain(length, 1, length, length, _busy(length, prompt, block))
-            learn("best_effort", calibration.came_back(busy, block)[0] < prompt)
+            roomy = Plain(length, 1, length, length, room=ROOM)
+            learn("best_effort", any(calibration.came_back(plain, block)[0] < prompt for plain in (busy, roomy)))
     for name in CAPABILITIES:
         sources.setdefault(name, "default")
     if sources.get("chunk_tokens") == "declared" and (seen := _finer(calibration, int(caps["chunk_tokens"]))):

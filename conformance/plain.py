@@ -10,13 +10,15 @@ from kvconform.case import Case
 from kvconform.crowd import LONGEST, NOBODY, Crowd
 
 Steps = list[dict[str, Any]]
+ROOM = 100
+"""So many times as many blocks as are needed, and none of them is ever about to be evicted."""
 
 
 @dataclass(frozen=True)
 class Plain:
     """`prompt` + `outputs` tokens are computed, then a prompt of `wanted` tokens shares the first `common` of them. Nothing is cut into
     chunks, preempted or speculated on, in a crowd neither. `groups` are the KV cache groups, if there are several; `window` is theirs;
-    `caching`: whether the engine has a prefix cache of its own."""
+    `caching`: whether the engine has a prefix cache of its own; `room`: how many times as many blocks as are needed there are."""
 
     prompt: int
     outputs: int
@@ -26,6 +28,7 @@ class Plain:
     groups: tuple[str, ...] = ()
     window: int = 8
     caching: bool = True
+    room: int = 3
 
 
 def plain_case(plain: Plain, block_size: int) -> Case:
@@ -51,7 +54,7 @@ def plain_case(plain: Plain, block_size: int) -> Case:
     steps += [_add("b", again, 1), {"run": {}}]
     config = {
         "budget": max(64, needed),
-        "num_blocks": 3 * (needed // block_size + 3),
+        "num_blocks": plain.room * (needed // block_size + 3),
         "max_model_len": 2 * max(total, LONGEST if crowd.tokens else 128),
         "max_seqs": 8 + len(crowd.beside) + len(crowd.loads),
         "groups": list(plain.groups),

@@ -23,12 +23,13 @@ class Promises:
 
     def promised(
         self, source: Any, prompt: list[int], request: Any, block_size: int, final: int | None, crowd: Crowd = NOBODY,
-        groups: tuple[str, ...] = (), window: int = 8, caching: bool = True,
+        groups: tuple[str, ...] = (), window: int = 8, caching: bool = True, room: int = 3,
     ) -> int:  # fmt: skip
         """Tokens of `request` that must be loadable or local, given that `source` computed `final` positions. Reads only.
 
         `groups`: several KV cache groups, with that `window`. What a connector does with one says nothing about several. `caching`: whether
-        the engine has a prefix cache; a connector may want one.
+        the engine has a prefix cache; a connector may want one. `room`: how many times as many blocks as are needed there are; a connector
+        may save only what is about to be evicted.
         """
         saves = self.caps["saves"]
         if final is None or saves == "none" or not self.caps["store"]:
@@ -45,5 +46,5 @@ class Promises:
             return limit // chunk * chunk
         # What was not final is not shared in the plain run either: a connector that keeps whole chunks has none of a chunk cut short.
         shared = common if limit >= min(common, len(wanted) - 1) else limit
-        plain = Plain(len(prompt), len(known) - len(prompt), shared, len(wanted), crowd, groups, window, caching)
+        plain = Plain(len(prompt), len(known) - len(prompt), shared, len(wanted), crowd, groups, window, caching, room)
         return min(limit, self.calibrate(plain, block_size)) if limit > 0 else 0

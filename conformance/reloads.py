@@ -7,6 +7,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from kvconform.crowd import crowd_of
+from kvconform.plain import ROOM
 from kvconform.trace import Event
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ class Reloads:
         if found < promised and not driver.promises.declared:  # perhaps it does its best, and there was a lot to do
             key = (driver.ids[source], driver.expectations.generation(source))
             promised = min(promised, promise(crowd=crowd_of(driver.trace.events, key, event)))
+        if found < promised and not driver.promises.declared:
+            promised = min(promised, promise(room=ROOM))
         driver.trace.emit(
             "profile.expectation", what=driver.caps["saves"], req=request.request_id, of=source, promised=promised, reloadable=found
         )
