@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,7 +78,9 @@ def measure(bench: Bench, case: Case, source: torch.Tensor, target: torch.Tensor
     device = bench.device
     case.call()
     target.copy_(source)
-    ours, copies, spent = [], [], 0.0
+    ours: list[float] = []
+    copies: list[float] = []
+    spent = 0.0
     while len(ours) < 3 or (len(ours) < rounds and spent < each):
         copies.append(timed(lambda: target.copy_(source), device))
         ours.append(timed(case.call, device))
@@ -116,7 +119,7 @@ def run(
                     elif not kernels or case.kernel in kernels:
                         rows.append(measure(bench, case, source, target, rounds, each))
                 if not kernels or "copy" in kernels:
-                    copy = min(timed(lambda a=source, b=target: b.copy_(a), device) for _ in range(3))
+                    copy = min(timed(partial(target.copy_, source), device) for _ in range(3))
                     rows.append(
                         Row("copy", "torch", layout, name, count, bench.nbytes / 1e6, copy, 2 * bench.nbytes / copy / 1e9, 1.0, None)
                     )

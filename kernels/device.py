@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# mypy: allow-untyped-defs
+# mypy: disable-error-code="no-untyped-def"
 """What the Triton kernels share: whether there is Triton, how a launch is cut into programs, and the code of a lane on the device.
 
 A program handles TILE slots of one layer, head and side: a tile of rows, each contiguous where the layout has it so, in CHUNKS chunks of
@@ -37,6 +37,10 @@ else:
 
 INTERPRETED = AVAILABLE and os.environ.get("TRITON_INTERPRET") == "1"
 """The kernels run in Triton's interpreter, on the CPU: for tests."""
+__all__ = [
+    "AVAILABLE", "EACH", "INTERPRETED", "Cut", "choose", "distance", "encode", "expected", "lanes_of", "mix", "on", "program", "slots_of",
+    "tl", "triton",
+]  # fmt: skip
 ROW_BYTES = 128
 """How much of a row a program's warps access at once: whole lines, of four rows, so that few threads compute the same row's code."""
 TILE_BYTES = 16384

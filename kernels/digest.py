@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# mypy: allow-untyped-defs
+# mypy: disable-error-code="no-untyped-def"
 """Digests of blocks: one 64-bit number per block, layer and K or V, the same wherever and in whatever layout the bytes lie.
 
 The bytes of a head's K or V in one slot are a row of 64-bit words, little-endian, the last filled up with zeros. The digest is mix64 of the

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# mypy: allow-untyped-defs
+# mypy: disable-error-code="no-untyped-def"
 """Gather and scatter: slots of a paged cache to contiguous rows, and back. The bytes of a connector's transfer."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# mypy: allow-untyped-defs
+# mypy: disable-error-code="no-untyped-def"
 """Verify slots: does the cache hold, bit for bit, the codes that it must? Nothing of the cache is copied to the host."""
 
 from __future__ import annotations

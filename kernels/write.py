@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# mypy: allow-untyped-defs
+# mypy: disable-error-code="no-untyped-def"
 """Write codes into slots: what an engine's forward pass does to the cache, with provenance for values."""
 
 from __future__ import annotations
