@@ -9,6 +9,7 @@ matters to engines that hand out blocks of steps in flight (until 0.26).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 from kvconform.refimpl.connector import ReferenceConnector
-from kvconform.refimpl.paging import blocks_first
+from kvconform.refimpl.moving import Moving
 from kvconform.refimpl.plan import Load, Piece, ReferenceMetadata, Save
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class StreamedConnector(ReferenceConnector):
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         super().register_kv_caches(kv_caches)
         self._load_stream, self._store_stream = torch.cuda.Stream(), torch.cuda.Stream()
+        self._moving = {name: Moving(layer) for name, layer in self._layers.items()}
         self._arrivals: dict[str, list[torch.cuda.Event]] = {}
         self._loads: list[tuple[Load, Transfer]] = []
         self._stores: list[Storing] = []
@@ -82,9 +84,9 @@ class StreamedConnector(ReferenceConnector):
         transfer = Transfer()
         self._wait_for_users()
         with torch.cuda.stream(self._load_stream):
-            for name, layer in self._layers.items():
+            for name in self._layers:
                 for piece in load.pieces:
-                    self._fill(transfer, piece, name, layer)
+                    self._fill(transfer, piece, name)
                 if not load.is_async:
                     arrived = torch.cuda.Event()
                     arrived.record()
@@ -95,33 +97,30 @@ class StreamedConnector(ReferenceConnector):
     def _wait_for_users(self) -> None:
         self._load_stream.wait_stream(torch.cuda.current_stream())
 
-    def _fill(self, transfer: Transfer, piece: Piece, name: str, layer: Tensor) -> None:
-        rows = blocks_first(layer)
-        data, width = self._store.get(piece.key, name), rows[0, :, 0].numel() * rows.element_size()
+    def _fill(self, transfer: Transfer, piece: Piece, name: str) -> None:
+        dtype, row = self._layers[name].dtype, self._moving[name].row
+        data, width = self._store.get(piece.key, name), math.prod(row) * dtype.itemsize
         wanted = b"" if data is None else data[piece.first * width : (piece.first + len(piece.slots)) * width]
         if len(wanted) < len(piece.slots) * width:
             self._store.drop(piece.key)
             self._invalid |= piece.blocks(self._block_size)
             self._bad |= piece.blocks(self._block_size)
             return
-        host = torch.frombuffer(bytearray(wanted), dtype=torch.uint8).view(layer.dtype).view(len(piece.slots), *rows[0, :, 0].shape)
-        self._copy_in(transfer, piece, name, rows, host.pin_memory())
+        host = torch.frombuffer(bytearray(wanted), dtype=torch.uint8).view(dtype).view(len(piece.slots), *row)
+        self._copy_in(transfer, piece, name, host.pin_memory())
 
-    def _copy_in(self, transfer: Transfer, piece: Piece, name: str, rows: Tensor, host: Tensor) -> None:
+    def _copy_in(self, transfer: Transfer, piece: Piece, name: str, host: Tensor) -> None:
         transfer.hosts[piece.key, name] = host
-        blocks, offsets = self._places(transfer, piece, rows)
-        rows[blocks, :, offsets] = self._upload(host, rows.device)
+        device = self._layers[name].device
+        self._moving[name].put(self._slots(transfer, piece, device), self._upload(host, device))
 
     def _upload(self, host: Tensor, device: torch.device) -> Tensor:
         return host.to(device, non_blocking=True)
 
-    def _places(self, transfer: Transfer, piece: Piece, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """(blocks, offsets) of a piece's slots, on the device."""
-        size = rows.shape[2]
-        index = torch.tensor([[slot // size for slot in piece.slots], [slot % size for slot in piece.slots]]).pin_memory()
-        transfer.hosts[piece.key, f"places {len(transfer.hosts)}"] = index
-        blocks, offsets = index.to(rows.device, non_blocking=True)
-        return blocks, offsets
+    def _slots(self, transfer: Transfer, piece: Piece, device: torch.device) -> Tensor:
+        """A piece's slots on the device: as tokens of its memory, whose blocks are those of the scheduler or a whole part of them."""
+        index = transfer.hosts[piece.key, f"slots {len(transfer.hosts)}"] = torch.tensor(piece.slots).pin_memory()
+        return index.to(device, non_blocking=True)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         for arrived in self._arrivals.pop(layer_name, ()):
@@ -147,10 +146,9 @@ class StreamedConnector(ReferenceConnector):
             storing = Storing(epoch=epoch, save=save if last else None)
             with torch.cuda.stream(self._store_stream):
                 for name in layers if self._is_sound(save) else ():
-                    rows = blocks_first(self._layers[name])
                     for piece in save.pieces:
-                        blocks, offsets = self._places(storing, piece, rows)
-                        self._download(storing, piece, name, rows[blocks, :, offsets])
+                        slots = self._slots(storing, piece, self._layers[name].device)
+                        self._download(storing, piece, name, self._moving[name].take(slots))
                 storing.done.record()
             self._stores.append(storing)
 

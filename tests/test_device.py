@@ -126,7 +126,7 @@ def test_an_early_read_is_told(tmp_path: Path) -> None:
     )
     assert verdicts(report)["streams.save-after-write"] == "FAIL"
     notes = [event for event in report.trace or () if event["k"] == "device.note" and event["what"] == "read_early"]
-    assert notes and "streamed.py" in notes[0]["text"]
+    assert notes and "moving.py" in notes[0]["text"]
 
 
 @pytest.mark.parametrize("name", ["Graphs", "Tries"])

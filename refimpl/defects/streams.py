@@ -73,10 +73,11 @@ class ForgetsStream(StreamedConnector):
 class LetsGoOfHost(StreamedConnector):
     """Copies by address, out of a pinned buffer that is gone when the call returns."""
 
-    def _copy_in(self, transfer: Transfer, piece: Piece, name: str, rows: Tensor, host: Tensor) -> None:
+    def _copy_in(self, transfer: Transfer, piece: Piece, name: str, host: Tensor) -> None:
         """Contiguous runs: every head of every slot."""
         from vllm import _custom_ops as ops
 
+        rows = self._layers[name]
         size, heads = rows.shape[2], rows.shape[1]
         pairs = [
             (host[number, head].data_ptr(), rows[slot // size, head, slot % size].data_ptr())
