@@ -6,7 +6,6 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-import numpy as np
 import torch
 
 from .context import Emulation
@@ -54,6 +53,12 @@ class Copies:
         order = ctypes.c_uint.from_address(attrs).value
         if order not in (SOURCE_IN_STREAM_ORDER, SOURCE_ANY):
             raise NotEmulated(f"cuMemcpyBatchAsync with srcAccessOrder {order}")
-        lists = [np.ctypeslib.as_array((ctypes.c_uint64 * count).from_address(address)).tolist() for address in (dsts, srcs, sizes)]
-        self.cuda.queue_copy(*lists, torch.cuda.ExternalStream(stream), any_order=order == SOURCE_ANY, what="cuMemcpyBatchAsync")
+        targets, sources, lengths = (_numbers(address, count) for address in (dsts, srcs, sizes))
+        queue = torch.cuda.ExternalStream(stream)
+        self.cuda.queue_copy(targets, sources, lengths, queue, any_order=order == SOURCE_ANY, what="cuMemcpyBatchAsync")
         return 0
+
+
+def _numbers(address: int, count: int) -> list[int]:
+    """An array of C's size_t."""
+    return list((ctypes.c_uint64 * count).from_address(address))

@@ -40,6 +40,7 @@ class EngineExecution:
     aggregator: Joined | None
     pickle_metadata: bool
     info: Callable[[str], Info]
+    depth: int
     progress: int
     reported_now: set[str] = set()
 
