@@ -24,10 +24,14 @@ from kvconform.kernels.paged import BITS, Paged
 DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float8_e4m3fn, torch.uint8)
 CUDA = torch.cuda.is_available()
 EXAMPLES = settings(
-    max_examples=40 if INTERPRETED else 120,
+    max_examples=30 if INTERPRETED else 100,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
 )
+
+
+FEW = settings(EXAMPLES, max_examples=12)
+"""For what takes long by its nature."""
 
 
 def _backend(name: str, device: str, backend: str, lacking: str | None) -> Any:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from drawn import BACKENDS, EXAMPLES, Drawn, Shape, contents, ids, index, mappings, shapes
+from drawn import BACKENDS, EXAMPLES, FEW, Drawn, Shape, contents, ids, index, mappings, shapes
 
 from kvconform.kernels.codes import CodeBook, mix64
 from kvconform.kernels.digest import digest
@@ -141,7 +141,7 @@ def digest_of(cache: Drawn, memory: list[np.ndarray], layer: int, block: int, si
 
 
 @BACKENDS
-@EXAMPLES
+@FEW
 @given(st.data())
 def test_digest_is_as_defined(where: tuple[str, str], data: st.DataObject) -> None:
     shape = data.draw(shapes().filter(lambda shape: shape.size * shape.dim * shape.heads <= 1600))
@@ -185,16 +185,16 @@ def test_a_cache_of_more_than_2_31_elements(apart: int, last: int, where: tuple[
 
 
 @BACKENDS
-@EXAMPLES
+@FEW
 @given(st.data())
 def test_the_digest_does_not_depend_on_the_layout(where: tuple[str, str], data: st.DataObject) -> None:
-    sizes = {"dtype": torch.bfloat16, "layers": 2, "blocks": 3, "heads": 2, "size": 4, "dim": data.draw(st.sampled_from([16, 18, 33]))}
+    sizes = {"dtype": torch.bfloat16, "layers": 2, "blocks": 3, "heads": 2, "size": 3, "dim": data.draw(st.sampled_from([16, 18, 33]))}
 
     names = data.draw(st.lists(st.sampled_from([name for name in every() if "mla" not in name]), min_size=2, max_size=2))
     found = []
     for seed, name in enumerate(names):
         plain = {"numbers": (0, 1), "apart": (False, False), "turned": False, "gaps": (0, 0, 0), "step": 1, "shift": 0}
         cache = Shape(layout=name, **sizes, **plain).make(where[0], seed)
-        write(cache.paged, index(list(range(12)), where[0]), ids(list(range(12)), where[0]), 9, where[1])
+        write(cache.paged, index(list(range(9)), where[0]), ids(list(range(9)), where[0]), 9, where[1])
         found.append(digest(cache.paged, backend=where[1]).tolist())
     assert found[0] == found[1]
