@@ -102,9 +102,19 @@ def defects(session: nox.Session) -> None:
 
 @nox.session
 def gpu(session: nox.Session) -> None:
-    """On a GPU: the kernels' tests, the snapshots against those that were made on a CPU, and the gate with `--device cuda`."""
+    """On a GPU: the kernels' tests, the snapshots against those that were made on a CPU, and the gate with `--device cuda`.
+
+    `-- --as-is` installs nothing and takes the Python that runs nox, with the packages that it has: torch, triton, pytest and hypothesis do
+    for the kernels' tests and benchmarks.
+    """
     if not noxenv.has_gpu():
         session.skip("nvidia-smi lists no GPU: nothing of what needs one was run")
+    if "--as-is" in session.posargs:
+        tree = str(noxenv.package_tree(noxenv.NOX / "as-is"))
+        for module in (["pytest", "tests/kernels"], ["kvconform.kernels.bench"]):
+            session.run(sys.executable, "-m", *module, env={"PYTHONPATH": tree}, external=True)
+        session.log("--as-is: the kernels' tests and benchmarks were run, and nothing that needs vLLM")
+        return
     env, rest = prepare(session)
     env.run("-m", "pytest", "tests/kernels")
     env.run("-m", "kvconform", "snapshot", "check", "--dir", "fixtures/golden", "--device", "cuda")

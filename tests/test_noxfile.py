@@ -248,6 +248,18 @@ def test_on_a_gpu_kernels_snapshots_and_gate(sessions: Any, monkeypatch: pytest.
     assert gate == ("-m", "kvconform", "run", "--device", "cuda", "--connector", "a:B")
 
 
+def test_as_is_nothing_is_installed(sessions: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    module, ran = sessions, list[tuple[str, ...]]()
+    monkeypatch.setattr(module.noxenv, "has_gpu", lambda: True)
+    monkeypatch.setattr(module.noxenv, "NOX", tmp_path)
+    monkeypatch.setattr(module.noxenv, "Environment", None)
+    session = Chosen("gpu", "--as-is")
+    monkeypatch.setattr(session, "run", lambda *args, env, external: ran.append((*args[1:], env["PYTHONPATH"])), raising=False)
+    getattr(module.gpu, "func", module.gpu)(session)
+    assert [args[:-1] for args in ran] == [("-m", "pytest", "tests/kernels"), ("-m", "kvconform.kernels.bench")]
+    assert (Path(ran[0][-1]) / "kvconform" / "kernels" / "bench.py").is_file()
+
+
 def test_without_a_gpu_nothing_is_said_to_have_run(sessions: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     module = sessions
     monkeypatch.setattr(module.noxenv, "has_gpu", lambda: False)
