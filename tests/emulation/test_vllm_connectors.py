@@ -64,6 +64,14 @@ def test_it_stores_and_loads(connector: Any, engine: str, scheduling: str, slow:
     assert not any(event["missing"] or event["wrong"] for event in due)
 
 
+def test_who_saves_what_is_about_to_be_evicted_is_not_asked_for_more(tmp_path: Path) -> None:
+    lazy = (SIMPLE[0], SIMPLE[1] | {"lazy_offload": True})
+    report = judged(lazy, tmp_path, "reference", "sync", "transfers")
+    assert failed(report) == set()
+    assert report.capabilities["store"] and report.capabilities["best_effort"]
+    assert not judged(SIMPLE, tmp_path, "reference", "sync", "transfers").capabilities["best_effort"]
+
+
 def test_blocks_in_the_wrong_place_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     right = Copies.swap_blocks_batch
 
