@@ -81,6 +81,24 @@ def test_verify_finds_every_element_that_differs(where: tuple[str, str], data: s
 
 
 @BACKENDS
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dim", [16, 18, 40])
+def test_verify_compares_every_lane_but_the_nonce(dim: int, dtype: torch.dtype, where: tuple[str, str]) -> None:
+    """In slot `i`, lane `i` of V of the second head is wrong."""
+    plain = {"numbers": (3,), "apart": (False,), "turned": False, "gaps": (0, 0, 0), "step": 1, "shift": 0}
+    cache = Shape(layout="kv-first", dtype=dtype, layers=1, blocks=dim // 2, heads=2, size=2, dim=dim, **plain).make(where[0])
+    slots, content = index(list(range(dim)), where[0]), ids(list(range(dim)), where[0])
+    write(cache.paged, slots, content, 7, where[1])
+    memory = cache.memory()
+    for lane in range(dim):
+        memory[0][cache.at(0, lane)[1, 1, lane]] ^= 1
+    cache.load(memory)
+    verdict = verify(cache.paged, slots, content, where[1])
+    assert verdict.wrong.tolist() == [0 if 12 <= lane < 16 else 1 for lane in range(dim)]
+    assert int(verdict.count) == dim - 4 and verdict.first() == Mismatch(0, 0, 1, 1, 0)
+
+
+@BACKENDS
 @EXAMPLES
 @given(st.data())
 def test_gather_takes_the_rows_and_changes_nothing(where: tuple[str, str], data: st.DataObject) -> None:
