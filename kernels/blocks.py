@@ -4,17 +4,24 @@ of its memory is as fast as the memory is. In plain torch, for the CPU."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
 import torch
 
 from kvconform.kernels import lanes
 from kvconform.kernels.paged import Stack
 
+T = TypeVar("T")
 PIECE = 2 << 20
 """Bytes that are compared at a time: about what the processor's caches hold together with the scratch memory."""
 LARGE = 512 << 10
 """Bytes from which on a block is compared where it lies; of smaller ones several are copied together."""
 BATCH = 1 << 16
 """Rows whose codes are computed at a time: fewer cost more for each call than for its work."""
+THREADED = 32 << 20
+"""Bytes from which on threads are worth being started."""
 BLOCKS = 1
 
 
@@ -30,6 +37,22 @@ def whole(slots: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     single = slots >= 0
     single[(begins[:, None] + torch.arange(size)).flatten()] = False
     return begins, single.nonzero().flatten()
+
+
+def in_threads(work: Callable[[T], torch.Tensor], parts: Sequence[T], nbytes: int) -> list[torch.Tensor]:
+    """`work` of each part, in as many threads as torch uses, if together they read many bytes.
+
+    Each thread then has torch's operations to itself: were each shared out instead, all threads would wait for the last one dozens of
+    times per block, and on a machine that does something else too that is most of the time.
+    """
+    threads = torch.get_num_threads()
+    if threads == 1 or len(parts) == 1 or nbytes < THREADED:
+        return [work(part) for part in parts]
+    try:
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            return list(pool.map(work, parts))
+    finally:
+        torch.set_num_threads(threads)  # threads that others start take over the number that was set last
 
 
 def comparable(stack: Stack) -> bool:

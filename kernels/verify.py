@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 
 from kvconform.kernels import lanes
-from kvconform.kernels.blocks import comparable, whole, wrong_blocks
+from kvconform.kernels.blocks import comparable, in_threads, whole, wrong_blocks
 from kvconform.kernels.codes import NONCE_LANES
 from kvconform.kernels.device import EACH, Cut, choose, distance, expected, lanes_of, on, program, slots_of, tl, triton
-from kvconform.kernels.paged import Paged
+from kvconform.kernels.paged import Paged, Stack
 from kvconform.kernels.rows import fetch, pieces
 
 LAST = 1 << 62
@@ -119,12 +119,23 @@ def _sweep(paged: Paged, slots: torch.Tensor, content: torch.Tensor) -> torch.Te
         return slots
     ids = content[begins[:, None] + torch.arange(paged.size)]
     blocks = slots[begins] // paged.size
-    wrong = torch.cat([wrong_blocks(stack, paged.dtype, blocks, ids) for stack in paged.stacks])
+    parts = [part for stack in paged.stacks for part in _parts(stack, len(blocks))]
+
+    def look(part: tuple[Stack, torch.Tensor]) -> torch.Tensor:
+        stack, mine = part
+        return mine[wrong_blocks(stack, paged.dtype, blocks[mine], ids[mine])]
+
+    wrong = torch.cat(in_threads(look, parts, len(slots) * len(paged.numbers) * paged.slot_bytes))
     rest = torch.full_like(slots, -1)
     again = (begins[wrong][:, None] + torch.arange(paged.size)).flatten()
     for some in (left, again):
         rest[some] = slots[some]
     return rest
+
+
+def _parts(stack: Stack, count: int) -> list[tuple[Stack, torch.Tensor]]:
+    """The stack with the numbers of `count` blocks, shared out to as many parts as torch has threads."""
+    return [(stack, part) for part in torch.arange(count).chunk(torch.get_num_threads())]
 
 
 def _note(found: torch.Tensor, index: int) -> None:

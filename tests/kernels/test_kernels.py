@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from drawn import BACKENDS, EXAMPLES, FEW, Drawn, Shape, contents, ids, index, mappings, shapes
 
+from kvconform.kernels import blocks
 from kvconform.kernels.codes import CodeBook, mix64
 from kvconform.kernels.digest import digest
 from kvconform.kernels.layout import every
@@ -98,6 +99,33 @@ def test_verify_compares_every_lane_but_the_nonce(dim: int, dtype: torch.dtype, 
     assert int(verdict.count) == dim - 4 and verdict.first() == Mismatch(0, 0, 1, 1, 0)
 
 
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC", "kv-first", "mla"])
+@pytest.mark.parametrize("piece", [1, 20000, 1 << 20])
+def test_blocks_are_shared_out_to_threads(layout: str, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However whole blocks are cut into parts and pieces, the verdict is that of the plain comparison of single slots."""
+    for name, value in (("THREADED", 0), ("PIECE", piece), ("LARGE", piece), ("BATCH", 64)):
+        monkeypatch.setattr(blocks, name, value)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        plain = {"numbers": (3, 5, 4), "apart": (False, True, False), "turned": False, "gaps": (0, 0, 0), "step": 1, "shift": 0}
+        heads = 1 if layout == "mla" else 2
+        cache = Shape(layout=layout, dtype=torch.bfloat16, layers=3, blocks=11, heads=heads, size=4, dim=32, **plain).make("cpu")
+        slots = [block * 4 + place for block in (7, 2, 9, 0, 1, 10, 4) for place in range(4)] + [-1, 13, 12, 22]
+        content = list(range(len(slots)))
+        write(cache.paged, index(slots, "cpu"), ids(content, "cpu"))
+        assert verify(cache.paged, index(slots, "cpu"), ids(content, "cpu")).holds()
+        for slot, lane in ((2 * 4 + 1, 5), (10 * 4 + 3, 31), (12, 0)):
+            cache.buffers[0][int(cache.at(2, slot)[-1, -1, lane])] ^= 1
+        cache.buffers[0][int(cache.at(0, 4 * 4)[0, 0, 13])] ^= 1  # a nonce
+        verdict = verify(cache.paged, index(slots, "cpu"), ids(content, "cpu"))
+        assert {slots[item]: int(count) for item, count in enumerate(verdict.wrong) if count} == {9: 1, 43: 1, 12: 1}
+        assert verdict.first() == Mismatch(5, 2, heads - 1, cache.paged.sides - 1, 5)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
 @BACKENDS
 @EXAMPLES
 @given(st.data())
@@ -133,16 +161,16 @@ def test_scatter_fills_the_slots_and_nothing_else(where: tuple[str, str], data: 
 @given(st.data())
 def test_poison_fills_whole_blocks_and_nothing_else(where: tuple[str, str], data: st.DataObject) -> None:
     shape = data.draw(shapes())
-    blocks = data.draw(st.lists(st.integers(0, shape.blocks - 1), unique=True))
-    blocks.insert(data.draw(st.integers(0, len(blocks))), -1)
-    content, nonce = data.draw(contents(len(blocks))), data.draw(NONCES)
+    chosen = data.draw(st.lists(st.integers(0, shape.blocks - 1), unique=True))
+    chosen.insert(data.draw(st.integers(0, len(chosen))), -1)
+    content, nonce = data.draw(contents(len(chosen))), data.draw(NONCES)
     cache = shape.make(where[0])
     want = cache.memory()
     codes = cache.codes(content, nonce)
-    for item, block in enumerate(blocks):
+    for item, block in enumerate(chosen):
         for place in range(shape.size if block >= 0 else 0):
             cache.put(want, [block * shape.size + place], codes[item : item + 1])
-    poison(cache.paged, index(blocks, where[0]), ids(content, where[0]), nonce, where[1])
+    poison(cache.paged, index(chosen, where[0]), ids(content, where[0]), nonce, where[1])
     same(cache.memory(), want)
 
 
@@ -165,14 +193,14 @@ def test_digest_is_as_defined(where: tuple[str, str], data: st.DataObject) -> No
     shape = data.draw(shapes().filter(lambda shape: shape.size * shape.dim * shape.heads <= 1600))
     cache = shape.make(where[0])
     memory = cache.memory()
-    blocks = data.draw(st.lists(st.integers(-1, shape.blocks - 1), max_size=4))
-    have = digest(cache.paged, index(blocks, where[0]), where[1]).cpu().numpy().view(np.uint64)
+    chosen = data.draw(st.lists(st.integers(-1, shape.blocks - 1), max_size=4))
+    have = digest(cache.paged, index(chosen, where[0]), where[1]).cpu().numpy().view(np.uint64)
     sides = cache.paged.sides
     want = [
         [[digest_of(cache, memory, layer, block, side) if block >= 0 else 0 for side in range(sides)] for layer in range(shape.layers)]
-        for block in blocks
+        for block in chosen
     ]
-    assert have.shape == (len(blocks), shape.layers, sides)
+    assert have.shape == (len(chosen), shape.layers, sides)
     assert have.tolist() == want
     assert torch.equal(digest(cache.paged, backend=where[1]), digest(cache.paged, index(list(range(shape.blocks)), where[0]), where[1]))
     same(cache.memory(), memory)
