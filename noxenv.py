@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import tomllib
 import venv
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
@@ -232,12 +233,19 @@ def newest(requirement: str) -> str:
     return str(max(ages))
 
 
+def catalogued(arguments: list[str]) -> list[str]:
+    """What the catalogue's connector among the arguments (`--connector catalogue:NAME`) needs installed; nothing for any other."""
+    names = [word.partition("catalogue:")[2] for word in arguments if word.removeprefix("--connector=").startswith("catalogue:")]
+    files = [ROOT / "connectors" / f"{name}.toml" for name in names]
+    return [item for file in files if file.is_file() for item in tomllib.loads(file.read_text()).get("requires", [])]
+
+
 def package_tree(top: Path) -> Path:
     """A directory of links that looks like the installed package: mypy does not know setuptools' package-dir mapping."""
     shutil.rmtree(top, ignore_errors=True)
     (top / "kvconform").mkdir(parents=True)
     for item in sorted((ROOT / "conformance").iterdir()):
         (top / "kvconform" / item.name).symlink_to(item)
-    for name in ("refimpl", "kernels", "fixtures", "spec"):
+    for name in ("refimpl", "kernels", "connectors", "fixtures", "spec"):
         (top / "kvconform" / name).symlink_to(ROOT / name)
     return top

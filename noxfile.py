@@ -69,6 +69,7 @@ def shared(session: nox.Session, wanted: str | None, *extras: str) -> tuple[Any,
 def prepare(session: nox.Session) -> tuple[Any, list[str]]:
     """The environment for `session` and the arguments after `--` that are not for nox."""
     mine, rest = options(session)
+    mine.install += noxenv.catalogued(rest)
     env, chosen = shared(session, mine.vllm)
     if chosen != env.done["vllm"][0]:
         env = noxenv.install_release(session, env, chosen)

@@ -22,6 +22,7 @@ app = typer.Typer(
 
 Text = str | None
 Texts = list[str] | None
+LISTS = ("requirements", "cases", "profiles", "connectors")
 
 
 def _option(*names: str, **details: Any) -> Any:
@@ -111,8 +112,8 @@ def merge(
 
 
 @app.command(name="list")
-def list_(what: Annotated[str, typer.Argument(metavar="[requirements|cases|profiles]", show_default=False)] = "requirements") -> None:
-    """List the requirements, the cases or the profiles."""
+def list_(what: Annotated[str, typer.Argument(metavar=f"[{'|'.join(LISTS)}]", show_default=False)] = "requirements") -> None:
+    """List the requirements, the cases, the profiles, or the catalogue's connectors."""
     from kvconform import catalog
 
     catalog.show(what)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from kvconform import shard
+from kvconform import named, shard
 from kvconform.device_kinds import SLOW, Device
 from kvconform.errors import UsageError
 from kvconform.profile import Expected
@@ -31,6 +31,7 @@ class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, validate_default=False)
 
     connector: str = Field(default=REFERENCE, min_length=1)
+    catalogue: str | None = Field(default=None, description="the name by which it was found")
     extra_config: dict[str, Any] = {}
     role: Literal["kv_both", "kv_producer", "kv_consumer"] | None = None
     capabilities: dict[str, Any] = Field(default={}, description="declared capabilities, over those that the class declares")
@@ -103,8 +104,12 @@ class Settings(BaseModel):
 def load(given: dict[str, Any], *, file: str | None = None, start: Path | None = None) -> Settings:
     """Merge the settings. `given` are those of the command line (None = not given); `file` names the file instead of searching from
     `start` (the working directory) upwards. UsageError for anything that is wrong."""
-    path, found = (_read_named(Path(file))) if file else _search((start or Path.cwd()).resolve())
     own = {key: value for key, value in given.items() if value is not None}
+    if str(own.get("connector", "")).startswith(named.PREFIX):  # it brings its own settings: those found here are another connector's
+        entry = named.named(own["connector"])
+        own = {**entry.settings, **own, "connector": entry.connector, "catalogue": own["connector"]}
+        start = Path("/")
+    path, found = (_read_named(Path(file))) if file else _search((start or Path.cwd()).resolve())
     settings = _validate(found, str(path)) if path else Settings()
     merged = settings.model_copy(update=_validate(own, "the command line").model_dump(include=set(own)))
     merged.expected_failures = settings.expected_failures
@@ -157,7 +162,7 @@ def _table(path: Path) -> dict[str, Any] | None:
 
 
 def _validate(raw: dict[str, Any], place: str) -> Settings:
-    known = set(Settings.model_fields) - {"file", "arguments"} | ({"arguments"} if place == "the command line" else set())
+    known = set(Settings.model_fields) - ({"file"} if place == "the command line" else {"file", "arguments", "catalogue"})
     data = {}
     for key, value in raw.items():
         name = key.replace("-", "_")

@@ -69,7 +69,8 @@ def suite_digest() -> str:
     """12 hexadecimal digits of this kvconform: its specification and the code that drives and judges. The version alone does not change
     from commit to commit."""
     found = hashlib.sha256()
-    for package, suffix in (("kvconform.spec", ".yaml"), ("kvconform", ".py"), ("kvconform.refimpl", ".py"), ("kvconform.kernels", ".py")):
+    packages = {"": ".py", ".spec": ".yaml", ".refimpl": ".py", ".kernels": ".py", ".connectors": ".toml"}
+    for package, suffix in ((f"kvconform{name}", suffix) for name, suffix in packages.items()):
         _digest(importlib.resources.files(package), suffix, package, found)
     return found.hexdigest()[:12]
 
@@ -77,7 +78,7 @@ def suite_digest() -> str:
 def _digest(folder: Traversable, suffix: str, name: str, found: hashlib._Hash) -> None:
     """Take in the files under `folder`, sorted by name. What installers and interpreters leave there does not count."""
     for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
-        if entry.is_dir() and entry.name not in ("__pycache__", "spec", "refimpl", "kernels", "fixtures"):
+        if entry.is_dir() and entry.name not in ("__pycache__", "spec", "refimpl", "kernels", "connectors", "fixtures"):
             _digest(entry, suffix, f"{name}/{entry.name}", found)
         elif entry.name.endswith(suffix) and entry.is_file():
             found.update(f"{name}/{entry.name}\0".encode())

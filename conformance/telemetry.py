@@ -134,7 +134,8 @@ class Telemetry:
         untold = self.book.between(request, max(end, local)) if self._alone() and max(end, local) < (local + tokens) // size * size else ()
         self.trace.emit(
             "events.lookup", req=request.request_id, announced=due, got=local + tokens, local=local, tokens=tokens,
-            missing=self.book.numbers(missing), untold=self.book.numbers(untold), chain=self.book.numbers(self.book.between(request, 0, due)),
+            missing=self.book.numbers(missing), untold=self.book.numbers(untold),
+            chain=self.book.numbers(self.book.between(request, 0, due)),
         )  # fmt: skip
 
     def _alone(self) -> bool:

@@ -22,6 +22,7 @@ MOUNTS = {
     "conformance": "kvconform",
     "refimpl": "kvconform/refimpl",
     "kernels": "kvconform/kernels",
+    "connectors": "kvconform/connectors",
     "fixtures": "kvconform/fixtures",
     "spec": "kvconform/spec",
 }

@@ -18,8 +18,9 @@ def command(settings: Settings, row: Row, *, alone: bool) -> str:
 
     `alone`: the case has only one run with this engine and scheduling, so its id is enough.
     """
+    name = settings.catalogue or settings.connector
     through = os.environ.get(THROUGH)
-    parts = [*shlex.split(through), "--connector", settings.connector] if through else ["kvconform", "run", settings.connector]
+    parts = [*shlex.split(through), "--connector", name] if through else ["kvconform", "run", name]
     if alone:
         parts += ["-k", row.case, "--engine", row.engine, "--scheduling", row.scheduling]
     else:

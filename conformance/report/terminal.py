@@ -48,7 +48,8 @@ def header(console: Console, collector: Collector, warnings: Sequence[str], *, j
     """What is about to be judged; `joined`: the number of shards whose reports were joined."""
     settings, selection = collector.settings, collector.selection
     console.print(f"[bold]kvconform {__version__}[/]  vLLM {collector.vllm}")
-    console.print(f"connector   [bold]{escape(settings.connector)}[/]")
+    by = f" ({escape(settings.catalogue)})" if settings.catalogue else ""
+    console.print(f"connector   [bold]{escape(settings.connector)}[/]{by}")
     axes = f"engines {', '.join(settings.engines)} · scheduling {', '.join(settings.schedulings)}"
     console.print(f"axes        {axes} · profile {settings.profile} · seed {settings.seed}")
     if settings.slows is not None:

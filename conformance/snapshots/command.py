@@ -53,7 +53,8 @@ def check(
 @app.command()
 def update(
     connector: Connector = None, directory: Directory = None, extra_config: Extra = None, select: Select = None, engine: Engine = None,
-    device: Device = None, emulate_cuda: Emulate = None, pythonpath: Pythonpath = None, config: Config = None, debug: Debug = None, prune: Prune = False,
+    device: Device = None, emulate_cuda: Emulate = None, pythonpath: Pythonpath = None, config: Config = None, debug: Debug = None,
+    prune: Prune = False,
 ) -> None:  # fmt: skip
     """Keep what is now. Says what changed and which requirements that touches; review it before you commit it."""
     raise typer.Exit(_session(locals(), updating=True, prune=prune))
