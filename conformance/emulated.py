@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Literal, TypeVar, cast
 
 import torch
 
-from kvconform.emulation import Emulation, NotEmulated, emulate
+from kvconform.emulation import DeviceFault, Emulation, NotEmulated, emulate
 from kvconform.emulation.settle import settle
 from kvconform.emulation.vllm_on_cuda import vllm_on_cuda
 
@@ -30,7 +30,10 @@ class Emulated:
         self._raw.__enter__()
 
     def close(self) -> None:
-        """The emulation is nobody's business any more."""
+        """The emulation is nobody's business any more: what is still queued is done, and nobody is told what fails of it."""
+        while self.cuda.pending() or self.cuda.machine.compute.entries:
+            with suppress(DeviceFault):
+                self.cuda.drain()
         self._raw.__exit__(None, None, None)
 
     @property

@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 import torch
 
 from kvconform import device
-from kvconform.emulation import emulate
+from kvconform.emulation import DeviceFault, emulate
 from kvconform.emulation.settle import settle
 from kvconform.kernels.codes import CodeBook
 from kvconform.kvcache import PagedCache
@@ -100,6 +100,19 @@ def test_nor_where_there_are_no_streams() -> None:
     step = Pass()
     step.judge()
     assert step.values() == [2.0, 2.0] and not step.overlap.pending
+
+
+def test_what_fails_when_nobody_waits_any_more_is_nobodys_business() -> None:
+    def fail() -> None:
+        raise DeviceFault("on purpose")
+
+    with device.opened("emulated", "compute") as opened:
+        opened.launch(fail)
+        opened.launch(fail)
+    with device.opened("emulated", "compute") as opened:
+        opened.launch(fail)
+        with pytest.raises(DeviceFault):
+            opened.finish()
 
 
 def test_a_thread_has_done_what_it_was_given_when_all_is_settled() -> None:

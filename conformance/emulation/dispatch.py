@@ -108,6 +108,8 @@ class Dispatch(TorchDispatchMode):
         if not facts.runs:
             raise NotEmulated(f"operator {func}: it has no CPU kernel")
         queue = emulation.queue
+        if "index_put" in name:
+            check_values(*args[:3])
         if facts.reads_back or facts.indexing and self._masks(args[1], name, args):
             emulation.synchronize(queue, f"{func} reads device values")
             return self._now(func, args, kwargs)
@@ -230,6 +232,22 @@ def shape_key(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple(shape_key(item) for item in value)
     return type(value), value
+
+
+def check_values(target: torch.Tensor, indices: Any, values: torch.Tensor) -> None:
+    """As torch does when the call is made: RuntimeError if the values do not fit. Masks are left to it, for they have to be read."""
+    if any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices):
+        return
+    empty = [None if index is None else to_meta(index) for index in indices]
+    wanted = torch.ops.aten.index.Tensor(to_meta(target), empty).shape
+    try:
+        fits = torch.broadcast_shapes(values.shape, wanted) == wanted
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise RuntimeError(
+            f"shape mismatch: value tensor of shape {list(values.shape)} cannot be broadcast to indexing result of shape {list(wanted)}"
+        )
 
 
 def leaves(value: Any) -> list[Any]:

@@ -280,3 +280,16 @@ def test_inference_mode_makes_no_difference(cuda):
 
 def test_printing_a_device_tensor_works(cuda):
     assert "cuda:0" in repr(torch.ones(2, device="cuda"))
+
+
+def test_values_that_do_not_fit_are_refused_when_the_call_is_made():
+    with emulate("compute") as cuda:
+        kv = cuda.to_device(torch.zeros(4, 3, 2))
+        index = torch.tensor([0, 2], device="cuda")
+        with pytest.raises(RuntimeError, match="cannot be broadcast to indexing result"):
+            kv[index, 1] = torch.ones(3, 2, device="cuda")
+        kv[index, 1] = torch.ones(2, device="cuda")
+        kv[kv[:, 0, 0] > 1] = 0.0  # a mask has to be read first
+        cuda.drain()
+        with cuda.raw():
+            assert kv.sum() == 4
