@@ -19,7 +19,7 @@ from drawn import BACKENDS, EXAMPLES, FEW, Drawn, Shape, contents, ids, index, m
 from kvconform.kernels import blocks
 from kvconform.kernels.codes import CodeBook, mix64
 from kvconform.kernels.digest import digest
-from kvconform.kernels.layout import every
+from kvconform.kernels.layout import Layout, every
 from kvconform.kernels.paged import BITS, Paged
 from kvconform.kernels.poison import poison
 from kvconform.kernels.transfer import gather, scatter
@@ -244,3 +244,20 @@ def test_the_digest_does_not_depend_on_the_layout(where: tuple[str, str], data: 
         write(cache.paged, index(list(range(9)), where[0]), ids(list(range(9)), where[0]), 9, where[1])
         found.append(digest(cache.paged, backend=where[1]).tolist())
     assert found[0] == found[1]
+
+
+@BACKENDS
+def test_layers_at_unequal_distances_in_one_buffer(where: tuple[str, str]) -> None:
+    device, backend = where
+    tensors = Layout.named("LBHNC").allocate(7, 2, 1, 4, 16, torch.bfloat16, device)
+    chosen = [0, 1, 3, 6, 5]
+    slots, content = index([3, 6], device), ids([11, 12], device)
+    write(Paged([tensors[place] for place in chosen], "LBHNC", [place + 20 for place in chosen]), slots, content, 0, backend)
+    for place, tensor in enumerate(tensors):
+        if place in chosen:
+            assert verify(Paged([tensor], "LBHNC", [place + 20]), slots, content, "torch").holds()
+            assert int((tensor != 0).flatten(2).any(2).sum()) == 2
+        else:
+            assert not tensor.any()
+    rows = gather(Paged([tensors[place] for place in chosen], "LBHNC"), slots, backend=backend)
+    assert torch.equal(rows[3].flatten(1), torch.stack([tensors[6][0, 0, 3], tensors[6][1, 0, 2]]))
