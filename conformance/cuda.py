@@ -20,7 +20,7 @@ class OnCuda:
     """`work` is queued on the current stream at once, and judged in `finish`, which is the only place where the host waits for it."""
 
     streamed = True
-    early_reads = 0  # nobody can tell on a real device: what was read too early shows when it is loaded
+    early_reads: list[str] = []  # nobody can tell on a real device: what was read too early shows when it is loaded
 
     def __init__(self, slow: str | None) -> None:
         self.slow = slow
@@ -50,6 +50,9 @@ class OnCuda:
 
     def unseen(self, position: int) -> bool:
         return False
+
+    def postpone(self, position: int) -> None:
+        """Nothing overlaps."""
 
     def finish(self) -> None:
         torch.cuda.current_stream().synchronize()

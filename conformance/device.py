@@ -25,8 +25,8 @@ class Timeline(Protocol):
     streamed: bool
 
     @property
-    def early_reads(self) -> int:
-        """Work on other streams that read what the compute stream wrote afterwards, so far."""
+    def early_reads(self) -> list[str]:
+        """Work on other streams that read what the compute stream wrote afterwards, so far: where it was queued, a few of them."""
 
     @property
     def lacks(self) -> str | None:
@@ -49,7 +49,11 @@ class Timeline(Protocol):
         """The place in the compute stream behind all that was launched."""
 
     def unseen(self, position: int) -> bool:
-        """Whether the connector has marked no later place in the compute stream: it cannot know that anything behind this one is done."""
+        """Whether nobody knows yet that anything behind this place in the compute stream is done: no host that waited or asked, no other
+        stream that waited and went on."""
+
+    def postpone(self, position: int) -> None:
+        """Events recorded behind this place are reached behind all that is launched now."""
 
     def finish(self) -> None:
         """All that was launched is done and judged, and so is what it waited for; what nothing waited for need not be."""
@@ -65,7 +69,7 @@ class Cpu:
     """No streams."""
 
     streamed = False
-    early_reads = 0
+    early_reads: list[str] = []
     lacks = None
 
     def allocate(self, elements: int) -> torch.Tensor:
@@ -86,6 +90,9 @@ class Cpu:
 
     def unseen(self, position: int) -> bool:
         return False
+
+    def postpone(self, position: int) -> None:
+        """There are none."""
 
     def finish(self) -> None:
         """Nothing is left to do."""

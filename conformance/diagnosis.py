@@ -63,8 +63,24 @@ def _due(e: Event) -> str:
         f"of the {e['granted']} tokens granted to {e['req']} from position {e['local']}, positions {spans(e['missing'])} were never written"
         f" and no failure was reported" + "".join(f"; {each}" for each in groups)
         if e["missing"]
+        else f"positions {spans(e['wrong'])} of {e['req']} were loaded, and hold something else than was computed; copies read what the"
+        f" compute stream wrote only afterwards: {'; '.join(e['early_reads'])}"
+        if e["wrong"] and e.get("early_reads")
         else f"the load of {e['req']} was due"
     )
+
+
+_NOTES = {
+    "sync": "made the host wait for the device",
+    "read_early": "read device memory too early",
+    "freed_device": "gave device memory back while work of another stream still uses it",
+    "freed_pinned": "gave host memory back while a queued copy still uses it",
+}
+
+
+def _note(e: Event) -> str:
+    where = f" of {e['layer']}" if e["layer"] else ""
+    return f"{e['hook']}{where} {_NOTES.get(e['what'], e['what'])}: {e['text']}"
 
 
 def _lookup(e: Event) -> str:
@@ -193,6 +209,7 @@ _TEXT: dict[str, Callable[[Event], str]] = {
     "kv.wrong": _wrong,
     "kv.changed": _changed,
     "load.due": _due,
+    "device.note": _note,
     "queries": _queries,
     "lookup": _lookup,
     "hook.returned": _hook,

@@ -15,6 +15,7 @@ from kvconform.emulation.settle import settle
 from kvconform.emulation.vllm_on_cuda import vllm_on_cuda
 
 T = TypeVar("T")
+SHOWN = 3
 
 
 class Emulated:
@@ -25,6 +26,7 @@ class Emulated:
     def __init__(self, cuda: Emulation) -> None:
         self.cuda = cuda
         self._told = 0
+        self._fault: DeviceFault | None = None
         self._raised = len(NotEmulated.raised)
         self._raw = cuda.raw()
         self._raw.__enter__()
@@ -37,8 +39,8 @@ class Emulated:
         self._raw.__exit__(None, None, None)
 
     @property
-    def early_reads(self) -> int:
-        return sum(note.kind == "read_early" for note in self.cuda.notes)
+    def early_reads(self) -> list[str]:
+        return list(dict.fromkeys(f"{note.what} at {_short(note.where)}" for note in self.cuda.notes if note.kind == "read_early"))[:SHOWN]
 
     @property
     def lacks(self) -> str | None:
@@ -66,14 +68,25 @@ class Emulated:
         return self.cuda.machine.compute.put
 
     def unseen(self, position: int) -> bool:
-        return self.cuda.machine.compute.marked <= position
+        return self.cuda.machine.compute.seen <= position
+
+    def postpone(self, position: int) -> None:
+        self.cuda.machine.postpone(position)
 
     def finish(self) -> None:
         settle()
-        self.cuda.finish_compute()
+        while True:
+            try:
+                return self.cuda.finish_compute()
+            except DeviceFault as fault:  # the connector's work, for the engine's own raises other things: told in the next hook
+                self._fault = self._fault or fault
 
     @contextmanager
     def calling(self) -> Iterator[None]:
+        """As on CUDA, a fault of queued work comes out of whatever is called next."""
+        fault, self._fault = self._fault, None
+        if fault is not None:
+            raise fault
         self._raw.__exit__(None, None, None)
         try:
             yield

@@ -266,9 +266,10 @@ _kind(
 _kind(
     "load.due",
     "kv",
-    "req:s generation:i transfer:s? granted:i missing:l wrong:l reported_failed:b is_async:b local:i by_group:l early_reads:i",
+    "req:s generation:i transfer:s? granted:i missing:l wrong:l reported_failed:b is_async:b local:i by_group:l early_reads:l",
     "The engine is about to rely on a grant. by_group = of several groups, those that lack something: number, tokens per block, positions,"
-    " block table. early_reads = work on other streams that read before the compute stream had written, so far.",
+    " block table. early_reads = where work on other streams was queued that read before the compute stream had"
+    " written, so far.",
 )
 _kind(
     "kv.wrong",

@@ -4,7 +4,8 @@
 The engine has judged a step when it is over. What the step wrote is then taken back out of the device's memory and written once more
 where the compute stream gets to it: behind whatever the next step's hooks find there, and before that step's own forward pass. Who copies
 KV of the step before without waiting for the compute stream gets what was there earlier. Nobody can have seen the step's end before
-that: it is only done if the connector has marked no place in the compute stream since the forward pass began.
+that: it is only done if no host has waited for a place in the compute stream behind the beginning of the forward pass or was told that it
+is reached, and no other stream went on because of it. Events that were recorded there are reached later, too.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class Overlap:
             self.device.launch(partial(self.cache.poke, part.layer, part.slots, now))
             self._held.update((part.slots // self.cache.stride).tolist())
         self.device.launch(self._held.clear)
+        self.device.postpone(self._began)
 
     def holds(self, blocks: list[int]) -> bool:
         """Whether one of `blocks` is part of what was taken back."""

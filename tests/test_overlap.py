@@ -71,21 +71,43 @@ def test_who_waits_for_the_compute_stream_gets_what_was_written() -> None:
         assert (early[1, 0, 1, 0], late[1, 0, 1, 0]) == (1.0, 2.0)
 
 
-@pytest.mark.parametrize("how", ["event", "stream", "device", "query"])
-def test_a_step_whose_end_somebody_may_have_seen_stays_done(how: str) -> None:
+@pytest.mark.parametrize("how", ["event", "stream", "device", "query", "answer"])
+def test_a_step_whose_end_somebody_has_seen_stays_done(how: str) -> None:
     with device.opened("emulated", "compute"):
         step = Pass()
         with device.current.calling():
             if how == "event":
-                torch.cuda.Event().record()
-            elif how == "stream":
+                torch.cuda.current_stream().record_event().synchronize()
+            elif how == "stream":  # it goes on when the step is over
                 torch.cuda.Stream().wait_stream(torch.cuda.current_stream())
             elif how == "device":
                 torch.cuda.synchronize()
+            elif how == "query":
+                while not torch.cuda.current_stream().query():
+                    pass
             else:
-                torch.cuda.current_stream().query()
+                event = torch.cuda.current_stream().record_event()
+                while not event.query():
+                    pass
         step.judge()
         assert step.values() == [2.0, 2.0] and not step.overlap.pending
+
+
+def test_an_event_that_nobody_asked_about_is_reached_later_too() -> None:
+    with device.opened("emulated", "compute"):
+        step = Pass()
+        with device.current.calling():
+            event = torch.cuda.current_stream().record_event()
+            assert not torch.cuda.current_stream().query()
+        step.judge()
+        assert step.overlap.pending
+        with device.current.calling():
+            host, side = torch.zeros(step.cache.tensors[0].shape, pin_memory=True), torch.cuda.Stream()
+            side.wait_event(event)
+            with torch.cuda.stream(side):
+                host.copy_(step.cache.tensors[0], non_blocking=True)
+        device.current.finish()
+        assert step.values() == [2.0, 2.0] and host[1, 0, 1, 0] == 2.0
 
 
 @pytest.mark.parametrize("slow", ["transfers", None])
@@ -111,8 +133,12 @@ def test_what_fails_when_nobody_waits_any_more_is_nobodys_business() -> None:
         opened.launch(fail)
     with device.opened("emulated", "compute") as opened:
         opened.launch(fail)
-        with pytest.raises(DeviceFault):
-            opened.finish()
+        opened.launch(fail)
+        opened.finish()
+        with pytest.raises(DeviceFault), opened.calling():
+            pass
+        with opened.calling():
+            assert torch.cuda.is_available()
 
 
 def test_a_thread_has_done_what_it_was_given_when_all_is_settled() -> None:

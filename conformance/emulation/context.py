@@ -138,6 +138,7 @@ class Emulation:
         self.note("sync", what, mark.queue)
         with self.raw():
             self.machine.demand(mark)
+            mark.queue.seen = max(mark.queue.seen, mark.position)
 
     def synchronize(self, queue: Queue, what: str) -> None:
         """The host waits for everything queued so far."""

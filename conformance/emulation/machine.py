@@ -10,6 +10,7 @@ happen on a GPU.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Literal, Protocol
@@ -41,7 +42,7 @@ class Mark:
     """A place in a queue: reached when the first `position` entries of it are done. `polls` counts the questions that were answered "not
     yet"."""
 
-    __slots__ = ("polls", "position", "queue")
+    __slots__ = ("__weakref__", "polls", "position", "queue")
 
     def __init__(self, queue: Queue, position: int) -> None:
         self.queue, self.position, self.polls = queue, position, 0
@@ -53,14 +54,14 @@ class Mark:
 
 class Queue:
     """One stream's work: `entries` not yet done, `put` and `done` how many were ever queued and done; `ordered` is how much of the compute
-    queue it ever waited for, `marked` how much of it lies before the latest mark. `handle` is its cudaStream_t, 0 for
+    queue it ever waited for, `seen` how much of it somebody knows to be done. `handle` is its cudaStream_t, 0 for
     the default stream only."""
 
     def __init__(self, name: str, handle: int, priority: int) -> None:
         self.name, self.handle, self.priority = name, handle, priority
         self.entries: deque[Work | Mark] = deque()
         self.put = self.done = 0
-        self.polls = self.ordered = self.marked = 0
+        self.polls = self.ordered = self.seen = 0
         self.before_work: Callable[[Queue], None] | None = None  # the allocator's: freed memory is handed out before the next work
 
 
@@ -74,6 +75,7 @@ class Machine:
         self.queues: list[Queue] = []
         self.clock = 0  # pieces of work ever run; the time base of timing events
         self._pumping = False
+        self._marks: list[weakref.ref[Mark]] = []  # in the compute queue
         self.open = True
         self.watches: list[Watch] = []
         self.default = self.new_queue("default", 0)
@@ -108,8 +110,23 @@ class Machine:
     def mark(self, queue: Queue) -> Mark:
         """The place behind everything queued so far."""
         with self.lock:
-            queue.marked = queue.put
-            return Mark(queue, queue.put)
+            mark = Mark(queue, queue.put)
+            if queue is self.compute:
+                self._marks.append(weakref.ref(mark))
+            return mark
+
+    def postpone(self, position: int) -> None:
+        """Move the marks in the compute queue that are behind `position` behind all that it holds now. For marks of which nobody knows yet
+        that they are reached (`Queue.seen`)."""
+        with self.lock:
+            known = [mark for reference in self._marks if (mark := reference()) is not None and mark.position > position]
+            for mark in known:
+                mark.position = self.compute.put
+            self._marks = [weakref.ref(mark) for mark in known]
+
+    @staticmethod
+    def _saw(mark: Mark) -> None:
+        mark.queue.seen = max(mark.queue.seen, mark.position)
 
     def wait(self, queue: Queue, mark: Mark) -> None:
         """Hold what is queued on `queue` from now on until `mark` is reached."""
@@ -122,6 +139,8 @@ class Machine:
         if mark.queue is not queue and not mark.reached:
             queue.entries.append(mark)
             queue.put += 1
+        elif mark.queue is not queue:
+            self._saw(mark)
 
     def demand(self, mark: Mark) -> None:
         """Run the mark's queue up to it, and other queues as far as its waits need; then whatever may run at once. Raises what the work
@@ -144,7 +163,7 @@ class Machine:
         """Run everything."""
         with self.lock:
             for queue in self.queues:
-                queue.marked = queue.put
+                queue.seen = queue.put
             while busy := [queue for queue in self.queues if queue.entries]:
                 for queue in busy:
                     self.demand(Mark(queue, queue.put))
@@ -157,6 +176,7 @@ class Machine:
                     mark.polls += 1
                     return False
                 self.demand(mark)
+            self._saw(mark)
             return True
 
     def watch(self, watch: Watch) -> None:
@@ -203,6 +223,8 @@ class Machine:
         watched = self.watches if queue is self.compute and isinstance(entry, Work) else []
         for watch in watched:
             watch.look()
+        if isinstance(entry, Mark):
+            self._saw(entry)
         try:
             if isinstance(entry, Work):
                 self.clock += 1

@@ -68,15 +68,15 @@ class GenericStream:
         """Whether nothing is left to do; like event.query(), it gives in after `patience` questions in a row."""
         machine, queue = self.emulation.machine, self.queue
         with machine.lock, self.emulation.raw():
-            queue.marked = queue.put
             if not queue.entries:
-                queue.polls = 0
+                queue.polls, queue.seen = 0, queue.put
                 return True
             queue.polls += 1
             if queue.polls <= machine.patience:
                 return False
             queue.polls = 0
             machine.demand(machine.mark(queue))
+            queue.seen = queue.put
             return True
 
     def __enter__(self) -> GenericStream:
