@@ -81,7 +81,8 @@ class Emulation:
         what: str = "copy by address",
     ) -> None:
         """Copies by raw address as one operation on a stream (default: the current one). With `any_order` the sources may be read before
-        their turn (CU_MEMCPY_SRC_ACCESS_ORDER_ANY). Raises ValueError for an address that nobody allocated, before anything is queued."""
+        their turn (CU_MEMCPY_SRC_ACCESS_ORDER_ANY). Raises ValueError for a range that is partly outside of its block,
+        NotEmulated for host memory that is not a torch tensor, before anything is queued."""
         queue = self.queue if stream is None else stream.queue
         numbers = [[value] if isinstance(value, int) else [int(item) for item in value] for value in (dst, src, nbytes)]
         self.copies.by_address(queue, list(zip(*numbers, strict=True)), any_order, what)

@@ -14,9 +14,24 @@ if TYPE_CHECKING:
     from .context import Emulation
 
 
-def dense(tensor: torch.Tensor) -> bool:
-    """Whether a copy engine can move this tensor in one piece."""
-    return tensor.is_contiguous()
+def in_one_piece(dst: torch.Tensor, src: torch.Tensor) -> bool:
+    """Whether a copy engine can move one into the other as they lie: the same dtype, sizes and strides, with neither gaps nor overlaps,
+    whatever the order of the dimensions. Torch makes no temporary for such a copy."""
+    if dst.dtype != src.dtype or dst.size() != src.size():
+        return False
+    steps = [(to, of, size) for to, of, size in zip(dst.stride(), src.stride(), dst.size(), strict=True) if size != 1]
+    expected = 1
+    for to, of, size in sorted(steps):
+        if to != expected or of != expected:
+            return False
+        expected *= size
+    return True
+
+
+def direct(dst: torch.Tensor, src: torch.Tensor, to_device: bool) -> bool:
+    """Whether a copy that need not block uses the host's tensor itself. If not in one piece, torch puts in order, and converts, what is on
+    the device there; a tensor of the host it has to find in order, or there is pageable memory in between."""
+    return in_one_piece(dst, src) or (src.expand_as(dst) if to_device else dst).is_contiguous()
 
 
 class Copies:
@@ -67,7 +82,8 @@ class Copies:
             to, of = emulation.memory.block_of(dst), emulation.memory.block_of(src)
             to_device = to is not None and to.kind is Kind.DEVICE
             from_device = of is not None and of.kind is Kind.DEVICE
-            if not from_device and not (of is not None and non_blocking and dense(src)):
+            unstaged = non_blocking and to_device != from_device and direct(dst, src, to_device)
+            if not from_device and not (of is not None and unstaged):
                 source = src.clone()  # staged, or the host waits anyway
             else:
                 source = emulation.stand_in(src, of) if from_device and of is not None else src.detach()
@@ -77,6 +93,6 @@ class Copies:
             emulation.put(queue, lambda: target.copy_(source), uses, watch=watch)
         if to_device and from_device:
             return
-        asynchronous = non_blocking and (to_device or (to is not None and dense(dst)))
+        asynchronous = non_blocking and (to_device or (to is not None and unstaged))
         if not asynchronous:
             emulation.synchronize(queue, "blocking copy to the device" if to_device else "blocking copy to the host")

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from .errors import NotEmulated
 from .machine import Machine, Mark, Queue, Work
 
 POISON = 0xCB  # what freed and uninitialised bytes hold
@@ -116,30 +117,46 @@ class Memory:
     # -- questions
 
     def block_of(self, tensor: torch.Tensor) -> Block | None:
-        """The device or pinned block that a tensor lies in; None for pageable memory, and for tensors without memory (meta, sparse)."""
+        """The device or pinned block that a tensor lies in; None for pageable memory, and for tensors without memory (meta, sparse). Pinned
+        memory is known by its address, for numpy and frombuffer make storages of their own over it; device memory cannot go there."""
         try:
             start = tensor.untyped_storage().data_ptr()
         except (NotImplementedError, RuntimeError):
             return None
-        block = self.blocks.get(start)
+        block = self.blocks.get(start) or self._pinned_around(start)
         if block is None and self.registered:
             address = tensor.data_ptr()
             return next((b for b in self.registered.values() if b.start <= address < b.start + b.nbytes), None)
         return block
 
+    def _pinned_around(self, address: int) -> Block | None:
+        """The pinned allocation that this byte is part of. Takes no lock."""
+        starts = self._starts
+        at = bisect.bisect_right(starts, address) - 1
+        block = self.blocks.get(starts[at]) if at >= 0 else None
+        return block if block is not None and block.kind is Kind.PINNED and address < block.start + block.nbytes else None
+
     def resolve(self, pointer: int, nbytes: int) -> Block:
         """The block that holds bytes [pointer, pointer + nbytes). Host memory that is not pinned gets a block for the occasion. Raises
-        ValueError for addresses that nobody allocated, or that run over the end of their block."""
+        ValueError for a range that is only partly in a known block, or begins where one ends; NotEmulated for one that is nowhere near:
+        nothing tells host memory that is not torch's from a wild address."""
         self.collect()
-        at = bisect.bisect_right(self._starts, pointer) - 1
-        candidates = [self.blocks[self._starts[at]]] if at >= 0 else []
-        for block in [*candidates, *self.registered.values()]:
-            if block.start <= pointer and pointer + nbytes <= block.start + block.nbytes:
+        with self.machine.lock:
+            at = bisect.bisect_right(self._starts, pointer) - 1
+            near = [self.blocks[start] for start in self._starts[max(at, 0) : at + 2]]
+        spans = [(block.start, block.start + block.nbytes, block) for block in [*near, *self.registered.values()]]
+        for start, end, block in spans:
+            if start <= pointer and pointer + nbytes <= end:
                 return block
         storage = self._storage_at(pointer, nbytes)
-        if storage is None:
+        if storage is not None:
+            return Block(Kind.PAGEABLE, torch.empty(0, dtype=torch.uint8).set_(storage), None)
+        seen = [known for known in (reference() for reference in list(self._seen.values())) if known is not None]
+        ranges = [span[:2] for span in spans] + [(known.data_ptr(), known.data_ptr() + known.nbytes()) for known in seen]
+        ranges += [(block.start, block.start + block.nbytes + 1) for block in near]  # no other allocation begins right behind one
+        if any(start < pointer + nbytes and pointer < end for start, end in ranges):
             raise ValueError(f"A copy of {nbytes} bytes at address {pointer:#x}: no device, pinned or known host memory holds all of them.")
-        return Block(Kind.PAGEABLE, torch.empty(0, dtype=torch.uint8).set_(storage), None)
+        raise NotEmulated("copies from or to host memory that is not a torch tensor")
 
     def _storage_at(self, pointer: int, nbytes: int) -> Any:
         for start, reference in list(self._seen.items()):
@@ -211,13 +228,13 @@ class Memory:
     def _enter(self, block: Block) -> None:
         with self.machine.lock:
             self.blocks[block.start] = block
-            bisect.insort(self._starts, block.start)
+            self._starts = sorted({*self._starts, block.start})  # a new list: other threads search the old one
 
     def _forget(self, block: Block) -> None:
         """The block's address means nothing any more; work that still uses it holds its bytes."""
         if self.blocks.get(block.start) is block:
             del self.blocks[block.start]
-            del self._starts[bisect.bisect_left(self._starts, block.start)]
+            self._starts = [start for start in self._starts if start != block.start]
 
     def _drop(self, ended: Iterable[tuple[Block, list[Mark]]]) -> None:
         gone = {id(block) for block, _ in ended}

@@ -28,12 +28,8 @@ class Note:
 
 @cache
 def shown(file: str) -> str:
-    """A file's name that is the same on every machine: relative to site-packages or the working directory, else the name alone."""
-    at = file.rfind("site-packages/")
-    if at >= 0:
-        return file[at + len("site-packages/") :]
-    here = f"{Path.cwd()}/"
-    return file[len(here) :] if file.startswith(here) else Path(file).name
+    """The last two parts of a file's path: the same on every machine, and in every working directory."""
+    return "/".join(Path(file).absolute().parts[-2:]) if not file.startswith("<") else file
 
 
 def caller() -> str:

@@ -17,7 +17,7 @@ INVALID_VALUE = 1  # CUDA_ERROR_INVALID_VALUE
 
 
 class Copies:
-    """The operations: each queues one piece of work, on the current stream or the given one. ValueError for addresses that nobody has."""
+    """The operations: each queues one piece of work, on the current stream or the given one. ValueError and NotEmulated as queue_copy()."""
 
     def __init__(self, cuda: Emulation) -> None:
         self.cuda = cuda

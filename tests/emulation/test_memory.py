@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvconform.emulation import emulate
+from kvconform.emulation import NotEmulated, emulate
 
 ADVERSARIES = ("compute", "transfers")
 POISONED = 0xCB
@@ -62,19 +62,57 @@ def test_sources_that_may_be_read_in_any_order_are_read_too_early_or_late():
             assert ("read_early" in kinds(cuda)) == (delay == "compute")
 
 
-def test_addresses_that_nobody_allocated_are_refused():
+def test_ranges_that_run_over_the_end_of_their_block_are_refused():
     with emulate("compute") as cuda:
         kv, host = device_bytes(cuda, 0), torch.zeros(16, dtype=torch.uint8, pin_memory=True)
-        end = host.data_ptr() + 16
-        for dst, src, size in ((0x1000, kv.data_ptr(), 1), (end - 1, kv.data_ptr(), 2), (host.data_ptr(), kv.data_ptr() + 9, 8)):
+        known = torch.zeros(16, dtype=torch.uint8)
+        start, end, known_end = host.data_ptr(), host.data_ptr() + 16, known.data_ptr() + 16
+        for dst, size in ((end - 1, 2), (start - 1, 2), (start - 1, 20), (end, 1), (known_end - 1, 2)):
             with pytest.raises(ValueError, match="no device, pinned or known host memory"):
-                cuda.queue_copy(dst, src, size)
+                cuda.queue_copy(dst, kv.data_ptr(), size)
+        with pytest.raises(ValueError, match="no device, pinned or known host memory"):
+            cuda.queue_copy(start, kv.data_ptr() + 9, 8)
+        assert cuda.pending() == 0 and not cuda.compute.queue.entries
+
+
+def test_host_memory_that_is_not_torchs_cannot_be_told_from_wild_addresses():
+    with emulate("compute") as cuda:
+        kv, buffer = device_bytes(cuda, 3), np.zeros(16, dtype=np.uint8)
+        for dst, src in ((0x1000, kv.data_ptr()), (buffer.ctypes.data, kv.data_ptr()), (kv.data_ptr(), buffer.ctypes.data)):
+            with pytest.raises(NotEmulated, match="not a torch tensor"):
+                cuda.queue_copy(dst, src, 16)
         assert cuda.pending() == 0 and not cuda.compute.queue.entries
         gone = torch.zeros(16, pin_memory=True)
         address = gone.data_ptr()
         del gone
-        with pytest.raises(ValueError, match="no device"):
+        with pytest.raises(NotEmulated, match="not a torch tensor"):
             cuda.queue_copy(address, kv.data_ptr(), 4)
+
+
+@pytest.mark.parametrize("view", [
+    lambda arena: torch.from_numpy(arena.numpy()[16:]),
+    lambda arena: torch.from_numpy(arena.numpy()),
+    lambda arena: torch.frombuffer(memoryview(arena.numpy()), dtype=torch.uint8, offset=16),
+    lambda arena: torch.frombuffer(memoryview(arena.numpy()), dtype=torch.uint8, count=16),
+])  # fmt: skip
+def test_pinned_memory_is_pinned_whatever_shows_it(view):
+    with emulate("transfers") as cuda:
+        arena, kv, side = torch.zeros(32, dtype=torch.uint8, pin_memory=True), device_bytes(cuda, 5), torch.cuda.Stream()
+        before, after = torch.zeros(32, dtype=torch.uint8), torch.zeros(32, dtype=torch.uint8)
+        part = view(arena)[:16]
+        assert part.is_pinned() and part.pin_memory() is part and part.is_cpu and not before.is_pinned() and not after.is_pinned()
+        with torch.cuda.stream(side):
+            part.copy_(kv, non_blocking=True)
+        assert part.tolist() == [0] * 16 and kinds(cuda) == []
+        side.synchronize()
+        assert part.tolist() == [5] * 16 and arena.sum().item() == 80
+        with torch.cuda.stream(side):
+            kv.copy_(part, non_blocking=True)
+        part.fill_(6)
+        side.synchronize()
+        assert kv.tolist() == [6] * 16
+        del arena
+        assert part.is_pinned()  # its storage keeps the arena
 
 
 def test_memory_that_is_not_torchs_can_be_pinned_by_address():

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 
 from kvconform.emulation import DeviceFault, NotEmulated, emulate
+from kvconform.emulation.note import shown
 
 ADVERSARIES = ("compute", "transfers")
 
@@ -201,7 +203,16 @@ def test_the_host_waits_and_is_noted(cuda, wait):
             torch.cuda.cudart().cudaDeviceSynchronize()
     assert ran == ["compute", "side"]
     [note] = cuda.notes
-    assert note.kind == "sync" and note.where.startswith("tests/emulation/test_streams.py") and note.thread == "MainThread"
+    assert note.kind == "sync" and note.where.startswith("emulation/test_streams.py:") and note.thread == "MainThread"
+
+
+def test_places_in_the_source_do_not_depend_on_the_working_directory(cuda, monkeypatch, tmp_path):
+    for directory in (Path(__file__).parent, tmp_path):
+        monkeypatch.chdir(directory)
+        shown.cache_clear()
+        torch.cuda.synchronize()
+    assert {note.where.partition(":")[0] for note in cuda.notes} == {"emulation/test_streams.py"} and len(cuda.notes) == 2
+    assert shown("<string>") == "<string>" and shown("/usr/lib/site-packages/pkg/deep/good.py") == "deep/good.py"
 
 
 def test_the_harness_is_not_noted(cuda):

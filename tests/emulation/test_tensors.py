@@ -141,6 +141,36 @@ def test_a_strided_pinned_operand_goes_through_staging(cuda):
     assert held(cuda, x).tolist() == [1, 1]
 
 
+def swapped(*sizes, **options):
+    """A tensor without gaps whose last dimensions lie in memory the other way round."""
+    return torch.zeros(*sizes, **options).transpose(-2, -1)
+
+
+@pytest.mark.parametrize("host, device, seen", [
+    (lambda **o: swapped(2, 3, **o), lambda **o: swapped(2, 3, **o), 2),
+    (lambda **o: swapped(2, 1, 3, **o), lambda **o: swapped(2, 1, 3, **o)[:, :, :], 2),
+    (lambda **o: torch.zeros(3, 2, **o), lambda **o: swapped(2, 3, **o), 2),  # the device puts it in order
+    (lambda **o: swapped(2, 3, **o), lambda **o: torch.zeros(3, 2, **o), 1),  # the host does
+    (lambda **o: swapped(2, 3, dtype=torch.float64, **o), lambda **o: swapped(2, 3, **o), 1),
+    (lambda **o: torch.zeros(3, 2, dtype=torch.float64, **o), lambda **o: torch.zeros(3, 2, **o), 2),
+    (lambda **o: torch.zeros(3, 4, **o)[:, :2], lambda **o: torch.zeros(3, 4, **o)[:, :2], 1),  # the same strides, with gaps
+    (lambda **o: torch.zeros(2, **o), lambda **o: torch.zeros(3, 2, **o), 1),  # broadcast
+])  # fmt: skip
+def test_pinned_memory_without_gaps_is_copied_as_it_lies(cuda, host, device, seen):
+    """Also to the host: what torch copies through pageable memory makes the host wait."""
+    pinned, x = host(pin_memory=True), device(device="cuda")
+    pinned.fill_(1)
+    x.copy_(pinned, non_blocking=True)
+    pinned.fill_(2)
+    cuda.finish_compute()
+    assert set(held(cuda, x).flatten().tolist()) == {seen} and cuda.notes == []
+    if pinned.shape == x.shape:
+        pinned.copy_(x.add_(1), non_blocking=True)
+        assert [note.kind for note in cuda.notes] == ["sync"] * (seen == 1)
+        cuda.finish_compute()
+        assert set(pinned.flatten().tolist()) == {seen + 1}
+
+
 @pytest.mark.parametrize("case, waits", [
     (lambda x: torch.empty(2, pin_memory=True).copy_(x, non_blocking=True), False),
     (lambda x: torch.empty(2, pin_memory=True).copy_(x), True),
