@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,9 +41,9 @@ PROPERTIES = {
 NOTHING = (
     *("init", "_lazy_init", "empty_cache", "ipc_collect", "set_per_process_memory_fraction"),
     *("reset_peak_memory_stats", "reset_accumulated_memory_stats", "reset_max_memory_allocated"),
-    *("manual_seed", "manual_seed_all", "seed", "seed_all"),
+    *("manual_seed", "manual_seed_all", "seed", "seed_all", "set_sync_debug_mode"),
 )
-ZERO = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved", "utilization")
+ZERO = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved", "utilization", "get_sync_debug_mode")
 ABSENT = {
     "CUDAGraph": "CUDA graphs",
     "graph": "CUDA graphs",
@@ -53,6 +52,8 @@ ABSENT = {
     "MemPool": "memory pools (torch.cuda.MemPool)",
     "use_mem_pool": "memory pools (torch.cuda.use_mem_pool)",
     "caching_allocator_alloc": "direct use of the caching allocator",
+    "memory_snapshot": "snapshots of the allocator (torch.cuda.memory_snapshot)",
+    **{f"{verb}_rng_state{all_}": "state of the device's random numbers" for verb in ("get", "set") for all_ in ("", "_all")},
 }
 
 
@@ -74,11 +75,23 @@ def nothing(*args: Any, **kwargs: Any) -> None:
     """Accepts anything, does nothing."""
 
 
-@contextmanager
-def on_device(device: Any = None) -> Iterator[None]:
+class OnDevice:
     """torch.cuda.device(...): there is one device, and it is current."""
-    wants_cuda(0 if device is None else device)
-    yield
+
+    def __init__(self, device: Any = None) -> None:
+        wants_cuda(0 if device is None else device)
+        self.idx = 0
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *exc: object) -> None: ...
+
+
+class OnDeviceOf(OnDevice):
+    """torch.cuda.device_of(...): that of a tensor."""
+
+    def __init__(self, obj: Any) -> None:
+        super().__init__()
 
 
 def current_stream(device: Any = None) -> Stream:
@@ -118,6 +131,7 @@ def patch_cuda(patches: Patches) -> None:
         "stream": StreamContext,
         "current_stream": current_stream,
         "default_stream": lambda device=None: stream_of(active().machine.default),
+        "get_stream_from_external": lambda pointer, device=None: ExternalStream(pointer),
         "set_stream": set_stream,
         "synchronize": synchronize,
         "is_available": lambda: True,
@@ -125,8 +139,8 @@ def patch_cuda(patches: Patches) -> None:
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "set_device": set_device,
-        "device": on_device,
-        "device_of": on_device,
+        "device": OnDevice,
+        "device_of": OnDeviceOf,
         "get_device_properties": lambda device=None: SimpleNamespace(**PROPERTIES),
         "get_device_name": lambda device=None: "emulated",
         "get_device_capability": lambda device=None: (9, 0),
@@ -153,7 +167,7 @@ def patch_cuda(patches: Patches) -> None:
         "current_device_idx": lambda: 0,
         "set_device_index": set_device,
         "set_device_idx": set_device,
-        "device_index": on_device,
+        "device_index": OnDevice,
         "current_stream": current_stream,
         "set_stream": set_stream,
         "synchronize": synchronize,

@@ -48,6 +48,7 @@ class Placement(TorchFunctionMode):
             torch.Tensor.share_memory_: lambda tensor: tensor if self.emulation.on_device(tensor) else tensor.share_memory_(),
             torch.Tensor.data_ptr: self.data_ptr,
             torch.Tensor.__setitem__: self.set_item,
+            torch.Tensor.new_tensor: self.new_tensor,
             torch.device: lambda *args, **kwargs: torch.device(*(("cuda", *args) if args and isinstance(args[0], int) else args), **kwargs),
         }
 
@@ -118,6 +119,12 @@ class Placement(TorchFunctionMode):
             with self.emulation.raw():
                 tensor.copy_(made)
         return tensor
+
+    def new_tensor(self, tensor: torch.Tensor, data: Any, *, dtype: Any = None, device: Any = None, **options: Any) -> torch.Tensor:
+        """On the tensor's device, with its dtype, unless another is named."""
+        if device is None:
+            device = CUDA if self.emulation.on_device(tensor) else "cpu"
+        return self.place(torch.tensor, (data,), {"dtype": dtype or tensor.dtype, "device": device, **options})
 
     # -- moving tensors
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -61,8 +62,9 @@ class GenericStream:
         return event
 
     def synchronize(self) -> None:
-        """Wait, as the host, for everything queued so far. Noted."""
-        self.emulation.synchronize(self.queue, "stream.synchronize()")
+        """Wait, as the host, for everything queued so far. Noted, unless nothing is left to do."""
+        with self.emulation.raw() if self.queue.done == self.queue.put else nullcontext():
+            self.emulation.synchronize(self.queue, "stream.synchronize()")
 
     def query(self) -> bool:
         """Whether nothing is left to do; like event.query(), it gives in after `patience` questions in a row."""

@@ -59,6 +59,16 @@ def patch_tensors(patches: Patches) -> None:
         """Pickling, and torch.save(): the bytes as they are when the host has waited; a host tensor comes out of it."""
         return reduce_ex(placement.host_copy(tensor, "pickled") if there(tensor) else tensor, protocol)
 
+    def shallow(tensor: torch.Tensor) -> Any:
+        """copy.copy(): made of what pickling would take, over the same memory."""
+        with RAW:
+            made, arguments, *state = tensor.__reduce_ex__(4)
+            twin = made(*arguments)
+            if state and state[0]:
+                twin.__dict__.update(state[0])
+            return twin
+
+    patches.set(torch.Tensor, "__copy__", shallow)
     patches.set(torch.Tensor, "__reduce_ex__", reduce)
     patches.set(torch.Tensor, "device", property(device))
     patches.set(torch.Tensor, "is_cuda", property(there))

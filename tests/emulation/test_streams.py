@@ -215,12 +215,29 @@ def test_places_in_the_source_do_not_depend_on_the_working_directory(cuda, monke
     assert shown("<string>") == "<string>" and shown("/usr/lib/site-packages/pkg/deep/good.py") == "deep/good.py"
 
 
+@pytest.mark.parametrize("delay", ADVERSARIES)
+def test_waiting_for_what_is_over_is_not_noted(delay):
+    with emulate(delay) as cuda:
+        slow = cuda.compute if delay == "compute" else torch.cuda.Stream()
+        log(cuda, slow, [], 1)
+        event = slow.record_event()
+        event.synchronize()
+        event.synchronize()
+        slow.synchronize()
+        assert len(cuda.notes) == 1
+        log(cuda, slow, [], 1)
+        event.synchronize()
+        slow.synchronize()
+        slow.synchronize()
+        assert [note.what for note in cuda.notes] == ["event.synchronize()", "stream.synchronize()"]
+
+
 def test_the_harness_is_not_noted(cuda):
     log(cuda, cuda.compute, [], 1)
     with cuda.raw():
         torch.cuda.synchronize()
         with cuda.intercepted():
-            torch.cuda.current_stream().synchronize()
+            torch.cuda.synchronize()
         torch.cuda.synchronize()
     assert len(cuda.notes) == 1
 
@@ -304,8 +321,23 @@ def test_events_for_timing_may_be_used_again():
         assert times[0] > times[1] > 0
 
 
+def test_parts_of_torch_cuda_that_are_asked_for_now_and_then(cuda):
+    side = torch.cuda.Stream()
+    assert torch.cuda.get_stream_from_external(side.cuda_stream) == side
+    torch.cuda.set_sync_debug_mode("error")
+    assert torch.cuda.get_sync_debug_mode() == 0
+    for context in (torch.cuda.device(0), torch.cuda.device("cuda"), torch.cuda.device_of(torch.ones(1, device="cuda"))):
+        with context:
+            assert isinstance(context, torch.cuda.device) and torch.cuda.current_device() == context.idx == 0
+    with pytest.raises(NotEmulated, match="second device"):
+        torch.cuda.device(1)
+
+
 def test_what_cannot_be_emulated_says_so(cuda):
     for use in (
+        lambda: torch.cuda.get_rng_state(),
+        lambda: torch.cuda.set_rng_state_all([]),
+        lambda: torch.cuda.memory_snapshot(),
         lambda: torch.cuda.CUDAGraph(),
         lambda: torch.cuda.MemPool(),
         lambda: torch.cuda.Event(interprocess=True).ipc_handle(),

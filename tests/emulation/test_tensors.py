@@ -52,6 +52,12 @@ def test_marked_memory_says_that_it_is_the_devices(cuda):
     lambda: torch.zeros_like(torch.empty(3), device="cuda"),
     lambda: torch.zeros_like(torch.empty(3, device="cuda")),
     lambda: torch.empty(1, device="cuda").new_zeros(3),
+    lambda: torch.empty(1, device="cuda").new_tensor([0, 0, 0]),
+    lambda: torch.empty(1).new_tensor([0, 0, 0], device="cuda"),
+    lambda: torch.empty(1, device="cuda").new_tensor(torch.zeros(3, dtype=torch.int8)),
+    lambda: copy.copy(torch.zeros(3, device="cuda")),
+    lambda: copy.deepcopy(torch.zeros(3, device="cuda")),
+    lambda: copy.deepcopy(torch.nn.Parameter(torch.zeros(3, device="cuda"))),
     lambda: torch.zeros(1, device="cuda").expand(3).contiguous(),
     lambda: torch.nn.functional.pad(torch.zeros(2, device="cuda"), (0, 1)),
 ])  # fmt: skip
@@ -263,6 +269,26 @@ def test_copies_that_python_makes(cuda):
     host = torch.ones(2)
     cuda.notes.clear()
     assert copy.deepcopy(host).tolist() == pickle.loads(pickle.dumps(host)).tolist() == [1, 1] and cuda.notes == []
+
+
+def test_a_shallow_copy_shows_the_same_memory(cuda):
+    x, host, weight = cuda.to_device(torch.ones(4)), torch.ones(2), torch.nn.Parameter(torch.ones(2, device="cuda"))
+    x.add_(1)
+    twin = copy.copy(x[1:])
+    twin[0] = 7
+    assert twin.is_cuda and twin.shape == (3,) and cuda.notes == [] and x.tolist() == [2, 7, 2, 2]
+    host.tag = weight.tag = "a"
+    for tensor in (host, weight):
+        again = copy.copy(tensor)
+        assert type(again) is type(tensor) and again.tag == "a" and again.requires_grad == tensor.requires_grad
+        assert again.data_ptr() == tensor.data_ptr() and again.is_cuda == tensor.is_cuda and again is not tensor
+
+
+def test_new_tensors_are_where_the_tensor_is_or_where_they_are_wanted(cuda):
+    x, host = torch.ones(2, dtype=torch.int16, device="cuda"), torch.ones(2, dtype=torch.int16)
+    made = [x.new_tensor([1]), host.new_tensor([1], device="cuda"), host.new_tensor([1]), x.new_tensor([1], device="cpu")]
+    assert [tensor.is_cuda for tensor in made] == [True, True, False, False] and {tensor.dtype for tensor in made} == {torch.int16}
+    assert host.new_tensor(x).is_cpu and x.new_tensor([1.5], dtype=torch.float32).tolist() == [1.5]
 
 
 def test_memory_that_would_move_is_refused(cuda):
