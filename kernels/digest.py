@@ -15,7 +15,7 @@ import torch
 
 from kvconform.kernels.device import choose, mix, on, tl, triton
 from kvconform.kernels.lanes import mix64
-from kvconform.kernels.paged import Paged, strides_of
+from kvconform.kernels.paged import Launch, Paged, strides_of
 from kvconform.kernels.rows import PIECE, wider
 
 WORD = 8
@@ -66,7 +66,7 @@ def digest_triton(paged: Paged, blocks: torch.Tensor, out: torch.Tensor) -> None
     words = -(-paged.dim * paged.itemsize // WORD)
     with on(paged.device):
         for launch in paged.launches:
-            (wide,) = _words(launch.base)
+            wide = words_of(launch)
             lanes = 1 << (wide.shape[-1] - 1).bit_length()
             lanes = min(lanes, 512 // wide.element_size())
             tile = max(1, min(1 << (paged.size - 1).bit_length(), 8192 // (lanes * wide.element_size())))
@@ -78,10 +78,10 @@ def digest_triton(paged: Paged, blocks: torch.Tensor, out: torch.Tensor) -> None
             )  # fmt: skip
 
 
-def _words(bits: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The bits as the widest integers that there are, 64 bits at most."""
-    wide = wider(bits)
-    return wide if wide[0].dtype != torch.complex128 else (bits.view(torch.int64),)
+def words_of(launch: Launch) -> torch.Tensor:
+    """The first layer's bits as the widest integers, of 64 bits at most, that it permits and that all layers lie a whole number of away."""
+    (wide,) = wider(launch.base, most=min(WORD, launch.align * launch.base.element_size()))
+    return wide
 
 
 @triton.jit(do_not_specialize=["limit", "heads", "layers", "start"])
@@ -90,7 +90,8 @@ def digest_kernel(
     lane_stride, heads, dim, words, layers, start, RATIO: tl.constexpr, BYTES: tl.constexpr,
     SIDES: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Grid: (blocks times sides, layers). Elements are BYTES wide, RATIO of the cache's; narrow ones are parts of a word."""
+    """Grid: (blocks times sides, layers). Elements are BYTES wide, RATIO of the cache's; narrow ones are parts of a word. RATIO divides
+    the layers' distances."""
     item = tl.program_id(0) // SIDES
     side = tl.program_id(0) % SIDES
     layer = tl.program_id(1).to(tl.int64)

@@ -30,10 +30,11 @@ def pieces(paged: Paged, slots: torch.Tensor) -> Iterator[tuple[Stack, torch.Ten
                 yield layers, mine
 
 
-def wider(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors with their last axis viewed as fewer, wider elements, as wide as all of them permit. Nothing is copied."""
+def wider(*tensors: torch.Tensor, most: int = 16) -> tuple[torch.Tensor, ...]:
+    """The tensors with their last axis viewed as fewer, wider elements, as wide as all of them permit, `most` bytes at most. Nothing is
+    copied."""
     for dtype in WIDE:
-        if all(_permits(tensor, dtype.itemsize) for tensor in tensors):
+        if dtype.itemsize <= most and all(_permits(tensor, dtype.itemsize) for tensor in tensors):
             return tuple(tensor.view(dtype) for tensor in tensors)
     return tensors
 
@@ -43,7 +44,7 @@ def _permits(tensor: torch.Tensor, width: int) -> bool:
         return False
     size = tensor.element_size()
     places = (tensor.shape[-1], tensor.storage_offset(), *tensor.stride()[:-1])
-    return all(place * size % width == 0 for place in places) and tensor.untyped_storage().data_ptr() % min(width, 8) == 0
+    return all(place * size % width == 0 for place in places) and tensor.untyped_storage().data_ptr() % width == 0
 
 
 def split(bits: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
