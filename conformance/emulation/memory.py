@@ -227,14 +227,18 @@ class Memory:
 
     def _enter(self, block: Block) -> None:
         with self.machine.lock:
-            self.blocks[block.start] = block
-            self._starts = sorted({*self._starts, block.start})  # a new list: other threads search the old one
+            starts = self._starts.copy()  # other threads search the old one
+            if block.start not in self.blocks:
+                bisect.insort(starts, block.start)
+            self.blocks[block.start], self._starts = block, starts
 
     def _forget(self, block: Block) -> None:
         """The block's address means nothing any more; work that still uses it holds its bytes."""
         if self.blocks.get(block.start) is block:
             del self.blocks[block.start]
-            self._starts = [start for start in self._starts if start != block.start]
+            starts = self._starts.copy()
+            del starts[bisect.bisect_left(starts, block.start)]
+            self._starts = starts
 
     def _drop(self, ended: Iterable[tuple[Block, list[Mark]]]) -> None:
         gone = {id(block) for block, _ in ended}

@@ -407,7 +407,7 @@ def test_many_threads_at_once():
                 for thread in threads:
                     thread.join(timeout=60)
                 assert sums == [320] * 8
-                assert {note.kind for note in cuda.notes} == {"sync"}
+                assert {note.kind for note in cuda.notes} <= {"sync"}
     finally:
         sys.setswitchinterval(interval)
 
