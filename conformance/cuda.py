@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -80,26 +80,48 @@ def on_cuda(slow: str | None) -> Iterator[OnCuda]:
 
 @contextmanager
 def _sleeping_streams() -> Iterator[None]:
-    """Every other stream than the compute stream sleeps whenever the connector turns to it, or makes it wait."""
-    compute = torch.cuda.current_stream()
+    """Every other stream than the compute stream sleeps when the connector turns to it by torch.cuda.stream or torch.cuda.set_stream, and
+    when it makes it wait by wait_event, wait_stream or torch.cuda.Event.wait. Streams that are used in other ways are as fast as ever."""
+    compute, set_stream = torch.cuda.current_stream(), torch.cuda.set_stream
     enter, wait = torch.cuda.StreamContext.__enter__, torch.cuda.Stream.wait_event
+    wait_stream, wait_there = torch.cuda.Stream.wait_stream, torch.cuda.Event.wait
+
+    def sleep(stream: Any) -> None:
+        if stream is not None and stream != compute:
+            before = torch.cuda.current_stream()
+            set_stream(stream)
+            torch.cuda._sleep(CYCLES)
+            set_stream(before)
 
     def entering(self: Any) -> Any:
         found = enter(self)
-        if self.stream is not None and self.stream != compute:
-            torch.cuda._sleep(CYCLES)
+        sleep(self.stream)
         return found
+
+    def setting(stream: Any) -> None:
+        set_stream(stream)
+        sleep(stream)
 
     def waiting(self: Any, event: Any) -> None:
         wait(self, event)
-        if self != compute:
-            before = torch.cuda.current_stream()
-            torch.cuda.set_stream(self)
-            torch.cuda._sleep(CYCLES)
-            torch.cuda.set_stream(before)
+        sleep(self)
 
-    torch.cuda.StreamContext.__enter__, torch.cuda.Stream.wait_event = entering, waiting  # type: ignore[method-assign]
-    try:
+    def waiting_for_stream(self: Any, stream: Any) -> None:
+        wait_stream(self, stream)
+        sleep(self)
+
+    def waiting_there(self: Any, stream: Any = None) -> None:
+        wait_there(self, stream)
+        sleep(stream if stream is not None else torch.cuda.current_stream())
+
+    with ExitStack() as patches:
+        for owner, name, value in (
+            (torch.cuda.StreamContext, "__enter__", entering),
+            (torch.cuda, "set_stream", setting),
+            (torch.cuda.Stream, "wait_event", waiting),
+            (torch.cuda.Stream, "wait_stream", waiting_for_stream),
+            (torch.cuda.Event, "wait", waiting_there),
+        ):
+            patches.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
         yield
-    finally:
-        torch.cuda.StreamContext.__enter__, torch.cuda.Stream.wait_event = enter, wait  # type: ignore[method-assign]

@@ -58,7 +58,10 @@ class Emulated:
             if judge is not None:
                 judge(result)
 
-        self.cuda.launch(run)
+        try:
+            self.cuda.launch(run)  # which may make other streams go on
+        except DeviceFault as fault:
+            self._fault = self._fault or fault
 
     @property
     def overlaps(self) -> bool:

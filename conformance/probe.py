@@ -89,7 +89,7 @@ class Probe:
         self._depth += 1
         timed_out = False
         try:
-            with watchdog.hook(hook, step=self.trace.step), device.current.calling() if outermost else nullcontext():
+            with watchdog.hook(hook, step=self.trace.step), device.current.calling() if outermost and half == "worker" else nullcontext():
                 item.result = call(connector, *args, **kwargs)
         except watchdog.HookTimeout as error:
             item.error, timed_out = error, True

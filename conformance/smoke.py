@@ -56,7 +56,9 @@ def check(target: Target, tmp: Path, limit: float) -> None:
         raise UsageError(sentence, run.traceback)
     if crash is not None and crash["where"] == "hook" and crash["step"] == 0:
         advice = (
-            "it cannot run on this machine; --half scheduler judges its scheduler half alone"
+            "it needs CUDA, which --emulate-cuda stands in for (docs/emulation.md)"
+            if target.device == "cpu" and "cuda" in str(crash["error"]).lower()
+            else "it cannot run on this machine; --half scheduler judges its scheduler half alone"
             if target.half == "both"
             else "it cannot start"
         )

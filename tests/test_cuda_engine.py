@@ -89,7 +89,31 @@ def test_slow_transfers_sleep_on_every_stream_but_the_compute_stream() -> None:
             with torch.cuda.stream(other):
                 pass
             other.wait_event(compute.record_event())
+            other.wait_stream(compute)
+            compute.record_event().wait(other)
+            torch.cuda.set_stream(other)
+            torch.cuda.set_stream(compute)
+            before = len(slept)
             compute.wait_stream(other)
+            compute.wait_event(other.record_event())
+            other.record_event().wait()
             with torch.cuda.stream(compute):
                 pass
-        assert len(slept) == 2 and len(set(slept)) == 1 and slept[0] == str(other)
+        assert len(slept) == before and len(slept) >= 5 and set(slept) == {str(other)}
+        with torch.cuda.stream(other):
+            pass
+        assert len(slept) == before
+
+
+def test_a_slow_compute_stream_sleeps_once_per_step_and_is_waited_for() -> None:
+    slept: list[int] = []
+    with emulate("compute") as emulated, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "_sleep", slept.append)
+        with device.opened("cuda", "compute") as cuda:
+            memory = cuda.allocate(4)
+            for steps in (1, 2):
+                cuda.launch(lambda: memory.add_(1))
+                cuda.launch(lambda: memory.add_(1))
+                assert len(slept) == steps and emulated.machine.compute.entries
+                cuda.finish()
+                assert not emulated.machine.compute.entries

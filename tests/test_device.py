@@ -115,8 +115,8 @@ def test_on_the_cpu_streams_cannot_be_judged(tmp_path: Path) -> None:
 
 
 def test_the_same_run_gives_the_same_trace(tmp_path: Path) -> None:
-    variant = runs("streams.save-then-load", "transfers")
-    first, second = (judged(STREAMED["streams"][0], tmp_path / part, variant, async_saves=True).trace for part in ("a", "b"))
+    variant, waits = runs("streams.save-then-load", "transfers"), "kvconform.refimpl.defects.streams:WaitsInTheHook"
+    first, second = (judged(waits, tmp_path / part, variant, layerwise=True, async_saves=True).trace for part in ("a", "b"))
     assert first == second and any(event["k"] == "device.note" for event in first or ())
 
 
@@ -159,6 +159,32 @@ def test_without_a_gpu_cuda_is_refused() -> None:
 def test_an_emulation_of_what_is_there_is_refused() -> None:
     with pytest.raises(UsageError, match="it goes with --device cpu"):
         _ = Settings(device="cuda", emulate_cuda=True).slows
+
+
+def test_slow_streams_want_a_device_with_streams() -> None:
+    with pytest.raises(UsageError, match="it goes with --emulate-cuda"):
+        _ = Settings(slow="compute").slows
+
+
+def test_who_needs_cuda_is_told_of_the_emulation(tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentProblem, match="it needs CUDA, which --emulate-cuda stands in for"):
+        check(Target("kvconform.refimpl.streamed:StreamedConnector", {"store": "{tmp}"}), tmp_path, 120.0)
+
+
+class WildIndex(StreamedConnector):
+    """Reads a slot that does not exist, on its own stream."""
+
+    def _slots(self, transfer: Any, piece: Any, device: Any) -> Any:
+        return super()._slots(transfer, piece, device) + 100_000
+
+
+def test_a_fault_of_queued_work_is_the_connectors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    for slow in SLOW:
+        report = judged(f"{__name__}:WildIndex", tmp_path / slow, runs("streams.save-then-load", slow))
+        assert report.harness_error is None
+        (row,) = [row for row in report.rows if row["verdict"] == "FAIL" and row["requirement"] == "hook.no-raise"]
+        assert "DeviceFault" in row["message"] and "out of bounds" in row["message"]
 
 
 def test_the_axis_of_slow_streams() -> None:

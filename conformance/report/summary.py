@@ -39,6 +39,8 @@ def write(folder: Path, collector: Collector, found: Aggregate, *, seconds: floa
             "runs": len(collector.rows),
             "runs_missing": collector.missing(),
             "workers": settings.workers,
+            "device": settings.target_device,
+            "slow": settings.slows or [],
             "seed": settings.seed,
             "profile": settings.profile,
             "strict": settings.strict,
