@@ -23,6 +23,7 @@ import torch
 
 from .errors import NotEmulated
 from .machine import Machine, Mark, Queue, Work
+from .note import caller
 
 POISON = 0xCB  # what freed and uninitialised bytes hold
 FILLED = 1 << 24  # larger allocations are not filled with it: they would take real time and memory
@@ -39,9 +40,9 @@ class Kind(StrEnum):
 class Block:
     """One allocation: `bytes` is a uint8 tensor over it (the emulation's own), `home` the queue it was allocated on, `recorded` the queues
     that record_stream() named, `leased` whether the user's last reference will be noticed, `watched` whether it can be asked for.
-    `pending` and `raw` count queued work, see machine.Used."""
+    `made` says where it was allocated. `pending` and `raw` count queued work, see machine.Used."""
 
-    __slots__ = ("__weakref__", "bytes", "home", "kind", "lease", "leased", "nbytes", "pending", "raw", "recorded", "start", "watched")
+    __slots__ = ("__weakref__", "bytes", "home", "kind", "lease", "leased", "made", "nbytes", "pending", "raw", "recorded", "start", "watched")
 
     def __init__(self, kind: Kind, data: torch.Tensor, home: Queue | None) -> None:
         self.kind, self.bytes, self.home = kind, data, home
@@ -50,6 +51,8 @@ class Block:
         self.pending = self.raw = 0
         self.lease: Any = None
         self.leased = self.watched = False
+        place = caller()
+        self.made = f" allocated at {place}" if place else ""
 
 
 class Memory:
@@ -222,7 +225,7 @@ class Memory:
 
     def _overwrite(self, block: Block, kind: str, users: int) -> None:
         block.bytes.fill_(POISON)
-        self.note(kind, f"{block.nbytes} bytes, still used by {users} queued operation{'s' * (users > 1)}", block.home)
+        self.note(kind, f"{block.nbytes} bytes{block.made}, still used by {users} queued operation{'s' * (users > 1)}", block.home)
         self._forget(block)
 
     def _enter(self, block: Block) -> None:

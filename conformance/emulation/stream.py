@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .context import active
+from .errors import NotEmulated
 from .event import Event, GenericEvent
 from .machine import Queue
 from .thread import STATE
@@ -18,6 +19,9 @@ class GenericStream:
     """torch.Stream: one queue of work on the emulated device. Two streams are equal when they are the same queue."""
 
     def __init__(self, device: Any = None, *, priority: int = 0, queue: Queue | None = None, **ids: Any) -> None:
+        index = device if isinstance(device, int) else None if device is None else torch.device(device).index
+        if index:
+            raise NotEmulated(f"second device (cuda:{index})")
         self.emulation = active()
         machine = self.emulation.machine
         handle = ids.get("stream_id")

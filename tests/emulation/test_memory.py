@@ -160,7 +160,7 @@ def store_from_temporary(cuda, side, *, record=False, wait=False, wait_after=Fal
 def test_device_memory_freed_while_another_stream_uses_it_is_handed_out_again():
     with emulate("transfers") as cuda:
         assert store_from_temporary(cuda, torch.cuda.Stream()) == [POISONED] * 16
-        assert kinds(cuda) == ["freed_device", "sync"] and "16 bytes" in cuda.notes[0].what
+        assert kinds(cuda) == ["freed_device", "sync"] and "16 bytes allocated at emulation/test_memory.py:" in cuda.notes[0].what
 
 
 @pytest.mark.parametrize("delay", ADVERSARIES)

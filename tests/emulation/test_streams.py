@@ -342,6 +342,8 @@ def test_what_cannot_be_emulated_says_so(cuda):
         lambda: torch.cuda.MemPool(),
         lambda: torch.cuda.Event(interprocess=True).ipc_handle(),
         lambda: torch.empty(1, device="cuda:1"),
+        lambda: torch.cuda.Stream(device="cuda:1"),
+        lambda: torch.cuda.Stream(device=1),
     ):
         with pytest.raises(NotEmulated, match="emulation has no"):
             use()
