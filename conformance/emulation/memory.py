@@ -42,7 +42,21 @@ class Block:
     that record_stream() named, `leased` whether the user's last reference will be noticed, `watched` whether it can be asked for.
     `made` says where it was allocated. `pending` and `raw` count queued work, see machine.Used."""
 
-    __slots__ = ("__weakref__", "bytes", "home", "kind", "lease", "leased", "made", "nbytes", "pending", "raw", "recorded", "start", "watched")
+    __slots__ = (
+        "__weakref__",
+        "bytes",
+        "home",
+        "kind",
+        "lease",
+        "leased",
+        "made",
+        "nbytes",
+        "pending",
+        "raw",
+        "recorded",
+        "start",
+        "watched",
+    )
 
     def __init__(self, kind: Kind, data: torch.Tensor, home: Queue | None) -> None:
         self.kind, self.bytes, self.home = kind, data, home
