@@ -67,6 +67,9 @@ class OnCuda:
     def notes(self) -> list[dict[str, Any]]:
         return []
 
+    def used(self) -> dict[str, int]:
+        return {}
+
 
 @contextmanager
 def on_cuda(slow: str | None) -> Iterator[OnCuda]:

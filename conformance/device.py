@@ -64,6 +64,9 @@ class Timeline(Protocol):
     def notes(self) -> list[dict[str, Any]]:
         """What the device noticed since the last call: `what`, `text` and `stream` of `device.note` events."""
 
+    def used(self) -> dict[str, int]:
+        """What the connector has used of the device so far: fields of `device.used`; nothing where nobody can tell."""
+
 
 class Cpu:
     """No streams."""
@@ -102,6 +105,9 @@ class Cpu:
 
     def notes(self) -> list[dict[str, Any]]:
         return []
+
+    def used(self) -> dict[str, int]:
+        return {}
 
 
 current: Timeline = Cpu()

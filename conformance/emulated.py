@@ -97,6 +97,10 @@ class Emulated:
             self._raw = self.cuda.raw()
             self._raw.__enter__()
 
+    def used(self) -> dict[str, int]:
+        cuda = self.cuda  # the machine has two queues of its own
+        return {"streams": len(cuda.machine.queues) - 2, "by_address": cuda.copies.made_by_address, "allocated": cuda.memory.lent}
+
     def notes(self) -> list[dict[str, Any]]:
         new, here = self.cuda.notes[self._told :], threading.current_thread().name
         self._told += len(new)

@@ -121,6 +121,12 @@ _kind(
     " the compute stream wrote afterwards), freed_pinned, freed_device (memory was given back while work that uses it was still to run).",
 )
 _kind(
+    "device.used",
+    "device",
+    "streams:i by_address:i allocated:i",
+    "At the shutdown: streams that the connector made, copies by address that it queued, tensors that it had on the device.",
+)
+_kind(
     "kv.event",
     "hooks",
     "op:s keys:l medium:s? tokens:i problem:s repeated:b",

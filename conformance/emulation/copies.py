@@ -39,12 +39,14 @@ class Copies:
 
     def __init__(self, emulation: Emulation) -> None:
         self.emulation = emulation
+        self.made_by_address = 0
 
     def by_address(self, queue: Queue, copies: list[tuple[int, int, int]], any_order: bool, what: str) -> None:
         """Queue copies given as (destination, source, bytes). Pageable sources are read at the call, as staging does; a pageable
         destination makes the host wait. Pinned and device memory is used when the work's turn comes, and nothing keeps it from being freed
         until then."""
         emulation = self.emulation
+        self.made_by_address += 1
         with emulation.machine.lock, emulation.raw():
             early = any_order and emulation.machine.delay == "compute"
             blocks: list[Block] = []

@@ -79,6 +79,7 @@ class Memory:
         self.registered: dict[int, Block] = {}  # by address that was registered, anywhere inside a storage
         self._starts: list[int] = []
         self._ended: deque[Block] = deque()  # leases ended; appended to by weak references, at any time
+        self.lent = 0  # allocations on the device, ever
         self._dying: list[tuple[Block, list[Mark]]] = []
         self._seen: dict[int, weakref.ref[Any]] = {}  # host storages whose address somebody asked for
 
@@ -99,6 +100,7 @@ class Memory:
         block.lease = weakref.ref(loan, lambda _: self._ended.append(block))
         block.leased = True
         self._enter(block)
+        self.lent += kind is Kind.DEVICE
         if home is not None:
             home.before_work = self._hand_out
         return torch.from_numpy(loan).untyped_storage()

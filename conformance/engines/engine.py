@@ -285,6 +285,8 @@ class Engine(EngineControl, EngineExecution):
         if self.worker_half is None:
             return
         Probe.active = self.probe
+        if not again and (used := device.current.used()):
+            self.trace.emit("device.used", **used)
         op = "shutdown_again" if again else "shutdown"
         with noted(self.trace, op):
             for rank in self.ranks:
