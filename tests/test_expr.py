@@ -157,7 +157,7 @@ def test_unknown_capabilities_are_refused() -> None:
 
 def test_the_event_list_is_consistent() -> None:
     assert len(set(PROVENANCE)) == len(PROVENANCE) == 15
-    assert {kind.channel for kind in EVENTS.values()} == {"hooks", "sched", "kv", "plan", "harness"}
+    assert {kind.channel for kind in EVENTS.values()} == {"hooks", "sched", "kv", "plan", "device", "harness"}
     assert channels_of({"lookup", "run.end", "kv.wrong"}) == {"sched", "kv"}
     assert all(code.rstrip("?") in set("sibflda") and kind.doc.endswith(".") for kind in EVENTS.values() for code in kind.fields.values())
     assert all(capability.doc for capability in CAPABILITIES.values())

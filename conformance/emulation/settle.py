@@ -10,7 +10,7 @@ import time
 from .context import active
 
 PAUSE = 0.0003  # seconds: the interpreter's lock is free for as long
-LONGEST = 0.2  # seconds; a thread that never blocks is not waited for
+LONGEST = 0.5  # seconds; a thread that never blocks is not waited for
 
 
 def settle() -> None:
@@ -23,9 +23,19 @@ def settle() -> None:
     while threads and time.monotonic() - since < LONGEST:
         time.sleep(PAUSE)
         places = _places(threads)
-        if places == before:
+        if places == before and not any(map(_runnable, threads)):
             return
         before = places
+
+
+def _runnable(thread: threading.Thread) -> bool:
+    """Whether a thread could run and waits for a processor: on a busy machine it stays where it is, and is not blocked. False where the
+    system does not tell."""
+    try:
+        with open(f"/proc/self/task/{thread.native_id}/stat", encoding="ascii", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0] == "R"
+    except (OSError, IndexError):
+        return False
 
 
 def _places(threads: list[threading.Thread]) -> list[tuple[int, int] | None]:
