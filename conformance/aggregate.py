@@ -111,7 +111,7 @@ def _reasons(found: list[tuple[Verdict, list[Row]]]) -> list[str]:
 
 def _run(row: Row, requirement: str | None) -> tuple[object, ...]:
     """A requirement on the run that a row is about."""
-    return requirement, row.case, row.engine, row.scheduling, row.runner, row.depth, row.block_size, row.slow
+    return requirement, row.run
 
 
 def _excused(rows: list[Row]) -> set[tuple[object, ...]]:

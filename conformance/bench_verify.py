@@ -11,6 +11,7 @@ from typing import Any
 from kvconform.load import load_spec
 from kvconform.oracle import Oracle
 from kvconform.runner import run_variant
+from kvconform.settings import REFERENCE
 from kvconform.target import Target
 from kvconform.worker import Worker
 
@@ -22,7 +23,7 @@ def measure(rounds: int = 8) -> dict[str, Any]:
     and by how much verification adds to them."""
     spec = load_spec()
     declared = {"store": True, "saves": "all", "chunk_tokens": 4}
-    target = Target("kvconform.refimpl.connector:ReferenceConnector", {"store": "memory:{tmp}"}, capabilities=declared)
+    target = Target(REFERENCE, {"store": "memory:{tmp}"}, capabilities=declared)
     variants = [variant for name in CASES for variant in spec.cases[name].variants(["reference"], ["async"])]
 
     def once() -> float:

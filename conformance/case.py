@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PositiveInt, model_validator
 
+from kvconform.device_kinds import SLOW, Slow
 from kvconform.expectations import Expectation
 from kvconform.expr import Expression, compile_capability
 from kvconform.groups import GroupKind
@@ -26,7 +27,6 @@ Runner = Literal["v1", "v2"]
 Role = Literal["kv_both", "kv_producer", "kv_consumer"]
 Layout = Literal["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 Sibling = Literal["self", "idle", "winner", "holder", "fetcher", "greeter"]
-Slow = Literal["compute", "transfers"]
 Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 
 
@@ -67,9 +67,7 @@ class Matrix(Model):
     runner: list[Runner] = Field(default=["v1"], min_length=1)
     depth: list[PositiveInt] = Field(default=[2], min_length=1)
     block_size: list[PositiveInt] | None = Field(default=None, min_length=1, description="default: config.block_size")
-    slow: list[Slow] = Field(
-        default=["compute", "transfers"], min_length=1, description="which streams are slow; matters on a device with streams only"
-    )
+    slow: list[Slow] = Field(default=list(SLOW), min_length=1, description="which streams are slow; matters on a device with streams only")
 
 
 class Case(Model):

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from kvconform.device_kinds import Device
+from kvconform.device_kinds import Device, Slow
 
 T = TypeVar("T")
 
@@ -68,24 +68,18 @@ class Timeline(Protocol):
         """What the connector has used of the device so far: fields of `device.used`; nothing where nobody can tell."""
 
 
-class Cpu:
-    """No streams."""
+def at_once(work: Callable[[], T], judge: Callable[[T], None] | None) -> None:
+    """Do the work, and judge it."""
+    result = work()
+    if judge is not None:
+        judge(result)
 
-    streamed = False
+
+class Untold:
+    """A device of which nobody can tell what the connector did with it, or has seen of it: so no step is found unfinished later."""
+
     early_reads: list[str] = []
     lacks = None
-
-    def allocate(self, elements: int) -> torch.Tensor:
-        return torch.zeros(elements, dtype=torch.float32)
-
-    def upload(self, host: torch.Tensor) -> torch.Tensor:
-        return host
-
-    def launch(self, work: Callable[[], T], judge: Callable[[T], None] | None = None) -> None:
-        result = work()
-        if judge is not None:
-            judge(result)
-
     overlaps = False
 
     def position(self) -> int:
@@ -95,10 +89,7 @@ class Cpu:
         return False
 
     def postpone(self, position: int) -> None:
-        """There are none."""
-
-    def finish(self) -> None:
-        """Nothing is left to do."""
+        """There is nothing to postpone."""
 
     def calling(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -110,12 +101,30 @@ class Cpu:
         return {}
 
 
+class Cpu(Untold):
+    """No streams."""
+
+    streamed = False
+
+    def allocate(self, elements: int) -> torch.Tensor:
+        return torch.zeros(elements, dtype=torch.float32)
+
+    def upload(self, host: torch.Tensor) -> torch.Tensor:
+        return host
+
+    def launch(self, work: Callable[[], T], judge: Callable[[T], None] | None = None) -> None:
+        at_once(work, judge)
+
+    def finish(self) -> None:
+        """Nothing is left to do."""
+
+
 current: Timeline = Cpu()
 """The device of the run that is being made."""
 
 
 @contextmanager
-def opened(kind: Device, slow: str | None) -> Iterator[Timeline]:
+def opened(kind: Device, slow: Slow | None) -> Iterator[Timeline]:
     """The device of a run; `current` while it is entered. `slow`: which streams are, None for none. A run within a run, as a promise
     takes to be worked out, shares the device: there is one per process."""
     global current
@@ -131,7 +140,7 @@ def opened(kind: Device, slow: str | None) -> Iterator[Timeline]:
             current = before
 
 
-def _open(kind: Device, slow: str | None) -> AbstractContextManager[Timeline]:
+def _open(kind: Device, slow: Slow | None) -> AbstractContextManager[Timeline]:
     if kind == "cpu":
         return nullcontext(Cpu())
     if kind == "emulated":

@@ -6,4 +6,5 @@ from __future__ import annotations
 from typing import Literal
 
 Device = Literal["cpu", "cuda", "emulated"]
-SLOW = ("compute", "transfers")
+Slow = Literal["compute", "transfers"]
+SLOW: tuple[Slow, ...] = ("compute", "transfers")

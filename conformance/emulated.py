@@ -6,10 +6,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Literal, TypeVar, cast
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
+from kvconform.device import at_once
+from kvconform.device_kinds import Slow
 from kvconform.emulation import DeviceFault, Emulation, NotEmulated, emulate
 from kvconform.emulation.settle import settle
 from kvconform.emulation.vllm_on_cuda import vllm_on_cuda
@@ -40,7 +43,7 @@ class Emulated:
 
     @property
     def early_reads(self) -> list[str]:
-        return list(dict.fromkeys(f"{note.what} at {_short(note.where)}" for note in self.cuda.notes if note.kind == "read_early"))[:SHOWN]
+        return list(dict.fromkeys(f"{note.what} at {note.where}" for note in self.cuda.notes if note.kind == "read_early"))[:SHOWN]
 
     @property
     def lacks(self) -> str | None:
@@ -53,13 +56,8 @@ class Emulated:
         return host
 
     def launch(self, work: Callable[[], T], judge: Callable[[T], None] | None = None) -> None:
-        def run() -> None:
-            result = work()
-            if judge is not None:
-                judge(result)
-
         try:
-            self.cuda.launch(run)  # which may make other streams go on
+            self.cuda.launch(partial(at_once, work, judge))  # which may make other streams go on
         except DeviceFault as fault:
             self._fault = self._fault or fault
 
@@ -105,18 +103,13 @@ class Emulated:
         new, here = self.cuda.notes[self._told :], threading.current_thread().name
         self._told += len(new)
         told = [note for note in new if note.kind != "sync" or note.thread == here]  # a thread of the connector's may wait
-        return [{"what": note.kind, "text": f"{note.what} at {_short(note.where)}", "stream": note.stream} for note in told]
-
-
-def _short(where: str) -> str:
-    """A place in a source file without the directories that differ from machine to machine."""
-    return "/".join(where.split("/")[-2:])
+        return [{"what": note.kind, "text": f"{note.what} at {note.where}", "stream": note.stream} for note in told]
 
 
 @contextmanager
-def emulated(slow: str | None) -> Iterator[Emulated]:
+def emulated(slow: Slow | None) -> Iterator[Emulated]:
     """An emulated device, and vLLM's belief in it. `slow`: compute, transfers, or None for streams that do all at once."""
-    with emulate(cast(Literal["compute", "transfers"] | None, slow)) as cuda, vllm_on_cuda(cuda):
+    with emulate(slow) as cuda, vllm_on_cuda(cuda):
         device = Emulated(cuda)
         try:
             yield device

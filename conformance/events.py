@@ -274,8 +274,7 @@ _kind(
     "kv",
     "req:s generation:i transfer:s? granted:i missing:l wrong:l reported_failed:b is_async:b local:i by_group:l early_reads:l",
     "The engine is about to rely on a grant. by_group = of several groups, those that lack something: number, tokens per block, positions,"
-    " block table. early_reads = where work on other streams was queued that read before the compute stream had"
-    " written, so far.",
+    " block table. early_reads = where work on other streams was queued that read too early, so far.",
 )
 _kind(
     "kv.wrong",

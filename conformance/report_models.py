@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from kvconform.device_kinds import Device, Slow
+
 VerdictName = Literal["PASS", "FAIL", "ERROR", "XFAIL", "XPASS", "UNSUPPORTED", "NOT_EXERCISED", "UNOBSERVABLE", "BLOCKED", "DISABLED"]
 Overall = Literal["conformant", "partial", "nonconformant", "error"]
 Counts = dict[VerdictName, int]
@@ -27,7 +29,7 @@ class HeaderLine(_Part):
     connector: str | None = Field(description="package.module:Class, a registered name, or null for no connector")
     engines: list[str]
     scheduling: list[str]
-    device: Literal["cpu", "cuda", "emulated"] = Field(default="cpu", description="where the KV cache is; emulated: CUDA, on the CPU")
+    device: Device = Field(default="cpu", description="where the KV cache is; emulated: CUDA, on the CPU")
     seed: int
     profile: str
     capabilities: dict[str, Any]
@@ -50,7 +52,7 @@ class RowLine(_Part):
     depth: int
     block_size: int
     verdict: VerdictName
-    slow: Literal["compute", "transfers"] | None = Field(default=None, description="which streams are slow, on a device that has streams")
+    slow: Slow | None = Field(default=None, description="which streams are slow, on a device that has streams")
     kind: Literal["requirement", "guarantee"] = Field(default="requirement", description="a guarantee's FAIL is the engine's")
     level: str = "MUST"
     gating: bool = Field(default=True, description="whether a FAIL of this row makes the connector nonconformant")

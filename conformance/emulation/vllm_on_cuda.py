@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_interface import KVCacheTensor
 
 from .context import Emulation
 from .errors import NotEmulated
+from .patch import Patches
 from .vllm_copies import Copies
 from .vllm_platform import platform_is_cuda
 
@@ -54,20 +55,17 @@ def vllm_on_cuda(cuda: Emulation) -> Iterator[None]:
     """Exchange, for this process, what vLLM's modules took from a machine without a GPU. `cuda` is in force. Restores all on exit."""
     copies = Copies(cuda)
     with platform_is_cuda():
-        restore: list[tuple[Any, str, Any]] = []
+        patches = Patches()
         try:
             for module in _installed():
                 for name, value in _exchanged(module, copies).items():
-                    restore.append((module, name, getattr(module, name)))
-                    setattr(module, name, value)
+                    patches.set(module, name, value)
                 worker = getattr(module, "OffloadingConnectorWorker", None)
                 if worker is not None and "block_stride" not in KVCacheTensor.__dataclass_fields__:
-                    restore.append((worker, "register_kv_caches", worker.register_kv_caches))
-                    worker.register_kv_caches = _refuse_offloading
+                    patches.set(worker, "register_kv_caches", _refuse_offloading)
             yield
         finally:
-            for module, name, value in reversed(restore):
-                setattr(module, name, value)
+            patches.restore()
 
 
 def _installed() -> Iterator[Any]:
