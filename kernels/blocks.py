@@ -6,11 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 from kvconform.kernels import lanes
+from kvconform.kernels.codes import mix_array_
 from kvconform.kernels.paged import Stack
 
 T = TypeVar("T")
@@ -55,21 +58,24 @@ def in_threads(work: Callable[[T], torch.Tensor], parts: Sequence[T], nbytes: in
         torch.set_num_threads(threads)  # threads that others start take over the number that was set last
 
 
-def comparable(stack: Stack) -> bool:
-    """True when the rows of a stack can be viewed as wider integers, which is what `wrong_blocks` needs besides dim."""
-    try:
-        stack.bits.view(lanes.UNITS[stack.bits.element_size()])
+def widened(stack: Stack) -> Stack | None:
+    """The stack with its rows as the integers of `lanes.UNITS`; None where their distances do not permit it."""
+    bits = stack.bits
+    each = lanes.UNITS[bits.element_size()].itemsize // bits.element_size()
+    strides = [stride if length > 1 else each for length, stride in zip(bits.shape[:-1], bits.stride()[:-1], strict=True)]
+    try:  # the distance along an axis of one element says nothing, but torch looks at it
+        bits = bits.as_strided(bits.shape, (*strides, bits.stride(-1))).view(lanes.UNITS[bits.element_size()])
     except RuntimeError:
-        return False
-    return True
+        return None
+    return replace(stack, bits=bits)
 
 
 def wrong_blocks(stack: Stack, dtype: torch.dtype, blocks: torch.Tensor, content: torch.Tensor) -> torch.Tensor:
-    """Indices [k] of those of blocks [m] whose slots do not hold the codes of content [m, block size] in all layers of the stack; reported
-    together with some that do. Changes nothing. The elements must be next to each other, and dim a multiple of 4."""
+    """Indices [k] of those of blocks [m] whose slots do not hold the codes of content [m, block size] in all layers of the stack, which is
+    `widened`; reported together with some that do. Changes nothing. dim must be a multiple of 4."""
     order = sorted(range(5), key=lambda axis: (-stack.bits.stride(axis), axis))
     axis = order.index(BLOCKS)
-    cache = stack.bits.permute(*order, 5).view(lanes.UNITS[dtype.itemsize])
+    cache = stack.bits.permute(*order, 5)
     _, _, heads, size, sides, _ = stack.bits.shape
     keys = (
         lanes.keys(stack.numbers, heads, sides, content.device)[:, None, :, None, :].expand(-1, 1, -1, size, -1).permute(order).contiguous()
@@ -78,18 +84,17 @@ def wrong_blocks(stack: Stack, dtype: torch.dtype, blocks: torch.Tensor, content
     together = 1 if width >= LARGE else PIECE // width
     batch = -(-BATCH // keys.numel() // together) * together
     spare = Spare(dtype)
-    comparisons: dict[int, Comparison] = {}
+    comparisons: dict[tuple[int, int], Comparison] = {}
     found = []
     for mine in torch.arange(len(blocks)).split(batch):
         ids = content[mine][None, :, None, :, None].expand(-1, -1, -1, -1, sides).permute(order).contiguous()
         codes = spare.codes(ids, keys)
-        for at in range(0, len(mine), together):
-            some = mine[at : at + together]
-            piece = cache.narrow(axis, int(blocks[some[0]]), 1) if together == 1 else spare.copy(cache, axis, blocks[some])
-            mark = codes.narrow(axis, at, len(some))
-            if len(some) not in comparisons:
-                comparisons[len(some)] = Comparison(piece, mark)
-            if not comparisons[len(some)].holds(piece, mark):
+        for number, some in enumerate(mine.split(together)):
+            pieces = cache if together == 1 else spare.copy(cache, axis, blocks[some])
+            geometry = (len(mine), len(some))
+            if geometry not in comparisons:
+                comparisons[geometry] = Comparison(pieces, codes, axis, len(some), together)
+            if not comparisons[geometry].holds(int(blocks[some[0]]) if together == 1 else 0, number):
                 found.append(some)
     return torch.cat(found) if found else blocks.new_empty(0)
 
@@ -105,9 +110,8 @@ class Spare:
 
     def codes(self, content: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """`lanes.quads` [..., units] of content ids and keys, whose shapes are broadcast to [...]. Valid until the next call."""
-        shape = torch.broadcast_shapes(content.shape, keys.shape)
-        prints = torch.bitwise_xor(content, keys, out=self._prints.resize_(shape))
-        lanes.mix64_(prints, self._shifted.resize_(shape))
+        prints = torch.bitwise_xor(content, keys, out=self._prints.resize_(np.broadcast_shapes(content.shape, keys.shape)))
+        mix_array_(prints.numpy().view(np.uint64), self._shifted.resize_(prints.shape).numpy().view(np.uint64))
         wanted = 4 * prints.numel()
         return lanes.quads(prints, self.dtype, self._index.resize_(wanted), self._codes.resize_(wanted))
 
@@ -118,40 +122,47 @@ class Spare:
 
 
 class Comparison:
-    """Compares pieces of one geometry with `lanes.quads`, the nonce apart.
+    """Compares pieces of a cache with their `lanes.quads`, the nonce apart: piece i has `count` indices of `axis`, from i * count on, its
+    codes the same number from i * `step` on. Tensors are kept as they are: what is written to them later is compared.
 
     A row is its first three groups over and over, but for the nonce, which is its fourth. So every unit is compared with the one three
     groups before, all rows that follow one another in one go, and then what that gets wrong is done anew: the first three groups are
     compared with the code, the nonce is not, and the group that would be compared with the nonce is compared with the code.
+
+    By numpy, whose comparisons write a byte for each unit and are the faster for it.
     """
 
-    def __init__(self, piece: torch.Tensor, codes: torch.Tensor) -> None:
+    def __init__(self, cache: torch.Tensor, codes: torch.Tensor, axis: int, count: int, step: int) -> None:
+        piece = cache.narrow(axis, 0, count)
         each, width = codes.shape[-1] // 4, piece.shape[-1]
         shape, strides = _rows(piece)
-        marks = codes.reshape(*shape[:-1], 4 * each).stride()  # a view: codes have gaps where the piece has, at most
+        marks = codes.narrow(axis, 0, count).reshape(*shape[:-1], 4 * each).stride()  # a view: codes have gaps where the piece has, at most
         run, steps = shape, strides
         if shape[-2] > 1 and strides[-2] == width:
             run, steps = (*shape[:-2], shape[-2] * width), (*strides[:-2], 1)
-        scratch = torch.empty(shape, dtype=piece.dtype)
-        flat = scratch.view(run)
-        self._bytes = scratch.view(torch.uint8)
-        self._nonce = scratch[..., 3 * each : 4 * each]
-        self._steps: list[tuple[tuple[int, ...], tuple[int, ...], int, tuple[int, ...] | None, int, torch.Tensor]] = [
-            ((*run[:-1], run[-1] - 3 * each), steps, 3 * each, None, 0, flat[..., 3 * each :]),
-            ((*shape[:-1], 3 * each), strides, 0, marks, 0, scratch[..., : 3 * each]),
-        ]
-        if width > 6 * each:
-            self._steps.append(((*shape[:-1], each), strides, 6 * each, marks, 0, scratch[..., 6 * each : 7 * each]))
+        self._differs: np.ndarray = np.zeros(shape, bool)
+        flat = self._differs.reshape(run)
+        pieces, leap = cache.shape[axis] // count, count * cache.stride(axis)
+        places, jump = (codes.shape[axis] - count) // step + 1, step * codes.stride(axis)
+        begin, mark = cache.storage_offset(), codes.storage_offset()
+        repeats = ((pieces, *run[:-1], run[-1] - 3 * each), (leap, *steps))
+        self._later = cache.as_strided(*repeats, begin + 3 * each).numpy()
+        self._earlier = cache.as_strided(*repeats, begin).numpy()
+        self._repeats = flat[..., 3 * each :]
+        self._nonce = self._differs[..., 3 * each : 4 * each]
+        self._units: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        for unit in (*range(3 * each), *range(6 * each, min(7 * each, width))):  # one by one, so that numpy's inner loop is over rows
+            have = cache.as_strided((pieces, *shape[:-1]), (leap, *strides[:-1]), begin + unit).numpy()
+            want = codes.as_strided((places, *shape[:-1]), (jump, *marks[:-1]), mark + unit % (3 * each)).numpy()
+            self._units.append((have, want, self._differs[..., unit]))
 
-    def holds(self, piece: torch.Tensor, codes: torch.Tensor) -> bool:
-        """True when all rows of the piece hold their codes."""
-        begin, mark = piece.storage_offset(), codes.storage_offset()
-        for shape, strides, at, marks, place, out in self._steps:
-            one = piece.as_strided(shape, strides, begin + at)
-            other = piece.as_strided(shape, strides, begin) if marks is None else codes.as_strided(shape, marks, mark + place)
-            torch.bitwise_xor(one, other, out=out)
-        self._nonce.zero_()
-        return not int(self._bytes.max())  # the greatest byte is found faster than `any` finds one that is not zero
+    def holds(self, piece: int, code: int) -> bool:
+        """True when all rows of the piece hold the codes number `code`."""
+        np.not_equal(self._later[piece], self._earlier[piece], out=self._repeats)
+        self._nonce[...] = False
+        for have, want, out in self._units:
+            np.not_equal(have[piece], want[code], out=out)
+        return not self._differs.any()
 
 
 def _rows(piece: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

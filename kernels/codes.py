@@ -27,10 +27,14 @@ def mix64(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def _mix_array(values: np.ndarray) -> np.ndarray:
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+def mix_array_(values: np.ndarray, spare: np.ndarray) -> np.ndarray:
+    """`mix64` of every element of a uint64 array, in place; returns `values`. Overwrites `spare`, of the same shape."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, None)):
+        np.right_shift(values, np.uint64(shift), out=spare)
+        np.bitwise_xor(values, spare, out=values)
+        if factor is not None:
+            np.multiply(values, np.uint64(factor), out=values)
+    return values
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,8 @@ class CodeBook:
 
     def fingerprints(self, content: np.ndarray) -> np.ndarray:
         """Content ids [n] uint64 to fingerprints [n, layers, 2, heads] uint64. Pure."""
-        return _mix_array(content[:, None, None, None] ^ self._keys[None]) & _FINGERPRINT_MASK
+        mixed = content[:, None, None, None] ^ self._keys[None]
+        return mix_array_(mixed, np.empty_like(mixed)) & _FINGERPRINT_MASK
 
     def rows(self, content: np.ndarray, nonce: int = 0) -> np.ndarray:
         """Content ids [n] uint64 to rows [n, layers, heads, 2 * head_dim] uint8; `nonce` (16 bits) fills the nonce lanes. Pure."""

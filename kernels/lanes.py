@@ -74,7 +74,7 @@ def quads(prints: torch.Tensor, dtype: torch.dtype, index: torch.Tensor, out: to
 
     They are written to `out` (of dtype `TABLES`), by way of `index` (int32), both one axis of 4 elements for each fingerprint.
     """
-    index.copy_(prints.view(torch.int16).view(-1)).bitwise_and_(0xFFFF)
+    index.copy_(prints.view(torch.uint16).view(-1))
     torch.index_select(table(dtype, prints.device), 0, index, out=out)
     return out.view(UNITS[dtype.itemsize]).view(*prints.shape, -1)
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from kvconform.kernels import lanes
-from kvconform.kernels.blocks import comparable, in_threads, whole, wrong_blocks
+from kvconform.kernels.blocks import in_threads, whole, widened, wrong_blocks
 from kvconform.kernels.codes import NONCE_LANES
 from kvconform.kernels.device import EACH, Cut, choose, distance, expected, lanes_of, on, program, slots_of, tl, triton
 from kvconform.kernels.paged import Paged, Stack
@@ -115,11 +115,13 @@ def verify_torch(paged: Paged, slots: torch.Tensor, content: torch.Tensor, found
 def _sweep(paged: Paged, slots: torch.Tensor, content: torch.Tensor) -> torch.Tensor:
     """The slots that are still to be looked at, the others made padding: all but those of blocks that are listed whole and are right."""
     begins, left = whole(slots, paged.size)
-    if not len(begins) or not all(comparable(stack) for stack in paged.stacks):
+    stacks = [wide for stack in paged.stacks if (wide := widened(stack))]
+    if not len(begins) or len(stacks) < len(paged.stacks):
         return slots
+    begins = begins[slots[begins].argsort()]  # memory is read fastest in its order
     ids = content[begins[:, None] + torch.arange(paged.size)]
     blocks = slots[begins] // paged.size
-    parts = [part for stack in paged.stacks for part in _parts(stack, len(blocks))]
+    parts = [part for stack in stacks for part in _parts(stack, len(blocks))]
 
     def look(part: tuple[Stack, torch.Tensor]) -> torch.Tensor:
         stack, mine = part

@@ -99,6 +99,14 @@ def test_verify_compares_every_lane_but_the_nonce(dim: int, dtype: torch.dtype, 
     assert int(verdict.count) == dim - 4 and verdict.first() == Mismatch(0, 0, 1, 1, 0)
 
 
+@pytest.mark.parametrize("layout", every())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
+def test_whole_blocks_of_every_layout_are_compared_where_they_lie(layout: str, dtype: torch.dtype) -> None:
+    """Also where an axis of one element has a distance of no meaning; the slow path would find the same, ten times later."""
+    paged = Paged(Layout.named(layout).allocate(2, 3, 1 if layout.startswith("mla") else 2, 4, 64, dtype), layout)
+    assert all(blocks.widened(stack) for stack in paged.stacks)
+
+
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC", "kv-first", "mla"])
 @pytest.mark.parametrize("piece", [1, 20000, 1 << 20])
 def test_blocks_are_shared_out_to_threads(layout: str, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
