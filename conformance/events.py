@@ -3,18 +3,18 @@
 
 An event is a plain dict `{"k": kind, "seq": int, "step": int, ...}`. `seq` numbers the events of one run from 0; `step` counts the
 `schedule()` calls of the run from 1 (0 before the first). Events carry no wall-clock time: the same case and seed give the same trace.
-
-This file is the one place where an event or a field is added. Field notation: `name:type` with
+Events and fields are added here (channel `live`: events_live.py). Field notation: `name:type` with
 types s(tring) i(nteger) b(oolean) f(loat) l(ist) d(ict) a(ny), and `?` where None is allowed too.
 """
 
 from __future__ import annotations
 
+from kvconform.events_live import LIVE
 from kvconform.kind import COMMON_FIELDS, ENGINE_FIELD, Kind
 
 __all__ = ["CHANNELS", "COMMON_FIELDS", "ENGINE_FIELD", "EVENTS", "PROVENANCE", "Kind", "channels_of", "check_event"]
 
-CHANNELS = ("hooks", "sched", "kv", "plan", "device", "harness")
+CHANNELS = ("hooks", "sched", "kv", "plan", "device", "live", "harness")
 """Where events come from. `harness` events exist in every run; a requirement never has to ask for that channel."""
 
 PROVENANCE = (
@@ -36,7 +36,7 @@ PROVENANCE = (
 )
 """What a wrong byte turned out to be (`kv.wrong.found`): a closed, disjoint list."""
 
-EVENTS: dict[str, Kind] = {}
+EVENTS: dict[str, Kind] = dict(LIVE)
 
 
 def _kind(name: str, channel: str, fields: str, doc: str) -> None:

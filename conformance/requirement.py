@@ -157,8 +157,8 @@ class Requirement(Model):
     touches: list[Annotated[str, Field(pattern=TOUCHED)]] = Field(default=[], description="hooks and Class.field that it is about")
     area: str = ""
     capability: CapabilityExpr = "core"
-    needs: list[Literal["hooks", "sched", "kv", "plan", "device"]] = []
-    engines: list[Literal["reference", "vllm", "live"]] = ["reference", "vllm"]
+    needs: list[Literal["hooks", "sched", "kv", "plan", "device", "live"]] = []
+    engines: list[Literal["reference", "vllm", "live"]] = ["reference", "vllm", "live"]
     consequence: bool = Field(default=False, description="violated only because something else was: BLOCKED after an earlier FAIL")
 
     event: Event | None = None
