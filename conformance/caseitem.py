@@ -23,6 +23,7 @@ from kvconform import watchdog
 from kvconform.errors import KvconformError
 from kvconform.load import load_spec
 from kvconform.report import timeline
+from kvconform.servers import Servers
 from kvconform.settings import Settings
 from kvconform.suite import Selection, select
 from kvconform.verdict import Verdict, rows_for
@@ -58,6 +59,8 @@ class Worker:
         for folder in settings.pythonpath:
             if folder not in sys.path:
                 sys.path.append(folder)
+        self.servers = Servers(settings, scratch / f"{name}-servers", (logs or scratch / "logs"), f"{name}-server-")
+        self.settings = settings = self.servers.settle(settings)
         os.environ.update(settings.env)
         temporary = scratch / "tmp"  # what the connector and others leave behind goes with the run
         temporary.mkdir(exist_ok=True)
@@ -73,6 +76,7 @@ class Worker:
 
     def pytest_sessionfinish(self) -> None:
         watchdog.stop()
+        self.servers.down()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Any:
@@ -116,6 +120,7 @@ class Worker:
     def _prepare(self, tmp: Path) -> None:
         """Import vLLM and the connector, construct it once. KvconformError if that cannot be."""
         runner = os.environ.get(RUNNER)
+        self.servers.up()
         with watchdog.case(START, START_LIMIT + 60):
             if runner:
                 module, _, function = runner.partition(":")

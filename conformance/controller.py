@@ -26,7 +26,7 @@ from kvconform.load import load_spec
 from kvconform.report import jsonl, summary, terminal
 from kvconform.report.progress import Progress
 from kvconform.report_models import FooterLine, HeaderLine
-from kvconform.servers import Servers
+from kvconform.servers import Commands
 from kvconform.settings import Settings
 from kvconform.suite import select
 from kvconform.watchdog import read_note
@@ -49,7 +49,7 @@ class Controller:
         self.collector = Collector(self.spec, settings, select(self.spec, settings, self.vllm), self.vllm)
         self.folder = Path(settings.report_dir)
         self.scratch = Path(tempfile.mkdtemp(prefix="kvconform-run-"))
-        self.servers = Servers(settings, self.scratch, self.folder / "logs" / "commands.log")
+        self.commands = Commands(settings, self.scratch, self.folder / "logs" / "commands.log")
         self.progress = Progress(console, len(self.collector.selection.variants))
         self.began, self.started = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
         self.problem: KvconformError | None = None
@@ -68,7 +68,7 @@ class Controller:
             why = "it is a file, not a directory" if self.folder.is_file() else error.strerror or error
             self.stop(UsageError(f"the report cannot be written to {self.folder}: {why} (--report-dir)"))
         try:
-            self.servers.up()
+            self.commands.up()
         except KvconformError as error:
             self.stop(error)
         self.progress.start()
@@ -191,7 +191,7 @@ class Controller:
 
     def tear_down(self) -> None:
         """Run the tear-down commands, if they were not run yet."""
-        for sentence in self.servers.down():
+        for sentence in self.commands.down():
             self.console.print(f"[yellow]warning[/]     {escape(sentence)}")
 
     def clean_up(self) -> None:

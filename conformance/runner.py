@@ -30,6 +30,7 @@ from kvconform.provenance import Registry
 from kvconform.refimpl import faulty
 from kvconform.refimpl.errors import EngineAssertion, IntegrityError
 from kvconform.remote import RemoteError, RemoteHalf
+from kvconform.servers import clear_all
 from kvconform.stub import NoWorkerHalf
 from kvconform.target import Target
 from kvconform.trace import Trace
@@ -62,6 +63,8 @@ def run_variant(
 ) -> Run:  # fmt: skip
     """One run. `relation` says how it differs from the plain one: `no-connector`, `pickled-metadata`, `repeat`. Writes below `tmp` only."""
     _freeze()
+    if Probe.active is None:  # a calibration runs inside another run, whose store is not to be emptied
+        clear_all()
     if relation == "hash-seed":
         return run_elsewhere(variant, target, seed=seed, tmp=tmp, caps=caps)
     if relation == "inside-multi" or (variant.case.config.multi and relation not in ("no-connector", "alone")):

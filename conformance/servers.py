@@ -1,19 +1,113 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Set-up and tear-down commands: servers that a connector needs. They run in a shell, once per run, in the directory
-of the settings file."""
+"""What a connector needs around it: set-up and tear-down commands of a whole run, and servers, of which each worker process has its own."""
 
 from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
 from kvconform.errors import EnvironmentProblem
+from kvconform.ports import Ports
+from kvconform.server import Server
+from kvconform.server_spec import ServerSpec, filled, port_names
 from kvconform.settings import Settings
+
+FILLED = ("extra_config", "env")
 
 
 class Servers:
-    """Runs the commands. What they print goes to `log`. `tmp` is `$KVCONFORM_TMP`: a directory of this run, the same for all commands."""
+    """The servers of a configuration, for one process (a worker, or a live run): started in their order, stopped in the other.
+
+    `tmp`: a directory that they may write to, `$KVCONFORM_TMP` and `{server_tmp}` of their commands. `logs`: where what they print is kept,
+    in `<prefix><name>.log`. A context manager: nothing of them is left behind it, nor when this process ends in any other way.
+    """
+
+    active: list[Servers] = []
+    """Those that run in this process: what `clear_all` is about."""
+
+    def __init__(self, settings: Settings, tmp: Path, logs: Path, prefix: str = "server-") -> None:
+        self.ports, self.tmp = Ports(), tmp
+        asked = [spec.model_dump() for spec in settings.servers]
+        for name in sorted(port_names([asked, *(getattr(settings, key) for key in FILLED)])):
+            self.ports.choose(name)
+        self.environment = {**os.environ, **self.fill(settings.env), "KVCONFORM_TMP": str(tmp)}
+        self.all = {
+            spec["name"]: Server(_stringed(self.fill(spec)), logs / f"{prefix}{spec['name']}.log", settings.base, self.environment)
+            for spec in asked
+        }  # fmt: skip
+
+    def fill(self, value: Any) -> Any:
+        """The value with `{port:NAME}`, `{python}` and `{server_tmp}` replaced in its strings."""
+        return filled(value, self.ports.numbers, {"python": sys.executable, "server_tmp": str(self.tmp)})
+
+    def settle(self, settings: Settings) -> Settings:
+        """The settings as this process has to take them: extra_config and env with placeholders filled."""
+        return settings.model_copy(update={key: self.fill(getattr(settings, key)) for key in FILLED})
+
+    def up(self) -> None:
+        """Start all that do not run. EnvironmentProblem in one sentence if one does not get ready; then none is left."""
+        self.tmp.mkdir(parents=True, exist_ok=True)
+        if self not in Servers.active:
+            Servers.active.append(self)
+        try:
+            for server in self.all.values():
+                server.start()
+        except BaseException:
+            self.down()
+            raise
+
+    def down(self) -> list[str]:
+        """Stop all; returns sentences about stop commands that failed. The ports may be another's then."""
+        if self in Servers.active:
+            Servers.active.remove(self)
+        problems = [server.stop() for server in reversed(self.all.values())]
+        self.ports.close()
+        return [problem for problem in problems if problem]
+
+    def clear(self) -> None:
+        """Make all forget what they store, and start those anew that a fault has ended. EnvironmentProblem if one does not."""
+        for server in self.all.values():
+            if server.running:
+                server.clear()
+            else:
+                server.start()
+
+    def kill(self, name: str) -> None:
+        """A fault: the server is gone from one moment to the next."""
+        self.all[name].kill()
+
+    def restart(self, name: str) -> None:
+        """A fault: the server is gone and comes back, on the same port, with what it keeps on disk."""
+        self.all[name].kill()
+        self.all[name].start()
+
+    def __enter__(self) -> Servers:
+        self.up()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.down()
+
+
+def clear_all() -> None:
+    """Before a run: no server of this process knows anything of an earlier one."""
+    for servers in Servers.active:
+        servers.clear()
+
+
+def _stringed(spec: dict[str, Any]) -> ServerSpec:
+    """Of filled fields: what was nothing but a port is a number, and has to be text in a command."""
+    command = spec["command"]
+    return ServerSpec(**{**spec, "command": command if isinstance(command, str) else [str(part) for part in command]})
+
+
+class Commands:
+    """Set-up and tear-down commands: run in a shell, once per run, in the settings file's directory. What they print goes to `log`.
+    `tmp` is `$KVCONFORM_TMP`: a directory of this run, the same for all commands."""
 
     def __init__(self, settings: Settings, tmp: Path, log: Path) -> None:
         self.settings, self.tmp, self.log = settings, tmp, log

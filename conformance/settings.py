@@ -18,6 +18,7 @@ from kvconform import named, shard
 from kvconform.device_kinds import SLOW, Device
 from kvconform.errors import UsageError
 from kvconform.profile import Expected
+from kvconform.server_spec import ServerSpec
 from kvconform.watchdog import DEFAULT_LIMIT
 
 REFERENCE = "kvconform.refimpl.connector:ReferenceConnector"
@@ -56,6 +57,7 @@ class Settings(BaseModel):
     expected_failures: list[Expected] = []
     setup: list[str] = Field(default=[], description="shell commands before the first case")
     teardown: list[str] = Field(default=[], description="shell commands at the end, whatever happened")
+    servers: list[ServerSpec] = Field(default=[], description="servers that each process with the connector needs, one of each per process")
     setup_timeout: float = Field(default=120.0, gt=0)
     env: dict[str, str] = Field(default={}, description="environment of the workers and of the commands")
     pythonpath: list[str] = Field(default=[], description="directories where workers find the connector's package")

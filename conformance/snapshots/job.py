@@ -17,6 +17,7 @@ from kvconform.environment import check_vllm
 from kvconform.errors import EnvironmentProblem, UsageError
 from kvconform.load import Spec, load_spec
 from kvconform.profile import select as select_profile
+from kvconform.servers import Servers
 from kvconform.settings import Settings
 from kvconform.snapshots import normalise, texts
 from kvconform.snapshots.record import cells, record, suits
@@ -58,6 +59,7 @@ class Job:
         self.error: UsageError | EnvironmentProblem | None = None
         self._numbers = itertools.count()
         self._scratch = tempfile.TemporaryDirectory(prefix="kvconform-")
+        self._servers = Servers(settings, Path(self._scratch.name) / "servers", Path(settings.report_dir) / "logs")
         StoreExtension.current, StoreExtension.updating = self.store, updating
 
     def prepare(self) -> None:
@@ -65,6 +67,8 @@ class Job:
         from kvconform import smoke
 
         sys.path += [folder for folder in self.settings.pythonpath if folder not in sys.path]
+        self.settings = self._servers.settle(self.settings)
+        self._servers.up()
         os.environ.update(self.settings.env)
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         smoke.check(smoke.target_of(self.settings), Path(self._scratch.name), 120.0)
@@ -109,7 +113,8 @@ class Job:
         return sorted(req.id for req in self.spec.requirements.values() if rules & set(req.rules) or bugs & set(req.bugs))
 
     def close(self) -> None:
-        """Remove the runs' own directories."""
+        """Stop the servers and remove the runs' own directories."""
+        self._servers.down()
         self._scratch.cleanup()
 
 

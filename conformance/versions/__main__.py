@@ -86,8 +86,9 @@ def settings_of(options: argparse.Namespace) -> Settings:
     given["select"] = [part for entry in options.select or [] for part in entry.split(",") if part] or None
     given["extra_config"] = parse_extra_config(options.extra_config) if options.extra_config is not None else None
     found = load(given, file=options.config)
-    if found.setup or found.teardown:
-        raise UsageError("a matrix of releases starts no servers: start what setup would, and leave setup and teardown out of the settings")
+    if found.setup or found.teardown or found.servers:
+        advice = "start them yourself, and leave setup, teardown and servers out of the settings"
+        raise UsageError(f"a matrix of releases starts no servers: {advice}")
     return found
 
 

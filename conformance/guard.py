@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a server's command and sees to it that nothing of it outlives the process that wanted it, however that one ends.
+
+`python -m kvconform.guard GRACE COMMAND...` with a pipe as standard input. The command runs as a child, in a session of its own. When the
+pipe is closed, or the parent is gone, or the command ends, all that it started is ended: asked first, killed after GRACE seconds; at once
+if a `k` came through the pipe. Processes that the command sent into the background are adopted (Linux) and ended too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+
+import psutil
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PATIENCE = 0.2
+"""Seconds between two looks at the parent and the command."""
+
+
+def _prctl(option: int, value: int) -> None:
+    """Linux's prctl; elsewhere nothing."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def _dies_with_parent() -> None:
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _not_ours(*_: object) -> None:
+    """The parent decides when it is over. (To ignore the signal would make the command ignore it, too.)"""
+
+
+def _tree(session: int) -> list[psutil.Process]:
+    """All that is ours: descendants, and who is in the command's session."""
+    found = {process.pid: process for process in psutil.Process().children(recursive=True)}
+    for process in psutil.process_iter():
+        with contextlib.suppress(OSError, psutil.Error):
+            if os.getsid(process.pid) == session:
+                found[process.pid] = process
+    return list(found.values())
+
+
+def end(session: int, grace: float) -> None:
+    """End everything, again and again until nothing is left: what is being ended may start something."""
+    if grace > 0:
+        for process in (asked := _tree(session)):
+            with contextlib.suppress(psutil.Error):
+                process.terminate()
+        psutil.wait_procs(asked, timeout=grace)
+    for _ in range(20):
+        left = [process for process in _tree(session) if process.status() != psutil.STATUS_ZOMBIE]
+        if not left:
+            return
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(left, timeout=1)
+
+
+def main(grace: float, command: list[str]) -> int:
+    """Returns the command's status, 0 if it was ended on demand."""
+    parent = os.getppid()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _not_ours)
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    child = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_dies_with_parent, restore_signals=True
+    )  # fmt: skip
+    while child.poll() is None and os.getppid() == parent:
+        readable, _, _ = select.select([0], [], [], PATIENCE)
+        if readable:
+            grace = 0.0 if os.read(0, 1) == b"k" else grace
+            end(child.pid, grace)
+            child.poll()
+            return 0
+    end(child.pid, grace)
+    return child.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main(float(sys.argv[1]), sys.argv[2:]))
