@@ -159,6 +159,7 @@ def lint(session: nox.Session) -> None:
     env.run("-m", "ruff", "check", ".")
     env.run("-m", "mypy", "-p", "kvconform", env={"MYPYPATH": str(noxenv.package_tree(env.path / "tree"))})
     env.run("-m", "kvconform", "lint", "--strict")
+    env.run("-m", "kvconform.results", "pages", "--check")
 
 
 @nox.session

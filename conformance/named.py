@@ -25,6 +25,11 @@ class Named(BaseModel):
     text: str = Field(min_length=1)
     requires: list[str] = Field(default=[], description="pip requirements")
     connector: str = Field(min_length=1)
+    family: str = Field(default="", description="whose results are told together; default: the name up to its first dash")
+
+    def group(self, name: str) -> str:
+        """The family of the entry, which is called `name`."""
+        return self.family or name.partition("-")[0]
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/results: digests of reports, findings, and the pages made from both."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvconform.errors import UsageError
+from kvconform.load import load_spec
+from kvconform.results import digest, finding, page
+from kvconform.results.__main__ import ROOT as RESULTS
+from kvconform.results.__main__ import main, wanted
+
+HERE = Path(__file__).parents[1] / RESULTS
+HEADER = {
+    "type": "header", "suite": "0.1", "vllm": "0.32.0", "connector": "x", "engines": ["vllm"], "scheduling": ["sync"], "seed": 0,
+    "profile": "core", "capabilities": {}, "adapters": ["a stand-in"],
+}  # fmt: skip
+ROW = {"type": "row", "case": "chunked.abort", "scheduling": "sync", "runner": "v1", "depth": 1, "block_size": 4}
+FOOTER = {"type": "footer", "counts": {}, "verdict": "nonconformant"}
+
+
+def report(folder: Path, rows: list[dict[str, Any]], *, end: bool = True) -> Path:
+    folder.mkdir(exist_ok=True)
+    lines = [HEADER, *({**ROW, **row} for row in rows), *([FOOTER] if end else [])]
+    (folder / "report.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+ROWS = [
+    {"requirement": "save.confirmed", "engine": "vllm", "verdict": "FAIL", "exercised": 3, "count": 1},
+    {"requirement": "save.confirmed", "engine": "reference", "verdict": "PASS", "exercised": 2},
+    {"requirement": "load.only-grant", "engine": "vllm", "verdict": "PASS", "exercised": 5},
+    {"requirement": "lookup.identity", "engine": "vllm", "verdict": "NOT_EXERCISED"},
+]
+
+
+def test_a_report_becomes_a_digest_per_engine(tmp_path: Path) -> None:
+    found = digest.digests(report(tmp_path / "r", ROWS), "example", ["pytest>=1", "no-such-package"], "2026-01-01", load_spec())
+    reference, vllm = found
+    assert (reference.engine, reference.verdict, reference.saves, reference.loads) == ("reference", "conformant", 2, 0)
+    assert (vllm.verdict, vllm.saves, vllm.loads, vllm.runs) == ("nonconformant", 3, 5, 1)
+    assert vllm.areas["save"].failed == ["save.confirmed"] and vllm.areas["load"].passed == 1 and vllm.areas["identity"].not_shown == 1
+    assert vllm.packages == {"pytest": pytest.__version__} and vllm.adapters == ["a stand-in"] and vllm.complete
+    digest.write(tmp_path, vllm)
+    assert digest.read(tmp_path) == [vllm]
+
+
+def test_a_report_that_was_cut_short_says_so(tmp_path: Path) -> None:
+    found = digest.digests(report(tmp_path / "r", ROWS, end=False), "example", [], "2026-01-01", load_spec())
+    assert not found[0].complete
+    assert "cut short" in page.pages(found, [], load_spec(), tmp_path)["README.md"]
+
+
+@pytest.mark.parametrize("text", ["", "{}\n", json.dumps(HEADER) + "\n"])
+def test_what_is_no_report_is_told_in_a_sentence(text: str, tmp_path: Path) -> None:
+    (tmp_path / "report.jsonl").write_text(text)
+    with pytest.raises(UsageError):
+        digest.digests(tmp_path, "example", [], "2026-01-01", load_spec())
+
+
+def test_the_marks_of_an_area(tmp_path: Path) -> None:
+    found = digest.digests(report(tmp_path / "r", ROWS), "example", [], "2026-01-01", load_spec())
+    lines = page.pages(found, [], load_spec(), tmp_path)["example.md"].splitlines()
+    assert "| save | `✓✗ ` |" in lines and "| load | `·✓ ` |" in lines and "| identity | `·· ` |" in lines
+
+
+def test_findings_name_what_exists_and_the_pages_are_as_they_should_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(HERE.parents[1])
+    assert finding.read(HERE), "there are findings"
+    stale = [name for name, text in wanted(RESULTS, load_spec()).items() if (HERE / name).read_text(encoding="utf-8") != text]
+    assert not stale, "python -m kvconform.results pages"
+
+
+FINDING = next(iter(sorted((HERE / "findings").glob("*.yaml"))))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("status: confirmed", "status: sure", "status"),
+        ("requirements: [", "requirements: [no.such, ", "there is no requirement no.such"),
+        ("case: ", "case: no-", "there is no case no-"),
+        ("connector: ", "connector: no-", "the catalogue has no no-"),
+        ("id: ", "id: other-", "the file must have the same name"),
+    ],
+)
+def test_a_broken_finding_is_told_in_a_sentence(old: str, new: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "findings").mkdir()
+    (tmp_path / "findings" / FINDING.name).write_text(FINDING.read_text(encoding="utf-8").replace(old, new, 1), encoding="utf-8")
+    assert main(["--root", str(tmp_path), "pages", "--check"]) == 2
+    assert said in capsys.readouterr().err
