@@ -12,12 +12,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from kvconform import __version__, named
+from kvconform import __version__, adapters, named
 from kvconform.environment import NEWEST, OLDEST, vllm_version
 from kvconform.errors import UsageError
 from kvconform.load import Spec, load_spec
 
-KINDS = ("requirements", "cases", "profiles", "connectors")
+KINDS = ("requirements", "cases", "profiles", "connectors", "adapters")
 
 
 def show(what: str) -> None:
@@ -46,6 +46,9 @@ def _rows(spec: Spec, what: str) -> tuple[list[str], list[list[str]]]:
         return ["case", "area", "runs", "text"], [[c.id, c.area, str(len(c.variants())), _flat(c.text)] for c in cases]
     if what == "connectors":
         return ["connector", "text"], [[f"{named.PREFIX}{name}", named.named(name).text] for name in named.names()]
+    if what == "adapters":
+        found = {name: adapters.named(name) for name in adapters.names()}
+        return ["adapter", "title", "text"], [[name, adapter.title, adapter.text] for name, adapter in found.items()]
     return ["profile", "text"], [[p.id, _flat(p.text)] for p in spec.profiles.values()]
 
 

@@ -22,7 +22,7 @@ app = typer.Typer(
 
 Text = str | None
 Texts = list[str] | None
-LISTS = ("requirements", "cases", "profiles", "connectors")
+LISTS = ("requirements", "cases", "profiles", "connectors", "adapters")
 
 
 def _option(*names: str, **details: Any) -> Any:
@@ -42,6 +42,9 @@ def run(
     extra_config: Annotated[Text, _option("--extra-config", metavar="JSON|@FILE", help=EXTRA)] = None,
     device: Annotated[Text, _option("--device", metavar="cpu|cuda", help="where the KV cache is [cpu]")] = None,
     emulate_cuda: Annotated[bool | None, _option("--emulate-cuda", help="a CUDA device, emulated on the CPU (docs/emulation.md)")] = None,
+    adapters: Annotated[
+        Texts, _option("--adapter", metavar="NAME", help="stand-in for what it lacks here: kvconform list adapters")
+    ] = None,
     slow: Annotated[Text, _option("--slow", metavar="compute|transfers|all", help="streams of the device that are slow [all]")] = None,
     engine: Annotated[Text, _option("--engine", metavar="reference|vllm|all", help="engines to run on [all]")] = None,
     scheduling: Annotated[Text, _option("--scheduling", metavar="sync|async|all", help="scheduling to run with [all]")] = None,
@@ -73,6 +76,7 @@ def run(
         "extra_config": settings.parse_extra_config(extra_config) if extra_config is not None else None,
         "device": device,
         "emulate_cuda": emulate_cuda,
+        "adapters": adapters or None,
         "slow": slow,
         "engine": engine,
         "scheduling": scheduling,
@@ -93,6 +97,7 @@ def run(
     again = {"--extra-config": extra_config, "--profile": profile, "--role": role, "--half": half, "--config": config, "--device": device}
     given["arguments"] = [part for name, value in again.items() if value is not None for part in (name, value)]
     given["arguments"] += ["--emulate-cuda"] if emulate_cuda else []
+    given["arguments"] += [part for name in adapters or [] for part in ("--adapter", name)]
     given["arguments"] += [part for folder in pythonpath or [] for part in ("--pythonpath", folder)]
     raise typer.Exit(session.run(settings.load(given, file=config)))
 
@@ -113,7 +118,7 @@ def merge(
 
 @app.command(name="list")
 def list_(what: Annotated[str, typer.Argument(metavar=f"[{'|'.join(LISTS)}]", show_default=False)] = "requirements") -> None:
-    """List the requirements, the cases, the profiles, or the catalogue's connectors."""
+    """List the requirements, the cases, the profiles, the catalogue's connectors, or the adapters."""
     from kvconform import catalog
 
     catalog.show(what)

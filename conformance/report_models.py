@@ -30,6 +30,7 @@ class HeaderLine(_Part):
     engines: list[str]
     scheduling: list[str]
     device: Device = Field(default="cpu", description="where the KV cache is; emulated: CUDA, on the CPU")
+    adapters: list[str] = Field(default=[], description="stand-ins that were in force (docs/adapters.md)")
     seed: int
     profile: str
     capabilities: dict[str, Any]

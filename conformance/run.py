@@ -65,6 +65,7 @@ def target_profile(target: Target, tmp: Path) -> Profile:
             sorted(target.capabilities.items(), key=str),
             target.half,
             target.device,
+            target.adapters,
         )
     )
     if key not in _profiles:

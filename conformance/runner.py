@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvconform import compat, device
+from kvconform import adapters, compat, device
 from kvconform.capabilities import complete
 from kvconform.case import Variant
 from kvconform.device_kinds import Device
@@ -89,7 +89,13 @@ def run_variant(
     run = Run(variant, relation, trace.events, caps, _channels(target) if with_connector else frozenset({"sched", "kv"}))
     tmp.mkdir(parents=True, exist_ok=True)
     if with_connector:
-        with Patch(target.resolve()), Patch(RemoteHalf), Patch(NoWorkerHalf), device.opened(kind, slow) as where:
+        with (
+            adapters.in_force(target.adapters),
+            Patch(target.resolve()),
+            Patch(RemoteHalf),
+            Patch(NoWorkerHalf),
+            device.opened(kind, slow) as where,
+        ):
             _drive(run, variant, target, trace, Registry(book), seed, tmp, relation, caps, promises, watcher)
             run.lacks = where.lacks
     else:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from kvconform import named, shard
+from kvconform import adapters, named, shard
 from kvconform.device_kinds import SLOW, Device
 from kvconform.errors import UsageError
 from kvconform.profile import Expected
@@ -34,6 +34,7 @@ class Settings(BaseModel):
     connector: str = Field(default=REFERENCE, min_length=1)
     catalogue: str | None = Field(default=None, description="the name by which it was found")
     extra_config: dict[str, Any] = {}
+    adapters: list[str] = Field(default=[], description="stand-ins for what the connector lacks here (docs/adapters.md)")
     role: Literal["kv_both", "kv_producer", "kv_consumer"] | None = None
     capabilities: dict[str, Any] = Field(default={}, description="declared capabilities, over those that the class declares")
     half: Literal["both", "scheduler"] = Field(default="both", description="scheduler: judge the scheduler half alone")
@@ -74,6 +75,13 @@ class Settings(BaseModel):
     @classmethod
     def _is_shard(cls, value: str | None) -> str | None:
         return None if value is None else str(shard.parse(value))
+
+    @field_validator("adapters")
+    @classmethod
+    def _exist(cls, value: list[str]) -> list[str]:
+        for name in value:
+            adapters.named(name)  # UsageError
+        return value
 
     @property
     def engines(self) -> list[str]:

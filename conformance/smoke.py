@@ -10,7 +10,7 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-from kvconform import watchdog
+from kvconform import adapters, watchdog
 from kvconform.case import Variant
 from kvconform.errors import EnvironmentProblem, UsageError, one_line
 from kvconform.settings import Settings
@@ -28,6 +28,7 @@ def target_of(settings: Settings) -> Target:
         hook_timeout=settings.hook_timeout,
         half=settings.half,
         device=settings.target_device,
+        adapters=tuple(settings.adapters),
     )
 
 
@@ -43,6 +44,7 @@ def check(target: Target, tmp: Path, limit: float) -> None:
     from kvconform.runner import run_variant
 
     with _in_time(f"import of {target.connector}", limit):
+        adapters.install(target.adapters)
         target.resolve()
     variant = Variant(plain_case(Plain(9, 1, 9, 9), 4), "reference", "sync", "v1", 1, 4)
     run = run_variant(variant, target, seed=0, tmp=tmp / "smoke")

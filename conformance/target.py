@@ -19,6 +19,7 @@ class Target:
 
     `{tmp}` in the strings of `extra_config` stands for the run's own directory. `capabilities` are the declared ones. `half` is `both`, or
     `scheduler` to judge the scheduler half alone, with a worker half of ours that does nothing. `device` is where the KV cache is.
+    `adapters` are in force wherever the connector runs.
     """
 
     connector: str | None
@@ -29,6 +30,7 @@ class Target:
     hook_timeout: float = 10.0
     half: str = "both"
     device: Device = "cpu"
+    adapters: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:

@@ -44,6 +44,7 @@ def build_config(variant: Variant, target: Target, tmp: Path, *, with_connector:
         policy="priority" if any(s.op == "add" and s.arg.priority for s in variant.case.steps) else "fcfs",
         transfer=transfer,
     )
+    _say_sizes(config, latent=settings.groups == ["latent"])
     config.model_config.model = MODEL  # a path would differ from machine to machine, and connectors derive keys from it
     config.scheduler_config.long_prefill_token_threshold = settings.long_prefill_threshold
     policies.prepare(config, frozenset(variant.case.policies), variant.block_size, settings.spec_tokens)
@@ -54,6 +55,16 @@ def build_config(variant: Variant, target: Target, tmp: Path, *, with_connector:
     if len(settings.groups) > 1:
         config.scheduler_config.disable_hybrid_kv_cache_manager = False  # vLLM does not start a connector that does not support it
     return config
+
+
+def _say_sizes(config: Any, *, latent: bool) -> None:
+    """Let the model configuration say how wide the cache is: connectors allocate by it. (vLLM's own check wants larger heads.)"""
+    heads, size = (1, 2 * HEAD_DIM) if latent else (HEADS, HEAD_DIM)
+    text = config.model_config.hf_text_config
+    text.num_key_value_heads, text.head_dim = heads, size
+    if hasattr(config.model_config, "model_arch_config"):  # since 0.14 or so a copy of these
+        found = config.model_config.model_arch_config
+        found.total_num_kv_heads, found.head_size = heads, size
 
 
 def build_cache_config(cache: PagedCache) -> Any:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from kvconform import __version__
+from kvconform.adapters import titles
 from kvconform.collector import CaseNotes, Collector
 from kvconform.report_models import CaseLine, FooterLine, HeaderLine
 from kvconform.shard import suite_digest
@@ -56,6 +57,7 @@ def header_of(collector: Collector, warnings: list[str]) -> HeaderLine:
         engines=settings.engines,
         scheduling=settings.schedulings,
         device=settings.target_device,
+        adapters=titles(settings.adapters),
         seed=settings.seed,
         profile=settings.profile,
         capabilities=collector.capabilities,

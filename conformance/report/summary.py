@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from kvconform import __version__
+from kvconform.adapters import titles
 from kvconform.aggregate import Aggregate
 from kvconform.collector import Collector
 from kvconform.report_models import CaseCounts, RequirementCounts, Summary
@@ -40,6 +41,7 @@ def write(folder: Path, collector: Collector, found: Aggregate, *, seconds: floa
             "runs_missing": collector.missing(),
             "workers": settings.workers,
             "device": settings.target_device,
+            "adapters": titles(settings.adapters),
             "slow": settings.slows or [],
             "seed": settings.seed,
             "profile": settings.profile,

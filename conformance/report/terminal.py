@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvconform import __version__
+from kvconform.adapters import titles
 from kvconform.aggregate import Aggregate
 from kvconform.claims import mismatches
 from kvconform.collector import CaseNotes, Collector
@@ -55,6 +56,8 @@ def header(console: Console, collector: Collector, warnings: Sequence[str], *, j
     if settings.slows is not None:
         where = "CUDA, emulated on the CPU" if settings.emulate_cuda else "CUDA"
         console.print(f"device      {where} · slow: {', then '.join(settings.slows)}")
+    for title in titles(settings.adapters):
+        console.print(f"adapter     {escape(title)}: what it does wrong is not the connector's fault")
     counts = ((len(selection.order()), "case"), (len(selection.variants), "run"), (len(selection.shown), "requirement"))
     runs = ", ".join(f"{number} {word}{'' if number == 1 else 's'}" for number, word in counts)
     shard = f" (shard {selection.shard} of the selection)" if selection.shard else ""

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapter `lmcache-cpu`: LMCache's connector on a machine without an accelerator.
+
+LMCache moves KV between the engine's pages and its own chunks through a class per accelerator, and has none for CPU tensors: it says "No
+supported cpu connector found" and goes on without a cache. This gives it one; everything else is LMCache's own code.
+
+LMCache also keeps its configuration, its engine and its threads in the process, whose end is their end in production; here one process
+does many runs. `around` lets each begin as in a new process. What is left over when a run's connector was shut down was judged by then.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from kvconform.adapters import Adapter
+
+_started: list[Any] = []
+"""The managers of LMCache that were made and not ended by the adapter."""
+
+
+def install() -> None:
+    """Changes lmcache.v1.gpu_connector.CreateGPUConnector, and notes every LMCacheManager that is made."""
+    from lmcache.utils import EngineType
+    from lmcache.v1 import gpu_connector
+    from lmcache.v1.manager import LMCacheManager
+
+    from kvconform.adapters import _lmcache_transfer as transfer
+
+    theirs, construct = gpu_connector.CreateGPUConnector, LMCacheManager.__init__
+
+    def create(config: Any, metadata: Any, engine: Any, layout_hints: Any = None) -> Any:
+        if engine != EngineType.VLLM:
+            return theirs(config, metadata, engine, layout_hints)
+        return (transfer.LayerwiseTransfer if config.use_layerwise else transfer.Transfer)(metadata)
+
+    def noted(self: Any, *args: Any, **kwargs: Any) -> None:
+        _started.append(self)
+        construct(self, *args, **kwargs)
+
+    gpu_connector.CreateGPUConnector = create
+    LMCacheManager.__init__ = noted
+
+
+@contextmanager
+def fresh() -> Iterator[None]:
+    """LMCache as in a new process. May be entered inside itself (a run inside a run)."""
+    from lmcache.integration.vllm import utils, vllm_v1_adapter
+    from lmcache.v1.cache_engine import LMCacheEngineBuilder
+
+    tables = (LMCacheEngineBuilder._instances, LMCacheEngineBuilder._cfgs, LMCacheEngineBuilder._metadatas)
+    tables += (LMCacheEngineBuilder._stat_loggers, vllm_v1_adapter.tmp_disagg_tracker)
+    kept, config, count, collecting = [dict(table) for table in tables], utils._config_instance, len(_started), gc.isenabled()
+    for table in tables:
+        table.clear()
+    utils._config_instance = None
+    try:
+        yield
+    finally:
+        left, _started[count:] = _started[count:], []
+        if left:
+            threading.Thread(target=_end, args=(left, dict(tables[3])), name="lmcache-cpu ends what a run left", daemon=True).start()
+        for table, before in zip(tables, kept, strict=True):
+            table.clear()
+            table.update(before)
+        utils._config_instance = config
+        if collecting:
+            gc.enable()  # LMCache may switch it off
+
+
+def _end(managers: list[Any], loggers: dict[str, Any]) -> None:
+    """Stop the threads and close the sockets that a connector left behind; what its own shutdown has closed is closed again, to no effect.
+
+    In a thread, for LMCache's threads look every second whether they shall end. Its own `stop_services` would not do: it closes the engine
+    that has the name now, which is the next run's, and waits for sockets of the whole process.
+    """
+    for manager in managers:
+        for part in (manager.lookup_server, manager.health_monitor, manager.lmcache_engine):
+            with suppress(Exception):
+                (getattr(part, "close", None) or part.stop)()
+        with suppress(Exception):
+            _end_offload_server(manager.offload_server)
+        for socket in getattr(getattr(manager.lookup_client, "transport", None), "sockets", ()):
+            with suppress(Exception):
+                socket.close(linger=0)
+    for logger in loggers.values():
+        with suppress(Exception):
+            logger.shutdown()
+
+
+def _end_offload_server(server: Any) -> None:
+    """Its thread waits in a socket, and closing that from another thread, as `close` does, can end the process: let it hear something."""
+    import zmq
+
+    if server is None or not server.thread.is_alive():
+        return
+    server.running = False
+    with zmq.Context() as context, context.socket(zmq.REQ) as caller:
+        caller.setsockopt(zmq.LINGER, 1000)
+        caller.connect(server.socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode())
+        caller.send(b"end")
+        server.thread.join(2)
+    server.socket.close(linger=0)
+
+
+ADAPTER = Adapter(
+    title="CPU transfer class for LMCache",
+    text="LMCache copies between CPU pages and its chunks (its own classes want an accelerator); each run finds it as in a new process.",
+    package="lmcache",
+    install=install,
+    around=fresh,
+)
