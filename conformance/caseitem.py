@@ -65,7 +65,7 @@ class Worker:
         temporary = scratch / "tmp"  # what the connector and others leave behind goes with the run
         temporary.mkdir(exist_ok=True)
         os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
-        self.spec = load_spec()
+        self.spec = load_spec(cases=settings.cases)
         self.selection: Selection = select(self.spec, settings, vllm)
         self._judge: Any = None
         self._target: Any = None

@@ -49,6 +49,7 @@ def run(
     engine: Annotated[Text, _option("--engine", metavar="reference|vllm|all", help="engines to run on [all]")] = None,
     scheduling: Annotated[Text, _option("--scheduling", metavar="sync|async|all", help="scheduling to run with [all]")] = None,
     select: Annotated[Texts, _option("-k", metavar="ID...", help=SELECT)] = None,
+    cases: Annotated[Texts, _option("--case", metavar="FILE", help="a case of your own: only this, without -k (repeat)")] = None,
     shard: Annotated[Text, _option("--shard", metavar="I/N", help="only this part of the runs; kvconform merge joins the parts")] = None,
     profile: Annotated[Text, _option("--profile", help="profile to judge by [core]")] = None,
     report_dir: Annotated[Text, _option("--report-dir", metavar="DIR", help="where reports go [kvconform-report]")] = None,
@@ -81,6 +82,7 @@ def run(
         "engine": engine,
         "scheduling": scheduling,
         "select": selected or None,
+        "cases": cases or None,
         "shard": shard,
         "profile": profile,
         "report_dir": report_dir,
@@ -98,6 +100,7 @@ def run(
     given["arguments"] = [part for name, value in again.items() if value is not None for part in (name, value)]
     given["arguments"] += ["--emulate-cuda"] if emulate_cuda else []
     given["arguments"] += [part for name in adapters or [] for part in ("--adapter", name)]
+    given["arguments"] += [part for name in cases or [] for part in ("--case", name)]
     given["arguments"] += [part for folder in pythonpath or [] for part in ("--pythonpath", folder)]
     raise typer.Exit(session.run(settings.load(given, file=config)))
 

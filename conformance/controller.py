@@ -45,7 +45,7 @@ class Controller:
         self.settings, self.console, self.quiet_workers = settings, console, quiet_workers
         self.vllm, self.warnings = check_vllm()
         check_connector_name(settings.connector, settings.pythonpath)
-        self.spec = load_spec()
+        self.spec = load_spec(cases=settings.cases)
         self.collector = Collector(self.spec, settings, select(self.spec, settings, self.vllm), self.vllm)
         self.folder = Path(settings.report_dir)
         self.scratch = Path(tempfile.mkdtemp(prefix="kvconform-run-"))

@@ -13,7 +13,7 @@ import importlib.resources
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -43,7 +43,8 @@ class SpecError(UsageError):
 
 @dataclass
 class Spec:
-    """The whole specification. `places` maps `requirement:ID`, `case:ID`, `waiver#INDEX`, ... to `file:line`; `defects`: entries by id."""
+    """The whole specification. `places` maps `requirement:ID`, `case:ID`, `waiver#INDEX`, ... to `file:line`; `defects`: entries by id;
+    `own_cases`: ids of cases that come from files of their own."""
 
     requirements: dict[str, Requirement] = field(default_factory=dict)
     cases: dict[str, Case] = field(default_factory=dict)
@@ -55,16 +56,24 @@ class Spec:
     defects: dict[str, dict[str, Any]] = field(default_factory=dict)
     places: dict[str, str] = field(default_factory=dict)
     line_counts: dict[str, int] = field(default_factory=dict)
+    own_cases: list[str] = field(default_factory=list)
 
 
-def load_spec(root: Path | None = None, *, cache: bool = True) -> Spec:
-    """The specification under `root` (default: the one that this distribution carries). Raises SpecError."""
+def load_spec(root: Path | None = None, *, cache: bool = True, cases: Sequence[str] = ()) -> Spec:
+    """The specification under `root` (default: the one that this distribution carries), and cases in files of their own. Raises SpecError,
+    and UsageError for a file of a case that cannot be read."""
     base: Traversable = importlib.resources.files("kvconform.spec") if root is None else root
     loader = _Loader(_Cache(enabled=cache))
     for name, text in _files(base, "requirements", "spec/"):
         loader.requirements(name, text)
     for name, text in _files(base, "cases", "spec/"):
         loader.case(name, text)
+    for name in cases:
+        try:
+            loader.case(name, Path(name).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"case {name} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    loader.spec.own_cases = [name for name in loader.spec.cases if loader.spec.places[f"case:{name}"].rpartition(":")[0] in cases]
     for take in (loader.profiles, loader.rules, loader.waivers, loader.sources, loader.defects):
         name = f"{take.__name__}.yaml"
         if (base / name).is_file():

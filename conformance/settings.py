@@ -44,6 +44,7 @@ class Settings(BaseModel):
     engine: Literal["reference", "vllm", "all"] = "all"
     scheduling: Literal["sync", "async", "all"] = "all"
     select: list[str] = Field(default=[], description="ids, areas or globs of cases and requirements; ids of runs")
+    cases: list[str] = Field(default=[], description="files of cases that the suite does not have; without `select`, only these are run")
     shard: str | None = Field(default=None, description="i/n: only the i-th of n parts of the selected runs")
     profile: str = "core"
     seed: int = 0
@@ -130,6 +131,9 @@ def load(given: dict[str, Any], *, file: str | None = None, start: Path | None =
         merged.extra_config = {"store": "{tmp}"}
     merged.report_dir = str(_absolute(merged.report_dir, Path.cwd() if "report_dir" in own else merged.base))
     merged.pythonpath = [str(_absolute(p, Path.cwd() if "pythonpath" in own else merged.base)) for p in merged.pythonpath]
+    merged.cases = [str(_absolute(p, Path.cwd() if "cases" in own else merged.base)) for p in merged.cases]
+    if merged.cases and merged.shard:
+        raise UsageError("--case and --shard do not go together: kvconform merge knows the suite's cases only")
     return merged
 
 

@@ -97,7 +97,7 @@ def _wanted(spec: Spec, settings: Settings) -> tuple[set[str] | None, set[str] |
     cases: set[str] = set()
     requirements: set[str] = set()
     variants: set[str] = set()
-    entries = [*settings.select, *([settings.trace] if settings.trace else [])]
+    entries = [*settings.select, *([settings.trace] if settings.trace else [])] or spec.own_cases
     for entry in entries:
         run = entry.partition("[")[0] if entry.endswith("]") else None
         if run is not None and run in spec.cases:
