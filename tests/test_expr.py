@@ -9,7 +9,7 @@ import pytest
 
 from kvconform.capabilities import CAPABILITIES, complete
 from kvconform.errors import UsageError
-from kvconform.events import EVENTS, PROVENANCE, channels_of, check_event
+from kvconform.events import CHANNELS, EVENTS, PROVENANCE, channels_of, check_event
 from kvconform.expr import ExprError, compile_capability, compile_expr
 
 LOOKUP = {"tokens": 8, "local": 4, "N": 13, "is_async": False, "req": "a", "type_ok": True, "status": "waiting"}
@@ -157,7 +157,7 @@ def test_unknown_capabilities_are_refused() -> None:
 
 def test_the_event_list_is_consistent() -> None:
     assert len(set(PROVENANCE)) == len(PROVENANCE) == 15
-    assert {kind.channel for kind in EVENTS.values()} == {"hooks", "sched", "kv", "plan", "device", "harness"}
+    assert {kind.channel for kind in EVENTS.values()} == set(CHANNELS)
     assert channels_of({"lookup", "run.end", "kv.wrong"}) == {"sched", "kv"}
     assert all(code.rstrip("?") in set("sibflda") and kind.doc.endswith(".") for kind in EVENTS.values() for code in kind.fields.values())
     assert all(capability.doc for capability in CAPABILITIES.values())

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts the probe into a vLLM process: patches the places where engines, schedulers, workers and connectors are made and run."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_THREADS = torch.get_num_threads()
+from kvconform import compat  # noqa: E402
+
+torch.set_num_threads(_THREADS)  # compat has one thread do it all; here vLLM's own model computes
+
+from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
+from vllm.v1.engine.core import EngineCore  # noqa: E402
+from vllm.v1.worker.gpu_worker import Worker  # noqa: E402
+
+from kvconform.engines.halves import noted  # noqa: E402
+from kvconform.errors import one_line  # noqa: E402
+from kvconform.live.book import CLOSE, Book  # noqa: E402
+from kvconform.live.scheduler_probe import SchedulerProbe  # noqa: E402
+from kvconform.live.stream import StreamTrace  # noqa: E402
+from kvconform.live.worker_probe import Wishes, WorkerProbe  # noqa: E402
+from kvconform.probe import Patch, Probe, wrap_instance_hooks  # noqa: E402
+
+POISON, BOOK, TOLERANCE = "KVCONFORM_LIVE_POISON", "KVCONFORM_LIVE_BOOK", "KVCONFORM_LIVE_TOLERANCE"
+"""Environment: "0" leaves fresh blocks as they are; a file for the KV of a run without connector, which the run with one reads; how far a
+lossy connector may be off, as a part of the largest value."""
+_recorder: Recorder | None = None
+
+
+def install(directory: str) -> None:
+    """Watch whatever this process makes of vLLM from now on. A second call changes nothing."""
+    global _recorder
+    if _recorder is None:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        _recorder = Recorder(Path(directory) / f"{os.getpid()}.jsonl")
+        _recorder.patch()
+
+
+class Recorder:
+    """One process: its trace, its probe, its scheduler and worker as they come. Patches classes of vLLM for good."""
+
+    def __init__(self, path: Path) -> None:
+        self.trace = StreamTrace(path)
+        self.probe = Probe(self.trace)
+        Probe.active = self.probe
+        self.book = Book(float(os.environ.get(TOLERANCE, CLOSE)))
+        self.wishes = Wishes(poison=os.environ.get(POISON) != "0")
+        self.scheduler: SchedulerProbe | None = None
+        self.worker: WorkerProbe | None = None
+        self.threads: list[threading.Thread] = []
+        self._patched: set[type] = set()
+        self._constructing = 0
+        self._dead = False
+
+    def patch(self) -> None:
+        """Wrap what is called once per engine, and what is called once per step."""
+        factory: Any = compat.KVConnectorFactory
+        factory.create_connector = self._create(factory.create_connector)
+        _wrap(Scheduler, "__init__", self._scheduler)
+        _wrap(EngineCore, "shutdown", self._shutdown)
+        for name in ("step", "step_with_batch_queue"):
+            _wrap(EngineCore, name, self._engine_step)
+        _wrap(Worker, "execute_model", self._execute)
+        _wrap(Worker, "sample_tokens", self._sample)
+        _wrap(threading.Thread, "start", self._thread)
+        atexit.register(self._exit)
+
+    # -- what is made ----------------------------------------------------------------------------------------------------------
+    def _create(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Around KVConnectorFactory.create_connector: the class is patched before its first instance is made."""
+
+        @functools.wraps(original)
+        def create(config: Any, role: Any, kv_cache_config: Any) -> Any:
+            if self._constructing:
+                return original(config=config, role=role, kv_cache_config=kv_cache_config)
+            cls: Any = compat.KVConnectorFactory.get_connector_class(config.kv_transfer_config)
+            if cls not in self._patched:
+                self._patched.add(cls)
+                Patch(cls).__enter__()
+            self._constructing += 1
+            try:
+                with noted(self.trace, "start"):
+                    connector = original(config=config, role=role, kv_cache_config=kv_cache_config)
+            finally:
+                self._constructing -= 1
+            wrap_instance_hooks(connector)
+            return connector
+
+        return create
+
+    def _scheduler(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        config = kwargs.get("vllm_config", args[0] if args else None)
+        self._start(config, kwargs.get("kv_cache_config", args[1] if len(args) > 1 else None))
+        original(scheduler, *args, **kwargs)
+        together = config.parallel_config.distributed_executor_backend in (None, "uni")
+        self.scheduler = SchedulerProbe(self.trace, self.probe, scheduler, together=together)
+        if scheduler.connector is not None and (path := Path(os.environ.get(BOOK, ""))).is_file():
+            self.book.load(path)
+
+    def _start(self, config: Any, cache: Any) -> None:
+        """Emit run.start, with what this process knows of it; of a second engine in the same process, its restart."""
+        if self.scheduler is not None:
+            self.trace.emit("engine.lifecycle", op="restart", pid=0, error=None)
+            return
+        transfer, parallel, scheduling = config.kv_transfer_config, config.parallel_config, config.scheduler_config
+        self.trace.emit(
+            "run.start", seed=config.model_config.seed or 0, engine="live", case="live",
+            scheduling="async" if scheduling.async_scheduling else "sync",
+            runner="v2" if getattr(config, "use_v2_model_runner", False) is True else "v1", depth=config.max_concurrent_batches, vllm=compat.VLLM_VERSION, block_size=cache.kv_cache_groups[0].kv_cache_spec.block_size if cache.kv_cache_groups else 0,
+            num_blocks=cache.num_blocks, policies=[], connector=None if transfer is None else transfer.kv_connector,
+            spec_tokens=config.num_speculative_tokens if config.speculative_config else 0,
+            role="kv_both" if transfer is None else transfer.kv_role,
+            failure_policy="recompute" if transfer is None else transfer.kv_load_failure_policy, groups=len(cache.kv_cache_groups),
+            ranks=parallel.tensor_parallel_size * parallel.pipeline_parallel_size, stages=parallel.pipeline_parallel_size,
+            context_ranks=parallel.decode_context_parallel_size, device=str(config.device_config.device_type), slow=None,
+        )  # fmt: skip
+
+    def _thread(self, original: Callable[..., Any], thread: threading.Thread, *args: Any, **kwargs: Any) -> Any:
+        """Threads that are started while a hook or a constructor of the connector runs are the connector's."""
+        if self._constructing or self.probe._depth:
+            self.threads.append(thread)
+        return original(thread, *args, **kwargs)
+
+    # -- what is run -----------------------------------------------------------------------------------------------------------
+    def _engine_step(self, original: Callable[..., Any], core: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(core, *args, **kwargs)
+        except BaseException as error:
+            self._crashed(error)
+            raise
+        finally:
+            self.trace.amend()
+
+    def _execute(self, original: Callable[..., Any], worker: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.worker is None or self.worker_of is not worker:
+            self.worker_of = worker
+            self.worker = WorkerProbe(self.trace, self.probe, worker, self.book, self.wishes, alone=self.scheduler is None)
+        self.worker.begin(output)
+        try:
+            result = original(worker, output, *args, **kwargs)
+        except BaseException:
+            self.worker.end(failed=True)
+            raise
+        if result is not None or not output.total_num_scheduled_tokens:
+            self._ended(self.worker)
+        return result
+
+    worker_of: Any = None
+
+    def _sample(self, original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(worker, *args, **kwargs)
+        if self.worker is not None:
+            self._ended(self.worker)
+        return result
+
+    def _ended(self, worker: WorkerProbe) -> None:
+        worker.end()
+        if self.scheduler is None:  # nobody else does it in this process
+            self.trace.amend()
+
+    def _crashed(self, error: BaseException) -> None:
+        if self._dead:
+            return
+        self._dead = True
+        from kvconform.runner import _blame
+
+        where, hook, cause, last = _blame(error), None, None, self.probe.last_error
+        if last is not None and last[1] in (error, error.__cause__, error.__context__):
+            where, hook, cause = "hook", last[0], last[2]
+        self.trace.emit("engine.crash", where=where, error=one_line(error), hook=hook, cause_seq=cause)
+
+    def _shutdown(self, original: Callable[..., Any], core: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.scheduler is None or getattr(core, "scheduler", None) is not self.scheduler.scheduler:
+            return original(core, *args, **kwargs)
+        end = self._end()
+        if core.scheduler.connector is None:
+            return original(core, *args, **kwargs)
+        try:
+            with noted(self.trace, "shutdown"):
+                return original(core, *args, **kwargs)
+        finally:
+            if end is not None:
+                end["threads"] = sum(thread.is_alive() for thread in self.threads)
+            self.trace.amend()
+
+    def _end(self) -> dict[str, Any] | None:
+        """Emit run.end once per engine, and write the book of a run without connector."""
+        if self.scheduler is None or self.scheduler.ended:
+            return None
+        self.scheduler.ended = True
+        end = self.scheduler.end()
+        end["crashed"] = self._dead
+        end["threads"] = sum(thread.is_alive() for thread in self.threads)
+        if self.scheduler.scheduler.connector is None and os.environ.get(BOOK):
+            if self.worker is not None and self.worker.oracle is not None:
+                self.worker.oracle.enter(self.scheduler.pending)
+            self.book.save(Path(os.environ[BOOK]))
+        self.trace.amend()
+        return end
+
+    def _exit(self) -> None:
+        """The process ends without having shut its engine down."""
+        self._end()
+        self.trace.amend()
+
+
+def _wrap(cls: type, name: str, around: Callable[..., Any]) -> None:
+    """`around(original, self, ...)` takes the place of a method, of subclasses that do not override it, too."""
+    original = getattr(cls, name)
+
+    @functools.wraps(original)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return around(original, self, *args, **kwargs)
+
+    setattr(cls, name, wrapped)

@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Watches vLLM's own scheduler inside of a running engine: the same events as on engine `vllm`, by the same observer and ledger."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from kvconform.compat import RequestStatus
+from kvconform.engines.ledger import Ledger
+from kvconform.engines.queries import counted
+from kvconform.hashes import HashBook
+from kvconform.live.known import Known, Roster
+from kvconform.live.notes import ATTRIBUTE, Granted, Named, StepNote
+from kvconform.live.shape import Shape, shape_of
+from kvconform.memory import Memory
+from kvconform.observer import Observer
+from kvconform.probe import Probe
+from kvconform.telemetry import Telemetry
+from kvconform.trace import Event, Trace
+from kvconform.watch import Watch
+
+
+class Grants:
+    """What the observer and the ledger ask of an oracle: the shape of the cache, the loads under way, what was reported as failed."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.cache = shape
+        self.grants: list[Any] = []
+        self.failed_blocks: set[int] = set()
+        self.failed_reqs: set[str] = set()
+
+    def open_grants(self) -> list[Any]:
+        """Loads that the engine has not relied on yet."""
+        return [grant for grant in self.grants if grant.open]
+
+
+@dataclass
+class Share:
+    """A request's share of a step in flight: where it starts for the scheduler, tokens, drafts among them, its event; `fresh`: admitted."""
+
+    req: str
+    start: int
+    count: int
+    drafts: int
+    event: Event
+    fresh: bool
+
+
+class SchedulerProbe:
+    """Wraps the methods of one scheduler. Emits events; changes nothing of it but these methods and the pool's."""
+
+    ended = False
+
+    def __init__(self, trace: Trace, probe: Probe, scheduler: Any, *, together: bool) -> None:
+        self.trace, self.probe, self.scheduler = trace, probe, scheduler
+        self.together = together  # with the worker, in one process
+        self.roster, self.memory = Roster(), Memory()
+        config = scheduler.vllm_config
+        self.oracle = Grants(shape_of(scheduler.kv_cache_config))
+        hashes = HashBook(getattr(scheduler, "hash_block_size", self.oracle.cache.block_size), self.roster.identity)
+        self.listeners = Watch(trace, probe, hashes, self.roster.generation), Telemetry(trace, probe, hashes, config)
+        oracle: Any = self.oracle
+        self.observer = Observer(
+            trace, probe, oracle, self.memory, scheduler, self.roster.generation, self.roster.identity, self.valid_end, self._held_contents
+        )
+        self.pool = scheduler.kv_cache_manager.block_pool
+        sizes: Any = SimpleNamespace(sizes=[group.block_size for group in self.oracle.cache.groups])
+        is_async = bool(config.scheduler_config.async_scheduling)
+        self.ledger = Ledger(trace, scheduler, self.pool, self.observer, sizes, is_async=is_async)
+        self.flight: deque[tuple[Any, StepNote, list[Share]]] = deque()
+        self.ledger.in_flight = lambda: [id(output) for output, _, _ in self.flight]
+        self.blocks_at_start = self.pool.get_num_free_blocks()
+        self.pending: list[Named] = []
+        self._seen_grants = 0
+        self._busy = 0
+        for name in ("schedule", "update_from_output", "add_request", "finish_requests", "reset_prefix_cache"):
+            self._wrap(name, getattr(self, "_" + name))
+
+    def _wrap(self, name: str, around: Callable[..., Any]) -> None:
+        original = getattr(self.scheduler, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if self._busy:  # one of them calls another
+                return original(*args, **kwargs)
+            Probe.active = self.probe
+            self._busy += 1
+            try:
+                return around(original, *args, **kwargs)
+            finally:
+                self._busy -= 1
+
+        setattr(self.scheduler, name, wrapped)
+
+    # -- what is asked about requests ------------------------------------------------------------------------------------------
+    def tables(self) -> dict[str, list[list[int]]]:
+        """Block tables of all requests that hold blocks, by request id; one per group."""
+        manager, tables = self.scheduler.kv_cache_manager, {}
+        for req in self.scheduler.requests:
+            groups = [list(table) for table in manager.get_block_ids(req)]
+            if any(groups):
+                tables[req] = groups
+        return tables
+
+    def valid_end(self, req: str) -> int:
+        """End of a request's final KV once the steps in flight have run."""
+        known = self.roster.known.get(req)
+        if known is None:
+            return 0
+        end = known.valid_end
+        for _, _, shares in self.flight:
+            for share in shares:
+                if share.req == req:
+                    start = share.start if share.fresh else min(share.start, end)
+                    end = start + share.count - share.drafts
+        return end
+
+    def _held_contents(self) -> set[int]:
+        held: set[int] = set()
+        for req in self.tables():
+            request = self.scheduler.requests[req]
+            if not request.is_finished():
+                held.update(self.roster.chain(request)[0][: self.valid_end(req)])
+        return held
+
+    # -- calls -----------------------------------------------------------------------------------------------------------------
+    def _add_request(self, original: Callable[..., Any], request: Any, *args: Any, **kwargs: Any) -> Any:
+        self.roster.add(request)
+        self.ledger.added(request)
+        return original(request, *args, **kwargs)
+
+    def _finish_requests(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.ledger.before_update()
+        result = original(*args, **kwargs)
+        self.ledger.state_changes("abort")
+        return result
+
+    def _reset_prefix_cache(self, original: Callable[..., Any], reset_running_requests: bool = False, reset_connector: bool = False) -> Any:
+        self.ledger.before_update()
+        asked = {"running": reset_running_requests, "connector": reset_connector}
+        self.trace.emit("cache.reset", phase="asked", returned=None, **asked)
+        done = original(reset_running_requests, reset_connector)
+        self.trace.emit("cache.reset", phase="done", returned=bool(done), **asked)
+        self.ledger.state_changes("reset")
+        return done
+
+    def _schedule(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.trace.step += 1
+        self._settle()
+        self.ledger.before_schedule()
+        with counted(self.trace, self.scheduler):
+            output = original(*args, **kwargs)
+        tables = self.tables()
+        self.ledger.after_schedule(output, tables)
+        fresh = self.ledger.take_fresh(tables)
+        note = StepNote(
+            self.trace.step, fresh=[block for block, _ in fresh], zeroed=list(getattr(output, "new_block_ids_to_zero", ()) or ())
+        )
+        note.tables = {req: [block for table in groups for block in table] for req, groups in tables.items()}
+        note.scheduled = list(output.num_scheduled_tokens)
+        shares = [self._share(output, req, note, tables) for req in note.scheduled]
+        note.granted, note.named, self.pending = self._granted(), self.pending, []
+        if self.scheduler.connector is not None:
+            note.digest = self.observer.current_digest = self.observer.take_digest(output.kv_connector_metadata)
+        self.observer.activity += 1 if output.total_num_scheduled_tokens else 0
+        self.oracle.failed_blocks, self.oracle.failed_reqs = set(), set()
+        setattr(output, ATTRIBUTE, note)
+        self.flight.append((output, note, shares))
+        return output
+
+    def _share(self, output: Any, req: str, note: StepNote, tables: dict[str, list[list[int]]]) -> Share:
+        event = self.ledger._current[req]
+        share = Share(req, event["so_C"], event["S"], event["drafts"], event, event["kind"] != "cached")
+        self.ledger._flying.setdefault(req, []).append(event)
+        known, request = self.roster.known[req], self.scheduler.requests[req]
+        size, table = self.oracle.cache.block_size, tables.get(req, [[]])[0]
+        if share.fresh:
+            known.admitted(share.start, size)
+        end = None if self.scheduler.num_spec_tokens else -(-(share.start + share.count) // size)
+        note.written.update(table[min(share.start, self.valid_end(req)) // size : end])
+        ids, plain = self.roster.chain(request)
+        final = min(share.start + share.count - share.drafts, len(ids))
+        self.memory.computed(ids[known.remembered : final], plain[known.remembered : final])
+        known.remembered = max(known.remembered, final)
+        return share
+
+    def _granted(self) -> list[Granted]:
+        fresh, self._seen_grants = self.oracle.grants[self._seen_grants :], len(self.oracle.grants)
+        size, found = self.oracle.cache.block_size, []
+        for grant in fresh:
+            ids, plain = self.roster.chain(self.scheduler.requests[grant.req])
+            contents = [(ids[end - 1], plain[end - 1]) for end in range(size, len(ids) + 1, size)]
+            found.append(
+                Granted(
+                    grant.transfer, grant.req, grant.generation, grant.start, grant.end, grant.is_async, list(grant.tables[0]), contents
+                )
+            )
+        return found
+
+    def _update_from_output(self, original: Callable[..., Any], output: Any, result: Any, *args: Any, **kwargs: Any) -> Any:
+        reports = result.kv_connector_output
+        if not self.together and reports is not None:
+            self._reported_elsewhere(reports)
+        position = next((n for n, (other, _, _) in enumerate(self.flight) if other is output), None)
+        if position is None:
+            return original(output, result, *args, **kwargs)
+        _, note, shares = self.flight[position]
+        self._settle(note.step)
+        del self.flight[position]
+        tables = self.tables()
+        self.ledger.before_update()
+        invalid = set(getattr(reports, "invalid_block_ids", None) or ())
+        for share in shares:
+            self._landed(share, result, failed=bool(invalid & set(note.tables.get(share.req, ()))))
+        objects = {share.req: self.scheduler.requests.get(share.req) for share in shares}
+        answer = original(output, result, *args, **kwargs)
+        self.ledger.after_update(output, note.step, set())
+        for share in shares:
+            request = objects[share.req]
+            if request is not None and share.req in tables:
+                self._name(request, self.roster.known[share.req], tables[share.req][0])
+        return answer
+
+    def _landed(self, share: Share, result: Any, *, failed: bool) -> None:
+        """Its tokens are known: how far the KV is final."""
+        known = self.roster.known[share.req]
+        before = share.start if share.fresh else known.valid_end
+        start = min(share.start, before)
+        end = start + share.count - share.drafts
+        index = result.req_id_to_index.get(share.req)
+        if share.drafts and index is not None and index < len(result.sampled_token_ids):
+            end += max(0, len(result.sampled_token_ids[index]) - 1)
+        if any(share.event is event for event in self.ledger._flying.get(share.req, ())):
+            share.event["v_before"] = min(before, share.start + share.count)
+            share.event["v_after"] = None if failed else end
+        known.valid_end = end
+        known.tainted = known.tainted or failed
+
+    def _name(self, request: Any, known: Known, table: list[int]) -> None:
+        """Tell the workers what the blocks hold that the model has filled up and that are final now."""
+        ids, plain = self.roster.chain(request)
+        size = self.oracle.cache.block_size
+        self.memory.computed(ids[known.remembered : known.valid_end], plain[known.remembered : known.valid_end])
+        known.remembered = max(known.remembered, min(known.valid_end, len(ids)))
+        if known.tainted or request.status == RequestStatus.PREEMPTED:
+            return
+        for index in range(known.named, min(known.valid_end, len(ids)) // size):
+            last = (index + 1) * size - 1
+            self.pending.append(Named(table[index], ids[last], plain[last], request.request_id, index, tuple(table[:index])))
+            known.named = index + 1
+
+    # -- loads come to an end --------------------------------------------------------------------------------------------------
+    def _settle(self, landed: int = 0) -> None:
+        """Close the grants that the engine relies on by now. In one process, every step that was scheduled has been executed."""
+        reported, self.observer.recved = set(self.observer.recved), []
+        for grant in self.oracle.open_grants():
+            if grant.is_async:
+                grant.open = grant.req in self.scheduler.requests and grant.req not in reported
+            elif self.together or grant.started_step <= landed:
+                grant.open = False
+        for grant in self.oracle.grants:
+            if grant.failed or grant.given_up:
+                known = self.roster.known.get(grant.req)
+                if known is not None and known.generation == grant.generation:
+                    known.tainted = True
+
+    def _reported_elsewhere(self, reports: Any) -> None:
+        """Reports of workers in other processes, as the engine got them."""
+        names = ("finished_sending", "finished_recving", "failed_recving")
+        results = SimpleNamespace(**{name: getattr(reports, name, None) for name in names})
+        call: Any = SimpleNamespace(legal=True, result=results)
+        self.observer._reported(call)
+        call = SimpleNamespace(legal=True, result=set(getattr(reports, "invalid_block_ids", None) or ()))
+        self.observer._errors(call)
+
+    def end(self) -> Event:
+        """Emit run.end; `threads` is for the caller to fill in."""
+        live = sorted(self.scheduler.requests)
+        return self.trace.emit(
+            "run.end", quiesced=not self.flight and not live, unfinished=live, free_blocks=self.pool.get_num_free_blocks(),
+            free_blocks_at_start=self.blocks_at_start, engine_requests=live, request_objects_alive=self.ledger.leaked(), threads=0,
+            crashed=False,
+        )  # fmt: skip

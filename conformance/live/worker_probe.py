@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Watches one vLLM worker: its steps, the layer hooks of the connector's worker half, and the KV memory around them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvconform.live.blocks import WATCHED, BlockOracle, Blocks
+from kvconform.live.book import Book
+from kvconform.live.notes import StepNote, note_of
+from kvconform.live.shape import shape_of
+from kvconform.metadata_observer import MetadataObserver
+from kvconform.probe import Call, Probe
+from kvconform.trace import Trace
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """How a worker's KV is looked at: fill fresh blocks with poison?"""
+
+    poison: bool = True
+
+
+class WorkerMetadata(MetadataObserver):
+    """The worker's share of following the metadata, where the scheduler is in another process."""
+
+    def __init__(self, trace: Trace, probe: Probe) -> None:
+        self.trace, self.built, self.offered = trace, {}, {}
+        for hook in ("handle_preemptions", "bind_connector_metadata"):
+            probe.on(hook, before=self._arrived)
+        probe.on("bind_connector_metadata", after=self._bound)
+        probe.on("clear_connector_metadata", after=self._cleared)
+
+
+class WorkerProbe:
+    """One worker of vLLM's. Emits events; writes nothing but poison into blocks that were handed out.
+
+    `alone`: the scheduler is in another process.
+    """
+
+    def __init__(self, trace: Trace, probe: Probe, worker: Any, book: Book, wishes: Wishes, *, alone: bool) -> None:
+        self.trace, self.probe, self.order = trace, probe, 0
+        self.rank = int(getattr(worker, "rank", 0))
+        parallel = worker.vllm_config.parallel_config
+        self.ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        trace.rank = self.rank if self.ranks > 1 else None
+        self.metadata = WorkerMetadata(trace, probe) if alone else None
+        self.tensors = registered(worker)
+        self.oracle = self._oracle(worker, book, wishes)
+        for hook in ("wait_for_layer_load", "save_kv_layer"):
+            probe.on(hook, after=self._layer_hook)
+        self._listen()
+        self.note: StepNote | None = None
+        self.fields: dict[str, Any] = {}
+
+    def _oracle(self, worker: Any, book: Book, wishes: Wishes) -> BlockOracle | None:
+        """Of one group of layers with all of its blocks along one axis; None for anything else."""
+        config = worker.model_runner.kv_cache_config
+        shape = shape_of(config)
+        tensors = [by_block(self.tensors[name], shape.num_blocks) for name in shape.names if name in self.tensors]
+        known = [tensor for tensor in tensors if tensor is not None]
+        usable = len(shape.groups) == 1 and len(known) == len(shape.names) > 0 and len({(t.shape, t.dtype) for t in known}) == 1
+        size = sum(t.numel() * t.element_size() for t in known)
+        blocks = Blocks(known, shape.block_size) if usable else None
+        poison = wishes.poison and usable and worker.vllm_config.kv_transfer_config is not None
+        self.trace.emit(
+            "live.kv", rank=self.rank, watched=blocks is not None and blocks.shadow is not None, compared=usable, poisoned=poison,
+            blocks=shape.num_blocks, size=shape.block_size, layers=len(shape.names), bytes=min(size, WATCHED * 1024),
+        )  # fmt: skip
+        return None if blocks is None else BlockOracle(self.trace, blocks, book, poison=poison)
+
+    def _listen(self) -> None:
+        oracle, on = self.oracle, self.probe.on
+        if oracle is None:
+            return
+        # After the model runner has taken the step over, which may clear blocks, and before any load.
+        on("bind_connector_metadata", before=lambda call: oracle.poison_fresh())
+        on("start_load_kv", after=lambda call: oracle.check(call.hook, also=oracle.note.written))
+        on("wait_for_layer_load", after=lambda call: oracle.read(self.layer(call)))
+        on("get_transfer_results", after=lambda call: oracle.reports(call.result) if call.legal else None)
+        on("get_block_ids_with_load_errors", after=lambda call: oracle.errors(set(call.result or ())) if call.legal else None)
+
+    def layer(self, call: Call) -> int:
+        """The number of the layer that a layer hook is about."""
+        return list(self.tensors).index(call.arg(0, "layer_name"))
+
+    def _layer_hook(self, call: Call) -> None:
+        kind = "layer.wait" if call.hook == "wait_for_layer_load" else "layer.save"
+        self.order += 1
+        bound = bool(call.event and call.event["bound"])
+        event = self.trace.emit(kind, layer=call.arg(0, "layer_name"), bound=bound, order=self.order)
+        if kind == "layer.save":
+            tensor, given = self.tensors.get(event["layer"]), call.arg(1, "kv_layer")
+            event["whole"] = tensor is None or (given.data_ptr() == tensor.data_ptr() and given.shape == tensor.shape)
+
+    # -- steps -----------------------------------------------------------------------------------------------------------------
+    def begin(self, output: Any) -> None:
+        """The worker is given a step."""
+        Probe.active = self.probe
+        self.note = note_of(output)
+        if self.note is None:
+            return
+        total = output.total_num_scheduled_tokens
+        self.trace.step, self.order = self.note.step, 0
+        if self.metadata is not None:
+            self.metadata.current_digest = self.note.digest
+        self.fields = {"forward": total > 0, "tokens": total, "attn_metadata_none": total == 0, "failed_forward": False}
+        self.trace.emit("worker.step_begin", **self.fields)
+        self.first = len(self.trace.events)
+        if self.oracle is not None:
+            self.oracle.begin(self.note)
+
+    def end(self, *, failed: bool = False) -> None:
+        """The worker is done with it, or the step raised."""
+        if self.note is None:
+            return
+        self.note = None
+        if self.oracle is not None and not failed:
+            self.oracle.end()
+        ranks = [self.rank] if self.ranks > 1 and self._bound() else []
+        self.trace.emit("worker.step_end", **{**self.fields, "failed_forward": failed}, ranks=ranks)
+
+    def _bound(self) -> bool:
+        return any(e["k"] == "hook.called" and e["hook"] == "bind_connector_metadata" for e in self.trace.events[self.first :])
+
+
+def registered(worker: Any) -> dict[str, torch.Tensor]:
+    """The KV tensors of a worker by layer name."""
+    layers = worker.vllm_config.compilation_config.static_forward_context
+    names = [name for group in worker.model_runner.kv_cache_config.kv_cache_groups for name in group.layer_names]
+    found = {name: getattr(layers.get(name), "kv_cache", None) for name in names}
+    return {name: tensor for name, tensor in found.items() if isinstance(tensor, torch.Tensor)}
+
+
+def by_block(tensor: torch.Tensor, blocks: int) -> torch.Tensor | None:
+    """A view with the blocks along the first axis; None if no axis has that length."""
+    axis = next((n for n, length in enumerate(tensor.shape) if length == blocks), None)
+    return None if axis is None else tensor.movedim(axis, 0)
