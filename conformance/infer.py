@@ -74,7 +74,9 @@ def profile_of(target: Target, tmp: Path) -> Profile:
 
     from kvconform.compat import SupportsHMA
 
-    learn("hma", issubclass(cls, SupportsHMA))
+    composite = cls.__name__ == "MultiConnector"
+    learn("composite", composite)
+    learn("hma", issubclass(cls, SupportsHMA) and not (composite and not _children_keep_hybrid(target, tmp)))
     roles = set(caps.get("roles", ()))
     if "transfer" not in caps:
         learn("transfer", {"kv_producer", "kv_consumer"} <= roles and "kv_both" not in roles)
@@ -101,6 +103,14 @@ def profile_of(target: Target, tmp: Path) -> Profile:
     sources |= contradictions
     promises = Promises(full, has_declared, lambda plain, size: calibration.came_back(plain, size)[0])
     return Profile(full, sources, promises)
+
+
+def _children_keep_hybrid(target: Target, tmp: Path) -> bool:
+    """Whether vLLM takes a MultiConnector for one that works with several KV cache groups: all of its children must."""
+    from kvconform.api import keeps_hybrid
+    from kvconform.compat import transfer_config
+
+    return keeps_hybrid(transfer_config(target.name, target.role or "kv_both", target.options(tmp, 4), target.module, "recompute", "asked"))
 
 
 def _first_hit(calibration: Calibration) -> tuple[int, int, int, bool]:

@@ -36,15 +36,15 @@ class MultiTarget(Target):
     def resolve(self) -> type:
         return self.alone().resolve()
 
-    def options(self, tmp: Path) -> dict[str, Any]:
-        return {"connectors": [self._child(name, tmp) for name in self.children]}
+    def options(self, tmp: Path, block_size: int) -> dict[str, Any]:
+        return {"connectors": [self._child(name, tmp, block_size) for name in self.children]}
 
-    def _child(self, name: str, tmp: Path) -> dict[str, Any]:
+    def _child(self, name: str, tmp: Path, block_size: int) -> dict[str, Any]:
         role = self.role or "kv_both"
         if name != "self":
             return {"kv_connector": SIBLINGS[name], "kv_connector_module_path": "kvconform.refimpl.siblings", "kv_role": role}
         target = self.alone()
-        own = {"kv_connector": target.name, "kv_role": role, "kv_connector_extra_config": target.options(tmp)}
+        own = {"kv_connector": target.name, "kv_role": role, "kv_connector_extra_config": target.options(tmp, block_size)}
         return own if target.module is None else {**own, "kv_connector_module_path": target.module}
 
 

@@ -17,9 +17,9 @@ from kvconform.errors import UsageError
 class Target:
     """A connector and its configuration. `connector` is `package.module:Class`, a name registered in vLLM's factory, or None.
 
-    `{tmp}` in the strings of `extra_config` stands for the run's own directory. `capabilities` are the declared ones. `half` is `both`, or
-    `scheduler` to judge the scheduler half alone, with a worker half of ours that does nothing. `device` is where the KV cache is.
-    `adapters` are in force wherever the connector runs.
+    `{tmp}` in the strings of `extra_config` stands for the run's own directory, `{block_size}` for the tokens of a block. `capabilities`
+    are the declared ones. `half` is `both`, or `scheduler` to judge the scheduler half alone, with a worker half of ours that does nothing.
+    `device` is where the KV cache is. `adapters` are in force wherever the connector runs.
     """
 
     connector: str | None
@@ -67,9 +67,9 @@ class Target:
             raise UsageError(f"{self.connector} is not a KV connector: it must be a subclass of vLLM's KVConnectorBase_V1.")
         return cls
 
-    def options(self, tmp: Path) -> dict[str, Any]:
-        """`extra_config` with `{tmp}` replaced."""
-        return _substitute(self.extra_config, str(tmp))  # type: ignore[no-any-return]
+    def options(self, tmp: Path, block_size: int) -> dict[str, Any]:
+        """`extra_config` with `{tmp}` replaced, and `{block_size}`: a string that is nothing else becomes the number."""
+        return _substitute(self.extra_config, {"{tmp}": str(tmp), "{block_size}": str(block_size)})  # type: ignore[no-any-return]
 
     def declared(self, cls: type | None) -> dict[str, Any]:
         """Declared capabilities: those of the class (`kvconform_capabilities(extra_config)`), overridden by the configuration's."""
@@ -82,13 +82,17 @@ class Target:
         return found | self.capabilities
 
 
-def _substitute(value: Any, tmp: str) -> Any:
+def _substitute(value: Any, given: dict[str, str]) -> Any:
     if isinstance(value, str):
-        return value.replace("{tmp}", tmp)
+        for name, text in given.items():
+            value = int(text) if value == name and text.isdecimal() else value.replace(name, text)
+            if isinstance(value, int):
+                break
+        return value
     if isinstance(value, dict):
-        return {k: _substitute(v, tmp) for k, v in value.items()}
+        return {k: _substitute(v, given) for k, v in value.items()}
     if isinstance(value, list):
-        return [_substitute(v, tmp) for v in value]
+        return [_substitute(v, given) for v in value]
     return value
 
 

@@ -47,7 +47,7 @@ def test_the_child_is_recorded_and_nobody_else(tmp_path: Path) -> None:
 
 def test_a_child_gets_its_own_options(tmp_path: Path) -> None:
     target = inside(Target(*TARGETS["sync"], role="kv_producer"), ["idle", "self"])
-    children = target.options(tmp_path)["connectors"]
+    children = target.options(tmp_path, 4)["connectors"]
     assert target.name == "MultiConnector" and target.resolve().__name__ == "ReferenceConnector"
     assert [child["kv_connector"] for child in children] == ["Idle", "ReferenceConnector"]
     assert children[1]["kv_connector_extra_config"] == {"store": f"{tmp_path}/store"} and children[1]["kv_role"] == "kv_producer"

@@ -53,7 +53,7 @@ def test_what_cannot_be_found_is_said_in_one_sentence(name: str, text: str) -> N
 def test_the_runs_directory_is_put_into_every_string(tmp_path: Path) -> None:
     extra: dict[str, Any] = {"a": "{tmp}/x", "b": [{"c": "{tmp}{tmp}"}, 3], "n": None, "plain": "{other}"}
     target = Target(None, extra)
-    assert target.options(tmp_path) == {"a": f"{tmp_path}/x", "b": [{"c": f"{tmp_path}{tmp_path}"}, 3], "n": None, "plain": "{other}"}
+    assert target.options(tmp_path, 16) == {"a": f"{tmp_path}/x", "b": [{"c": f"{tmp_path}{tmp_path}"}, 3], "n": None, "plain": "{other}"}
     assert target.extra_config["a"] == "{tmp}/x"
 
 

@@ -12,7 +12,7 @@ that LMCache moves while its chunks are multiples of a block and incomplete chun
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -48,20 +48,18 @@ class Pages:
 
 
 class _Pages(GPUConnectorInterface):
-    """What both classes share. `kvcaches` are the layers' tensors, which LMCache hands over with every call."""
+    """What both classes share. LMCache hands over the layers' tensors, `kvcaches`, with every call."""
 
     def __init__(self, metadata: Any) -> None:
         self.layers, kinds, _, heads, size = metadata.kv_shape
         self.latent: bool = kinds == 1
         self.kinds, self.hidden = kinds, heads * size
         self.format = MemoryFormat.KV_MLA_FMT if self.latent else None
-        self.kvcaches: Sequence[torch.Tensor] | None = None
 
     def _pages(self, kwargs: dict[str, Any]) -> list[Pages]:
-        self.initialize_kvcaches_ptr(**kwargs)
-        if self.kvcaches is None or "slot_mapping" not in kwargs:
+        if "kvcaches" not in kwargs or "slot_mapping" not in kwargs:
             raise ValueError("LMCache asked for a copy without pages or without slots")
-        return [Pages(tensor, self.latent) for tensor in self.kvcaches]
+        return [Pages(tensor, self.latent) for tensor in kwargs["kvcaches"]]
 
     def to_gpu(self, memory_obj: Any, start: int, end: int, **kwargs: Any) -> None:
         raise NotImplementedError

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -23,9 +23,10 @@ _started: list[Any] = []
 
 
 def install() -> None:
-    """Changes lmcache.v1.gpu_connector.CreateGPUConnector, and notes every LMCacheManager that is made."""
+    """Changes lmcache.v1.gpu_connector.CreateGPUConnector, has one LMCacheEngine per rank, and notes every LMCacheManager that is made."""
     from lmcache.utils import EngineType
     from lmcache.v1 import gpu_connector
+    from lmcache.v1.cache_engine import LMCacheEngineBuilder
     from lmcache.v1.manager import LMCacheManager
 
     from kvconform.adapters import _lmcache_transfer as transfer
@@ -43,6 +44,20 @@ def install() -> None:
 
     gpu_connector.CreateGPUConnector = create
     LMCacheManager.__init__ = noted
+    for name in ("get", "get_or_create", "destroy"):
+        setattr(LMCacheEngineBuilder, name, _by_rank(getattr(LMCacheEngineBuilder, name)))
+
+
+def _by_rank(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The engines' names are looked up per process, and here all ranks are in one."""
+
+    def call(instance_id: str, *args: Any, **kwargs: Any) -> Any:
+        from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+        rank = get_pp_group().rank_in_group, get_tp_group().rank_in_group
+        return method(instance_id if rank == (0, 0) else f"{instance_id}-{rank}", *args, **kwargs)
+
+    return call
 
 
 @contextmanager
@@ -102,8 +117,9 @@ def _end_offload_server(server: Any) -> None:
         caller.setsockopt(zmq.LINGER, 1000)
         caller.connect(server.socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode())
         caller.send(b"end")
-        server.thread.join(2)
-    server.socket.close(linger=0)
+        server.thread.join(30)
+    if not server.thread.is_alive():
+        server.socket.close(linger=0)
 
 
 ADAPTER = Adapter(

@@ -88,7 +88,7 @@ class Engine(EngineControl, EngineExecution):
                         rank.half = start_worker_half(rank.config, rank.cache_config, rank.cache, target, relation=relation)
             self.worker_half = self.ranks[-1].half
             if variant.case.id in ("lifecycle.api", "finding.multi-stats"):
-                for item, ok, detail in inspect_class(target.resolve(), target.options(tmp), self.config):
+                for item, ok, detail in inspect_class(target.resolve(), target.options(tmp, variant.block_size), self.config):
                     trace.emit("api", item=item, ok=ok, detail=detail)
                 for item, ok, detail in inspect_engine(self.config, self.cache_config, variant.case.id) if variant.engine == "vllm" else ():
                     trace.emit("engine.api", item=item, ok=ok, detail=detail)

@@ -26,7 +26,7 @@ def build_config(variant: Variant, target: Target, tmp: Path, *, with_connector:
         transfer = compat.transfer_config(
             target.name,
             target.role or settings.role,
-            target.options(tmp),
+            target.options(tmp, variant.block_size),
             target.module,
             settings.load_failure_policy,
             engine_id=f"kvconform-{variant.case.id}-{text_id(str(tmp)):016x}{settings.suffix}",  # one per run: stores in memory go by it
