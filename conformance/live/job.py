@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a child process of the live engine is told, and what it writes: one JSON object per line, as it goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Ask(_Part):
+    """A request: prompt token ids (behind prompt and answer of request `after`, if that is given), tokens wanted, step of arrival, steps
+    until it is aborted."""
+
+    id: str
+    tokens: list[int]
+    after: str | None = None
+    out: int
+    at: int = 0
+    abort: int | None = None
+    priority: int = 0
+
+
+class Play(_Part):
+    """A phase; see kvconform.live.scenario.Phase."""
+
+    name: str
+    reset: bool = False
+    hits: bool = False
+    asks: list[Ask]
+
+
+class Job(_Part):
+    """One engine and what is asked of it. `transfer`: fields of vLLM's KVTransferConfig, None for no connector."""
+
+    model: str
+    start: dict[str, Any]
+    transfer: dict[str, Any] | None
+    adapters: list[str] = []
+    device: Literal["cpu", "emulated", "cuda"] = "cpu"
+    pythonpath: list[str] = []
+    plays: list[Play]
+    fail: bool = False
+    book: bool = True
+    scale_loads: float | None = None
+
+    def write(self, path: Path) -> None:
+        path.write_text(self.model_dump_json(), encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> Job:
+        return cls.model_validate_json(path.read_text(encoding="utf-8"))
+
+
+class Answer(_Part):
+    """What a request came to: token ids, and per token its log probability, the second most likely token, and how much less likely that was
+    (natural logarithm). `why`: stop, length, abort. `internal`: the id that vLLM gave it."""
+
+    id: str
+    internal: str = ""
+    prompt: list[int]
+    tokens: list[int]
+    logprobs: list[float]
+    seconds: list[int]
+    gaps: list[float]
+    why: str | None
+
+
+class Counts(_Part):
+    """vLLM's own metrics over a phase (differences of counters)."""
+
+    external_queries: int = 0
+    external_hits: int = 0
+    local_hits: int = 0
+    preemptions: int = 0
+    drafts: int = 0
+    accepted: int = 0
+    generated: int = 0
+    prompt: int = 0
+
+
+class PhaseDone(_Part):
+    """The end of a phase."""
+
+    name: str
+    reset_done: bool | None
+    counts: Counts
+    answers: list[Answer]
+
+
+class Outcome:
+    """All that a child wrote, as far as it came. `error`: (where, type, text, traceback) of what ended it; `ended`: it came to its end."""
+
+    def __init__(self) -> None:
+        self.phases: list[PhaseDone] = []
+        self.current: str | None = None
+        self.error: dict[str, Any] | None = None
+        self.note: dict[str, Any] = {}
+        self.ended = False
+
+    @classmethod
+    def read(cls, path: Path) -> Outcome:
+        """From the file that the child wrote; a last line that is cut off is left out."""
+        found = cls()
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        for line in lines:
+            try:
+                data = json.loads(line)
+            except ValueError:
+                break
+            kind = data.pop("k")
+            if kind == "begin":
+                found.current = data["name"]
+            elif kind == "phase":
+                found.phases.append(PhaseDone.model_validate(data))
+            elif kind == "error":
+                found.error = data
+            elif kind == "end":
+                found.ended = True
+            else:
+                found.note |= data
+        return found
+
+    @property
+    def answers(self) -> dict[str, Answer]:
+        """All answers by the request's id."""
+        return {answer.id: answer for phase in self.phases for answer in phase.answers}

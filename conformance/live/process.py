@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts a child process, waits for it with a time limit, and sees to it that nothing of it is left: no process, no port, no shared memory.
+
+Every process that the child starts inherits an environment variable with this run's mark, so that one that left its process group, or
+whose parent is gone, is found too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+MARK = "KVCONFORM_LIVE_RUN"
+"""Environment variable: the mark of a run."""
+GRACE = 5.0
+"""Seconds that what the child started has to end, once the child has."""
+EVERY = 0.25
+SHARED = re.compile(r"^/dev/shm/\S+")
+
+
+@dataclass
+class Ended:
+    """How a child ended: `how` is exit, signal or timeout, `status` its exit status or the signal's number. Left over when it had gone:
+    processes (as their command lines), TCP ports that these listened on, files in /dev/shm. All of them are gone now, but `stuck`."""
+
+    how: str
+    status: int
+    seconds: float
+    processes: list[str] = field(default_factory=list)
+    ports: list[int] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+    stuck: list[str] = field(default_factory=list)
+
+
+def run(command: Sequence[str], *, limit: float, log: Path, environment: Mapping[str, str], cwd: Path) -> Ended:
+    """Run `command` to its end, or to `limit` seconds. What it prints goes to `log`. Returns when nothing of it is left; an exception
+    (an interrupt, say) leaves nothing either."""
+    mark = uuid.uuid4().hex
+    began = time.monotonic()
+    shared: set[str] = set()
+    how, status = "timeout", 0
+    with log.open("ab") as output:
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=cwd, env={**environment, MARK: mark},
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            while time.monotonic() - began < limit:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    status = child.wait(EVERY)
+                    how = "exit" if status >= 0 else "signal"
+                    break
+                shared |= _shared_memory(_tree(child.pid))
+            if how == "timeout":
+                _ask_for_stacks(child, mark)
+            found = Ended(how, abs(status), 0.0)
+            if how == "exit":
+                _wait(mark)
+            left = _marked(mark)
+            others = [process for process in left if process.pid != child.pid]
+            found.processes = [_name(process) for process in others]
+            found.ports = sorted({port for process in others for port in _ports(process)})
+            shared |= _shared_memory(left)
+        finally:
+            stuck = end(mark)
+            child.wait(10)
+    found.stuck = stuck
+    found.files = sorted(path for path in shared if os.path.exists(path))
+    for path in found.files:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+    found.seconds = time.monotonic() - began
+    return found
+
+
+def python(module: str, *arguments: str) -> list[str]:
+    """The command that runs a module of ours."""
+    return [sys.executable, "-X", "faulthandler", "-m", module, *arguments]
+
+
+def end(mark: str) -> list[str]:
+    """End every process of a run; names those that would not go."""
+    for _ in range(5):  # one may have been starting another
+        left = _marked(mark)
+        if not left:
+            return []
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(left, timeout=5)
+    return [_name(process) for process in _marked(mark)]
+
+
+def _ask_for_stacks(child: subprocess.Popen, mark: str) -> None:
+    """Let the processes that hang say in the log where: SIGABRT makes Python print the stacks of all threads."""
+    for process in _marked(mark):
+        with contextlib.suppress(psutil.Error):
+            process.send_signal(signal.SIGABRT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(3)
+
+
+def _marked(mark: str) -> list[psutil.Process]:
+    """The processes of a run, zombies left out."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def _wait(mark: str) -> None:
+    limit = time.monotonic() + GRACE
+    while _marked(mark) and time.monotonic() < limit:
+        time.sleep(0.1)
+
+
+def _tree(pid: int) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.Error):
+        root = psutil.Process(pid)
+        return [root, *root.children(recursive=True)]
+    return []
+
+
+def _name(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        return " ".join(process.cmdline())[:120] or process.name()
+    return str(process.pid)
+
+
+def _ports(process: psutil.Process) -> list[int]:
+    with contextlib.suppress(psutil.Error, AttributeError):
+        return [c.laddr.port for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    return []
+
+
+def _shared_memory(processes: Sequence[psutil.Process]) -> set[str]:
+    """Files in /dev/shm that these processes have mapped, and that are still there."""
+    found: set[str] = set()
+    for process in processes:
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines():
+                name = line[line.find("/") :] if "/dev/shm/" in line else ""
+                if SHARED.match(name) and not name.endswith("(deleted)"):
+                    found.add(name)
+    return found

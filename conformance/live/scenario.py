@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scenarios of the live engine, as read from spec/live/<id>.yaml: how vLLM is started, and what is asked of it.
+
+A scenario takes the place of a case where the engine is `live`: it only drives. What must have happened for it to say anything is in `due`
+and in `hits` of its phases, and is read from vLLM's own metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveInt, model_validator
+
+from kvconform.case import Variant
+from kvconform.expr import Expression, compile_capability
+from kvconform.requirement import CapabilityExpr, Id, Model, Relation, Version, in_force
+
+Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")]
+Count = Annotated[int, Field(ge=0)]
+Due = Literal["loads", "preemptions", "drafts", "failed_loads"]
+Take = Literal["same", "halves", "continued"]
+
+
+class Start(Model):
+    """How vLLM is started. Sizes in tokens and blocks."""
+
+    scheduling: Literal["sync", "async"] = "sync"
+    blocks: PositiveInt = Field(default=96, description="blocks of the KV cache, the null block included")
+    budget: PositiveInt = Field(default=2048, description="max_num_batched_tokens")
+    max_seqs: PositiveInt = 8
+    prefix_caching: bool = True
+    spec_tokens: Count = Field(default=0, description="drafts per step, from n-grams of the request's own tokens")
+    processes: bool = Field(default=False, description="the engine in a process of its own, as a server has it")
+    priority: bool = Field(default=False, description="scheduling by priority")
+
+
+class Prompt(Model):
+    """Random token ids. With `like`, the first `shared` ones are those of an earlier prompt; with `period`, they repeat, and which they are
+    depends on `draw` alone, not on the run's seed: few are such that the model's answer repeats, too."""
+
+    name: Name
+    tokens: PositiveInt
+    like: Name | None = None
+    shared: Count = 0
+    period: PositiveInt | None = None
+    draw: int = 0
+
+
+class Phase(Model):
+    """All prompts at once, and on until all are answered. `take`: the prompts themselves, their first halves, or the conversation so far
+    (prompt, answer to it in the first phase, `more` new tokens)."""
+
+    name: Name
+    reset: bool = Field(default=False, description="vLLM's local prefix cache is emptied before")
+    take: Take = "same"
+    more: Count = 0
+    reverse: bool = False
+    hits: bool = Field(default=False, description="a connector that keeps KV has to be asked for some, and to load it")
+
+
+class Request(Model):
+    """One request of a workload without phases: it arrives before step `at`. Its prompt is the first `shared` tokens of family `family`,
+    and `tail` tokens of its own. `abort`: it is aborted so many steps after its arrival."""
+
+    at: Count = 0
+    family: Count = 0
+    shared: Count = 0
+    tail: Count = 0
+    out: PositiveInt = 8
+    abort: PositiveInt | None = None
+    priority: int = 0
+    reset: bool = Field(default=False, description="vLLM's local prefix cache is emptied before it, once nothing runs")
+
+
+class Workload(Model):
+    """What is asked of an engine, in spec/live/workloads.yaml: prompts and phases."""
+
+    id: Id
+    text: str = Field(min_length=1)
+    prompts: list[Prompt] = Field(min_length=1)
+    phases: list[Phase] = Field(min_length=1)
+    output: PositiveInt = Field(default=24, description="tokens of every answer")
+
+    @model_validator(mode="after")
+    def _names(self) -> Workload:
+        known: dict[str, Prompt] = {}
+        for prompt in self.prompts:
+            if prompt.name in known:
+                raise ValueError(f"two prompts are named {prompt.name!r}")
+            if prompt.like is not None and prompt.like not in known:
+                raise ValueError(f"prompt {prompt.name!r} is like {prompt.like!r}, which no earlier prompt is named")
+            if prompt.like is not None and prompt.shared > min(prompt.tokens, known[prompt.like].tokens):
+                raise ValueError(f"prompt {prompt.name!r} shares more tokens than there are")
+            known[prompt.name] = prompt
+        if len({phase.name for phase in self.phases}) < len(self.phases):
+            raise ValueError("two phases have the same name")
+        if self.phases[0].take == "continued":
+            raise ValueError("the first phase has no conversation to continue")
+        return self
+
+
+class Scenario(Model):
+    """One scenario. `workload` is the id of one in spec/live/workloads.yaml; or it has `requests` of its own."""
+
+    id: Id
+    area: str = "live"
+    text: str = Field(min_length=1)
+    since: Version | None = Field(default=None, description="first vLLM version whose engine can do it")
+    needs: CapabilityExpr = "core"
+    start: Start = Start()
+    workload: Id | None = None
+    requests: list[Request] = []
+    families: int | None = Field(default=None, description="seed of the tokens of `requests`; default: the run's")
+    fail: bool = Field(default=False, description="the connector is asked to let loads fail")
+    due: list[Due] = []
+    rules: list[str] = []
+    bugs: list[str] = []
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> Scenario:
+        if (self.workload is None) == (not self.requests):
+            raise ValueError("needs a workload, or requests of its own")
+        if "preemptions" in self.due and self.start.blocks > 64:
+            raise ValueError("preemptions are due, and there are blocks enough for all")
+        if "drafts" in self.due and not self.start.spec_tokens:
+            raise ValueError("accepted drafts are due, and spec_tokens is 0")
+        if self.start.spec_tokens and self.start.scheduling == "async":
+            raise ValueError("vLLM does not do n-gram speculation on a CPU with asynchronous scheduling")
+        return self
+
+    @cached_property
+    def needs_expr(self) -> Expression:
+        """What the connector must be able to do, over `cap`."""
+        return compile_capability([self.needs, *(["fault_injection"] if self.fail else [])])
+
+    @property
+    def relations(self) -> list[Relation]:
+        """The runs that its run is compared with."""
+        return ["no-connector"]
+
+    def in_force(self, vllm: str) -> bool:
+        """Whether it is run with this vLLM version."""
+        return in_force(self.since, None, vllm)
+
+    def unmet(self, caps: dict[str, Any]) -> str | None:
+        """The condition that a connector with these capabilities does not meet, or None if the scenario suits it."""
+        return None if self.needs_expr.bind(caps)({}) else self.needs_expr.source
+
+    def variants(
+        self, engines: Sequence[str] | None = None, schedulings: Sequence[str] | None = None, slow: Sequence[str] | None = None
+    ) -> list[Variant]:
+        """Its one run, unless engine or scheduling are not asked for. `slow` streams are no axis here."""
+        scheduling = self.start.scheduling
+        if (engines is not None and "live" not in engines) or (schedulings is not None and scheduling not in schedulings):
+            return []
+        return [Variant(self, "live", scheduling, "v1", 2 if scheduling == "async" else 1, BLOCK_SIZE)]  # type: ignore[arg-type]
+
+
+BLOCK_SIZE = 32
+"""Tokens per block: what vLLM's attention on a CPU takes at least."""
+MAX_MODEL_LEN = 384
+"""Tokens that one request may have."""
