@@ -52,6 +52,7 @@ CAPABILITIES: dict[str, Capability] = {
     "async_load": Capability(False, _YES_NO, "answers lookups with an asynchronous load"),
     "layerwise": Capability(False, _YES_NO, "loads or saves layer by layer"),
     "hma": Capability(False, _YES_NO, "supports the hybrid memory allocator (several KV cache groups)"),
+    "composite": Capability(False, _YES_NO, "is made of other connectors, as vLLM's MultiConnector is"),
     "context_parallel": Capability(False, _YES_NO, "works where the tokens of a block are split over ranks (decode context parallelism)"),
     "fault_injection": Capability(False, _YES_NO, "lets the harness make loads fail"),
     "kv_events": Capability(False, _YES_NO, "publishes KV events for all that it stores"),

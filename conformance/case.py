@@ -136,6 +136,7 @@ class Case(Model):
         """What the connector must be able to do, over `cap`: the declared `needs` and what the steps imply."""
         implied = sorted({need for step in self.steps if (need := step.needs)})
         implied += ["hma"] if len(self.config.groups) > 1 else []
+        implied += ["!composite"] if self.config.multi else []
         implied += ["context_parallel"] if self.config.context_parallel > 1 else []
         implied += [f"'{role}' in cap.roles" for role in sorted(set(self.config.engines.values()) - {"kv_both"})]
         return compile_capability([self.needs, *implied])

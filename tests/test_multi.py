@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from kvconform.capabilities import complete
 from kvconform.case import Case
+from kvconform.infer import profile_of
 from kvconform.load import load_spec
 from kvconform.multi import inside
 from kvconform.run import run_and_judge
@@ -60,3 +62,18 @@ def test_any_case_can_be_run_inside(tmp_path: Path) -> None:
     ]
     alone, within = ([(e["req"], e["tokens"]) for e in run.trace if e["k"] == "lookup"] for run in runs)
     assert alone == within and alone
+
+
+def test_multi_connector_is_not_put_into_itself() -> None:
+    """The probe would take the outer one for the connector under test, with siblings that it cannot build statistics for."""
+    cases = [case for case in load_spec().cases.values() if case.config.multi]
+    assert cases and all("composite" in str(case.unmet(complete({"composite": True, "store": True}))) for case in cases)
+
+
+def test_multi_connector_works_with_several_groups_if_all_its_children_do(tmp_path: Path) -> None:
+    either, both = ["DecodeBenchConnector"], ["DecodeBenchConnector", "ExampleConnector"]
+    for children, several in ((either, True), (both, False), (["ExampleConnector"], False)):
+        config = {"connectors": [{"kv_connector": name, "kv_role": "kv_both"} for name in children]}
+        target = Target("MultiConnector", extra_config=config, capabilities={"store": False, "saves": "none", "async_load": False})
+        caps = profile_of(target, tmp_path).caps
+        assert (caps["hma"], caps["composite"]) == (several, True)

@@ -52,6 +52,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "blending": (f"{HERE}.lossy:Blending", {}),
     "consuming": (f"{HERE}.plain:Consuming", {}),
     "plain": (f"{HERE}.plain:Plain", {}),
+    "zeros": (f"{HERE}.zeros:Zeros", {}),
 }
 """Name -> connector and extra configuration (besides ``store``)."""
 

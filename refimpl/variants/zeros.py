@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A connector that makes KV up, as one does that measures decoding without a prefill: it has all of every request, and that is zero."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
+
+
+@dataclass
+class Blocks(KVConnectorMetadata):
+    """Blocks to fill before the forward pass."""
+
+    ids: list[int] = field(default_factory=list)
+
+
+class Zeros(KVConnectorBase_V1):
+    """Claims whole blocks up to the last token of a request that has computed nothing yet, and fills them. Stores nothing."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._size = vllm_config.cache_config.block_size
+        self._granted: list[int] = []
+        self._layers: dict[str, torch.Tensor] = {}
+
+    @classmethod
+    def kvconform_capabilities(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        """What the suite is to know. vLLM has a connector of this kind, DecodeBenchConnector."""
+        return {"synthesises_kv": True}
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return max(0, (request.num_tokens - 1) // self._size * self._size - num_computed_tokens), False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if num_external_tokens:
+            end = (request.num_tokens - 1) // self._size
+            self._granted += blocks.get_block_ids()[0][end - num_external_tokens // self._size : end]
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        granted, self._granted = self._granted, []
+        return Blocks(granted)
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._layers = kv_caches
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, Blocks)
+        for layer in self._layers.values():
+            layer[metadata.ids] = 0
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        return
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        return
+
+    def wait_for_save(self) -> None:
+        return
