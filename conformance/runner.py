@@ -89,12 +89,13 @@ def run_variant(
     run = Run(variant, relation, trace.events, caps, _channels(target) if with_connector else frozenset({"sched", "kv"}))
     tmp.mkdir(parents=True, exist_ok=True)
     if with_connector:
+        adapters.install(target.adapters)  # before the connector is imported
         with (
-            adapters.in_force(target.adapters),
             Patch(target.resolve()),
             Patch(RemoteHalf),
             Patch(NoWorkerHalf),
             device.opened(kind, slow) as where,
+            adapters.in_force(target.adapters),  # what they end uses the device
         ):
             _drive(run, variant, target, trace, Registry(book), seed, tmp, relation, caps, promises, watcher)
             run.lacks = where.lacks
