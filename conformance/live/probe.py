@@ -112,14 +112,16 @@ class Recorder:
             self.trace.emit("engine.lifecycle", op="restart", pid=0, error=None)
             return
         transfer, parallel, scheduling = config.kv_transfer_config, config.parallel_config, config.scheduler_config
+        groups = cache.kv_cache_groups
         self.trace.emit(
             "run.start", seed=config.model_config.seed or 0, engine="live", case="live",
             scheduling="async" if scheduling.async_scheduling else "sync",
-            runner="v2" if getattr(config, "use_v2_model_runner", False) is True else "v1", depth=config.max_concurrent_batches, vllm=compat.VLLM_VERSION, block_size=cache.kv_cache_groups[0].kv_cache_spec.block_size if cache.kv_cache_groups else 0,
-            num_blocks=cache.num_blocks, policies=[], connector=None if transfer is None else transfer.kv_connector,
+            runner="v2" if getattr(config, "use_v2_model_runner", False) is True else "v1", depth=config.max_concurrent_batches,
+            vllm=compat.VLLM_VERSION, block_size=groups[0].kv_cache_spec.block_size if groups else 0, num_blocks=cache.num_blocks,
+            policies=[], connector=None if transfer is None else transfer.kv_connector,
             spec_tokens=config.num_speculative_tokens if config.speculative_config else 0,
             role="kv_both" if transfer is None else transfer.kv_role,
-            failure_policy="recompute" if transfer is None else transfer.kv_load_failure_policy, groups=len(cache.kv_cache_groups),
+            failure_policy="recompute" if transfer is None else transfer.kv_load_failure_policy, groups=len(groups),
             ranks=parallel.tensor_parallel_size * parallel.pipeline_parallel_size, stages=parallel.pipeline_parallel_size,
             context_ranks=parallel.decode_context_parallel_size, device=str(config.device_config.device_type), slow=None,
         )  # fmt: skip
