@@ -87,39 +87,55 @@ def fresh() -> Iterator[None]:
 
 
 def _end(managers: list[Any], loggers: dict[str, Any]) -> None:
-    """Stop the threads and close the sockets that a connector left behind; what its own shutdown has closed is closed again, to no effect.
+    """Stop the threads and close the sockets that a connector left behind; what its own shutdown has ended is left alone.
 
     In a thread, for LMCache's threads look every second whether they shall end. Its own `stop_services` would not do: it closes the engine
-    that has the name now, which is the next run's, and waits for sockets of the whole process.
+    that has the name now, which is the next run's, closes sockets in which another thread waits (libzmq may abort the process), and ends
+    the zmq context of the whole process.
     """
+    import zmq
+
     for manager in managers:
-        for part in (manager.lookup_server, manager.health_monitor, manager.lmcache_engine):
+        client, server, offload = manager.lookup_client, manager.lookup_server, manager.offload_server
+        client = getattr(client, "actual_lookup_client", client)
+        for part, name, kind in ((server, "pull_socket", zmq.PUSH), (client, "pull_socket", zmq.PUSH), (offload, "socket", zmq.REQ)):
+            with suppress(Exception):
+                _end_thread(part, getattr(part, name), kind)
+        with suppress(Exception):
+            server.running = False
+            server.thread.join(30)
+        for part in (manager.health_monitor, manager.lmcache_engine):
             with suppress(Exception):
                 (getattr(part, "close", None) or part.stop)()
-        with suppress(Exception):
-            _end_offload_server(manager.offload_server)
-        for socket in getattr(getattr(manager.lookup_client, "transport", None), "sockets", ()):
-            with suppress(Exception):
-                socket.close(linger=0)
+        for part in (client, server, offload):
+            if part is not None and not (getattr(part, "thread", None) and part.thread.is_alive()):
+                for socket in _sockets(part):
+                    socket.close(linger=0)
     for logger in loggers.values():
         with suppress(Exception):
             logger.shutdown()
 
 
-def _end_offload_server(server: Any) -> None:
-    """Its thread waits in a socket, and closing that from another thread, as `close` does, can end the process: let it hear something."""
+def _end_thread(part: Any, socket: Any, kind: int) -> None:
+    """Let a thread that waits in a socket hear something that it cannot read, and then end."""
     import zmq
 
-    if server is None or not server.thread.is_alive():
+    if not part.thread.is_alive():
         return
-    server.running = False
-    with zmq.Context() as context, context.socket(zmq.REQ) as caller:
+    part.running = False
+    with zmq.Context() as context, context.socket(kind) as caller:
         caller.setsockopt(zmq.LINGER, 1000)
-        caller.connect(server.socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode())
+        caller.connect(socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode())
         caller.send(b"end")
-        server.thread.join(30)
-    if not server.thread.is_alive():
-        server.socket.close(linger=0)
+        part.thread.join(30)
+
+
+def _sockets(part: Any) -> list[Any]:
+    """The zmq sockets of a client or server of LMCache."""
+    holders = [part, getattr(part, "transport", None)]
+    single = [getattr(holder, name, None) for holder in holders for name in ("socket", "push_socket", "pull_socket")]
+    many = [socket for holder in holders for name in ("sockets", "push_sockets") for socket in getattr(holder, name, None) or ()]
+    return [socket for socket in (*single, *many) if socket is not None]
 
 
 ADAPTER = Adapter(
