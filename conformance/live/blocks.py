@@ -68,13 +68,14 @@ class Blocks:
             found.append([block for block in blocks if block not in keep])
         return found
 
-    def poison(self, block: int) -> None:
-        """Fill a block that was handed out: what is read from it now, nobody has written."""
+    def poison(self, block: int) -> float:
+        """Fill a block that was handed out: what is read from it now, nobody has written. Returns the value."""
         self._poisons += 1
         value = self.poisoned[block] = poison_value(self._poisons)
         for tensors in filter(None, (self.tensors, self.shadow)):
             for tensor in tensors:
                 tensor[block] = value
+        return value
 
     def untouched(self, block: int, layer: int | None = None) -> bool:
         """Whether some layer (or this one) of a block has still some of its poison: nobody has written that, or not all of it."""
@@ -101,7 +102,7 @@ class BlockOracle:
         self.trace, self.blocks, self.book, self.poisoning = trace, blocks, book, poison
         self.loads: list[Load] = []
         self.note = StepNote(0)
-        self.fresh: list[int] = []
+        self.fresh: list[tuple[int, str]] = []
         self.failed_blocks: set[int] = set()
         self.failed_reqs: set[str] = set()
         self.reported: set[str] = set()
@@ -113,9 +114,10 @@ class BlockOracle:
         self.check("no hook")
         self.enter(note.named)  # before anything of this step writes
         self._overdue()
-        self.note, self.fresh = note, [block for block in note.fresh if block not in set(note.zeroed)]
-        self.bad -= set(note.fresh)
-        for block in note.fresh:
+        self.note, self.fresh = note, [one for one in note.fresh if one[0] not in set(note.zeroed)]
+        handed_out = {block for block, _ in note.fresh}
+        self.bad -= handed_out
+        for block in handed_out:
             self.blocks.poisoned.pop(block, None)
         self.failed_blocks, self.failed_reqs, self.reported = set(), set(), set()
         for told in note.granted:
@@ -132,9 +134,9 @@ class BlockOracle:
 
     def poison_fresh(self) -> None:
         """Fill the blocks that were handed out. After handle_preemptions, before any load."""
-        self.check("handle_preemptions", also=set(self.note.zeroed) | set(self.fresh))
-        for block in self.fresh if self.poisoning else ():
-            self.blocks.poison(block)
+        self.check("handle_preemptions", also={*self.note.zeroed, *(block for block, _ in self.fresh)})
+        for block, owner in self.fresh if self.poisoning else ():
+            self.book.poisoners[self.blocks.poison(block)] = owner
         self.fresh = []
 
     def read(self, layer: int) -> None:
@@ -146,6 +148,7 @@ class BlockOracle:
     def end(self) -> None:
         """The step is over: the engine relies on the loads of what it computed, and on those that were reported."""
         self.check("wait_for_save", also=self.note.written)
+        self._overdue()
         for load in self.loads:
             if not load.open:
                 continue
@@ -233,15 +236,16 @@ class BlockOracle:
         )  # fmt: skip
 
     def _overdue(self) -> None:
-        """What was missing when the engine relied on it may have arrived since: then it was late."""
+        """What was missing when the engine relied on it may have arrived since, while the request still has the block: then it was late."""
         for load in self.loads:
             if load.due is None:
                 continue
             late = [n for n in load.whole if n * load.size in load.due["missing"] and not self.blocks.untouched(load.block(n))]
-            for number in late if load.told.req in self.note.tables else ():
+            for number in late:
                 load.due["missing"] = [p for p in load.due["missing"] if p // load.size != number]
                 self._wrong(load, number, 0, "not_yet_loaded", "bytes that arrived after the load had been relied on")
-            load.due = None
+            if not load.due["missing"] or load.told.req not in self.note.tables:
+                load.due = None
 
     # -- reports ---------------------------------------------------------------------------------------------------------------
     def reports(self, results: Any) -> None:

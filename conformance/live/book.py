@@ -50,6 +50,7 @@ class Book:
     def __init__(self, tolerance: float = CLOSE) -> None:
         self.tolerance = max(tolerance, CLOSE)
         self.records: dict[int, Record] = {}
+        self.poisoners: dict[float, str] = {}  # the request whose fresh block was filled with a value last
         self._rows: dict[bytes, tuple[int, int]] = {}
         self._bytes = 0
 
@@ -91,7 +92,9 @@ class Book:
         if not bool(row.any()):
             return "never_computed", "zeros: nobody ever wrote this block"
         if (poison := poison_in(row)) is not None:
-            return "never_computed", f"poison {poison:g} that a fresh block was filled with: it was taken before it was computed"
+            owner = self.poisoners.get(poison)
+            mine = owner is None or owner == self.records[contents[index][0]].req
+            return "never_computed" if mine else "poison", f"poison that a fresh block of request {owner} was filled with"
         hit = self._rows.get(_print(row)) or self._near(row)
         if hit is None:
             return "unknown", "bytes that the model never computed as a block"

@@ -42,15 +42,15 @@ class Granted:
 
 @dataclass
 class StepNote:
-    """One step. `step` counts schedule() calls; `digest` is that of the connector's metadata; `written` are the blocks that the model may
-    write; `fresh` the blocks handed out since the step before, `zeroed` those of them that the engine itself clears; `tables` the blocks
-    of every request that has some; `scheduled` the requests that compute."""
+    """One step. `step` counts schedule() calls; `digest` is that of the connector's metadata; `written` are blocks that the model may write;
+    `fresh` the blocks handed out since the step before, and to whom; `zeroed` those of them that the engine itself clears; `tables` the
+    blocks of every request that has some; `scheduled` the requests that compute."""
 
     step: int
     digest: str | None = None
     named: list[Named] = field(default_factory=list)
     granted: list[Granted] = field(default_factory=list)
-    fresh: list[int] = field(default_factory=list)
+    fresh: list[tuple[int, str]] = field(default_factory=list)
     zeroed: list[int] = field(default_factory=list)
     written: set[int] = field(default_factory=set)
     tables: dict[str, list[int]] = field(default_factory=dict)

@@ -156,9 +156,7 @@ class SchedulerProbe:
         tables = self.tables()
         self.ledger.after_schedule(output, tables)
         fresh = self.ledger.take_fresh(tables)
-        note = StepNote(
-            self.trace.step, fresh=[block for block, _ in fresh], zeroed=list(getattr(output, "new_block_ids_to_zero", ()) or ())
-        )
+        note = StepNote(self.trace.step, fresh=fresh, zeroed=list(getattr(output, "new_block_ids_to_zero", ()) or ()))
         note.tables = {req: [block for table in groups for block in table] for req, groups in tables.items()}
         note.scheduled = list(output.num_scheduled_tokens)
         shares = [self._share(output, req, note, tables) for req in note.scheduled]

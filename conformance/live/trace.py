@@ -17,8 +17,10 @@ REFERENCES = ("called_seq", "cause_seq")
 """Fields that hold the `seq` of another event of the same process."""
 
 
-def collect(directory: Path, **start: Any) -> list[Event]:
+def collect(directory: Path, *, killed: bool = False, **start: Any) -> list[Event]:
     """The trace of all processes that wrote into `directory`, numbered from 0. `start` replaces fields of run.start.
+
+    Without a run.end the engine's process died, of a hook if one was running; or it was `killed`, because it took too long.
 
     Events are in the order of their steps, as carried from process to process; within a step the scheduler's process comes first, then
     what the others did when they were given the step, then what was made of it. Empty if nobody wrote anything. Half a line at the end of
@@ -34,7 +36,7 @@ def collect(directory: Path, **start: Any) -> list[Event]:
     rest = [e for e in merged if e["k"] not in ("run.start", "run.end") or e is (ends[-1] if ends else None)]
     trace = [*({**e, **start} for e in starts[:1]), *rest]
     if starts and not ends:
-        trace.append(_cut_short(trace))
+        trace += _cut_short(trace, killed=killed)
     return _numbered(trace)
 
 
@@ -103,10 +105,40 @@ def _numbered(trace: list[Event]) -> list[Event]:
     return trace
 
 
-def _cut_short(trace: list[Event]) -> Event:
-    """The run.end of a run whose process ended before its engine was shut down."""
+def _cut_short(trace: list[Event], *, killed: bool) -> list[Event]:
+    """What a process could not write any more: how it came to its end."""
     last = trace[-1]
-    return {
-        "k": "run.end", "seq": last["seq"] + 1, "step": last["step"], "quiesced": False, "unfinished": [], "free_blocks": 0,
-        "free_blocks_at_start": 0, "engine_requests": [], "request_objects_alive": [], "threads": 0, "crashed": True, "_pid": last["_pid"],
-    }  # fmt: skip
+    common = {"step": last["step"], "_pid": last["_pid"]}
+    found: list[Event] = []
+    running = _running(trace)
+    if running is not None and killed:
+        fields = {name: running[name] for name in ("hook", "half", "rank", "depth")}
+        found.append(
+            {
+                "k": "hook.returned", **common, **fields, "error": "HookTimeout", "error_text": "it did not return", "value": None,
+                "value_ok": True, "mutated_args": False, "params_msgpack_ok": True, "params_aliased": False,
+                "called_seq": running["seq"], "layer": None, "timed_out": True,
+            }
+        )  # fmt: skip
+    if not any(e["k"] == "engine.crash" for e in trace) and (running is not None or not killed):
+        where = "hook" if killed else "engine" if running is None else "process"
+        error = "it did not return" if killed else "the process ended"
+        found.append(
+            {"k": "engine.crash", **common, "where": where, "error": error, "hook": running and running["hook"], "cause_seq": None}
+        )
+    found.append(
+        {
+            "k": "run.end", **common, "quiesced": False, "unfinished": [], "free_blocks": 0, "free_blocks_at_start": 0,
+            "engine_requests": [], "request_objects_alive": [], "threads": 0, "crashed": True,
+        }
+    )  # fmt: skip
+    for number, event in enumerate(found):
+        event["seq"] = last["seq"] + 1 + number
+    return found
+
+
+def _running(trace: list[Event]) -> Event | None:
+    """The outermost hook that has not returned, in whatever process."""
+    returned = {(e["_pid"], e["called_seq"]) for e in trace if e["k"] == "hook.returned"}
+    called = (e for e in trace if e["k"] == "hook.called" and e["depth"] == 0)
+    return next((e for e in called if (e["_pid"], e["seq"]) not in returned), None)
