@@ -21,7 +21,7 @@ import pytest
 
 from kvconform import watchdog
 from kvconform.errors import KvconformError
-from kvconform.load import load_spec
+from kvconform.live.select import spec_for
 from kvconform.report import timeline
 from kvconform.servers import Servers
 from kvconform.settings import Settings
@@ -31,6 +31,8 @@ from kvconform.verdict import Verdict, rows_for
 PAYLOAD = pytest.StashKey[str]()
 START = "(start of the worker)"
 START_LIMIT = 120.0
+LIVE_LIMIT = 7200.0
+"""Seconds for what has a time limit of its own: vLLM in child processes, several times when a failing workload is reduced."""
 RUNNER = "KVCONFORM_RUNNER"
 """Environment variable: `module:function` to use instead of kvconform.run:run_and_judge. For tests of everything around it."""
 
@@ -65,7 +67,7 @@ class Worker:
         temporary = scratch / "tmp"  # what the connector and others leave behind goes with the run
         temporary.mkdir(exist_ok=True)
         os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
-        self.spec = load_spec(cases=settings.cases)
+        self.spec = spec_for(settings)
         self.selection: Selection = select(self.spec, settings, vllm)
         self._judge: Any = None
         self._target: Any = None
@@ -130,13 +132,14 @@ class Worker:
             from kvconform import smoke
 
             self._target = smoke.target_of(self.settings)
-            smoke.check(self._target, tmp, START_LIMIT)
+            smoke.check(self._target, tmp, START_LIMIT, engine=self.settings.engine)
         from kvconform.run import run_and_judge
 
         self._judge = run_and_judge
 
     def _run(self, variant: Any, tmp: Path) -> Payload:
-        with watchdog.case(variant.id, max(120.0, 12 * self.settings.hook_timeout)):
+        limit = LIVE_LIMIT if variant.engine == "live" else max(120.0, 12 * self.settings.hook_timeout)
+        with watchdog.case(variant.id, limit):
             report = self._judge(
                 variant,
                 self._target,

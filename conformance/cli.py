@@ -32,6 +32,7 @@ def _option(*names: str, **details: Any) -> Any:
 CONNECTOR = typer.Argument(help="package.module:Class, or a name registered in vLLM's factory", show_default=False)
 EXTRA = "kv_connector_extra_config; {tmp} is a directory of each run's own"
 SELECT = "only these cases (with all requirements), or, without any, only these requirements: ids, areas, globs; repeat, or a,b"
+ENGINE = "engines to run on; live: all of vLLM, docs/live.md [all: reference and vllm]"
 ROLES = "kv_both|kv_producer|kv_consumer"
 
 
@@ -46,7 +47,8 @@ def run(
         Texts, _option("--adapter", metavar="NAME", help="stand-in for what it lacks here: kvconform list adapters")
     ] = None,
     slow: Annotated[Text, _option("--slow", metavar="compute|transfers|all", help="streams of the device that are slow [all]")] = None,
-    engine: Annotated[Text, _option("--engine", metavar="reference|vllm|all", help="engines to run on [all]")] = None,
+    engine: Annotated[Text, _option("--engine", metavar="reference|vllm|live|all", help=ENGINE)] = None,
+    seeds: Annotated[int | None, _option("--seeds", metavar="N", help="engine live: N random workloads besides [0]")] = None,
     scheduling: Annotated[Text, _option("--scheduling", metavar="sync|async|all", help="scheduling to run with [all]")] = None,
     select: Annotated[Texts, _option("-k", metavar="ID...", help=SELECT)] = None,
     cases: Annotated[Texts, _option("--case", metavar="FILE", help="a case of your own: only this, without -k (repeat)")] = None,
@@ -80,6 +82,7 @@ def run(
         "adapters": adapters or None,
         "slow": slow,
         "engine": engine,
+        "seeds": seeds,
         "scheduling": scheduling,
         "select": selected or None,
         "cases": cases or None,

@@ -22,7 +22,7 @@ from kvconform.caseitem import START
 from kvconform.collector import Collector
 from kvconform.environment import check_connector_name, check_vllm
 from kvconform.errors import EnvironmentProblem, KvconformError, UsageError
-from kvconform.load import load_spec
+from kvconform.live.select import spec_for
 from kvconform.report import jsonl, summary, terminal
 from kvconform.report.progress import Progress
 from kvconform.report_models import FooterLine, HeaderLine
@@ -45,7 +45,7 @@ class Controller:
         self.settings, self.console, self.quiet_workers = settings, console, quiet_workers
         self.vllm, self.warnings = check_vllm()
         check_connector_name(settings.connector, settings.pythonpath)
-        self.spec = load_spec(cases=settings.cases)
+        self.spec = spec_for(settings)
         self.collector = Collector(self.spec, settings, select(self.spec, settings, self.vllm), self.vllm)
         self.folder = Path(settings.report_dir)
         self.scratch = Path(tempfile.mkdtemp(prefix="kvconform-run-"))

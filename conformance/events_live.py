@@ -26,3 +26,24 @@ _kind(
     " tokens, close = within rounding, wrong, missing = nobody wrote them, unknown = the model has not computed these tokens; error ="
     " largest difference, as a part of the largest value.",
 )
+_kind(
+    "live.phase",
+    "phase:s answers:i reset:b? due:b asked:i loaded:i local:i preempted:i drafted:i accepted:i",
+    "A phase of a scenario is over: answers, whether the local prefix cache could be emptied before it (None: nobody asked), whether loads"
+    " were due in it; and over the phase, by vLLM's own metrics, tokens asked of the connector, loaded from it and found in the local"
+    " prefix cache, preemptions, drafts and those that were accepted.",
+)
+_kind(
+    "live.tokens",
+    "phase:s req:s prompt:i count:i plain:i same:b ambiguous:b aborted:b at:i? token:i? instead:i? gap:f? drift:f drift_at:i?",
+    "A request's greedy tokens against those that it got without a connector: `count` and `plain` of them; the first that differs, which it"
+    " is, instead of which, and by how much (natural logarithm) that was more likely than the second choice; ambiguous = the two were"
+    " nearly equally likely. drift = the largest difference of log probabilities before that.",
+)
+_kind("live.happened", "what:s count:i due:b", "How often something happened in the whole run, and whether it was due.")
+_kind(
+    "live.end",
+    "how:s phase:s? error:s? processes:l ports:l files:l",
+    "How vLLM's process ended (ended, crash, killed, timeout) and in which phase; what it left behind: processes, ports that these listened"
+    " on, files in shared memory.",
+)

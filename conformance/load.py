@@ -26,6 +26,7 @@ from kvconform.case import Case
 from kvconform.closest import did_you_mean
 from kvconform.errors import UsageError
 from kvconform.evidence import Evidence, key
+from kvconform.live.scenario import Scenario, Workload
 from kvconform.profile import Profile, Waiver
 from kvconform.requirement import Model, Requirement
 from kvconform.rules import Rule, RuleWaiver
@@ -44,7 +45,8 @@ class SpecError(UsageError):
 @dataclass
 class Spec:
     """The whole specification. `places` maps `requirement:ID`, `case:ID`, `waiver#INDEX`, ... to `file:line`; `defects`: entries by id;
-    `own_cases`: ids of cases that come from files of their own."""
+    `own_cases`: ids of cases that come from files of their own; `scenarios` and `workloads`: what engine live
+    has instead."""
 
     requirements: dict[str, Requirement] = field(default_factory=dict)
     cases: dict[str, Case] = field(default_factory=dict)
@@ -57,23 +59,28 @@ class Spec:
     places: dict[str, str] = field(default_factory=dict)
     line_counts: dict[str, int] = field(default_factory=dict)
     own_cases: list[str] = field(default_factory=list)
+    scenarios: dict[str, Scenario] = field(default_factory=dict)
+    workloads: dict[str, Workload] = field(default_factory=dict)
 
 
-def load_spec(root: Path | None = None, *, cache: bool = True, cases: Sequence[str] = ()) -> Spec:
-    """The specification under `root` (default: the one that this distribution carries), and cases in files of their own. Raises SpecError,
-    and UsageError for a file of a case that cannot be read."""
+def load_spec(root: Path | None = None, *, cache: bool = True, cases: Sequence[str] = (), live: bool = False) -> Spec:
+    """The specification under `root` (default: the one that this distribution carries), and cases in files of their own. `live`: for engine
+    live, whose cases are the scenarios. Raises SpecError, and UsageError for a file of a case that cannot be read."""
     base: Traversable = importlib.resources.files("kvconform.spec") if root is None else root
     loader = _Loader(_Cache(enabled=cache))
     for name, text in _files(base, "requirements", "spec/"):
         loader.requirements(name, text)
     for name, text in _files(base, "cases", "spec/"):
         loader.case(name, text)
+    for name, text in sorted(_files(base, "live", "spec/"), key=lambda file: not file[0].endswith("/workloads.yaml")):
+        (loader.workloads if name.endswith("/workloads.yaml") else loader.scenario)(name, text)
     for name in cases:
         try:
-            loader.case(name, Path(name).read_text(encoding="utf-8"))
+            (loader.scenario if live else loader.case)(name, Path(name).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"case {name} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    loader.spec.own_cases = [name for name in loader.spec.cases if loader.spec.places[f"case:{name}"].rpartition(":")[0] in cases]
+    own = {**loader.spec.cases, **loader.spec.scenarios}
+    loader.spec.own_cases = [name for name in own if loader.spec.places[f"case:{name}"].rpartition(":")[0] in cases]
     for take in (loader.profiles, loader.rules, loader.waivers, loader.sources, loader.defects):
         name = f"{take.__name__}.yaml"
         if (base / name).is_file():
@@ -81,6 +88,8 @@ def load_spec(root: Path | None = None, *, cache: bool = True, cases: Sequence[s
     loader.cache.save()
     if loader.problems:
         raise SpecError(loader.problems)
+    if live:
+        loader.spec.cases = dict(loader.spec.scenarios)  # type: ignore[arg-type]
     return loader.spec
 
 
@@ -159,6 +168,24 @@ class _Loader:
         found = self.model(Case, raw, name, text, ()) if raw else None
         if found is not None and self.place(f"case:{found.id}", name, text, ()):
             self.spec.cases[found.id] = found
+
+    def scenario(self, name: str, text: str) -> None:
+        raw = self.data(name, text, dict)
+        found = self.model(Scenario, raw, name, text, ()) if raw else None
+        if found is None:
+            if not self.problems:
+                self.problems.append(f"{name}:1: the file is empty: it must hold a scenario of engine live")
+        elif self.place(f"case:{found.id}", name, text, ()):
+            self.spec.scenarios[found.id] = found
+            if found.workload is not None and found.workload not in self.spec.workloads:
+                known = did_you_mean(found.workload, self.spec.workloads)
+                self.problems.append(f"{name}:1: scenario {found.id}: there is no workload {found.workload!r}{known}")
+
+    def workloads(self, name: str, text: str) -> None:
+        for index, raw in enumerate(self.data(name, text, list)):
+            found = self.model(Workload, raw, name, text, (index,))
+            if found is not None and self.place(f"workload:{found.id}", name, text, (index, found.id)):
+                self.spec.workloads[found.id] = found
 
     def profiles(self, name: str, text: str) -> None:
         for index, raw in enumerate(self.data(name, text, list)):

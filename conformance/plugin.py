@@ -23,7 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--connector", metavar="PKG.MOD:CLASS", help="judge this KV connector (or a name registered in vLLM's factory)")
     group.addoption("--extra-config", metavar="JSON|@FILE", help="its kv_connector_extra_config; {tmp} is a directory of each case's own")
     group.addoption("--kvconform-config", metavar="FILE", help="settings file instead of kvconform.toml or pyproject.toml")
-    group.addoption("--kvconform-engine", choices=("reference", "vllm", "all"), help="engines to run on (default: all)")
+    group.addoption("--kvconform-engine", choices=("reference", "vllm", "live", "all"), help="engines to run on (default: all)")
     group.addoption("--kvconform-scheduling", choices=("sync", "async", "all"), help="scheduling to run with (default: all)")
     group.addoption("--kvconform-select", action="append", metavar="ID", help="only these cases or requirements")
     group.addoption("--kvconform-shard", metavar="I/N", help="only this part of the runs; kvconform merge joins the parts")

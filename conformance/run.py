@@ -87,6 +87,11 @@ def run_and_judge(
 
     `plain` keeps the run without connector, by kv_role, for other connectors on the same variant and seed.
     """
+    if variant.engine == "live":
+        from kvconform.live.run import run_and_judge as live
+
+        how = {"requirements": requirements, "strict": strict, "disabled": disabled, "keep_trace": keep_trace}
+        return live(variant, target, spec, seed=seed, tmp=tmp, **how)  # type: ignore[no-any-return,arg-type]
     named = None if requirements is None else set(requirements)
     wanted = [r for r in spec.requirements.values() if named is None or r.id in named]
     target = in_its_role(target)

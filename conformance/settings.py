@@ -41,7 +41,8 @@ class Settings(BaseModel):
     device: Literal["cpu", "cuda"] = Field(default="cpu", description="where the KV cache is")
     emulate_cuda: bool = Field(default=False, description="with device cpu: the connector finds a CUDA device, which is emulated")
     slow: Literal["compute", "transfers", "all"] = Field(default="all", description="streams that are slow, on a device that has streams")
-    engine: Literal["reference", "vllm", "all"] = "all"
+    engine: Literal["reference", "vllm", "live", "all"] = Field(default="all", description="all: reference and vllm")
+    seeds: int = Field(default=0, ge=0, description="engine live: so many random workloads besides, with seeds from `seed` on")
     scheduling: Literal["sync", "async", "all"] = "all"
     select: list[str] = Field(default=[], description="ids, areas or globs of cases and requirements; ids of runs")
     cases: list[str] = Field(default=[], description="files of cases that the suite does not have; without `select`, only these are run")

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One run of vLLM in a child process: with the connector under test, or without any."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvconform.adapters import ENVIRONMENT as ADAPTERS
+from kvconform.fixtures.tiny_llama import make
+from kvconform.live.job import Job, Outcome, Play
+from kvconform.live.plugin import TRACE
+from kvconform.live.process import Ended, python, run
+from kvconform.live.scenario import BLOCK_SIZE, Start
+from kvconform.live.start import ENVIRONMENT
+from kvconform.target import Target
+
+LIMIT = "KVCONFORM_LIVE_SECONDS"
+"""Environment variable: seconds that one child may take."""
+SECONDS = 300.0
+BOOK = "KVCONFORM_LIVE_BOOK"
+"""Environment variable of the probe: the file with the KV that a run without connector computed."""
+PLAIN = Start()
+"""How vLLM is started for the run that all scenarios with the same prompts are compared with."""
+
+
+@dataclass
+class Made:
+    """A run that was made: what the child wrote, how it ended, where its trace is, and the last lines that it printed."""
+
+    outcome: Outcome
+    ended: Ended
+    traces: Path
+    words: str
+
+
+def make_run(
+    start: Start, plays: list[Play], target: Target | None, *, tmp: Path, model: Path, book: Path | None, fail: bool = False
+) -> Made:
+    """Make a run. Writes below `tmp` only. Nothing of it is left when this returns."""
+    tmp.mkdir(parents=True, exist_ok=True)
+    for name in ("tmp", "trace", "work", "connector"):
+        (tmp / name).mkdir(exist_ok=True)
+    job = Job(
+        model=str(model), start=start.model_dump(), transfer=transfer_of(target, tmp / "connector"), plays=plays, fail=fail,
+        adapters=list(target.adapters) if target is not None else [], device=target.device if target is not None else "cpu",
+    )  # fmt: skip
+    job.write(tmp / "job.json")
+    environment = {
+        **ENVIRONMENT, **os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(start.processes)), "TMPDIR": str(tmp / "tmp"),
+        TRACE: str(tmp / "trace"), "VLLM_LOGGING_LEVEL": "WARNING", "PYTHONPATH": _path(),
+    }  # fmt: skip
+    environment |= {ADAPTERS: ",".join(target.adapters)} if target is not None and target.adapters else {}
+    environment |= {BOOK: str(book)} if book is not None else {}
+    limit = float(os.environ.get(LIMIT, SECONDS))
+    command = python("kvconform.live.child", str(tmp / "job.json"), str(tmp / "out.jsonl"))
+    ended = run(command, limit=limit, log=tmp / "log", environment=environment, cwd=tmp / "work")
+    return Made(Outcome.read(tmp / "out.jsonl"), ended, tmp / "trace", _last_words(tmp / "log"))
+
+
+def _path() -> str:
+    """The import path of this process, for one that knows nothing of what was added to it."""
+    import sys
+
+    return os.pathsep.join(folder for folder in sys.path if folder and os.path.isdir(folder) and "site-packages" not in folder)
+
+
+def transfer_of(target: Target | None, tmp: Path) -> dict[str, Any] | None:
+    """The fields of vLLM's KVTransferConfig for a connector."""
+    if target is None or target.connector is None:
+        return None
+    found: dict[str, Any] = {
+        "kv_connector": target.name, "kv_role": target.role or "kv_both", "kv_connector_extra_config": target.options(tmp, BLOCK_SIZE),
+    }  # fmt: skip
+    return found | ({"kv_connector_module_path": target.module} if target.module else {})
+
+
+class Plains:
+    """The runs without connector, kept in `folder` for all who compare with the same one."""
+
+    def __init__(self, folder: Path, vllm: str) -> None:
+        self.folder, self.vllm = folder, vllm
+
+    @property
+    def model(self) -> Path:
+        """The tiny model's directory."""
+        return make(self.folder / "tiny-llama")
+
+    def get(self, plays: list[Play], start: Start = PLAIN) -> tuple[Outcome, Path]:
+        """What vLLM answers without a connector, and the book of its KV. Made now, unless some process has made it. RuntimeError if vLLM
+        does not come through."""
+        text = repr((self.vllm, start.model_dump_json(), [play.model_dump_json(exclude={"hits"}) for play in plays]))
+        here = self.folder / f"plain-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+        with _locked(here):
+            done = here / "done.jsonl"
+            if not done.is_file():
+                shutil.rmtree(here / "run", ignore_errors=True)
+                made = make_run(start, plays, None, tmp=here / "run", model=self.model, book=here / "book")
+                if not made.outcome.ended:
+                    why = made.outcome.error["text"] if made.outcome.error else f"{made.ended.how} after {made.ended.seconds:.0f} s"
+                    raise RuntimeError(f"vLLM without a connector does not come through: {why}\n{made.words}")
+                (here / "run" / "out.jsonl").rename(done)
+                shutil.rmtree(here / "run", ignore_errors=True)
+        return Outcome.read(done), here / "book"
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def resolved(plays: list[Play], plain: Outcome) -> list[Play]:
+    """The phases with the prompts that the run without connector had: whatever a connector does to an answer, all that is asked later is
+    the same."""
+    known = plain.answers
+    return [
+        play.model_copy(
+            update={"asks": [a.model_copy(update={"tokens": known[a.id].prompt, "after": None}) if a.id in known else a for a in play.asks]}
+        )
+        for play in plays
+    ]
+
+
+def _last_words(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
+    return "\n".join(line for line in lines if line.strip())[-4000:]

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a scenario on all of vLLM, compares it with the run without connector, and judges it."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvconform.capabilities import complete
+from kvconform.case import Variant
+from kvconform.errors import EnvironmentProblem, KvconformError
+from kvconform.live import trace as traces
+from kvconform.live.compare import describe
+from kvconform.live.engine import Made, Plains, make_run, resolved
+from kvconform.live.events import missing, own_events
+from kvconform.live.job import Outcome, Play
+from kvconform.live.scenario import Scenario
+from kvconform.live.workload import plays
+from kvconform.load import Spec
+from kvconform.servers import clear_all
+from kvconform.target import Target
+from kvconform.verdict import Row, Verdict, judge, rows_for
+
+_started = False
+
+
+@dataclass
+class LiveRun:
+    """What judging needs of a run (kvconform.verdict.RunLike)."""
+
+    variant: Variant
+    trace: list[dict[str, Any]]
+    channels: frozenset[str]
+    harness_error: str | None = None
+    lacks: list[str] = field(default_factory=list)
+
+
+def plains(folder: Path | None = None) -> Plains:
+    """The runs without connector of this program: where its temporary files are, which go when it ends."""
+    from kvconform.environment import check_vllm
+
+    return Plains(folder or Path(tempfile.gettempdir()) / "kvconform-live", check_vllm()[0])
+
+
+def capabilities(target: Target, tmp: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """(capabilities, where each came from): as on the other engines, or what is declared where those cannot run the connector."""
+    from kvconform.run import target_profile
+
+    try:
+        profile = target_profile(target, tmp)
+        return profile.caps, profile.sources
+    except KvconformError:
+        raise
+    except (Exception, SystemExit):  # the calibration's engine is another one: what it cannot do says nothing here
+        declared = target.declared(target.resolve())
+        full = complete(declared)
+        return full, {name: "declared" if name in declared else "default" for name in full}
+
+
+def run_live(
+    scenario: Scenario, variant: Variant, target: Target | None, spec: Spec, *, seed: int, tmp: Path, plain_runs: Plains,
+) -> tuple[LiveRun, Made]:  # fmt: skip
+    """Make the run of a scenario; its trace holds the probe's events and ours. RuntimeError if vLLM fails without a connector."""
+    if scenario.pair is not None:
+        from kvconform.live.pair_run import run_pair
+
+        assert target is not None
+        events, lacks, made, channels = run_pair(scenario, variant, target, seed=seed, tmp=tmp, plain_runs=plain_runs)
+        return LiveRun(variant, events, channels, lacks=lacks), made
+    wanted = plays(scenario, spec.workloads.get(scenario.workload or ""), seed)
+    plain, book = plain_runs.get(_unhurried(wanted))
+    clear_all()
+    made = make_run(
+        scenario.start, resolved(wanted, plain), target, tmp=tmp, model=plain_runs.model, book=book, fail=scenario.fail
+    )  # fmt: skip
+    events = _trace(scenario, variant, wanted, made, plain, seed, target)
+    if any(e["k"] == "live.tokens" and not e["same"] and not e["ambiguous"] for e in events):
+        # Is it the connector, or this way of starting vLLM?
+        own, _ = plain_runs.get(_unhurried(wanted), scenario.start)
+        if any(own.answers[name].tokens != answer.tokens for name, answer in plain.answers.items() if name in own.answers):
+            events = _trace(scenario, variant, wanted, made, own, seed, target)
+    found = LiveRun(variant, events, traces.channels(events) | {"live"})
+    found.lacks = missing(scenario, made.outcome, _failed_loads(events))
+    return found, made
+
+
+def _unhurried(wanted: list[Play]) -> list[Play]:
+    """The same requests, none of which is aborted: the tokens that an aborted one should have had are known then."""
+    return [play.model_copy(update={"asks": [ask.model_copy(update={"abort": None}) for ask in play.asks]}) for play in wanted]
+
+
+def _failed_loads(events: list[dict[str, Any]]) -> int:
+    return sum(e["k"] == "transfer.failed" for e in events)
+
+
+def _trace(
+    scenario: Scenario, variant: Variant, wanted: list[Play], made: Made, plain: Outcome, seed: int, target: Target | None
+) -> list[dict[str, Any]]:
+    """The probe's trace with our events before its end."""
+    connector = target.connector if target is not None else None
+    start = {"case": variant.case.id, "seed": seed, "connector": connector, "engine": "live"}
+    found = traces.collect(made.traces, **start) or _bare(variant, start, made)
+    hits = {play.name for play in wanted if play.hits}
+    own = own_events(scenario, made.outcome, made.ended, plain.answers, _failed_loads(found), hits)
+    last = found.pop() if found[-1]["k"] == "run.end" else None
+    step = found[-1]["step"]
+    for event in [*own, *([last] if last else [])]:
+        found.append({**event, "seq": len(found), "step": event.get("step", step)})
+    return found
+
+
+def _bare(variant: Variant, start: dict[str, Any], made: Made) -> list[dict[str, Any]]:
+    """A trace of a run that the probe saw nothing of."""
+    from kvconform.environment import check_vllm
+
+    first = {
+        "k": "run.start", "seq": 0, "step": 0, **start, "scheduling": variant.scheduling, "runner": variant.runner, "depth": variant.depth,
+        "vllm": check_vllm()[0], "block_size": variant.block_size, "num_blocks": variant.case.start.blocks, "policies": [],  # type: ignore[attr-defined]
+        "spec_tokens": variant.case.start.spec_tokens, "role": "kv_both", "failure_policy": "recompute", "groups": 1, "ranks": 1,  # type: ignore[attr-defined]
+        "stages": 1, "context_ranks": 1, "device": "cpu", "slow": None,
+    }  # fmt: skip
+    return [first]
+
+
+def run_and_judge(
+    variant: Variant, target: Target, spec: Spec, *, seed: int, tmp: Path, requirements: Iterable[str] | None = None, strict: bool = False,
+    disabled: Iterable[str] = (), keep_trace: bool = False, plain_runs: Plains | None = None,
+) -> Any:  # fmt: skip
+    """As kvconform.run.run_and_judge, for a scenario. Writes below `tmp`, and cleans up; runs without connector are kept in `plain_runs`.
+
+    A run in which something did not happen that was due says nothing: what would be PASS is NOT_EXERCISED.
+    """
+    from kvconform.run import CaseReport, in_its_role
+
+    global _started
+    scenario: Scenario = variant.case  # type: ignore[assignment]
+    named = None if requirements is None else set(requirements)
+    wanted = [r for r in spec.requirements.values() if named is None or r.id in named]
+    target = in_its_role(target)
+    caps, sources = capabilities(target, tmp.parent)
+    report = CaseReport(variant.id, variant.case.id, dict(variant.axes), [], capabilities=caps, sources=sources)
+    unmet = scenario.unmet(caps)
+    try:
+        if unmet is not None:
+            rows = rows_for(wanted, variant, Verdict.UNSUPPORTED, f"the scenario needs {unmet}", strict=strict)
+        else:
+            found, made = run_live(scenario, variant, target, spec, seed=seed, tmp=tmp, plain_runs=plain_runs or plains())
+            error = made.outcome.error
+            if error is not None and error["where"] == "start":
+                sentence = f"vLLM does not start with {target.connector}: {error['text'].rstrip('.')}"
+                if not _started:
+                    raise EnvironmentProblem(sentence, made.words)
+                rows = rows_for(wanted, variant, Verdict.UNSUPPORTED, sentence, strict=strict)
+            else:
+                _started = True
+                rows = judge(wanted, {"connector": found}, caps, strict=strict, disabled=set(disabled))
+                settle(rows, found)
+                report.unmet = found.lacks
+                report.timelines = _timelines(rows, found)
+                report.trace = found.trace if keep_trace else None
+                if error is not None or made.ended.how != "exit":
+                    report.harness_error = None
+    except RuntimeError as problem:
+        rows = rows_for(wanted, variant, Verdict.ERROR, str(problem).splitlines()[0], strict=strict)
+        report.harness_error = str(problem)
+    report.rows = [row.to_dict() for row in rows]
+    shutil.rmtree(tmp, ignore_errors=True)
+    return report
+
+
+def settle(rows: list[Row], found: LiveRun) -> None:
+    """Fill in what our events say in words; turn PASS into NOT_EXERCISED where something due did not happen. Changes the rows."""
+    from kvconform.backstory import tell
+    from kvconform.diagnosis import describe as elsewhere
+
+    for row in rows:
+        if row.verdict is Verdict.PASS and found.lacks:
+            row.verdict, row.exercised, row.message = Verdict.NOT_EXERCISED, 0, f"the run says nothing: {'; '.join(found.lacks)}"
+        if row.verdict is Verdict.FAIL and row.event is not None:
+            event = found.trace[row.event]
+            told = describe(event)
+            if told is None and (told := elsewhere(event)) is not None and (story := tell(found.trace, event)):
+                told += f"; {story[1]}"
+            row.message = f"{told} [{row.message}]" if told else row.message
+
+
+def _timelines(rows: list[Row], found: LiveRun) -> dict[str, list[dict[str, Any]]]:
+    from kvconform.excerpt import excerpt
+
+    return {
+        row.requirement: excerpt(found.trace, row.event, row.req) for row in rows if row.verdict is Verdict.FAIL and row.event is not None
+    }

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What engine live runs: the scenarios in the place of cases, and random workloads if they are asked for."""
+
+from __future__ import annotations
+
+from kvconform.errors import UsageError
+from kvconform.live.seeds import random_scenario
+from kvconform.load import Spec, load_spec
+from kvconform.settings import Settings
+
+
+def spec_for(settings: Settings) -> Spec:
+    """The specification for a run with these settings. UsageError for --seeds with another engine, and what load_spec raises."""
+    live = settings.engine == "live"
+    if settings.seeds and not live:
+        raise UsageError("--seeds is about the random workloads of the live engine: it goes with --engine live")
+    spec = load_spec(cases=settings.cases, live=live)
+    for seed in range(settings.seed, settings.seed + settings.seeds):
+        scenario = random_scenario(seed)
+        spec.cases[scenario.id] = scenario  # type: ignore[assignment]
+    return spec
