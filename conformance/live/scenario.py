@@ -114,14 +114,18 @@ class Scenario(Model):
     requests: list[Request] = []
     families: int | None = Field(default=None, description="seed of the tokens of `requests`; default: the run's")
     fail: bool = Field(default=False, description="the connector is asked to let loads fail")
+    pair: Literal["handed", "aborted", "replayed", "altered", "killed"] | None = Field(
+        default=None, description="a producer and a consumer in processes of their own, and what the proxy between them does"
+    )
+    on_failure: Literal["recompute", "fail"] = Field(default="recompute", description="kv_load_failure_policy of a pair")
     due: list[Due] = []
     rules: list[str] = []
     bugs: list[str] = []
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Scenario:
-        if (self.workload is None) == (not self.requests):
-            raise ValueError("needs a workload, or requests of its own")
+        if (self.workload is not None) + bool(self.requests) + (self.pair is not None) != 1:
+            raise ValueError("needs a workload, requests of its own, or a pair")
         if "preemptions" in self.due and self.start.blocks > 64:
             raise ValueError("preemptions are due, and there are blocks enough for all")
         if "drafts" in self.due and not self.start.spec_tokens:
@@ -133,7 +137,7 @@ class Scenario(Model):
     @cached_property
     def needs_expr(self) -> Expression:
         """What the connector must be able to do, over `cap`."""
-        return compile_capability([self.needs, *(["fault_injection"] if self.fail else [])])
+        return compile_capability([self.needs, *(["fault_injection"] if self.fail else []), *(["transfer"] if self.pair else [])])
 
     @property
     def relations(self) -> list[Relation]:
