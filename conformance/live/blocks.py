@@ -194,7 +194,7 @@ class BlockOracle:
 
     # -- loads -----------------------------------------------------------------------------------------------------------------
     def _due(self, load: Load) -> None:
-        load.open, told, size = False, load.told, self.blocks.size
+        load.open, told = False, load.told
         mine = [n for n in load.whole if load.block(n) not in self.note.written or told.is_async]
         missing = [n for n in mine if self.blocks.untouched(load.block(n))]
         found: dict[int, Finding] = {}
@@ -202,25 +202,34 @@ class BlockOracle:
             if number not in missing:
                 found[number] = self.book.compare(self.blocks.read(load.block(number)), told.contents, number)
         lists = {v: [n for n, f in found.items() if f.verdict == v] for v in ("exact", "close", "wrong", "unknown")}
-        lacking = {load.block(n) for n in missing}
-        reported = load.given_up or told.req in self.failed_reqs or bool(lacking) and lacking <= self.failed_blocks | load.failed
-        failed = self.failed_blocks | load.failed
-        self.bad |= {load.block(n) for n in (*missing, *lists["wrong"])} | (load.touched if reported else set())
-        whose = {"req": told.req, "generation": told.generation, "transfer": told.transfer}
+        affected = {load.block(n) for n in (*missing, *lists["wrong"])}
+        reported = self._reported(load, affected)
+        self.bad |= affected | (load.touched if reported else set())
+        if missing or len(lists["unknown"]) < len(found):  # else there is nothing to compare with: it is not judged
+            self._judge(load, missing, found)
         self.trace.emit(
-            "live.load", **whose, is_async=told.is_async, granted=told.end - told.start, blocks=len(load.whole), missing=missing, **lists,
+            "live.load", req=told.req, generation=told.generation, transfer=told.transfer, is_async=told.is_async, granted=told.end - told.start, blocks=len(load.whole), missing=missing, **lists,
             error=max((f.error for f in found.values() if f.verdict in ("close", "wrong")), default=0.0), reported_failed=reported, rank=0,
         )  # fmt: skip
-        if not missing and len(lists["unknown"]) == len(found):
-            return  # nothing to compare with: it is not judged
+
+    def _reported(self, load: Load, affected: set[int]) -> bool:
+        """Whether the load was reported as failed, in all of these blocks."""
+        whole = load.given_up or load.told.req in self.failed_reqs
+        return whole or bool(affected) and affected <= self.failed_blocks | load.failed
+
+    def _judge(self, load: Load, missing: list[int], found: dict[int, Finding]) -> None:
+        """What is wrong with a load that the engine relies on."""
+        reported = self._reported(load, {load.block(n) for n in missing})
+        told, size, failed = load.told, self.blocks.size, self.failed_blocks | load.failed
+        wrong = [number for number, finding in found.items() if finding.verdict == "wrong"]
         positions = _positions(missing, size)
         event = self.trace.emit(
-            "load.due", **whose, granted=told.end - told.start, missing=positions, wrong=_positions(lists["wrong"], size),
-            reported_failed=reported, is_async=told.is_async, local=told.start, by_group=[], early_reads=[],
+            "load.due", req=told.req, generation=told.generation, transfer=told.transfer, granted=told.end - told.start, missing=positions,
+            wrong=_positions(wrong, size), reported_failed=reported, is_async=told.is_async, local=told.start, by_group=[], early_reads=[],
         )  # fmt: skip
         if missing and not reported:
             load.due = event
-        for number in lists["wrong"]:
+        for number in wrong:
             if load.block(number) not in failed and not load.given_up and told.req not in self.failed_reqs:
                 self._wrong(load, number, found[number].layer, found[number].found, found[number].origin)
         for layer, number in sorted(load.late):

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The KV of a worker, block by block: what loaded blocks turn out to be, and what is written outside of loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvconform.live.blocks import BlockOracle, Blocks
+from kvconform.live.book import Book
+from kvconform.live.notes import Granted, Named, StepNote
+from kvconform.trace import Trace
+
+SIZE, LAYERS, NUMBER, WIDTH = 4, 2, 12, 64
+CONTENTS = [(100, 1000), (101, 1001), (102, 1002)]
+
+
+def kv(seed: int, element: Any = torch.float32) -> Any:
+    """A block's worth of KV [layers, elements] that no other seed has."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(LAYERS, SIZE * WIDTH, generator=generator).to(element)
+
+
+class Rig:
+    """A worker of 12 blocks, whose model has computed three blocks in blocks 1 to 3 (request a)."""
+
+    def __init__(self, *, poison: bool = True) -> None:
+        self.tensors = [torch.zeros(NUMBER, SIZE, WIDTH) for _ in range(LAYERS)]
+        self.trace = Trace()
+        self.blocks = Blocks(self.tensors, SIZE)
+        self.oracle = BlockOracle(self.trace, self.blocks, Book(), poison=poison)
+        self.oracle.begin(StepNote(1, fresh=[(b, "a") for b in (1, 2, 3)], written={1, 2, 3}, tables={"a": [1, 2, 3]}, scheduled=["a"]))
+        self.oracle.poison_fresh()
+        for block, seed in ((1, 0), (2, 1), (3, 2)):
+            self.put(block, kv(seed))
+        self.oracle.end()
+        self.named = [Named(1 + n, *CONTENTS[n], "a", n, tuple(range(1, 1 + n))) for n in range(3)]
+
+    def put(self, block: int, data: Any, layer: int | None = None) -> None:
+        """Write a block, or one layer of it."""
+        for number in range(LAYERS) if layer is None else [layer]:
+            self.tensors[number][block] = data[number].view(SIZE, WIDTH)
+
+    def load(self, *, is_async: bool = False, start: int = 0, end: int = 12) -> None:
+        """Step 2: request b is granted [start, end) of blocks 5 to 7, and computes at once unless the load is asynchronous."""
+        granted = Granted("b#0.1", "b", 0, start, end, is_async, [5, 6, 7, 8], CONTENTS)
+        note = StepNote(2, named=self.named, granted=[granted], fresh=[(b, "b") for b in (5, 6, 7, 8)])
+        note.tables, note.scheduled, note.written = {"b": [5, 6, 7, 8]}, [] if is_async else ["b"], set() if is_async else {8}
+        self.oracle.begin(note)
+        self.oracle.poison_fresh()
+
+    def kinds(self, kind: str) -> list[dict[str, Any]]:
+        """The events of a kind."""
+        return [event for event in self.trace.events if event["k"] == kind]
+
+
+def test_a_load_of_what_was_computed_is_exact() -> None:
+    rig = Rig()
+    rig.load()
+    for block, seed in ((5, 0), (6, 1), (7, 2)):
+        rig.put(block, kv(seed))
+    rig.oracle.check("start_load_kv")
+    rig.oracle.end()
+    (load,), (due,) = rig.kinds("live.load"), rig.kinds("load.due")
+    assert load["exact"] == [0, 1, 2] and load["blocks"] == 3
+    assert not (load["wrong"] or load["missing"] or load["unknown"] or load["close"])
+    assert due["missing"] == [] and due["wrong"] == []
+    assert not rig.kinds("kv.wrong")
+    outside = ("tail", "shared", "over_computed", "null_block", "unallocated", "other_request")
+    assert all(not event[kind] for event in rig.kinds("kv.changed") for kind in outside)
+
+
+@pytest.mark.parametrize(
+    "data, found",
+    [
+        (kv(1), "other_position"),
+        (torch.zeros(LAYERS, SIZE * WIDTH), "never_computed"),
+        (kv(99), "unknown"),
+        (kv(0).flip(0), "other_layer"),
+        (kv(0) * 0.9, "unknown"),
+    ],
+)
+def test_wrong_bytes_have_a_name(data: Any, found: str) -> None:
+    rig = Rig()
+    rig.load()
+    for block, block_data in ((5, data), (6, kv(1)), (7, kv(2))):
+        rig.put(block, block_data)
+    rig.oracle.end()
+    (load,), (wrong,) = rig.kinds("live.load"), rig.kinds("kv.wrong")
+    assert load["wrong"] == [0] and load["exact"] == [1, 2]
+    assert wrong["found"] == found and wrong["pos"] == 0 and wrong["count"] == SIZE and wrong["transfer"] == "b#0.1"
+
+
+def test_rounding_is_told_from_what_is_wrong() -> None:
+    rig = Rig()
+    rig.load()
+    for block, seed in ((5, 0), (6, 1), (7, 2)):
+        rig.put(block, kv(seed).to(torch.bfloat16).float())
+    rig.oracle.end()
+    (load,) = rig.kinds("live.load")
+    assert load["close"] == [0, 1, 2] and 0 < load["error"] < 0.01
+    assert not rig.kinds("kv.wrong")
+
+
+def test_a_token_that_is_wrong_makes_its_block_wrong() -> None:
+    rig = Rig()
+    rig.load()
+    for block, seed in ((5, 0), (6, 1), (7, 2)):
+        rig.put(block, kv(seed))
+    rig.tensors[1][6, 2] *= -1
+    rig.oracle.end()
+    assert rig.kinds("live.load")[0]["wrong"] == [1]
+    assert rig.kinds("kv.wrong")[0]["layer"] == 1
+
+
+def test_what_nobody_wrote_is_missing_unless_it_was_reported() -> None:
+    for reported in (False, True):
+        rig = Rig()
+        rig.load()
+        rig.put(5, kv(0))
+        rig.put(6, kv(1), layer=0)  # and not layer 1
+        if reported:
+            rig.oracle.errors({6, 7})
+        rig.oracle.end()
+        (load,), (due,) = rig.kinds("live.load"), rig.kinds("load.due")
+        assert load["missing"] == [1, 2] and due["missing"] == list(range(4, 12))
+        assert due["reported_failed"] is reported
+        assert not rig.kinds("kv.wrong")
+
+
+def test_bytes_that_come_too_late_were_late_and_not_missing() -> None:
+    rig = Rig()
+    rig.load(is_async=True)
+    rig.oracle.reports(SimpleNamespace(finished_recving={"b"}))
+    rig.oracle.end()
+    assert rig.kinds("load.due")[0]["missing"] == list(range(12))
+    rig.oracle.begin(StepNote(3, tables={"b": [5, 6, 7, 8]}, scheduled=["b"], written={8}))
+    for block, seed in ((5, 0), (6, 1), (7, 2)):
+        rig.put(block, kv(seed))
+    rig.oracle.end()
+    assert rig.kinds("load.due")[0]["missing"] == []
+    assert {e["found"] for e in rig.kinds("kv.wrong")} == {"not_yet_loaded"} and len(rig.kinds("kv.wrong")) == 3
+    assert not any(e["over_computed"] for e in rig.kinds("kv.changed"))
+
+
+def test_a_layer_that_is_read_before_it_is_loaded() -> None:
+    rig = Rig()
+    rig.load()
+    rig.put(5, kv(0))
+    rig.put(6, kv(1))
+    rig.oracle.read(0)
+    rig.put(7, kv(2))
+    rig.oracle.read(1)
+    rig.oracle.end()
+    (wrong,) = rig.kinds("kv.wrong")
+    assert wrong["found"] == "not_yet_loaded" and wrong["pos"] == 8 and wrong["layer"] == 0
+
+
+def test_an_asynchronous_load_is_due_when_it_is_reported() -> None:
+    rig = Rig()
+    rig.load(is_async=True)
+    rig.oracle.end()
+    assert not rig.kinds("live.load")
+    rig.oracle.begin(StepNote(3, tables={"b": [5, 6, 7, 8]}))
+    for block, seed in ((5, 0), (6, 1), (7, 2)):
+        rig.put(block, kv(seed))
+    rig.oracle.reports(SimpleNamespace(finished_recving={"b"}))
+    rig.oracle.end()
+    assert rig.kinds("live.load")[0]["exact"] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "block, kind", [(0, "null_block"), (5, "shared"), (8, "tail"), (1, "other_request"), (10, "unallocated")]
+)  # fmt: skip
+def test_writes_outside_of_a_load_are_told_apart(block: int, kind: str) -> None:
+    rig = Rig()
+    rig.load(start=4)
+    rig.oracle.note.tables["a"] = [1, 2, 3]
+    rig.put(block, kv(7))
+    rig.oracle.check("start_load_kv")
+    changed = rig.kinds("kv.changed")
+    assert [event[kind] for event in changed] == [[block * SIZE]] * LAYERS
+    assert all(event["after_hook"] == "start_load_kv" for event in changed)
+
+
+def test_only_whole_blocks_are_judged() -> None:
+    rig = Rig()
+    rig.load(start=2, end=10)
+    rig.put(6, kv(1))
+    rig.oracle.end()
+    load = rig.kinds("live.load")[0]
+    assert load["blocks"] == 1 and load["exact"] == [1] and load["missing"] == []
+
+
+def test_nothing_is_said_about_tokens_that_the_model_has_not_computed() -> None:
+    rig = Rig()
+    rig.named = []
+    rig.load()
+    for block in (5, 6, 7):
+        rig.put(block, kv(block))
+    rig.oracle.end()
+    assert rig.kinds("live.load")[0]["unknown"] == [0, 1, 2]
+    assert not rig.kinds("load.due") and not rig.kinds("kv.wrong")
+
+
+def test_what_is_computed_upon_a_wrong_load_teaches_nothing() -> None:
+    rig = Rig()
+    rig.load()
+    for block in (5, 6, 7):
+        rig.put(block, kv(50 + block))
+    rig.oracle.end()
+    rig.put(8, kv(8))
+    rig.oracle.begin(StepNote(3, named=[Named(8, 103, 1003, "b", 3, (5, 6, 7))]))
+    assert 103 not in rig.oracle.book.records and 102 in rig.oracle.book.records
+
+
+def test_poison_tells_who_took_a_block_too_early() -> None:
+    rig = Rig()
+    poison = rig.blocks.poison(10)
+    for owner, found in (("a", "never_computed"), ("somebody", "poison")):
+        rig.oracle.book.poisoners[poison] = owner
+        rig.oracle.enter(rig.named)
+        finding = rig.oracle.book.compare(torch.full((LAYERS, SIZE * WIDTH), poison), CONTENTS, 0)
+        assert finding.verdict == "wrong" and finding.found == found
+
+
+def test_other_identity_and_other_request_are_told_apart() -> None:
+    book = Book()
+    book.enter(200, 1000, "salted", 0, kv(20))  # the tokens of CONTENTS[0], under a salt
+    book.enter(300, 3000, "else", 0, kv(30))
+    book.enter(*CONTENTS[0], "a", 0, kv(0))
+    assert book.compare(kv(20), CONTENTS, 0).found == "other_identity"
+    assert book.compare(kv(30), CONTENTS, 0).found == "other_request"
+    assert book.compare(kv(30) * 1.001, CONTENTS, 0).found == "other_request"
+
+
+def test_every_version_that_was_computed_is_right() -> None:
+    book = Book()
+    book.enter(*CONTENTS[0], "a", 0, kv(0))
+    book.enter(*CONTENTS[0], "b", 0, kv(0) * 1.0001)
+    assert book.compare(kv(0) * 1.0001, CONTENTS, 0).verdict == "exact"
+
+
+def test_a_book_outlives_its_process(tmp_path: Path) -> None:
+    book, again = Book(), Book()
+    book.enter(*CONTENTS[0], "a", 0, kv(0, torch.bfloat16))
+    book.enter(*CONTENTS[0], "b", 0, kv(5, torch.bfloat16))
+    book.save(tmp_path / "book")
+    again.load(tmp_path / "book")
+    assert again.compare(kv(0, torch.bfloat16), CONTENTS, 0).verdict == "exact"
+    assert again.compare(kv(5, torch.bfloat16), CONTENTS, 0).verdict == "exact"
+    assert again.compare(kv(6, torch.bfloat16), CONTENTS, 0).found == "unknown"
+    assert "run without connector" in again.records[CONTENTS[0][0]].req
