@@ -208,8 +208,9 @@ class BlockOracle:
         if missing or len(lists["unknown"]) < len(found):  # else there is nothing to compare with: it is not judged
             self._judge(load, missing, found)
         self.trace.emit(
-            "live.load", req=told.req, generation=told.generation, transfer=told.transfer, is_async=told.is_async, granted=told.end - told.start, blocks=len(load.whole), missing=missing, **lists,
-            error=max((f.error for f in found.values() if f.verdict in ("close", "wrong")), default=0.0), reported_failed=reported, rank=0,
+            "live.load", req=told.req, generation=told.generation, transfer=told.transfer, is_async=told.is_async, missing=missing, **lists,
+            granted=told.end - told.start, blocks=len(load.whole), reported_failed=reported, rank=0,
+            error=max((f.error for f in found.values() if f.verdict in ("close", "wrong")), default=0.0),
         )  # fmt: skip
 
     def _reported(self, load: Load, affected: set[int]) -> bool:

@@ -43,8 +43,8 @@ class Granted:
 @dataclass
 class StepNote:
     """One step. `step` counts schedule() calls; `digest` is that of the connector's metadata; `written` are blocks that the model may
-    write; `fresh` the blocks handed out since the step before, and to whom; `zeroed` those of them that the engine itself clears; `tables` the
-    blocks of every request that has some; `scheduled` the requests that compute."""
+    write; `fresh` the blocks handed out since the step before, and to whom, `zeroed` those of them that the engine itself clears;
+    `tables` the blocks of every request that has some; `scheduled` the requests that compute."""
 
     step: int
     digest: str | None = None
