@@ -10,7 +10,6 @@ import os
 import sys
 import time
 import traceback
-from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
@@ -47,19 +46,18 @@ class Child:
         """Everything. Raises what the engine raises, after noting where it was."""
         where = "start"
         try:
-            with ExitStack() as stack:
-                from kvconform.live import start
+            from kvconform.live import start
 
-                stack.enter_context(start.surroundings(self.job))
-                self.llm = start.engine(self.job)
-                self.write("note", pid=os.getpid(), started=True)
-                for play in self.job.plays:
-                    where = play.name
-                    self.write("begin", name=play.name)
-                    self.write("phase", **self.play(play).model_dump())
-                where = "shutdown"
-                self.write("begin", name=where)
-                self.llm.llm_engine.engine_core.shutdown()
+            start.surroundings()
+            self.llm = start.engine(self.job)
+            self.write("note", pid=os.getpid(), started=True)
+            for play in self.job.plays:
+                where = play.name
+                self.write("begin", name=play.name)
+                self.write("phase", **self.play(play).model_dump())
+            where = "shutdown"
+            self.write("begin", name=where)
+            self.llm.llm_engine.engine_core.shutdown()
         except BaseException as error:
             text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
             self.write("error", where=where, text=text, traceback=traceback.format_exc()[-6000:])

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares what a run with a connector answered with what one without answered: events `live.tokens`.
 
-Greedy tokens are equal unless KV was wrong, or rounding turned the scale: where prompts are computed in other pieces, sums are made in another
-order, and where two logits are nearly equal the other token may win. Then the run without the connector says so: its second choice was
-the other's first, and hardly less likely. What comes after such a place is not compared.
+Greedy tokens are equal unless KV was wrong, or rounding turned the scale: where prompts are computed in other pieces, sums are made in
+another order, and where two logits are nearly equal the other token may win. Then the run without the connector says so: its second
+choice was the other's first, and hardly less likely. What comes after such a place is not compared.
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ from typing import Any
 
 from kvconform.adapters import ENVIRONMENT as ADAPTERS
 from kvconform.fixtures.tiny_llama import make
+from kvconform.live.cpu_async import ENVIRONMENT as ASYNC
+from kvconform.live.emulation import ENVIRONMENT as EMULATE
 from kvconform.live.job import Job, Outcome, Play
 from kvconform.live.plugin import TRACE
 from kvconform.live.process import Ended, python, run
@@ -59,6 +61,8 @@ def make_run(
     }  # fmt: skip
     environment |= {ADAPTERS: ",".join(target.adapters)} if target is not None and target.adapters else {}
     environment |= {BOOK: str(book)} if book is not None else {}
+    environment |= {ASYNC: "1"} if start.scheduling == "async" else {}
+    environment |= {EMULATE: "1"} if target is not None and target.device == "emulated" else {}
     limit = float(os.environ.get(LIMIT, SECONDS))
     command = python("kvconform.live.child", str(tmp / "job.json"), str(tmp / "out.jsonl"))
     ended = run(command, limit=limit, log=tmp / "log", environment=environment, cwd=tmp / "work")

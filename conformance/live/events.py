@@ -59,15 +59,12 @@ def missing(scenario: Scenario, outcome: Outcome, failed_loads: int) -> list[str
 
 def end_event(outcome: Outcome, ended: Ended) -> Event:
     """How the engine and its processes ended."""
-    how = (
-        "ended"
-        if outcome.ended and ended.how == "exit"
-        else "crash"
-        if outcome.error
-        else "killed"
-        if ended.how != "timeout"
-        else "timeout"
-    )
+    if outcome.ended and ended.how == "exit":
+        how = "ended"
+    elif outcome.error:
+        how = "crash"
+    else:
+        how = "timeout" if ended.how == "timeout" else "killed"
     error = outcome.error["text"] if outcome.error else None if how == "ended" else f"{ended.how} {ended.status or ''}".strip()
     return {
         "k": "live.end", "how": how, "phase": None if how == "ended" else outcome.current, "error": error,

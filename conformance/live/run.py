@@ -103,7 +103,7 @@ def _trace(
     """The probe's trace with our events before its end."""
     connector = target.connector if target is not None else None
     start = {"case": variant.case.id, "seed": seed, "connector": connector, "engine": "live"}
-    found = traces.collect(made.traces, **start) or _bare(variant, start, made)
+    found = traces.collect(made.traces, killed=made.ended.how == "timeout", **start) or _bare(variant, start, made)
     hits = {play.name for play in wanted if play.hits}
     own = own_events(scenario, made.outcome, made.ended, plain.answers, _failed_loads(found), hits)
     last = found.pop() if found[-1]["k"] == "run.end" else None

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from kvconform.live.job import Job
@@ -27,19 +25,12 @@ ENVIRONMENT = {
 """Of every child, unless the settings say otherwise. Compiling takes longer than all that a tiny model computes."""
 
 
-@contextmanager
-def surroundings(job: Job) -> Iterator[None]:
-    """What has to be there before vLLM builds a connector, in this process."""
-    from kvconform import adapters
+def surroundings() -> None:
+    """What has to be there before vLLM is configured: our plugin, which puts probe, adapters and device into this process. vLLM loads it
+    in the processes that it starts itself."""
+    from vllm.plugins import load_general_plugins
 
-    with ExitStack() as stack:
-        if job.transfer is not None:
-            stack.enter_context(adapters.in_force(job.adapters))
-        if job.transfer is not None and job.device == "emulated":
-            from kvconform.live.emulation import emulated_worker
-
-            stack.enter_context(emulated_worker(job.transfer))
-        yield
+    load_general_plugins()
 
 
 def engine(job: Job) -> Any:
