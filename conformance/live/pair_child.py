@@ -42,10 +42,10 @@ class PairChild:
         """Everything. Raises what the engine raises, after saying so."""
         where = "start"
         try:
-            with ExitStack() as stack:
+            with ExitStack():
                 from kvconform.live import start
 
-                stack.enter_context(start.surroundings(self.job))
+                start.surroundings()
                 self.counter.llm = start.engine(self.job)
                 self.engine = self.counter.llm.llm_engine
                 self.link.send(("up", os.getpid()))
