@@ -25,6 +25,9 @@ def install() -> None:
     if _installed:
         return
     _installed = True
+    import vllm.v1.worker.cpu_worker  # noqa: F401  which puts stand-ins into torch.cuda when it is imported
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
     from kvconform import device
     from kvconform.compat import KVConnectorFactory
     from kvconform.emulated import Emulated
@@ -43,6 +46,7 @@ def install() -> None:
 
     for hook in ("register_kv_caches", "register_cross_layers_kv_cache"):
         probe.on(hook, before=mark)
+    _keep(CPUModelRunner)
     factory: Any = KVConnectorFactory
     original = factory.create_connector
 
@@ -54,3 +58,20 @@ def install() -> None:
             return original(config=config, role=role, kv_cache_config=kv_cache_config)
 
     factory.create_connector = create
+
+
+def _keep(runner: Any) -> None:
+    """The CPU's model runner makes torch.accelerator do nothing when it is made: put back what the emulation does there."""
+    import torch
+
+    names = ("synchronize", "empty_cache")
+    ours = {name: getattr(torch.accelerator, name) for name in names}
+    begin = runner.__init__
+
+    @functools.wraps(begin)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        for name, function in ours.items():
+            setattr(torch.accelerator, name, function)
+
+    runner.__init__ = init

@@ -44,14 +44,22 @@ class Made:
 
 
 def make_run(
-    start: Start, plays: list[Play], target: Target | None, *, tmp: Path, model: Path, book: Path | None, fail: bool = False
+    start: Start,
+    plays: list[Play],
+    target: Target | None,
+    *,
+    tmp: Path,
+    model: Path,
+    book: Path | None,
+    fail: bool = False,
+    on_failure: str = "recompute",
 ) -> Made:
     """Make a run. Writes below `tmp` only. Nothing of it is left when this returns."""
     tmp.mkdir(parents=True, exist_ok=True)
     for name in ("tmp", "trace", "work", "connector"):
         (tmp / name).mkdir(exist_ok=True)
     job = Job(
-        model=str(model), start=start.model_dump(), transfer=transfer_of(target, tmp / "connector"), plays=plays, fail=fail,
+        model=str(model), start=start.model_dump(), transfer=transfer_of(target, tmp / "connector", on_failure), plays=plays, fail=fail,
         adapters=list(target.adapters) if target is not None else [], device=target.device if target is not None else "cpu",
     )  # fmt: skip
     job.write(tmp / "job.json")
@@ -76,12 +84,13 @@ def _path() -> str:
     return os.pathsep.join(folder for folder in sys.path if folder and os.path.isdir(folder) and "site-packages" not in folder)
 
 
-def transfer_of(target: Target | None, tmp: Path) -> dict[str, Any] | None:
+def transfer_of(target: Target | None, tmp: Path, on_failure: str) -> dict[str, Any] | None:
     """The fields of vLLM's KVTransferConfig for a connector."""
     if target is None or target.connector is None:
         return None
     found: dict[str, Any] = {
         "kv_connector": target.name, "kv_role": target.role or "kv_both", "kv_connector_extra_config": target.options(tmp, BLOCK_SIZE),
+        "kv_load_failure_policy": on_failure,
     }  # fmt: skip
     return found | ({"kv_connector_module_path": target.module} if target.module else {})
 
