@@ -84,7 +84,7 @@ def _path() -> str:
     return os.pathsep.join(folder for folder in sys.path if folder and os.path.isdir(folder) and "site-packages" not in folder)
 
 
-def transfer_of(target: Target | None, tmp: Path, on_failure: str) -> dict[str, Any] | None:
+def transfer_of(target: Target | None, tmp: Path, on_failure: str = "recompute") -> dict[str, Any] | None:
     """The fields of vLLM's KVTransferConfig for a connector."""
     if target is None or target.connector is None:
         return None

@@ -75,7 +75,8 @@ def run_live(
     plain, book = plain_runs.get(_unhurried(wanted))
     clear_all()
     made = make_run(
-        scenario.start, resolved(wanted, plain), target, tmp=tmp, model=plain_runs.model, book=book, fail=scenario.fail, on_failure=scenario.on_failure
+        scenario.start, resolved(wanted, plain), target, tmp=tmp, model=plain_runs.model, book=book, fail=scenario.fail,
+        on_failure=scenario.on_failure,
     )  # fmt: skip
     events = _trace(scenario, variant, wanted, made, plain, seed, target)
     if any(e["k"] == "live.tokens" and not e["same"] and not e["ambiguous"] for e in events):
