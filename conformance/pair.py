@@ -106,8 +106,8 @@ class PairDriver(Driver):
 
     def _run(self, limit: int | None, until: str | None = None) -> None:
         """All engines in turn, until none has anything left to do, or that request has finished."""
-        here, idle, since = self.trace.on or "", 0, time.monotonic()
-        for _ in range(limit or RUN_LIMIT):
+        here, idle, since, left = self.trace.on or "", 0, time.monotonic(), limit or RUN_LIMIT
+        while left:
             busy = [name for name, engine in self.engines.items() if engine.busy]
             if not busy or (until is not None and self._over(self.ids[until])):
                 break
@@ -116,18 +116,18 @@ class PairDriver(Driver):
                 self._do_on(name)
                 self.engine.iterate()
             if self._progress() != before:
-                idle, since = 0, time.monotonic()
+                idle, since, left = 0, time.monotonic(), left - 1
                 continue
             idle += 1
+            left -= limit is not None  # steps without progress have a limit of their own: how many there are depends on the machine's speed
             if idle >= STALL_STEPS:
                 if self.target.half != "both" or time.monotonic() - since > self.target.stall_seconds:
                     self._stall(idle)
                     raise Stalled
                 time.sleep(0.002)
-        else:
-            if limit is None:
-                self._stall(RUN_LIMIT)
-                raise Stalled
+        if not left and limit is None:
+            self._stall(RUN_LIMIT)
+            raise Stalled
         self._do_on(here)
 
     def _over(self, req: str) -> bool:
