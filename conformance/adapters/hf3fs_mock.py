@@ -4,8 +4,8 @@
 vLLM brings a client of its own that keeps pages in a file where the 3FS client is missing, and the metadata server; both are used as they
 are. What is exchanged: the Triton kernels that gather and scatter pages (torch copies on the same stream), and the address of the metadata
 server, which the connector does not take from its configuration. That client leaves the copy into a page in its thread's stream without
-waiting, which nothing orders against the scatter that follows; the adapter waits for it, as the client of 3FS does. `kvconform_fail_load` makes the metadata server's answer to one load say
-that the pages are gone, as it does after they were cleared.
+waiting, which nothing orders against the scatter that follows; the adapter waits for it, as the client of 3FS does. `kvconform_fail_load`
+makes the metadata server's answer to one load say that the pages are gone, as it does after they were cleared.
 
 The connector has no `shutdown`, takes over the process's signals, and leaves closing to `atexit`: `around` does after each run what the end
 of the process would have done. What is left over when a run's connector was shut down was judged by then.

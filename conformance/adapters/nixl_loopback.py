@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapter `nixl-loopback`: vLLM's NixlConnector in two engines of one process.
 
-NIXL's agents, their transfers (UCX over TCP) and the connector's own code are used as they are. What is exchanged concerns the surroundings:
+NIXL's agents, their transfers (UCX over TCP) and the connector's own code are used as they are. What is exchanged are the surroundings:
 
 - The port of the side channel comes from one environment variable, which is the same for both engines of a process: each gets its own.
-- The connector asks vLLM which block sizes the attention kernel takes. The harness's model has no such kernel and takes any; where there are
-  real attention layers (the live engine) the answer is theirs.
+- The connector asks vLLM which block sizes the attention kernel takes. The harness's model has no such kernel and takes any; where there
+  are real attention layers (the live engine) the answer is theirs.
 - On a CPU the worker half binds the thread that makes it to one core for good; that is taken back after each run.
 """
 
@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvconform.adapters import Adapter
+from kvconform.adapters._kernels import any_block_size
 from kvconform.ports import Ports
 
 _ports = Ports()
@@ -26,10 +27,9 @@ _count = 0
 def install() -> None:
     """Changes what the connector's scheduler and worker modules find when an engine is made."""
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_scheduler, base_worker
-    from vllm.v1.attention.backend import MultipleOf
 
     scheduler = base_scheduler.NixlBaseConnectorScheduler
-    construct, backends = scheduler.__init__, base_worker.get_current_attn_backends
+    construct = scheduler.__init__
 
     def on_its_own_port(self: Any, *args: Any, **kwargs: Any) -> None:
         global _count
@@ -38,22 +38,8 @@ def install() -> None:
             _count += 1
             self.side_channel_port = _ports.choose(f"side-channel-{_count}")
 
-    def without_kernel(config: Any, *args: Any) -> Any:
-        found = backends(config, *args)
-        if any(hasattr(layer, "get_attn_backend") for layer in config.compilation_config.static_forward_context.values()):
-            return found
-
-        class AnyBlockSize(found[0]):  # type: ignore[misc]
-            """The backend of this machine, had it a kernel for every block size."""
-
-            @staticmethod
-            def get_supported_kernel_block_sizes(*_: Any) -> list[Any]:
-                return [MultipleOf(1)]
-
-        return [AnyBlockSize]
-
     scheduler.__init__ = on_its_own_port
-    base_worker.get_current_attn_backends = without_kernel
+    base_worker.get_current_attn_backends = any_block_size(base_worker.get_current_attn_backends)
 
 
 @contextmanager
