@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 CLOSE = 0.05
 """A part of the largest value of a layer's block: what differs by less is rounding. A token that was changed differs by more."""
 VERSIONS = 8
+_MASK = (1 << 64) - 1
 LIMIT = 512 << 20
 """Bytes that are kept of all blocks."""
 
@@ -50,6 +51,7 @@ class Book:
     def __init__(self, tolerance: float = CLOSE) -> None:
         self.tolerance = max(tolerance, CLOSE)
         self.records: dict[int, Record] = {}
+        self.computed: tuple[set[int], set[int]] = set(), set()  # content ids, plain ids, of every position that the other run computed
         self.poisoners: dict[float, str] = {}  # the request whose fresh block was filled with a value last
         self._rows: dict[bytes, tuple[int, int]] = {}
         self._bytes = 0
@@ -121,8 +123,8 @@ class Book:
 
     # -- another run -----------------------------------------------------------------------------------------------------------
     def save(self, path: Path) -> None:
-        """Write the records down, for another process."""
-        tensors, about = {}, {}
+        """Write the records down, and `computed`, for another process."""
+        tensors, about = {f"{name}.": _packed(ids) for name, ids in zip(("ever", "plain"), self.computed, strict=True)}, {}
         for content, record in self.records.items():
             for number, version in enumerate(record.versions):
                 tensors[f"{content:016x}.{number}"] = version
@@ -136,9 +138,17 @@ class Book:
         with safe_open(path, framework="pt") as file:
             about: dict[str, str] = file.metadata() or {}
         for name, block in sorted(load_file(path).items()):
+            if name in ("ever.", "plain."):
+                self.computed[name == "plain."].update(number & _MASK for number in block.tolist())
+                continue
             content = name.partition(".")[0]
             plain, index, req = about[content].split(" ", 2)
             self.enter(int(content, 16), int(plain, 16), f"{req} of the run without connector", int(index), block)
+
+
+def _packed(ids: set[int]) -> torch.Tensor:
+    """Unsigned 64-bit numbers as signed ones, which safetensors knows."""
+    return torch.tensor([number - (1 << 64) if number >> 63 else number for number in sorted(ids)], dtype=torch.int64)
 
 
 def _print(row: torch.Tensor) -> bytes:

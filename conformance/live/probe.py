@@ -33,6 +33,9 @@ from kvconform.probe import Patch, Probe, wrap_instance_hooks  # noqa: E402
 POISON, BOOK, TOLERANCE = "KVCONFORM_LIVE_POISON", "KVCONFORM_LIVE_BOOK", "KVCONFORM_LIVE_TOLERANCE"
 """Environment: "0" leaves fresh blocks as they are; a file for the KV of a run without connector, which the run with one reads; how far a
 lossy connector may be off, as a part of the largest value."""
+SHARED = "KVCONFORM_LIVE_SHARED"
+"""Environment: "1" says that another engine may have computed what this one's connector offers: then what the run without connector has
+computed counts as computed, and lookups of it are true."""
 _recorder: Recorder | None = None
 
 
@@ -105,6 +108,8 @@ class Recorder:
         self.scheduler = SchedulerProbe(self.trace, self.probe, scheduler, together=together)
         if scheduler.connector is not None and (path := Path(os.environ.get(BOOK, ""))).is_file():
             self.book.load(path)
+            if os.environ.get(SHARED) == "1":
+                self.scheduler.memory.computed(*map(list, self.book.computed))
 
     def _start(self, config: Any, cache: Any) -> None:
         """Emit run.start, with what this process knows of it; of a second engine in the same process, its restart."""
@@ -205,6 +210,7 @@ class Recorder:
         if self.scheduler.scheduler.connector is None and os.environ.get(BOOK):
             if self.worker is not None and self.worker.oracle is not None:
                 self.worker.oracle.enter(self.scheduler.pending)
+            self.book.computed = self.scheduler.memory.ever, self.scheduler.memory.plain
             self.book.save(Path(os.environ[BOOK]))
         self.trace.amend()
         return end

@@ -13,6 +13,8 @@ from kvconform.lost import note_unfilled
 Event = dict[str, Any]
 CHANNELS = frozenset({"hooks", "sched", "kv", "live"})
 """The channels that a live trace may have; `channels` says which it has. Nobody tells what happens on a device, or what is planned."""
+UNWRITTEN = 1 << 40
+"""From here on events are numbered, within their process, that it could not write itself."""
 REFERENCES = ("called_seq", "cause_seq")
 """Fields that hold the `seq` of another event of the same process."""
 
@@ -115,7 +117,7 @@ def _cut_short(trace: list[Event], *, killed: bool) -> list[Event]:
         fields = {name: running[name] for name in ("hook", "half", "rank", "depth")}
         found.append(
             {
-                "k": "hook.returned", **common, **fields, "error": "HookTimeout", "error_text": "it did not return", "value": None,
+                "k": "hook.returned", **common, "_pid": running["_pid"], **fields, "error": "HookTimeout", "error_text": "it did not return", "value": None,
                 "value_ok": True, "mutated_args": False, "params_msgpack_ok": True, "params_aliased": False,
                 "called_seq": running["seq"], "layer": None, "timed_out": True,
             }
@@ -133,7 +135,7 @@ def _cut_short(trace: list[Event], *, killed: bool) -> list[Event]:
         }
     )  # fmt: skip
     for number, event in enumerate(found):
-        event["seq"] = last["seq"] + 1 + number
+        event["seq"] = UNWRITTEN + number
     return found
 
 
