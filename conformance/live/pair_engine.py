@@ -19,6 +19,9 @@ from typing import Any
 from kvconform.live import process
 from kvconform.live.job import Answer, Ask, Counts, Job
 
+EXIT_LIMIT = 60.0
+"""Seconds that a process may take to end once its engine was shut down."""
+
 
 class EngineGone(RuntimeError):
     """The engine's process ended, or did not answer in time; the text says which."""
@@ -149,7 +152,7 @@ class PairEngine:
                 self.send("stop")
                 self.wait(lambda said: said.ended, limit)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._guard.wait(15 if self.said.ended or self.said.error else 0.1)
+            self._guard.wait(EXIT_LIMIT if self.said.ended or self.said.error else 0.1)
         how = "exit" if self._guard.poll() is not None and self.said.ended else "signal" if self._guard.poll() is not None else "timeout"
         left = process._marked(self.mark) if how == "exit" else []
         found = process.Ended(how, self._guard.returncode or 0, 0.0, [process._name(p) for p in left])

@@ -12,10 +12,11 @@ from kvconform.adapters import ENVIRONMENT as ADAPTERS
 from kvconform.case import Variant
 from kvconform.driver import HAND_OVER
 from kvconform.live import trace as traces
-from kvconform.live.engine import BOOK, Made, Plains, _path, transfer_of
+from kvconform.live.engine import BOOK, Made, _path, transfer_of
 from kvconform.live.events import missing, own_events
 from kvconform.live.job import Answer, Ask, Counts, Job, Outcome, PhaseDone, Play
 from kvconform.live.pair_engine import EngineGone, PairEngine
+from kvconform.live.plains import Plains
 from kvconform.live.plugin import TRACE
 from kvconform.live.process import Ended
 from kvconform.live.scenario import Scenario
@@ -200,10 +201,13 @@ def _trace(
     channels = [traces.channels(part) for part in parts.values() if part]
     found: list[Event] = [{**first, "role": "kv_both"}, {"k": "run.engines", "step": 0, "engines": ROLES}]
     for name, part in parts.items():
-        offset = len(found) - 1
+        place: dict[int, int] = {}
         for event in part[1:]:
-            moved = {key: event[key] + offset for key in traces.REFERENCES if event.get(key) is not None}
-            found.append({**event, **moved, "on": name})
+            place[event["seq"]] = len(found)
+            moved = {key: place.get(event[key], event[key]) for key in traces.REFERENCES if event.get(key) is not None}
+            if name == "p" and event["k"] == "engine.crash" and scenario.pair == "killed":
+                continue  # nobody's fault but ours
+            found.append({**event, **moved, "on": name, **(_computed_elsewhere(event) if name == "d" else {})})
     own = own_events(scenario, outcome, _together(ended), _unlabelled(pair), _failed(found), {scenario.pair or ""})
     tokens_of = {event["req"]: event for event in own if event["k"] == "live.tokens"}
     for name, stale in pair.stale.items():
@@ -219,6 +223,13 @@ def _trace(
     for number, event in enumerate(found):
         event["seq"] = number
     return found, (frozenset.intersection(*channels) if channels else frozenset()) | {"live"}
+
+
+def _computed_elsewhere(event: Event) -> Event:
+    """What the consumer's probe cannot know: each prompt that the proxy hands it was computed by the producer, as a whole."""
+    if event["k"] != "lookup":
+        return {}
+    return {field: max(event[field], event["N"]) for field in ("ever_computed", "ever_plain")}
 
 
 def _unlabelled(pair: Pair) -> dict[str, Answer]:
