@@ -21,6 +21,8 @@ import pytest
 
 from kvconform import watchdog
 from kvconform.errors import KvconformError
+from kvconform.live.plains import FOLDER as PLAINS
+from kvconform.live.reduce import REDUCED
 from kvconform.live.select import spec_for
 from kvconform.report import timeline
 from kvconform.servers import Servers
@@ -67,6 +69,8 @@ class Worker:
         temporary = scratch / "tmp"  # what the connector and others leave behind goes with the run
         temporary.mkdir(exist_ok=True)
         os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
+        os.environ[PLAINS] = str(scratch / "live")
+        os.environ.setdefault(REDUCED, str(Path(settings.report_dir) / "cases"))
         self.spec = spec_for(settings)
         self.selection: Selection = select(self.spec, settings, vllm)
         self._judge: Any = None

@@ -54,6 +54,11 @@ class Defect(Model):
             raise ValueError(f"{min(both)} is in `fails` and in `may`")
         return self
 
+    @property
+    def live(self) -> bool:
+        """Whether it takes all of vLLM, and with that a minute."""
+        return self.engines == ["live"]
+
     def fault(self) -> Fault | None:
         """The engine's fault, imported. UsageError if there is none of that name."""
         if self.engine_fault is None:
@@ -70,7 +75,12 @@ class Defect(Model):
     def variants(self, spec: Spec) -> Iterator[Variant]:
         """All runs of its cases on its engines."""
         for case in self.cases:
-            yield from spec.cases[case].variants(self.engines, self.scheduling, SLOW if self.emulate_cuda else None)
+            yield from _driven(spec, case).variants(self.engines, self.scheduling, SLOW if self.emulate_cuda else None)
+
+
+def _driven(spec: Spec, name: str) -> Any:
+    """The case of this id, or the scenario of engine live."""
+    return spec.cases[name] if name in spec.cases else spec.scenarios[name]
 
 
 def load_defects(spec: Spec) -> dict[str, Defect]:
@@ -91,7 +101,7 @@ def load_defects(spec: Spec) -> dict[str, Defect]:
 
 def _problem(defect: Defect, spec: Spec) -> str | None:
     for case in defect.cases:
-        if case not in spec.cases:
+        if case not in spec.cases and case not in spec.scenarios:
             return f"names {case}, which does not exist"
     for requirement in (*defect.fails, *defect.may):
         if requirement not in spec.requirements:

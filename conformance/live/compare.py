@@ -63,7 +63,7 @@ def describe(event: Event) -> str | None:
         where = f"request {event['req']} (phase {event['phase']}, prompt of {event['prompt']} tokens)"
         if event["token"] is None:
             return f"{where} got {event['count']} tokens, without the connector {event['plain']}"
-        gap = f"no near tie: the second choice is less likely by a factor of {2.718281828 ** event['gap']:.3g}"
+        gap = f"its second choice there was less likely by a factor of {2.718281828 ** event['gap']:.3g}"
         return f"{where}: token {event['at']} of the answer is {event['token']}, without the connector {event['instead']} ({gap})"
     if event["k"] == "live.tokens":
         where = f"request {event['req']} (phase {event['phase']}, prompt of {event['prompt']} tokens)"

@@ -3,18 +3,12 @@
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvconform.adapters import ENVIRONMENT as ADAPTERS
-from kvconform.fixtures.tiny_llama import make
 from kvconform.live.cpu_async import ENVIRONMENT as ASYNC
 from kvconform.live.emulation import ENVIRONMENT as EMULATE
 from kvconform.live.job import Job, Outcome, Play
@@ -29,8 +23,6 @@ LIMIT = "KVCONFORM_LIVE_SECONDS"
 SECONDS = 300.0
 BOOK = "KVCONFORM_LIVE_BOOK"
 """Environment variable of the probe: the file with the KV that a run without connector computed."""
-PLAIN = Start()
-"""How vLLM is started for the run that all scenarios with the same prompts are compared with."""
 
 
 @dataclass
@@ -93,43 +85,6 @@ def transfer_of(target: Target | None, tmp: Path, on_failure: str = "recompute")
         "kv_load_failure_policy": on_failure,
     }  # fmt: skip
     return found | ({"kv_connector_module_path": target.module} if target.module else {})
-
-
-class Plains:
-    """The runs without connector, kept in `folder` for all who compare with the same one."""
-
-    def __init__(self, folder: Path, vllm: str) -> None:
-        self.folder, self.vllm = folder, vllm
-
-    @property
-    def model(self) -> Path:
-        """The tiny model's directory."""
-        return make(self.folder / "tiny-llama")
-
-    def get(self, plays: list[Play], start: Start = PLAIN) -> tuple[Outcome, Path]:
-        """What vLLM answers without a connector, and the book of its KV. Made now, unless some process has made it. RuntimeError if vLLM
-        does not come through."""
-        text = repr((self.vllm, start.model_dump_json(), [play.model_dump_json(exclude={"hits"}) for play in plays]))
-        here = self.folder / f"plain-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-        with _locked(here):
-            done = here / "done.jsonl"
-            if not done.is_file():
-                shutil.rmtree(here / "run", ignore_errors=True)
-                made = make_run(start, plays, None, tmp=here / "run", model=self.model, book=here / "book")
-                if not made.outcome.ended:
-                    why = made.outcome.error["text"] if made.outcome.error else f"{made.ended.how} after {made.ended.seconds:.0f} s"
-                    raise RuntimeError(f"vLLM without a connector does not come through: {why}\n{made.words}")
-                (here / "run" / "out.jsonl").rename(done)
-                shutil.rmtree(here / "run", ignore_errors=True)
-        return Outcome.read(done), here / "book"
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def resolved(plays: list[Play], plain: Outcome) -> list[Play]:

@@ -12,6 +12,7 @@ from kvconform.adapters import ENVIRONMENT as ADAPTERS
 from kvconform.case import Variant
 from kvconform.driver import HAND_OVER
 from kvconform.live import trace as traces
+from kvconform.live.emulation import ENVIRONMENT as EMULATE
 from kvconform.live.engine import BOOK, Made, _path, transfer_of
 from kvconform.live.events import missing, own_events
 from kvconform.live.job import Answer, Ask, Counts, Job, Outcome, PhaseDone, Play
@@ -28,6 +29,8 @@ ROLES = {"p": "kv_producer", "d": "kv_consumer"}
 LENGTHS = (20, 31, 32, 33, 64, 65, 100, 200)
 """Prompts: shorter than a block, around whole blocks, and several."""
 OUTPUT = 12
+SHARED = "KVCONFORM_LIVE_SHARED"
+"""Environment variable of the probe: what the run without connector has computed counts as computed by some engine."""
 LIMIT = 60.0
 """Seconds that an answer may take; a load that nobody reports ends here."""
 START_LIMIT = 200.0
@@ -63,7 +66,9 @@ class Pair:
             **ENVIRONMENT, **os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TMPDIR": str(tmp / "tmp"), TRACE: str(tmp / "trace"),
             "VLLM_LOGGING_LEVEL": "WARNING", "PYTHONPATH": _path(), ADAPTERS: ",".join(target.adapters),
         }  # fmt: skip
-        return PairEngine(name, job, tmp, environment | ({BOOK: str(book)} if name == "d" else {}))
+        environment |= {BOOK: str(book), SHARED: "1"}  # the consumer loads what the producer has computed
+        environment |= {EMULATE: "1"} if target.device == "emulated" else {}
+        return PairEngine(name, job, tmp, environment)
 
     # -- what the proxy does ---------------------------------------------------------------------------------------------------
     def prefill(self, name: str, label: str = "", abort: int | None = None) -> dict[str, Any] | None:
@@ -207,7 +212,7 @@ def _trace(
             moved = {key: place.get(event[key], event[key]) for key in traces.REFERENCES if event.get(key) is not None}
             if name == "p" and event["k"] == "engine.crash" and scenario.pair == "killed":
                 continue  # nobody's fault but ours
-            found.append({**event, **moved, "on": name, **(_computed_elsewhere(event) if name == "d" else {})})
+            found.append({**event, **moved, "on": name})
     own = own_events(scenario, outcome, _together(ended), _unlabelled(pair), _failed(found), {scenario.pair or ""})
     tokens_of = {event["req"]: event for event in own if event["k"] == "live.tokens"}
     for name, stale in pair.stale.items():
@@ -223,13 +228,6 @@ def _trace(
     for number, event in enumerate(found):
         event["seq"] = number
     return found, (frozenset.intersection(*channels) if channels else frozenset()) | {"live"}
-
-
-def _computed_elsewhere(event: Event) -> Event:
-    """What the consumer's probe cannot know: each prompt that the proxy hands it was computed by the producer, as a whole."""
-    if event["k"] != "lookup":
-        return {}
-    return {field: max(event[field], event["N"]) for field in ("ever_computed", "ever_plain")}
 
 
 def _unlabelled(pair: Pair) -> dict[str, Answer]:

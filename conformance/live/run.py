@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import shutil
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,9 +16,11 @@ from kvconform.case import Variant
 from kvconform.errors import EnvironmentProblem, KvconformError
 from kvconform.live import trace as traces
 from kvconform.live.compare import describe
-from kvconform.live.engine import Made, Plains, make_run, resolved
+from kvconform.live.engine import Made, make_run, resolved
 from kvconform.live.events import missing, own_events
 from kvconform.live.job import Outcome, Play
+from kvconform.live.plains import Plains, plains
+from kvconform.live.reduce import REDUCED, reduce, write
 from kvconform.live.scenario import Scenario
 from kvconform.live.workload import plays
 from kvconform.load import Spec
@@ -26,6 +29,8 @@ from kvconform.target import Target
 from kvconform.verdict import Row, Verdict, judge, rows_for
 
 _started = False
+Known = tuple[Outcome, Path]
+"""A run without connector, and the book of its KV."""
 
 
 @dataclass
@@ -37,13 +42,6 @@ class LiveRun:
     channels: frozenset[str]
     harness_error: str | None = None
     lacks: list[str] = field(default_factory=list)
-
-
-def plains(folder: Path | None = None) -> Plains:
-    """The runs without connector of this program: where its temporary files are, which go when it ends."""
-    from kvconform.environment import check_vllm
-
-    return Plains(folder or Path(tempfile.gettempdir()) / "kvconform-live", check_vllm()[0])
 
 
 def capabilities(target: Target, tmp: Path) -> tuple[dict[str, Any], dict[str, str]]:
@@ -63,8 +61,10 @@ def capabilities(target: Target, tmp: Path) -> tuple[dict[str, Any], dict[str, s
 
 def run_live(
     scenario: Scenario, variant: Variant, target: Target | None, spec: Spec, *, seed: int, tmp: Path, plain_runs: Plains,
+    known: Known | None = None,
 ) -> tuple[LiveRun, Made]:  # fmt: skip
-    """Make the run of a scenario; its trace holds the probe's events and ours. RuntimeError if vLLM fails without a connector."""
+    """Make the run of a scenario; its trace holds the probe's events and ours. `known`: answers of a run without connector that has all
+    of its requests, if there is one. RuntimeError if vLLM fails without a connector."""
     if scenario.pair is not None:
         from kvconform.live.pair_run import run_pair
 
@@ -72,7 +72,7 @@ def run_live(
         events, lacks, made, channels = run_pair(scenario, variant, target, seed=seed, tmp=tmp, plain_runs=plain_runs)
         return LiveRun(variant, events, channels, lacks=lacks), made
     wanted = plays(scenario, spec.workloads.get(scenario.workload or ""), seed)
-    plain, book = plain_runs.get(_unhurried(wanted))
+    plain, book = known or plain_runs.get(_unhurried(wanted))
     clear_all()
     made = make_run(
         scenario.start, resolved(wanted, plain), target, tmp=tmp, model=plain_runs.model, book=book, fail=scenario.fail,
@@ -160,6 +160,8 @@ def run_and_judge(
                 _started = True
                 rows = judge(wanted, {"connector": found}, caps, strict=strict, disabled=set(disabled))
                 settle(rows, found)
+                if scenario.requests and not spec.places.get(f"case:{scenario.id}"):  # a random one, not one of a file
+                    _reduced(rows, scenario, variant, target, spec, caps, tmp, plain_runs or plains())
                 report.unmet = found.lacks
                 report.timelines = _timelines(rows, found)
                 report.trace = found.trace if keep_trace else None
@@ -195,3 +197,30 @@ def _timelines(rows: list[Row], found: LiveRun) -> dict[str, list[dict[str, Any]
     return {
         row.requirement: excerpt(found.trace, row.event, row.req) for row in rows if row.verdict is Verdict.FAIL and row.event is not None
     }
+
+
+def _reduced(
+    rows: list[Row], scenario: Scenario, variant: Variant, target: Target, spec: Spec, caps: dict[str, Any], tmp: Path, plain_runs: Plains
+) -> None:
+    """Make a random workload that fails smaller; the file with what is left is named in the messages of the rows, which change."""
+    bad = [row for row in rows if row.verdict is Verdict.FAIL and row.gating]
+    folder = os.environ.get(REDUCED)
+    if not bad or not folder:
+        return
+    names = {row.requirement for row in bad}
+    known = plain_runs.get(_unhurried(plays(scenario, None, 0)))
+    numbers = itertools.count()
+
+    def fails(smaller: Scenario) -> bool:
+        here = tmp / f"smaller-{next(numbers)}"
+        found, _ = run_live(smaller, variant, target, spec, seed=0, tmp=here, plain_runs=plain_runs, known=known)
+        again = judge([spec.requirements[name] for name in names], {"connector": found}, caps)
+        shutil.rmtree(here, ignore_errors=True)
+        return any(row.verdict is Verdict.FAIL for row in again)
+
+    smallest = reduce(scenario, fails)
+    path = Path(folder) / f"{scenario.id}.yaml"
+    write(smallest, path)
+    count = len(smallest.requests)
+    for row in bad:
+        row.message = f"{row.message}; the same with {count} of the {len(scenario.requests)} requests: --engine live --case {path}"

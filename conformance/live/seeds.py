@@ -29,7 +29,7 @@ def random_scenario(seed: int) -> Scenario:
     start = STARTS[seed % len(STARTS)]
     requests: list[Request] = []
     at = 0
-    for _ in range(REQUESTS):
+    for number in range(REQUESTS):
         at += source.choice((0, 0, 0, 1, 1, 2, 5, 12))
         earlier = source.choice(requests) if requests and source.random() < 0.2 else None
         if earlier is not None and not earlier.tail:  # the same prompt again
@@ -40,7 +40,7 @@ def random_scenario(seed: int) -> Scenario:
             tail = source.choice((0, 0, 1, 7, 32, source.randrange(1, LONGEST - shared)))
         requests.append(
             Request(
-                at=at, family=family, shared=shared, tail=tail if shared else max(1, tail), out=source.choice((1, 2, 4, 8, 16, 24)),
+                own=number, at=at, family=family, shared=shared, tail=tail if shared else max(1, tail), out=source.choice((1, 2, 4, 8, 16, 24)),
                 abort=source.randrange(1, 12) if source.random() < 0.12 else None,
                 priority=source.randrange(3) if start.priority else 0, reset=source.random() < 0.04,
             )

@@ -61,10 +61,11 @@ def _requests(requests: Sequence[Request], seed: int) -> list[Play]:
         if (request.reset and number) or not found:
             asks, began = [], request.at
             found.append(Play(name=f"part{len(found) + 1}", reset=bool(number), hits=False, asks=asks))
-        ids = tokens(FAMILY, seed, "family", request.family)[: request.shared] + tokens(request.tail, seed, "own", number)
+        own = number if request.own is None else request.own
+        ids = tokens(FAMILY, seed, "family", request.family)[: request.shared] + tokens(request.tail, seed, "own", own)
         asks.append(
             Ask(
-                id=f"r{number}", tokens=ids or [FIRST], out=request.out, at=max(0, request.at - began), abort=request.abort,
+                id=f"r{own}", tokens=ids or [FIRST], out=request.out, at=max(0, request.at - began), abort=request.abort,
                 priority=request.priority,
             )
         )  # fmt: skip
