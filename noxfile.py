@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions: conformance, tests, kernels, defects, gpu, history, versions, lint, bench.
+"""Sessions: conformance, live, tests, kernels, defects, gpu, history, versions, lint, bench.
 
 All but `lint` share one environment per vLLM package, `.nox/<package>-<version>-<python>` (3.5 GB without a GPU), made once and kept:
 a stamp inside it says what was installed, so a later run installs nothing (docs/decisions/0009-one-environment.md). To start afresh,
@@ -9,7 +9,7 @@ delete `.nox`. After `--`, every session but `lint` takes
                              versions: a list of releases, 0.31.0,0.32.0
     --install ./mypkg        a connector's package, or any pip requirement; may be repeated
 
-and hands the rest on: to `kvconform run` (conformance), `kvconform defects`, pytest (tests), the benchmark (bench), kvconform.history or
+and hands the rest on: to `kvconform run` (conformance, live), `kvconform defects`, pytest (tests), the benchmark (bench), kvconform.history or
 kvconform.versions.
 """
 
@@ -74,7 +74,7 @@ def prepare(session: nox.Session) -> tuple[Any, list[str]]:
     if chosen != env.done["vllm"][0]:
         env = noxenv.install_release(session, env, chosen)
     session.log("vLLM package: {} ({})".format(*env.done["vllm"]))
-    if session.name in ("conformance", "gpu"):  # how its report says that a run is repeated
+    if session.name in ("conformance", "gpu", "live"):  # how its report says that a run is repeated
         given = [*(["--vllm", mine.vllm] if mine.vllm else []), *(word for item in mine.install for word in ("--install", item))]
         noxenv.ENV["KVCONFORM_THROUGH"] = shlex.join(["nox", "-s", "conformance", "--", *given])
     return (noxenv.install_connector(session, env, mine.install) if mine.install else env), rest
@@ -85,6 +85,13 @@ def conformance(session: nox.Session) -> None:
     """Judge a connector (`-- --connector mypkg:Conn --install ./mypkg`; default: the reference connector)."""
     env, rest = prepare(session)
     env.run("-m", "kvconform", "run", *rest)
+
+
+@nox.session
+def live(session: nox.Session) -> None:
+    """Judge a connector with all of vLLM and a tiny model (docs/live.md): `-- --connector mypkg:Conn --install ./mypkg --seeds 20`."""
+    env, rest = prepare(session)
+    env.run("-m", "kvconform", "run", "--engine", "live", *rest)
 
 
 @nox.session

@@ -68,6 +68,7 @@ class Request(Model):
     family: Count = 0
     shared: Count = 0
     tail: Count = 0
+    own: Count | None = Field(default=None, description="which tokens of its own; default: its place in the list")
     out: PositiveInt = 8
     abort: PositiveInt | None = None
     priority: int = 0

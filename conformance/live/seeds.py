@@ -40,8 +40,8 @@ def random_scenario(seed: int) -> Scenario:
             tail = source.choice((0, 0, 1, 7, 32, source.randrange(1, LONGEST - shared)))
         requests.append(
             Request(
-                own=number, at=at, family=family, shared=shared, tail=tail if shared else max(1, tail), out=source.choice((1, 2, 4, 8, 16, 24)),
-                abort=source.randrange(1, 12) if source.random() < 0.12 else None,
+                own=number, at=at, family=family, shared=shared, tail=tail if shared else max(1, tail),
+                out=source.choice((1, 2, 4, 8, 16, 24)), abort=source.randrange(1, 12) if source.random() < 0.12 else None,
                 priority=source.randrange(3) if start.priority else 0, reset=source.random() < 0.04,
             )
         )  # fmt: skip
