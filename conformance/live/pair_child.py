@@ -13,7 +13,6 @@ import os
 import sys
 import time
 import traceback
-from contextlib import ExitStack
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
@@ -42,18 +41,17 @@ class PairChild:
         """Everything. Raises what the engine raises, after saying so."""
         where = "start"
         try:
-            with ExitStack():
-                from kvconform.live import start
+            from kvconform.live import start
 
-                start.surroundings()
-                self.counter.llm = start.engine(self.job)
-                self.engine = self.counter.llm.llm_engine
-                self.link.send(("up", os.getpid()))
-                where = "pair"
-                while self._serve():
-                    pass
-                where = "shutdown"
-                self.engine.engine_core.shutdown()
+            start.surroundings()
+            self.counter.llm = start.engine(self.job)
+            self.engine = self.counter.llm.llm_engine
+            self.link.send(("up", os.getpid()))
+            where = "pair"
+            while self._serve():
+                pass
+            where = "shutdown"
+            self.engine.engine_core.shutdown()
         except BaseException as error:
             text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
             self.link.send(("error", where, text, traceback.format_exc()[-6000:]))
