@@ -117,9 +117,9 @@ def _cut_short(trace: list[Event], *, killed: bool) -> list[Event]:
         fields = {name: running[name] for name in ("hook", "half", "rank", "depth")}
         found.append(
             {
-                "k": "hook.returned", **common, "_pid": running["_pid"], **fields, "error": "HookTimeout", "error_text": "it did not return", "value": None,
-                "value_ok": True, "mutated_args": False, "params_msgpack_ok": True, "params_aliased": False,
-                "called_seq": running["seq"], "layer": None, "timed_out": True,
+                "k": "hook.returned", **common, "_pid": running["_pid"], **fields, "error": "HookTimeout",
+                "error_text": "it did not return", "value": None, "value_ok": True, "mutated_args": False, "params_msgpack_ok": True,
+                "params_aliased": False, "called_seq": running["seq"], "layer": None, "timed_out": True,
             }
         )  # fmt: skip
     if not any(e["k"] == "engine.crash" for e in trace) and (running is not None or not killed):

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The probe in all of vLLM: a correct connector fails nothing, and defects are found by the requirement that finds them elsewhere."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvconform.capabilities import complete
+from kvconform.events import check_event
+from kvconform.live.trace import channels, collect
+from kvconform.load import load_spec
+from kvconform.verdict import Verdict, judge
+
+RIG = Path(__file__).parent / "live_rig.py"
+CONNECTORS = {
+    "ReferenceConnector": "kvconform.refimpl.connector",
+    "LayerOrder": "kvconform.refimpl.defects.loads",
+    "ReceivedEarly": "kvconform.refimpl.defects.reports",
+}
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "PYTHONHASHSEED": "0",
+}  # fmt: skip
+CAPABILITIES = {"store": True, "saves": "all", "chunk_tokens": 32}
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """A live trace of every connector, by class."""
+    pytest.importorskip("vllm")
+    folder = tmp_path_factory.mktemp("live")
+    arguments = [part for cls, module in CONNECTORS.items() for part in (cls, module, str(folder / cls))]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("KVCONFORM_")} | ENVIRONMENT
+    subprocess.run([sys.executable, str(RIG), *arguments], env=environment, check=True, timeout=180, capture_output=True)
+    for cls in CONNECTORS:
+        error = folder / cls / "error"
+        assert not error.exists(), error.read_text()[-2000:]
+    return {cls: collect(folder / cls) for cls in CONNECTORS}
+
+
+def failed(trace: list[dict[str, Any]], **capabilities: Any) -> tuple[set[str], set[str]]:
+    """(requirements and guarantees that the trace fails, those that it passes)."""
+    start = trace[0]
+    axes = {name: start[name] for name in ("engine", "scheduling", "runner", "depth", "block_size")}
+    variant = SimpleNamespace(case=SimpleNamespace(id="live"), axes=axes)
+    run = SimpleNamespace(variant=variant, trace=trace, channels=channels(trace), harness_error=None)
+    wanted = [one for one in load_spec().requirements.values() if one.in_force(start["vllm"])]
+    rows = judge(wanted, {"connector": run}, complete(CAPABILITIES | capabilities))  # type: ignore[dict-item]
+    assert not [row for row in rows if row.verdict is Verdict.ERROR]
+    by = {verdict: {row.requirement for row in rows if row.verdict is verdict} for verdict in (Verdict.FAIL, Verdict.PASS)}
+    return by[Verdict.FAIL], by[Verdict.PASS]
+
+
+@pytest.mark.e2e
+def test_a_correct_connector_passes_on_all_of_vllm(traces: dict[str, list[dict[str, Any]]]) -> None:
+    trace = traces["ReferenceConnector"]
+    assert not [problem for event in trace for problem in check_event(event)]
+    assert channels(trace) == {"hooks", "sched", "kv", "live"}
+    loads = [event for event in trace if event["k"] == "live.load"]
+    assert sum(len(event["exact"]) for event in loads) >= 6
+    assert not any(event["close"] or event["wrong"] or event["missing"] or event["unknown"] for event in loads)
+    assert trace[-1]["k"] != "run.end" and any(e["k"] == "run.end" and e["quiesced"] for e in trace)
+    bad, good = failed(trace)
+    assert not bad
+    seen = ("load.complete-or-failed", "load.position", "lookup.truth", "load.only-grant", "end.baseline", "engine.final-after-step")
+    assert set(seen) <= good
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("cls, requirement", [("LayerOrder", "layout.layer"), ("ReceivedEarly", "recv.not-before-bytes")])
+def test_a_defect_is_found_as_on_the_other_engines(traces: dict[str, list[dict[str, Any]]], cls: str, requirement: str) -> None:
+    bad, _ = failed(traces[cls], async_load=cls == "ReceivedEarly")
+    assert bad == {requirement}
