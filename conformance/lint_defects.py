@@ -36,7 +36,7 @@ def check(spec: Spec) -> Iterator[Finding]:
             if wanted not in spec.requirements:
                 yield Finding(where, "L026", f"defect {name} names the unknown requirement {wanted}")
         for case in defect.cases:
-            if case not in spec.cases:
+            if case not in spec.cases and case not in spec.scenarios:
                 yield Finding(where, "L027", f"defect {name} names the unknown case {case}")
         for code, message in numbers([], defect.bugs):
             yield Finding(where, code, f"defect {name}: {message}")

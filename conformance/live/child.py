@@ -15,6 +15,8 @@ from typing import IO, Any
 
 from kvconform.live.job import Answer, Ask, Counts, Job, PhaseDone, Play
 
+PATIENCE = 45.0
+"""Seconds without a token of any request, while some wait, after which nothing is going to happen any more."""
 RESET_LIMIT = 20.0
 """Seconds that a reset of the local prefix cache may take: until the connector has let go of the last block."""
 METRICS = {
@@ -27,6 +29,10 @@ METRICS = {
     "vllm:generation_tokens": "generated",
     "vllm:prompt_tokens": "prompt",
 }
+
+
+class Stalled(Exception):
+    """Requests wait, and nothing happens."""
 
 
 class Child:
@@ -60,7 +66,7 @@ class Child:
             self.llm.llm_engine.engine_core.shutdown()
         except BaseException as error:
             text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-            self.write("error", where=where, text=text, traceback=traceback.format_exc()[-6000:])
+            self.write("error", where=where, text=text, stalled=isinstance(error, Stalled), traceback=traceback.format_exc()[-6000:])
             raise
         self.write("end")
 
@@ -73,7 +79,7 @@ class Child:
         running: dict[str, tuple[Ask, list[int], str, int]] = {}  # by the id that vLLM reports: ask, prompt, internal id, step of arrival
         outputs: dict[str, Any] = {}
         found: list[Answer] = []
-        step = 0
+        step, heard = 0, time.monotonic()
         while waiting or running:
             if not running and waiting:
                 step = max(step, waiting[0].at)
@@ -84,7 +90,12 @@ class Child:
                 running[ask.id] = ask, prompt, internal, step
                 if self.job.fail and play.hits:
                     engine.engine_core.engine_core.scheduler.connector.kvconform_fail_load(internal)
-            for output in engine.step():
+            said = engine.step()
+            if said or not running:
+                heard = time.monotonic()
+            elif time.monotonic() - heard > PATIENCE:
+                raise Stalled(f"no request went on for {PATIENCE:g} s; waiting: {', '.join(sorted(running))}")
+            for output in said:
                 outputs[output.request_id] = output
                 if output.finished and output.request_id in running:
                     ask, prompt, internal, _ = running.pop(output.request_id)

@@ -62,7 +62,7 @@ def end_event(outcome: Outcome, ended: Ended) -> Event:
     if outcome.ended and ended.how == "exit":
         how = "ended"
     elif outcome.error:
-        how = "crash"
+        how = "timeout" if outcome.error.get("stalled") else "crash"
     else:
         how = "timeout" if ended.how == "timeout" else "killed"
     error = outcome.error["text"] if outcome.error else None if how == "ended" else f"{ended.how} {ended.status or ''}".strip()

@@ -2,7 +2,8 @@
 """Starts a child process, waits for it with a time limit, and sees to it that nothing of it is left: no process, no port, no shared memory.
 
 Every process that the child starts inherits an environment variable with this run's mark, so that one that left its process group, or
-whose parent is gone, is found too.
+whose parent is gone, is found too. Should this process be killed, a watcher (`python -m kvconform.live.process MARK`, with a pipe as
+standard input) does the same when the pipe closes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def run(command: Sequence[str], *, limit: float, log: Path, environment: Mapping
     began = time.monotonic()
     shared: set[str] = set()
     how, status = "timeout", 0
-    with log.open("ab") as output:
+    with log.open("ab") as output, _watched(mark):
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=cwd, env={**environment, MARK: mark},
             start_new_session=True,
@@ -82,6 +83,23 @@ def run(command: Sequence[str], *, limit: float, log: Path, environment: Mapping
             os.unlink(path)
     found.seconds = time.monotonic() - began
     return found
+
+
+@contextlib.contextmanager
+def _watched(mark: str) -> Iterator[None]:
+    """Around a run: somebody ends it if this process does not come to it."""
+    watcher = subprocess.Popen([sys.executable, "-m", "kvconform.live.process", mark], stdin=subprocess.PIPE, start_new_session=True)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            watcher.communicate(b"done", timeout=60)
+
+
+def watch(mark: str) -> None:
+    """The watcher: wait for the pipe; if it closes without a word, end the run."""
+    if not sys.stdin.buffer.read():
+        end(mark)
 
 
 def python(module: str, *arguments: str) -> list[str]:
@@ -156,3 +174,7 @@ def _shared_memory(processes: Sequence[psutil.Process]) -> set[str]:
                 if SHARED.match(name) and not name.endswith("(deleted)"):
                     found.add(name)
     return found
+
+
+if __name__ == "__main__":
+    watch(sys.argv[1])

@@ -51,6 +51,14 @@ class SkipsLastLayer(_Tampers):
                 new[number] = old[number]
 
 
+class RoundsLoads(_Tampers):
+    """Keeps float32 KV in half as many bits."""
+
+    def tamper(self, layer: str, new: torch.Tensor, old: torch.Tensor, blocks: list[int]) -> None:
+        for number in blocks:
+            new[number] = new[number].to(torch.bfloat16).to(new.dtype)
+
+
 class SwapsBlocks(_Tampers):
     """Loads the blocks of one step in the wrong order: a request reads another prefix's KV."""
 
@@ -69,6 +77,14 @@ class KeepsServer(ReferenceConnector):
         server = "import socket, time; s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen(); time.sleep(600)"
         subprocess.Popen([sys.executable, "-c", server], start_new_session=True, stdin=subprocess.DEVNULL)
         super().register_kv_caches(kv_caches)
+
+
+class NeverReports(ReferenceConnector):
+    """Loads asynchronously, and never says that it has."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        sent, _ = super().get_finished(finished_req_ids)
+        return sent, None
 
 
 class NeverLetsGo(ReferenceConnector):
