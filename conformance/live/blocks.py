@@ -58,7 +58,7 @@ class Blocks:
         """Per layer, the blocks that differ from the copy; takes them into it. Those in `keep` are the model's to write: only taken."""
         if self.shadow is None:
             return []
-        found = []
+        found: list[list[int]] = []
         for tensor, shadow in zip(self.tensors, self.shadow, strict=True):
             if torch.equal(_bits(tensor), _bits(shadow)):
                 found.append([])

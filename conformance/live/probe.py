@@ -101,7 +101,7 @@ class Recorder:
         return create
 
     def _scheduler(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> None:
-        config = kwargs.get("vllm_config", args[0] if args else None)
+        config: Any = kwargs.get("vllm_config", args[0] if args else None)
         self._start(config, kwargs.get("kv_cache_config", args[1] if len(args) > 1 else None))
         original(scheduler, *args, **kwargs)
         together = config.parallel_config.distributed_executor_backend in (None, "uni")
