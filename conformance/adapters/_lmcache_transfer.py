@@ -73,6 +73,7 @@ class Transfer(_Pages):
 
     def to_gpu(self, memory_obj: Any, start: int, end: int, **kwargs: Any) -> None:
         """Chunk [start, end) of the request to its slots."""
+        assert memory_obj.tensor is not None, "LMCache handed over a chunk that it has freed"
         first = start + min(end - start, max(0, kwargs.get("vllm_cached_tokens", 0) - start))
         slots = kwargs["slot_mapping"][first:end]
         for layer, pages in enumerate(self._pages(kwargs)):
