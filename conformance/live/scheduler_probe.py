@@ -67,6 +67,8 @@ class SchedulerProbe:
         self.observer = Observer(
             trace, probe, oracle, self.memory, scheduler, self.roster.generation, self.roster.identity, self.valid_end, self._held_contents
         )
+        inspector = getattr(scheduler.connector, "kvconform_inspector", None)
+        self.inspector: Any = inspector() if callable(inspector) else None
         self.pool = scheduler.kv_cache_manager.block_pool
         sizes: Any = SimpleNamespace(sizes=[group.block_size for group in self.oracle.cache.groups])
         is_async = bool(config.scheduler_config.async_scheduling)
@@ -163,6 +165,8 @@ class SchedulerProbe:
         note.granted, note.named, self.pending = self._granted(), self.pending, []
         if self.scheduler.connector is not None:
             note.digest = self.observer.current_digest = self.observer.take_digest(output.kv_connector_metadata)
+            for entry in self.inspector.plan(output.kv_connector_metadata) if self.inspector is not None else ():
+                self.trace.emit("plan", **entry)
         self.observer.activity += 1 if output.total_num_scheduled_tokens else 0
         self.oracle.failed_blocks, self.oracle.failed_reqs = set(), set()
         setattr(output, ATTRIBUTE, note)

@@ -12,7 +12,8 @@ from kvconform.lost import note_unfilled
 
 Event = dict[str, Any]
 CHANNELS = frozenset({"hooks", "sched", "kv", "live"})
-"""The channels that a live trace may have; `channels` says which it has. Nobody tells what happens on a device, or what is planned."""
+"""The channels that a live trace may have; `channels` says which it has (also `plan`, if the connector has an Inspector). Nobody tells what
+happens on a device."""
 UNWRITTEN = 1 << 40
 """From here on events are numbered, within their process, that it could not write itself."""
 REFERENCES = ("called_seq", "cause_seq")
@@ -51,6 +52,8 @@ def channels(trace: Iterable[Event]) -> frozenset[str]:
         found.add("hooks")
     if looked and all(e["watched"] and e["compared"] and e["poisoned"] for e in looked):
         found.add("kv")
+    if any(e["k"] == "plan" for e in events):
+        found.add("plan")
     return frozenset(found)
 
 
