@@ -125,7 +125,8 @@ def load(given: dict[str, Any], *, file: str | None = None, start: Path | None =
         start = Path("/")
     path, found = (_read_named(Path(file))) if file else _search((start or Path.cwd()).resolve())
     settings = _validate(found, str(path)) if path else Settings()
-    merged = settings.model_copy(update=_validate(own, "the command line").model_dump(include=set(own)))
+    given_here = _validate(own, "the command line")
+    merged = settings.model_copy(update={name: getattr(given_here, name) for name in (key.replace("-", "_") for key in own)})
     merged.expected_failures = settings.expected_failures
     merged.file = str(path) if path else None
     if merged.connector == REFERENCE and not merged.extra_config:
