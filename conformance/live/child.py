@@ -17,8 +17,9 @@ from kvconform.live.job import Answer, Ask, Counts, Job, PhaseDone, Play
 
 PATIENCE = 45.0
 """Seconds without a token of any request, while some wait, after which nothing is going to happen any more."""
-RESET_LIMIT = 20.0
-"""Seconds that a reset of the local prefix cache may take: until the connector has let go of the last block."""
+RESET_LIMIT = 15.0
+"""Seconds that a reset of the local prefix cache may take: until the connector has let go of the last block. Once it has not, nobody
+waits again."""
 METRICS = {
     "vllm:external_prefix_cache_queries": "external_queries",
     "vllm:external_prefix_cache_hits": "external_hits",
@@ -43,6 +44,7 @@ class Child:
         self.answers: dict[str, Answer] = {}
         self._counted: dict[str, int] = {}
         self.llm: Any = None
+        self.held = False
 
     def write(self, kind: str, **fields: Any) -> None:
         self.out.write(json.dumps({"k": kind, **fields}) + "\n")
@@ -91,6 +93,8 @@ class Child:
                 if self.job.fail and play.hits:
                     engine.engine_core.engine_core.scheduler.connector.kvconform_fail_load(internal)
             said = engine.step()
+            if not said:
+                time.sleep(0.001)
             if said or not running:
                 heard = time.monotonic()
             elif time.monotonic() - heard > PATIENCE:
@@ -119,7 +123,8 @@ class Child:
         limit = time.monotonic() + RESET_LIMIT
         here = not self.job.start["processes"]
         while not engine.reset_prefix_cache():
-            if time.monotonic() > limit:
+            if time.monotonic() > limit or self.held:
+                self.held = True
                 return False
             if here:
                 engine.step()

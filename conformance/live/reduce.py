@@ -42,7 +42,7 @@ def reduce(scenario: Scenario, fails: Callable[[Scenario], bool], *, tries: int 
 
 def _with(scenario: Scenario, requests: list[Request]) -> Scenario:
     count = f"{len(requests)} request{'s' if len(requests) != 1 else ''}"
-    return scenario.model_copy(update={"requests": requests, "text": f"What is left of a random workload: {count}."})
+    return scenario.model_copy(update={"requests": requests, "text": f"What is left of a random workload, {count}."})
 
 
 def write(scenario: Scenario, path: Path) -> None:

@@ -3,10 +3,15 @@
 
 from __future__ import annotations
 
+import re
+
 from kvconform.errors import UsageError
 from kvconform.live.seeds import random_scenario
 from kvconform.load import Spec, load_spec
 from kvconform.settings import Settings
+
+RANDOM = re.compile(r"^live\.random-(\d+)(?:\[.*\])?$")
+"""How a seed is named in -k."""
 
 
 def spec_for(settings: Settings) -> Spec:
@@ -15,7 +20,8 @@ def spec_for(settings: Settings) -> Spec:
     if settings.seeds and not live:
         raise UsageError("--seeds is about the random workloads of the live engine: it goes with --engine live")
     spec = load_spec(cases=settings.cases, live=live)
-    for seed in range(settings.seed, settings.seed + settings.seeds):
+    named = [name for entry in (*settings.select, settings.trace or "") for name in RANDOM.findall(entry)] if live else []
+    for seed in (*range(settings.seed, settings.seed + settings.seeds), *map(int, named)):
         scenario = random_scenario(seed)
         spec.cases[scenario.id] = scenario  # type: ignore[assignment]
     return spec

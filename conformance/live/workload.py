@@ -54,19 +54,18 @@ def _phase(phase: Phase, workload: Workload, made: dict[str, list[int]], seed: i
 
 def _requests(requests: Sequence[Request], seed: int) -> list[Play]:
     """One phase per reset."""
-    found: list[Play] = []
-    asks: list[Ask] = []
+    parts: list[list[Ask]] = []
     began = 0
     for number, request in enumerate(requests):
-        if (request.reset and number) or not found:
-            asks, began = [], request.at
-            found.append(Play(name=f"part{len(found) + 1}", reset=bool(number), hits=False, asks=asks))
+        if request.reset or not parts:
+            parts.append([])
+            began = request.at
         own = number if request.own is None else request.own
         ids = tokens(FAMILY, seed, "family", request.family)[: request.shared] + tokens(request.tail, seed, "own", own)
-        asks.append(
+        parts[-1].append(
             Ask(
                 id=f"r{own}", tokens=ids or [FIRST], out=request.out, at=max(0, request.at - began), abort=request.abort,
                 priority=request.priority,
             )
         )  # fmt: skip
-    return found
+    return [Play(name=f"part{number}", reset=number > 1, hits=number > 1, asks=asks) for number, asks in enumerate(parts, 1)]

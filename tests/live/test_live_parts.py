@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of the live engine that do not start vLLM: scenarios, workloads, the comparison, reduction, the tiny model."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from kvconform import yamlio
+from kvconform.errors import UsageError
+from kvconform.events import check_event
+from kvconform.fixtures.tiny_llama import make
+from kvconform.live.compare import AMBIGUOUS, compare, describe
+from kvconform.live.events import end_event, missing, own_events
+from kvconform.live.job import Answer, Counts, Outcome, PhaseDone
+from kvconform.live.process import Ended
+from kvconform.live.reduce import reduce, text_of
+from kvconform.live.scenario import MAX_MODEL_LEN, Scenario, Workload
+from kvconform.live.seeds import STARTS, random_scenario
+from kvconform.live.select import spec_for
+from kvconform.live.workload import plays
+from kvconform.load import SpecError, load_spec
+from kvconform.settings import Settings
+
+SPEC = load_spec(live=True)
+CONVERSATION = SPEC.workloads["conversation"]
+BASE: Any = SPEC.cases["live.base"]
+
+
+# -- scenarios -------------------------------------------------------------------------------------------------------------------------
+def test_scenarios_take_the_place_of_cases() -> None:
+    assert {"live.base", "live.preempt-async", "live.drafts-preempt", "live.no-local-cache"} <= set(SPEC.cases)
+    assert not set(SPEC.cases) & set(load_spec().cases)
+    assert [variant.id for variant in BASE.variants()] == ["live.base[live-sync-v1-d1-b32]"]
+    assert BASE.variants(["vllm"]) == [] and BASE.variants(["live"], ["async"]) == []
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        ({"id": "x", "text": "t"}, "needs a workload"),
+        ({"id": "x", "text": "t", "workload": "w", "due": ["preemptions"]}, "blocks enough"),
+        ({"id": "x", "text": "t", "workload": "w", "due": ["drafts"]}, "spec_tokens is 0"),
+        ({"id": "x", "text": "t", "workload": "w", "start": {"spec_tokens": 3, "scheduling": "async"}}, "n-gram"),
+        ({"id": "x", "text": "t", "workload": "w", "start": {"block": 3}}, "block"),
+        ({"id": "x", "text": "t", "workload": "w", "start": {"blocks": "3"}}, "blocks"),
+    ],
+)
+def test_a_scenario_that_makes_no_sense_does_not_load(data: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValidationError, match=sentence):
+        Scenario.model_validate(data)
+
+
+def test_a_file_that_is_no_scenario_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("id: mine\ntext: t\nworkload: conversatoin\n")
+    with pytest.raises(SpecError, match=r"there is no workload 'conversatoin'.*conversation"):
+        load_spec(live=True, cases=[str(path)])
+
+
+def test_prompts_share_what_they_say_and_no_more() -> None:
+    asks = {ask.id: ask.tokens for ask in plays(BASE, CONVERSATION, 0)[0].asks}
+    assert asks["cold/twin"] == asks["cold/odd"]
+    assert asks["cold/branch"][:100] == asks["cold/trunk"][:100] and asks["cold/branch"][100] != asks["cold/trunk"][100]
+    loop = asks["cold/loop"]
+    assert loop[:3] * 30 == loop
+    assert plays(BASE, CONVERSATION, 1)[0].asks[0].tokens != asks["cold/odd"]
+
+
+def test_no_request_is_longer_than_the_model_can_take() -> None:
+    """A conversation has prompt, answer and more."""
+    longest = max(prompt.tokens for prompt in CONVERSATION.prompts) + 2 * CONVERSATION.output
+    assert longest + max(phase.more for phase in CONVERSATION.phases) <= MAX_MODEL_LEN
+    for seed in range(40):
+        assert all(r.shared + r.tail + r.out <= MAX_MODEL_LEN for r in random_scenario(seed).requests)
+
+
+# -- random workloads ------------------------------------------------------------------------------------------------------------------
+def test_a_seed_gives_the_same_workload_and_another_one_another() -> None:
+    assert random_scenario(3) == random_scenario(3)
+    assert random_scenario(3).requests != random_scenario(3 + len(STARTS)).requests
+
+
+def test_every_request_of_a_workload_is_asked_for_once_and_in_its_part() -> None:
+    for seed in range(8):
+        scenario = random_scenario(seed)
+        found = plays(scenario, None, 0)
+        assert [ask.id for play in found for ask in play.asks] == [f"r{n}" for n in range(100)]
+        assert len(found) == 1 + sum(request.reset for request in scenario.requests[1:])
+        assert not found[0].reset and all(play.reset for play in found[1:])
+
+
+def test_random_workloads_have_what_they_are_for() -> None:
+    found = [random_scenario(seed) for seed in range(len(STARTS))]
+    requests = [request for scenario in found for request in scenario.requests]
+    assert all(len(scenario.requests) == 100 for scenario in found)
+    assert any(r.abort for r in requests) and any(r.reset for r in requests) and any(r.priority for r in requests)
+    assert {scenario.start.scheduling for scenario in found} == {"sync", "async"}
+
+
+def test_seeds_are_selected_and_replayed_by_name() -> None:
+    spec = spec_for(Settings(engine="live", seeds=2, seed=5))
+    assert {"live.random-5", "live.random-6"} <= set(spec.cases)
+    assert "live.random-9" in spec_for(Settings(engine="live", select=["live.random-9[live-sync-v1-d1-b32]"])).cases
+    with pytest.raises(UsageError, match="--engine live"):
+        spec_for(Settings(seeds=2))
+
+
+def test_a_workload_is_reduced_to_the_requests_that_it_takes() -> None:
+    whole, tried = random_scenario(2), []
+
+    def fails(scenario: Scenario) -> bool:
+        tried.append(len(scenario.requests))
+        return {17, 71} <= {request.own for request in scenario.requests}
+
+    small = reduce(whole, fails, tries=200)
+    assert [request.own for request in small.requests] == [17, 71]
+    reread = Scenario.model_validate(yamlio.parse(text_of(small), "x"))
+    assert reread == small and len(text_of(small).splitlines()) < 40
+    first = {ask.id: ask.tokens for play in plays(whole, None, 0) for ask in play.asks}
+    assert all(first[ask.id] == ask.tokens for play in plays(small, None, 0) for ask in play.asks)
+
+
+def test_reduction_has_a_limit() -> None:
+    tried: list[int] = []
+    whole = random_scenario(2)
+    assert reduce(whole, lambda scenario: bool(tried.append(1)), tries=7).requests == whole.requests
+    assert len(tried) == 7
+
+
+# -- comparison ------------------------------------------------------------------------------------------------------------------------
+def answer(tokens: list[int], **other: Any) -> Answer:
+    fields: dict[str, Any] = {"logprobs": [-1.0] * len(tokens), "seconds": [9] * len(tokens), "gaps": [1.0] * len(tokens), "why": "length"}
+    return Answer(id="p/a", prompt=[1, 2], tokens=tokens, **fields | other)
+
+
+def tokens_event(plain: Answer, with_connector: Answer) -> dict[str, Any]:
+    outcome = Outcome()
+    outcome.phases = [PhaseDone(name="p", reset_done=None, counts=Counts(), answers=[with_connector])]
+    (event,) = compare({"p/a": plain}, outcome)
+    assert check_event({"seq": 0, "step": 0, **event}) == []
+    return event
+
+
+def test_the_same_tokens_are_the_same() -> None:
+    assert tokens_event(answer([5, 6, 7]), answer([5, 6, 7]))["same"]
+
+
+def test_the_first_other_token_is_told() -> None:
+    event = tokens_event(answer([5, 6, 7]), answer([5, 8, 8]))
+    assert (event["same"], event["ambiguous"], event["at"], event["token"], event["instead"]) == (False, False, 1, 8, 6)
+    assert "token 1 of the answer is 8, without the connector 6" in str(describe(event))
+
+
+@pytest.mark.parametrize(("gap", "second", "ambiguous"), [(AMBIGUOUS / 2, 8, True), (AMBIGUOUS * 2, 8, False), (AMBIGUOUS / 2, 9, False)])
+def test_a_near_tie_is_no_corruption_but_only_between_the_two(gap: float, second: int, ambiguous: bool) -> None:
+    plain = answer([5, 6, 7], gaps=[1.0, gap, 1.0], seconds=[9, second, 9])
+    assert tokens_event(plain, answer([5, 8, 1]))["ambiguous"] is ambiguous
+
+
+def test_an_answer_that_stops_early_differs_unless_it_was_aborted() -> None:
+    assert not tokens_event(answer([5, 6, 7]), answer([5, 6]))["same"]
+    assert tokens_event(answer([5, 6, 7]), answer([5, 6], why="abort"))["same"]
+    assert not tokens_event(answer([5, 6, 7]), answer([5, 1], why="abort"))["same"]
+
+
+def test_drift_is_measured_up_to_the_first_other_token() -> None:
+    event = tokens_event(answer([5, 6, 7]), answer([5, 6, 8], logprobs=[-1.0, -1.25, -9.0]))
+    assert (event["drift"], event["drift_at"]) == (0.25, 1)
+
+
+# -- what happened ---------------------------------------------------------------------------------------------------------------------
+def outcome_with(**counts: int) -> Outcome:
+    found = Outcome()
+    found.phases = [PhaseDone(name="p", reset_done=True, counts=Counts(**counts), answers=[])]
+    found.ended = True
+    return found
+
+
+def test_what_was_due_and_did_not_happen_is_missing() -> None:
+    preempt: Any = SPEC.cases["live.preempt"]
+    assert len(missing(preempt, outcome_with(), 0)) == 2
+    assert missing(preempt, outcome_with(external_hits=1, preemptions=1), 0) == []
+    assert missing(SPEC.cases["live.failed-loads"], outcome_with(external_hits=9), 0) == ["no load failed"]  # type: ignore[arg-type]
+
+
+def test_our_events_are_as_listed() -> None:
+    events = own_events(BASE, outcome_with(external_hits=3), Ended("exit", 0, 1.0), {}, 0, {"p"})
+    assert [event["k"] for event in events] == ["live.phase", *["live.happened"] * 4, "live.end"]
+    for event in events:
+        assert check_event({"seq": 0, "step": 0, **event}) == []
+
+
+@pytest.mark.parametrize(
+    ("ended", "error", "done", "how"),
+    [
+        (Ended("exit", 0, 1.0), None, True, "ended"),
+        (Ended("exit", 1, 1.0), {"text": "E: e"}, False, "crash"),
+        (Ended("exit", 1, 1.0), {"text": "E: e", "stalled": True}, False, "timeout"),
+        (Ended("timeout", 0, 9.0), None, False, "timeout"),
+        (Ended("signal", 9, 1.0), None, False, "killed"),
+        (Ended("exit", 3, 1.0), None, True, "ended"),
+    ],
+)
+def test_how_a_run_ended(ended: Ended, error: dict[str, Any] | None, done: bool, how: str) -> None:
+    outcome = Outcome()
+    outcome.error, outcome.ended = error, done
+    assert end_event(outcome, ended)["how"] == how
+
+
+def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text('{"k": "begin", "name": "cold"}\n{"k": "phase", "na')
+    outcome = Outcome.read(tmp_path / "out")
+    assert outcome.current == "cold" and not outcome.phases and not outcome.ended
+
+
+# -- the model -------------------------------------------------------------------------------------------------------------------------
+def test_the_tiny_model_is_the_same_every_time(tmp_path: Path) -> None:
+    digests = {hashlib.sha256((make(tmp_path / name) / "model.safetensors").read_bytes()).hexdigest() for name in ("a", "b", "a")}
+    assert len(digests) == 1 and (tmp_path / "a" / "config.json").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_every_workload_is_used_and_every_name_is_known() -> None:
+    used = {getattr(scenario, "workload", None) for scenario in SPEC.cases.values()}
+    assert set(SPEC.workloads) <= used
+    assert isinstance(CONVERSATION, Workload)

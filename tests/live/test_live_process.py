@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever a child of the live engine starts, nothing of it is left, and what was left is told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from kvconform.live import process
+
+SERVER = "import socket, time; s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen(); open({ready!r}, 'w').close(); time.sleep(300)"
+
+
+def child(tmp_path: Path, then: str) -> str:
+    """A program that starts a server in a session of its own, and then does something."""
+    server = SERVER.format(ready=str(tmp_path / "ready"))
+    wait = f"while not os.path.exists({str(tmp_path / 'ready')!r}): time.sleep(0.02)"
+    start = f"subprocess.Popen([sys.executable, '-c', {server!r}], start_new_session=True)"
+    return f"import os, subprocess, sys, time\n{start}\n{wait}\n{then}\n"
+
+
+def run(tmp_path: Path, then: str, limit: float = 60.0) -> process.Ended:
+    command = [sys.executable, "-c", child(tmp_path, then)]
+    return process.run(command, limit=limit, log=tmp_path / "log", environment=os.environ, cwd=tmp_path)
+
+
+def nothing_left(tmp_path: Path) -> bool:
+    """No process knows of the test's directory any more."""
+    for other in psutil.process_iter():
+        try:
+            if other.pid != os.getpid() and any(str(tmp_path / "ready") in part for part in other.cmdline()):
+                return False
+        except (psutil.Error, OSError):
+            continue
+    return True
+
+
+def test_a_server_that_outlives_the_child_is_told_and_ended(tmp_path: Path, monkeypatch: object) -> None:
+    found = run(tmp_path, "pass")
+    assert (found.how, found.status, len(found.processes), len(found.ports), found.stuck) == ("exit", 0, 1, 1, [])
+    assert nothing_left(tmp_path)
+
+
+def test_nothing_is_left_after_a_crash(tmp_path: Path) -> None:
+    found = run(tmp_path, "os.kill(os.getpid(), 9)")
+    assert (found.how, found.status) == ("signal", signal.SIGKILL)
+    assert nothing_left(tmp_path)
+
+
+def test_nothing_is_left_after_the_time_limit_and_the_log_says_where_it_hung(tmp_path: Path) -> None:
+    found = run(tmp_path, "import faulthandler; faulthandler.enable(); time.sleep(300)", limit=4.0)
+    assert found.how == "timeout" and found.seconds < 40
+    assert nothing_left(tmp_path)
+    assert "line" in (tmp_path / "log").read_text()
+
+
+def test_shared_memory_that_is_left_is_told_and_removed(tmp_path: Path) -> None:
+    name = f"kvconform-test-{os.getpid()}"
+    code = f"import mmap, time\nf = open('/dev/shm/{name}', 'wb+'); f.truncate(4096); m = mmap.mmap(f.fileno(), 4096); time.sleep(1.5)"
+    command = [sys.executable, "-c", code]
+    found = process.run(command, limit=60, log=tmp_path / "log", environment=os.environ, cwd=tmp_path)
+    assert found.files == [f"/dev/shm/{name}"] and not os.path.exists(f"/dev/shm/{name}")
+
+
+def test_nothing_is_left_when_the_parent_is_killed(tmp_path: Path) -> None:
+    own = (
+        "import os, sys; from pathlib import Path; from kvconform.live import process\n"
+        f"process.run([sys.executable, '-c', {child(tmp_path, 'time.sleep(300)')!r}], limit=300, log=Path({str(tmp_path / 'log')!r}),"
+        f" environment=os.environ, cwd=Path({str(tmp_path)!r}))"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", own])
+    limit = time.monotonic() + 60
+    while not (tmp_path / "ready").exists() and time.monotonic() < limit:
+        time.sleep(0.05)
+    assert (tmp_path / "ready").exists() and not nothing_left(tmp_path)
+    parent.kill()
+    parent.wait()
+    while not nothing_left(tmp_path) and time.monotonic() < limit:
+        time.sleep(0.2)
+    assert nothing_left(tmp_path)
