@@ -9,6 +9,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from kvconform.errors import KvconformError
+from kvconform.explore.cli import explore
 from kvconform.snapshots.command import app as snapshot
 
 app = typer.Typer(
@@ -106,6 +107,9 @@ def run(
     given["arguments"] += [part for name in cases or [] for part in ("--case", name)]
     given["arguments"] += [part for folder in pythonpath or [] for part in ("--pythonpath", folder)]
     raise typer.Exit(session.run(settings.load(given, file=config)))
+
+
+app.command()(explore)
 
 
 @app.command()

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A campaign: workloads run, failures told apart, each shrunk to a case that is kept as a file."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+from kvconform.explore.outcome import DIED, Failure, Outcome
+from kvconform.explore.pool import Pool
+from kvconform.explore.shrink import shrink
+from kvconform.explore.workload import WIDTH, Workload, text_of
+
+Key = tuple[str, str | None]
+
+
+@dataclass
+class Found:
+    """One cause: what failed, the first workload that failed it, how many did, and what shrinking left of it."""
+
+    failure: Failure
+    workload: Workload
+    count: int = 1
+    tries: int = 0
+    path: Path | None = None
+
+
+@dataclass
+class Campaign:
+    """What came of all workloads."""
+
+    runs: int = 0
+    unsupported: int = 0
+    reached: Counter[str] = field(default_factory=Counter)
+    guarantees: Counter[str] = field(default_factory=Counter)
+    found: dict[Key, Found] = field(default_factory=dict)
+    errors: list[tuple[Workload, str]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def add(self, workload: Workload, outcome: Outcome) -> None:
+        """Count an outcome in."""
+        self.runs += 1
+        self.unsupported += outcome.unsupported
+        self.reached.update(outcome.reached)
+        self.guarantees.update(outcome.broken_guarantees)
+        if outcome.error is not None:
+            self.errors.append((workload, outcome.error))
+        for failure in root_causes(outcome.failures):
+            if failure.key in self.found:
+                self.found[failure.key].count += 1
+            else:
+                self.found[failure.key] = Found(failure, workload)
+
+
+def root_causes(failures: list[Failure]) -> list[Failure]:
+    """The failures of a run without those that a crash explains."""
+    raised = [failure for failure in failures if failure.requirement in ("hook.no-raise", "hook.returns", DIED)]
+    return raised or failures
+
+
+def explore(
+    pool: Pool, workloads: Iterable[Workload], *, minutes: float | None, tell: Callable[[Campaign], None]
+) -> Campaign:  # fmt: skip
+    """Run the workloads, or as many as there is time for; `tell` is called now and then."""
+    campaign, began = Campaign(), time.monotonic()
+    limited = workloads if minutes is None else _until(workloads, began + 60 * minutes)
+    for workload, outcome in pool.outcomes(limited):
+        campaign.add(workload, outcome)
+        campaign.seconds = time.monotonic() - began
+        tell(campaign)
+    return campaign
+
+
+def _until(workloads: Iterable[Workload], end: float) -> Iterator[Workload]:
+    for workload in workloads:
+        if time.monotonic() > end:
+            return
+        yield workload
+
+
+def reduce(pool: Pool, campaign: Campaign, folder: Path, again: str, *, tries: int, limit: int) -> None:
+    """Shrink what was found, the most frequent first, and write each as a case into `folder`. `again`: the command that runs a case."""
+    for found in sorted(campaign.found.values(), key=lambda each: -each.count)[:limit]:
+        found.workload, found.tries = shrink(found.workload, partial(_still_fails, pool, found), tries)
+        _keep(found, folder, again)
+
+
+def _still_fails(pool: Pool, found: Found, workload: Workload) -> bool:
+    """Whether the workload fails what was found; then `found` has its message."""
+    key = found.failure.key
+    [(_, outcome)] = list(pool.outcomes([workload], None if key[0] == DIED else [key[0]]))
+    same = [failure for failure in outcome.failures if failure.key == key]
+    found.failure = same[0] if same else found.failure
+    return bool(same)
+
+
+def _keep(found: Found, folder: Path, again: str) -> None:
+    failure, workload = found.failure, found.workload
+    name = re.sub(r"[^a-z0-9]+", "-", "-".join(part for part in failure.key if part).lower()).strip("-")
+    data = {**workload.data, "id": f"found.{name}", "text": f"Found by exploration, and shrunk: fails {failure.requirement}."}
+    where = f"step {failure.step}" + (f", request {failure.req}" if failure.req else "")
+    path = folder / f"{name}.yaml"
+    said = textwrap.fill(f"{failure.requirement} ({where}): {' '.join(failure.message.split())}", WIDTH)
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(text_of(data, f"{said}\n{again} --case {path.name} --seed {workload.seed}"), encoding="utf-8")
+    found.path = path
+
+
+def first(workloads: Iterable[Workload], count: int) -> Iterator[Workload]:
+    """At most `count` of them."""
+    return islice(workloads, count)

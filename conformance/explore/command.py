@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvconform explore`: the campaigns, what they print, and their exit codes (those of `kvconform run`)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from kvconform.environment import check_connector_name, check_vllm
+from kvconform.errors import UsageError
+from kvconform.explore.campaign import Campaign, explore, first, reduce
+from kvconform.explore.pool import Pool
+from kvconform.explore.races import races
+from kvconform.explore.workload import Workload
+from kvconform.report.terminal import make_console
+from kvconform.settings import Settings
+
+SITUATIONS = ("hit", "load", "preemption", "rejected draft", "abort", "abort during a load", "blocks held")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Workloads of a campaign if the command line does not say; whether they are all of a kind, or drawn; where seeds begin."""
+
+    examples: int
+    text: str
+    systematic: bool = False
+    daily: bool = False
+
+
+PROFILES = {
+    "gate": Profile(200, "seconds; the same workloads every time"),
+    "nightly": Profile(5_000, "other workloads every day", daily=True),
+    "hunt": Profile(1_000_000, "until --minutes are over", daily=True),
+    "races": Profile(4_000, "aborts at every point of saves and loads in flight, in six situations", systematic=True),
+}
+
+
+def run(settings: Settings, *, profile: str, examples: int | None, minutes: float | None, out: Path, tries: int = 400) -> int:
+    """Explore, shrink what fails, print. Exit code 0: nothing failed; 1: something did; 3: the harness failed."""
+    if profile not in PROFILES:
+        raise UsageError(f"there is no profile {profile!r} of explore; there are {', '.join(PROFILES)}")
+    if settings.engine == "live":
+        raise UsageError("explore runs the engines reference and vllm; all of vLLM gets random workloads by --engine live --seeds 20")
+    chosen = PROFILES[profile]
+    if chosen.examples >= 1_000_000 and minutes is None and examples is None:
+        raise UsageError(f"profile {profile} ends after --minutes N or --examples N: give one of them")
+    console = make_console()
+    vllm, warnings = check_vllm()
+    check_connector_name(settings.connector, settings.pythonpath)
+    for warning in warnings:
+        console.print(f"warning: {warning}")
+    seed = settings.seed + (int(time.time()) // 86_400 if chosen.daily else 0)
+    count = chosen.examples if examples is None else examples
+    console.print(f"kvconform explore  {settings.connector}  vLLM {vllm} · profile {profile}: {chosen.text} · seed {seed}")
+    workloads = first(_workloads(settings, chosen, seed, count), count)
+    with _scratch() as scratch, Pool(settings, scratch, settings.workers) as pool:
+        teller = _Teller(console, count)
+        campaign = explore(pool, workloads, minutes=minutes, tell=teller.tell)
+        teller.end()
+        if campaign.found:
+            console.print(f"shrinking {min(len(campaign.found), LIMIT)} of {len(campaign.found)} failures ...")
+            reduce(pool, campaign, out, _again(settings), tries=tries, limit=LIMIT)
+        deaths = pool.deaths
+    _print(console, campaign, deaths)
+    return 1 if campaign.found else 3 if campaign.errors or not campaign.runs else 0
+
+
+LIMIT = 12
+"""Failures that are shrunk."""
+
+
+def _workloads(settings: Settings, chosen: Profile, seed: int, count: int) -> Iterator[Workload]:
+    engines = [engine for engine in settings.engines if engine != "live"]
+    if chosen.systematic:
+        return races(engines, settings.schedulings, settings.slows, seed)
+    from kvconform.explore.draw import drawn
+
+    return drawn(engines, settings.schedulings, settings.slows, first_seed=seed, count=count)
+
+
+def _again(settings: Settings) -> str:
+    name = settings.catalogue or settings.connector
+    return shlex.join(["kvconform", "run", name, *settings.arguments])
+
+
+@contextlib.contextmanager
+def _scratch() -> Iterator[Path]:
+    memory = "/dev/shm"  # stores are many small files
+    folder = Path(tempfile.mkdtemp(prefix="kvconform-explore-", dir=memory if os.access(memory, os.W_OK) else None))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Teller:
+    """A line now and then."""
+
+    def __init__(self, console: Console, count: int) -> None:
+        self.console, self.count = console, count
+        self._said = time.monotonic()
+
+    def tell(self, campaign: Campaign) -> None:
+        if time.monotonic() - self._said > 15:
+            self._said = time.monotonic()
+            self._print(campaign)
+
+    def _print(self, campaign: Campaign) -> None:
+        speed = campaign.runs / campaign.seconds if campaign.seconds else 0.0
+        self.console.print(f"{campaign.runs}/{self.count} workloads, {speed:.0f} per second, {len(campaign.found)} failures")
+
+    def end(self) -> None:
+        """The last line."""
+        self._said = 0.0
+
+
+def _print(console: Console, campaign: Campaign, deaths: int) -> None:
+    ran = max(1, campaign.runs - campaign.unsupported)
+    shares = ", ".join(f"{name} {100 * campaign.reached[name] // ran}%" for name in SITUATIONS)
+    console.print(f"\nreached      {shares}")
+    for name, count in campaign.guarantees.most_common():
+        console.print(f"vLLM's       guarantee {name} was broken in {count} workloads (not the connector's fault)")
+    if deaths:
+        console.print(f"processes    {deaths} ended, and were replaced")
+    for workload, error in campaign.errors[:5]:
+        console.print(f"harness      {workload.data['id']}: {error}")
+    if campaign.found:
+        table = Table(box=None, pad_edge=False)
+        for title in ("requirement", "workloads", "shrunk to", "what"):
+            table.add_column(title, overflow="fold")
+        for found in sorted(campaign.found.values(), key=lambda each: -each.count):
+            requests, steps, *_ = found.workload.size
+            shrunk = f"{requests} requests, {steps} steps: {found.path}" if found.path else "not shrunk"
+            table.add_row(found.failure.requirement, str(found.count), shrunk, " ".join(found.failure.message.split())[:300])
+        console.print(table)
+    answer = f"{len(campaign.found)} failures" if campaign.found else "nothing failed"
+    if campaign.errors:
+        answer += f", {len(campaign.errors)} errors of the harness"
+    speed = campaign.runs / max(campaign.seconds, 1e-9)
+    console.print(f"\n{campaign.runs} workloads in {campaign.seconds:.0f} s ({speed:.0f} per second): {answer}")

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a workload came to: what failed, and what was reached."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvconform.explore.workload import Workload
+from kvconform.load import Spec
+from kvconform.run import run_and_judge
+from kvconform.target import Target
+
+DIED = "process.died"
+"""Stands for a requirement where the process ended: the connector took it down, or hung."""
+
+
+@dataclass
+class Failure:
+    """A requirement that was broken: what is said of it, and the kind of wrong byte, if it is one."""
+
+    requirement: str
+    message: str
+    found: str | None = None
+    req: str | None = None
+    step: int | None = None
+    hook: str | None = None
+
+    @property
+    def key(self) -> tuple[str, str | None]:
+        """Two failures with the same key are taken for one, and shrinking keeps the key: requirement, and kind of wrong byte or hook."""
+        return self.requirement, self.found or self.hook
+
+
+@dataclass
+class Outcome:
+    """JSON-able by `to_dict`."""
+
+    failures: list[Failure] = field(default_factory=list)
+    broken_guarantees: list[str] = field(default_factory=list)
+    reached: list[str] = field(default_factory=list)
+    error: str | None = None
+    unsupported: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Outcome:
+        return cls(**{**data, "failures": [Failure(**each) for each in data["failures"]]})
+
+
+def outcome(workload: Workload, target: Target, spec: Spec, tmp: Path, *, requirements: Iterable[str] | None = None) -> Outcome:
+    """Run and judge a workload in this process. Writes below `tmp` and cleans up. ValidationError if it is no case."""
+    report = run_and_judge(
+        workload.variant(), target, spec, seed=workload.seed, tmp=tmp, requirements=requirements, keep_trace=True
+    )  # fmt: skip
+    shutil.rmtree(tmp, ignore_errors=True)
+    trace = report.trace or []
+    if report.harness_error:
+        return Outcome(error=report.harness_error.strip().splitlines()[-1], reached=reached(trace))
+    bad = [row for row in report.rows if row["verdict"] == "FAIL"]
+    ours = [row for row in bad if row.get("kind", "requirement") == "requirement" and row.get("gating", True)]
+    return Outcome(
+        failures=[_failure(row, trace) for row in ours],
+        broken_guarantees=[row["requirement"] for row in bad if row.get("kind", "requirement") != "requirement"],
+        reached=reached(trace),
+        unsupported=not trace,
+    )
+
+
+def _failure(row: dict[str, Any], trace: list[dict[str, Any]]) -> Failure:
+    number = row.get("event")
+    event = trace[number] if number is not None and number < len(trace) else {}
+    found, hook = event.get("found"), event.get("hook")
+    return Failure(
+        row["requirement"], row.get("message") or "", str(found) if found is not None else None, row.get("req"), row.get("step"),
+        str(hook) if hook is not None else None,
+    )  # fmt: skip
+
+
+def reached(trace: Iterable[dict[str, Any]]) -> list[str]:
+    """Which of the situations that make a workload worth running came about, sorted."""
+    found: set[str] = set()
+    loading: set[str] = set()
+    for event in trace:
+        kind = event["k"]
+        if kind == "lookup" and (event["tokens"] or 0) > 0:
+            found.add("hit")
+        elif kind == "load.due":
+            found.add("load")
+            loading.discard(event["req"])
+        elif kind == "alloc" and event["external"] > 0:
+            loading.add(event["req"])
+        elif kind == "req.state" and event["to"] == "PREEMPTED":
+            found.add("preemption")
+        elif kind == "kv.computed" and event["rejected"]:
+            found.add("rejected draft")
+        elif kind == "req.state" and event["to"] == "FINISHED_ABORTED":
+            found.add("abort")
+            if event["req"] in loading:
+                found.add("abort during a load")
+        elif kind == "hold":
+            found.add("blocks held")
+    return sorted(found)

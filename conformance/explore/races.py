@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Abort races: requests aborted after every number of steps of a save, a load, a shared load, a preemption and a resubmission in flight.
+
+After each abort the prompt is asked for again, twice, so that what the abort has left behind shows: in the local cache, in the connector's
+store, in blocks that were freed too early or not at all.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+
+from kvconform.explore.workload import Data, Workload, make
+
+POINTS = range(11)
+"""Steps between the request and its abort: 0 is before it was ever scheduled; after the last one it has finished."""
+DROP: list[Data] = [{"run": {}}, {"drop-local": {}}]
+
+
+def _add(name: str, prompt: object, max_tokens: int = 3) -> Data:
+    return {"add": {"req": name, "prompt": prompt, "max_tokens": max_tokens}}
+
+
+def _steps(count: int) -> list[Data]:
+    return [{"step": count}] if count else []
+
+
+def _again(first: str) -> list[Data]:
+    """The prompt once more, from the store, and again from what the first of these left there."""
+    return [*DROP, _add("y", {"same": first}), *DROP, _add("z", {"same": first}), {"run": {}}]
+
+
+def saving(length: int, point: int) -> list[Data]:
+    """Abort while the prompt is computed and stored."""
+    return [_add("a", length, 5), *_steps(point), {"abort": "a"}, *_again("a")]
+
+
+def loading(length: int, point: int) -> list[Data]:
+    """Abort while the prompt is loaded."""
+    return [_add("a", length), *DROP, _add("b", {"same": "a"}, 5), *_steps(point), {"abort": "b"}, *_again("a")]
+
+
+def sharing(length: int, point: int) -> list[Data]:
+    """Abort one of two requests that load the same blocks."""
+    both = [_add("b", {"same": "a"}, 5), _add("c", {"of": "a", "then": 3}, 5)]
+    return [_add("a", length), *DROP, *both, *_steps(point), {"abort": "b"}, *_again("a")]
+
+
+def both(length: int, point: int) -> list[Data]:
+    """Abort two requests, one of which loads, a step apart."""
+    ours = [_add("b", {"same": "a"}, 5), _add("c", length, 5)]
+    return [_add("a", length), *DROP, *ours, *_steps(point), {"abort": "c"}, {"step": 1}, {"abort": "b"}, *_again("a")]
+
+
+def resubmitting(length: int, point: int) -> list[Data]:
+    """Abort, and ask for the same at once, before anything is cleaned up."""
+    return [_add("a", length), *DROP, _add("b", {"same": "a"}, 5), *_steps(point), {"abort": "b"}, _add("c", {"same": "a"}), *_again("a")]
+
+
+def preempted(length: int, point: int) -> list[Data]:
+    """Preempt, and abort what waits to come back."""
+    ours = [_add("b", {"same": "a"}, 6), {"step": 2}, {"preempt": "b"}]
+    return [_add("a", length), *DROP, *ours, *_steps(point), {"abort": "b"}, *_again("a")]
+
+
+FAMILIES: dict[str, Callable[[int, int], list[Data]]] = {
+    each.__name__: each for each in (saving, loading, sharing, both, resubmitting, preempted)
+}
+
+
+def races(engines: list[str], schedulings: list[str], slows: list[str] | None, seed: int) -> Iterator[Workload]:
+    """Every race once, in an order that depends on the seed: so many of them as one likes are a fair sample."""
+    modes = [("sync", 1)] * ("sync" in schedulings) + [("async", 2), ("async", 3)] * ("async" in schedulings)
+    sizes = [(4, edge, budget) for edge in (-1, 0, 1) for budget in (7, 64)] + [(16, edge, 64) for edge in (-1, 0, 1)]
+    every = list(itertools.product(sorted(FAMILIES), POINTS, engines, modes, ("v1", "v2"), sizes, slows or [None]))
+    random.Random(seed).shuffle(every)
+    for family, point, engine, (scheduling, depth), runner, (block, edge, budget), slow in every:
+        steps = FAMILIES[family](5 * block + edge, point)
+        said = FAMILIES[family].__doc__
+        yield Workload(
+            make(
+                f"race.{family}.{point}", f"{(said or '').rstrip('.')} (after {point} steps).", steps, engine=engine, scheduling=scheduling,
+                runner=runner, depth=depth, config={"block_size": block, "budget": budget}, slow=slow,
+            ),
+            seed,
+        )  # fmt: skip

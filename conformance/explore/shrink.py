@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes a failing workload small: fewer requests, fewer steps, smaller prompts, defaults instead of what was drawn. What it fails, and how,
+stays the same."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from pydantic import ValidationError
+
+from kvconform.explore.workload import PLAIN_AXES, Data, Workload
+
+Fails = Callable[[Workload], bool]
+SMALLER = (1, 2, 3, 4, 5, 8, 9, 12, 13, 16, 17)
+
+
+def shrink(workload: Workload, fails: Fails, tries: int = 400) -> tuple[Workload, int]:
+    """(the smallest workload found, runs that it took). `fails`: whether a workload still fails what it is about. At most `tries` runs."""
+    spent = 0
+    better = True
+    while better and spent < tries:
+        better = False
+        for candidate in candidates(workload):
+            if candidate.size >= workload.size or not _is_case(candidate):
+                continue
+            if spent >= tries:
+                break
+            spent += 1
+            if fails(candidate):
+                workload, better = candidate, True
+                break  # begin again with the greatest steps
+    return workload, spent
+
+
+def _is_case(workload: Workload) -> bool:
+    try:
+        workload.variant()
+    except (ValidationError, ValueError):
+        return False
+    return True
+
+
+def candidates(workload: Workload) -> Iterator[Workload]:
+    """Smaller workloads, the greatest reductions first."""
+    for make in (_without_requests, _without_steps, _plain, _smaller):
+        for data in make(copy.deepcopy(workload.data)):
+            yield Workload(data, workload.seed)
+
+
+def _without_requests(data: Data) -> Iterator[Data]:
+    """A request less; what repeats its prompt has the prompt itself then."""
+    names = [step["add"]["req"] for step in data["steps"] if "add" in step]
+    for name in reversed(names):
+        steps = copy.deepcopy(data["steps"])
+        [gone] = [step["add"] for step in steps if "add" in step and step["add"]["req"] == name]
+        heir: str | None = None
+        for step in steps:
+            add = step.get("add")
+            prompt = add["prompt"] if add else None
+            if isinstance(prompt, dict) and prompt.get("same") == name:
+                add["prompt"] = gone["prompt"] if heir is None else {"same": heir}
+                heir = heir or add["req"]
+            if add and add.get("reloads") == name:
+                del add["reloads"]
+        yield {**data, "steps": [step for step in steps if not _mentions(step, name)]}
+
+
+def _mentions(step: Data, name: str) -> bool:
+    [(op, argument)] = step.items()
+    if op == "add":
+        prompt = argument["prompt"] if isinstance(argument["prompt"], dict) else {}
+        return name in (argument["req"], argument.get("reloads"), prompt.get("same"), prompt.get("of"))
+    return bool(argument == name or (isinstance(argument, dict) and name in argument.values()))
+
+
+def _without_steps(data: Data) -> Iterator[Data]:
+    steps = data["steps"]
+    for length in (8, 4, 2, 1):
+        for start in range(0, len(steps) - length + 1):
+            part = steps[start : start + length]
+            if not any("add" in step for step in part):
+                yield {**data, "steps": steps[:start] + steps[start + length :]}
+
+
+def _plain(data: Data) -> Iterator[Data]:
+    """Axes, policies, configuration and options of requests back to their defaults, one at a time."""
+    for name, plain in PLAIN_AXES:
+        if data["matrix"][name] != [plain]:
+            yield {**data, "matrix": {**data["matrix"], name: [plain]}}
+    if data.get("policies"):
+        yield {key: value for key, value in data.items() if key != "policies"}
+    config = data.get("config", {})
+    for name in config:
+        yield {**data, "config": {key: value for key, value in config.items() if key != name}}
+    for index, step in enumerate(data["steps"]):
+        if "add" in step:
+            for name in set(step["add"]) - {"req", "prompt", "max_tokens"}:
+                yield _changed(data, index, {key: value for key, value in step["add"].items() if key != name})
+
+
+def _smaller(data: Data) -> Iterator[Data]:
+    """Shorter prompts and outputs, fewer steps at a time, a smaller budget and pool."""
+    for index, step in enumerate(data["steps"]):
+        [(op, argument)] = step.items()
+        if op == "add":
+            for tokens in _below(argument.get("max_tokens", 4)):
+                yield _changed(data, index, {**argument, "max_tokens": tokens})
+            if isinstance(argument["prompt"], int):
+                for length in _below(argument["prompt"]):
+                    yield _changed(data, index, {**argument, "prompt": length})
+            elif "of" in argument["prompt"]:
+                yield _changed(data, index, {**argument, "prompt": {"same": argument["prompt"]["of"]}})
+                for name in ("then", "tokens"):
+                    for length in _below(argument["prompt"].get(name, 0)):
+                        yield _changed(data, index, {**argument, "prompt": {**argument["prompt"], name: length}})
+        elif op in ("step", "idle", "schedule", "land") and argument > 1:
+            yield {**data, "steps": [*data["steps"][:index], {op: argument - 1}, *data["steps"][index + 1 :]]}
+
+
+def _below(value: int) -> list[int]:
+    return [each for each in (*SMALLER, value // 2, value - 1) if 0 < each < value]
+
+
+def _changed(data: Data, index: int, argument: Any) -> Data:
+    return {**data, "steps": [*data["steps"][:index], {"add": argument}, *data["steps"][index + 1 :]]}

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process that runs workloads: it has the connector, its servers and a watchdog, and takes one workload after the other."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from kvconform import watchdog
+from kvconform.errors import KvconformError
+from kvconform.explore.workload import Workload
+from kvconform.load import load_spec
+from kvconform.servers import Servers
+from kvconform.settings import Settings
+
+START_LIMIT = 300.0
+"""Seconds for imports, servers and the connector's first start."""
+
+
+def serve(connection: Connection, settings: Settings, scratch: Path, name: str) -> None:
+    """Answer (data, seed, requirements or None) with an outcome's dict, until None comes or the other end is gone."""
+    log = (scratch / f"{name}.log").open("ab", buffering=0)
+    for stream in (1, 2):
+        os.dup2(log.fileno(), stream)
+    for folder in settings.pythonpath:
+        if folder not in sys.path:
+            sys.path.append(folder)
+    servers = Servers(settings, scratch / f"{name}-servers", scratch, f"{name}-server-")
+    settings = servers.settle(settings)
+    os.environ.update(settings.env)
+    temporary = scratch / "tmp"
+    temporary.mkdir(exist_ok=True)
+    os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
+    watchdog.start(settings.hook_timeout, scratch / f"{name}.note")
+    try:
+        servers.up()
+        _serve(connection, settings, scratch / name)
+    except KvconformError as error:
+        connection.send({"abort": (error.code, error.message)})
+    except (EOFError, BrokenPipeError, KeyboardInterrupt):
+        pass
+    finally:
+        watchdog.stop()
+        servers.down()
+
+
+def _serve(connection: Connection, settings: Settings, tmp: Path) -> None:
+    with watchdog.case("start", START_LIMIT):
+        from kvconform import smoke
+
+        target = smoke.target_of(settings)
+        smoke.check(target, tmp, START_LIMIT, engine=settings.engine)
+    from kvconform.explore.outcome import Outcome, outcome
+
+    spec = load_spec()
+    connection.send({"ready": True})
+    number = 0
+    while (job := connection.recv()) is not None:
+        data, seed, requirements = job
+        number += 1
+        found: Any
+        try:
+            with watchdog.case(data["id"], max(120.0, 12 * settings.hook_timeout)):
+                found = outcome(Workload(data, seed), target, spec, tmp / str(number), requirements=requirements)
+        except (Exception, SystemExit, watchdog.HookTimeout) as error:  # a workload that is no case, or the harness's fault
+            found = Outcome(error=f"{type(error).__name__}: {error}".splitlines()[0])
+        connection.send(found.to_dict())

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workloads as data: what is drawn is a case, the same everywhere, and what is left of it in the end can be read back."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+
+from kvconform import yamlio
+from kvconform.explore.draw import drawn
+from kvconform.explore.races import FAMILIES, POINTS, races
+from kvconform.explore.shrink import shrink
+from kvconform.explore.workload import Workload, flow, make, text_of
+
+BOTH = ["reference", "vllm"]
+
+
+def some(count: int = 150, seed: int = 1) -> list[Workload]:
+    return list(drawn(BOTH, ["sync", "async"], None, first_seed=seed, count=count))
+
+
+def test_what_is_drawn_is_a_case_of_one_run() -> None:
+    for workload in some():
+        variant = workload.variant()
+        assert variant.engine in BOTH and variant.block_size in (4, 16)
+
+
+def test_the_same_seed_draws_the_same_and_another_seed_does_not() -> None:
+    assert some(50) == some(50)
+    assert some(50) != some(50, seed=2)
+
+
+def test_draws_differ_in_everything_that_matters() -> None:
+    found: Counter[str] = Counter()
+    for workload in some():
+        data = workload.data
+        found.update(next(iter(step)) for step in data["steps"])
+        found.update(f"{name} {value}" for name in ("scheduling", "runner", "depth") for value in data["matrix"][name])
+        found.update(data.get("policies", []))
+        found.update(f"config {name}" for name in data["config"])
+    wanted = ("abort", "preempt", "drop-local", "reset", "idle", "reorder", "depth 3", "runner v2", "scheduling async", "ignore-hits")
+    assert all(found[name] > 1 for name in (*wanted, "config spec_tokens", "config prefix_caching")), found
+
+
+def test_a_request_alone_fits_into_the_memory_that_is_drawn() -> None:
+    for workload in some():
+        lengths: dict[str, int] = {}
+        for step in workload.data["steps"]:
+            if "add" in step:
+                add, prompt = step["add"], step["add"]["prompt"]
+                base = prompt if isinstance(prompt, int) else lengths[prompt.get("same") or prompt["of"]]
+                if isinstance(prompt, dict) and "of" in prompt:
+                    base = prompt.get("tokens", base) + prompt["then"]
+                lengths[add["req"]] = base
+                config = workload.data["config"]
+                blocks = -(-(base + add["max_tokens"] + config.get("spec_tokens", 0)) // config["block_size"])
+                assert blocks < config["num_blocks"]
+
+
+def test_races_are_every_point_of_every_situation_once() -> None:
+    every = list(races(BOTH, ["sync", "async"], None, 0))
+    assert len({json.dumps(workload.data) for workload in every}) == len(every) > 4_000
+    assert {workload.data["id"] for workload in every} == {f"race.{family}.{point}" for family in FAMILIES for point in POINTS}
+    assert list(races(BOTH, ["sync"], None, 0)) != list(races(BOTH, ["sync"], None, 1))
+    for workload in every[::40]:
+        workload.variant()
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [({"a": [1, "x y"]}, '{a: [1, "x y"]}'), (True, "true"), ("no", '"no"'), (None, "null"), ("1", '"1"'), (0.5, "0.5"), ("a-b", "a-b")],
+)
+def test_flow_style_reads_back(value: object, text: str) -> None:
+    assert flow(value) == text and yamlio.parse(f"x: {text}\n", "x")["x"] == value
+
+
+def test_a_file_of_a_case_reads_back() -> None:
+    for workload in some(60):
+        data = yamlio.parse(text_of(workload.data, "why\nand how"), "x")
+        assert Workload(data, workload.seed).variant().case == workload.variant().case
+
+
+def _preempts_a_long_one(workload: Workload) -> bool:
+    adds = [step["add"] for step in workload.data["steps"] if "add" in step]
+    long = {add["req"] for add in adds if isinstance(add["prompt"], int) and add["prompt"] > 4}
+    return any(step.get("preempt") in long for step in workload.data["steps"])
+
+
+def test_shrinking_keeps_the_failure_and_drops_the_rest() -> None:
+    began = [workload for workload in some(150) if _preempts_a_long_one(workload)]
+    assert len(began) > 3
+    for workload in began[:3]:
+        small, tries = shrink(workload, _preempts_a_long_one)
+        added, preempted = small.data["steps"]
+        assert tries <= 400 and added == {"add": {"req": preempted["preempt"], "prompt": 5, "max_tokens": 1}}
+        assert small.data["matrix"] == {"scheduling": ["sync"], "runner": ["v1"], "depth": [2]} and not small.data.get("policies")
+
+
+def test_a_prompt_that_others_repeat_is_handed_on() -> None:
+    steps = [{"add": {"req": "a", "prompt": 9, "max_tokens": 1}}, {"add": {"req": "b", "prompt": {"same": "a"}, "max_tokens": 1}}]
+    workload = Workload(make("x.y", "X.", steps, engine="vllm", scheduling="sync"))
+    small, _ = shrink(workload, lambda each: any("add" in step and step["add"]["req"] == "b" for step in each.data["steps"]))
+    assert small.data["steps"] == [{"add": {"req": "b", "prompt": 1, "max_tokens": 1}}]
