@@ -238,7 +238,7 @@ _kind(
     "requests:i tokens:i hits:i due_requests:i due_tokens:i due_hits:i skipping:l",
     "A step's statistics of the external cache, and (due_) what was admitted in it; skipping = requests that read no cache.",
 )
-_kind("sample", "sched", "req:s generation:i index:i token:i clean:b", "An output token; clean = computed from right KV only.")
+_kind("sample", "sched", "req:s generation:i index:i token:i clean:b prompt:i?", "A token; clean = from right KV; prompt = its length.")
 
 # --- kv: the worker and its memory ---------------------------------------------------------------------------------------------------
 _kind("worker.step_begin", "kv", "forward:b tokens:i attn_metadata_none:b failed_forward:b", "The worker begins a step.")

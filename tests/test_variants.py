@@ -29,6 +29,7 @@ MATTERS = {  # what is only different elsewhere
     "one-group-only": ("groups.chunked",),
     "save-budget": ("lifecycle.thirty-requests",),
     "threads": ("lifecycle.pickled-metadata",),
+    "uneven": ("lifecycle.abort-preempted",),
     "unreliable": ("preemption.twice",),
 }
 

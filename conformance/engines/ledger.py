@@ -213,7 +213,7 @@ class Ledger:
         for position in range(self._lengths[req], request.num_tokens):
             self.trace.emit(
                 "sample", req=req, generation=self.observer.generation(req), index=position - request.num_prompt_tokens,
-                token=request.all_token_ids[position], clean=clean,
+                token=request.all_token_ids[position], clean=clean, prompt=request.num_prompt_tokens,
             )  # fmt: skip
 
     def _releases(self) -> None:

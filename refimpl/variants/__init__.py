@@ -31,6 +31,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "tiered-lru": (f"{HERE}.tiers:Tiered", {}),
     "tiered-lfu": (f"{HERE}.tiers:TieredLfu", {}),
     "undecided": (f"{HERE}.loading:Undecided", {}),
+    "uneven": (f"{HERE}.loading:Uneven", {}),
     "block-filler": (f"{HERE}.loading:BlockFiller", {"whole_blocks": False}),
     "delayed": (f"{HERE}.loading:Delayed", {"load": "async", "async_saves": True, "save_delay": 3}),
     "unreliable": (f"{HERE}.loading:Unreliable", {}),

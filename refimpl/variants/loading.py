@@ -36,6 +36,14 @@ class Undecided(ReferenceConnector):
         return super().request_finished(request, block_ids)
 
 
+class Uneven(Undecided):
+    """Looks up one request after the other, as a store that is asked over a wire: the second one is answered when the first one runs."""
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        self._asked.setdefault(request.request_id, -4 * len(self._asked))
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+
 class NeverHits(ReferenceConnector):
     """Stores everything and finds nothing, as a producer does whose consumers are elsewhere."""
 
