@@ -95,6 +95,13 @@ def live(session: nox.Session) -> None:
 
 
 @nox.session
+def explore(session: nox.Session) -> None:
+    """Machine-made workloads for a connector (`-- --connector mypkg:Conn --profile nightly`); what fails is shrunk to a case."""
+    env, rest = prepare(session)
+    env.run("-m", "kvconform", "explore", *rest)
+
+
+@nox.session
 def tests(session: nox.Session) -> None:
     """Run the suite's own tests; those of the kernels are in `kernels`."""
     env, rest = prepare(session)

@@ -18,6 +18,7 @@ def _option(*names: str, **details: Any) -> Any:
 
 def explore(
     connector: Annotated[str | None, CONNECTOR] = None,
+    option_connector: Annotated[str | None, _option("--connector", hidden=True)] = None,
     extra_config: Annotated[str | None, _option("--extra-config", metavar="JSON|@FILE", help="kv_connector_extra_config")] = None,
     profile: Annotated[str, _option("--profile", metavar="gate|nightly|hunt|races", help=f"{PROFILE} [gate]")] = "gate",
     examples: Annotated[int | None, _option("--examples", min=1, metavar="N", help="workloads, at most [the profile's]")] = None,
@@ -39,9 +40,11 @@ def explore(
     from kvconform import settings
     from kvconform.explore.command import run
 
+    if connector and option_connector:
+        raise typer.BadParameter("name the connector once")
     again = {"--extra-config": extra_config, "--config": config}
     given: dict[str, Any] = {
-        "connector": connector,
+        "connector": connector or option_connector,
         "extra_config": settings.parse_extra_config(extra_config) if extra_config is not None else None,
         "engine": engine,
         "scheduling": scheduling,
