@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions: conformance, live, tests, kernels, defects, gpu, history, versions, lint, bench.
+"""Sessions: conformance, live, explore, tests, kernels, defects, gpu, history, versions, lint, bench.
 
 All but `lint` share one environment per vLLM package, `.nox/<package>-<version>-<python>` (3.5 GB without a GPU), made once and kept:
 a stamp inside it says what was installed, so a later run installs nothing (docs/decisions/0009-one-environment.md). To start afresh,
