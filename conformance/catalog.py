@@ -42,7 +42,7 @@ def _rows(spec: Spec, what: str) -> tuple[list[str], list[list[str]]]:
         rows = [[r.id, r.area, r.level + (" (engine)" if r.kind == "guarantee" else ""), _flat(r.text)] for r in requirements]
         return ["requirement", "area", "level", "text"], rows
     if what == "cases":
-        cases = spec.cases.values()
+        cases = [*spec.cases.values(), *spec.scenarios.values()]
         return ["case", "area", "runs", "text"], [[c.id, c.area, str(len(c.variants())), _flat(c.text)] for c in cases]
     if what == "connectors":
         return ["connector", "text"], [[f"{named.PREFIX}{name}", named.named(name).text] for name in named.names()]

@@ -12,6 +12,7 @@ from kvconform.case import Case
 from kvconform.errors import UsageError
 from kvconform.events import EVENTS
 from kvconform.evidence import key
+from kvconform.live.scenario import Scenario
 from kvconform.load import Spec
 from kvconform.requirement import Match, Requirement
 
@@ -25,12 +26,29 @@ def explain(spec: Spec, name: str, exercised_by: Mapping[str, Iterable[str]] | N
         texts.append(requirement(spec, spec.requirements[name], exercised_by.get(name) if exercised_by is not None else None))
     if name in spec.cases:
         texts.append(case(spec, spec.cases[name]))
+    elif name in spec.scenarios:
+        texts.append(scenario(spec, spec.scenarios[name]))
     if name in spec.defects:
         texts.append(defect(spec, spec.defects[name]))
     if texts:
         return "\n".join(texts)
-    close = difflib.get_close_matches(name, [*spec.requirements, *spec.cases, *spec.defects], 3)
+    close = difflib.get_close_matches(name, [*spec.requirements, *spec.cases, *spec.scenarios, *spec.defects], 3)
     raise UsageError(f"there is no requirement, case or defect {name!r}" + (f"; did you mean {' or '.join(close)}?" if close else ""))
+
+
+def scenario(spec: Spec, found: Scenario) -> str:
+    """All about one scenario of engine live."""
+    start = ", ".join(f"{key} {value}" for key, value in found.start.model_dump(exclude_defaults=True).items()) or "as ever"
+    work = spec.workloads.get(found.workload or "")
+    asked = work.text if work is not None else f"{len(found.requests)} requests"
+    facts = {
+        "vLLM": start,
+        "asked": " ".join(asked.split()),
+        "due": ", ".join(found.due),
+        "defined": spec.places.get(f"case:{found.id}", ""),
+    }
+    lines = [f"  {key:<11}{value}" for key, value in facts.items() if value]
+    return "\n".join([f"{found.id} (scenario of engine live)", "", _wrap(found.text), "", *lines, ""])
 
 
 def requirement(spec: Spec, req: Requirement, exercised_by: Iterable[str] | None = None) -> str:

@@ -102,11 +102,13 @@ class Settings(BaseModel):
 
     @property
     def slows(self) -> list[str] | None:
-        """Which streams are slow, one after the other; None on a device without streams."""
+        """Which streams are slow, one after the other (engine live: none ever is); None on a device without streams."""
         if self.target_device == "cpu":
             if self.slow != "all":
                 raise UsageError("--slow is about the streams of a device: it goes with --emulate-cuda or --device cuda")
             return None
+        if self.engine == "live":
+            return []
         return list(SLOW) if self.slow == "all" else [self.slow]
 
     @property

@@ -19,6 +19,8 @@ def spec_for(settings: Settings) -> Spec:
     live = settings.engine == "live"
     if settings.seeds and not live:
         raise UsageError("--seeds is about the random workloads of the live engine: it goes with --engine live")
+    if live and settings.device == "cuda":
+        raise UsageError("the live engine computes on the CPU: --device cuda does not go with it (--emulate-cuda does)")
     spec = load_spec(cases=settings.cases, live=live)
     named = [name for entry in (*settings.select, settings.trace or "") for name in RANDOM.findall(entry)] if live else []
     for seed in (*range(settings.seed, settings.seed + settings.seeds), *map(int, named)):

@@ -55,7 +55,10 @@ def header(console: Console, collector: Collector, warnings: Sequence[str], *, j
     console.print(f"axes        {axes} · profile {settings.profile} · seed {settings.seed}")
     if settings.slows is not None:
         where = "CUDA, emulated on the CPU" if settings.emulate_cuda else "CUDA"
-        console.print(f"device      {where} · slow: {', then '.join(settings.slows)}")
+        slow = f" · slow: {', then '.join(settings.slows)}" if settings.slows else ""
+        console.print(f"device      {where}{slow}")
+    if settings.engine == "live":
+        console.print("engine      all of vLLM, a tiny model with random weights; asynchronous scheduling kept on where vLLM turns it off")
     for title in titles(settings.adapters):
         console.print(f"adapter     {escape(title)}: what it does wrong is not the connector's fault")
     counts = ((len(selection.order()), "case"), (len(selection.variants), "run"), (len(selection.shown), "requirement"))
