@@ -196,7 +196,7 @@ def _trace(
     scenario: Scenario, variant: Variant, target: Target, pair: Pair, outcome: Outcome, ended: dict[str, Ended], seed: int
 ) -> tuple[list[Event], frozenset[str]]:
     """Both engines' traces, one after the other, with our events at the end."""
-    start = {"case": variant.case.id, "seed": seed, "connector": target.connector, "engine": "live"}
+    start: dict[str, Any] = {"case": variant.case.id, "seed": seed, "connector": target.connector, "engine": "live"}
     parts = {name: traces.collect(pair.tmp / name / "trace", **start) for name in ROLES}
     first = next((part[0] for part in parts.values() if part), None)
     if first is None:
