@@ -11,18 +11,19 @@ from kvconform.trace import Trace
 
 
 class Joined:
-    """Joins one engine's reports step by step. `count`: what the connector's get_finished_count said, None for one of each rank."""
+    """Joins one engine's reports step by step. `count`: what the connector's get_finished_count said, None for one of each rank.
+    `aggregator` is the engine's own, where it has one already."""
 
-    def __init__(self, trace: Trace, connector: Any, ranks: int, count: int | None) -> None:
+    def __init__(self, trace: Trace, connector: Any, ranks: int, count: int | None, aggregator: Any = None) -> None:
         self._trace, self._expected = trace, count or ranks
-        self._aggregator = KVOutputAggregator.from_connector(connector, ranks)
+        self._aggregator = aggregator or KVOutputAggregator.from_connector(connector, ranks)
         self._left: dict[tuple[str, str], int] = {}  # direction, request id -> reports that have not come yet
         self._failing: set[str] = set()
 
-    def join(self, results: list[Any]) -> Any:
-        """The last result, with the reports of all in it. Changes that result; emits ranks.joined if there was anything to join."""
+    def join(self, results: list[Any], rank: int = -1) -> Any:
+        """A rank's result (the last one's), with the reports of all in it. Changes it; emits ranks.joined if there was anything to join."""
         due, failures, errors = self._due([getattr(result, "kv_connector_output", None) for result in results])
-        result = self._aggregator.aggregate(results, len(results) - 1)
+        result = self._aggregator.aggregate(results, range(len(results))[rank])
         joined = getattr(result, "kv_connector_output", None)
         ids = {way: set(getattr(joined, name, None) or ()) for way, name in _FIELDS.items()}
         found = {(way, req) for way in _FIELDS for req in ids[way]}

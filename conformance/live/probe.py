@@ -7,6 +7,7 @@ import atexit
 import functools
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from kvconform import compat  # noqa: E402
 
 torch.set_num_threads(_THREADS)  # compat has one thread do it all; here vLLM's own model computes
 
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator  # noqa: E402
 from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
 from vllm.v1.engine.core import EngineCore  # noqa: E402
 from vllm.v1.worker.gpu_worker import Worker  # noqa: E402
@@ -36,6 +38,8 @@ lossy connector may be off, as a part of the largest value."""
 SHARED = "KVCONFORM_LIVE_SHARED"
 """Environment: "1" says that another engine may have computed what this one's connector offers: then what the run without connector has
 computed counts as computed, and lookups of it are true."""
+PATIENCE = 2.0
+"""Seconds that the connector's threads have to end after the shutdown."""
 _recorder: Recorder | None = None
 
 
@@ -74,6 +78,7 @@ class Recorder:
             _wrap(EngineCore, name, self._engine_step)
         _wrap(Worker, "execute_model", self._execute)
         _wrap(Worker, "sample_tokens", self._sample)
+        _wrap(KVOutputAggregator, "aggregate", self._aggregate)
         _wrap(threading.Thread, "start", self._thread)
         atexit.register(self._exit)
 
@@ -161,6 +166,19 @@ class Recorder:
             self._ended(self.worker)
         return result
 
+    def _aggregate(self, original: Callable[..., Any], aggregator: Any, outputs: list[Any], output_rank: int = 0) -> Any:
+        """The engine joins what workers in other processes report; while the probe has it joined, and where all is in one process, it is
+        vLLM's own affair."""
+        probe = self.scheduler
+        if probe is None or probe.together or self._joining or not any(outputs):
+            return original(aggregator, outputs, output_rank)
+        self._joining = True
+        try:
+            return probe.join(aggregator, outputs, output_rank)
+        finally:
+            self._joining = False
+
+    _joining = False
     worker_of: Any = None
 
     def _sample(self, original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
@@ -196,8 +214,16 @@ class Recorder:
                 return original(core, *args, **kwargs)
         finally:
             if end is not None:
-                end["threads"] = sum(thread.is_alive() for thread in self.threads)
+                end["threads"] = self._threads_left()
             self.trace.amend()
+
+    def _threads_left(self) -> int:
+        """Threads of the connector that are alive when they have had some time to end."""
+        limit = time.monotonic() + PATIENCE
+        for thread in self.threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, limit - time.monotonic()))
+        return sum(thread.is_alive() for thread in self.threads)
 
     def _end(self) -> dict[str, Any] | None:
         """Emit run.end once per engine, and write the book of a run without connector."""

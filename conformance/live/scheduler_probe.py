@@ -5,49 +5,24 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 from kvconform.compat import RequestStatus
+from kvconform.engines.joined import Joined
 from kvconform.engines.ledger import Ledger
 from kvconform.engines.queries import counted
 from kvconform.hashes import HashBook
 from kvconform.live.known import Known, Roster
 from kvconform.live.notes import ATTRIBUTE, Granted, Named, StepNote
-from kvconform.live.shape import Shape, shape_of
+from kvconform.live.shape import shape_of
+from kvconform.live.share import Grants, Share
 from kvconform.memory import Memory
 from kvconform.observer import Observer
 from kvconform.probe import Probe
 from kvconform.telemetry import Telemetry
 from kvconform.trace import Event, Trace
 from kvconform.watch import Watch
-
-
-class Grants:
-    """What the observer and the ledger ask of an oracle: the shape of the cache, the loads under way, what was reported as failed."""
-
-    def __init__(self, shape: Shape) -> None:
-        self.cache = shape
-        self.grants: list[Any] = []
-        self.failed_blocks: set[int] = set()
-        self.failed_reqs: set[str] = set()
-
-    def open_grants(self) -> list[Any]:
-        """Loads that the engine has not relied on yet."""
-        return [grant for grant in self.grants if grant.open]
-
-
-@dataclass
-class Share:
-    """A request's share of a step in flight: where it starts for the scheduler, tokens, drafts among them, its event; `fresh`: admitted."""
-
-    req: str
-    start: int
-    count: int
-    drafts: int
-    event: Event
-    fresh: bool
 
 
 class SchedulerProbe:
@@ -204,8 +179,6 @@ class SchedulerProbe:
 
     def _update_from_output(self, original: Callable[..., Any], output: Any, result: Any, *args: Any, **kwargs: Any) -> Any:
         reports = result.kv_connector_output
-        if not self.together and reports is not None:
-            self._reported_elsewhere(reports)
         position = next((n for n, (other, _, _) in enumerate(self.flight) if other is output), None)
         if position is None:
             return original(output, result, *args, **kwargs)
@@ -269,12 +242,28 @@ class SchedulerProbe:
                 if known is not None and known.generation == grant.generation:
                     known.tainted = True
 
+    def join(self, aggregator: Any, outputs: list[Any], rank: int) -> Any:
+        """What vLLM makes of the reports of workers in other processes: its aggregator's answer. Emits what each of them reported."""
+        if self.joined is None:
+            count = getattr(aggregator, "_expected_finished_count", None)
+            self.joined = Joined(self.trace, None, len(outputs), count, aggregator)
+        for number, output in enumerate(outputs):
+            reports = getattr(output, "kv_connector_output", None)
+            if reports is not None:
+                self.trace.rank = number if len(outputs) > 1 else None
+                self._reported_elsewhere(reports)
+        self.trace.rank = None
+        return self.joined.join(outputs, rank) if len(outputs) > 1 else aggregator.aggregate(outputs, rank)
+
+    joined: Joined | None = None
+
     def _reported_elsewhere(self, reports: Any) -> None:
-        """Reports of workers in other processes, as the engine got them."""
         names = ("finished_sending", "finished_recving", "failed_recving")
         results = SimpleNamespace(**{name: getattr(reports, name, None) for name in names})
         call: Any = SimpleNamespace(legal=True, result=results)
+        received = self.observer.recved
         self.observer._reported(call)
+        self.observer.recved = [*received, *self.observer.recved]
         call = SimpleNamespace(legal=True, result=set(getattr(reports, "invalid_block_ids", None) or ()))
         self.observer._errors(call)
 

@@ -34,6 +34,7 @@ def collect(directory: Path, *, killed: bool = False, **start: Any) -> list[Even
         return []
     processes.sort(key=lambda events: not any(e["k"] == "run.start" for e in events))
     merged = _merge(processes)
+    _every_rank(merged)
     starts = [e for e in merged if e["k"] == "run.start"]
     ends = [e for e in merged if e["k"] == "run.end"]
     rest = [e for e in merged if e["k"] not in ("run.start", "run.end") or e is (ends[-1] if ends else None)]
@@ -88,6 +89,17 @@ def _merge(processes: list[list[Event]]) -> list[Event]:
     for step in sorted(by_step):
         found += by_step[step]
     return found
+
+
+def _every_rank(events: list[Event]) -> None:
+    """Each of several ranks knows of itself that it was bound in a step; put together, it is what worker.step_end says. Changes these."""
+    bound: dict[int, set[int]] = {}
+    for event in events:
+        if event["k"] == "worker.step_end":
+            bound.setdefault(event["step"], set()).update(event["ranks"])
+    for event in events:
+        if event["k"] == "worker.step_end":
+            event["ranks"] = sorted(bound[event["step"]])
 
 
 def _built(main: list[Event], index: int) -> bool:

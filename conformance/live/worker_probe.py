@@ -88,13 +88,15 @@ class WorkerProbe:
         return list(self.tensors).index(call.arg(0, "layer_name"))
 
     def _layer_hook(self, call: Call) -> None:
-        kind = "layer.wait" if call.hook == "wait_for_layer_load" else "layer.save"
         self.order += 1
-        bound = bool(call.event and call.event["bound"])
-        event = self.trace.emit(kind, layer=call.arg(0, "layer_name"), bound=bound, order=self.order)
-        if kind == "layer.save":
-            tensor, given = self.tensors.get(event["layer"]), call.arg(1, "kv_layer")
-            event["whole"] = tensor is None or (given.data_ptr() == tensor.data_ptr() and given.shape == tensor.shape)
+        name = call.arg(0, "layer_name")
+        common = {"layer": name, "bound": bool(call.event and call.event["bound"]), "order": self.order}
+        if call.hook == "wait_for_layer_load":
+            self.trace.emit("layer.wait", **common)
+            return
+        tensor, given = self.tensors.get(name), call.arg(1, "kv_layer")
+        whole = tensor is None or (given.data_ptr() == tensor.data_ptr() and given.shape == tensor.shape)
+        self.trace.emit("layer.save", **common, whole=whole)
 
     # -- steps -----------------------------------------------------------------------------------------------------------------
     def begin(self, output: Any) -> None:
