@@ -18,7 +18,7 @@ def any_block_size(backends: Callable[..., Any]) -> Callable[..., Any]:
         if any(hasattr(layer, "get_attn_backend") for layer in config.compilation_config.static_forward_context.values()):
             return theirs
 
-        class AnyBlockSize(theirs[0]):  # type: ignore[misc]
+        class AnyBlockSize(theirs[0]):  # type: ignore[misc,valid-type]
             """The backend of this machine with kernels for every block size."""
 
             @staticmethod
