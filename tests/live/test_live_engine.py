@@ -48,7 +48,7 @@ def reference(connector: str, **options: Any) -> Target:
 
 def test_the_tiny_model_reacts_to_a_block_that_is_a_tenth_too_small(plain_runs: Plains, tmp_path: Path) -> None:
     found = verdicts(SMALL, reference("defects.live:ScalesLoads"), plain_runs, tmp_path / "run")
-    assert {name for name, verdict in found.items() if verdict == "FAIL"} == {"live.tokens", "load.content"}
+    assert {name for name, verdict in found.items() if verdict == "FAIL"} == {"live.tokens", "live.loaded-kv", "load.content"}
     assert not (tmp_path / "run").exists()
 
 
