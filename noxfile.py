@@ -9,8 +9,8 @@ delete `.nox`. After `--`, every session but `lint` takes
                              versions: a list of releases, 0.31.0,0.32.0
     --install ./mypkg        a connector's package, or any pip requirement; may be repeated
 
-and hands the rest on: to `kvconform run` (conformance, live), `kvconform defects`, pytest (tests), the benchmark (bench), kvconform.history or
-kvconform.versions.
+and hands the rest on: to `kvconform run` (conformance, live), `kvconform defects`, pytest (tests), the benchmark (bench),
+kvconform.history or kvconform.versions.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import importlib.metadata
 import platform
 import sys
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -42,7 +43,7 @@ def _rows(spec: Spec, what: str) -> tuple[list[str], list[list[str]]]:
         rows = [[r.id, r.area, r.level + (" (engine)" if r.kind == "guarantee" else ""), _flat(r.text)] for r in requirements]
         return ["requirement", "area", "level", "text"], rows
     if what == "cases":
-        cases = [*spec.cases.values(), *spec.scenarios.values()]
+        cases: list[Any] = [*spec.cases.values(), *spec.scenarios.values()]
         return ["case", "area", "runs", "text"], [[c.id, c.area, str(len(c.variants())), _flat(c.text)] for c in cases]
     if what == "connectors":
         return ["connector", "text"], [[f"{named.PREFIX}{name}", named.named(name).text] for name in named.names()]
