@@ -150,6 +150,8 @@ def run_and_judge(
             rows = rows_for(wanted, variant, Verdict.UNSUPPORTED, f"the scenario needs {unmet}", strict=strict)
         else:
             found, made = run_live(scenario, variant, target, spec, seed=seed, tmp=tmp, plain_runs=plain_runs or plains())
+            if made.ended.stuck:
+                raise RuntimeError(f"processes of the run could not be ended: {', '.join(made.ended.stuck)}")
             error = made.outcome.error
             if error is not None and error["where"] == "start":
                 sentence = f"vLLM does not start with {target.connector}: {error['text'].rstrip('.')}"
@@ -165,8 +167,6 @@ def run_and_judge(
                 report.unmet = found.lacks
                 report.timelines = _timelines(rows, found)
                 report.trace = found.trace if keep_trace else None
-                if error is not None or made.ended.how != "exit":
-                    report.harness_error = None
     except RuntimeError as problem:
         rows = rows_for(wanted, variant, Verdict.ERROR, str(problem).splitlines()[0], strict=strict)
         report.harness_error = str(problem)
