@@ -11,6 +11,7 @@ does many runs. `around` lets each begin as in a new process. What is left over 
 from __future__ import annotations
 
 import gc
+import importlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -66,8 +67,9 @@ def fresh() -> Iterator[None]:
     from lmcache.integration.vllm import utils, vllm_v1_adapter
     from lmcache.v1.cache_engine import LMCacheEngineBuilder
 
-    tables = (LMCacheEngineBuilder._instances, LMCacheEngineBuilder._cfgs, LMCacheEngineBuilder._metadatas)
-    tables += (LMCacheEngineBuilder._stat_loggers, vllm_v1_adapter.tmp_disagg_tracker)
+    builder = LMCacheEngineBuilder
+    loggers: dict[str, Any] = builder._stat_loggers
+    tables: list[dict[str, Any]] = [builder._instances, builder._cfgs, builder._metadatas, loggers, vllm_v1_adapter.tmp_disagg_tracker]
     kept, config, count, collecting = [dict(table) for table in tables], utils._config_instance, len(_started), gc.isenabled()
     for table in tables:
         table.clear()
@@ -77,7 +79,7 @@ def fresh() -> Iterator[None]:
     finally:
         left, _started[count:] = _started[count:], []
         if left:
-            threading.Thread(target=_end, args=(left, dict(tables[3])), name="lmcache-cpu ends what a run left", daemon=True).start()
+            threading.Thread(target=_end, args=(left, dict(loggers)), name="lmcache-cpu ends what a run left", daemon=True).start()
         for table, before in zip(tables, kept, strict=True):
             table.clear()
             table.update(before)
@@ -93,7 +95,7 @@ def _end(managers: list[Any], loggers: dict[str, Any]) -> None:
     that has the name now, which is the next run's, closes sockets in which another thread waits (libzmq may abort the process), and ends
     the zmq context of the whole process.
     """
-    import zmq
+    zmq: Any = importlib.import_module("zmq")
 
     for manager in managers:
         client, server, offload = manager.lookup_client, manager.lookup_server, manager.offload_server
@@ -118,7 +120,7 @@ def _end(managers: list[Any], loggers: dict[str, Any]) -> None:
 
 def _end_thread(part: Any, socket: Any, kind: int) -> None:
     """Let a thread that waits in a socket hear something that it cannot read, and then end."""
-    import zmq
+    zmq: Any = importlib.import_module("zmq")
 
     if not part.thread.is_alive():
         return
