@@ -33,6 +33,9 @@ MATTERS = {  # what is only different elsewhere
     "unreliable": ("preemption.twice",),
 }
 
+RECOMMENDED = {"hands-out-its-own": "meta.not-reused"}
+"""What is correct and not recommended: it fails that, and must not fail more."""
+
 
 def runs_of(name: str) -> list[Variant]:
     """Some cases, on every engine and scheduling that they have; of the other axes only the last values."""
@@ -60,7 +63,7 @@ def test_a_correct_connector_fails_nothing(name: str, tmp_path: Path) -> None:
         bad = [row for row in report.rows if row["verdict"] in ("FAIL", "ERROR") and row.get("kind", "requirement") == "requirement"]
         failed += [(report.variant, row["requirement"], row.get("message")) for row in bad]
         judged += any(row["verdict"] == "PASS" for row in report.rows)
-    assert failed == []
+    assert {requirement for _, requirement, _ in failed} == ({RECOMMENDED[name]} if name in RECOMMENDED else set()), failed
     assert judged >= 10
 
 

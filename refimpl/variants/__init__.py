@@ -41,6 +41,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "stumbles": (f"{HERE}.loading:Stumbles", {"load": "async"}),
     "hybrid": (f"{HERE}.hybrid:HybridConnector", {}),
     "hybrid-async": (f"{HERE}.hybrid:HybridConnector", {"load": "async"}),
+    "hands-out-its-own": (f"{HERE}.habits:HandsOutItsOwn", {}),
     "keeps-last": (f"{HERE}.habits:KeepsLast", {}),
     "instance-hooks": (f"{HERE}.habits:InstanceHooks", {"load": "async"}),
     "decoy": (f"{HERE}.decoy:Decoy", {}),

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from kvconform.refimpl.connector import ReferenceConnector
 
 if TYPE_CHECKING:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
@@ -22,6 +23,20 @@ class KeepsLast(ReferenceConnector):
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self.last = request
         return super().request_finished(request, block_ids)
+
+
+class HandsOutItsOwn(ReferenceConnector):
+    """Puts a dictionary into each step's metadata that it goes on changing, as NixlConnector does with its heartbeats: the worker half
+    reads it in the step that it came with, and who is told of a request a step later is told soon enough."""
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        metadata = super().build_connector_meta(scheduler_output)
+        alive: dict[str, int] = self.__dict__.setdefault("_alive", {})
+        alive.update(dict.fromkeys(scheduler_output.num_scheduled_tokens, 1))
+        for req_id in scheduler_output.finished_req_ids:
+            alive.pop(req_id, None)
+        metadata.__dict__["heartbeats"] = alive
+        return metadata
 
 
 class InstanceHooks(ReferenceConnector):
