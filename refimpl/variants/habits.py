@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.plan import ReferenceMetadata
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
@@ -25,18 +27,24 @@ class KeepsLast(ReferenceConnector):
         return super().request_finished(request, block_ids)
 
 
+@dataclass(frozen=True)
+class Beating(ReferenceMetadata):
+    """A step's plan, and the requests that are alive."""
+
+    heartbeats: dict[str, int] = field(default_factory=dict)
+
+
 class HandsOutItsOwn(ReferenceConnector):
     """Puts a dictionary into each step's metadata that it goes on changing, as NixlConnector does with its heartbeats: the worker half
     reads it in the step that it came with, and who is told of a request a step later is told soon enough."""
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        metadata = super().build_connector_meta(scheduler_output)
+        metadata: Any = super().build_connector_meta(scheduler_output)
         alive: dict[str, int] = self.__dict__.setdefault("_alive", {})
         alive.update(dict.fromkeys(scheduler_output.num_scheduled_tokens, 1))
         for req_id in scheduler_output.finished_req_ids:
             alive.pop(req_id, None)
-        metadata.__dict__["heartbeats"] = alive
-        return metadata
+        return Beating(metadata.epoch, metadata.loads, metadata.saves, metadata.dropped, metadata.repaired, alive)
 
 
 class InstanceHooks(ReferenceConnector):
