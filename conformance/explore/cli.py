@@ -27,9 +27,7 @@ def explore(
     scheduling: Annotated[str | None, _option("--scheduling", metavar="sync|async|all", help="scheduling to run with [all]")] = None,
     seed: Annotated[int | None, _option("--seed", metavar="N", help="other workloads, and other tokens [0]")] = None,
     workers: Annotated[int | None, _option("--workers", "-n", metavar="N", help="processes [2, or 1 on one CPU]")] = None,
-    out: Annotated[Path, _option("--out", metavar="DIR", help="for failures, a case each [kvconform-found]")] = Path(
-        "kvconform-found"
-    ),
+    out: Annotated[Path, _option("--out", metavar="DIR", help="for failures, a case each [kvconform-found]")] = Path("kvconform-found"),
     shrink: Annotated[int, _option("--shrink", min=0, metavar="N", help="runs to spend on making each failure small [400]")] = 400,
     emulate_cuda: Annotated[bool | None, _option("--emulate-cuda", help="a CUDA device, emulated on the CPU")] = None,
     adapters: Annotated[list[str] | None, _option("--adapter", metavar="NAME", help="stand-in for what it lacks here (repeat)")] = None,

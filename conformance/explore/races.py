@@ -73,7 +73,8 @@ def races(engines: list[str], schedulings: list[str], slows: list[str] | None, s
     """Every race once, in an order that depends on the seed: so many of them as one likes are a fair sample."""
     modes = [("sync", 1)] * ("sync" in schedulings) + [("async", 2), ("async", 3)] * ("async" in schedulings)
     sizes = [(4, edge, budget) for edge in (-1, 0, 1) for budget in (7, 64)] + [(16, edge, 64) for edge in (-1, 0, 1)]
-    every = list(itertools.product(sorted(FAMILIES), POINTS, engines, modes, ("v1", "v2"), sizes, slows or [None]))
+    streams: list[str | None] = [*slows] if slows else [None]
+    every = list(itertools.product(sorted(FAMILIES), POINTS, engines, modes, ("v1", "v2"), sizes, streams))
     random.Random(seed).shuffle(every)
     for family, point, engine, (scheduling, depth), runner, (block, edge, budget), slow in every:
         steps = FAMILIES[family](5 * block + edge, point)
