@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvconform.defect import REFERENCE, Defect
+from kvconform.defect import REFERENCE, Defect, driven
 from kvconform.device_kinds import SLOW
 from kvconform.kill_matrix import Outcome
 from kvconform.load import Spec
@@ -66,7 +66,7 @@ def run(control: Control, spec: Spec, tmp: Path) -> Outcome:
     try:
         for number, (case, name) in enumerate(control.runs):
             slow = SLOW if control.emulate_cuda else None
-            variant = next(each for each in spec.cases[case].variants(("reference", "vllm"), None, slow) if each.id == name)
+            variant = next(each for each in driven(spec, case).variants(("reference", "vllm", "live"), None, slow) if each.id == name)
             report = run_and_judge(variant, target_of(defect, variant.block_size), spec, seed=0, tmp=tmp / str(number))
             outcome.take(name, [row for row in report.rows if variant.engine != "vllm" or row.get("kind") != "guarantee"])
             if report.harness_error:

@@ -75,10 +75,10 @@ class Defect(Model):
     def variants(self, spec: Spec) -> Iterator[Variant]:
         """All runs of its cases on its engines."""
         for case in self.cases:
-            yield from _driven(spec, case).variants(self.engines, self.scheduling, SLOW if self.emulate_cuda else None)
+            yield from driven(spec, case).variants(self.engines, self.scheduling, SLOW if self.emulate_cuda else None)
 
 
-def _driven(spec: Spec, name: str) -> Any:
+def driven(spec: Spec, name: str) -> Any:
     """The case of this id, or the scenario of engine live."""
     return spec.cases[name] if name in spec.cases else spec.scenarios[name]
 
