@@ -11,6 +11,7 @@ import pytest
 
 from kvconform.diagnosis import describe, spans
 from kvconform.events import EVENTS
+from kvconform.live.compare import describe as describe_live
 from kvconform.load import load_spec
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -107,6 +108,7 @@ SELF_EVIDENT = {
 def describe_dummy(kind: str) -> str | None:
     """Whether the kind has a sentence, tried on an event whose fields have some value of their type."""
     values = {"s": "recv", "i": 1, "b": False, "f": 0.0, "l": [], "d": {}, "a": None}
-    fixed = {"kv": "both", "via": "own", "timing": "before_forward"}
+    fixed = {"kv": "both", "via": "own", "timing": "before_forward", "how": "crash"}
     fields = {name: fixed.get(name, values[code[0]]) for name, code in EVENTS[kind].fields.items()}
-    return describe({"k": kind, "seq": 0, "step": 0, **fields})
+    event = {"k": kind, "seq": 0, "step": 0, **fields}
+    return describe(event) or describe_live(event)

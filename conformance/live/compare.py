@@ -78,6 +78,9 @@ def describe(event: Event) -> str | None:
     if event["k"] == "live.end":
         left = [f"{name} {', '.join(map(str, event[name]))}" for name in ("processes", "ports", "files") if event[name]]
         return f"left behind: {'; '.join(left)}"
+    if event["k"] == "live.load":
+        bad = [f"{event[name]} {words}" for name, words in (("wrong", "hold other bytes"), ("missing", "were not written")) if event[name]]
+        return f"of {event['blocks']} blocks loaded for {event['req']} ({event['granted']} tokens) {', '.join(bad) or 'none is wrong'}"
     if event["k"] == "live.phase":
         return f"before phase {event['phase']}, when all requests had long finished, vLLM could not empty its prefix cache: blocks are held"
     return None
