@@ -27,6 +27,11 @@ from kvconform.settings import Settings
 
 SITUATIONS = ("hit", "load", "preemption", "rejected draft", "abort", "abort during a load", "blocks held")
 
+LIMIT = 12
+"""Failures that are shrunk."""
+PAUSE = 15.0
+"""Seconds between two lines of progress."""
+
 
 @dataclass(frozen=True)
 class Profile:
@@ -65,19 +70,13 @@ def run(settings: Settings, *, profile: str, examples: int | None, minutes: floa
     console.print(f"kvconform explore  {settings.connector}  vLLM {vllm} · profile {profile}: {chosen.text} · seed {seed}")
     workloads = first(_workloads(settings, chosen, seed, count), count)
     with _scratch() as scratch, Pool(settings, scratch, settings.workers) as pool:
-        teller = _Teller(console, count)
-        campaign = explore(pool, workloads, minutes=minutes, tell=teller.tell)
-        teller.end()
+        campaign = explore(pool, workloads, minutes=minutes, tell=_Teller(console, count).tell)
         if campaign.found:
             console.print(f"shrinking {min(len(campaign.found), LIMIT)} of {len(campaign.found)} failures ...")
             reduce(pool, campaign, out, _again(settings), tries=tries, limit=LIMIT)
         deaths = pool.deaths
     _print(console, campaign, deaths)
     return 1 if campaign.found else 3 if campaign.errors or not campaign.runs else 0
-
-
-LIMIT = 12
-"""Failures that are shrunk."""
 
 
 def _workloads(settings: Settings, chosen: Profile, seed: int, count: int) -> Iterator[Workload]:
@@ -112,17 +111,10 @@ class _Teller:
         self._said = time.monotonic()
 
     def tell(self, campaign: Campaign) -> None:
-        if time.monotonic() - self._said > 15:
+        if time.monotonic() - self._said > PAUSE:
             self._said = time.monotonic()
-            self._print(campaign)
-
-    def _print(self, campaign: Campaign) -> None:
-        speed = campaign.runs / campaign.seconds if campaign.seconds else 0.0
-        self.console.print(f"{campaign.runs}/{self.count} workloads, {speed:.0f} per second, {len(campaign.found)} failures")
-
-    def end(self) -> None:
-        """The last line."""
-        self._said = 0.0
+            speed = campaign.runs / campaign.seconds
+            self.console.print(f"{campaign.runs}/{self.count} workloads, {speed:.0f} per second, {len(campaign.found)} failures")
 
 
 def _print(console: Console, campaign: Campaign, deaths: int) -> None:

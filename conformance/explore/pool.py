@@ -21,6 +21,8 @@ from kvconform.settings import Settings
 
 RESTARTS = 200
 """Deaths after which a campaign gives up."""
+STOP_LIMIT = 60.0
+"""Seconds that an idle worker has to stop its servers and end."""
 
 
 @dataclass
@@ -51,7 +53,7 @@ class Pool:
                 with contextlib.suppress(OSError):
                     worker.connection.send(None)
         for worker in self._workers:
-            worker.process.join(None if worker.job is None and worker.ready else 0)
+            worker.process.join(STOP_LIMIT if worker.job is None and worker.ready else 0)
             if worker.process.is_alive():
                 worker.process.terminate()
                 worker.process.join(10)
