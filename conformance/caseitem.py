@@ -11,8 +11,6 @@ import json
 import os
 import re
 import shutil
-import sys
-import tempfile
 import traceback
 from pathlib import Path
 from typing import Any, TypedDict
@@ -25,10 +23,10 @@ from kvconform.live.plains import FOLDER as PLAINS
 from kvconform.live.reduce import REDUCED
 from kvconform.live.select import spec_for
 from kvconform.report import timeline
-from kvconform.servers import Servers
 from kvconform.settings import Settings
 from kvconform.suite import Selection, select
 from kvconform.verdict import Verdict, rows_for
+from kvconform.workplace import settle_in
 
 PAYLOAD = pytest.StashKey[str]()
 START = "(start of the worker)"
@@ -57,18 +55,9 @@ class Worker:
     """State of one worker process. Registered as a plugin. `quiet`: send what the process prints to a log in `logs`."""
 
     def __init__(self, settings: Settings, vllm: str, scratch: Path, name: str, logs: Path | None) -> None:
-        self.settings, self.scratch, self.name = settings, scratch, name
-        if logs is not None:
-            _redirect(logs / f"{name}.log")
-        for folder in settings.pythonpath:
-            if folder not in sys.path:
-                sys.path.append(folder)
-        self.servers = Servers(settings, scratch / f"{name}-servers", (logs or scratch / "logs"), f"{name}-server-")
-        self.settings = settings = self.servers.settle(settings)
-        os.environ.update(settings.env)
-        temporary = scratch / "tmp"  # what the connector and others leave behind goes with the run
-        temporary.mkdir(exist_ok=True)
-        os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
+        self.scratch, self.name = scratch, name
+        self.servers, settings = settle_in(settings, scratch, name, logs or scratch / "logs", redirect=logs is not None)
+        self.settings = settings
         os.environ[PLAINS] = str(scratch / "live")
         os.environ.setdefault(REDUCED, str(Path(settings.report_dir) / "cases"))
         self.spec = spec_for(settings)
@@ -175,12 +164,3 @@ def normalised(text: str, tmp: Path) -> str:
     relations = "connector|no-connector|pickled-metadata|second-process|hash-seed|repeat|inside-multi|alone"
     text = re.sub(rf"{re.escape(str(tmp))}(/case(/({relations}))?)?", "{tmp}", text)
     return re.sub(r"\b0x[0-9a-f]{8,}\b", "0x…", text)
-
-
-def _redirect(log: Path) -> None:
-    """Send the process's standard output and error, also those of C code, to a file."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    for stream in (1, 2):
-        os.dup2(handle, stream)
-    os.close(handle)

@@ -101,11 +101,8 @@ def run(
         "debug": debug,
     }
     again = {"--extra-config": extra_config, "--profile": profile, "--role": role, "--half": half, "--config": config, "--device": device}
-    given["arguments"] = [part for name, value in again.items() if value is not None for part in (name, value)]
-    given["arguments"] += ["--emulate-cuda"] if emulate_cuda else []
-    given["arguments"] += [part for name in adapters or [] for part in ("--adapter", name)]
-    given["arguments"] += [part for name in cases or [] for part in ("--case", name)]
-    given["arguments"] += [part for folder in pythonpath or [] for part in ("--pythonpath", folder)]
+    repeated = {"--adapter": adapters, "--case": cases, "--pythonpath": pythonpath}
+    given["arguments"] = settings.as_arguments({**again, "--emulate-cuda": emulate_cuda, **repeated})
     raise typer.Exit(session.run(settings.load(given, file=config)))
 
 

@@ -38,6 +38,12 @@ class Ports:
                 return port
         raise EnvironmentProblem(f"no free TCP port was found between {RANGE.start} and {RANGE.stop} on 127.0.0.1")
 
+    def renew(self, beyond: int) -> None:
+        """Forget them all, and let others have them, once there are more than `beyond`."""
+        if len(self.numbers) > beyond:
+            self.numbers.clear()
+            self.close()
+
     def close(self) -> None:
         """Others may have them."""
         while self._locks:

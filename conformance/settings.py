@@ -8,6 +8,7 @@ import difflib
 import json
 import os
 import tomllib
+from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any, Literal
@@ -207,6 +208,19 @@ def _dates_as_text(entry: Any) -> Any:
     if not isinstance(entry, dict):
         return entry
     return {key: value.isoformat() if isinstance(value, date) else value for key, value in entry.items()}
+
+
+def as_arguments(options: Mapping[str, str | bool | Sequence[str] | None]) -> list[str]:
+    """Options as they were given on the command line: a value follows its option, true is the option alone, a list repeats it."""
+    found: list[str] = []
+    for name, value in options.items():
+        if isinstance(value, str):
+            found += [name, value]
+        elif isinstance(value, bool):
+            found += [name] if value else []
+        else:
+            found += [part for each in value or () for part in (name, each)]
+    return found
 
 
 def parse_extra_config(text: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ ruamel.yaml's parser events. Anchors, aliases, tags, several documents and dupli
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -128,3 +129,18 @@ def line_of(lines: Lines, path: Sequence[str | int]) -> int:
         if (*here, part) in lines:
             here = (*here, part)
     return lines.get(here, 1)
+
+
+_PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
+_QUOTED = {"true", "false", "null", "yes", "no", "on", "off", "y", "n"}
+
+
+def flow(value: Any) -> str:
+    """A value in YAML's flow style, as short as the suite's own cases have it."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{flow(key)}: {flow(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(flow(each) for each in value) + "]"
+    if isinstance(value, str) and (not _PLAIN.fullmatch(value) or value.lower() in _QUOTED):
+        return json.dumps(value, ensure_ascii=False)
+    return value if isinstance(value, str) else json.dumps(value)

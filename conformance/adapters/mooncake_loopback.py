@@ -76,9 +76,7 @@ def fresh() -> Iterator[None]:
     finally:
         _places.clear()
         _places.update(before)
-        if len(_ports.numbers) > 200:
-            _ports.numbers.clear()
-            _ports.close()
+        _ports.renew(200)
 
 
 ADAPTER = Adapter(

@@ -51,9 +51,7 @@ def fresh() -> Iterator[None]:
     finally:
         if cores is not None:
             os.sched_setaffinity(0, cores)
-        if len(_ports.numbers) > 100:
-            _ports.numbers.clear()
-            _ports.close()
+        _ports.renew(100)
 
 
 ADAPTER = Adapter(

@@ -41,6 +41,7 @@ def explore(
     if connector and option_connector:
         raise typer.BadParameter("name the connector once")
     again = {"--extra-config": extra_config, "--config": config}
+    repeated = {"--adapter": adapters, "--pythonpath": pythonpath}
     given: dict[str, Any] = {
         "connector": connector or option_connector,
         "extra_config": settings.parse_extra_config(extra_config) if extra_config is not None else None,
@@ -51,9 +52,6 @@ def explore(
         "emulate_cuda": emulate_cuda,
         "adapters": adapters or None,
         "pythonpath": pythonpath or None,
-        "arguments": [part for name, value in again.items() if value is not None for part in (name, value)]
-        + (["--emulate-cuda"] if emulate_cuda else [])
-        + [part for name in adapters or [] for part in ("--adapter", name)]
-        + [part for folder in pythonpath or [] for part in ("--pythonpath", folder)],
+        "arguments": settings.as_arguments({**again, "--emulate-cuda": emulate_cuda, **repeated}),
     }
     raise typer.Exit(run(settings.load(given, file=config), profile=profile, examples=examples, minutes=minutes, out=out, tries=shrink))

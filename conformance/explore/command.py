@@ -22,6 +22,7 @@ from kvconform.explore.campaign import Campaign, explore, first, reduce
 from kvconform.explore.pool import Pool
 from kvconform.explore.races import races
 from kvconform.explore.workload import Workload
+from kvconform.report.repro import run_of
 from kvconform.report.terminal import make_console
 from kvconform.settings import Settings
 
@@ -73,7 +74,7 @@ def run(settings: Settings, *, profile: str, examples: int | None, minutes: floa
         campaign = explore(pool, workloads, minutes=minutes, tell=_Teller(console, count).tell)
         if campaign.found:
             console.print(f"shrinking {min(len(campaign.found), LIMIT)} of {len(campaign.found)} failures ...")
-            reduce(pool, campaign, out, _again(settings), tries=tries, limit=LIMIT)
+            reduce(pool, campaign, out, shlex.join([*run_of(settings), *settings.arguments]), tries=tries, limit=LIMIT)
         deaths = pool.deaths
     _print(console, campaign, deaths)
     return 1 if campaign.found else 3 if campaign.errors or not campaign.runs else 0
@@ -86,11 +87,6 @@ def _workloads(settings: Settings, chosen: Profile, seed: int, count: int) -> It
     from kvconform.explore.draw import drawn
 
     return drawn(engines, settings.schedulings, settings.slows, first_seed=seed, count=count)
-
-
-def _again(settings: Settings) -> str:
-    name = settings.catalogue or settings.connector
-    return shlex.join(["kvconform", "run", name, *settings.arguments])
 
 
 @contextlib.contextmanager

@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import tempfile
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -14,8 +11,8 @@ from kvconform import watchdog
 from kvconform.errors import KvconformError
 from kvconform.explore.workload import Workload
 from kvconform.load import load_spec
-from kvconform.servers import Servers
 from kvconform.settings import Settings
+from kvconform.workplace import settle_in
 
 START_LIMIT = 300.0
 """Seconds for imports, servers and the connector's first start."""
@@ -23,18 +20,7 @@ START_LIMIT = 300.0
 
 def serve(connection: Connection, settings: Settings, scratch: Path, name: str) -> None:
     """Answer (data, seed, requirements or None) with an outcome's dict, until None comes or the other end is gone."""
-    log = (scratch / f"{name}.log").open("ab", buffering=0)
-    for stream in (1, 2):
-        os.dup2(log.fileno(), stream)
-    for folder in settings.pythonpath:
-        if folder not in sys.path:
-            sys.path.append(folder)
-    servers = Servers(settings, scratch / f"{name}-servers", scratch, f"{name}-server-")
-    settings = servers.settle(settings)
-    os.environ.update(settings.env)
-    temporary = scratch / "tmp"
-    temporary.mkdir(exist_ok=True)
-    os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
+    servers, settings = settle_in(settings, scratch, name, scratch)
     watchdog.start(settings.hook_timeout, scratch / f"{name}.note")
     try:
         servers.up()

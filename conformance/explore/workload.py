@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from typing import Any
 
 from kvconform.case import Case, Variant
+from kvconform.yamlio import flow
 
 Data = dict[str, Any]
 AREA = "explore"
@@ -65,18 +65,3 @@ def text_of(data: Data, comment: str = "") -> str:
         elif value not in ({}, []) or key == "relations":
             lines.append(f"{key}: {flow(value)}")
     return "\n".join(lines) + "\n"
-
-
-PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
-WORDS = {"true", "false", "null", "yes", "no", "on", "off", "y", "n"}
-
-
-def flow(value: Any) -> str:
-    """A value in YAML's flow style, as short as the suite's own cases have it."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{flow(key)}: {flow(each)}" for key, each in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(flow(each) for each in value) + "]"
-    if isinstance(value, str) and (not PLAIN.fullmatch(value) or value.lower() in WORDS):
-        return json.dumps(value, ensure_ascii=False)
-    return value if isinstance(value, str) else json.dumps(value)

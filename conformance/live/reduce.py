@@ -7,9 +7,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from kvconform.live.scenario import Request, Scenario
+from kvconform.yamlio import flow
 
 REDUCED = "KVCONFORM_LIVE_REDUCED"
 """Environment variable: the directory for the files of reduced workloads; without it none is reduced."""
@@ -54,21 +54,16 @@ def write(scenario: Scenario, path: Path) -> None:
 def text_of(scenario: Scenario) -> str:
     """YAML: what is not a default, several requests to a line."""
     lines = [f"id: {scenario.id}", f"text: {scenario.text}"]
-    start = _flow(scenario.start.model_dump(exclude_defaults=True))
+    start = flow(scenario.start.model_dump(exclude_defaults=True))
     lines += [f"start: {start}"] if start != "{}" else []
     lines += [f"families: {scenario.families}"] if scenario.families is not None else []
     lines += [f"due: [{', '.join(scenario.due)}]"] if scenario.due else []
     lines += ["requests: ["]
     row = "  "
     for request in scenario.requests:
-        part = _flow(request.model_dump(exclude_defaults=True)) + ", "
+        part = flow(request.model_dump(exclude_defaults=True)) + ", "
         if len(row) + len(part) > WIDTH:
             lines.append(row.rstrip())
             row = "  "
         row += part
     return "\n".join([*lines, row.rstrip().rstrip(","), "]"]) + "\n"
-
-
-def _flow(data: dict[str, Any]) -> str:
-    words = {True: "true", False: "false"}
-    return "{" + ", ".join(f"{key}: {words.get(value, value) if isinstance(value, bool) else value}" for key, value in data.items()) + "}"

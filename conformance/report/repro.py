@@ -18,12 +18,17 @@ def command(settings: Settings, row: Row, *, alone: bool) -> str:
 
     `alone`: the case has only one run with this engine and scheduling, so its id is enough.
     """
-    name = settings.catalogue or settings.connector
-    through = os.environ.get(THROUGH)
-    parts = [*shlex.split(through), "--connector", name] if through else ["kvconform", "run", name]
+    parts = run_of(settings)
     if alone:
         parts += ["-k", row.case, "--engine", row.engine, "--scheduling", row.scheduling]
     else:
         parts += ["-k", row.run]
     parts += ["--seed", str(settings.seed), *settings.arguments]
-    return " ".join(shlex.quote(part) for part in parts)
+    return shlex.join(parts)
+
+
+def run_of(settings: Settings) -> list[str]:
+    """The words `kvconform run CONNECTOR`, or what stands for them."""
+    name = settings.catalogue or settings.connector
+    through = os.environ.get(THROUGH)
+    return [*shlex.split(through), "--connector", name] if through else ["kvconform", "run", name]

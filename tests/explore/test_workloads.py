@@ -12,7 +12,8 @@ from kvconform import yamlio
 from kvconform.explore.draw import drawn
 from kvconform.explore.races import FAMILIES, POINTS, races
 from kvconform.explore.shrink import shrink
-from kvconform.explore.workload import Workload, flow, make, text_of
+from kvconform.explore.workload import Workload, make, text_of
+from kvconform.yamlio import flow
 
 BOTH = ["reference", "vllm"]
 
