@@ -63,6 +63,8 @@ class Child:
                 where = play.name
                 self.write("begin", name=play.name)
                 self.write("phase", **self.play(play).model_dump())
+            if not self.held:
+                self._reset(self.llm.llm_engine)  # a connector may still send: vLLM's engine goes on with empty steps until it is done
             where = "shutdown"
             self.write("begin", name=where)
             self.llm.llm_engine.engine_core.shutdown()
