@@ -65,7 +65,9 @@ def make_run(
     environment |= {EMULATE: "1"} if target is not None and target.device == "emulated" else {}
     limit = float(os.environ.get(LIMIT, SECONDS))
     command = python("kvconform.live.child", str(tmp / "job.json"), str(tmp / "out.jsonl"))
-    ended = run(command, limit=limit, log=tmp / "log", environment=environment, cwd=tmp / "work")
+    ended = run(
+        command, limit=limit, log=tmp / "log", environment=environment, cwd=tmp / "work", over=lambda: Outcome.over(tmp / "out.jsonl")
+    )
     return Made(Outcome.read(tmp / "out.jsonl"), ended, tmp / "trace", _last_words(tmp / "log"))
 
 

@@ -57,16 +57,21 @@ def missing(scenario: Scenario, outcome: Outcome, failed_loads: int) -> list[str
     return [words[what] for what, count in happened(outcome, failed_loads).items() if what in scenario.due and not count]
 
 
+OWN = "vLLM's own process, which a thread keeps from ending"
+
+
 def end_event(outcome: Outcome, ended: Ended) -> Event:
-    """How the engine and its processes ended."""
-    if outcome.ended and ended.how == "exit":
+    """How the engine and its processes ended. A process that had shut vLLM down and did not end counts as left behind."""
+    stays = outcome.ended and ended.how == "timeout"
+    if outcome.ended and (stays or ended.how == "exit"):
         how = "ended"
     elif outcome.error:
         how = "timeout" if outcome.error.get("stalled") else "crash"
     else:
         how = "timeout" if ended.how == "timeout" else "killed"
     error = outcome.error["text"] if outcome.error else None if how == "ended" else f"{ended.how} {ended.status or ''}".strip()
+    processes = [*([OWN] if stays else []), *ended.processes]
     return {
         "k": "live.end", "how": how, "phase": None if how == "ended" else outcome.current, "error": error,
-        "processes": ended.processes, "ports": ended.ports, "files": [Path(name).name for name in ended.files],
+        "processes": processes, "ports": ended.ports, "files": [Path(name).name for name in ended.files],
     }  # fmt: skip

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from kvconform.live.fault import Fault
+
 
 class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid")
@@ -34,10 +36,12 @@ class Play(_Part):
     reset: bool = False
     hits: bool = False
     asks: list[Ask]
+    faults: list[Fault] = []
 
 
 class Job(_Part):
-    """One engine and what is asked of it. `transfer`: fields of vLLM's KVTransferConfig, None for no connector."""
+    """One engine and what is asked of it. `transfer`: fields of vLLM's KVTransferConfig, None for no connector. `desk`: the directory where
+    faults of servers are asked for (kvconform.live.outage)."""
 
     model: str
     start: dict[str, Any]
@@ -47,6 +51,7 @@ class Job(_Part):
     pythonpath: list[str] = []
     plays: list[Play]
     fail: bool = False
+    desk: str | None = None
     book: bool = True
     scale_loads: float | None = None
 
@@ -126,6 +131,16 @@ class Outcome:
             else:
                 found.note |= data
         return found
+
+    @staticmethod
+    def over(path: Path) -> bool:
+        """Whether the child has written its last line: that it came to its end, or what it died of."""
+        if not path.is_file():
+            return False
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 65536))
+            last = file.read().splitlines()[-1:]
+        return bool(last) and (last[0].startswith((b'{"k": "end"', b'{"k": "error"')))
 
     @property
     def answers(self) -> dict[str, Answer]:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,6 +24,8 @@ import psutil
 
 MARK = "KVCONFORM_LIVE_RUN"
 """Environment variable: the mark of a run."""
+LEAVE = 20.0
+"""Seconds that the child has to end, once it says that it has nothing more to do: a thread that goes on keeps its process."""
 GRACE = 5.0
 """Seconds that what the child started has to end, once the child has."""
 EVERY = 0.25
@@ -44,9 +46,11 @@ class Ended:
     stuck: list[str] = field(default_factory=list)
 
 
-def run(command: Sequence[str], *, limit: float, log: Path, environment: Mapping[str, str], cwd: Path) -> Ended:
-    """Run `command` to its end, or to `limit` seconds. What it prints goes to `log`. Returns when nothing of it is left; an exception
-    (an interrupt, say) leaves nothing either."""
+def run(
+    command: Sequence[str], *, limit: float, log: Path, environment: Mapping[str, str], cwd: Path, over: Callable[[], bool] = lambda: False
+) -> Ended:
+    """Run `command` to its end, to `limit` seconds, or to LEAVE seconds after `over` was first true. What it prints goes to `log`. Returns
+    when nothing of it is left; an exception (an interrupt, say) leaves nothing either."""
     mark = uuid.uuid4().hex
     began = time.monotonic()
     shared: set[str] = set()
@@ -57,12 +61,14 @@ def run(command: Sequence[str], *, limit: float, log: Path, environment: Mapping
             start_new_session=True,
         )  # fmt: skip
         try:
-            while time.monotonic() - began < limit:
+            leave = began + limit
+            while time.monotonic() < leave:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     status = child.wait(EVERY)
                     how = "exit" if status >= 0 else "signal"
                     break
                 shared |= _shared_memory(_tree(child.pid))
+                leave = min(leave, time.monotonic() + LEAVE) if over() else leave
             if how == "timeout":
                 _ask_for_stacks(child, mark)
             found = Ended(how, abs(status), 0.0)

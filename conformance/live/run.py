@@ -17,14 +17,15 @@ from kvconform.errors import EnvironmentProblem, KvconformError
 from kvconform.live import trace as traces
 from kvconform.live.compare import describe
 from kvconform.live.engine import Made, make_run, resolved
-from kvconform.live.events import missing, own_events
+from kvconform.live.events import missing, own_events, spared
+from kvconform.live.fault import lacking
 from kvconform.live.job import Outcome, Play
 from kvconform.live.plains import Plains, plains
 from kvconform.live.reduce import REDUCED, reduce, write
 from kvconform.live.scenario import Scenario
 from kvconform.live.workload import plays
 from kvconform.load import Spec
-from kvconform.servers import clear_all
+from kvconform.servers import Servers, clear_all
 from kvconform.target import Target
 from kvconform.verdict import Row, Verdict, judge, rows_for
 
@@ -85,13 +86,15 @@ def run_live(
         if any(own.answers[name].tokens != answer.tokens for name, answer in plain.answers.items() if name in own.answers):
             events = _trace(scenario, variant, wanted, made, own, seed, target)
     found = LiveRun(variant, events, traces.channels(events) | {"live"})
-    found.lacks = missing(scenario, made.outcome, _failed_loads(events))
+    found.lacks = missing(scenario, made.outcome, _failed_loads(events)) + spared(scenario, events)
     return found, made
 
 
 def _unhurried(wanted: list[Play]) -> list[Play]:
-    """The same requests, none of which is aborted: the tokens that an aborted one should have had are known then."""
-    return [play.model_copy(update={"asks": [ask.model_copy(update={"abort": None}) for ask in play.asks]}) for play in wanted]
+    """The same requests, none of which is aborted, and nothing fails: the tokens that an aborted one should have had are known then."""
+    return [
+        play.model_copy(update={"asks": [ask.model_copy(update={"abort": None}) for ask in play.asks], "faults": []}) for play in wanted
+    ]
 
 
 def _failed_loads(events: list[dict[str, Any]]) -> int:
@@ -144,7 +147,7 @@ def run_and_judge(
     target = in_its_role(target)
     caps, sources = capabilities(target, tmp.parent)
     report = CaseReport(variant.id, variant.case.id, dict(variant.axes), [], capabilities=caps, sources=sources)
-    unmet = scenario.unmet(caps)
+    unmet = scenario.unmet(caps) or lacking(scenario.faults, Servers.clearable())
     try:
         if unmet is not None:
             rows = rows_for(wanted, variant, Verdict.UNSUPPORTED, f"the scenario needs {unmet}", strict=strict)

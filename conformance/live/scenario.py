@@ -15,6 +15,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from kvconform.case import Variant
 from kvconform.expr import Expression, compile_capability
+from kvconform.live.fault import Fault
 from kvconform.requirement import CapabilityExpr, Id, Model, Relation, Version, in_force
 
 Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")]
@@ -115,6 +116,7 @@ class Scenario(Model):
     requests: list[Request] = []
     families: int | None = Field(default=None, description="seed of the tokens of `requests`; default: the run's")
     fail: bool = Field(default=False, description="the connector is asked to let loads fail")
+    faults: list[Fault] = Field(default=[], description="what happens to the servers of the connector's settings, in this order")
     pair: Literal["handed", "aborted", "replayed", "altered", "killed"] | None = Field(
         default=None, description="a producer and a consumer in processes of their own, and what the proxy between them does"
     )
@@ -131,6 +133,8 @@ class Scenario(Model):
             raise ValueError("preemptions are due, and there are blocks enough for all")
         if "drafts" in self.due and not self.start.spec_tokens:
             raise ValueError("accepted drafts are due, and spec_tokens is 0")
+        if self.faults and (self.workload is None or self.start.processes):
+            raise ValueError("faults of servers strike in phases of a workload, and where the engine is in one process")
         if self.start.spec_tokens and self.start.scheduling == "async":
             raise ValueError("vLLM does not do n-gram speculation on a CPU with asynchronous scheduling")
         return self

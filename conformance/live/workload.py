@@ -37,7 +37,8 @@ def plays(scenario: Scenario, workload: Workload | None, seed: int) -> list[Play
     """The phases of a scenario. A conversation is continued from the answers of the run itself (`Ask.after`), as nobody knows them yet."""
     if workload is None:
         return list(_requests(scenario.requests, seed if scenario.families is None else scenario.families))
-    return [_phase(phase, workload, prompts(workload.prompts, seed), seed) for phase in workload.phases]
+    found = [_phase(phase, workload, prompts(workload.prompts, seed), seed) for phase in workload.phases]
+    return [play.model_copy(update={"faults": [fault for fault in scenario.faults if fault.phase == play.name]}) for play in found]
 
 
 def _phase(phase: Phase, workload: Workload, made: dict[str, list[int]], seed: int) -> Play:

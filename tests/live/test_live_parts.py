@@ -199,6 +199,7 @@ def test_our_events_are_as_listed() -> None:
     ("ended", "error", "done", "how"),
     [
         (Ended("exit", 0, 1.0), None, True, "ended"),
+        (Ended("timeout", 0, 1.0), None, True, "ended"),
         (Ended("exit", 1, 1.0), {"text": "E: e"}, False, "crash"),
         (Ended("exit", 1, 1.0), {"text": "E: e", "stalled": True}, False, "timeout"),
         (Ended("timeout", 0, 9.0), None, False, "timeout"),
@@ -209,7 +210,9 @@ def test_our_events_are_as_listed() -> None:
 def test_how_a_run_ended(ended: Ended, error: dict[str, Any] | None, done: bool, how: str) -> None:
     outcome = Outcome()
     outcome.error, outcome.ended = error, done
-    assert end_event(outcome, ended)["how"] == how
+    event = end_event(outcome, ended)
+    assert event["how"] == how
+    assert bool(event["processes"]) == (done and ended.how == "timeout")
 
 
 def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:

@@ -11,8 +11,10 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from kvconform.live import process
+from kvconform.live.job import Outcome
 
 SERVER = "import socket, time; s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen(); open({ready!r}, 'w').close(); time.sleep(300)"
 
@@ -83,4 +85,16 @@ def test_nothing_is_left_when_the_parent_is_killed(tmp_path: Path) -> None:
     parent.wait()
     while not nothing_left(tmp_path) and time.monotonic() < limit:
         time.sleep(0.2)
+    assert nothing_left(tmp_path)
+
+
+def test_a_child_that_has_said_its_last_word_and_stays_is_ended_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "LEAVE", 1.0)
+    out = tmp_path / "out.jsonl"
+    lines = '{"k": "begin"}\n{"k": "end"}\n'
+    last = f"open({str(out)!r}, 'w').write({lines!r})"
+    command = [sys.executable, "-c", child(tmp_path, f"{last}\ntime.sleep(300)")]
+    assert not Outcome.over(out)
+    found = process.run(command, limit=120, log=tmp_path / "log", environment=os.environ, cwd=tmp_path, over=lambda: Outcome.over(out))
+    assert Outcome.over(out) and found.how == "timeout" and found.seconds < 60
     assert nothing_left(tmp_path)
