@@ -13,6 +13,7 @@ from kvconform.defect import REFERENCE, Defect, driven
 from kvconform.device_kinds import SLOW
 from kvconform.kill_matrix import Outcome
 from kvconform.load import Spec
+from kvconform.server_spec import ServerSpec
 
 PLANTED = "kvconform.refimpl.defects."
 AT_ONCE = 12
@@ -21,24 +22,26 @@ AT_ONCE = 12
 
 @dataclass(frozen=True)
 class Control:
-    """Runs of one correct connector. `options` and `capabilities`: JSON. `runs`: (case, id of its variant)."""
+    """Runs of one correct connector. `options`, `capabilities` and `servers`: JSON. `runs`: (case, id of its variant)."""
 
     connector: str
     options: str
     capabilities: str
     runs: tuple[tuple[str, str], ...]
     emulate_cuda: bool = False
+    servers: str = "[]"
 
 
 def plan(defects: Iterable[Defect], spec: Spec) -> list[Control]:
     """The control runs for these defects, each once. Imports their connectors."""
-    found: dict[tuple[str, str, str, bool], dict[tuple[str, str], None]] = {}
+    found: dict[tuple[str, str, str, bool, str], dict[tuple[str, str], None]] = {}
     for defect in defects:
         settings = (json.dumps(value, sort_keys=True) for value in (defect.extra_config, defect.capabilities))
-        runs = found.setdefault((sound(defect.connector), *settings, defect.emulate_cuda), {})  # type: ignore[arg-type]
+        servers = json.dumps([server.model_dump() for server in defect.servers], sort_keys=True)
+        runs = found.setdefault((sound(defect.connector), *settings, defect.emulate_cuda, servers), {})  # type: ignore[arg-type]
         runs.update(dict.fromkeys((variant.case.id, variant.id) for variant in defect.variants(spec)))
     tasks = ((key, list(runs), first) for key, runs in found.items() for first in range(0, len(runs), AT_ONCE))
-    return [Control(*key[:3], tuple(runs[first : first + AT_ONCE]), emulate_cuda=key[3]) for key, runs, first in tasks]
+    return [Control(*key[:3], tuple(runs[first : first + AT_ONCE]), emulate_cuda=key[3], servers=key[4]) for key, runs, first in tasks]
 
 
 def sound(connector: str) -> str:
@@ -56,21 +59,25 @@ def sound(connector: str) -> str:
 def run(control: Control, spec: Spec, tmp: Path) -> Outcome:
     """Make the runs. What vLLM itself breaks (guarantees on engine `vllm`) is a finding, and no failure here."""
     from kvconform import watchdog
-    from kvconform.defects import target_of
+    from kvconform.defects import served, target_of
     from kvconform.run import run_and_judge
 
     options: Mapping[str, Any] = {"extra_config": json.loads(control.options), "capabilities": json.loads(control.capabilities)}
-    defect = Defect.model_construct(id="control", connector=control.connector, emulate_cuda=control.emulate_cuda, **options)
+    servers = [ServerSpec.model_validate(server) for server in json.loads(control.servers)]
+    defect = Defect.model_construct(
+        id="control", connector=control.connector, emulate_cuda=control.emulate_cuda, servers=servers, **options
+    )
     outcome = Outcome(defect=f"control: {control.connector}")
     watchdog.start(defect.hook_timeout)
     try:
-        for number, (case, name) in enumerate(control.runs):
-            slow = SLOW if control.emulate_cuda else None
-            variant = next(each for each in driven(spec, case).variants(("reference", "vllm", "live"), None, slow) if each.id == name)
-            report = run_and_judge(variant, target_of(defect, variant.block_size), spec, seed=0, tmp=tmp / str(number))
-            outcome.take(name, [row for row in report.rows if variant.engine != "vllm" or row.get("kind") != "guarantee"])
-            if report.harness_error:
-                outcome.failed.setdefault("the harness", []).append(name)
+        with served(defect, tmp) as extra_config:
+            for number, (case, name) in enumerate(control.runs):
+                slow = SLOW if control.emulate_cuda else None
+                variant = next(each for each in driven(spec, case).variants(("reference", "vllm", "live"), None, slow) if each.id == name)
+                report = run_and_judge(variant, target_of(defect, variant.block_size, extra_config), spec, seed=0, tmp=tmp / str(number))
+                outcome.take(name, [row for row in report.rows if variant.engine != "vllm" or row.get("kind") != "guarantee"])
+                if report.harness_error:
+                    outcome.failed.setdefault("the harness", []).append(name)
     finally:
         watchdog.stop()
     if outcome.failed:

@@ -15,6 +15,7 @@ from kvconform.errors import UsageError
 from kvconform.load import Spec
 from kvconform.refimpl.faulty import Fault
 from kvconform.requirement import Id, Model
+from kvconform.server_spec import ServerSpec
 
 REFERENCE = "kvconform.refimpl.connector:ReferenceConnector"
 Symbol = Annotated[str, Field(pattern=r"^[\w.]+:\w+$", description="package.module:name")]
@@ -33,6 +34,7 @@ class Defect(Model):
     engine_fault: Symbol | None = Field(default=None, description="a Fault, in force while the cases run")
     extra_config: dict[str, Any] = {}
     capabilities: dict[str, Any] = {}
+    servers: list[ServerSpec] = Field(default=[], description="servers that it needs; extra_config may name their ports")
     bugs: list[Annotated[str, Field(pattern=r"^B\d{3}$")]] = Field(default=[], description="real bugs of this kind")
     engines: list[Engine] = Field(default=["reference"], min_length=1)
     scheduling: list[Scheduling] | None = Field(default=None, min_length=1, description="only these of the cases' runs")

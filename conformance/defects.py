@@ -13,11 +13,11 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvconform import control_runs
 from kvconform.defect import REFERENCE, Defect, load_defects
@@ -42,10 +42,12 @@ def examine(defect: Defect, spec: Spec, tmp: Path, note: Path | None = None) -> 
     outcome, fault, start = Outcome(defect=defect.id), defect.fault(), time.perf_counter()
     watchdog.start(defect.hook_timeout, note)
     try:
-        variants = [(variant, target_of(defect, variant.block_size)) for variant in defect.variants(spec)]
+        stack = ExitStack()
+        options = stack.enter_context(served(defect, tmp))
+        variants = [(variant, target_of(defect, variant.block_size, options)) for variant in defect.variants(spec)]
         for _, target in variants:
             target_profile(target, tmp)  # kept for later runs: an engine without fault is what it has to be worked out on
-        with fault.active() if fault is not None else nullcontext():
+        with stack, fault.active() if fault is not None else nullcontext():
             for number, (variant, target) in enumerate(variants):
                 with watchdog.case(variant.id):
                     report = run_and_judge(variant, target, spec, seed=0, tmp=tmp / str(number))
@@ -66,13 +68,28 @@ def settled(outcome: Outcome, defect: Defect) -> Outcome:
     return outcome
 
 
-def target_of(defect: Defect, block_size: int) -> Target:
-    """The connector of a defect, on an engine with blocks of `block_size` tokens."""
+@contextmanager
+def served(defect: Defect, tmp: Path) -> Iterator[dict[str, Any]]:
+    """The defect's options, with the ports of its servers, which run meanwhile. EnvironmentProblem if one does not start."""
+    from kvconform.servers import Servers
+    from kvconform.settings import Settings
+
+    settings = Settings(extra_config=defect.extra_config, servers=defect.servers)
+    if not settings.servers:
+        yield dict(settings.extra_config)
+        return
+    with Servers(settings, tmp / "of-servers", tmp / "logs") as servers:
+        yield dict(servers.settle(settings).extra_config)
+
+
+def target_of(defect: Defect, block_size: int, options: Mapping[str, Any] | None = None) -> Target:
+    """The connector of a defect, on an engine with blocks of `block_size` tokens. `options`: instead of its own."""
     from kvconform.target import Target
 
     # What the connector sets out to do is what the reference connector does: a defect must not talk its way out of a requirement.
     sound = {"store": True, "saves": "all", "chunk_tokens": block_size, "async_load": defect.extra_config.get("load") == "async"}
-    options = dict(defect.extra_config) if _has_own_options(defect) else {"store": "{tmp}/store", **defect.extra_config}
+    own = defect.extra_config if options is None else options
+    options = dict(own) if _has_own_options(defect) else {"store": "{tmp}/store", **own}
     declared = {**sound, **defect.capabilities}
     device: Device = "emulated" if defect.emulate_cuda else "cpu"
     return Target(defect.connector, options, capabilities=declared, hook_timeout=defect.hook_timeout, device=device)

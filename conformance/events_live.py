@@ -40,6 +40,13 @@ _kind(
     " is, instead of which, and by how much (natural logarithm) that was more likely than the second choice; ambiguous = the two were"
     " nearly equally likely. drift = the largest difference of log probabilities before that.",
 )
+_kind(
+    "live.fault",
+    "phase:s number:i do:s still:f before:s? running:i loading:i",
+    "A server of the connector fails now, in a scenario that wants it: kill, restart, pause or clear, after `still` seconds in which it"
+    " answers nothing; right before the worker half loads or saves, or between two steps. Requests that run, and loads that the engine"
+    " has granted and does not rely on yet.",
+)
 _kind("live.happened", "what:s count:i due:b", "How often something happened in the whole run, and whether it was due.")
 _kind(
     "live.end",

@@ -180,6 +180,11 @@ class _Loader:
             if found.workload is not None and found.workload not in self.spec.workloads:
                 known = did_you_mean(found.workload, self.spec.workloads)
                 self.problems.append(f"{name}:1: scenario {found.id}: there is no workload {found.workload!r}{known}")
+            elif found.workload is not None:
+                phases = [phase.name for phase in self.spec.workloads[found.workload].phases]
+                unknown = [fault.phase for fault in found.faults if fault.phase not in phases]
+                where = f"{name}:1: scenario {found.id}: workload {found.workload}"
+                self.problems += [f"{where} has no phase {phase!r}{did_you_mean(phase, phases)}" for phase in unknown]
 
     def workloads(self, name: str, text: str) -> None:
         for index, raw in enumerate(self.data(name, text, list)):

@@ -44,6 +44,7 @@ class Observer(MetadataObserver):
         self.held: dict[str, set[str]] = {}
         self.activity = 0
         self.reset_seen = False
+        self.outage = False  # what a lookup finds may be gone at any time, and we would not know
         self.last_so_c: dict[tuple[str, int], int] = {}
         self.scheduled: dict[str, Event] = {}
         self.on_lookup: Callable[[Any, Event], None] | None = None
@@ -97,7 +98,7 @@ class Observer(MetadataObserver):
             "lookup", req=key[0], generation=key[1], attempt=self.attempts, local=local, tokens=tokens, is_async=is_async, type_ok=type_ok,
             N=request.num_tokens, status=_WAITING.get(request.status, request.status.name.lower()),
             repeat=previous is not None and not previous["allocated"], prev_tokens=None if previous is None else previous["tokens"],
-            store_may_have_shrunk=previous is None or previous["activity"] != self.activity or previous["local"] != local,
+            store_may_have_shrunk=self.outage or previous is None or previous["activity"] != self.activity or previous["local"] != local,
             same_claim_failed=self.failed_claims.get((*key, tokens if isinstance(tokens, int) else -1), 0), ever_computed=ever,
             ever_plain=anyhow,
             computed_before_reset=max(0, min(end, ever) - max(since, local)) if self.reset_seen and end > local else 0,

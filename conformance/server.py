@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One server process: started, waited for, asked to forget, killed, started again, ended."""
+"""One server process: started, waited for, asked to forget, made to stand still, killed, started again, ended."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+
+import psutil
 
 from kvconform.errors import EnvironmentProblem
 from kvconform.server_spec import Call, ServerSpec
@@ -65,12 +67,31 @@ class Server:
                 f"server {self.spec.name} cannot be cleared: {_words(self.spec.clear)} failed (its output: {self.log})"
             )
 
+    def freeze(self) -> None:
+        """Its processes stand still: connections to it are accepted, and nobody answers. No error if it does not run."""
+        for process in self._processes():
+            with contextlib.suppress(psutil.Error):
+                process.suspend()
+
+    def thaw(self) -> None:
+        """What stands still goes on. No error if nothing does."""
+        for process in self._processes():
+            with contextlib.suppress(psutil.Error):
+                process.resume()
+
+    def _processes(self) -> list[psutil.Process]:
+        """All of it but the guard, which has to hear of the end."""
+        with contextlib.suppress(psutil.Error):
+            return psutil.Process(self._guard.pid).children(recursive=True) if self._guard is not None and self.running else []
+        return []
+
     def kill(self) -> None:
         """End it at once, as a crash would. No error if it does not run."""
         self._end(b"k")
 
     def stop(self) -> str | None:
         """Ask it to end, and end it; returns a sentence if the stop command failed. No error if it does not run."""
+        self.thaw()
         if not self.running:
             self._end(b"")
             return None

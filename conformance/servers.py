@@ -76,6 +76,11 @@ class Servers:
             else:
                 server.start()
 
+    @staticmethod
+    def clearable() -> list[bool]:
+        """Of each server of this process, whether it can be told to forget."""
+        return [server.spec.clear is not None for servers in Servers.active for server in servers.all.values()]
+
     def kill(self, name: str) -> None:
         """A fault: the server is gone from one moment to the next."""
         self.all[name].kill()
@@ -84,6 +89,14 @@ class Servers:
         """A fault: the server is gone and comes back, on the same port, with what it keeps on disk."""
         self.all[name].kill()
         self.all[name].start()
+
+    def freeze(self, name: str) -> None:
+        """A fault: the server answers nothing, until it is thawed."""
+        self.all[name].freeze()
+
+    def thaw(self, name: str) -> None:
+        """The server goes on where it stood still."""
+        self.all[name].thaw()
 
     def __enter__(self) -> Servers:
         self.up()

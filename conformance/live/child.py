@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from kvconform.live.job import Answer, Ask, Counts, Job, PhaseDone, Play
+from kvconform.live.striking import Striking
 
 PATIENCE = 45.0
 """Seconds without a token of any request, while some wait, after which nothing is going to happen any more."""
+OUTAGE_PATIENCE = 90.0
+"""The same where servers of the connector fail: what it asked of them may have to run into a time limit first."""
 RESET_LIMIT = 15.0
 """Seconds that a reset of the local prefix cache may take: until the connector has let go of the last block. Once it has not, nobody
 waits again."""
@@ -45,6 +48,9 @@ class Child:
         self._counted: dict[str, int] = {}
         self.llm: Any = None
         self.held = False
+        failing = any(play.faults for play in job.plays)
+        self.patience, self.reset_limit = (OUTAGE_PATIENCE, OUTAGE_PATIENCE) if failing else (PATIENCE, RESET_LIMIT)
+        self.striking = Striking(job.desk)
 
     def write(self, kind: str, **fields: Any) -> None:
         self.out.write(json.dumps({"k": kind, **fields}) + "\n")
@@ -84,7 +90,10 @@ class Child:
         outputs: dict[str, Any] = {}
         found: list[Answer] = []
         step, heard = 0, time.monotonic()
+        self.striking.phase(play)
         while waiting or running:
+            if self.striking.step(step, len(running)):
+                heard = time.monotonic()
             if not running and waiting:
                 step = max(step, waiting[0].at)
             while waiting and waiting[0].at <= step:
@@ -99,8 +108,8 @@ class Child:
                 time.sleep(0.001)
             if said or not running:
                 heard = time.monotonic()
-            elif time.monotonic() - heard > PATIENCE:
-                raise Stalled(f"no request went on for {PATIENCE:g} s; waiting: {', '.join(sorted(running))}")
+            elif time.monotonic() - heard > self.patience:
+                raise Stalled(f"no request went on for {self.patience:g} s; waiting: {', '.join(sorted(running))}")
             for output in said:
                 outputs[output.request_id] = output
                 if output.finished and output.request_id in running:
@@ -122,7 +131,7 @@ class Child:
     def _reset(self, engine: Any) -> bool:
         """Empty the local prefix cache. vLLM refuses as long as blocks are in use, as they are while a connector still saves them; an
         engine in this process lives by being asked."""
-        limit = time.monotonic() + RESET_LIMIT
+        limit = time.monotonic() + self.reset_limit
         here = not self.job.start["processes"]
         while not engine.reset_prefix_cache():
             if time.monotonic() > limit or self.held:

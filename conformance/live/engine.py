@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ from kvconform.adapters import ENVIRONMENT as ADAPTERS
 from kvconform.live.cpu_async import ENVIRONMENT as ASYNC
 from kvconform.live.emulation import ENVIRONMENT as EMULATE
 from kvconform.live.job import Job, Outcome, Play
+from kvconform.live.outage import Attendant, seconds
 from kvconform.live.plugin import TRACE
 from kvconform.live.process import Ended, python, run
 from kvconform.live.scenario import BLOCK_SIZE, Start
 from kvconform.live.start import ENVIRONMENT
+from kvconform.servers import Servers
 from kvconform.target import Target
 
 LIMIT = "KVCONFORM_LIVE_SECONDS"
@@ -45,14 +48,17 @@ def make_run(
     book: Path | None,
     fail: bool = False,
     on_failure: str = "recompute",
+    servers: Sequence[Servers] = (),
 ) -> Made:
-    """Make a run. Writes below `tmp` only. Nothing of it is left when this returns."""
+    """Make a run. Writes below `tmp` only. Nothing of it is left when this returns, but what the phases' faults did to `servers`.
+    RuntimeError if a fault could not be carried out."""
     tmp.mkdir(parents=True, exist_ok=True)
-    for name in ("tmp", "trace", "work", "connector"):
+    for name in ("tmp", "trace", "work", "connector", "desk"):
         (tmp / name).mkdir(exist_ok=True)
     job = Job(
         model=str(model), start=start.model_dump(), transfer=transfer_of(target, tmp / "connector", on_failure), plays=plays, fail=fail,
         adapters=list(target.adapters) if target is not None else [], device=target.device if target is not None else "cpu",
+        desk=str(tmp / "desk") if servers else None,
     )  # fmt: skip
     job.write(tmp / "job.json")
     environment = {
@@ -63,11 +69,20 @@ def make_run(
     environment |= {BOOK: str(book)} if book is not None else {}
     environment |= {ASYNC: "1"} if start.scheduling == "async" else {}
     environment |= {EMULATE: "1"} if target is not None and target.device == "emulated" else {}
-    limit = float(os.environ.get(LIMIT, SECONDS))
+    attendant = Attendant(tmp / "desk", servers)
+    limit = float(os.environ.get(LIMIT, SECONDS)) + seconds([fault for play in plays for fault in play.faults], servers)
     command = python("kvconform.live.child", str(tmp / "job.json"), str(tmp / "out.jsonl"))
-    ended = run(
-        command, limit=limit, log=tmp / "log", environment=environment, cwd=tmp / "work", over=lambda: Outcome.over(tmp / "out.jsonl")
-    )
+
+    def over() -> bool:  # asked again and again
+        attendant.look()
+        return Outcome.over(tmp / "out.jsonl")
+
+    try:
+        ended = run(command, limit=limit, log=tmp / "log", environment=environment, cwd=tmp / "work", over=over)
+    finally:
+        attendant.close()
+    if attendant.problems:
+        raise RuntimeError(f"a fault of a server could not be carried out: {attendant.problems[0]}")
     return Made(Outcome.read(tmp / "out.jsonl"), ended, tmp / "trace", _last_words(tmp / "log"))
 
 

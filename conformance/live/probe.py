@@ -52,6 +52,11 @@ def install(directory: str) -> None:
         _recorder.patch()
 
 
+def recorder() -> Recorder | None:
+    """That of this process, if it is watched."""
+    return _recorder
+
+
 class Recorder:
     """One process: its trace, its probe, its scheduler and worker as they come. Patches classes of vLLM for good."""
 

@@ -17,8 +17,8 @@ from kvconform.errors import EnvironmentProblem, KvconformError
 from kvconform.live import trace as traces
 from kvconform.live.compare import describe
 from kvconform.live.engine import Made, make_run, resolved
-from kvconform.live.events import missing, own_events, spared
-from kvconform.live.fault import lacking
+from kvconform.live.events import missing, own_events
+from kvconform.live.fault import lacking, spared
 from kvconform.live.job import Outcome, Play
 from kvconform.live.plains import Plains, plains
 from kvconform.live.reduce import REDUCED, reduce, write
@@ -77,7 +77,7 @@ def run_live(
     clear_all()
     made = make_run(
         scenario.start, resolved(wanted, plain), target, tmp=tmp, model=plain_runs.model, book=book, fail=scenario.fail,
-        on_failure=scenario.on_failure,
+        on_failure=scenario.on_failure, servers=Servers.active if scenario.faults else (),
     )  # fmt: skip
     events = _trace(scenario, variant, wanted, made, plain, seed, target)
     if any(e["k"] == "live.tokens" and not e["same"] and not e["ambiguous"] for e in events):
@@ -86,7 +86,7 @@ def run_live(
         if any(own.answers[name].tokens != answer.tokens for name, answer in plain.answers.items() if name in own.answers):
             events = _trace(scenario, variant, wanted, made, own, seed, target)
     found = LiveRun(variant, events, traces.channels(events) | {"live"})
-    found.lacks = missing(scenario, made.outcome, _failed_loads(events)) + spared(scenario, events)
+    found.lacks = missing(scenario, made.outcome, _failed_loads(events)) + spared(scenario.faults, events)
     return found, made
 
 

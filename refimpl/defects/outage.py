@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Known-bad connectors whose server fails: each is the correct one with a server, and takes it badly."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+from kvconform.refimpl.paging import write_slots
+from kvconform.refimpl.plan import Load
+from kvconform.refimpl.variants.served import Served
+from kvconform.refimpl.variants.served_store import PATIENCE, ServedStore
+
+
+class TrustsServer(Served):
+    """What the server does not deliver is left out, and nobody is told."""
+
+    def _load(self, load: Load, layers: Iterable[str]) -> None:
+        for piece in load.pieces:
+            for layer in layers:
+                self._load_layer(piece, layer)
+
+
+class RaisesWithoutServer(Served):
+    """Raises what the network raised."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        super().start_load_kv(forward_context, **kwargs)
+        if ServedStore.is_silent(self._store.port):
+            raise ConnectionError("the server does not answer")
+
+
+class WaitsForServer(Served):
+    """Tries a load again until the server delivers it: one that does not come back is waited for for ever."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        loads = self._load_queue.take()
+        sent, recved = super().get_finished(finished_req_ids)
+        for load in loads:
+            if all(self._store.has(piece.key) for piece in load.pieces):
+                self._load(load, self._layers)
+                recved = {*(recved or ()), load.req}
+            else:
+                self._load_queue.add(load, 1)
+        return sent, recved
+
+
+class PatientStore(ServedStore):
+    """Waits for a minute."""
+
+    patience = 60.0
+    _silent: ClassVar[dict[int, float]] = {}
+
+
+class WritesLate(Served):
+    """Gives a load up after a while, says that it failed, and lets it go on: the bytes land when the server answers."""
+
+    def _load(self, load: Load, layers: Iterable[str]) -> None:
+        names, done = list(layers), threading.Event()
+        threading.Thread(target=self._fetch, args=(load, names, done), daemon=True).start()
+        if not done.wait(PATIENCE):
+            for piece in load.pieces:
+                self._invalid |= piece.blocks(self._block_size)
+                self._bad |= piece.blocks(self._block_size)
+
+    def _fetch(self, load: Load, layers: list[str], done: threading.Event) -> None:
+        patient = PatientStore(self._store.port, *self._store.place)
+        for piece in load.pieces:
+            for layer in layers:
+                data = patient.get(piece.key, layer)
+                if data is None or not write_slots(self._layers[layer], piece.slots, data, piece.first, self._share):
+                    return  # it says nothing, and is taken for late
+        done.set()
