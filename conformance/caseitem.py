@@ -47,6 +47,7 @@ class Payload(TypedDict, total=False):
     timelines: dict[str, list[str]]
     trace: list[str]
     harness_error: str | None
+    story: str | None
     capabilities: dict[str, Any]
     sources: dict[str, str]
 
@@ -151,6 +152,7 @@ class Worker:
             unmet=report.unmet,
             timelines={name: timeline.render(events, marks.get(name)) for name, events in report.timelines.items()},
             harness_error=report.harness_error,
+            story=report.story,
             capabilities=report.capabilities,
             sources=report.sources,
         )

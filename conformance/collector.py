@@ -28,6 +28,7 @@ class CaseNotes:
     timelines: dict[str, list[str]] = field(default_factory=dict)
     trace: list[str] = field(default_factory=list)
     harness_error: str | None = None
+    story: str | None = None
 
 
 class Collector:
@@ -54,7 +55,12 @@ class Collector:
         self.capabilities = self.capabilities or payload.get("capabilities", {})
         self.sources = self.sources or payload.get("sources", {})
         self.notes[variant] = CaseNotes(
-            variant, payload.get("unmet", []), payload.get("timelines", {}), payload.get("trace", []), payload.get("harness_error")
+            variant,
+            payload.get("unmet", []),
+            payload.get("timelines", {}),
+            payload.get("trace", []),
+            payload.get("harness_error"),
+            payload.get("story"),
         )
         return self.put(variant, rows)
 

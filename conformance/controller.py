@@ -22,6 +22,7 @@ from kvconform.caseitem import START
 from kvconform.collector import Collector
 from kvconform.environment import check_connector_name, check_vllm
 from kvconform.errors import EnvironmentProblem, KvconformError, UsageError
+from kvconform.html import page
 from kvconform.live.select import spec_for
 from kvconform.report import jsonl, summary, terminal
 from kvconform.report.progress import Progress
@@ -213,7 +214,8 @@ class Controller:
         footer = FooterLine(counts=found.counts, verdict=found.verdict)  # type: ignore[arg-type]
         try:
             jsonl.rewrite(self._stream.path, self.header(), rows, self.collector.ordered_notes(), footer)
-            summary.write(self.folder, self.collector, found, seconds=seconds, started=self.started, exit_code=code)
+            told = summary.write(self.folder, self.collector, found, seconds=seconds, started=self.started, exit_code=code)
+            page.write(self.folder, page.make(self.collector, self.header(), told, rows))
         except OSError as error:
             self.problem = self.problem or EnvironmentProblem(f"the report cannot be written to {self.folder}: {error.strerror or error}")
         terminal.report(self.console, self.collector, rows, found, where=str(self.folder), seconds=seconds)

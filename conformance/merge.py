@@ -22,6 +22,7 @@ from rich.console import Console
 from kvconform import __version__
 from kvconform.collector import CaseNotes, Collector
 from kvconform.errors import EnvironmentProblem, UsageError
+from kvconform.html import page
 from kvconform.load import Spec, load_spec
 from kvconform.report import jsonl, summary, terminal
 from kvconform.report_models import FooterLine, HeaderLine, ReportLine, RowLine, Summary
@@ -67,7 +68,8 @@ def merge(folders: Sequence[str], report_dir: str, console: Console) -> int:
         header = jsonl.header_of(collector, warnings)
         jsonl.rewrite(out / jsonl.NAME, header, rows, collector.ordered_notes(), footer)
         started = datetime.now(UTC).isoformat(timespec="seconds")
-        summary.write(out, collector, found, seconds=sum(seconds), started=started, exit_code=code)
+        told = summary.write(out, collector, found, seconds=sum(seconds), started=started, exit_code=code)
+        page.write(out, page.make(collector, header, told, rows))
         _join_junit([report.folder / JUNIT for report in reports], out / JUNIT)
     except OSError as error:
         raise EnvironmentProblem(f"the report cannot be written to {report_dir}: {error.strerror or error}") from None
@@ -98,7 +100,7 @@ def read(folder: Path) -> Report:
         elif found is not None and isinstance(line, RowLine):
             found.rows.append(Row.from_dict(line.model_dump()))
         elif found is not None:
-            found.notes.append(CaseNotes(line.variant, line.provoked, line.timeline, [], line.harness_error))
+            found.notes.append(CaseNotes(line.variant, line.provoked, line.timeline, [], line.harness_error, line.story))
     if found is None or not ended:
         which = f"shard {found.header.extra['shard']}" if found else "the shard"
         raise UsageError(f"{path} has no end: {which} was cut short; run it again")

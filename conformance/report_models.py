@@ -74,6 +74,7 @@ class CaseLine(_Part):
     variant: str
     provoked: list[str] = Field(default=[], description="stimuli that did not happen")
     timeline: dict[str, list[str]] = Field(default={}, description="requirement -> lines around its first violation")
+    story: str | None = Field(default=None, description="the whole run, packed for the timeline of report.html, if something failed")
     harness_error: str | None = None
     seconds: float | None = None
 

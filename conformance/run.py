@@ -15,6 +15,7 @@ from kvconform.backstory import tell
 from kvconform.case import Variant
 from kvconform.diagnosis import describe
 from kvconform.excerpt import excerpt
+from kvconform.html.story import story_of
 from kvconform.infer import Profile, profile_of
 from kvconform.load import Spec
 from kvconform.relation import relate_runs
@@ -36,7 +37,8 @@ class CaseReport:
     """What one variant came to. Everything is JSON-able.
 
     `rows` are verdict.Row dicts, one per requirement; `unmet` are stimuli that did not happen; `timelines` maps a failed requirement to the
-    events around its first violation; `trace` is the whole trace if it was asked for.
+    events around its first violation; `trace` is the whole trace if it was asked for; `story` the run for the timeline of
+    report.html (kvconform.html.story), if a requirement failed.
     """
 
     variant: str
@@ -49,6 +51,7 @@ class CaseReport:
     capabilities: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     trace: list[dict[str, Any]] | None = None
+    story: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """A plain dict."""
@@ -148,6 +151,7 @@ def run_and_judge(
     report.timelines = {
         row.requirement: excerpt(main.trace, row.event, row.req) for row in rows if row.verdict == Verdict.FAIL and row.event is not None
     }
+    report.story = story_of(main.trace, rows)
     report.trace = main.trace if keep_trace else None
     shutil.rmtree(tmp, ignore_errors=True)
     return report

@@ -15,6 +15,7 @@ from typing import Any
 
 from kvconform import watchdog
 from kvconform.errors import UsageError
+from kvconform.html.story import story_of
 from kvconform.load import Spec
 from kvconform.settings import Settings
 from kvconform.verdict import Verdict, rows_for
@@ -43,6 +44,7 @@ def judge(variant: Any, target: Settings, spec: Spec, *, tmp: Path, requirements
             row.verdict, row.count, row.step, row.req, row.event = Verdict.FAIL, 1, 2, "a", 5
             row.message, row.evidence = f"wrong bytes in {tmp}/store by <object at 0x7f00deadbeef>", "v1/core.py: Scheduler.schedule"
             timelines[row.requirement] = [{"k": "engine.stall", "seq": 5, "step": 2, "steps": 60, "waiting_on": ["a"], "seconds": 0}]
+    trace: list[dict[str, Any]] = [{"k": "engine.lifecycle", "seq": 0, "step": 0, "op": "start", "pid": 0, "error": None}]
     return SimpleNamespace(
         rows=[row.to_dict() for row in rows],
         unmet=["preempted: a"] if case in orders.get("unmet", []) else [],
@@ -50,5 +52,6 @@ def judge(variant: Any, target: Settings, spec: Spec, *, tmp: Path, requirements
         harness_error=None,
         capabilities={"store": True, "saves": "all"},
         sources={"store": "declared", "saves": "inferred"},
-        trace=[{"k": "engine.lifecycle", "seq": 0, "step": 0, "op": "start", "pid": 0, "error": None}],
+        trace=trace,
+        story=story_of(trace, rows),
     )

@@ -14,6 +14,7 @@ from typing import Any
 from kvconform.capabilities import complete
 from kvconform.case import Variant
 from kvconform.errors import EnvironmentProblem, KvconformError
+from kvconform.html.story import story_of
 from kvconform.live import trace as traces
 from kvconform.live.compare import describe
 from kvconform.live.engine import Made, make_run, resolved
@@ -169,6 +170,7 @@ def run_and_judge(
                     _reduced(rows, scenario, variant, target, spec, caps, tmp, plain_runs or plains())
                 report.unmet = found.lacks
                 report.timelines = _timelines(rows, found)
+                report.story = story_of(found.trace, rows)
                 report.trace = found.trace if keep_trace else None
     except RuntimeError as problem:
         rows = rows_for(wanted, variant, Verdict.ERROR, str(problem).splitlines()[0], strict=strict)

@@ -83,7 +83,7 @@ def note_line(note: CaseNotes) -> str | None:
     """The line about a run, or None if there is nothing to say."""
     if not (note.unmet or note.timelines or note.harness_error):
         return None
-    line = CaseLine(variant=note.variant, provoked=note.unmet, timeline=note.timelines, harness_error=note.harness_error)
+    line = CaseLine(variant=note.variant, provoked=note.unmet, timeline=note.timelines, story=note.story, harness_error=note.harness_error)
     return line_of(line)
 
 

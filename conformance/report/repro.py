@@ -6,11 +6,18 @@ from __future__ import annotations
 import os
 import shlex
 
+from kvconform.collector import Collector
 from kvconform.settings import Settings
 from kvconform.verdict import Row
 
 THROUGH = "KVCONFORM_THROUGH"
 """Environment variable: the command that hands its arguments to `kvconform run`, as nox does in an environment of its own."""
+
+
+def of(collector: Collector, row: Row) -> str:
+    """The command for a row of a run that was collected."""
+    alike = collector.spec.cases[row.case].variants([row.engine], [row.scheduling], [row.slow] if row.slow else None)
+    return command(collector.settings, row, alone=len(alike) == 1 and row.slow is None)
 
 
 def command(settings: Settings, row: Row, *, alone: bool) -> str:

@@ -17,8 +17,8 @@ from kvconform.report_models import CaseCounts, RequirementCounts, Summary
 NAME = "summary.json"
 
 
-def write(folder: Path, collector: Collector, found: Aggregate, *, seconds: float, started: str, exit_code: int) -> None:
-    """Write the file. `started`: ISO time; `seconds`: s from start to end of the run."""
+def write(folder: Path, collector: Collector, found: Aggregate, *, seconds: float, started: str, exit_code: int) -> Summary:
+    """Write the file; returns what is in it. `started`: ISO time; `seconds`: s from start to end of the run."""
     settings = collector.settings
     summary = Summary(
         suite=__version__,
@@ -54,3 +54,4 @@ def write(folder: Path, collector: Collector, found: Aggregate, *, seconds: floa
     scratch = folder / f".{NAME}.new"
     scratch.write_text(summary.model_dump_json(indent=2) + "\n", encoding="utf-8")
     os.replace(scratch, path)
+    return summary

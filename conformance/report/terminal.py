@@ -224,14 +224,11 @@ def _failure(collector: Collector, group: Sequence[Row], notes: dict[str, CaseNo
         others = list(dict.fromkeys(row.run for row in group[1:]))
         more = f" and {len(others) - LISTED} more" if len(others) > LISTED else ""
         line("also in", f"{len(others)} more runs: {', '.join(others[:LISTED])}{more}")
-    case = collector.spec.cases[first.case]
     parts: list[RenderableType] = [grid]
     lines = notes[variant].timelines.get(first.requirement, []) if variant in notes else []
     if lines:
         parts += [Text("\nstep  event", style="dim"), *(Text(text, style="bold" if text.startswith(">") else "") for text in lines)]
-    alike = case.variants([first.engine], [first.scheduling], [first.slow] if first.slow else None)
-    reproduce = repro.command(collector.settings, first, alone=len(alike) == 1 and first.slow is None)
-    parts.append(Text.assemble(("\nreproduce: ", "dim"), (reproduce, "cyan")))
+    parts.append(Text.assemble(("\nreproduce: ", "dim"), (repro.of(collector, first), "cyan")))
     return Group(*parts)
 
 

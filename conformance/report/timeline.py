@@ -28,7 +28,7 @@ def render(events: Iterable[Event], mark: int | None = None) -> list[str]:
                     place = here
                 hooks.append(event["hook"])
             continue
-        text = about(event) or (_plain(event) if marked else None)
+        text = about(event) or (plain(event) if marked else None)
         if text is None:
             continue
         _flush(lines, hooks, place)
@@ -80,10 +80,11 @@ def about(event: Event) -> tuple[str, str] | None:
     special = _SPECIAL.get(kind)
     if special is not None:
         return special(event)
-    return _plain(event)
+    return plain(event)
 
 
-def _plain(event: Event) -> tuple[str, str]:
+def plain(event: Event) -> tuple[str, str]:
+    """(what, fields) of any event."""
     kind = event["k"]
     return kind.rpartition(".")[2] if len(kind) > 11 else kind, _fields(event)
 

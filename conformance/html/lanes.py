@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lanes of a timeline: for each request, what each step did for it, its states, and the transfers in between."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Event = dict[str, Any]
+PIECES = ("local", "loaded", "computed", "placeholder", "accepted", "rejected", "draft")
+"""The pieces of a cell, in tokens: hits of the local prefix cache, loaded by the connector, computed, placeholders of async
+scheduling, drafts."""
+
+
+class Lanes:
+    """`names` of the lanes; `cells`: [lane, step, seq, tokens by PIECES..., C, N, blocks]; `states`: [lane, step, state, reason]."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.cells: list[list[Any]] = []
+        self.states: list[list[Any]] = []
+        self._spans: list[list[Any]] = []
+        self._open: dict[tuple[int, str], list[Any]] = {}
+        self._computing: dict[int, list[tuple[int, int, list[Any]]]] = {}  # lane -> first position, tokens, cell
+        self._writers: dict[tuple[str, int, str | None], tuple[int, int]] = {}  # request, position, engine -> lane, step
+        self._last = 0
+
+    def number(self, event: Event) -> int:
+        """The lane of the request that an event is about; -1 if it is about none, or about several."""
+        req = event.get("req")
+        if not isinstance(req, str):
+            return -1
+        name = f"{event['on']}: {req}" if event.get("on") else req
+        if name not in self.names:
+            self.names.append(name)
+        return self.names.index(name)
+
+    def take(self, event: Event) -> None:
+        """Take the next event of the trace."""
+        self._last = max(self._last, event["step"])
+        handler = getattr(self, "_" + event["k"].replace(".", "_"), None)
+        if handler is not None:
+            handler(event, self.number(event))
+
+    def written(self, req: str, pos: int, on: str | None) -> tuple[int, int]:
+        """(lane, step) in which a request's position was computed last; (-1, -1) if no step of this trace did."""
+        return self._writers.get((req, pos, on), (-1, -1))
+
+    def ended(self) -> list[list[Any]]:
+        """The transfers: [lane, first step, last step, kind, seq]; those that never ended last to the end of the trace."""
+        return [*self._spans, *([*span[:2], self._last, *span[3:]] for span in self._open.values())]
+
+    def _cell(self, lane: int, event: Event) -> list[Any]:
+        """The cell of this step, made if there is none."""
+        for cell in reversed(self.cells):
+            if cell[1] != event["step"]:
+                break
+            if cell[0] == lane:
+                return cell
+        cell = [lane, event["step"], event["seq"], *[0] * len(PIECES), 0, 0, []]
+        self.cells.append(cell)
+        return cell
+
+    def _add(self, cell: list[Any], piece: str, tokens: int) -> None:
+        cell[3 + PIECES.index(piece)] += tokens
+
+    def _alloc(self, event: Event, lane: int) -> None:
+        if event["second_call"]:
+            return
+        cell = self._cell(lane, event)
+        self._add(cell, "local", event["local"] or 0)
+        self._add(cell, "loaded", event["external"])
+        cell[-1] = event["blocks"]
+        if event["external"]:
+            span = [lane, event["step"], event["step"], "load", event["seq"]]
+            if event["is_async"]:
+                self._open[lane, "recv"] = span
+            else:
+                self._spans.append(span)
+
+    def _req_scheduled(self, event: Event, lane: int) -> None:
+        cell = self._cell(lane, event)
+        beyond = max(0, event["C"] + event["S"] - event["N"])
+        drafts = min(event["drafts"], beyond)
+        self._add(cell, "draft", drafts)
+        self._add(cell, "placeholder", beyond - drafts)
+        self._add(cell, "computed", event["S"] - beyond)
+        cell[2] = event["seq"]
+        cell[-3:] = [event["C"], event["N"], event["table"]]
+        self._computing.setdefault(lane, []).append((event["C"], event["S"], cell))
+
+    def _kv_computed(self, event: Event, lane: int) -> None:
+        for pos in range(event["start"], event["end"]):
+            self._writers[event["req"], pos, event.get("on")] = (lane, event["step"])
+        waiting = self._computing.get(lane, [])
+        for one in list(waiting):
+            start, tokens, cell = one
+            if start == event["start"] and tokens == event["end"] - event["start"]:
+                waiting.remove(one)
+                self._drafted(cell, event["accepted"], event["rejected"])
+                return
+
+    def _drafted(self, cell: list[Any], accepted: int, rejected: int) -> None:
+        """What became of a cell's drafts."""
+        self._add(cell, "draft", -min(cell[3 + PIECES.index("draft")], accepted + rejected))
+        self._add(cell, "accepted", accepted)
+        self._add(cell, "rejected", rejected)
+
+    def _req_state(self, event: Event, lane: int) -> None:
+        self.states.append([lane, event["step"], event["to"], event["reason"]])
+
+    def _hold(self, event: Event, lane: int) -> None:
+        self._open.setdefault((lane, event["direction"]), [lane, event["step"], event["step"], event["direction"], event["seq"]])
+
+    def _release(self, event: Event, lane: int) -> None:
+        span = self._open.pop((lane, event["direction"]), None)
+        if span is not None:
+            self._spans.append([*span[:2], event["step"], *span[3:]])
+
+    def _load_due(self, event: Event, lane: int) -> None:
+        span = self._open.pop((lane, "recv"), None)
+        if span is not None:
+            self._spans.append([*span[:2], event["step"], *span[3:]])
+
+    def _plan(self, event: Event, lane: int) -> None:
+        self._spans.append([lane, event["step"], event["step"], event["op"], event["seq"]])
