@@ -8,6 +8,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from kvconform.compare.command import command as compare
 from kvconform.errors import KvconformError
 from kvconform.explore.cli import explore
 from kvconform.snapshots.command import app as snapshot
@@ -107,6 +108,7 @@ def run(
 
 
 app.command()(explore)
+app.command(name="compare")(compare)
 
 
 @app.command()

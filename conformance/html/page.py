@@ -94,6 +94,11 @@ def write(folder: Path, page: Page) -> Path:
     return path
 
 
+def stylesheet() -> str:
+    """The style of all pages."""
+    return _text("report.css")
+
+
 def _scripts() -> str:
     return "\n".join(_text(name) for name in ("story.js", "drawing.js", "timeline.js", "page.js"))
 

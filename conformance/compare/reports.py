@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads a report that was written earlier, whole or cut off, for a comparison."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from kvconform.errors import UsageError
+from kvconform.report import jsonl
+from kvconform.report_models import HeaderLine
+
+Key = tuple[str, str]
+"""A requirement and a run."""
+
+
+@dataclass
+class Report:
+    """What a report.jsonl says: verdict and message per requirement and run; `complete` unless it was cut off."""
+
+    path: Path
+    header: HeaderLine
+    verdicts: dict[Key, str] = field(default_factory=dict)
+    messages: dict[Key, str] = field(default_factory=dict)
+    gating: dict[str, bool] = field(default_factory=dict)
+    guarantees: set[str] = field(default_factory=set)
+    answer: str | None = None
+
+    @property
+    def complete(self) -> bool:
+        return self.answer is not None
+
+    @property
+    def name(self) -> str:
+        """`connector, vLLM 0.32.0`, as far as it is known."""
+        return f"{self.header.connector or 'no connector'}, vLLM {self.header.vllm or '?'}"
+
+    def failing(self) -> set[str]:
+        """Requirements that failed and count."""
+        return {
+            name
+            for (name, _), verdict in self.verdicts.items()
+            if verdict == "FAIL" and self.gating.get(name) and name not in self.guarantees
+        }
+
+
+def read(place: str) -> Report:
+    """The report in a file, or of a directory. UsageError if there is none, or if it is damaged."""
+    path = Path(place)
+    path = path / jsonl.NAME if path.is_dir() else path
+    try:
+        lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{place}: there is no readable report: {getattr(error, 'strerror', None) or error}") from None
+    found: Report | None = None
+    for number, text in enumerate(lines, 1):
+        try:
+            line = json.loads(text)
+            found = _take(path, found, line)
+        except (ValueError, KeyError, TypeError, ValidationError) as error:
+            if found is not None and number == len(lines):  # the run was killed while it wrote
+                break
+            raise UsageError(f"{path}:{number}: not a line of a report ({str(error).splitlines()[0]})") from None
+    assert found is not None
+    return found
+
+
+def _take(path: Path, found: Report | None, line: dict[str, Any]) -> Report:
+    kind = line.pop("type")
+    if found is None:
+        if kind != "header":
+            raise ValueError("a report begins with its header")
+        return Report(path, HeaderLine.model_validate(line))
+    if kind == "row":
+        key = (line["requirement"], run_of(line))
+        found.verdicts[key] = line["verdict"]
+        if line.get("message"):
+            found.messages[key] = line["message"]
+        found.gating[key[0]] = line.get("gating", True)
+        if line.get("kind") == "guarantee":
+            found.guarantees.add(key[0])
+    elif kind == "footer":
+        found.answer = line["verdict"]
+    return found
+
+
+def run_of(line: dict[str, Any]) -> str:
+    """The run's id, from a row."""
+    from kvconform.case import variant_id
+
+    return variant_id(
+        line["case"], line["engine"], line["scheduling"], line["runner"], line["depth"], line["block_size"], line.get("slow")
+    )  # fmt: skip
