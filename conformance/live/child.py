@@ -69,8 +69,7 @@ class Child:
                 where = play.name
                 self.write("begin", name=play.name)
                 self.write("phase", **self.play(play).model_dump())
-            if not self.held:
-                self._reset(self.llm.llm_engine)  # a connector may still send: vLLM's engine goes on with empty steps until it is done
+            self._settle(self.llm.llm_engine)
             where = "shutdown"
             self.write("begin", name=where)
             self.llm.llm_engine.engine_core.shutdown()
@@ -127,6 +126,17 @@ class Child:
     def _prompt(self, ask: Ask) -> list[int]:
         before = self.answers[ask.after] if ask.after is not None else None
         return [*before.prompt, *before.tokens, *ask.tokens] if before is not None else ask.tokens
+
+    def _settle(self, engine: Any) -> None:
+        """Let the engine make the steps that a server's makes when nobody asks any more: the connector hears who has finished, and what it
+        still sends is waited for."""
+        limit = time.monotonic() + RESET_LIMIT
+        if not self.job.start["processes"]:
+            while engine.engine_core.engine_core.scheduler.has_requests() and time.monotonic() < limit:
+                engine.step()
+                time.sleep(0.001)
+        if not self.held:
+            self._reset(engine)
 
     def _reset(self, engine: Any) -> bool:
         """Empty the local prefix cache. vLLM refuses as long as blocks are in use, as they are while a connector still saves them; an
