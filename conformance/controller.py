@@ -24,7 +24,7 @@ from kvconform.environment import check_connector_name, check_vllm
 from kvconform.errors import EnvironmentProblem, KvconformError, UsageError
 from kvconform.html import page
 from kvconform.live.select import spec_for
-from kvconform.report import jsonl, summary, terminal
+from kvconform.report import jsonl, statement, summary, terminal
 from kvconform.report.progress import Progress
 from kvconform.report_models import FooterLine, HeaderLine
 from kvconform.servers import Commands
@@ -216,6 +216,7 @@ class Controller:
             jsonl.rewrite(self._stream.path, self.header(), rows, self.collector.ordered_notes(), footer)
             told = summary.write(self.folder, self.collector, found, seconds=seconds, started=self.started, exit_code=code)
             page.write(self.folder, page.make(self.collector, self.header(), told, rows))
+            statement.write(self.folder, statement.make(self.collector, found, judged=date.today()))
         except OSError as error:
             self.problem = self.problem or EnvironmentProblem(f"the report cannot be written to {self.folder}: {error.strerror or error}")
         terminal.report(self.console, self.collector, rows, found, where=str(self.folder), seconds=seconds)

@@ -24,7 +24,7 @@ from kvconform.collector import CaseNotes, Collector
 from kvconform.errors import EnvironmentProblem, UsageError
 from kvconform.html import page
 from kvconform.load import Spec, load_spec
-from kvconform.report import jsonl, summary, terminal
+from kvconform.report import jsonl, statement, summary, terminal
 from kvconform.report_models import FooterLine, HeaderLine, ReportLine, RowLine, Summary
 from kvconform.settings import Settings
 from kvconform.shard import Shard, parse, part, suite_digest
@@ -70,6 +70,7 @@ def merge(folders: Sequence[str], report_dir: str, console: Console) -> int:
         started = datetime.now(UTC).isoformat(timespec="seconds")
         told = summary.write(out, collector, found, seconds=sum(seconds), started=started, exit_code=code)
         page.write(out, page.make(collector, header, told, rows))
+        statement.write(out, statement.make(collector, found, judged=date.today()))
         _join_junit([report.folder / JUNIT for report in reports], out / JUNIT)
     except OSError as error:
         raise EnvironmentProblem(f"the report cannot be written to {report_dir}: {error.strerror or error}") from None

@@ -17,6 +17,7 @@ from kvconform.defect import Defect
 from kvconform.evidence import Evidence
 from kvconform.kill_matrix import KillMatrix
 from kvconform.profile import Profile, Waiver
+from kvconform.report.statement import Statement
 from kvconform.report_models import ReportLine, Summary
 from kvconform.requirement import Requirement
 from kvconform.rules import Rule, RuleWaiver
@@ -31,6 +32,7 @@ FORMATS: dict[str, tuple[Any, str]] = {
     "sources": (list[Evidence], "spec/sources.yaml: a list of places in vLLM's source, and what they said"),
     "report-line": (ReportLine, "one line of report.jsonl"),
     "summary": (Summary, "summary.json"),
+    "statement": (Statement, "statement.json"),
     "kill-matrix": (KillMatrix, "kill-matrix.json"),
 }
 

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""statement.json, what a connector was found to be, for others to rely on; and badge.json, the same for a README (shields.io endpoint)."""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import date
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvconform import __version__
+from kvconform.adapters import titles
+from kvconform.aggregate import Aggregate
+from kvconform.collector import Collector
+from kvconform.report_models import Overall, VerdictName
+from kvconform.shard import suite_digest
+from kvconform.verdict import Verdict
+
+NAME, BADGE = "statement.json", "badge.json"
+WORDS = {"conformant": "conformant", "partial": "partly conformant", "nonconformant": "not conformant", "error": "no answer"}
+COLOURS = {"conformant": "brightgreen", "partial": "yellow", "nonconformant": "red", "error": "lightgrey"}
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Capability(_Part):
+    """What the connector can do: declared by it, inferred from it, or assumed."""
+
+    value: Any
+    source: str
+
+
+class Statement(_Part):
+    """The conformance statement."""
+
+    format: Literal[1] = 1
+    suite: str = Field(description="version of kvconform")
+    specification: str = Field(description="digest of the specification and the code that judges; equal digests judge alike")
+    vllm: str
+    connector: str
+    engines: list[str]
+    scheduling: list[str]
+    device: str
+    adapters: list[str] = Field(description="stand-ins that were in force (docs/adapters.md)")
+    profile: str
+    seed: int
+    judged: date
+    complete: bool = Field(description="whether all cases and requirements of the profile were asked for; a statement about less is none")
+    verdict: Overall
+    passed: int = Field(description="requirements that count, were exercised, and hold")
+    core: int = Field(description="requirements that count; unsupported, unexercised and unobservable ones are among them")
+    capabilities: dict[str, Capability]
+    requirements: dict[str, VerdictName] = Field(description="requirements that count: what each came to")
+    failed: list[str]
+
+
+def make(collector: Collector, found: Aggregate, *, judged: date) -> Statement:
+    """The statement about a finished run."""
+    settings, spec = collector.settings, collector.spec
+    levels = ("MUST", "MUST NOT", "SHOULD", "SHOULD NOT", "MAY") if settings.strict else ("MUST", "MUST NOT")
+    core = {r.id for r in spec.requirements.values() if r.kind == "requirement" and r.level in levels}
+    counting = {name: status for name, status in found.status.items() if name in core}
+    capabilities = {
+        name: Capability(value=value, source=collector.sources.get(name, "default"))
+        for name, value in sorted(collector.capabilities.items())
+    }
+    return Statement(
+        suite=__version__, specification=suite_digest(), vllm=collector.vllm, connector=settings.catalogue or settings.connector,
+        engines=settings.engines, scheduling=settings.schedulings, device=settings.target_device, adapters=titles(settings.adapters),
+        profile=settings.profile, seed=settings.seed, judged=judged,
+        complete=not collector.selection.narrowed and collector.selection.shard is None and not collector.missing(),
+        verdict=found.verdict, passed=sum(status is Verdict.PASS for status in counting.values()), core=len(counting),  # type: ignore[arg-type]
+        capabilities=capabilities, requirements={name: status.value for name, status in sorted(counting.items())}, failed=found.failed,  # type: ignore[misc]
+    )  # fmt: skip
+
+
+def badge(statement: Statement) -> dict[str, Any]:
+    """For https://img.shields.io/endpoint. What was not asked for, supported or exercised does not count as passed."""
+    word, colour = WORDS[statement.verdict], COLOURS[statement.verdict]
+    if not statement.complete and statement.verdict in ("conformant", "partial"):
+        word, colour = "judged in part", "lightgrey"
+    message = f"{word} · {statement.passed}/{statement.core} · vLLM {statement.vllm.partition('+')[0]}"
+    return {"schemaVersion": 1, "label": "KV connector", "message": message, "color": colour}
+
+
+def write(folder: Path, statement: Statement) -> None:
+    """Write both files."""
+    for name, text in ((NAME, statement.model_dump_json(indent=2)), (BADGE, json.dumps(badge(statement), ensure_ascii=False))):
+        scratch = folder / f".{name}.new"
+        scratch.write_text(text + "\n", encoding="utf-8")
+        os.replace(scratch, folder / name)

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""statement.json and badge.json: what was found, and nothing better."""
+
+from __future__ import annotations
+
+import json
+from datetime import date
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from kvconform.collector import Collector
+from kvconform.load import load_spec
+from kvconform.report import statement
+from kvconform.schema import folder
+from kvconform.settings import Settings
+from kvconform.suite import select
+from kvconform.verdict import Verdict, rows_for
+
+SPEC = load_spec()
+MUST = [r.id for r in SPEC.requirements.values() if r.kind == "requirement" and r.level == "MUST"][:3]
+SHOULD = next(r.id for r in SPEC.requirements.values() if r.kind == "requirement" and r.level == "SHOULD")
+GUARANTEE = next(r.id for r in SPEC.requirements.values() if r.kind == "guarantee")
+
+
+def made(*verdicts: Verdict, whole: bool = True) -> statement.Statement:
+    """The statement about three requirements that count with these verdicts, a recommendation and a guarantee that fail."""
+    settings = Settings(connector="pkg:Conn", engine="reference", scheduling="sync")
+    collector = Collector(SPEC, settings, select(SPEC, settings, "0.32.0"), "0.32.0")
+    variant = collector.selection.variants[0]
+    collector.only({variant.id})
+    collector.selection.narrowed = not whole
+    names = [*MUST, SHOULD, GUARANTEE]
+    rows = rows_for([SPEC.requirements[name] for name in names], variant, Verdict.FAIL, "bad", strict=False)
+    for row, verdict in zip(rows, verdicts, strict=False):
+        row.verdict, row.exercised = verdict, int(verdict in (Verdict.PASS, Verdict.FAIL))
+    collector.rows[variant.id] = rows
+    collector.capabilities, collector.sources = {"store": True, "hma": False}, {"store": "inferred"}
+    _, found = collector.finish(date(2026, 1, 1), complete=True)
+    return statement.make(collector, found, judged=date(2026, 1, 1))
+
+
+def test_what_is_not_supported_does_not_count_as_passed() -> None:
+    found = made(Verdict.PASS, Verdict.UNSUPPORTED, Verdict.NOT_EXERCISED)
+    assert (found.passed, found.core) == (1, 3)
+    assert set(found.requirements) == set(MUST), "recommendations and guarantees are no part of it"
+    assert statement.badge(found)["message"] == "conformant · 1/3 · vLLM 0.32.0"
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "whole", "word", "colour"),
+    [
+        ((Verdict.PASS, Verdict.PASS, Verdict.PASS), True, "conformant", "brightgreen"),
+        ((Verdict.PASS, Verdict.PASS, Verdict.PASS), False, "judged in part", "lightgrey"),
+        ((Verdict.PASS, Verdict.FAIL, Verdict.PASS), False, "not conformant", "red"),
+        ((Verdict.PASS, Verdict.ERROR, Verdict.PASS), True, "no answer", "lightgrey"),
+    ],
+)
+def test_the_badge(verdicts: tuple[Verdict, ...], whole: bool, word: str, colour: str) -> None:
+    found = statement.badge(made(*verdicts, whole=whole))
+    assert found["message"].startswith(f"{word} · ") and found["color"] == colour and found["schemaVersion"] == 1
+
+
+def test_the_files_are_what_the_schema_says(tmp_path: Path) -> None:
+    statement.write(tmp_path, made(Verdict.PASS, Verdict.FAIL, Verdict.PASS))
+    data = json.loads((tmp_path / statement.NAME).read_text(encoding="utf-8"))
+    jsonschema.validate(data, json.loads((folder() / "statement.json").read_text(encoding="utf-8")))
+    assert data["failed"] == [MUST[1]] and data["requirements"][MUST[1]] == "FAIL"
+    assert data["capabilities"] == {"hma": {"value": False, "source": "default"}, "store": {"value": True, "source": "inferred"}}
+    assert json.loads((tmp_path / statement.BADGE).read_text(encoding="utf-8"))["color"] == "red"
