@@ -19,10 +19,11 @@ import pytest
 
 from kvconform import watchdog
 from kvconform.errors import KvconformError
+from kvconform.html.story import build
 from kvconform.live.plains import FOLDER as PLAINS
 from kvconform.live.reduce import REDUCED
 from kvconform.live.select import spec_for
-from kvconform.report import timeline
+from kvconform.report import strip, timeline
 from kvconform.settings import Settings
 from kvconform.suite import Selection, select
 from kvconform.verdict import Verdict, rows_for
@@ -157,7 +158,7 @@ class Worker:
             sources=report.sources,
         )
         if report.trace is not None:
-            payload["trace"] = timeline.render(report.trace)
+            payload["trace"] = [*strip.render(build(report.trace, {})), *timeline.render(report.trace)]
         return payload
 
 
