@@ -15,7 +15,8 @@ CELL = 8
 PER_LINE = (WIDTH - NAME) // CELL
 SIGNS = {"local": "h", "loaded": "L", "computed": "", "placeholder": "?", "accepted": "+", "rejected": "x", "draft": "d"}
 LEGEND = (
-    "N computed", "hN found in the local prefix cache", "LN loaded", "?N placeholders", "+N drafts accepted", "xN rejected", "dN of unknown fate",
+    "N computed", "hN found in the local prefix cache", "LN loaded", "?N placeholders", "+N drafts accepted", "xN rejected",
+    "dN of unknown fate",
     "P preempted", "F finished", "! wrong KV",
 )  # fmt: skip
 LINES = 40
