@@ -26,12 +26,23 @@ class EnvironmentProblem(KvconformError):
     code = 3
 
 
+class Panic(RuntimeError):
+    """What a connector raised that is no `Exception`, as one: a panic of its native code (PyO3's PanicException) or alike."""
+
+
+def ordinary(error: BaseException) -> BaseException:
+    """The error itself if it is an `Exception`, or one that ends a process on purpose; a Panic that says the same for all others."""
+    if isinstance(error, Exception | KeyboardInterrupt | SystemExit | GeneratorExit):
+        return error
+    return Panic(f"{type(error).__name__}: {error}")
+
+
 def one_line(error: BaseException) -> str:
     """Type and text of an error, and of its cause, in one line of at most 300 characters: of a configuration that vLLM refuses what its
     validators said, not how many."""
     problems = getattr(error, "errors", None) if type(error).__name__ == "ValidationError" else None
     said = "; ".join(str(problem.get("msg")) for problem in problems()) if callable(problems) else str(error)
-    text = f"{type(error).__name__}: {said}".splitlines()[0]
-    if error.__cause__ is not None:
+    text = (said if isinstance(error, Panic) else f"{type(error).__name__}: {said}").splitlines()[0]
+    if error.__cause__ is not None and not isinstance(error, Panic):
         text += f" (from {type(error.__cause__).__name__}: {error.__cause__}".splitlines()[0] + ")"
     return text[:300]

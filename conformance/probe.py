@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from kvconform import device, watchdog
+from kvconform.errors import ordinary
 from kvconform.trace import Event, Trace
 from kvconform.values import ValueCheck, check_value
 
@@ -71,7 +72,7 @@ class Probe:
             self.after.setdefault(hook, []).append(after)
 
     def record(self, connector: Any, hook: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one hook under the probe; returns what it returned, raises what it raised."""
+        """Run one hook under the probe; returns what it returned, raises what it raised (as a Panic, if that is no `Exception`)."""
         half, rank = getattr(getattr(connector, "_role", None), "name", "").lower(), 0
         if not self.watches(connector):
             return call(connector, *args, **kwargs)
@@ -96,6 +97,8 @@ class Probe:
             raise
         except BaseException as error:
             item.error = error
+            if outermost and (shown := ordinary(error)) is not error:
+                raise shown.with_traceback(error.__traceback__) from error  # whose fault it is goes by the traceback
             raise
         finally:
             self._depth -= 1

@@ -16,6 +16,9 @@ from kvconform.errors import EnvironmentProblem, UsageError, one_line
 from kvconform.settings import Settings
 from kvconform.target import Target
 
+WANTS_CUDA = ("cuda", "dummy base class")
+"""What is in an error of a connector that wants CUDA, in lower case; the second is torch's own, where it was built without."""
+
 
 def target_of(settings: Settings) -> Target:
     """The connector under test, as the settings describe it."""
@@ -61,7 +64,7 @@ def check(target: Target, tmp: Path, limit: float, *, engine: str = "all") -> No
     if crash is not None and crash["where"] == "hook" and crash["step"] == 0:
         advice = (
             "it needs CUDA, which --emulate-cuda stands in for (docs/emulation.md)"
-            if target.device == "cpu" and "cuda" in str(crash["error"]).lower()
+            if target.device == "cpu" and any(word in str(crash["error"]).lower() for word in WANTS_CUDA)
             else "it cannot run on this machine; --half scheduler judges its scheduler half alone"
             if target.half == "both"
             else "it cannot start"

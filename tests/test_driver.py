@@ -76,6 +76,24 @@ class Exits(ReferenceConnector):
         sys.exit(3)
 
 
+class NativePanic(BaseException):
+    """As PyO3's PanicException: no `Exception`."""
+
+
+class Panics(ReferenceConnector):
+    """Its native code panics in a hook."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        raise NativePanic("called unwrap on nothing")
+
+
+class PanicsAtOnce(ReferenceConnector):
+    """Its native code panics while it is made."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise NativePanic("no cache tier is configured")
+
+
 class RaisesAtShutdown(ReferenceConnector):
     """Raises when it is told to end."""
 
@@ -99,6 +117,8 @@ class NamesStrangers(ReferenceConnector):
         (AnswersNonsense, "engine", None),
         (NoConstructor, "hook", "__init__"),
         (Exits, "hook", "start_load_kv"),
+        (Panics, "hook", "start_load_kv"),
+        (PanicsAtOnce, "hook", "__init__"),
         (RaisesAtShutdown, "hook", "shutdown"),
         (NamesStrangers, "engine", None),
     ],

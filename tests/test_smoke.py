@@ -31,6 +31,17 @@ class WantsAServer(ReferenceConnector):
             raise ValueError("not configured") from error
 
 
+class NativePanic(BaseException):
+    """As PyO3's PanicException: no `Exception`."""
+
+
+class Panics(ReferenceConnector):
+    """Its native code panics while it is made."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        raise NativePanic("no cache tier is configured")
+
+
 class WantsMore(ReferenceConnector):
     """Takes an argument that vLLM does not have."""
 
@@ -74,3 +85,9 @@ def test_what_validators_said_is_kept() -> None:
     assert one_line(found.value) == "ValidationError: Value error, the port must be above 1023"
     assert one_line(KeyError("a\nb")) == r"KeyError: 'a\nb'"
     assert len(one_line(ValueError("x" * 999))) == 300
+
+
+def test_a_panic_of_native_code_is_told_like_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    with pytest.raises(UsageError, match=r"Panics raised NativePanic: no cache tier is configured \(is its"):
+        check(Target(f"{__name__}:Panics", {"store": "{tmp}"}), tmp_path, 120.0)

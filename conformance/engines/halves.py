@@ -13,7 +13,7 @@ from kvconform import compat, device, watchdog
 from kvconform.api import inspect_class
 from kvconform.compat import KVConnectorFactory, KVConnectorRole
 from kvconform.engines.ranks import Rank, in_place
-from kvconform.errors import one_line
+from kvconform.errors import one_line, ordinary
 from kvconform.kvcache import PagedCache
 from kvconform.probe import wrap_instance_hooks
 from kvconform.remote import RemoteHalf
@@ -29,8 +29,13 @@ def noted(trace: Trace, op: str) -> Iterator[None]:
     try:
         with watchdog.hook("__init__" if op == "start" else op):
             yield
-    except Exception as error:
-        event["error"] = one_line(error)
+    except watchdog.HookTimeout:
+        raise
+    except BaseException as error:
+        shown = ordinary(error)
+        event["error"] = one_line(shown)
+        if shown is not error:
+            raise shown.with_traceback(error.__traceback__) from error  # whose fault it is goes by the traceback
         raise
 
 
