@@ -18,6 +18,7 @@ from typing import Any, TypedDict
 import pytest
 
 from kvconform import watchdog
+from kvconform.ci.places import places_of
 from kvconform.errors import KvconformError
 from kvconform.html.story import build
 from kvconform.live.plains import FOLDER as PLAINS
@@ -51,6 +52,7 @@ class Payload(TypedDict, total=False):
     story: str | None
     capabilities: dict[str, Any]
     sources: dict[str, str]
+    places: dict[str, str]
 
 
 class Worker:
@@ -66,6 +68,7 @@ class Worker:
         self.selection: Selection = select(self.spec, settings, vllm)
         self._judge: Any = None
         self._target: Any = None
+        self._places: dict[str, str] = {}
         self._number = 0
 
     def pytest_sessionstart(self) -> None:
@@ -128,6 +131,8 @@ class Worker:
 
             self._target = smoke.target_of(self.settings)
             smoke.check(self._target, tmp, START_LIMIT, engine=self.settings.engine)
+            if self._target.connector is not None:
+                self._places = places_of(self._target.resolve(), Path.cwd())
         from kvconform.run import run_and_judge
 
         self._judge = run_and_judge
@@ -156,6 +161,7 @@ class Worker:
             story=report.story,
             capabilities=report.capabilities,
             sources=report.sources,
+            places=self._places,
         )
         if report.trace is not None:
             payload["trace"] = [*strip.render(build(report.trace, {})), *timeline.render(report.trace)]

@@ -8,6 +8,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from kvconform.ci.command import command as ci
 from kvconform.compare.command import command as compare
 from kvconform.errors import KvconformError
 from kvconform.explore.cli import explore
@@ -109,6 +110,7 @@ def run(
 
 app.command()(explore)
 app.command(name="compare")(compare)
+app.command(name="ci")(ci)
 
 
 @app.command()

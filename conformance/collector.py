@@ -41,6 +41,7 @@ class Collector:
         self.notes: dict[str, CaseNotes] = {}
         self.capabilities: dict[str, Any] = {}
         self.sources: dict[str, str] = {}
+        self.places: dict[str, str] = {}
         self.problems: list[str] = []
         self.shown = set(selection.shown)
         requirements = [spec.requirements[name] for name in selection.shown]
@@ -54,6 +55,7 @@ class Collector:
         rows = [Row.from_dict(row) for row in payload["rows"]]
         self.capabilities = self.capabilities or payload.get("capabilities", {})
         self.sources = self.sources or payload.get("sources", {})
+        self.places = self.places or payload.get("places", {})
         self.notes[variant] = CaseNotes(
             variant,
             payload.get("unmet", []),

@@ -196,6 +196,7 @@ def collect(reports: Sequence[Report], spec: Spec) -> tuple[Collector, list[str]
     collector = Collector(spec, settings, selection, vllm)
     shown = next((report.header for report in reports if report.header.capabilities), header)
     collector.capabilities, collector.sources = shown.capabilities, shown.capability_sources
+    collector.places = shown.extra.get("places", {})
     for report in reports:
         for row in report.rows:
             if row.verdict is Verdict.XFAIL:  # what is expected is decided once, for all of them

@@ -47,6 +47,8 @@ def header_of(collector: Collector, warnings: list[str]) -> HeaderLine:
     """The report's first line, as far as it is known now. A shard's says all that `kvconform merge` has to know."""
     settings, selection = collector.settings, collector.selection
     extra: dict[str, Any] = {"extra_config": settings.extra_config, "strict": settings.strict, "select": settings.select}
+    if collector.places:
+        extra["places"] = dict(sorted(collector.places.items()))  # hook -> path:line in the connector's own source
     if selection.shard is not None:
         judged_by = settings.model_dump(mode="json", exclude=NOT_JUDGED_BY)
         extra |= {"shard": str(selection.shard), "digest": suite_digest(), "settings": judged_by}

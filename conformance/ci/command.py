@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvconform ci`: from a report to what a CI system shows, and to the job's end."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvconform.ci import gitlab
+from kvconform.ci.annotation import annotations
+from kvconform.ci.github import command as workflow_command
+from kvconform.ci.job_summary import markdown
+from kvconform.ci.policy import POLICIES, exit_code
+from kvconform.compare.changes import compare
+from kvconform.compare.reports import read
+from kvconform.errors import EnvironmentProblem, UsageError
+from kvconform.load import load_spec
+
+FORMATS = ("github", "gitlab", "plain")
+SHOW = "whose annotations [github in GitHub Actions, gitlab in its CI, else plain]"
+FAIL_ON = "what ends the job [any; new with --baseline]"
+
+
+def _option(*names: str, **details: Any) -> Any:
+    return typer.Option(*names, show_default=False, **details)
+
+
+def command(
+    report_dir: Annotated[str, typer.Argument(metavar="REPORT_DIR", help="what kvconform run or merge has written")] = "kvconform-report",
+    format_: Annotated[str, _option("--format", metavar="|".join(FORMATS), help=SHOW)] = "",
+    baseline: Annotated[str | None, _option("--baseline", metavar="REPORT", help="an earlier report")] = None,
+    fail_on: Annotated[str | None, _option("--fail-on", metavar="|".join(POLICIES), help=FAIL_ON)] = None,
+) -> None:
+    """Annotations, a summary in Markdown, and an exit code by policy. Needs no vLLM."""
+    format_ = format_ or ("github" if os.environ.get("GITHUB_ACTIONS") else "gitlab" if os.environ.get("GITLAB_CI") else "plain")
+    policy = fail_on or ("new" if baseline else "any")
+    for name, value, known in (("--format", format_, FORMATS), ("--fail-on", policy, POLICIES)):
+        if value not in known:
+            raise UsageError(f"{name} {value} is unknown: one of {', '.join(known)}")
+    if policy == "new" and baseline is None:
+        raise UsageError("--fail-on new needs --baseline: the report that new failures are new to")
+    report = read(report_dir)
+    comparison = compare(read(baseline), report) if baseline is not None else None
+    new = {flip.requirement for flip in comparison.worse} if comparison is not None else None
+    found = annotations(report, load_spec(), new if policy == "new" else None)
+    try:
+        if format_ == "github":
+            for one in found:
+                typer.echo(workflow_command(one))
+        elif format_ == "gitlab":
+            (Path(report_dir) if Path(report_dir).is_dir() else Path(report_dir).parent).joinpath(gitlab.NAME).write_text(
+                gitlab.code_quality(found), encoding="utf-8"
+            )
+        text = markdown(report, found, comparison)
+        place = os.environ.get("GITHUB_STEP_SUMMARY") if format_ == "github" else None
+        if place:
+            with Path(place).open("a", encoding="utf-8") as file:
+                file.write(text)
+        else:
+            typer.echo(text)
+    except OSError as error:
+        raise EnvironmentProblem(f"{error.filename} cannot be written: {error.strerror}") from None
+    raise typer.Exit(exit_code(report, policy, new))

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ends a job."""
+
+from __future__ import annotations
+
+from kvconform.collector import EXIT_CODES
+from kvconform.compare.reports import Report
+
+POLICIES = ("any", "new", "never")
+"""any: whatever ends `kvconform run`; new: only what the baseline did not have; never: only a report that is none."""
+
+
+def exit_code(report: Report, policy: str, new: set[str] | None) -> int:
+    """0, 1 (the connector's fault) or 3 (no answer: harness or environment, or a report that was cut off)."""
+    if report.answer in (None, "error") and not (policy == "new" and new):
+        return 3
+    if policy == "never":
+        return 0
+    if policy == "new":
+        return 1 if new else 0
+    return EXIT_CODES[report.answer or "error"]
