@@ -16,6 +16,8 @@ try:
 except ImportError:  # until 0.26
     KVConnectorBlockState = None  # type: ignore[assignment,misc]
 
+_STATE_FIELDS = inspect.signature(KVConnectorBlockState).parameters if KVConnectorBlockState is not None else {}
+
 
 def runner_output(
     req_ids: Sequence[str] = (), tokens: Sequence[list[int]] = (), reports: KVConnectorOutput | None = None
@@ -59,7 +61,6 @@ def block_state(req_ids: set[str], get_block_ids: Any) -> Any:
     """What build_connector_meta may ask about blocks; None until 0.26, which had no such thing."""
     if KVConnectorBlockState is None:
         return None
-    fields = inspect.signature(KVConnectorBlockState).parameters
-    if "block_ids" in fields:  # until 0.30: made whether somebody asks or not
+    if "block_ids" in _STATE_FIELDS:  # until 0.30: made whether somebody asks or not
         return KVConnectorBlockState({req_id: get_block_ids(req_id) for req_id in req_ids}, {})
     return KVConnectorBlockState(req_ids, get_block_ids, boundary_state_offloads={})

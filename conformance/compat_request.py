@@ -17,6 +17,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from kvconform.compat import Request
 from kvconform.model import STOP_TOKEN
 
+_WANTS_EOS = "eos_token_id" in inspect.signature(Request.__init__).parameters
 LATER_REQUEST_FIELDS: dict[str, Any] = {  # what the reference scheduler keeps on a request, absent from Request until 0.15, 0.25 and 0.28
     "is_prefill_chunk": False,
     "resumable": False,
@@ -78,7 +79,7 @@ def build_request(
         cache_salt=salt,
         priority=priority,
         block_hasher=_hasher(block_size),
-        **({"eos_token_id": None} if "eos_token_id" in inspect.signature(Request.__init__).parameters else {}),  # until 0.17
+        **({"eos_token_id": None} if _WANTS_EOS else {}),
     )
     if request.structured_output_request is not None:
         request.structured_output_request.grammar = Future()

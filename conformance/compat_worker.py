@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import lru_cache
 from typing import Any
 
 from vllm.forward_context import ForwardContext, set_forward_context
@@ -34,9 +35,15 @@ __all__ = ["ActiveKVConnector", "maybe_transfer_kv_layer"]
 CAN_DEFER = "defer_finalize" in inspect.signature(KVConnectorModelRunnerMixin.maybe_get_kv_connector_output).parameters
 
 
+@lru_cache(maxsize=64)
+def _parameters(function: Any) -> frozenset[str]:
+    """The names of a function's parameters."""
+    return frozenset(inspect.signature(function).parameters)
+
+
 def forward_context(metadata: Any, config: VllmConfig, **arguments: Any) -> Any:
     """set_forward_context with those arguments that it takes (`slot_mapping`: since 0.16)."""
-    known = inspect.signature(set_forward_context).parameters
+    known = _parameters(set_forward_context)
     return set_forward_context(metadata, config, **{name: value for name, value in arguments.items() if name in known})
 
 
@@ -81,7 +88,7 @@ def finish_forward(active: Any) -> None:
 def post_forward(active: Any, output: SchedulerOutput, *, defer: bool = False) -> KVConnectorOutput | None:
     """ActiveKVConnector.post_forward: until 0.22 of the output, then of its finished request ids. `defer`: the save is finished by
     finish_step (since 0.33)."""
-    known = inspect.signature(active.post_forward).parameters
+    known = _parameters(type(active).post_forward)
     subject = output if "scheduler_output" in known else output.finished_req_ids
     found = active.post_forward(subject, defer_finalize=defer) if "defer_finalize" in known else active.post_forward(subject)
     return found  # type: ignore[no-any-return]
@@ -95,10 +102,10 @@ def finish_step(active: Any) -> None:
 
 def pre_forward(active: Any, output: SchedulerOutput, batch: Any, metadata: Any, load_arguments: dict[str, Any]) -> None:
     """ActiveKVConnector.pre_forward: until 0.30 of the output, in 0.31 with start_load_kv's arguments, then with what those are made of."""
-    parameters = inspect.signature(active.pre_forward).parameters
+    parameters = _parameters(type(active).pre_forward)
     if "input_batch" in parameters:
         active.pre_forward(output, batch, metadata)
-    elif len(parameters) > 1:
+    elif len(parameters) > 2:  # and itself
         active.pre_forward(**{**load_arguments, "scheduler_output": output})
     else:
         active.pre_forward(output)

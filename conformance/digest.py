@@ -8,10 +8,19 @@ import hashlib
 import io
 import pickle
 from collections import deque
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
+
+_PLAIN = frozenset({type(None), bool, int, float, str, bytes})
+
+
+@lru_cache(maxsize=256)
+def _fields(kind: Any) -> tuple[str, ...]:
+    """The names of a dataclass's fields."""
+    return tuple(field.name for field in dataclasses.fields(kind))
 
 
 def canonical(value: Any, depth: int = 0, seen: dict[int, tuple[int, Any]] | None = None) -> Any:
@@ -20,7 +29,8 @@ def canonical(value: Any, depth: int = 0, seen: dict[int, tuple[int, Any]] | Non
     `seen`: objects that have their place in the picture already, numbered (and kept alive, as they are known by id); a second time the
     number stands for them.
     """
-    if value is None or isinstance(value, (bool, int, float, str, bytes)):
+    kind = type(value)
+    if kind in _PLAIN or isinstance(value, (int, float, str, bytes)):
         return value
     if depth > 12:
         return "..."
@@ -49,10 +59,7 @@ def canonical(value: Any, depth: int = 0, seen: dict[int, tuple[int, Any]] | Non
     if isinstance(value, (bytearray, memoryview, np.generic)):
         return (type(value).__name__, bytes(value) if not isinstance(value, np.generic) else value.item())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return (
-            type(value).__name__,
-            tuple((f.name, canonical(getattr(value, f.name, None), depth + 1, seen)) for f in dataclasses.fields(value)),
-        )
+        return (kind.__name__, tuple((name, canonical(getattr(value, name, None), depth + 1, seen)) for name in _fields(kind)))
     if callable(value):
         return type(value).__qualname__
     slots = sorted({slot for cls in type(value).__mro__ for slot in _slots(cls)})

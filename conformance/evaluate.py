@@ -24,6 +24,16 @@ _MONITORS: dict[str, type[Monitor]] = {
 }
 
 
+class Idle(Monitor):
+    """Stands for the monitor of a requirement none of whose events occur: it has seen nothing, which is all there is to say."""
+
+    def __post_init__(self) -> None:
+        self.by_kind = {}
+
+    def handlers(self) -> dict[str, Handler]:
+        return {}
+
+
 def monitor_for(requirement: Requirement, cap: Mapping[str, Any] | None = None, cfg: Mapping[str, Any] | None = None) -> Monitor:
     """A fresh monitor. `relate` has none (kvconform.relation): ValueError."""
     if requirement.pattern not in _MONITORS:
@@ -35,7 +45,13 @@ def evaluate(
     requirements: Iterable[Requirement], trace: Iterable[Event], cap: Mapping[str, Any] | None = None, cfg: Mapping[str, Any] | None = None
 ) -> dict[str, Monitor]:
     """Run the monitors of all requirements (without `relate`) over a trace; finished monitors by requirement id."""
-    monitors = {req.id: monitor_for(req, cap, cfg) for req in requirements if req.pattern != "relate"}
+    events = trace if isinstance(trace, (list, tuple)) else list(trace)
+    seen = {event["k"] for event in events}
+    monitors = {
+        req.id: monitor_for(req, cap, cfg) if req.count is not None or not seen.isdisjoint(req.kinds) else Idle(req, cap or {}, cfg or {})
+        for req in requirements
+        if req.pattern != "relate"
+    }
     index: dict[str, list[Handler]] = {}
     owner: dict[int, Monitor] = {}
     for monitor in monitors.values():
@@ -43,7 +59,7 @@ def evaluate(
             index.setdefault(kind, []).append(handler)
             owner[id(handler)] = monitor
     last: Event | None = None
-    for event in trace:
+    for event in events:
         last = event
         rest = iter(index.get(event["k"], ()))
         while True:  # one pass, unless a handler raises: then it goes on after that one

@@ -62,6 +62,7 @@ class Expression:
     tree: ast.expr = field(repr=False, compare=False)
     reads: tuple[tuple[str, str], ...]
     code: CodeType = field(repr=False, compare=False)
+    _bound: list[Any] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def constant(self) -> bool:
@@ -69,8 +70,14 @@ class Expression:
         return not self.reads
 
     def bind(self, cap: Mapping[str, Any] | None = None, cfg: Mapping[str, Any] | None = None) -> Callable[..., Any]:
-        """A function (e, t=None) -> value with this run's constants fixed. It raises whatever the expression raises."""
-        return bind_code(self.code, cap, cfg)
+        """A function (e, t=None) -> value with this run's constants fixed. It raises whatever the expression raises.
+
+        For the same `cap` it is the same function, if no constant of the run is read."""
+        if not self._bound or self._bound[0] is not cap:
+            if any(base == "cfg" for base, _ in self.reads):
+                return bind_code(self.code, cap, cfg)
+            self._bound[:] = cap, bind_code(self.code, cap, cfg)
+        return self._bound[1]  # type: ignore[no-any-return]
 
     def values(self, e: Mapping[str, Any] | None, t: Mapping[str, Any] | None = None) -> str:
         """The values that were read from `e` and `t`, as `e.tokens=-4, t.req='a'`, for messages."""

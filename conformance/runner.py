@@ -20,6 +20,7 @@ from kvconform.elsewhere import FirstPartEnded, process_restart, run_elsewhere, 
 from kvconform.engines.fault import EngineFault
 from kvconform.engines.setup import HEAD_DIM, HEADS, LAYERS
 from kvconform.errors import KvconformError, one_line
+from kvconform.events import EVENTS
 from kvconform.kernels.codes import CodeBook
 from kvconform.lost import lost, note_unfilled
 from kvconform.multi import inside
@@ -38,6 +39,9 @@ from kvconform.watchdog import HookTimeout
 
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "msgspec", "pydantic", "pydantic_core"}
 BOOK = CodeBook(LAYERS, HEADS, HEAD_DIM)
+_MAY_NAME_FILES = {"error", "error_text", "value", "detail", "pickle_error"}
+_TEXTS = {kind.name: names for kind in EVENTS.values() if (names := _MAY_NAME_FILES & kind.fields.keys())}
+"""Fields that may have a path in them, by kind of event."""
 _frozen = False
 
 
@@ -148,7 +152,7 @@ def _drive(
 def _scrub(trace: Trace, tmp: str) -> None:
     """Take the run's own directory out of error texts: the same run must give the same trace everywhere."""
     for event in trace.events:
-        for name in ("error", "error_text", "value", "detail", "pickle_error"):
+        for name in _TEXTS.get(event["k"], ()):
             text = event.get(name)
             if isinstance(text, str) and tmp in text:
                 event[name] = text.replace(tmp, "{tmp}")

@@ -66,11 +66,12 @@ class Row:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; what is None or a default after `verdict` is left out."""
-        found: dict[str, Any] = {}
-        for position, field in enumerate(fields(self)):
-            value = getattr(self, field.name)
-            if position < 8 or value != field.default:
-                found[field.name] = str(value) if field.name == "verdict" else value
+        found: dict[str, Any] = {name: getattr(self, name) for name in _ALWAYS}
+        found["verdict"] = str(self.verdict)
+        for name, default in _IF_SET:
+            value = getattr(self, name)
+            if value != default:
+                found[name] = value
         return found
 
     @classmethod
@@ -78,6 +79,10 @@ class Row:
         """The inverse of `to_dict`; a `type` key is ignored."""
         values = {key: value for key, value in data.items() if key != "type"}
         return cls(**{**values, "verdict": Verdict(values["verdict"])})
+
+
+_ALWAYS = tuple(field.name for field in fields(Row))[:8]
+_IF_SET = tuple((field.name, field.default) for field in fields(Row))[8:]
 
 
 class VariantLike(Protocol):
@@ -127,10 +132,11 @@ def judge(
     main = runs["connector"]
     rows: list[Row] = []
     watched: list[tuple[Requirement, Row]] = []
+    about = {"case": main.variant.case.id, **main.variant.axes}
     broken = next((run.harness_error for run in runs.values() if run.harness_error is not None), None) or _harness_crash(main.trace)
     channels = {*main.channels, "harness"}
     for req in requirements:
-        row = new_row(req, main.variant, strict=strict)
+        row = _row(req, about, strict)
         rows.append(row)
         if broken is not None:
             row.verdict, row.message = Verdict.ERROR, broken
@@ -165,10 +171,12 @@ def _excuse(watched: list[tuple[Requirement, Row]], runs: Mapping[str, RunLike])
 
 def new_row(req: Requirement, variant: VariantLike, *, strict: bool = False, verdict: Verdict = Verdict.PASS) -> Row:
     """A row with everything but the findings filled in."""
-    must = req.level in ("MUST", "MUST NOT")
-    axes: dict[str, Any] = variant.axes
-    gating = req.kind == "requirement" and (must or strict)
-    return Row(requirement=req.id, case=variant.case.id, verdict=verdict, kind=req.kind, level=req.level, gating=gating, **axes)
+    return _row(req, {"case": variant.case.id, **variant.axes}, strict, verdict)
+
+
+def _row(req: Requirement, about: Mapping[str, Any], strict: bool, verdict: Verdict = Verdict.PASS) -> Row:
+    gating = req.kind == "requirement" and (req.level in ("MUST", "MUST NOT") or strict)
+    return Row(requirement=req.id, verdict=verdict, kind=req.kind, level=req.level, gating=gating, **about)
 
 
 def rows_for(

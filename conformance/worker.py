@@ -71,18 +71,25 @@ class Worker:
         self._nonce = 0
         self.order = 0
         self.scheduled: set[str] = set()
-        self._poison(0, "the null block")
+        self._poison([(0, "the null block")])
 
     # -- poison ----------------------------------------------------------------------------------------------------------------
-    def _poison(self, block: int, owner: str) -> None:
-        group = self.cache.groups[self.cache.group_of[block]]
-        size = 1 if group.recurrent else group.block_size
-        slots: np.ndarray = np.arange(size) + block * self.cache.stride
-        content = self.registry.poison(block, owner)
-        rows = self.cache.book.rows(np.array([content], dtype=np.uint64))
-        for layer in group.layers:
-            self.cache.write(layer, slots, np.repeat(rows[:, layer], size, axis=0))
-        self.oracle.emptied(slots)
+    def _poison(self, fresh: list[tuple[int, str]]) -> None:
+        if len(fresh) > len({block for block, _ in fresh}):  # handed out twice: one after the other
+            for each in fresh:
+                self._poison([each])
+            return
+        contents = [self.registry.poison(block, owner) for block, owner in fresh]
+        encoded = self.cache.book.rows(np.array(contents, dtype=np.uint64))
+        groups = self.cache.group_of[[block for block, _ in fresh]]
+        for number in np.unique(groups).tolist():
+            group, mine = self.cache.groups[number], np.flatnonzero(groups == number)
+            size = 1 if group.recurrent else group.block_size
+            firsts = np.array([fresh[index][0] * self.cache.stride for index in mine.tolist()], dtype=np.int64)
+            slots = (firsts[:, None] + np.arange(size)).reshape(-1)
+            for layer in group.layers:
+                self.cache.write(layer, slots, np.repeat(encoded[mine, layer], size, axis=0))
+            self.oracle.emptied(slots)
 
     def poison_fresh(self) -> None:
         """Poison the blocks that this step's schedule handed out. Runs after handle_preemptions returned, before any load or write."""
@@ -90,8 +97,9 @@ class Worker:
         if not self.overlap.pending or self.overlap.holds([block for block, _ in self.fresh]):
             # Poison is no work of a step: a load on another stream may begin as soon as the blocks are the new owner's.
             self.device.finish()
+        if self.fresh:
+            self._poison(self.fresh)
         for block, owner in self.fresh:
-            self._poison(block, owner)
             self.trace.emit(
                 "block", op="poison", id=block, group=int(self.cache.group_of[block]), owner=owner, hashed=False, ref=1, in_flight=False
             )

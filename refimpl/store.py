@@ -94,16 +94,16 @@ class DirectoryStore:
 
     def __init__(self, root: Path, rank: int = 0, world: int = 1) -> None:
         self._root, self._rank, self._ranks = root, rank, range(world)
+        self._epoch = root / "epoch"
 
     def epoch(self) -> int:
-        try:
-            return int((self._root / "epoch").read_text())
-        except FileNotFoundError:
+        if not os.path.exists(self._epoch):  # a hundred times more often than not
             return 0
+        return int(self._epoch.read_text())
 
     def reset(self) -> None:
         old = self.epoch()
-        self._write(self._root / "epoch", str(old + 1).encode())
+        self._write(self._epoch, str(old + 1).encode())
         shutil.rmtree(self._root / str(old), ignore_errors=True)
 
     def put(self, epoch: int, key: str, layer: str, data: bytes) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm.v1.metrics.stats import PrefixCacheStats
 
-from kvconform import compat, compat_groups, policies
+from kvconform import compat, compat_groups, policies, templates
 from kvconform.case import Variant
 from kvconform.kvcache import PagedCache
 from kvconform.provenance import text_id
@@ -31,7 +31,7 @@ def build_config(variant: Variant, target: Target, tmp: Path, *, with_connector:
             settings.load_failure_policy,
             engine_id=f"kvconform-{variant.case.id}-{text_id(str(tmp)):016x}{settings.suffix}",  # one per run: stores in memory go by it
         )
-    config = compat.build_config(
+    arguments: dict[str, Any] = dict(
         block_size=variant.block_size // (settings.context_parallel if with_connector else 1),
         num_blocks=settings.num_blocks,
         budget=settings.budget,
@@ -42,8 +42,10 @@ def build_config(variant: Variant, target: Target, tmp: Path, *, with_connector:
         scheduling=variant.scheduling,
         runner=variant.runner,
         policy="priority" if any(s.op == "add" and s.arg.priority for s in variant.case.steps) else "fcfs",
-        transfer=transfer,
     )
+    whose = (target.resolve(), target.device, target.role or settings.role, settings.load_failure_policy) if with_connector else ()
+    key = (*arguments.values(), *whose, *(map(repr, (target.extra_config, target.adapters)) if with_connector else ()))
+    config = templates.configuration(key, transfer, lambda: compat.build_config(**arguments, transfer=transfer))
     _say_sizes(config, latent=settings.groups == ["latent"])
     config.model_config.model = MODEL  # a path would differ from machine to machine, and connectors derive keys from it
     config.scheduler_config.long_prefill_token_threshold = settings.long_prefill_threshold

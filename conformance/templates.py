@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies of vLLM configurations that were made before: making one takes twenty milliseconds, which is longer than many a run."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Hashable
+from enum import Enum
+from typing import Any
+
+MOST = 64
+"""Configurations that are kept."""
+_kept: dict[Hashable, Any] = {}
+
+
+def configuration(key: Hashable, transfer: Any, make: Callable[[], Any]) -> Any:
+    """`make()`, or a copy of what it made for an equal `key`, with this kv_transfer_config. Nothing of it is shared with other copies
+    that anybody can change in place: it may be kept, and changed, as if it were made anew."""
+    if key not in _kept:
+        made = make()
+        while len(_kept) >= MOST:
+            del _kept[next(iter(_kept))]
+        _kept[key] = _copied(made, {})
+        return made
+    found = _copied(_kept[key], {})
+    found.kv_transfer_config = transfer
+    found.instance_id = str(time.time_ns())
+    return found
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    """A copy that goes as deep as lists, dicts, sets and configurations do. An object that is there twice is there twice in the copy."""
+    if isinstance(value, (str, int, float, type(None), bytes, tuple, Enum)):
+        return value
+    if id(value) in memo:
+        return memo[id(value)]
+    kind = type(value)
+    if kind in (dict, list, set):
+        memo[id(value)] = found = kind(value)
+        if kind is dict:
+            for name, each in value.items():
+                found[name] = _copied(each, memo)
+        elif kind is list:
+            found[:] = [_copied(each, memo) for each in value]
+        return found
+    if isinstance(value, (dict, list, set)):  # a counter
+        memo[id(value)] = found = copy.copy(value)
+        return found
+    if not kind.__module__.startswith(("vllm.config.", "vllm.transformers_utils.", "transformers.")) or not hasattr(value, "__dict__"):
+        return value
+    memo[id(value)] = found = object.__new__(kind)
+    for name, each in vars(value).items():
+        object.__setattr__(found, name, _copied(each, memo))
+    return found

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A copied configuration is as good as one that was made anew: equal, and nobody else's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvconform import compat, templates
+
+SIZES: dict[str, Any] = dict(
+    block_size=4, num_blocks=8, budget=64, max_seqs=4, max_model_len=256, prefix_caching=True, spec_tokens=2, scheduling="sync",
+    runner="v1", policy="fcfs",
+)  # fmt: skip
+
+
+def transfer(store: str) -> Any:
+    return compat.transfer_config(
+        "ReferenceConnector", "kv_both", {"store": store}, "kvconform.refimpl.connector", "recompute", engine_id=store
+    )
+
+
+def differences(one: Any, other: Any, where: str = "", depth: int = 0) -> list[str]:
+    if type(one) is not type(other):
+        return [where]
+    if isinstance(one, dict):
+        return [each for key in one | other for each in differences(one.get(key), other.get(key), f"{where}[{key}]", depth + 1)]
+    if depth < 7 and hasattr(one, "__dict__") and type(one).__module__.startswith(("vllm.config", "transformers")):
+        there = vars(other)
+        return [each for key in vars(one) for each in differences(vars(one)[key], there.get(key), f"{where}.{key}", depth + 1)]
+    return [] if one == other else [where]
+
+
+def test_a_copy_is_equal_and_shares_nothing_that_changes() -> None:
+    def make() -> Any:
+        return compat.build_config(**SIZES, transfer=first)
+
+    first, second = transfer("a"), transfer("b")
+    made = templates.configuration(("test", 1), first, make)
+    copied = templates.configuration(("test", 1), second, lambda: pytest.fail("made again"))
+    assert copied.kv_transfer_config is second and made.kv_transfer_config is first
+    second.engine_id, second.kv_connector_extra_config = first.engine_id, first.kv_connector_extra_config
+    assert differences(made, copied) == [".instance_id"]
+    copied.scheduler_config.max_num_seqs = 77
+    copied.compilation_config.static_forward_context["layer"] = object()
+    copied.model_config.hf_text_config.head_dim = 99
+    copied.additional_config["mine"] = 1
+    third = templates.configuration(("test", 1), first, lambda: pytest.fail("made again"))
+    assert differences(made, third) == [".instance_id"]
+    assert templates.configuration(("test", 2), first, make) is not made
+
+
+def test_the_oldest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(templates, "MOST", 2)
+    monkeypatch.setattr(templates, "_kept", {})
+    for number in range(3):
+        templates.configuration(number, None, dict)
+    assert list(templates._kept) == [1, 2]
