@@ -12,7 +12,6 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 from kvconform import device, watchdog
@@ -73,9 +72,9 @@ class Probe:
 
     def record(self, connector: Any, hook: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one hook under the probe; returns what it returned, raises what it raised (as a Panic, if that is no `Exception`)."""
-        half, rank = getattr(getattr(connector, "_role", None), "name", "").lower(), 0
         if not self.watches(connector):
             return call(connector, *args, **kwargs)
+        half, rank = connector._role.name.lower(), 0
         item = Call(connector, hook, half, self._depth, args, kwargs)
         outermost = self._depth == 0
         if outermost:
@@ -90,8 +89,12 @@ class Probe:
         self._depth += 1
         timed_out = False
         try:
-            with watchdog.hook(hook, step=self.trace.step), device.current.calling() if outermost and half == "worker" else nullcontext():
-                item.result = call(connector, *args, **kwargs)
+            with watchdog.hook(hook, step=self.trace.step):
+                if outermost and half == "worker" and device.current.streamed:
+                    with device.current.calling():
+                        item.result = call(connector, *args, **kwargs)
+                else:
+                    item.result = call(connector, *args, **kwargs)
         except watchdog.HookTimeout as error:
             item.error, timed_out = error, True
             raise
@@ -171,6 +174,10 @@ def _wrapper(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     return recorded
 
 
+_of_classes = functools.lru_cache(maxsize=1024)(_wrapper)
+"""Wrappers of what classes define: the same class is patched in every run."""
+
+
 def _instance_form(cls: type, name: str) -> Callable[..., Any] | None:
     """The hook as a function of (self, ...), also where the class made it a static or class method; None if it is nothing to call."""
     static, member = inspect.getattr_static(cls, name, None), getattr(cls, name, None)
@@ -196,7 +203,7 @@ class Patch:
                 self._own[name] = vars(self.cls)[name]
             else:
                 self._added.append(name)
-            setattr(self.cls, name, _wrapper(name, original))
+            setattr(self.cls, name, _of_classes(name, original))
         return self
 
     def __exit__(self, *exc: object) -> None:
