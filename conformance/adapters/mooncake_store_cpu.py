@@ -41,15 +41,12 @@ class Event:
 
 
 def install() -> None:
-    """Changes torch.cuda.Event, unless there is CUDA, and the device that torch.accelerator names, unless there is one; and notes every
-    end of a lookup channel that is made."""
+    """Changes torch.cuda.Event, unless there is CUDA; and notes every end of a lookup channel that is made."""
     import torch
     from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store import worker
 
     if not torch.cuda.is_available():
         torch.cuda.Event = Event
-    if not torch.accelerator.is_available():
-        torch.accelerator.current_device_index = lambda: 0
     for end in (worker.LookupKeyServer, worker.LookupKeyClient):
         _note(end)
 

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests of adapters share: a catalogue's entry judged on one case, in this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvconform import adapters, smoke
+from kvconform.errors import KvconformError
+from kvconform.load import load_spec
+from kvconform.run import CaseReport, run_and_judge
+from kvconform.servers import Servers
+from kvconform.settings import load
+from kvconform.verdict import Verdict
+
+SPEC = load_spec()
+PLAIN = "transfer.prompt[vllm-sync-v1-d1-b4]"
+BAD = (Verdict.FAIL, Verdict.ERROR, Verdict.BLOCKED)
+
+
+def judged(entry: str, name: str, tmp: Path, monkeypatch: pytest.MonkeyPatch) -> CaseReport | KvconformError:
+    """What judging a run comes to, or the sentence with which the suite refuses to begin it. The entry's servers run meanwhile."""
+    settings = load({"connector": f"catalogue:{entry}"}, start=Path("/"))
+    with Servers(settings, tmp / "servers", tmp / "logs") as servers:
+        settings = servers.settle(settings)
+        for key, value in settings.env.items():
+            monkeypatch.setenv(key, value)
+        adapters.install(settings.adapters)
+        variant = next(v for v in SPEC.cases[name.partition("[")[0]].variants() if v.id == name)
+        try:
+            return run_and_judge(variant, smoke.target_of(settings), SPEC, seed=0, tmp=tmp / "case")
+        except KvconformError as refused:
+            return refused
+
+
+def noticed(found: CaseReport | KvconformError) -> set[str]:
+    """What the suite has to say against a run: requirements that count and failed, the harness's error, or its refusal."""
+    if isinstance(found, KvconformError):
+        return {found.message}
+    bad = {r["requirement"] for r in found.rows if r["verdict"] in BAD and r.get("gating", True)}
+    return bad | ({found.harness_error} if found.harness_error else set())
+
+
+def row(found: CaseReport | KvconformError, requirement: str) -> dict[str, Any]:
+    """One requirement's row."""
+    assert isinstance(found, CaseReport), found
+    return next(r for r in found.rows if r["requirement"] == requirement)
