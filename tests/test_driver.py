@@ -236,3 +236,13 @@ def test_a_reused_id_is_another_incarnation_also_for_promises(tmp_path: Path) ->
 def test_a_case_must_be_sound() -> None:
     with pytest.raises(ValueError, match="names request 'x'"):
         make_case([{"add": {"req": "a", "prompt": 3}}, {"abort": "x"}])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_synchronous_engine_ends_a_step_before_the_next(engine: str, tmp_path: Path) -> None:
+    """What a case has scheduled and not landed is the step that `run` goes on with: two in flight are asynchronous scheduling's."""
+    steps: Steps = [{"add": {"req": "a", "prompt": 16, "max_tokens": 2}}, {"schedule": 1}, {"run": {}}]
+    run = run_case(REFERENCE, steps, tmp_path, engine=engine, config={"budget": 6})
+    check_ok(run)
+    running = [event for event in select(run.trace, "req.updated") if event["status"] == "RUNNING"]
+    assert [event["C"] for event in running][:3] == [6, 12, 16] and all(event["C"] - event["P"] < event["N"] for event in running)

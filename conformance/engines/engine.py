@@ -259,7 +259,7 @@ class Engine(EngineControl, EngineExecution):
     def iterate(self) -> None:
         """One engine-core iteration: sync schedule and land; async keeps up to `depth` steps in the queue."""
         if self.depth <= 1:
-            if self._has_requests():
+            if not self.queue and self._has_requests():  # what a case has scheduled and not landed is this iteration's step
                 self.schedule()
             if self.queue:
                 self.land()
