@@ -117,13 +117,14 @@ def main(arguments: list[str] | None = None) -> int:
     every = max(1, parser.parse_args(arguments).every)
     gate = measure_gate(every)
     show(gate, every)
-    from kvconform import bench_monitors, bench_scheduler, bench_stress, bench_verify
+    from kvconform import bench_explore, bench_monitors, bench_scheduler, bench_stress, bench_verify
 
     for title, found in (
         ("Requirements, on the events of these runs", bench_monitors.measure(gate.events, gate.requirements, gate.caps)),
         ("Reference scheduler against vLLM's", bench_scheduler.compare()),
         ("Verification, in a step of the reference engine", bench_verify.measure()),
         ("A thousand requests at once", bench_stress.stress()),
+        ("Random workloads, small ones on engine reference", bench_explore.measure()),
     ):
         print(f"\n{title}:")
         for name, value in found.items():

@@ -13,6 +13,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
+from kvconform.explore.corpus import Corpus
 from kvconform.explore.outcome import DIED, Failure, Outcome
 from kvconform.explore.pool import Pool
 from kvconform.explore.shrink import shrink
@@ -43,12 +44,15 @@ class Campaign:
     found: dict[Key, Found] = field(default_factory=dict)
     errors: list[tuple[Workload, str]] = field(default_factory=list)
     seconds: float = 0.0
+    corpus: Corpus = field(default_factory=Corpus)
+    new: int = 0
 
     def add(self, workload: Workload, outcome: Outcome) -> None:
         """Count an outcome in."""
         self.runs += 1
         self.unsupported += outcome.unsupported
         self.reached.update(outcome.reached)
+        self.new += self.corpus.add(workload, outcome)
         self.guarantees.update(outcome.broken_guarantees)
         if outcome.error is not None:
             self.errors.append((workload, outcome.error))
@@ -66,10 +70,10 @@ def root_causes(failures: list[Failure]) -> list[Failure]:
 
 
 def explore(
-    pool: Pool, workloads: Iterable[Workload], *, minutes: float | None, tell: Callable[[Campaign], None]
+    pool: Pool, workloads: Iterable[Workload], *, minutes: float | None, tell: Callable[[Campaign], None], corpus: Corpus | None = None
 ) -> Campaign:  # fmt: skip
-    """Run the workloads, or as many as there is time for; `tell` is called now and then."""
-    campaign, began = Campaign(), time.monotonic()
+    """Run the workloads, or as many as there is time for; `tell` is called now and then. What reaches something new goes to `corpus`."""
+    campaign, began = Campaign(corpus=corpus or Corpus()), time.monotonic()
     limited = workloads if minutes is None else _until(workloads, began + 60 * minutes)
     for workload, outcome in pool.outcomes(limited):
         campaign.add(workload, outcome)

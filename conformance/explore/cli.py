@@ -28,6 +28,9 @@ def explore(
     seed: Annotated[int | None, _option("--seed", metavar="N", help="other workloads, and other tokens [0]")] = None,
     workers: Annotated[int | None, _option("--workers", "-n", metavar="N", help="processes [2, or 1 on one CPU]")] = None,
     out: Annotated[Path, _option("--out", metavar="DIR", help="for failures, a case each [kvconform-found]")] = Path("kvconform-found"),
+    corpus: Annotated[
+        Path | None, _option("--corpus", metavar="DIR", help="workloads that reached something new [hunt: kvconform-corpus]")
+    ] = None,
     shrink: Annotated[int, _option("--shrink", min=0, metavar="N", help="runs to spend on making each failure small [400]")] = 400,
     emulate_cuda: Annotated[bool | None, _option("--emulate-cuda", help="a CUDA device, emulated on the CPU")] = None,
     adapters: Annotated[list[str] | None, _option("--adapter", metavar="NAME", help="stand-in for what it lacks here (repeat)")] = None,
@@ -54,4 +57,6 @@ def explore(
         "pythonpath": pythonpath or None,
         "arguments": settings.as_arguments({**again, "--emulate-cuda": emulate_cuda, **repeated}),
     }
-    raise typer.Exit(run(settings.load(given, file=config), profile=profile, examples=examples, minutes=minutes, out=out, tries=shrink))
+    folder = corpus or (Path("kvconform-corpus") if profile == "hunt" else None)
+    how = {"profile": profile, "examples": examples, "minutes": minutes, "out": out, "tries": shrink, "folder": folder}
+    raise typer.Exit(run(settings.load(given, file=config), **how))  # type: ignore[arg-type]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shlex
 import shutil
@@ -19,14 +20,17 @@ from rich.table import Table
 from kvconform.environment import check_connector_name, check_vllm
 from kvconform.errors import UsageError
 from kvconform.explore.campaign import Campaign, explore, first, reduce
+from kvconform.explore.corpus import Corpus
+from kvconform.explore.coverage import never
 from kvconform.explore.pool import Pool
 from kvconform.explore.races import races
 from kvconform.explore.workload import Workload
+from kvconform.load import load_spec
 from kvconform.report.repro import run_of
 from kvconform.report.terminal import make_console
 from kvconform.settings import Settings
 
-SITUATIONS = ("hit", "load", "preemption", "rejected draft", "abort", "abort during a load", "blocks held")
+SITUATIONS = ("hit", "load", "preemption", "rejected draft", "abort", "abort in flight", "abort during a load", "blocks held")
 
 LIMIT = 12
 """Failures that are shrunk."""
@@ -42,18 +46,24 @@ class Profile:
     text: str
     systematic: bool = False
     daily: bool = False
+    guided: bool = False
 
 
 PROFILES = {
     "gate": Profile(200, "seconds; the same workloads every time"),
-    "nightly": Profile(5_000, "other workloads every day", daily=True),
-    "hunt": Profile(1_000_000, "until --minutes are over", daily=True),
+    "nightly": Profile(5_000, "other workloads every day", daily=True, guided=True),
+    "hunt": Profile(1_000_000, "until --minutes are over; goes on where the corpus ends", guided=True),
     "races": Profile(4_000, "aborts at every point of saves and loads in flight, in six situations", systematic=True),
 }
 
 
-def run(settings: Settings, *, profile: str, examples: int | None, minutes: float | None, out: Path, tries: int = 400) -> int:
-    """Explore, shrink what fails, print. Exit code 0: nothing failed; 1: something did; 3: the harness failed."""
+def run(
+    settings: Settings, *, profile: str, examples: int | None, minutes: float | None, out: Path, tries: int = 400,
+    folder: Path | None = None,
+) -> int:  # fmt: skip
+    """Explore, shrink what fails, print. `folder`: where the corpus is, and goes on.
+
+    Exit code 0: nothing failed; 1: something did; 3: the harness failed."""
     if profile not in PROFILES:
         raise UsageError(f"there is no profile {profile!r} of explore; there are {', '.join(PROFILES)}")
     if settings.engine == "live":
@@ -69,9 +79,13 @@ def run(settings: Settings, *, profile: str, examples: int | None, minutes: floa
     seed = settings.seed + (int(time.time()) // 86_400 if chosen.daily else 0)
     count = chosen.examples if examples is None else examples
     console.print(f"kvconform explore  {settings.connector}  vLLM {vllm} · profile {profile}: {chosen.text} · seed {seed}")
-    workloads = first(_workloads(settings, chosen, seed, count), count)
+    corpus = Corpus(folder)
+    if corpus.pairs:
+        console.print(f"corpus       {len(corpus.seeds)} workloads, {len(corpus.pairs)} pairs reached, {corpus.drawn} drawn before")
+    workloads = first(_workloads(settings, chosen, seed, count, corpus), count)
     with _scratch() as scratch, Pool(settings, scratch, settings.workers) as pool:
-        campaign = explore(pool, workloads, minutes=minutes, tell=_Teller(console, count).tell)
+        campaign = explore(pool, workloads, minutes=minutes, tell=_Teller(console, count).tell, corpus=corpus)
+        corpus.save()
         if campaign.found:
             console.print(f"shrinking {min(len(campaign.found), LIMIT)} of {len(campaign.found)} failures ...")
             reduce(pool, campaign, out, shlex.join([*run_of(settings), *settings.arguments]), tries=tries, limit=LIMIT)
@@ -80,13 +94,14 @@ def run(settings: Settings, *, profile: str, examples: int | None, minutes: floa
     return 1 if campaign.found else 3 if campaign.errors or not campaign.runs else 0
 
 
-def _workloads(settings: Settings, chosen: Profile, seed: int, count: int) -> Iterator[Workload]:
+def _workloads(settings: Settings, chosen: Profile, seed: int, count: int, corpus: Corpus) -> Iterator[Workload]:
     engines = [engine for engine in settings.engines if engine != "live"]
     if chosen.systematic:
         return races(engines, settings.schedulings, settings.slows, seed)
     from kvconform.explore.draw import drawn
 
-    return drawn(engines, settings.schedulings, settings.slows, first_seed=seed, count=count)
+    fresh = drawn(engines, settings.schedulings, settings.slows, first_seed=seed, count=count + corpus.drawn)
+    return itertools.chain(corpus.seeds[:], corpus.guided(fresh, engines, settings.schedulings)) if chosen.guided else fresh
 
 
 @contextlib.contextmanager
@@ -104,19 +119,30 @@ class _Teller:
 
     def __init__(self, console: Console, count: int) -> None:
         self.console, self.count = console, count
-        self._said = time.monotonic()
+        self._said, self._new = time.monotonic(), 0
 
     def tell(self, campaign: Campaign) -> None:
         if time.monotonic() - self._said > PAUSE:
             self._said = time.monotonic()
             speed = campaign.runs / campaign.seconds
-            self.console.print(f"{campaign.runs}/{self.count} workloads, {speed:.0f} per second, {len(campaign.found)} failures")
+            fresh, self._new = campaign.new - self._new, campaign.new
+            news = f"{fresh * 60 / PAUSE:.0f} new pairs per minute"
+            self.console.print(f"{campaign.runs}/{self.count} workloads, {speed:.0f} per second, {news}, {len(campaign.found)} failures")
 
 
 def _print(console: Console, campaign: Campaign, deaths: int) -> None:
     ran = max(1, campaign.runs - campaign.unsupported)
     shares = ", ".join(f"{name} {100 * campaign.reached[name] // ran}%" for name in SITUATIONS)
     console.print(f"\nreached      {shares}")
+    engines_only = {r.id for r in load_spec().requirements.values() if r.kind == "requirement" and r.engines != ["live"]}
+    unseen = never(engines_only, campaign.corpus.pairs)
+    console.print(
+        f"coverage     {len(campaign.corpus.pairs)} pairs, {campaign.new} of them new; {len(campaign.corpus.seeds)} workloads kept"
+    )
+    if unseen:
+        console.print(
+            f"never        put to the test were {len(unseen)} of {len(engines_only)} requirements: {', '.join(unseen)}", soft_wrap=True
+        )
     for name, count in campaign.guarantees.most_common():
         console.print(f"vLLM's       guarantee {name} was broken in {count} workloads (not the connector's fault)")
     if deaths:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvconform.explore.coverage import pairs_of
 from kvconform.explore.workload import Workload
 from kvconform.load import Spec
 from kvconform.run import run_and_judge
@@ -42,6 +43,7 @@ class Outcome:
     failures: list[Failure] = field(default_factory=list)
     broken_guarantees: list[str] = field(default_factory=list)
     reached: list[str] = field(default_factory=list)
+    pairs: list[str] = field(default_factory=list)
     error: str | None = None
     unsupported: bool = False
 
@@ -68,6 +70,7 @@ def outcome(workload: Workload, target: Target, spec: Spec, tmp: Path, *, requir
         failures=[_failure(row, trace) for row in ours],
         broken_guarantees=[row["requirement"] for row in bad if row.get("kind", "requirement") != "requirement"],
         reached=reached(trace),
+        pairs=pairs_of(workload.data, report.rows, trace),
         unsupported=not trace,
     )
 
@@ -86,6 +89,7 @@ def reached(trace: Iterable[dict[str, Any]]) -> list[str]:
     """Which of the situations that make a workload worth running came about, sorted."""
     found: set[str] = set()
     loading: set[str] = set()
+    waited_for: set[str] = set()
     for event in trace:
         kind = event["k"]
         if kind == "lookup" and (event["tokens"] or 0) > 0:
@@ -103,6 +107,11 @@ def reached(trace: Iterable[dict[str, Any]]) -> list[str]:
             found.add("abort")
             if event["req"] in loading:
                 found.add("abort during a load")
+            if event["inflight"] or event["req"] in loading | waited_for:
+                found.add("abort in flight")
         elif kind == "hold":
             found.add("blocks held")
+            waited_for.add(event["req"])
+        elif kind == "release":
+            waited_for.discard(event["req"])
     return sorted(found)

@@ -71,7 +71,9 @@ def _mentions(step: Data, name: str) -> bool:
     [(op, argument)] = step.items()
     if op == "add":
         prompt = argument["prompt"] if isinstance(argument["prompt"], dict) else {}
-        return name in (argument["req"], argument.get("reloads"), prompt.get("same"), prompt.get("of"))
+        handed = argument.get("handed")
+        given = handed["of"] if isinstance(handed, dict) else handed
+        return name in (argument["req"], argument.get("reloads"), prompt.get("same"), prompt.get("of"), given)
     return bool(argument == name or (isinstance(argument, dict) and name in argument.values()))
 
 
@@ -89,6 +91,8 @@ def _plain(data: Data) -> Iterator[Data]:
     for name, plain in PLAIN_AXES:
         if data["matrix"][name] != [plain]:
             yield {**data, "matrix": {**data["matrix"], name: [plain]}}
+    if data.get("relations"):
+        yield {**data, "relations": []}
     if data.get("policies"):
         yield {key: value for key, value in data.items() if key != "policies"}
     config = data.get("config", {})

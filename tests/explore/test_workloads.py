@@ -35,14 +35,17 @@ def test_the_same_seed_draws_the_same_and_another_seed_does_not() -> None:
 
 def test_draws_differ_in_everything_that_matters() -> None:
     found: Counter[str] = Counter()
-    for workload in some():
+    for workload in some(400):
         data = workload.data
+        found.update(name for step in data["steps"] if "add" in step for name in step["add"])
         found.update(next(iter(step)) for step in data["steps"])
         found.update(f"{name} {value}" for name in ("scheduling", "runner", "depth") for value in data["matrix"][name])
         found.update(data.get("policies", []))
         found.update(f"config {name}" for name in data["config"])
     wanted = ("abort", "preempt", "drop-local", "reset", "idle", "reorder", "depth 3", "runner v2", "scheduling async", "ignore-hits")
-    assert all(found[name] > 1 for name in (*wanted, "config spec_tokens", "config prefix_caching")), found
+    others = ("fail-load", "restart", "schedule", "lookup-only", "pause", "mm", "priority", "id", "stop_at", "params", "handed", "reloads")
+    special = ("engines", "groups", "tensor_parallel", "multi", "load_failure_policy", "spec_tokens", "prefix_caching")
+    assert all(found[name] > 1 for name in (*wanted, *others, *(f"config {each}" for each in special))), found
 
 
 def test_a_request_alone_fits_into_the_memory_that_is_drawn() -> None:

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A workload like another one: what reached something new is worth a look around."""
+
+from __future__ import annotations
+
+import copy
+
+from kvconform.explore.dice import Dice
+from kvconform.explore.workload import Data, Workload
+
+CHANGES = ("axis", "axis", "insert", "insert", "insert", "drop", "tokens", "budget")
+HARMLESS: tuple[Data, ...] = ({"step": 1}, {"step": 2}, {"run": {}}, {"drop-local": {}}, {"idle": 1}, {"reorder": {}})
+
+
+def mutated(seed: str, workload: Workload, engines: list[str], schedulings: list[str]) -> Workload:
+    """The workload with one to three changes that keep it legal; `seed` decides which."""
+    dice, data = Dice(seed), copy.deepcopy(workload.data)
+    for kind in dice.some(CHANGES, 3):
+        _change(dice, data, kind, engines, schedulings)
+    return Workload({**data, "id": f"drawn.{seed.replace('/', '.')}"}, workload.seed)
+
+
+def _change(dice: Dice, data: Data, kind: str, engines: list[str], schedulings: list[str]) -> None:
+    steps: list[Data] = data["steps"]
+    if kind == "axis":
+        _axis(dice, data, engines, schedulings)
+    elif kind == "tokens":
+        add = dice.pick([step["add"] for step in steps if "add" in step])
+        if "stop_at" not in add and not data["config"].get("engines"):
+            add["max_tokens"] = dice.number(1, add["max_tokens"])  # never more: it has to fit
+    elif kind == "budget":
+        data["config"]["max_seqs"] = dice.pick([1, 2, 3, 8])
+    else:
+        places = _free(steps)
+        if places and kind == "drop":
+            index = dice.pick(places)
+            if index < len(steps) and next(iter(steps[index])) in ("step", "drop-local", "idle", "reorder", "abort", "preempt"):
+                del steps[index]
+        elif places:
+            index = dice.pick(places)
+            steps.insert(index, _event(dice, steps[:index], in_pairs=bool(data["config"].get("engines"))))
+
+
+def _axis(dice: Dice, data: Data, engines: list[str], schedulings: list[str]) -> None:
+    matrix, between = data["matrix"], any("schedule" in step for step in data["steps"])
+    which = dice.pick(["runner", "depth", "scheduling", "engine"])
+    if which == "runner":
+        matrix["runner"] = [dice.pick(["v1", "v2"])]
+    elif which == "depth" and not between:
+        matrix["depth"] = [dice.pick([2, 3])]
+    elif which == "scheduling" and not between:  # how much may be in flight, and what may come meanwhile, was drawn for the one it has
+        matrix["scheduling"] = [dice.pick(schedulings)]
+    elif which == "engine" and data["engines"] == ["reference"] and not data.get("policies"):
+        data["engines"] = [dice.pick(engines)]
+
+
+def _free(steps: list[Data]) -> list[int]:
+    """Places where something may be put in: behind a request, not while outputs are held back or the scheduler pauses, not in the end."""
+    found: list[int] = []
+    open_, added = False, False
+    for index, step in enumerate(steps):
+        if added and not open_ and not ({"fail-load", "lookup-only", "land", "resume", "shutdown"} & set(step)):
+            found.append(index)
+        added = added or "add" in step
+        open_ = (open_ or "schedule" in step or "pause" in step) and not ("land" in step or "resume" in step)
+    return found
+
+
+def _event(dice: Dice, before: list[Data], *, in_pairs: bool) -> Data:
+    start = max((index for index, step in enumerate(before) if "on" in step), default=0)
+    names = [step["add"]["req"] for step in before[start:] if "add" in step]
+    if not names or in_pairs:
+        return dict(dice.pick([{"step": 1}, {"step": 2}]))
+    return dict(dice.pick([*HARMLESS, *[{op: names[-1]} for op in ("abort", "preempt", "abort", "preempt")]]))

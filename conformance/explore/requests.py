@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests drawn at random: prompts at block boundaries, repeated, extended and cut short, and what clients may ask for besides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvconform.explore.dice import Dice
+from kvconform.explore.workload import Data
+
+IDENTITY = ("salt", "lora", "mm")
+
+
+@dataclass
+class Requests:
+    """The requests of one workload so far. `settled`: those that have finished by themselves since the connector was last reset."""
+
+    dice: Dice
+    block: int
+    drafts: int
+    simple: bool = False
+    lengths: dict[str, int] = field(default_factory=dict)
+    adds: dict[str, Data] = field(default_factory=dict)
+    settled: list[str] = field(default_factory=list)
+    live: list[str] = field(default_factory=list)
+    aborted: set[str] = field(default_factory=set)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request, with its output."""
+        return max(self.lengths[name] + add["max_tokens"] for name, add in self.adds.items())
+
+    def draw(self, name: str, again: str | None = None) -> Data:
+        """The argument of `add` for one more request; `again`: the one whose prompt it has."""
+        dice = self.dice
+        add: Data = {"req": name, "prompt": 1, "max_tokens": dice.pick([1, 2, 4, 7, 9])}
+        earlier = again or (dice.pick(sorted(self.lengths)) if self.lengths and not dice.one_in(4) else None)
+        if earlier is None:
+            add["prompt"] = length = max(1, dice.number(1, 4) * self.block + dice.pick([-1, 0, 1, 2]))
+        elif again or dice.one_in(2):
+            add["prompt"], length = {"same": earlier}, self.lengths[earlier]
+            self._alike(add, earlier)
+        else:
+            add["prompt"], length = self._extended(earlier)
+        if self.drafts and dice.one_in(2):
+            add["drafts"] = [dice.number(0, self.drafts) for _ in range(dice.number(1, 3))]
+        if not self.simple:
+            self._options(add, length)
+        self.lengths[name], self.adds[name] = length, add
+        self.live.append(name)
+        return add
+
+    def _extended(self, earlier: str) -> tuple[Data, int]:
+        dice, length = self.dice, self.lengths[earlier]
+        prompt: dict[str, Any] = {"of": earlier}
+        if dice.one_in(2):
+            length = prompt["tokens"] = dice.number(1, length)
+        prompt["then"] = dice.pick([1, 2, self.block, self.block + 1])
+        return prompt, length + prompt["then"]
+
+    def _alike(self, add: Data, earlier: str) -> None:
+        """Most repetitions are by the same client; then the connector's promises are about them."""
+        if self.dice.one_in(5):
+            return
+        source = self.adds[earlier]
+        add.update({name: source[name] for name in IDENTITY if name in source})
+        if earlier in self.settled and "reloads" not in source:
+            add["reloads"] = earlier
+
+    def _options(self, add: Data, length: int) -> None:
+        dice = self.dice
+        if "reloads" not in add:
+            if dice.one_in(8):
+                add["salt"] = dice.pick(["s", "t"])
+            if dice.one_in(12):
+                add["lora"] = dice.pick(["one", "two"])
+            if dice.one_in(10) and length > 2:
+                at = dice.number(0, length - 2)
+                add["mm"] = [{"at": at, "length": dice.number(1, min(length - at, self.block + 1)), "id": dice.pick(["cat", "dog"])}]
+        if dice.one_in(12):
+            add["stop_at"] = dice.number(0, add["max_tokens"] - 1)
+        if dice.one_in(12):
+            add["skip_reading_prefix_cache"] = True
+        if dice.one_in(20):
+            add["params"] = {"note": "mine"}
+
+    def finished(self) -> None:
+        """Everything has run to its end."""
+        self.settled += [name for name in self.live if name not in self.aborted and name not in self.settled]
+        self.live.clear()
+
+    def forgotten(self) -> None:
+        """The connector was reset: what it stored may be gone."""
+        self.settled.clear()
+        for name in self.live:
+            self.aborted.add(name)

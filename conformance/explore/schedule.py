@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schedules drawn at random: what happens to requests, and when. Only what an engine and its clients may do."""
+
+from __future__ import annotations
+
+from kvconform.explore.dice import Dice
+from kvconform.explore.requests import Requests
+from kvconform.explore.workload import Data
+
+NAMES = "abcdef"
+KINDS = ("step", "step", "abort", "preempt", "preempt", "run", "drop-local", "reset", "idle", "reorder", "pause")
+
+
+class Schedule:
+    """The steps of one workload. `depth`: how many may be in flight; `failing`: loads fail now and then."""
+
+    def __init__(self, dice: Dice, requests: Requests, *, depth: int, failing: bool, restarts: bool) -> None:
+        self.dice, self.requests, self.depth, self.failing, self.restarts = dice, requests, depth, failing, restarts
+        self.steps: list[Data] = []
+
+    def draw(self, most: int) -> list[Data]:
+        """Two to `most` requests, each followed by what befalls it."""
+        for name in NAMES[: self.dice.number(2, most)]:
+            self._request(name)
+        self._run()
+        if self.restarts and self.dice.one_in(8):
+            self.steps.append({"shutdown": {}})
+        return self.steps
+
+    def _request(self, name: str) -> None:
+        dice, requests = self.dice, self.requests
+        sources = [each for each in requests.settled if "reloads" not in requests.adds[each]]
+        failing = self.failing and sources and not dice.one_in(3)
+        if failing:
+            self.steps.append({"drop-local": {}})
+        add = requests.draw(name, dice.pick(sources) if failing else None)
+        if self._reuses(add):
+            add["id"] = next(iter(requests.settled))
+        self.steps.append({"add": add})
+        if failing:
+            length = requests.lengths[name]
+            positions = dice.pick(["all", [dice.number(0, length - 1)], [0, length // 2]])
+            self.steps.append({"fail-load": {"req": name, "positions": positions}})
+        then = dice.pick(["disturb", "disturb", "disturb", "finish", "finish", "finish", "step", "between", "ask"])
+        if then == "disturb":  # while it is under way
+            self.steps.append({"step": dice.number(1, 4)})
+            for kind in dice.some(KINDS, 4):
+                self._event(kind, name)
+        elif then == "finish":  # the next one finds nothing in the local cache
+            self._run()
+            self.steps.append({"drop-local": {}})
+            if self.restarts and dice.one_in(4):
+                self.steps.append({"restart": "engine"})
+                requests.forgotten()
+        elif then == "step":
+            self.steps.append({"step": dice.number(1, 6)})
+        elif then == "between":
+            self._between(name)
+        elif then == "ask" and not failing:
+            self.steps += [{"lookup-only": name}] * dice.number(1, 2)
+            if dice.one_in(2):
+                self._event("abort", name)
+
+    def _reuses(self, add: Data) -> bool:
+        """Whether it gets the id of a request that is long over: the first one's, so that no two live ones have it."""
+        requests = self.requests
+        alone = not requests.live[:-1] and not any("id" in each for each in requests.adds.values())
+        return not requests.simple and alone and bool(requests.settled) and self.dice.one_in(8) and "reloads" not in add
+
+    def _run(self) -> None:
+        self.steps.append({"run": {}})
+        self.requests.finished()
+
+    def _event(self, kind: str, latest: str) -> None:
+        dice = self.dice
+        who = dice.pick([latest, latest, *self.requests.live]) if self.requests.live else latest
+        if kind == "step":
+            self.steps.append({"step": dice.number(1, 5)})
+        elif kind == "abort":
+            self.steps.append({"abort": who})
+            self.requests.aborted.add(who)
+        elif kind == "preempt":
+            self.steps.append({"preempt": who})
+        elif kind == "run":
+            self._run()
+        elif kind == "reset":
+            connector = dice.one_in(2)
+            self.steps.append({"reset": {"running": dice.one_in(2), "connector": connector}})
+            if connector:
+                self.requests.forgotten()
+        elif kind == "pause":
+            if dice.one_in(3):
+                self.steps += [{"pause": {}}, {"step": dice.number(1, 3)}, {"resume": {}}]
+        else:
+            self.steps.append({"drop-local": {"drop-local": {}}, "idle": {"idle": 1}, "reorder": {"reorder": {}}}[kind])
+
+    def _between(self, name: str) -> None:
+        """What comes while outputs are under way: the queue is empty before, and holds no more than it may."""
+        count = self.dice.number(1, self.depth)
+        self.steps += [{"land": self.depth}, {"schedule": count}]
+        self._event("abort" if self.depth == 1 else self.dice.pick(["abort", "preempt", "reorder"]), name)
+        self.steps.append({"land": self.depth})

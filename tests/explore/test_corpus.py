@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What reached something new is kept, found again, and varied into workloads that are legal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvconform.explore.corpus import Corpus
+from kvconform.explore.coverage import never, pairs_of
+from kvconform.explore.dice import Dice
+from kvconform.explore.draw import drawn, small
+from kvconform.explore.mutate import mutated
+from kvconform.explore.outcome import Failure, Outcome
+from kvconform.explore.workload import Workload
+
+BOTH = ["reference", "vllm"]
+MODES = ["sync", "async"]
+
+
+def some(count: int, seed: int = 1) -> list[Workload]:
+    return list(drawn(BOTH, MODES, None, first_seed=seed, count=count))
+
+
+def test_dice_are_the_same_everywhere() -> None:
+    dice = Dice("x")
+    assert [dice.number(0, 9) for _ in range(12)] == [Dice("x").number(0, 9), *[_nth(n) for n in range(1, 12)]]
+    rolls = [Dice(seed).number(1, 6) for seed in range(300)]
+    assert set(rolls) == {1, 2, 3, 4, 5, 6}
+
+
+def _nth(count: int) -> int:
+    dice = Dice("x")
+    return [dice.number(0, 9) for _ in range(count + 1)][-1]
+
+
+def test_small_workloads_are_small() -> None:
+    for workload in small(first_seed=1, count=60):
+        assert workload.size[0] <= 3 and workload.variant().engine == "reference" and not workload.data.get("policies")
+
+
+def test_changes_keep_a_workload_legal_and_do_change_it() -> None:
+    changed = 0
+    for number, workload in enumerate(some(150)):
+        other = mutated(f"t/{number}", workload, BOTH, MODES)
+        other.variant()
+        assert mutated(f"t/{number}", workload, BOTH, MODES) == other
+        flying = 0
+        for step in other.data["steps"]:  # no more is in flight than may be, and nothing befalls it that could not
+            assert flying == 0 or not {"step", "run", "idle", "drop-local"} & set(step)
+            flying = 0 if "land" in step else flying + step.get("schedule", 0)
+            assert flying <= (other.data["matrix"]["depth"][0] if other.data["matrix"]["scheduling"] == ["async"] else 1)
+        changed += {**other.data, "id": ""} != {**workload.data, "id": ""}
+    assert changed > 100
+
+
+def test_a_corpus_is_found_again_and_goes_on_where_it_was(tmp_path: Path) -> None:
+    corpus = Corpus(tmp_path)
+    workloads = corpus.guided(iter(some(40)), BOTH, MODES)
+    first = [next(workloads) for _ in range(6)]
+    assert corpus.add(first[0], Outcome(pairs=["a | x", "b | x"])) == 2
+    assert corpus.add(first[1], Outcome(pairs=["a | x"])) == 0
+    assert corpus.add(first[2], Outcome(pairs=["c | x"], failures=[Failure("r", "m")])) == 1
+    like = next(workloads), next(workloads)
+    assert sum(each.data in [workload.data for workload in some(40)] for each in like) == 1  # one is new, one is like a kept one
+    corpus.save()
+    again = Corpus(tmp_path)
+    assert again.seeds == [first[0]] and again.pairs == {"a | x", "b | x"} and again.drawn == corpus.drawn == 7
+    assert next(again.guided(iter(some(40)), BOTH, MODES)) == some(40)[7]
+
+
+def test_pairs_tell_what_was_put_to_the_test_where() -> None:
+    [workload] = [each for each in some(40) if each.data["engines"] == ["vllm"]][:1]
+    rows = [{"requirement": "save.x", "exercised": 2}, {"requirement": "load.y", "exercised": 0}]
+    trace = [
+        {"k": "lookup", "req": "a"},
+        {"k": "req.state", "req": "a", "from": "WAITING", "to": "RUNNING", "by": "admit"},
+        {"k": "hold", "req": "a"},
+    ]
+    found = pairs_of(workload.data, rows, trace)
+    mode = f"scheduling {workload.data['matrix']['scheduling'][0]}"
+    assert {
+        "save.x | engine vllm",
+        f"lookup in WAITING | {mode}",
+        f"hold in RUNNING | {mode}",
+        f"WAITING > RUNNING, admit | {mode}",
+    } <= set(found)
+    assert not any("load.y" in pair for pair in found)
+    assert never(["save.x", "load.y"], found) == ["load.y"]
