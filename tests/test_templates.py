@@ -3,11 +3,19 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvconform import compat, templates
+from kvconform.compat import SupportsHMA
+from kvconform.refimpl.connector import ReferenceConnector
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from core_rig import ROUND_TRIP, run_case, select
 
 SIZES: dict[str, Any] = dict(
     block_size=4, num_blocks=8, budget=64, max_seqs=4, max_model_len=256, prefix_caching=True, spec_tokens=2, scheduling="sync",
@@ -57,3 +65,16 @@ def test_the_oldest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(3):
         templates.configuration(number, None, dict)
     assert list(templates._kept) == [1, 2]
+
+
+class Hybrid(ReferenceConnector, SupportsHMA):
+    """One that supports several groups: vLLM keeps the hybrid cache manager on for it, and not for its siblings."""
+
+    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, block_ids[0])
+
+
+def test_a_connector_among_siblings_has_a_configuration_of_its_own(tmp_path: Path) -> None:
+    for number, config in enumerate(({}, {"multi": ["idle", "self"]}, {})):
+        run = run_case(f"{__name__}:Hybrid", ROUND_TRIP, tmp_path / str(number), config=config)
+        assert not select(run.trace, "engine.crash") and run.harness_error is None

@@ -44,7 +44,12 @@ def build_config(variant: Variant, target: Target, tmp: Path, *, with_connector:
         policy="priority" if any(s.op == "add" and s.arg.priority for s in variant.case.steps) else "fcfs",
     )
     whose = (target.resolve(), target.device, target.role or settings.role, settings.load_failure_policy) if with_connector else ()
-    key = (*arguments.values(), *whose, *(map(repr, (target.extra_config, target.adapters)) if with_connector else ()))
+    key = (
+        *arguments.values(),
+        tuple(settings.multi),
+        *whose,
+        *(map(repr, (target.extra_config, target.adapters)) if with_connector else ()),
+    )
     config = templates.configuration(key, transfer, lambda: compat.build_config(**arguments, transfer=transfer))
     _say_sizes(config, latent=settings.groups == ["latent"])
     config.model_config.model = MODEL  # a path would differ from machine to machine, and connectors derive keys from it
