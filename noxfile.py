@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions: conformance, live, explore, tests, kernels, defects, gpu, history, versions, lint, bench.
+"""Sessions: conformance, live, explore, tests, kernels, browser, defects, gpu, history, versions, lint, bench.
 
 All but `lint` share one environment per vLLM package, `.nox/<package>-<version>-<python>` (3.5 GB without a GPU), made once and kept:
 a stamp inside it says what was installed, so a later run installs nothing (docs/decisions/0009-one-environment.md). To start afresh,
@@ -19,6 +19,7 @@ import argparse
 import importlib.util
 import json
 import shlex
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,16 @@ def lint(session: nox.Session) -> None:
     env.run("-m", "mypy", "-p", "kvconform", env={"MYPYPATH": str(noxenv.package_tree(env.path / "tree"))})
     env.run("-m", "kvconform", "lint", "--strict")
     env.run("-m", "kvconform.results", "pages", "--check")
+
+
+@nox.session
+def browser(session: nox.Session) -> None:
+    """report.html in Chromium: keys, filters, a long run, accessibility. Needs Chromium and its driver (Debian: chromium-driver)."""
+    if shutil.which("chromedriver") is None:
+        session.skip("there is no chromedriver: nothing was opened in a browser")
+    env = noxenv.Environment(session, "browser", [sys.version])
+    env.install_project("browser", "test")
+    env.run("-m", "pytest", "tests/html", "tests/compare", *session.posargs)
 
 
 @nox.session

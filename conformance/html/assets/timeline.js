@@ -19,6 +19,7 @@ class Timeline {
     this.mark = box.dataset.seq === "" ? null : Number(box.dataset.seq);
     this.cursor = { step: story.steps, row: 0 };
     this.only = ""; this.hook = "";
+    this.id = `said-${timelines.size}`;
     this.build();
     this.lanes = story.requests.map((_, i) => i);
     this.canvas.setAttribute("aria-label", `Timeline of ${story.run.case}: ${story.requests.length} requests, steps ${story.first} to ${story.steps}. Arrow keys go through steps and requests.`);
@@ -36,7 +37,7 @@ class Timeline {
     this.requests = element("input", { type: "search", size: 9, "aria-label": "Only requests", placeholder: "request", oninput: () => this.filter() });
     this.hooks = element("select", { "aria-label": "Only the hook", onchange: () => this.filter() }, element("option", { value: "" }, "all hooks"), ...[...story.names].sort().map((name) => element("option", { value: name }, name)));
     const jump = element("button", { type: "button", class: "jump", onclick: () => this.toMark() }, "to the violation");
-    this.canvas = element("canvas", { tabindex: 0, role: "application", onkeydown: (event) => this.key(event), onmousemove: (event) => this.hover(event), onmouseleave: () => this.tip(null), onclick: (event) => this.click(event) });
+    this.canvas = element("canvas", { tabindex: 0, role: "application", "aria-describedby": this.id, onkeydown: (event) => this.key(event), onmousemove: (event) => this.hover(event), onmouseleave: () => this.tip(null), onclick: (event) => this.click(event) });
     this.spacer = element("div");
     this.view = element("div", { class: "view", onscroll: () => this.draw() }, this.canvas, this.spacer);
     this.state = element("div", { class: "state" });
@@ -108,7 +109,6 @@ class Timeline {
   tell() {
     const { story } = this, step = this.cursor.step;
     this.where.textContent = `${step} of ${story.steps}`;
-    this.canvas.setAttribute("aria-description", this.sentence(step, this.cursor.row));
     const groups = { running: [], waiting: [], preempted: [] };
     story.requests.forEach((name, lane) => {
       const state = story.state(step, lane);
@@ -121,7 +121,7 @@ class Timeline {
       if (lanes.length) { cell.className = "owned"; cell.style.background = lanes.length > 1 ? `linear-gradient(90deg, ${OWNERS[lanes[0] % 8]} 50%, ${OWNERS[lanes[1] % 8]} 50%)` : OWNERS[lanes[0] % 8]; }
       blocks.append(cell);
     }
-    const here = element("div", {}, ...this.sentence(step, this.cursor.row).split("\n").map((text) => element("p", {}, text)));
+    const here = element("div", { id: this.id, "aria-live": "polite" }, ...this.sentence(step, this.cursor.row).split("\n").map((text) => element("p", {}, text)));
     const scheduler = element("div", {}, ...Object.entries(groups).filter(([, names]) => names.length).map(([word, names]) => element("p", {}, `${word}: ${names.join(", ")}`)), element("p", {}, `blocks in a table: ${owners.size} of ${Math.max(0, total - 1)}`), blocks);
     this.state.replaceChildren(here, scheduler);
     const lane = this.lanes[this.cursor.row];
