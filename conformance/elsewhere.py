@@ -103,10 +103,19 @@ def run_elsewhere(variant: Variant, target: Target, *, seed: int, tmp: Path, cap
         [sys.executable, "-m", "kvconform.elsewhere"], input=json.dumps(job), capture_output=True, text=True, timeout=120,
         env={**os.environ, "PYTHONHASHSEED": HASH_SEED},
     )  # fmt: skip
-    if done.returncode != 0:
+    answer = _answer(done.stdout)
+    if answer is None:
         raise ElsewhereError(f"the run under another hash seed failed: {done.stderr.strip().splitlines()[-1:] or done.returncode}")
-    answer = json.loads(done.stdout.splitlines()[-1])
     return Run(variant, "hash-seed", answer["trace"], caps or {}, frozenset(answer["channels"]), answer["harness_error"])
+
+
+def _answer(text: str) -> dict[str, Any] | None:
+    """What the other interpreter found, if it said so. How it ended afterwards does not matter: native libraries may take it down then."""
+    try:
+        found = json.loads(text.splitlines()[-1])
+    except (IndexError, ValueError):
+        return None
+    return found if isinstance(found, dict) and "trace" in found else None
 
 
 def main() -> None:
@@ -120,7 +129,7 @@ def main() -> None:
     case = Case.model_validate(job["case"], strict=False)
     run = run_variant(Variant(case, **job["axes"]), Target(**job["target"]), seed=job["seed"], tmp=Path(job["tmp"]), caps=job["caps"])
     print()
-    print(json.dumps({"trace": run.trace, "channels": sorted(run.channels), "harness_error": run.harness_error}))
+    print(json.dumps({"trace": run.trace, "channels": sorted(run.channels), "harness_error": run.harness_error}), flush=True)
 
 
 if __name__ == "__main__":
