@@ -20,6 +20,12 @@ def spans(numbers: Iterable[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in found[:6]) + (", ..." if len(found) > 6 else "")
 
 
+def _positions(numbers: Iterable[int]) -> str:
+    """`position 12 was`, `positions 12-15 were`."""
+    some = list(numbers)
+    return f"position {spans(some)} was" if len(some) == 1 else f"positions {spans(some)} were"
+
+
 _VIA = {
     "external": "loaded by the connector",
     "local": "found in the local prefix cache",
@@ -60,11 +66,11 @@ def _due(e: Event) -> str:
         if (blocks := {table[position // size] for position in positions})
     ]
     return (
-        f"of the {e['granted']} tokens granted to {e['req']} from position {e['local']}, positions {spans(e['missing'])} were never written"
+        f"of the {e['granted']} tokens granted to {e['req']} from position {e['local']}, {_positions(e['missing'])} never written"
         f" and no failure was reported" + "".join(f"; {each}" for each in groups)
         if e["missing"]
-        else f"positions {spans(e['wrong'])} of {e['req']} were loaded, and hold something else than was computed; copies read what the"
-        f" compute stream wrote only afterwards: {'; '.join(e['early_reads'])}"
+        else f"of {e['req']}, {_positions(e['wrong'])} loaded with something else than was computed; copies read what the compute stream"
+        f" wrote only afterwards: {'; '.join(e['early_reads'])}"
         if e["wrong"] and e.get("early_reads")
         else f"the load of {e['req']} was due"
     )

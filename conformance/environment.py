@@ -9,6 +9,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from kvconform.errors import EnvironmentProblem, UsageError
 from kvconform.requirement import version_key
@@ -69,4 +70,13 @@ def check_connector_name(connector: str, pythonpath: Sequence[str] = ()) -> None
     if ":" not in connector or importlib.util.find_spec(package) is not None:
         return
     if importlib.machinery.PathFinder.find_spec(package, list(pythonpath)) is None:
+        absent = [folder for folder in pythonpath if not Path(folder).is_dir()]
+        if absent:
+            raise UsageError(
+                f"there is no directory {absent[0]} (--pythonpath), and no package {package!r} anywhere else on this Python's path"
+            )
+        if pythonpath:
+            raise UsageError(
+                f"there is no package {package!r} in {', '.join(pythonpath)} (--pythonpath), nor elsewhere on this Python's path"
+            )
         raise UsageError(f"there is no package {package!r} on this Python's path: install it into {sys.prefix}, or give --pythonpath DIR")

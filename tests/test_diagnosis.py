@@ -53,6 +53,7 @@ PLAN = {"k": "plan", "op": "save", "start": 4, "end": 12, "req": "b", "timing": 
         (CHANGED, ["start_load_kv", "slots 4-5 belong to the local prefix cache hit", "slots 44 belong to no request", "for b"]),
         ({**CHANGED, "req": []}, ["for nobody"]),
         (DUE, ["8 tokens granted to b from position 4", "positions 7-8, 11 were never written", "no failure was reported"]),
+        ({**DUE, "missing": [11]}, ["position 11 was never written"]),
         ({**WRONG, "group": 1}, ["layer 1 of KV cache group 1, block 7"]),
         ({**CHANGED, "group": 0}, ["(layer 0 of KV cache group 0, for b)"]),
         (

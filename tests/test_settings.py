@@ -148,6 +148,13 @@ class TestEnvironment:
 
         (tmp_path / "only_here.py").write_text("")
         check_connector_name("only_here:C", [str(tmp_path)])
+        for folder, sentence in (
+            ("", f"in {tmp_path} (--pythonpath)"),
+            ("misspelt", f"no directory {tmp_path / 'misspelt'} (--pythonpath)"),
+        ):
+            with pytest.raises(UsageError) as error:
+                check_connector_name("nor_here:C", [str(tmp_path / folder)])
+            assert sentence in error.value.message
         check_connector_name("ExampleConnector")
 
 

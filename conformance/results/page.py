@@ -42,12 +42,17 @@ def pages(digests: Sequence[Digest], findings: Sequence[Finding], spec: Spec, ro
     """File name -> text. Reads the notes below `root`, changes nothing."""
     families = sorted({family(digest.entry) for digest in digests} | {finding.family for finding in findings})
     found = {"README.md": _overview(digests, findings, families)}
+    if text := _notes(root, "README"):  # what was tried, and belongs to no family that was judged
+        found["README.md"] += f"\n{text}\n"
     for name in families:
         mine = [digest for digest in digests if family(digest.entry) == name]
-        notes = root / "notes" / f"{name}.md"
-        text = notes.read_text(encoding="utf-8").strip() if notes.is_file() else ""
-        found[f"{name}.md"] = _family(name, mine, [each for each in findings if each.family == name], spec, text)
+        found[f"{name}.md"] = _family(name, mine, [each for each in findings if each.family == name], spec, _notes(root, name))
     return found
+
+
+def _notes(root: Path, name: str) -> str:
+    notes = root / "notes" / f"{name}.md"
+    return notes.read_text(encoding="utf-8").strip() if notes.is_file() else ""
 
 
 def _overview(digests: Sequence[Digest], findings: Sequence[Finding], families: Sequence[str]) -> str:
