@@ -24,7 +24,7 @@ import psutil
 
 MARK = "KVCONFORM_LIVE_RUN"
 """Environment variable: the mark of a run."""
-LEAVE = 20.0
+LEAVE = 60.0
 """Seconds that the child has to end, once it says that it has nothing more to do: a thread that goes on keeps its process."""
 GRACE = 5.0
 """Seconds that what the child started has to end, once the child has."""
