@@ -44,7 +44,7 @@ def one(seed: str, engines: list[str], schedulings: list[str], slows: list[str] 
     block, drafts = (4, 0) if simple else (dice.pick([4, 4, 4, 16]), dice.pick([0, 0, 0, 2, 3]))
     theme = "plain" if simple else dice.pick(THEMES)
     config, relations = _config(dice, block, drafts), [] if simple else list(dice.pick(RELATIONS))
-    extra, engine = _special(dice, theme, engine)
+    extra = _special(dice, theme, engine)
     if theme == "pair":
         steps, longest = pairs.steps(dice, block)
         relations = []
@@ -77,8 +77,8 @@ def _config(dice: Dice, block: int, drafts: int) -> Data:
     return config
 
 
-def _special(dice: Dice, theme: str, engine: str) -> tuple[Data, str]:
-    """(what the theme adds to the configuration, the engine)."""
+def _special(dice: Dice, theme: str, engine: str) -> Data:
+    """What the theme adds to the configuration."""
     extra: dict[str, Any] = {}
     if theme == "failing" and dice.one_in(3):
         extra["load_failure_policy"] = "fail"
@@ -94,7 +94,7 @@ def _special(dice: Dice, theme: str, engine: str) -> tuple[Data, str]:
         extra["multi"] = list(dice.pick(SIBLINGS))
     elif theme == "odd":
         extra.update(dice.pick(ODD))
-    return extra, engine
+    return extra
 
 
 def _prioritise(dice: Dice, steps: list[Data]) -> None:

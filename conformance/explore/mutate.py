@@ -70,5 +70,6 @@ def _event(dice: Dice, before: list[Data], *, in_pairs: bool) -> Data:
     start = max((index for index, step in enumerate(before) if "on" in step), default=0)
     names = [step["add"]["req"] for step in before[start:] if "add" in step]
     if not names or in_pairs:
-        return dict(dice.pick([{"step": 1}, {"step": 2}]))
-    return dict(dice.pick([*HARMLESS, *[{op: names[-1]} for op in ("abort", "preempt", "abort", "preempt")]]))
+        return {"step": dice.number(1, 2)}
+    theirs: list[Data] = [{op: names[-1]} for op in ("abort", "preempt", "abort", "preempt")]
+    return {**dice.pick([*HARMLESS, *theirs])}

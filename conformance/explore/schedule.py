@@ -10,6 +10,8 @@ from kvconform.explore.workload import Data
 NAMES = "abcdef"
 KINDS = ("step", "step", "abort", "preempt", "preempt", "run", "drop-local", "reset", "idle", "reorder", "pause")
 
+PLAIN: dict[str, Data] = {"drop-local": {"drop-local": {}}, "idle": {"idle": 1}, "reorder": {"reorder": {}}}
+
 
 class Schedule:
     """The steps of one workload. `depth`: how many may be in flight; `failing`: loads fail now and then."""
@@ -92,7 +94,7 @@ class Schedule:
             if dice.one_in(3):
                 self.steps += [{"pause": {}}, {"step": dice.number(1, 3)}, {"resume": {}}]
         else:
-            self.steps.append({"drop-local": {"drop-local": {}}, "idle": {"idle": 1}, "reorder": {"reorder": {}}}[kind])
+            self.steps.append({**PLAIN[kind]})
 
     def _between(self, name: str) -> None:
         """What comes while outputs are under way: the queue is empty before, and holds no more than it may."""
