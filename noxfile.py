@@ -175,6 +175,7 @@ def lint(session: nox.Session) -> None:
     env.run("-m", "mypy", "-p", "kvconform", env={"MYPYPATH": str(noxenv.package_tree(env.path / "tree"))})
     env.run("-m", "kvconform", "lint", "--strict")
     env.run("-m", "kvconform.results", "pages", "--check")
+    env.run("-m", "kvconform.docs", "--check")
 
 
 @nox.session

@@ -32,7 +32,7 @@ from kvconform.workplace import settle_in
 
 PAYLOAD = pytest.StashKey[str]()
 START = "(start of the worker)"
-START_LIMIT = 120.0
+START_LIMIT = 300.0
 LIVE_LIMIT = 7200.0
 """Seconds for what has a time limit of its own: vLLM in child processes, several times when a failing workload is reduced."""
 RUNNER = "KVCONFORM_RUNNER"
@@ -121,7 +121,8 @@ class Worker:
         """Import vLLM and the connector, construct it once. KvconformError if that cannot be."""
         runner = os.environ.get(RUNNER)
         self.servers.up()
-        with watchdog.case(START, START_LIMIT + 60):
+        limit = float(os.environ.get(watchdog.START_SECONDS) or START_LIMIT)
+        with watchdog.case(START, 2 * limit + 60):
             if runner:
                 module, _, function = runner.partition(":")
                 self._judge = getattr(importlib.import_module(module), function)
@@ -130,7 +131,7 @@ class Worker:
             from kvconform import smoke
 
             self._target = smoke.target_of(self.settings)
-            smoke.check(self._target, tmp, START_LIMIT, engine=self.settings.engine)
+            smoke.check(self._target, tmp, limit, engine=self.settings.engine)
             if self._target.connector is not None:
                 self._places = places_of(self._target.resolve(), Path.cwd())
         from kvconform.run import run_and_judge

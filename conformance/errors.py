@@ -3,6 +3,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
+BENEATH = frozenset({"kvconform", "torch", "numpy", "msgspec", "pydantic", "pydantic_core", "safetensors", "zmq"})
+"""Packages whose lines say nothing about a connector that raised: ours, and what connectors are built on."""
+
 
 class KvconformError(Exception):
     """Base of errors meant for a person: `message` is one sentence that says what to do, `details` what --debug adds. Exit code `code`."""
@@ -35,6 +41,19 @@ def ordinary(error: BaseException) -> BaseException:
     if isinstance(error, Exception | KeyboardInterrupt | SystemExit | GeneratorExit):
         return error
     return Panic(f"{type(error).__name__}: {error}")
+
+
+def place_of(error: BaseException) -> str:
+    """` (file.py:12, in function)`: the innermost place of a traceback that is neither ours nor a library's under the connector; empty if
+    there is none. The suite's own connectors have none: their lines change from commit to commit."""
+    found, frame = "", error.__traceback__
+    while frame is not None:
+        module = str(frame.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
+        if module and module not in BENEATH and module not in sys.stdlib_module_names:
+            code = frame.tb_frame.f_code
+            found = f" ({os.path.basename(code.co_filename)}:{frame.tb_lineno}, in {code.co_name})"
+        frame = frame.tb_next
+    return found
 
 
 def one_line(error: BaseException) -> str:

@@ -10,17 +10,25 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import select
 import signal
 import subprocess
 import sys
+import time
 
 import psutil
+
+from kvconform.leftovers import Shared, alive, name_of, ports_of
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 PATIENCE = 0.2
 """Seconds between two looks at the parent and the command."""
+LEFT = "KVCONFORM_GUARD_LEFT"
+"""Environment variable: a file, for what a command that ended by itself has left (JSON): processes, ports, files in /dev/shm."""
+LEAVE = 5.0
+"""Seconds that what the command started has to end, once the command has."""
 
 
 def _prctl(option: int, value: int) -> None:
@@ -70,18 +78,34 @@ def main(grace: float, command: list[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _not_ours)
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    told, shared = os.environ.pop(LEFT, None), Shared()  # not for guards that the command starts
     child = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_dies_with_parent, restore_signals=True
     )  # fmt: skip
     while child.poll() is None and os.getppid() == parent:
+        if told:
+            shared.look(_tree(child.pid))
         readable, _, _ = select.select([0], [], [], PATIENCE)
         if readable:
             grace = 0.0 if os.read(0, 1) == b"k" else grace
             end(child.pid, grace)
             child.poll()
             return 0
+    if told and child.poll() is not None:
+        _tell(child.pid, told, shared)
     end(child.pid, grace)
     return child.wait()
+
+
+def _tell(session: int, told: str, shared: Shared) -> None:
+    """Write down what is left, after a while."""
+    until = time.monotonic() + LEAVE
+    while (left := alive(_tree(session))) and time.monotonic() < until:
+        time.sleep(0.1)
+    files = shared.left(left)
+    with open(told, "w", encoding="utf-8") as file:
+        ports = sorted({port for process in left for port in ports_of(process)})
+        json.dump({"processes": [name_of(process) for process in left], "ports": ports, "files": files}, file)
 
 
 if __name__ == "__main__":

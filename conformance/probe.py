@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvconform import device, watchdog
-from kvconform.errors import ordinary
+from kvconform.errors import ordinary, place_of
 from kvconform.trace import Event, Trace
 from kvconform.values import ValueCheck, check_value
 
@@ -115,7 +115,7 @@ class Probe:
 
     def _returned(self, item: Call, rank: int, timed_out: bool, outermost: bool) -> None:
         check = check_value(item) if outermost and item.error is None else ValueCheck()
-        text = None if item.error is None else f"{type(item.error).__name__}: {item.error}".splitlines()[0][:300]
+        text = None if item.error is None else f"{type(item.error).__name__}: {item.error}".splitlines()[0][:300] + place_of(item.error)
         assert item.event is not None
         item.result_event = self.trace.emit(
             "hook.returned",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,16 +31,23 @@ class _Preset:
 def run(settings: Settings) -> int:
     """Judge; returns the exit code. Raises KvconformError if the run could not be made or not be completed."""
     controller = Controller(settings, make_console(), quiet_workers=not settings.debug)
+    before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         with hermetic(settings.debug, "xdist.plugin,kvconform.plugin"):
             status = int(pytest.main(_arguments(settings), plugins=[_Preset(controller)]))
     finally:
+        signal.signal(signal.SIGTERM, before)
         controller.clean_up()
     if controller.problem is not None:
         raise controller.problem
     if controller.exit_code is None:
         raise EnvironmentProblem(f"pytest ended with status {status} before anything was run (--debug shows what it said)")
     return controller.exit_code
+
+
+def _interrupt(*_: object) -> None:
+    """A request to end is answered as Ctrl-C is: with what was found out so far, and nothing left behind."""
+    raise KeyboardInterrupt
 
 
 def _arguments(settings: Settings) -> list[str]:

@@ -79,4 +79,5 @@ def _in_time(what: str, limit: float) -> Any:
         with watchdog.hook(what, limit=limit):
             yield
     except watchdog.HookTimeout:
-        raise UsageError(f"the {what} did not end within {limit:g} s") from None
+        sentence = f"the {what} did not end within {limit:g} s; {watchdog.START_SECONDS} in the environment sets another limit"
+        raise (EnvironmentProblem if what.endswith("vLLM") else UsageError)(sentence) from None

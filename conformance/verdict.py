@@ -247,7 +247,10 @@ class _Blame:
         row.step, row.req, row.event, row.message = first.step, first.req, first.event, first.message
 
     def explanation(self, req: Requirement, violation: Violation) -> str | None:
-        """What explains a violation: an earlier failure for a consequence, else the crash (or the failure before it)."""
+        """What explains a violation: an earlier failure for a consequence, else the crash (or the failure before it). How all of vLLM ended
+        is judged by itself: that is what a user sees, whatever led to it."""
+        if req.event == "live.end":
+            return None
         after_crash = self.crash is not None and violation.seq > self.crash
         if req.consequence or after_crash:
             earlier = min((f for f in self.failures if f[0] <= violation.seq and f[1] != req.id), default=None)

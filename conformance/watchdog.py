@@ -30,6 +30,8 @@ from typing import IO, Any
 
 EXIT_HANG = 86
 DEFAULT_LIMIT = 10.0
+START_SECONDS = "KVCONFORM_START_SECONDS"
+"""Environment variable: seconds that importing vLLM, and then the connector, may take."""
 _SIGNAL = signal.SIGUSR2
 _HEAD = struct.Struct("<ddiBBH")
 """When the hook began (monotonic clock, s), its limit (s), step, whether killed as a hang, length of the hook's name, of the case's."""

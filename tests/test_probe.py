@@ -152,7 +152,8 @@ def test_an_exception_is_recorded_and_passed_on(trace: Trace) -> None:
     with Patch(Plain), pytest.raises(LookupError):
         Plain(KVConnectorRole.WORKER).save_kv_layer("l0", None, None)
     (event,) = select(trace.events, "hook.returned")
-    assert (event["error"], event["error_text"], event["layer"], event["half"]) == ("LookupError", "LookupError: no l0", "l0", "worker")
+    assert (event["error"], event["layer"], event["half"]) == ("LookupError", "l0", "worker")
+    assert event["error_text"].startswith("LookupError: no l0 (test_probe.py:") and event["error_text"].endswith(", in save_kv_layer)")
     probe = Probe.active
     assert probe is not None and probe.last_error is not None and probe.last_error[::2] == ("save_kv_layer", event["seq"])
     with Patch(Plain):

@@ -66,8 +66,10 @@ def kind_of(was: str, now: str) -> str:
     """One of KINDS."""
     if now in ("FAIL", "ERROR"):
         return "fails otherwise" if was == now else "fails now"
+    if now == "XFAIL":
+        return "is expected to fail"
     if was in ("FAIL", "ERROR"):
-        return "holds now" if now == "PASS" else "is expected to fail" if now == "XFAIL" else "says nothing any more"
+        return "holds now" if now == "PASS" else "says nothing any more"
     if now in SILENT and was not in SILENT:
         return "says nothing any more"
     if was in SILENT and now not in SILENT:

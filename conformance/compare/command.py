@@ -12,7 +12,7 @@ from rich.markup import escape
 
 from kvconform.compare import pages
 from kvconform.compare.changes import Comparison, compare
-from kvconform.compare.reports import read
+from kvconform.compare.reports import Report, read
 from kvconform.errors import EnvironmentProblem, UsageError
 from kvconform.html.page import WORDS
 
@@ -27,7 +27,8 @@ def command(
     markdown: Annotated[str | None, typer.Option("--markdown", metavar="FILE", help="write it as Markdown", show_default=False)] = None,
     html: Annotated[str | None, typer.Option("--html", metavar="FILE", help="write it as one HTML file", show_default=False)] = None,
 ) -> None:
-    """What flipped from the first report to each of the others. Ends with 1 if something fails that did not. Needs no vLLM."""
+    """What flipped from the first report to each of the others. Ends with 1 if something fails that did not, with 3 if a later one has
+    no answer. Needs no vLLM."""
     from kvconform.report.terminal import make_console
 
     if len(reports) < 2:
@@ -43,7 +44,12 @@ def command(
                 Path(place).write_text(text(found), encoding="utf-8")
             except OSError as error:
                 raise EnvironmentProblem(f"{place} cannot be written: {error.strerror or error}") from None
-    raise typer.Exit(1 if any(comparison.worse for comparison in found) else 0)
+    raise typer.Exit(1 if any(comparison.worse for comparison in found) else 3 if any(silent(other) for other in others) else 0)
+
+
+def silent(report: Report) -> bool:
+    """Whether a report has no answer: then that nothing fails in it says nothing."""
+    return report.answer in (None, "error")
 
 
 def show(console: Console, comparison: Comparison) -> None:

@@ -40,7 +40,7 @@ class Page:
 
     @property
     def answer(self) -> str:
-        return WORDS[self.summary.verdict]
+        return WORDS[self.summary.verdict] + (" in what was selected" if self.summary.extra.get("narrowed") else "")
 
     @property
     def counts(self) -> list[tuple[str, int]]:

@@ -50,6 +50,7 @@ class Child:
         self.held = False
         failing = any(play.faults for play in job.plays)
         self.patience, self.reset_limit = (OUTAGE_PATIENCE, OUTAGE_PATIENCE) if failing else (PATIENCE, RESET_LIMIT)
+        self.patience = max(self.patience, job.pace)
         self.striking = Striking(job.desk)
 
     def write(self, kind: str, **fields: Any) -> None:

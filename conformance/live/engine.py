@@ -24,6 +24,8 @@ from kvconform.target import Target
 LIMIT = "KVCONFORM_LIVE_SECONDS"
 """Environment variable: seconds that one child may take."""
 SECONDS = 300.0
+SLOWER = 6
+"""A connector may take this many times as long as a run without it, on a machine on which that takes long."""
 BOOK = "KVCONFORM_LIVE_BOOK"
 """Environment variable of the probe: the file with the KV that a run without connector computed."""
 
@@ -49,16 +51,17 @@ def make_run(
     fail: bool = False,
     on_failure: str = "recompute",
     servers: Sequence[Servers] = (),
+    pace: float = 0.0,
 ) -> Made:
     """Make a run. Writes below `tmp` only. Nothing of it is left when this returns, but what the phases' faults did to `servers`.
-    RuntimeError if a fault could not be carried out."""
+    RuntimeError if a fault could not be carried out. `pace`: seconds that a run without connector took here; time limits grow with it."""
     tmp.mkdir(parents=True, exist_ok=True)
     for name in ("tmp", "trace", "work", "connector", "desk"):
         (tmp / name).mkdir(exist_ok=True)
     job = Job(
         model=str(model), start=start.model_dump(), transfer=transfer_of(target, tmp / "connector", on_failure), plays=plays, fail=fail,
         adapters=list(target.adapters) if target is not None else [], device=target.device if target is not None else "cpu",
-        desk=str(tmp / "desk") if servers else None,
+        desk=str(tmp / "desk") if servers else None, pace=pace,
     )  # fmt: skip
     job.write(tmp / "job.json")
     environment = {
@@ -70,7 +73,7 @@ def make_run(
     environment |= {ASYNC: "1"} if start.scheduling == "async" else {}
     environment |= {EMULATE: "1"} if target is not None and target.device == "emulated" else {}
     attendant = Attendant(tmp / "desk", servers)
-    limit = float(os.environ.get(LIMIT, SECONDS)) + seconds([fault for play in plays for fault in play.faults], servers)
+    limit = max(float(os.environ.get(LIMIT, SECONDS)), SLOWER * pace) + seconds([fault for play in plays for fault in play.faults], servers)
     command = python("kvconform.live.child", str(tmp / "job.json"), str(tmp / "out.jsonl"))
 
     def over() -> bool:  # asked again and again

@@ -57,13 +57,22 @@ def missing(scenario: Scenario, outcome: Outcome, failed_loads: int) -> list[str
     return [words[what] for what, count in happened(outcome, failed_loads).items() if what in scenario.due and not count]
 
 
+def thin(scenario: Scenario, outcome: Outcome, hits: Collection[str]) -> list[str]:
+    """The phases that were to load something and did not, where others did: the run says nothing about these."""
+    if "loads" not in scenario.due:
+        return []
+    found = [phase.name for phase in outcome.phases if phase.name in hits and not phase.counts.external_hits]
+    return [f"nothing was loaded in phase {name}" for name in found]
+
+
 OWN = "vLLM's own process, which a thread keeps from ending"
 
 
 def end_event(outcome: Outcome, ended: Ended) -> Event:
-    """How the engine and its processes ended. A process that had shut vLLM down and did not end counts as left behind."""
+    """How the engine and its processes ended. A process that had shut vLLM down and did not end counts as left behind; one that some
+    library took down after everything was said is nobody's loss."""
     stays = outcome.ended and ended.how == "timeout"
-    if outcome.ended and (stays or ended.how == "exit"):
+    if outcome.ended:
         how = "ended"
     elif outcome.error:
         how = "timeout" if outcome.error.get("stalled") else "crash"

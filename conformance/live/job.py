@@ -52,6 +52,7 @@ class Job(_Part):
     plays: list[Play]
     fail: bool = False
     desk: str | None = None
+    pace: float = 0.0
     book: bool = True
     scale_loads: float | None = None
 

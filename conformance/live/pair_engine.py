@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
+from kvconform.guard import LEFT
 from kvconform.live import process
 from kvconform.live.job import Answer, Ask, Counts, Job
 
@@ -48,6 +50,7 @@ class PairEngine:
         self.log = tmp / "log"
         (tmp / "work").mkdir(parents=True, exist_ok=True)
         job.write(tmp / "job.json")
+        self._left = tmp / "left.json"
         self._folder = tempfile.mkdtemp(prefix="kvc-")  # a socket's path has 108 bytes at most
         address = os.path.join(self._folder, "link")
         self._listener = Listener(address, "AF_UNIX")
@@ -55,7 +58,7 @@ class PairEngine:
         with self.log.open("ab") as output:
             self._guard = subprocess.Popen(
                 [sys.executable, "-m", "kvconform.guard", "10", *command], stdin=subprocess.PIPE, stdout=output, stderr=output,
-                cwd=tmp / "work", env={**environment, process.MARK: self.mark}, start_new_session=True,
+                cwd=tmp / "work", env={**environment, process.MARK: self.mark, LEFT: str(self._left)}, start_new_session=True,
             )  # fmt: skip
         self._link: Connection | None = None
 
@@ -154,9 +157,13 @@ class PairEngine:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._guard.wait(EXIT_LIMIT if self.said.ended or self.said.error else 0.1)
         how = "exit" if self._guard.poll() is not None and self.said.ended else "signal" if self._guard.poll() is not None else "timeout"
-        left = process._marked(self.mark) if how == "exit" else []
-        found = process.Ended(how, self._guard.returncode or 0, 0.0, [process._name(p) for p in left])
-        found.ports = sorted({port for p in left for port in process._ports(p)})
+        found = process.Ended(how, self._guard.returncode or 0, 0.0)
+        if how == "exit" and self._left.is_file():
+            told = json.loads(self._left.read_text(encoding="utf-8"))
+            found.processes, found.ports, found.files = told["processes"], told["ports"], told["files"]
+            for path in found.files:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
         found.stuck = process.end(self.mark)
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             assert self._guard.stdin is not None

@@ -187,6 +187,10 @@ def run_pair(
     tmp.mkdir(parents=True, exist_ok=True)
     pair = Pair(target, scenario, plain, tmp=tmp, model=plain_runs.model, book=book)
     outcome, ended = pair.outcome(scenario.pair)
+    if scenario.pair == "killed":
+        del ended["p"]  # by us
+    if outcome.ended and any(one.how == "signal" for one in ended.values()):  # while it shut down
+        outcome.ended, outcome.current = False, "shutdown"
     events, channels = _trace(scenario, variant, target, pair, outcome, ended, seed)
     words = "\n".join(_last_words(pair.tmp / name / "log") for name in ROLES)
     return events, missing(scenario, outcome, _failed(events)), Made(outcome, ended["d"], tmp, words), channels
@@ -197,7 +201,7 @@ def _trace(
 ) -> tuple[list[Event], frozenset[str]]:
     """Both engines' traces, one after the other, with our events at the end."""
     start: dict[str, Any] = {"case": variant.case.id, "seed": seed, "connector": target.connector, "engine": "live"}
-    parts = {name: traces.collect(pair.tmp / name / "trace", **start) for name in ROLES}
+    parts = {name: traces.collect(pair.tmp / name / "trace", ended=outcome.ended, **start) for name in ROLES}
     first = next((part[0] for part in parts.values() if part), None)
     if first is None:
         from kvconform.live.run import _bare
@@ -236,11 +240,11 @@ def _unlabelled(pair: Pair) -> dict[str, Answer]:
 
 
 def _together(ended: dict[str, Ended]) -> Ended:
-    """The end of both: the consumer's way, and what either has left."""
-    consumer = ended["d"]
+    """The end of both: the way of the one that ended worse, and what either has left."""
     both = list(ended.values())
+    worst = max(both, key=lambda one: ("exit", "timeout", "signal").index(one.how))
     return Ended(
-        consumer.how, consumer.status, consumer.seconds, [p for e in both for p in e.processes], [p for e in both for p in e.ports],
+        worst.how, worst.status, worst.seconds, [p for e in both for p in e.processes], [p for e in both for p in e.ports],
         [f for e in both for f in e.files], [s for e in both for s in e.stuck],
     )  # fmt: skip
 

@@ -7,6 +7,7 @@ import atexit
 import fcntl
 import functools
 import hashlib
+import json
 import os
 import shutil
 import tempfile
@@ -49,6 +50,8 @@ class Plains:
                 if not made.outcome.ended:
                     why = made.outcome.error["text"] if made.outcome.error else f"{made.ended.how} after {made.ended.seconds:.0f} s"
                     raise RuntimeError(f"vLLM without a connector does not come through: {why}\n{made.words}")
+                with (here / "run" / "out.jsonl").open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({"k": "note", "seconds": made.ended.seconds}) + "\n")  # how fast this machine is
                 (here / "run" / "out.jsonl").rename(done)
                 shutil.rmtree(here / "run", ignore_errors=True)
         return Outcome.read(done), here / "book"

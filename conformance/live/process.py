@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -22,6 +21,8 @@ from pathlib import Path
 
 import psutil
 
+from kvconform.leftovers import Shared, name_of, ports_of
+
 MARK = "KVCONFORM_LIVE_RUN"
 """Environment variable: the mark of a run."""
 LEAVE = 60.0
@@ -29,7 +30,6 @@ LEAVE = 60.0
 GRACE = 5.0
 """Seconds that what the child started has to end, once the child has."""
 EVERY = 0.25
-SHARED = re.compile(r"^/dev/shm/\S+")
 
 
 @dataclass
@@ -53,7 +53,7 @@ def run(
     when nothing of it is left; an exception (an interrupt, say) leaves nothing either."""
     mark = uuid.uuid4().hex
     began = time.monotonic()
-    shared: set[str] = set()
+    shared = Shared()
     how, status = "timeout", 0
     with log.open("ab") as output, _watched(mark):
         child = subprocess.Popen(
@@ -67,7 +67,7 @@ def run(
                     status = child.wait(EVERY)
                     how = "exit" if status >= 0 else "signal"
                     break
-                shared |= _shared_memory(_tree(child.pid))
+                shared.look(_tree(child.pid))
                 leave = min(leave, time.monotonic() + LEAVE) if over() else leave
             if how == "timeout":
                 _ask_for_stacks(child, mark)
@@ -76,14 +76,13 @@ def run(
                 _wait(mark)
             left = _marked(mark)
             others = [process for process in left if process.pid != child.pid]
-            found.processes = [_name(process) for process in others]
-            found.ports = sorted({port for process in others for port in _ports(process)})
-            shared |= _shared_memory(left)
+            found.processes = [name_of(process) for process in others]
+            found.ports = sorted({port for process in others for port in ports_of(process)})
+            found.files = shared.left(left)
         finally:
             stuck = end(mark)
             child.wait(10)
     found.stuck = stuck
-    found.files = sorted(path for path in shared if os.path.exists(path))
     for path in found.files:
         with contextlib.suppress(OSError):
             os.unlink(path)
@@ -123,7 +122,7 @@ def end(mark: str) -> list[str]:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         psutil.wait_procs(left, timeout=5)
-    return [_name(process) for process in _marked(mark)]
+    return [name_of(process) for process in _marked(mark)]
 
 
 def _ask_for_stacks(child: subprocess.Popen, mark: str) -> None:
@@ -156,30 +155,6 @@ def _tree(pid: int) -> list[psutil.Process]:
         root = psutil.Process(pid)
         return [root, *root.children(recursive=True)]
     return []
-
-
-def _name(process: psutil.Process) -> str:
-    with contextlib.suppress(psutil.Error):
-        return " ".join(process.cmdline())[:120] or process.name()
-    return str(process.pid)
-
-
-def _ports(process: psutil.Process) -> list[int]:
-    with contextlib.suppress(psutil.Error, AttributeError):
-        return [c.laddr.port for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
-    return []
-
-
-def _shared_memory(processes: Sequence[psutil.Process]) -> set[str]:
-    """Files in /dev/shm that these processes have mapped, and that are still there."""
-    found: set[str] = set()
-    for process in processes:
-        with contextlib.suppress(OSError):
-            for line in Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines():
-                name = line[line.find("/") :] if "/dev/shm/" in line else ""
-                if SHARED.match(name) and not name.endswith("(deleted)"):
-                    found.add(name)
-    return found
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from kvconform.html.story import story_of
 from kvconform.live import trace as traces
 from kvconform.live.compare import describe
 from kvconform.live.engine import Made, make_run, resolved
-from kvconform.live.events import missing, own_events
+from kvconform.live.events import missing, own_events, thin
 from kvconform.live.fault import lacking, spared
 from kvconform.live.job import Outcome, Play
 from kvconform.live.plains import Plains, plains
@@ -44,6 +44,7 @@ class LiveRun:
     channels: frozenset[str]
     harness_error: str | None = None
     lacks: list[str] = field(default_factory=list)
+    thin: list[str] = field(default_factory=list)
 
 
 def capabilities(target: Target, tmp: Path) -> tuple[dict[str, Any], dict[str, str]]:
@@ -79,15 +80,17 @@ def run_live(
     made = make_run(
         scenario.start, resolved(wanted, plain), target, tmp=tmp, model=plain_runs.model, book=book, fail=scenario.fail,
         on_failure=scenario.on_failure, servers=Servers.active if scenario.faults else (),
+        pace=float(plain.note.get("seconds", 0.0)),
     )  # fmt: skip
     events = _trace(scenario, variant, wanted, made, plain, seed, target)
     if any(e["k"] == "live.tokens" and not e["same"] and not e["ambiguous"] for e in events):
         # Is it the connector, or this way of starting vLLM?
-        own, _ = plain_runs.get(_unhurried(wanted), scenario.start)
+        own, _ = plain_runs.get(_unhurried(resolved(wanted, plain)), scenario.start)  # the prompts that it had, answers included
         if any(own.answers[name].tokens != answer.tokens for name, answer in plain.answers.items() if name in own.answers):
             events = _trace(scenario, variant, wanted, made, own, seed, target)
     found = LiveRun(variant, events, traces.channels(events) | {"live"})
     found.lacks = missing(scenario, made.outcome, _failed_loads(events)) + spared(scenario.faults, events)
+    found.thin = thin(scenario, made.outcome, {play.name for play in wanted if play.hits})
     return found, made
 
 
@@ -108,7 +111,8 @@ def _trace(
     """The probe's trace with our events before its end."""
     connector = target.connector if target is not None else None
     start = {"case": variant.case.id, "seed": seed, "connector": connector, "engine": "live"}
-    found = traces.collect(made.traces, killed=made.ended.how == "timeout", **start) or _bare(variant, start, made)
+    how = {"killed": made.ended.how == "timeout", "ended": made.outcome.ended}
+    found = traces.collect(made.traces, **how, **start) or _bare(variant, start, made)
     hits = {play.name for play in wanted if play.hits}
     own = own_events(scenario, made.outcome, made.ended, plain.answers, _failed_loads(found), hits)
     last = found.pop() if found[-1]["k"] == "run.end" else None
@@ -168,7 +172,7 @@ def run_and_judge(
                 settle(rows, found)
                 if scenario.requests and not spec.places.get(f"case:{scenario.id}"):  # a random one, not one of a file
                     _reduced(rows, scenario, variant, target, spec, caps, tmp, plain_runs or plains())
-                report.unmet = found.lacks
+                report.unmet = [*found.lacks, *found.thin]
                 report.timelines = _timelines(rows, found)
                 report.story = story_of(found.trace, rows)
                 report.trace = found.trace if keep_trace else None

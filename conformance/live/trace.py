@@ -20,10 +20,11 @@ REFERENCES = ("called_seq", "cause_seq")
 """Fields that hold the `seq` of another event of the same process."""
 
 
-def collect(directory: Path, *, killed: bool = False, **start: Any) -> list[Event]:
+def collect(directory: Path, *, killed: bool = False, ended: bool = False, **start: Any) -> list[Event]:
     """The trace of all processes that wrote into `directory`, numbered from 0. `start` replaces fields of run.start.
 
-    Without a run.end the engine's process died, of a hook if one was running; or it was `killed`, because it took too long.
+    Without a run.end the engine's process died, of a hook if one was running; or it was `killed`, because it took too long; or the run had
+    `ended`, and vLLM put an end to a process of its own that did not end by itself.
 
     Events are in the order of their steps, as carried from process to process; within a step the scheduler's process comes first, then
     what the others did when they were given the step, then what was made of it. Empty if nobody wrote anything. Half a line at the end of
@@ -40,7 +41,7 @@ def collect(directory: Path, *, killed: bool = False, **start: Any) -> list[Even
     rest = [e for e in merged if e["k"] not in ("run.start", "run.end") or e is (ends[-1] if ends else None)]
     trace = [*({**e, **start} for e in starts[:1]), *rest]
     if starts and not ends:
-        trace += _cut_short(trace, killed=killed)
+        trace += _cut_short(trace, killed=killed, ended=ended)
     return _numbered(trace)
 
 
@@ -122,7 +123,7 @@ def _numbered(trace: list[Event]) -> list[Event]:
     return trace
 
 
-def _cut_short(trace: list[Event], *, killed: bool) -> list[Event]:
+def _cut_short(trace: list[Event], *, killed: bool, ended: bool) -> list[Event]:
     """What a process could not write any more: how it came to its end."""
     last = trace[-1]
     common = {"step": last["step"], "_pid": last["_pid"]}
@@ -137,8 +138,9 @@ def _cut_short(trace: list[Event], *, killed: bool) -> list[Event]:
                 "params_aliased": False, "called_seq": running["seq"], "layer": None, "timed_out": True,
             }
         )  # fmt: skip
-    if not any(e["k"] == "engine.crash" for e in trace) and (running is not None or not killed):
-        where = "hook" if killed else "engine" if running is None else "process"
+    gone = running is not None or not (killed or ended)  # one that was shut down is ended by vLLM, and need not say so
+    if not any(e["k"] == "engine.crash" for e in trace) and gone:
+        where = "hook" if killed else "process"
         error = "it did not return" if killed else "the process ended"
         found.append(
             {"k": "engine.crash", **common, "where": where, "error": error, "hook": running and running["hook"], "cause_seq": None}

@@ -46,6 +46,7 @@ def write(folder: Path, collector: Collector, found: Aggregate, *, seconds: floa
             "seed": settings.seed,
             "profile": settings.profile,
             "strict": settings.strict,
+            "narrowed": collector.selection.narrowed or collector.selection.shard is not None,
             "python": sys.version.split()[0],
             "platform": platform.platform(),
         },

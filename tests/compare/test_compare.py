@@ -43,6 +43,8 @@ def report(folder: Path, *rows: dict[str, Any], whole: bool = True, **header: An
         ("FAIL", "FAIL", "fails otherwise"),
         ("FAIL", "PASS", "holds now"),
         ("FAIL", "XFAIL", "is expected to fail"),
+        ("PASS", "XFAIL", "is expected to fail"),
+        ("PASS", "ERROR", "fails now"),
         ("FAIL", "NOT_EXERCISED", "says nothing any more"),
         ("PASS", "BLOCKED", "says nothing any more"),
         ("UNSUPPORTED", "PASS", "says something now"),
@@ -124,3 +126,27 @@ def test_the_command_ends_with_1_if_something_fails_that_did_not(tmp_path: Path)
     better = CliRunner().invoke(app, ["compare", new, old])
     assert better.exit_code == 0 and "holds now" in better.output
     assert isinstance(CliRunner().invoke(app, ["compare", old]).exception, UsageError)
+
+
+@pytest.mark.parametrize("later", ["cut", "error", "empty"])
+def test_a_later_report_that_says_nothing_is_no_success(tmp_path: Path, later: str) -> None:
+    old = report(tmp_path / "old", row("a.rule", "PASS"))
+    new = Path(report(tmp_path / "new", *([] if later == "empty" else [row("a.rule", "PASS")]), whole=False))
+    if later == "error":
+        with (new / "report.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"type": "footer", "counts": {}, "verdict": "error"}) + "\n")
+    done = CliRunner().invoke(app, ["compare", old, str(new)])
+    assert done.exit_code == 3
+    assert later == "error" or "was cut off" in done.output
+
+
+def test_a_run_with_slow_streams_is_another_one(tmp_path: Path) -> None:
+    old = read(report(tmp_path / "old", row("a.rule", "PASS", slow="compute")))
+    new = read(report(tmp_path / "new", row("a.rule", "FAIL", slow="transfers", message="bad")))
+    assert not compare(old, new).flips
+
+
+def test_capabilities_that_differ_are_told(tmp_path: Path) -> None:
+    old = read(report(tmp_path / "old", row("a.rule", "PASS")))
+    new = read(report(tmp_path / "new", row("a.rule", "PASS"), capabilities={"store": False, "lossy": True}))
+    assert compare(old, new).settings == [("capability store", "True", "False")], "one that only one of them knows says nothing"

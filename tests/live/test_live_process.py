@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from kvconform.guard import LEFT
 from kvconform.live import process
 from kvconform.live.job import Outcome
 
@@ -97,4 +99,40 @@ def test_a_child_that_has_said_its_last_word_and_stays_is_ended_soon(tmp_path: P
     assert not Outcome.over(out)
     found = process.run(command, limit=120, log=tmp_path / "log", environment=os.environ, cwd=tmp_path, over=lambda: Outcome.over(out))
     assert Outcome.over(out) and found.how == "timeout" and found.seconds < 60
+    assert nothing_left(tmp_path)
+
+
+def test_shared_memory_of_somebody_else_is_not_touched(tmp_path: Path) -> None:
+    before, server = Path("/dev/shm/kvconform-test-before"), Path("/dev/shm/kvconform-test-server")
+    before.write_bytes(b"x" * 4096)
+    hold = "import mmap, time; f = open({path!r}, 'r+b'); m = mmap.mmap(f.fileno(), 4096); time.sleep({seconds})"
+    make = f"open({str(server)!r}, 'wb').write(b'x' * 4096)"
+    holder = subprocess.Popen([sys.executable, "-c", f"{make}; {hold.format(path=str(server), seconds=60)}"])
+    try:
+        while not server.exists() or not server.stat().st_size:
+            time.sleep(0.05)
+        both = (
+            f"import mmap, time; ms = [mmap.mmap(open(p, 'r+b').fileno(), 4096) for p in ({str(before)!r}, {str(server)!r})]; time.sleep(1)"
+        )
+        found = process.run(
+            [sys.executable, "-c", both], limit=60, log=tmp_path / "log", environment=os.environ, cwd=tmp_path,
+        )  # fmt: skip
+        assert (found.how, found.files) == ("exit", [])
+        assert before.exists() and server.exists()
+    finally:
+        holder.kill()
+        holder.wait()
+        before.unlink()
+        server.unlink(missing_ok=True)
+
+
+def test_a_guard_tells_what_a_command_has_left(tmp_path: Path) -> None:
+    told = tmp_path / "left.json"
+    guard = subprocess.Popen(
+        [sys.executable, "-m", "kvconform.guard", "1", sys.executable, "-c", child(tmp_path, "pass")], stdin=subprocess.PIPE,
+        env={**os.environ, LEFT: str(told)},
+    )  # fmt: skip
+    assert guard.wait(60) == 0
+    found = json.loads(told.read_text(encoding="utf-8"))
+    assert len(found["processes"]) == 1 and len(found["ports"]) == 1
     assert nothing_left(tmp_path)
