@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -196,12 +196,17 @@ def _try(call: Callable[[], Any]) -> tuple[Any, str | None]:
         return None, f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
+def _logged(value: Any) -> bool:
+    """Whether the logger's line can hold it: a number, or what several connectors' statistics come to, by name."""
+    return all(map(_logged, value.values())) if isinstance(value, Mapping) else isinstance(value, (int, float, str))
+
+
 def _merge(stats: Any) -> None:
     """What happens to statistics between two log lines. TypeError where a method does not give what the next step needs."""
     merged = stats.aggregate(copy.deepcopy(stats))
     if not isinstance(merged, KVConnectorStats):
         raise TypeError(f"aggregate returns {type(merged).__name__}")
-    if not all(isinstance(value, (int, float, str)) for value in dict(merged.reduce()).values()):
+    if not all(_logged(value) for value in dict(merged.reduce()).values()):
         raise TypeError("reduce does not return numbers")
     if merged.is_empty() and not stats.is_empty():
         raise ValueError("what was merged is empty")
