@@ -59,7 +59,7 @@ def canonical(value: Any, depth: int = 0, seen: dict[int, tuple[int, Any]] | Non
     if isinstance(value, (bytearray, memoryview, np.generic)):
         return (type(value).__name__, bytes(value) if not isinstance(value, np.generic) else value.item())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return (kind.__name__, tuple((name, canonical(getattr(value, name, None), depth + 1, seen)) for name in _fields(kind)))
+        return (kind.__name__, tuple((name, canonical(getattr(value, name, None), depth + 1, seen)) for name in _fields(kind)))  # type: ignore[arg-type]
     if callable(value):
         return type(value).__qualname__
     slots = sorted({slot for cls in type(value).__mro__ for slot in _slots(cls)})

@@ -37,7 +37,8 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         return memo[id(value)]
     kind = type(value)
     if kind in (dict, list, set):
-        memo[id(value)] = found = kind(value)
+        found: Any = kind(value)
+        memo[id(value)] = found
         if kind is dict:
             for name, each in value.items():
                 found[name] = _copied(each, memo)

@@ -31,7 +31,7 @@ class Annotation:
         return hashlib.sha256(f"{self.requirement} {self.path} {signature(self.message)}".encode()).hexdigest()
 
 
-def annotations(report: Report, spec: Spec, only: Iterable[str] | None = None) -> list[Annotation]:
+def annotated(report: Report, spec: Spec, only: Iterable[str] | None = None) -> list[Annotation]:
     """One per requirement and cause that counts (of the requirements in `only`, if given), in the report's order."""
     wanted = report.failing() if only is None else set(only)
     places = report.header.extra.get("places", {})

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kvconform.ci import gitlab
-from kvconform.ci.annotation import annotations
+from kvconform.ci.annotation import annotated
 from kvconform.ci.github import command as workflow_command
 from kvconform.ci.job_summary import markdown
 from kvconform.ci.policy import POLICIES, exit_code
@@ -45,7 +45,7 @@ def command(
     report = read(report_dir)
     comparison = compare(read(baseline), report) if baseline is not None else None
     new = {flip.requirement for flip in comparison.worse} if comparison is not None else None
-    found = annotations(report, load_spec(), new if policy == "new" else None)
+    found = annotated(report, load_spec(), new if policy == "new" else None)
     try:
         if format_ == "github":
             for one in found:

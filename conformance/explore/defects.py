@@ -117,7 +117,7 @@ def _workloads(defect: Defect, seed: int) -> Iterator[Workload]:
     from kvconform.device_kinds import SLOW
     from kvconform.explore.draw import drawn
 
-    engines = [engine for engine in defect.engines if engine != "live"]
+    engines: list[str] = [engine for engine in defect.engines if engine != "live"]
     return drawn(engines, ["sync", "async"], list(SLOW) if defect.emulate_cuda else None, first_seed=seed, count=1_000_000)
 
 

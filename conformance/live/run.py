@@ -110,8 +110,8 @@ def _trace(
 ) -> list[dict[str, Any]]:
     """The probe's trace with our events before its end."""
     connector = target.connector if target is not None else None
-    start = {"case": variant.case.id, "seed": seed, "connector": connector, "engine": "live"}
-    how = {"killed": made.ended.how == "timeout", "ended": made.outcome.ended}
+    start: dict[str, Any] = {"case": variant.case.id, "seed": seed, "connector": connector, "engine": "live"}
+    how: dict[str, Any] = {"killed": made.ended.how == "timeout", "ended": made.outcome.ended}
     found = traces.collect(made.traces, **how, **start) or _bare(variant, start, made)
     hits = {play.name for play in wanted if play.hits}
     own = own_events(scenario, made.outcome, made.ended, plain.answers, _failed_loads(found), hits)
