@@ -17,6 +17,8 @@ from kvconform.report import jsonl
 from kvconform.report_models import FooterLine, HeaderLine, ReportLine, RowLine
 from kvconform.verdict import Row, Verdict
 
+UNMADE = (Verdict.UNSUPPORTED, Verdict.DISABLED)
+"""Verdicts of rows that say nothing of a run: if a run has no others, it was not made."""
 LINES: TypeAdapter[ReportLine] = TypeAdapter(ReportLine)
 
 
@@ -28,7 +30,8 @@ class Area(BaseModel):
     passed: int = 0
     failed: list[str] = Field(default=[], description="FAIL or XFAIL of what counts; ids")
     advice: list[str] = Field(default=[], description="SHOULD and MAY that were not met; ids")
-    not_shown: int = Field(default=0, description="not exercised, unobservable, blocked or disabled")
+    blocked: list[str] = Field(default=[], description="what failed is explained by another failure; ids")
+    not_shown: int = Field(default=0, description="not exercised, unobservable or disabled")
     unsupported: int = 0
 
 
@@ -99,10 +102,14 @@ def _digest(
     return Digest(
         entry=entry, engine=engine, date=date, suite=header.suite, vllm=header.vllm, packages=packages, adapters=header.adapters,
         device=header.device, seed=header.seed, verdict=found.verdict, complete=complete,
-        runs=len({(row.case, row.scheduling, row.runner, row.depth, row.block_size, row.slow) for row in rows}),
+        runs=len({_run(row) for row in rows if row.verdict not in UNMADE}),
         loads=_happened(rows, spec, "load"), saves=_happened(rows, spec, "save"), guarantees=found.engine_failed,
         areas=dict(sorted(areas.items())),
     )  # fmt: skip
+
+
+def _run(row: Row) -> tuple[object, ...]:
+    return row.case, row.scheduling, row.runner, row.depth, row.block_size, row.slow
 
 
 def _counted(area: Area, name: str, status: Verdict, *, advice: bool) -> Area:
@@ -111,6 +118,8 @@ def _counted(area: Area, name: str, status: Verdict, *, advice: bool) -> Area:
     if status in (Verdict.FAIL, Verdict.XFAIL, Verdict.ERROR, Verdict.XPASS):
         which = "advice" if advice and status is Verdict.FAIL else "failed"
         return area.model_copy(update={which: [*getattr(area, which), name]})
+    if status is Verdict.BLOCKED:
+        return area.model_copy(update={"blocked": [*area.blocked, name]})
     which = "unsupported" if status is Verdict.UNSUPPORTED else "not_shown"
     return area.model_copy(update={which: getattr(area, which) + 1})
 
