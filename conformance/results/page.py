@@ -28,8 +28,8 @@ a requirement failed, and nothing yet about how much that matters to anybody.
 """
 
 LEGEND = """In each cell: engine reference, vllm, live. `✓` all that was exercised holds · `✗` a requirement that counts failed · `!` only
-advice (SHOULD, MAY) was not met · `b` what failed is explained by another failure · `·` nothing was exercised, or can be seen · `u` not what
-this connector sets out to do · ` ` not run.
+advice (SHOULD, MAY) was not met · `b` what failed is explained by another failure · `·` nothing was exercised, or can be seen · `u` not
+what this connector sets out to do · ` ` not run.
 
 """
 
