@@ -2,8 +2,8 @@
 """Starts a child process, waits for it with a time limit, and sees to it that nothing of it is left: no process, no port, no shared memory.
 
 Every process that the child starts inherits an environment variable with this run's mark, so that one that left its process group, or
-whose parent is gone, is found too, unless it was given an environment of its own. Should this process be killed, a watcher (`python -m kvconform.live.process MARK`, with a pipe as
-standard input) does the same when the pipe closes.
+whose parent is gone, is found too, unless it was given an environment of its own. Should this process be killed, a watcher
+(`python -m kvconform.live.process MARK`, with a pipe as standard input) does the same when the pipe closes.
 """
 
 from __future__ import annotations
