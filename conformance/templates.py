@@ -9,6 +9,8 @@ from collections.abc import Callable, Hashable
 from enum import Enum
 from typing import Any
 
+from kvconform.refimpl import faulty
+
 MOST = 64
 """Configurations that are kept."""
 _kept: dict[Hashable, Any] = {}
@@ -16,7 +18,10 @@ _kept: dict[Hashable, Any] = {}
 
 def configuration(key: Hashable, transfer: Any, make: Callable[[], Any]) -> Any:
     """`make()`, or a copy of what it made for an equal `key`, with this kv_transfer_config. Nothing of it is shared with other copies
-    that anybody can change in place: it may be kept, and changed, as if it were made anew."""
+    that anybody can change in place: it may be kept, and changed, as if it were made anew. While a fault is planted in vLLM's own code,
+    nothing is taken from what was made without it, nor kept."""
+    if faulty.in_force():
+        return make()
     if key not in _kept:
         made = make()
         while len(_kept) >= MOST:

@@ -11,6 +11,7 @@ import pytest
 
 from kvconform import compat, templates
 from kvconform.compat import SupportsHMA
+from kvconform.refimpl import faulty
 from kvconform.refimpl.connector import ReferenceConnector
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -78,3 +79,19 @@ def test_a_connector_among_siblings_has_a_configuration_of_its_own(tmp_path: Pat
     for number, config in enumerate(({}, {"multi": ["idle", "self"]}, {})):
         run = run_case(f"{__name__}:Hybrid", ROUND_TRIP, tmp_path / str(number), config=config)
         assert not select(run.trace, "engine.crash") and run.harness_error is None
+
+
+def test_nothing_is_taken_or_kept_while_a_fault_is_planted(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+
+    def make() -> Any:
+        made.append(compat.build_config(**SIZES, transfer=transfer("a")))
+        return made[-1]
+
+    key = ("test", "fault")
+    monkeypatch.setattr(faulty, "in_force", lambda: True)
+    assert templates.configuration(key, transfer("a"), make) is made[0]
+    monkeypatch.setattr(faulty, "in_force", lambda: False)
+    assert templates.configuration(key, transfer("a"), make) is made[1], "what the fault made was not kept"
+    monkeypatch.setattr(faulty, "in_force", lambda: True)
+    assert templates.configuration(key, transfer("a"), make) is made[2], "and what was kept is not the fault's"
