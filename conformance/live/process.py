@@ -55,12 +55,13 @@ def run(
     began = time.monotonic()
     shared = Shared()
     how, status = "timeout", 0
-    with log.open("ab") as output, _watched(mark):
+    with log.open("ab") as output, _watched(mark) as watcher:
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=cwd, env={**environment, MARK: mark},
             start_new_session=True,
         )  # fmt: skip
         try:
+            _tell(watcher, child.pid)
             leave = began + limit
             while time.monotonic() < leave:
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -73,14 +74,14 @@ def run(
                 _ask_for_stacks(child, mark)
             found = Ended(how, abs(status), 0.0)
             if how == "exit":
-                _wait(mark)
-            left = _marked(mark)
+                _wait(mark, child.pid)
+            left = _marked(mark, child.pid)
             others = [process for process in left if process.pid != child.pid]
             found.processes = [name_of(process) for process in others]
             found.ports = sorted({port for process in others for port in ports_of(process)})
             found.files = shared.left(left)
         finally:
-            stuck = end(mark)
+            stuck = end(mark, child.pid)
             child.wait(10)
     found.stuck = stuck
     for path in found.files:
@@ -91,20 +92,29 @@ def run(
 
 
 @contextlib.contextmanager
-def _watched(mark: str) -> Iterator[None]:
+def _watched(mark: str) -> Iterator[subprocess.Popen[bytes]]:
     """Around a run: somebody ends it if this process does not come to it."""
     watcher = subprocess.Popen([sys.executable, "-m", "kvconform.live.process", mark], stdin=subprocess.PIPE, start_new_session=True)
     try:
-        yield
+        yield watcher
     finally:
         with contextlib.suppress(OSError):
             watcher.communicate(b"done", timeout=60)
 
 
+def _tell(watcher: subprocess.Popen[bytes], session: int) -> None:
+    """Whose session it is."""
+    with contextlib.suppress(OSError):
+        assert watcher.stdin is not None
+        watcher.stdin.write(f"{session}\n".encode())
+        watcher.stdin.flush()
+
+
 def watch(mark: str) -> None:
-    """The watcher: wait for the pipe; if it closes without a word, end the run."""
-    if not sys.stdin.buffer.read():
-        end(mark)
+    """The watcher: wait for the pipe, which tells the child's session; if it closes without `done`, end the run."""
+    said = sys.stdin.buffer.read().split()
+    if said[-1:] != [b"done"]:
+        end(mark, int(said[0]) if said else None)
 
 
 def python(module: str, *arguments: str) -> list[str]:
@@ -112,41 +122,46 @@ def python(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-X", "faulthandler", "-m", module, *arguments]
 
 
-def end(mark: str) -> list[str]:
-    """End every process of a run; names those that would not go."""
+def end(mark: str, session: int | None = None) -> list[str]:
+    """End every process of a run, and of its child's session; names those that would not go."""
     for _ in range(5):  # one may have been starting another
-        left = _marked(mark)
+        left = _marked(mark, session)
         if not left:
             return []
         for process in left:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         psutil.wait_procs(left, timeout=5)
-    return [name_of(process) for process in _marked(mark)]
+    return [name_of(process) for process in _marked(mark, session)]
 
 
 def _ask_for_stacks(child: subprocess.Popen, mark: str) -> None:
     """Let the processes that hang say in the log where: SIGABRT makes Python print the stacks of all threads."""
-    for process in _marked(mark):
+    for process in _marked(mark, child.pid):
         with contextlib.suppress(psutil.Error):
             process.send_signal(signal.SIGABRT)
     with contextlib.suppress(subprocess.TimeoutExpired):
         child.wait(3)
 
 
-def _marked(mark: str) -> list[psutil.Process]:
+def _ours(process: psutil.Process, mark: str, session: int | None) -> bool:
+    """By its environment, or by its session: a program that gives itself a title, as vLLM's processes do, writes over its environment."""
+    return process.environ().get(MARK) == mark or (session is not None and os.getsid(process.pid) == session)
+
+
+def _marked(mark: str, session: int | None = None) -> list[psutil.Process]:
     """The processes of a run, zombies left out."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+            if _ours(process, mark, session) and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
 
 
-def _wait(mark: str) -> None:
+def _wait(mark: str, session: int) -> None:
     limit = time.monotonic() + GRACE
-    while _marked(mark) and time.monotonic() < limit:
+    while _marked(mark, session) and time.monotonic() < limit:
         time.sleep(0.1)
 
 

@@ -136,3 +136,46 @@ def test_a_guard_tells_what_a_command_has_left(tmp_path: Path) -> None:
     found = json.loads(told.read_text(encoding="utf-8"))
     assert len(found["processes"]) == 1 and len(found["ports"]) == 1
     assert nothing_left(tmp_path)
+
+
+TITLED = "import setproctitle, time; setproctitle.setproctitle('VLLM::EngineCore'); open({ready!r}, 'w').close(); time.sleep(300)"
+
+
+def with_title(tmp_path: Path, then: str) -> str:
+    """A program that starts one that gives itself a title, in the same session, as vLLM does, and goes on."""
+    other = TITLED.format(ready=str(tmp_path / "ready"))
+    wait = f"while not os.path.exists({str(tmp_path / 'ready')!r}): time.sleep(0.02)"
+    return f"import os, subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', {other!r}])\n{wait}\n{then}\n"
+
+
+def titled() -> list[int]:
+    return [p.pid for p in psutil.process_iter(["cmdline"]) if "VLLM::EngineCore" in (p.info["cmdline"] or [""])[0]]
+
+
+def test_a_process_that_gave_itself_a_title_is_found(tmp_path: Path) -> None:
+    pytest.importorskip("setproctitle")
+    before = titled()
+    command = [sys.executable, "-c", with_title(tmp_path, "pass")]
+    found = process.run(command, limit=60, log=tmp_path / "log", environment=os.environ, cwd=tmp_path)
+    assert len(found.processes) == 1 and found.stuck == []
+    assert titled() == before
+
+
+def test_a_process_with_a_title_is_ended_when_its_parents_are_killed(tmp_path: Path) -> None:
+    pytest.importorskip("setproctitle")
+    before = titled()
+    inner = with_title(tmp_path, "time.sleep(300)")
+    where = f"log=Path({str(tmp_path / 'log')!r}), environment=os.environ, cwd=Path('/')"
+    run_it = f"process.run([sys.executable, '-c', {inner!r}], limit=60, {where})"
+    outer = subprocess.Popen(
+        [sys.executable, "-c", f"import os, sys\nfrom pathlib import Path\nfrom kvconform.live import process\n{run_it}"]
+    )
+    until = time.monotonic() + 60
+    while titled() == before and time.monotonic() < until:
+        time.sleep(0.1)
+    assert titled() != before
+    outer.kill()
+    outer.wait()
+    while titled() != before and time.monotonic() < until:
+        time.sleep(0.1)
+    assert titled() == before
