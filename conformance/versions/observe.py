@@ -84,7 +84,7 @@ class Observer:
             for number, variant in enumerate(chosen(self.selection, all_runs=self.job.all_runs)):
                 if variant.id not in self.done:
                     self.write("start", variant=variant.id)
-                    with watchdog.case(variant.id, max(120.0, 12 * self.settings.hook_timeout)):
+                    with watchdog.case(variant.id, max(300.0, 12 * self.settings.hook_timeout)):
                         self.write("run", **self.run(variant, tmp / str(number)))
             if self.job.snapshots:
                 for data in self.snapshots(tmp):
@@ -130,7 +130,7 @@ class Observer:
         cases = {v.case.id: v.case for v in self.selection.variants if v.case.id in golden and suits(v.case)}
         for number, case in enumerate(cases.values()):
             for variant in cells(case, self.settings.engines[0]):
-                with watchdog.case(variant.id, max(120.0, 12 * self.settings.hook_timeout)):
+                with watchdog.case(variant.id, max(300.0, 12 * self.settings.hook_timeout)):
                     try:
                         found = record(
                             variant, self._target, rules, seed=self.settings.seed, tmp=tmp / f"snapshot-{number}-{variant.scheduling}"
