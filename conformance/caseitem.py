@@ -34,7 +34,7 @@ PAYLOAD = pytest.StashKey[str]()
 START = "(start of the worker)"
 START_LIMIT = 300.0
 CASE_LIMIT = 300.0
-"""Seconds for a run and those that it is compared with. One in another interpreter has a limit of its own, which is shorter, and an error."""
+"""Seconds for a run and those that it is compared with. One in another interpreter has a limit of its own, shorter, and no verdict."""
 LIVE_LIMIT = 7200.0
 """Seconds for what has a time limit of its own: vLLM in child processes, several times when a failing workload is reduced."""
 RUNNER = "KVCONFORM_RUNNER"
