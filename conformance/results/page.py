@@ -125,7 +125,8 @@ def _finding(finding: Finding, spec: Spec) -> str:
     text = (
         f'\n<a id="{finding.id}"></a>\n\n### {finding.title}\n\n`{finding.id}`\n\n{finding.what.strip()}\n\n{finding.diagnosis.strip()}\n\n'
     )
-    text += _table(("", ""), rows) + f"\n    {finding.reproduce.strip()}\n"
+    where = "From the root of a checkout:\n\n" if "--case docs/" in finding.reproduce else ""
+    text += _table(("", ""), rows) + f"\n{where}    {finding.reproduce.strip()}\n"
     if finding.report:
         quoted = "\n".join(f"> {line}".rstrip() for line in finding.report.strip().splitlines())
         text += f"\n<details><summary>Draft of a bug report</summary>\n\n{quoted}\n\n</details>\n"
