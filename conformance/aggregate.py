@@ -24,6 +24,10 @@ WORST_FIRST = (
 """The status of a requirement is the first of these that any of its rows has: PASS if it was exercised somewhere and nothing is worse."""
 
 
+ANSWERS = {"conformant": "CONFORMANT", "partial": "PARTLY CONFORMANT", "nonconformant": "NOT CONFORMANT", "error": "NO ANSWER"}
+"""What a verdict is called in front of people."""
+
+
 @dataclass
 class Aggregate:
     """`status` per requirement id; `counts` of rows per verdict (all verdicts, also zero); `failed`: ids whose FAIL counts against the

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+from kvconform.files import scratch_root
 
 CONNECTOR = "kvconform.refimpl.connector:ReferenceConnector"
 CORES = 2
@@ -27,7 +28,7 @@ def measure(count: int = 100) -> dict[str, float]:
     workloads = list(small(first_seed=0, count=count))
     drawing = time.process_time() - began
     hits = failed = 0
-    with tempfile.TemporaryDirectory(prefix="kvconform-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as name:
+    with tempfile.TemporaryDirectory(prefix="kvconform-", dir=scratch_root()) as name:
         outcome(workloads[0], target, spec, Path(name) / "run")  # what a process does once
         began = time.process_time()
         for workload in workloads:

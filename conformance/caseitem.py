@@ -33,8 +33,6 @@ from kvconform.workplace import settle_in
 PAYLOAD = pytest.StashKey[str]()
 START = "(start of the worker)"
 START_LIMIT = 300.0
-CASE_LIMIT = 300.0
-"""Seconds for a run and those that it is compared with. One in another interpreter has a limit of its own, shorter, and no verdict."""
 LIVE_LIMIT = 7200.0
 """Seconds for what has a time limit of its own: vLLM in child processes, several times when a failing workload is reduced."""
 RUNNER = "KVCONFORM_RUNNER"
@@ -141,7 +139,7 @@ class Worker:
         self._judge = run_and_judge
 
     def _run(self, variant: Any, tmp: Path) -> Payload:
-        limit = LIVE_LIMIT if variant.engine == "live" else max(CASE_LIMIT, 12 * self.settings.hook_timeout)
+        limit = LIVE_LIMIT if variant.engine == "live" else watchdog.case_limit(self.settings.hook_timeout)
         with watchdog.case(variant.id, limit):
             report = self._judge(
                 variant,

@@ -12,6 +12,7 @@ from kvconform.ci.command import command as ci
 from kvconform.compare.command import command as compare
 from kvconform.errors import KvconformError
 from kvconform.explore.cli import explore
+from kvconform.option import option
 from kvconform.snapshots.command import app as snapshot
 
 app = typer.Typer(
@@ -28,10 +29,6 @@ Texts = list[str] | None
 LISTS = ("requirements", "cases", "profiles", "connectors", "adapters")
 
 
-def _option(*names: str, **details: Any) -> Any:
-    return typer.Option(*names, **{"show_default": False, **details})
-
-
 CONNECTOR = typer.Argument(help="package.module:Class, or a name registered in vLLM's factory", show_default=False)
 EXTRA = "kv_connector_extra_config; {tmp} is a directory of each run's own"
 SELECT = "only these cases (with all requirements), or, without any, only these requirements: ids, areas, globs; repeat, or a,b"
@@ -42,32 +39,30 @@ ROLES = "kv_both|kv_producer|kv_consumer"
 @app.command()
 def run(
     connector: Annotated[Text, CONNECTOR] = None,
-    option_connector: Annotated[Text, _option("--connector", hidden=True)] = None,
-    extra_config: Annotated[Text, _option("--extra-config", metavar="JSON|@FILE", help=EXTRA)] = None,
-    device: Annotated[Text, _option("--device", metavar="cpu|cuda", help="where the KV cache is [cpu]")] = None,
-    emulate_cuda: Annotated[bool | None, _option("--emulate-cuda", help="a CUDA device, emulated on the CPU (docs/emulation.md)")] = None,
-    adapters: Annotated[
-        Texts, _option("--adapter", metavar="NAME", help="stand-in for what it lacks here: kvconform list adapters")
-    ] = None,
-    slow: Annotated[Text, _option("--slow", metavar="compute|transfers|all", help="streams of the device that are slow [all]")] = None,
-    engine: Annotated[Text, _option("--engine", metavar="reference|vllm|live|all", help=ENGINE)] = None,
-    seeds: Annotated[int | None, _option("--seeds", metavar="N", help="engine live: N random workloads besides [0]")] = None,
-    scheduling: Annotated[Text, _option("--scheduling", metavar="sync|async|all", help="scheduling to run with [all]")] = None,
-    select: Annotated[Texts, _option("-k", metavar="ID...", help=SELECT)] = None,
-    cases: Annotated[Texts, _option("--case", metavar="FILE", help="a case of your own: only this, without -k (repeat)")] = None,
-    shard: Annotated[Text, _option("--shard", metavar="I/N", help="only this part of the runs; kvconform merge joins the parts")] = None,
-    profile: Annotated[Text, _option("--profile", help="profile to judge by [core]")] = None,
-    report_dir: Annotated[Text, _option("--report-dir", metavar="DIR", help="where reports go [kvconform-report]")] = None,
-    strict: Annotated[bool | None, _option("--strict", help="SHOULD and MAY count too")] = None,
-    workers: Annotated[int | None, _option("--workers", "-n", metavar="N", help="worker processes [2, or 1 on one CPU]")] = None,
-    seed: Annotated[int | None, _option("--seed", metavar="N", help="seed of prompts and tokens [0]")] = None,
-    trace: Annotated[Text, _option("--trace", metavar="CASE", help="run this case only, and print its timeline")] = None,
-    role: Annotated[Text, _option("--role", metavar=ROLES, help="kv_role, instead of the cases' own")] = None,
-    half: Annotated[Text, _option("--half", metavar="both|scheduler", help="scheduler: its worker half cannot run here [both]")] = None,
-    hook_timeout: Annotated[float | None, _option("--hook-timeout", metavar="SECONDS", help="time limit per hook [10]")] = None,
-    pythonpath: Annotated[Texts, _option("--pythonpath", metavar="DIR", help="where the connector's package is (repeat)")] = None,
-    config: Annotated[Text, _option("--config", metavar="FILE", help="settings, instead of kvconform.toml or pyproject.toml")] = None,
-    debug: Annotated[bool | None, _option("--debug", help="tracebacks, pytest's own output, temporary files stay")] = None,
+    option_connector: Annotated[Text, option("--connector", hidden=True)] = None,
+    extra_config: Annotated[Text, option("--extra-config", metavar="JSON|@FILE", help=EXTRA)] = None,
+    device: Annotated[Text, option("--device", metavar="cpu|cuda", help="where the KV cache is [cpu]")] = None,
+    emulate_cuda: Annotated[bool | None, option("--emulate-cuda", help="a CUDA device, emulated on the CPU (docs/emulation.md)")] = None,
+    adapters: Annotated[Texts, option("--adapter", metavar="NAME", help="stand-in for what it lacks here: kvconform list adapters")] = None,
+    slow: Annotated[Text, option("--slow", metavar="compute|transfers|all", help="streams of the device that are slow [all]")] = None,
+    engine: Annotated[Text, option("--engine", metavar="reference|vllm|live|all", help=ENGINE)] = None,
+    seeds: Annotated[int | None, option("--seeds", metavar="N", help="engine live: N random workloads besides [0]")] = None,
+    scheduling: Annotated[Text, option("--scheduling", metavar="sync|async|all", help="scheduling to run with [all]")] = None,
+    select: Annotated[Texts, option("-k", metavar="ID...", help=SELECT)] = None,
+    cases: Annotated[Texts, option("--case", metavar="FILE", help="a case of your own: only this, without -k (repeat)")] = None,
+    shard: Annotated[Text, option("--shard", metavar="I/N", help="only this part of the runs; kvconform merge joins the parts")] = None,
+    profile: Annotated[Text, option("--profile", help="profile to judge by [core]")] = None,
+    report_dir: Annotated[Text, option("--report-dir", metavar="DIR", help="where reports go [kvconform-report]")] = None,
+    strict: Annotated[bool | None, option("--strict", help="SHOULD and MAY count too")] = None,
+    workers: Annotated[int | None, option("--workers", "-n", metavar="N", help="worker processes [2, or 1 on one CPU]")] = None,
+    seed: Annotated[int | None, option("--seed", metavar="N", help="seed of prompts and tokens [0]")] = None,
+    trace: Annotated[Text, option("--trace", metavar="CASE", help="run this case only, and print its timeline")] = None,
+    role: Annotated[Text, option("--role", metavar=ROLES, help="kv_role, instead of the cases' own")] = None,
+    half: Annotated[Text, option("--half", metavar="both|scheduler", help="scheduler: its worker half cannot run here [both]")] = None,
+    hook_timeout: Annotated[float | None, option("--hook-timeout", metavar="SECONDS", help="time limit per hook [10]")] = None,
+    pythonpath: Annotated[Texts, option("--pythonpath", metavar="DIR", help="where the connector's package is (repeat)")] = None,
+    config: Annotated[Text, option("--config", metavar="FILE", help="settings, instead of kvconform.toml or pyproject.toml")] = None,
+    debug: Annotated[bool | None, option("--debug", help="tracebacks, pytest's own output, temporary files stay")] = None,
 ) -> None:
     """Judge a connector (without one: the reference connector)."""
     from kvconform import session, settings
@@ -117,7 +112,7 @@ app.command(name="ci")(ci)
 def merge(
     folders: Annotated[list[str], typer.Argument(metavar="DIR...", help="report directories, one per shard", show_default=False)],
     report_dir: Annotated[
-        str, _option("--report-dir", metavar="DIR", help="where the joint report goes [kvconform-report]")
+        str, option("--report-dir", metavar="DIR", help="where the joint report goes [kvconform-report]")
     ] = "kvconform-report",
 ) -> None:
     """Join the reports of all shards of a run into one, with one verdict. Needs no vLLM."""
@@ -147,7 +142,7 @@ def explain(identifier: Annotated[str, typer.Argument(metavar="ID", help="a requ
 @app.command()
 def lint(
     root: Annotated[Text, typer.Argument(metavar="[DIR]", help="default: the built-in specification", show_default=False)] = None,
-    strict: Annotated[bool, _option("--strict", help="name also every MUST that no defect violates")] = False,
+    strict: Annotated[bool, option("--strict", help="name also every MUST that no defect violates")] = False,
 ) -> None:
     """Look for mistakes in the specification itself."""
     from kvconform import catalog
@@ -160,9 +155,9 @@ def defects(
     ids: Annotated[
         Texts, typer.Argument(metavar="[ID]...", help="defects, or requirements (all of theirs) [all]", show_default=False)
     ] = None,
-    workers: Annotated[int, _option("--workers", "-n", metavar="N", help="worker processes [one per CPU, at most 4]")] = 0,
-    report_dir: Annotated[Text, _option("--report-dir", metavar="DIR", help="where kill-matrix.json and .md go")] = None,
-    strict: Annotated[bool, _option("--strict", help="a MUST that no defect violates is a failure")] = False,
+    workers: Annotated[int, option("--workers", "-n", metavar="N", help="worker processes [one per CPU, at most 4]")] = 0,
+    report_dir: Annotated[Text, option("--report-dir", metavar="DIR", help="where kill-matrix.json and .md go")] = None,
+    strict: Annotated[bool, option("--strict", help="a MUST that no defect violates is a failure")] = False,
 ) -> None:
     """Does the suite find known defects? Prints the kill matrix. (For kvconform's own development.)"""
     from kvconform import catalog

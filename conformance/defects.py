@@ -23,6 +23,7 @@ from kvconform import control_runs
 from kvconform.defect import REFERENCE, Defect, load_defects
 from kvconform.device_kinds import Device
 from kvconform.errors import UsageError
+from kvconform.files import scratch_root
 from kvconform.kill_matrix import KillMatrix, Outcome, build, print_matrix, write
 from kvconform.load import Spec, load_spec
 from kvconform.requirement import Requirement
@@ -119,20 +120,22 @@ def difference(defect: Defect, failed: set[str], verdicts: Mapping[str, Mapping[
 
 
 @cache
-def _spec() -> Spec:
+def specification() -> Spec:
+    """The specification, read once in this process."""
     return load_spec()
 
 
 @cache
-def _known() -> dict[str, Defect]:
-    return load_defects(_spec())
+def known_defects() -> dict[str, Defect]:
+    """All defects by id, read once in this process."""
+    return load_defects(specification())
 
 
 def examine_named(name: str) -> Outcome:
     """`examine` for a worker process, which reads the specification once."""
-    with tempfile.TemporaryDirectory(prefix="kvconform-", dir=_scratch()) as tmp:
-        defect = _known()[name]
-        return (examine_apart if defect.own_process else examine)(defect, _spec(), Path(tmp))
+    with tempfile.TemporaryDirectory(prefix="kvconform-", dir=scratch_root()) as tmp:
+        defect = known_defects()[name]
+        return (examine_apart if defect.own_process else examine)(defect, specification(), Path(tmp))
 
 
 def examine_apart(defect: Defect, spec: Spec, tmp: Path) -> Outcome:
@@ -159,13 +162,8 @@ def examine_apart(defect: Defect, spec: Spec, tmp: Path) -> Outcome:
 
 
 def _examine_into(name: str, note: Path, result: Path) -> None:
-    outcome = examine(_known()[name], _spec(), result.parent, note)
+    outcome = examine(known_defects()[name], specification(), result.parent, note)
     result.write_text(outcome.model_dump_json(), encoding="utf-8")
-
-
-def _scratch() -> str | None:
-    """Stores are directories with many small files: in memory they cost nothing."""
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
 def run_defects(names: list[str], jobs: int) -> Iterator[Outcome]:
@@ -173,18 +171,18 @@ def run_defects(names: list[str], jobs: int) -> Iterator[Outcome]:
     unknown name."""
     names = named(names)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # of the processes that do it
-    return _outcomes(names or [name for name, defect in _known().items() if not defect.live], jobs)
+    return _outcomes(names or [name for name, defect in known_defects().items() if not defect.live], jobs)
 
 
 def named(ids: Iterable[str]) -> list[str]:
     """The defects of these ids; a requirement stands for those that it has to find. UsageError for what is neither, or has none."""
     found: dict[str, None] = {}
     for name in ids:
-        mine = [name] if name in _known() else [each.id for each in _known().values() if name in each.fails]
-        if not mine and name in _spec().requirements:
+        mine = [name] if name in known_defects() else [each.id for each in known_defects().values() if name in each.fails]
+        if not mine and name in specification().requirements:
             raise UsageError(f"no defect violates {name}")
         if not mine:
-            close = difflib.get_close_matches(name, [*_known(), *_spec().requirements], 3)
+            close = difflib.get_close_matches(name, [*known_defects(), *specification().requirements], 3)
             raise UsageError(f"there is no defect or requirement {name!r}" + (f"; did you mean {' or '.join(close)}?" if close else ""))
         found.update(dict.fromkeys(mine))
     return list(found)
@@ -200,12 +198,12 @@ def _outcomes(names: list[str], jobs: int) -> Iterator[Outcome]:
 
 
 def _plan_controls(names: list[str]) -> list[control_runs.Control]:
-    return control_runs.plan([_known()[name] for name in names], _spec())
+    return control_runs.plan([known_defects()[name] for name in names], specification())
 
 
 def _run_control(control: control_runs.Control) -> Outcome:
-    with tempfile.TemporaryDirectory(prefix="kvconform-", dir=_scratch()) as tmp:
-        return control_runs.run(control, _spec(), Path(tmp))
+    with tempfile.TemporaryDirectory(prefix="kvconform-", dir=scratch_root()) as tmp:
+        return control_runs.run(control, specification(), Path(tmp))
 
 
 def in_force(spec: Spec) -> list[Requirement]:
@@ -218,7 +216,7 @@ def in_force(spec: Spec) -> list[Requirement]:
 
 def _at_stake(names: list[str]) -> list[Requirement]:
     """The requirements that these defects (none: all but those of engine live) can be found by."""
-    return [requirement for requirement in in_force(_spec()) if names or requirement.engines != ["live"]]
+    return [requirement for requirement in in_force(specification()) if names or requirement.engines != ["live"]]
 
 
 def main(names: list[str], *, jobs: int = 0, report_dir: str | None = None, strict: bool = False) -> int:
@@ -228,7 +226,7 @@ def main(names: list[str], *, jobs: int = 0, report_dir: str | None = None, stri
     that no defect violates is a failure too.
     """
     try:
-        known, outcomes = _known(), list(run_defects(names, jobs or min(4, len(os.sched_getaffinity(0)))))
+        known, outcomes = known_defects(), list(run_defects(names, jobs or min(4, len(os.sched_getaffinity(0)))))
     except UsageError as error:
         print(error.message, file=sys.stderr)
         return error.code

@@ -1,18 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the specification (spec/) into models. Problems are collected over all files and raised together, each as `file:line: sentence`.
 
-Parsing some 300 KB of YAML in pure Python takes about a second, so the parsed data (not the models) is kept as JSON in the user's cache
-directory, keyed by the hash of each file's text. The cache is never needed and never trusted to be there.
+Parsing some 300 KB of YAML in pure Python takes about a second, so the parsed data (not the models) is kept (kvconform.spec_cache).
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import importlib.resources
-import json
-import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.resources.abc import Traversable
@@ -30,8 +24,7 @@ from kvconform.live.scenario import Scenario, Workload
 from kvconform.profile import Profile, Waiver
 from kvconform.requirement import Model, Requirement
 from kvconform.rules import Rule, RuleWaiver
-
-_CACHE_FORMAT = 1
+from kvconform.spec_cache import Cache
 
 
 class SpecError(UsageError):
@@ -67,7 +60,7 @@ def load_spec(root: Path | None = None, *, cache: bool = True, cases: Sequence[s
     """The specification under `root` (default: the one that this distribution carries), and cases in files of their own. `live`: for engine
     live, whose cases are the scenarios. Raises SpecError, and UsageError for a file of a case that cannot be read."""
     base: Traversable = importlib.resources.files("kvconform.spec") if root is None else root
-    loader = _Loader(_Cache(enabled=cache))
+    loader = _Loader(Cache(enabled=cache))
     for name, text in _files(base, "requirements", "spec/"):
         loader.requirements(name, text)
     for name, text in _files(base, "cases", "spec/"):
@@ -107,7 +100,7 @@ def _files(base: Traversable, folder: str, prefix: str) -> Iterator[tuple[str, s
 
 
 class _Loader:
-    def __init__(self, cache: _Cache) -> None:
+    def __init__(self, cache: Cache) -> None:
         self.spec = Spec()
         self.cache = cache
         self.problems: list[str] = []
@@ -261,44 +254,3 @@ def words(model: type[Model], loc: tuple[str | int, ...], kind: str, message: st
         parts = model.model_json_schema().get("$defs", {}).values()
         known = {name for part in parts for name in part.get("properties", ())}
     return where.strip(), f"there is no such field{did_you_mean(str(loc[-1]), sorted(known), 1)}"
-
-
-class _Cache:
-    """Parsed files by the hash of their text, kept in one JSON file that holds exactly the files of the last load."""
-
-    def __init__(self, enabled: bool) -> None:
-        self.path = _cache_path() if enabled else None
-        self.old: dict[str, Any] = {}
-        self.new: dict[str, Any] = {}
-        self.missed = False
-        if self.path is not None:
-            with contextlib.suppress(OSError, ValueError):
-                stored = json.loads(self.path.read_text(encoding="utf-8"))
-                if isinstance(stored, dict) and stored.get("format") == _CACHE_FORMAT and isinstance(stored.get("files"), dict):
-                    self.old = stored["files"]
-
-    def parse(self, text: str, name: str) -> Any:
-        key = hashlib.sha256(text.encode()).hexdigest()
-        if key in self.old:
-            data = self.old[key]
-        else:
-            self.missed = True
-            data = yamlio.parse(text, name)
-        self.new[key] = data
-        return data
-
-    def save(self) -> None:
-        """Replace the file atomically; a cache that cannot be written is no error."""
-        if self.path is None or not self.missed:
-            return
-        with contextlib.suppress(OSError):
-            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            handle, name = tempfile.mkstemp(dir=self.path.parent)
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump({"format": _CACHE_FORMAT, "files": self.new}, file)
-            os.replace(name, self.path)
-
-
-def _cache_path() -> Path | None:
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(base) / "kvconform" / "spec.json" if os.path.isabs(base) else None

@@ -22,6 +22,7 @@ import typer
 
 from kvconform.case import Case, Variant
 from kvconform.device_kinds import SLOW, Device
+from kvconform.files import scratch_root
 from kvconform.load import Spec, load_spec
 from kvconform.run import run_and_judge, target_profile
 from kvconform.runner import Run
@@ -124,8 +125,7 @@ def main(
     )
     watchdog.start(30.0)
     try:
-        scratch = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # stores are many small files
-        with tempfile.TemporaryDirectory(prefix="kvconform-", dir=scratch) as tmp:
+        with tempfile.TemporaryDirectory(prefix="kvconform-", dir=scratch_root()) as tmp:
             for seed, tally in sweep(names, runs, spec, range(first_seed, first_seed + seeds), Path(tmp), share):
                 print(*tally.alarms, sep="\n", end="\n" if tally.alarms else "")
                 supported = sum(tally.runs.values()) - sum(tally.unsupported.values())

@@ -30,6 +30,8 @@ from typing import IO, Any
 
 EXIT_HANG = 86
 DEFAULT_LIMIT = 10.0
+CASE_LIMIT = 300.0
+"""Seconds for a run and those that it is compared with. One in another interpreter has a limit of its own, shorter, and no verdict."""
 START_SECONDS = "KVCONFORM_START_SECONDS"
 """Environment variable: seconds that importing vLLM, and then the connector, may take."""
 _SIGNAL = signal.SIGUSR2
@@ -37,6 +39,11 @@ _HEAD = struct.Struct("<ddiBBH")
 """When the hook began (monotonic clock, s), its limit (s), step, whether killed as a hang, length of the hook's name, of the case's."""
 _HOOK, _CASE = 128, 512
 _SIZE = _HEAD.size + _HOOK + _CASE
+
+
+def case_limit(hook_timeout: float) -> float:
+    """Seconds that a case may take whose hooks may take `hook_timeout` seconds each."""
+    return max(CASE_LIMIT, 12 * hook_timeout)
 
 
 class HookTimeout(BaseException):

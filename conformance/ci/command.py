@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -18,21 +18,18 @@ from kvconform.compare.changes import compare
 from kvconform.compare.reports import read
 from kvconform.errors import EnvironmentProblem, UsageError
 from kvconform.load import load_spec
+from kvconform.option import option
 
 FORMATS = ("github", "gitlab", "plain")
 SHOW = "whose annotations [github in GitHub Actions, gitlab in its CI, else plain]"
 FAIL_ON = "what ends the job [any; new with --baseline]"
 
 
-def _option(*names: str, **details: Any) -> Any:
-    return typer.Option(*names, show_default=False, **details)
-
-
 def command(
     report_dir: Annotated[str, typer.Argument(metavar="REPORT_DIR", help="what kvconform run or merge has written")] = "kvconform-report",
-    format_: Annotated[str, _option("--format", metavar="|".join(FORMATS), help=SHOW)] = "",
-    baseline: Annotated[str | None, _option("--baseline", metavar="REPORT", help="an earlier report")] = None,
-    fail_on: Annotated[str | None, _option("--fail-on", metavar="|".join(POLICIES), help=FAIL_ON)] = None,
+    format_: Annotated[str, option("--format", metavar="|".join(FORMATS), help=SHOW)] = "",
+    baseline: Annotated[str | None, option("--baseline", metavar="REPORT", help="an earlier report")] = None,
+    fail_on: Annotated[str | None, option("--fail-on", metavar="|".join(POLICIES), help=FAIL_ON)] = None,
 ) -> None:
     """Annotations, a summary in Markdown, and an exit code by policy. Needs no vLLM."""
     format_ = format_ or ("github" if os.environ.get("GITHUB_ACTIONS") else "gitlab" if os.environ.get("GITLAB_CI") else "plain")

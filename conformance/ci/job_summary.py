@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from kvconform.aggregate import ANSWERS
 from kvconform.ci.annotation import Annotation
 from kvconform.compare import pages
 from kvconform.compare.changes import Comparison
 from kvconform.compare.reports import Report
-from kvconform.html.page import SHOWN, WORDS
+from kvconform.html.page import SHOWN
 
 SIGN = {"conformant": "✅", "partial": "🟡", "nonconformant": "❌"}
 
@@ -18,7 +19,7 @@ SIGN = {"conformant": "✅", "partial": "🟡", "nonconformant": "❌"}
 def markdown(report: Report, found: Sequence[Annotation], comparison: Comparison | None) -> str:
     """The answer, what failed and where, the counts, and what flipped since the baseline."""
     answer = report.answer or "error"
-    lines = [f"## {SIGN.get(answer, '⚠️')} {WORDS[answer]}: {report.name}", ""]
+    lines = [f"## {SIGN.get(answer, '⚠️')} {ANSWERS[answer]}: {report.name}", ""]
     if not report.complete:
         lines += ["The run was cut off: this is what it had found out.", ""]
     if found:

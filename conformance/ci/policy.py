@@ -12,7 +12,7 @@ POLICIES = ("any", "new", "never")
 
 def exit_code(report: Report, policy: str, new: set[str] | None) -> int:
     """0, 1 (the connector's fault) or 3 (no answer: harness or environment, or a report that was cut off)."""
-    if report.answer in (None, "error") and not (policy == "new" and new):
+    if report.silent and not (policy == "new" and new):
         return 3
     if policy == "never":
         return 0

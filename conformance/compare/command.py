@@ -10,11 +10,11 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from kvconform.aggregate import ANSWERS
 from kvconform.compare import pages
 from kvconform.compare.changes import Comparison, compare
-from kvconform.compare.reports import Report, read
+from kvconform.compare.reports import read
 from kvconform.errors import EnvironmentProblem, UsageError
-from kvconform.html.page import WORDS
 
 STYLE = {"fails now": "bold red", "fails otherwise": "red", "holds now": "green", "is expected to fail": "yellow"}
 NAMED = 3
@@ -44,12 +44,7 @@ def command(
                 Path(place).write_text(text(found), encoding="utf-8")
             except OSError as error:
                 raise EnvironmentProblem(f"{place} cannot be written: {error.strerror or error}") from None
-    raise typer.Exit(1 if any(comparison.worse for comparison in found) else 3 if any(silent(other) for other in others) else 0)
-
-
-def silent(report: Report) -> bool:
-    """Whether a report has no answer: then that nothing fails in it says nothing."""
-    return report.answer in (None, "error")
+    raise typer.Exit(1 if any(comparison.worse for comparison in found) else 3 if any(other.silent for other in others) else 0)
 
 
 def show(console: Console, comparison: Comparison) -> None:
@@ -59,7 +54,7 @@ def show(console: Console, comparison: Comparison) -> None:
     for report in (old, new):
         if not report.complete:
             console.print(f"[yellow]warning[/]     {escape(str(report.path))} was cut off: what it lacks is not compared")
-    console.print(f"answer      {WORDS.get(old.answer or '', 'none')} → {WORDS.get(new.answer or '', 'none')}")
+    console.print(f"answer      {ANSWERS.get(old.answer or '', 'none')} → {ANSWERS.get(new.answer or '', 'none')}")
     for name, was, now in comparison.settings:
         console.print(f"differs     {escape(name)}: {escape(was)} → {escape(now)}")
     for words, runs in (("only before", comparison.only_old), ("only now", comparison.only_new)):

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from kvconform.errors import UsageError
 from kvconform.report import jsonl
 from kvconform.report_models import HeaderLine
+from kvconform.verdict import Row
 
 Key = tuple[str, str]
 """A requirement and a run."""
@@ -33,6 +34,11 @@ class Report:
     @property
     def complete(self) -> bool:
         return self.answer is not None
+
+    @property
+    def silent(self) -> bool:
+        """Whether it has no answer: then that nothing fails in it says nothing."""
+        return self.answer in (None, "error")
 
     @property
     def name(self) -> str:
@@ -76,22 +82,14 @@ def _take(path: Path, found: Report | None, line: dict[str, Any]) -> Report:
             raise ValueError("a report begins with its header")
         return Report(path, HeaderLine.model_validate(line))
     if kind == "row":
-        key = (line["requirement"], run_of(line))
-        found.verdicts[key] = line["verdict"]
-        if line.get("message"):
-            found.messages[key] = line["message"]
-        found.gating[key[0]] = line.get("gating", True)
-        if line.get("kind") == "guarantee":
-            found.guarantees.add(key[0])
+        row = Row.from_dict(line)
+        key = (row.requirement, row.run)
+        found.verdicts[key] = str(row.verdict)
+        if row.message:
+            found.messages[key] = row.message
+        found.gating[row.requirement] = row.gating
+        if row.kind == "guarantee":
+            found.guarantees.add(row.requirement)
     elif kind == "footer":
         found.answer = line["verdict"]
     return found
-
-
-def run_of(line: dict[str, Any]) -> str:
-    """The run's id, from a row."""
-    from kvconform.case import variant_id
-
-    return variant_id(
-        line["case"], line["engine"], line["scheduling"], line["runner"], line["depth"], line["block_size"], line.get("slow")
-    )  # fmt: skip

@@ -8,34 +8,32 @@ from typing import Annotated, Any
 
 import typer
 
+from kvconform.option import option
+
 CONNECTOR = typer.Argument(help="package.module:Class, a registered name, or catalogue:NAME", show_default=False)
 PROFILE = "gate: 200 workloads, always the same; nightly: 5,000, others each day; hunt: until --minutes are over; races: aborts"
 
 
-def _option(*names: str, **details: Any) -> Any:
-    return typer.Option(*names, show_default=False, **details)
-
-
 def explore(
     connector: Annotated[str | None, CONNECTOR] = None,
-    option_connector: Annotated[str | None, _option("--connector", hidden=True)] = None,
-    extra_config: Annotated[str | None, _option("--extra-config", metavar="JSON|@FILE", help="kv_connector_extra_config")] = None,
-    profile: Annotated[str, _option("--profile", metavar="gate|nightly|hunt|races", help=f"{PROFILE} [gate]")] = "gate",
-    examples: Annotated[int | None, _option("--examples", min=1, metavar="N", help="workloads, at most [the profile's]")] = None,
-    minutes: Annotated[float | None, _option("--minutes", min=0.01, metavar="N", help="no further workload after this time")] = None,
-    engine: Annotated[str | None, _option("--engine", metavar="reference|vllm|all", help="engines to run on [all]")] = None,
-    scheduling: Annotated[str | None, _option("--scheduling", metavar="sync|async|all", help="scheduling to run with [all]")] = None,
-    seed: Annotated[int | None, _option("--seed", metavar="N", help="other workloads, and other tokens [0]")] = None,
-    workers: Annotated[int | None, _option("--workers", "-n", metavar="N", help="processes [2, or 1 on one CPU]")] = None,
-    out: Annotated[Path, _option("--out", metavar="DIR", help="for failures, a case each [kvconform-found]")] = Path("kvconform-found"),
+    option_connector: Annotated[str | None, option("--connector", hidden=True)] = None,
+    extra_config: Annotated[str | None, option("--extra-config", metavar="JSON|@FILE", help="kv_connector_extra_config")] = None,
+    profile: Annotated[str, option("--profile", metavar="gate|nightly|hunt|races", help=f"{PROFILE} [gate]")] = "gate",
+    examples: Annotated[int | None, option("--examples", min=1, metavar="N", help="workloads, at most [the profile's]")] = None,
+    minutes: Annotated[float | None, option("--minutes", min=0.01, metavar="N", help="no further workload after this time")] = None,
+    engine: Annotated[str | None, option("--engine", metavar="reference|vllm|all", help="engines to run on [all]")] = None,
+    scheduling: Annotated[str | None, option("--scheduling", metavar="sync|async|all", help="scheduling to run with [all]")] = None,
+    seed: Annotated[int | None, option("--seed", metavar="N", help="other workloads, and other tokens [0]")] = None,
+    workers: Annotated[int | None, option("--workers", "-n", metavar="N", help="processes [2, or 1 on one CPU]")] = None,
+    out: Annotated[Path, option("--out", metavar="DIR", help="for failures, a case each [kvconform-found]")] = Path("kvconform-found"),
     corpus: Annotated[
-        Path | None, _option("--corpus", metavar="DIR", help="workloads that reached something new [hunt: kvconform-corpus]")
+        Path | None, option("--corpus", metavar="DIR", help="workloads that reached something new [hunt: kvconform-corpus]")
     ] = None,
-    shrink: Annotated[int, _option("--shrink", min=0, metavar="N", help="runs to spend on making each failure small [400]")] = 400,
-    emulate_cuda: Annotated[bool | None, _option("--emulate-cuda", help="a CUDA device, emulated on the CPU")] = None,
-    adapters: Annotated[list[str] | None, _option("--adapter", metavar="NAME", help="stand-in for what it lacks here (repeat)")] = None,
-    pythonpath: Annotated[list[str] | None, _option("--pythonpath", metavar="DIR", help="where its package is (repeat)")] = None,
-    config: Annotated[str | None, _option("--config", metavar="FILE", help="settings, instead of kvconform.toml or pyproject.toml")] = None,
+    shrink: Annotated[int, option("--shrink", min=0, metavar="N", help="runs to spend on making each failure small [400]")] = 400,
+    emulate_cuda: Annotated[bool | None, option("--emulate-cuda", help="a CUDA device, emulated on the CPU")] = None,
+    adapters: Annotated[list[str] | None, option("--adapter", metavar="NAME", help="stand-in for what it lacks here (repeat)")] = None,
+    pythonpath: Annotated[list[str] | None, option("--pythonpath", metavar="DIR", help="where its package is (repeat)")] = None,
+    config: Annotated[str | None, option("--config", metavar="FILE", help="settings, instead of kvconform.toml or pyproject.toml")] = None,
 ) -> None:
     """Run machine-made workloads; what fails is shrunk to a case to read, and to run again with `kvconform run --case FILE`."""
     from kvconform import settings

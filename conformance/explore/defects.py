@@ -13,16 +13,16 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
-from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from kvconform.defect import Defect, load_defects
-from kvconform.defects import served, target_of
+from kvconform.defect import Defect
+from kvconform.defects import known_defects, served, specification, target_of
 from kvconform.explore.workload import Workload
-from kvconform.load import Spec, load_spec
+from kvconform.files import scratch_root
+from kvconform.load import Spec
 
 if TYPE_CHECKING:
     from kvconform.explore.outcome import Outcome
@@ -63,11 +63,11 @@ def search(name: str, seconds: float, seed: int, shrink: bool) -> Search:
     of the search alone: without the imports and without the shrinking. How busy the machine is besides does not matter."""
     from kvconform import watchdog
 
-    defect, spec = _known()[name], _spec()
+    defect, spec = known_defects()[name], specification()
     found = Search(name, left_out=left_out(defect))
     if found.left_out is not None:
         return found
-    with tempfile.TemporaryDirectory(prefix="kvconform-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as tmp:
+    with tempfile.TemporaryDirectory(prefix="kvconform-", dir=scratch_root()) as tmp:
         watchdog.start(defect.hook_timeout)
         try:
             _search(defect, spec, found, seconds, seed, shrink, Path(tmp))
@@ -130,16 +130,6 @@ def _listed(defect: Defect, spec: Spec, requirement: str) -> bool:
     return requirement in (*defect.fails, *defect.may) or spec.requirements[requirement].consequence
 
 
-@cache
-def _spec() -> Spec:
-    return load_spec()
-
-
-@cache
-def _known() -> dict[str, Defect]:
-    return load_defects(_spec())
-
-
 def _print(done: Search) -> None:
     if done.left_out:
         text = f"left out: {done.left_out}"
@@ -164,8 +154,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="file for the results, a line of JSON each")
     given = parser.parse_args(arguments)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
-    names = given.ids or list(_known())[:: given.every]
-    if unknown := sorted(set(names) - set(_known())):
+    names = given.ids or list(known_defects())[:: given.every]
+    if unknown := sorted(set(names) - set(known_defects())):
         print(f"there is no defect {unknown[0]!r}", file=sys.stderr)
         return 2
     results: list[Search] = []

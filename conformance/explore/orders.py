@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import sys
 import tempfile
 import time
@@ -20,6 +19,7 @@ from typing import Any, TypeVar
 
 from kvconform.explore.races import FAMILIES
 from kvconform.explore.workload import Workload, make
+from kvconform.files import scratch_root
 from kvconform.refimpl.connector import ReferenceConnector
 from kvconform.refimpl.delay import Countdown
 
@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
     target = Target(CONNECTOR, {"store": "{tmp}/store", "load": "async", "async_saves": True}, capabilities=declared)
     every = [each for each in situations(given.points) if (given.only or "") in each.data["id"]]
     planned = list(itertools.product(orders(given.transfers, given.transfers, given.bound), every))
-    with tempfile.TemporaryDirectory(prefix="kvconform-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as tmp:
+    with tempfile.TemporaryDirectory(prefix="kvconform-", dir=scratch_root()) as tmp:
         for order, workload in planned:
             if time.monotonic() > end:
                 break

@@ -50,7 +50,7 @@ def _serve(connection: Connection, settings: Settings, tmp: Path) -> None:
         number += 1
         found: Any
         try:
-            with watchdog.case(data["id"], max(300.0, 12 * settings.hook_timeout)):
+            with watchdog.case(data["id"], watchdog.case_limit(settings.hook_timeout)):
                 found = outcome(Workload(data, seed), target, spec, tmp / str(number), requirements=requirements)
         except (Exception, SystemExit, watchdog.HookTimeout) as error:  # a workload that is no case, or the harness's fault
             found = Outcome(error=f"{type(error).__name__}: {error}".splitlines()[0])

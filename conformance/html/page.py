@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -14,6 +13,8 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from kvconform import files
+from kvconform.aggregate import ANSWERS
 from kvconform.collector import Collector
 from kvconform.html.failure import Failure, failures
 from kvconform.html.matrix import Area, areas
@@ -21,7 +22,6 @@ from kvconform.report_models import HeaderLine, Summary
 from kvconform.verdict import Row, Verdict
 
 NAME = "report.html"
-WORDS = {"conformant": "CONFORMANT", "partial": "PARTLY CONFORMANT", "nonconformant": "NOT CONFORMANT", "error": "NO ANSWER"}
 SHOWN = ("PASS", "FAIL", "ERROR", "XFAIL", "XPASS", "BLOCKED", "NOT_EXERCISED", "UNSUPPORTED", "UNOBSERVABLE", "DISABLED")
 
 
@@ -40,7 +40,7 @@ class Page:
 
     @property
     def answer(self) -> str:
-        return WORDS[self.summary.verdict] + (" in what was selected" if self.summary.extra.get("narrowed") else "")
+        return ANSWERS[self.summary.verdict] + (" in what was selected" if self.summary.extra.get("narrowed") else "")
 
     @property
     def counts(self) -> list[tuple[str, int]]:
@@ -88,9 +88,7 @@ def render(page: Page) -> str:
 def write(folder: Path, page: Page) -> Path:
     """Write report.html in `folder`; returns its path."""
     path = folder / NAME
-    scratch = folder / f".{NAME}.new"
-    scratch.write_text(render(page), encoding="utf-8")
-    os.replace(scratch, path)
+    files.replace(path, render(page))
     return path
 
 

@@ -9,13 +9,13 @@ So a fault strikes between two steps, or at a place within a step, and not by th
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvconform.errors import KvconformError
+from kvconform.files import replace
 from kvconform.live.fault import Fault
 from kvconform.servers import Servers
 
@@ -37,7 +37,7 @@ class Desk:
     def ask(self, fault: Fault, limit: float = LIMIT) -> None:
         """Have it carried out, and wait for that (or, if the server first stands still, for the beginning). Unanswered if it is not."""
         self.count += 1
-        _write(self.folder / f"{self.count}.ask", fault.model_dump_json())
+        replace(self.folder / f"{self.count}.ask", fault.model_dump_json())
         answer, until = self.folder / f"{self.count}.done", time.monotonic() + limit
         while not answer.is_file():
             if time.monotonic() > until:
@@ -75,7 +75,7 @@ class Attendant:
         else:
             self._do(fault)
         problem = "; ".join(self.problems[before:]) or None
-        _write(self.folder / f"{self._served}.done", json.dumps({"problem": problem}))
+        replace(self.folder / f"{self._served}.done", json.dumps({"problem": problem}))
 
     def close(self) -> None:
         """The run is over: whatever stands still goes on."""
@@ -113,10 +113,3 @@ def seconds(faults: Sequence[Fault], servers: Sequence[Servers]) -> float:
     """How much longer a run may take for these faults: standstills, and servers that have to become ready again."""
     ready = sum(server.spec.timeout for each in servers for server in each.all.values())
     return sum(fault.still + (ready if fault.do == "restart" else 5.0) for fault in faults)
-
-
-def _write(path: Path, text: str) -> None:
-    """Nobody reads half a file."""
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)

@@ -4,23 +4,21 @@
 from __future__ import annotations
 
 import json
-import os
 from datetime import date
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvconform import __version__
+from kvconform import __version__, files
 from kvconform.adapters import titles
-from kvconform.aggregate import Aggregate
+from kvconform.aggregate import ANSWERS, Aggregate
 from kvconform.collector import Collector
 from kvconform.report_models import Overall, VerdictName
 from kvconform.shard import suite_digest
 from kvconform.verdict import Verdict
 
 NAME, BADGE = "statement.json", "badge.json"
-WORDS = {"conformant": "conformant", "partial": "partly conformant", "nonconformant": "not conformant", "error": "no answer"}
 COLOURS = {"conformant": "brightgreen", "partial": "yellow", "nonconformant": "red", "error": "lightgrey"}
 
 
@@ -81,7 +79,7 @@ def make(collector: Collector, found: Aggregate, *, judged: date) -> Statement:
 
 def badge(statement: Statement) -> dict[str, Any]:
     """For https://img.shields.io/endpoint. What was not asked for, supported or exercised does not count as passed."""
-    word, colour = WORDS[statement.verdict], COLOURS[statement.verdict]
+    word, colour = ANSWERS[statement.verdict].lower(), COLOURS[statement.verdict]
     if not statement.complete and statement.verdict in ("conformant", "partial"):
         word, colour = "judged in part", "lightgrey"
     message = f"{word} · {statement.passed}/{statement.core} · vLLM {statement.vllm.partition('+')[0]}"
@@ -91,6 +89,4 @@ def badge(statement: Statement) -> dict[str, Any]:
 def write(folder: Path, statement: Statement) -> None:
     """Write both files."""
     for name, text in ((NAME, statement.model_dump_json(indent=2)), (BADGE, json.dumps(badge(statement), ensure_ascii=False))):
-        scratch = folder / f".{name}.new"
-        scratch.write_text(text + "\n", encoding="utf-8")
-        os.replace(scratch, folder / name)
+        files.replace(folder / name, text + "\n")

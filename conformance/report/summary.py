@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import sys
 from pathlib import Path
 
-from kvconform import __version__
+from kvconform import __version__, files
 from kvconform.adapters import titles
 from kvconform.aggregate import Aggregate
 from kvconform.collector import Collector
@@ -51,8 +50,5 @@ def write(folder: Path, collector: Collector, found: Aggregate, *, seconds: floa
             "platform": platform.platform(),
         },
     )
-    path = folder / NAME
-    scratch = folder / f".{NAME}.new"
-    scratch.write_text(summary.model_dump_json(indent=2) + "\n", encoding="utf-8")
-    os.replace(scratch, path)
+    files.replace(folder / NAME, summary.model_dump_json(indent=2) + "\n")
     return summary

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvconform.option import option
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -24,21 +26,17 @@ SHOWN = 12
 """Sentences per case."""
 
 
-def _option(*names: str, **details: Any) -> Any:
-    return typer.Option(*names, **{"show_default": False, **details})
-
-
 Connector = Annotated[Text, CONNECTOR]
-Directory = Annotated[Text, _option("--dir", metavar="DIR", help=DIRECTORY)]
-Extra = Annotated[Text, _option("--extra-config", metavar="JSON|@FILE", help="kv_connector_extra_config")]
-Select = Annotated[Texts, _option("-k", metavar="CASE...", help="only these cases: ids, areas, globs [those of profile golden]")]
-Engine = Annotated[Text, _option("--engine", metavar="reference|vllm", help="the engine to run on [reference]")]
-Device = Annotated[Text, _option("--device", metavar="cpu|cuda", help="where the KV cache is [cpu]")]
-Emulate = Annotated[bool | None, _option("--emulate-cuda", help="a CUDA device, emulated on the CPU; nothing is slow there")]
-Pythonpath = Annotated[Texts, _option("--pythonpath", metavar="DIR", help="where the connector's package is (repeat)")]
-Config = Annotated[Text, _option("--config", metavar="FILE", help="settings, instead of kvconform.toml or pyproject.toml")]
-Debug = Annotated[bool | None, _option("--debug", help="tracebacks, and pytest's own output")]
-Prune = Annotated[bool, _option("--prune", help="forget this version's snapshots that no case of the session was about")]
+Directory = Annotated[Text, option("--dir", metavar="DIR", help=DIRECTORY)]
+Extra = Annotated[Text, option("--extra-config", metavar="JSON|@FILE", help="kv_connector_extra_config")]
+Select = Annotated[Texts, option("-k", metavar="CASE...", help="only these cases: ids, areas, globs [those of profile golden]")]
+Engine = Annotated[Text, option("--engine", metavar="reference|vllm", help="the engine to run on [reference]")]
+Device = Annotated[Text, option("--device", metavar="cpu|cuda", help="where the KV cache is [cpu]")]
+Emulate = Annotated[bool | None, option("--emulate-cuda", help="a CUDA device, emulated on the CPU; nothing is slow there")]
+Pythonpath = Annotated[Texts, option("--pythonpath", metavar="DIR", help="where the connector's package is (repeat)")]
+Config = Annotated[Text, option("--config", metavar="FILE", help="settings, instead of kvconform.toml or pyproject.toml")]
+Debug = Annotated[bool | None, option("--debug", help="tracebacks, and pytest's own output")]
+Prune = Annotated[bool, option("--prune", help="forget this version's snapshots that no case of the session was about")]
 
 
 @app.command()

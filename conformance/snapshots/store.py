@@ -8,12 +8,12 @@ index says, or that nobody looked at.
 from __future__ import annotations
 
 import hashlib
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from kvconform import files
 from kvconform.errors import UsageError
 from kvconform.requirement import version_key
 
@@ -191,10 +191,8 @@ class Store:
 
 def _put(path: Path, data: bytes) -> None:
     """Write a file whole or not at all. SnapshotError if that cannot be."""
-    temporary = path.with_name(f".{path.name}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(data)
-        os.replace(temporary, path)
+        files.replace(path, data)
     except OSError as error:
         raise SnapshotError(f"{path} cannot be written: {error.strerror}") from None

@@ -21,6 +21,7 @@ from pydantic import BaseModel
 from kvconform import watchdog
 from kvconform.case import Variant
 from kvconform.errors import KvconformError
+from kvconform.files import scratch_root
 from kvconform.load import Spec, load_spec
 from kvconform.settings import Settings
 from kvconform.suite import Selection, select
@@ -76,15 +77,14 @@ class Observer:
         if not self.done:
             self.write("release", vllm=self.vllm, warnings=self.warnings, signatures=signatures.signatures(), fields=signatures.fields())
         self._target = smoke.target_of(self.settings)
-        scratch = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # stores are many small files
-        with tempfile.TemporaryDirectory(prefix="kvconform-versions-", dir=scratch) as name:
+        with tempfile.TemporaryDirectory(prefix="kvconform-versions-", dir=scratch_root()) as name:
             tmp = Path(name)
             with watchdog.case("(start)", 180.0):
                 smoke.check(self._target, tmp / "smoke", 120.0)
             for number, variant in enumerate(chosen(self.selection, all_runs=self.job.all_runs)):
                 if variant.id not in self.done:
                     self.write("start", variant=variant.id)
-                    with watchdog.case(variant.id, max(300.0, 12 * self.settings.hook_timeout)):
+                    with watchdog.case(variant.id, watchdog.case_limit(self.settings.hook_timeout)):
                         self.write("run", **self.run(variant, tmp / str(number)))
             if self.job.snapshots:
                 for data in self.snapshots(tmp):
@@ -130,7 +130,7 @@ class Observer:
         cases = {v.case.id: v.case for v in self.selection.variants if v.case.id in golden and suits(v.case)}
         for number, case in enumerate(cases.values()):
             for variant in cells(case, self.settings.engines[0]):
-                with watchdog.case(variant.id, max(300.0, 12 * self.settings.hook_timeout)):
+                with watchdog.case(variant.id, watchdog.case_limit(self.settings.hook_timeout)):
                     try:
                         found = record(
                             variant, self._target, rules, seed=self.settings.seed, tmp=tmp / f"snapshot-{number}-{variant.scheduling}"
