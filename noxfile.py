@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions: conformance, live, explore, tests, kernels, browser, defects, gpu, history, versions, lint, bench.
+"""Sessions: conformance, init, live, explore, tests, kernels, browser, defects, gpu, history, versions, lint, bench.
 
 All but `lint` share one environment per vLLM package, `.nox/<package>-<version>-<python>` (3.5 GB without a GPU), made once and kept:
 a stamp inside it says what was installed, so a later run installs nothing (docs/decisions/0009-one-environment.md). To start afresh,
@@ -67,15 +67,15 @@ def shared(session: nox.Session, wanted: str | None, *extras: str) -> tuple[Any,
     return env, env.done["vllm"][0] if gpu or chosen == default else chosen
 
 
-def prepare(session: nox.Session) -> tuple[Any, list[str]]:
-    """The environment for `session` and the arguments after `--` that are not for nox."""
+def prepare(session: nox.Session, *packages: str) -> tuple[Any, list[str]]:
+    """The environment for `session`, with `packages` besides what is named, and the arguments after `--` that are not for nox."""
     mine, rest = options(session)
-    mine.install += noxenv.catalogued(rest)
+    mine.install += [*(() if mine.install else packages), *noxenv.catalogued(rest)]
     env, chosen = shared(session, mine.vllm)
     if chosen != env.done["vllm"][0]:
         env = noxenv.install_release(session, env, chosen)
     session.log("vLLM package: {} ({})".format(*env.done["vllm"]))
-    if session.name in ("conformance", "gpu", "live"):  # how its report says that a run is repeated
+    if session.name in ("conformance", "gpu", "init", "live"):  # how its report says that a run is repeated
         given = [*(["--vllm", mine.vllm] if mine.vllm else []), *(word for item in mine.install for word in ("--install", item))]
         noxenv.ENV["KVCONFORM_THROUGH"] = shlex.join(["nox", "-s", "conformance", "--", *given])
     return (noxenv.install_connector(session, env, mine.install) if mine.install else env), rest
@@ -86,6 +86,13 @@ def conformance(session: nox.Session) -> None:
     """Judge a connector (`-- --connector mypkg:Conn --install ./mypkg`; default: the reference connector)."""
     env, rest = prepare(session)
     env.run("-m", "kvconform", "run", *rest)
+
+
+@nox.session
+def init(session: nox.Session) -> None:
+    """In a connector's repository: write its settings, a workflow and a test, and judge it (`-- ../mypkg`, or `-- --template ../new`)."""
+    env, rest = prepare(session, *(word for word in options(session)[1] if Path(word, "pyproject.toml").is_file()))
+    env.run("-m", "kvconform", "init", *rest)
 
 
 @nox.session

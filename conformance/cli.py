@@ -12,6 +12,7 @@ from kvconform.ci.command import command as ci
 from kvconform.compare.command import command as compare
 from kvconform.errors import KvconformError
 from kvconform.explore.cli import explore
+from kvconform.init.command import command as init
 from kvconform.option import option
 from kvconform.snapshots.command import app as snapshot
 
@@ -106,6 +107,7 @@ def run(
 app.command()(explore)
 app.command(name="compare")(compare)
 app.command(name="ci")(ci)
+app.command(name="init")(init)
 
 
 @app.command()

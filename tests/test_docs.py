@@ -60,7 +60,7 @@ def test_commands_and_options_that_are_named_exist() -> None:
     commands = group.commands  # type: ignore[attr-defined]
     fenced = "".join(re.findall(r"^ *```.*?^ *```", README + CONTRIBUTING + GUIDE, re.M | re.S))
     assert set(re.findall(r"^kvconform ([a-z]+)", fenced, re.M)) <= set(commands)
-    known = {option for name in ("run", "ci") for parameter in commands[name].params for option in parameter.opts}
+    known = {option for name in ("run", "ci", "init") for parameter in commands[name].params for option in parameter.opts}
     known |= {"--help", "--vllm", "--install"}
     usage = README.split("## Usage")[1].split("\n## ")[0]
     others = {"--port", "--daemon", "--stop", "--yes", "--extra-index-url", "--no-deps", "--data"}  # of pip, and of a server in an example

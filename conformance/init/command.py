@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvconform init`: asks nothing, writes what is missing, and gives a first answer."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvconform.environment import check_vllm
+from kvconform.errors import EnvironmentProblem, UsageError
+from kvconform.init import write
+from kvconform.init.find import Found, find
+from kvconform.init.origin import Origin, origin
+from kvconform.option import option
+
+SETTINGS = "kvconform.toml"
+
+
+def command(
+    folder: Annotated[str, typer.Argument(metavar="[DIR]", help="the connector's repository [.]", show_default=False)] = "",
+    connector: Annotated[str | None, option("--connector", metavar="MODULE:CLASS", help="instead of looking for it")] = None,
+    template: Annotated[str | None, option("--template", metavar="DIR", help="begin a new connector there, one that passes")] = None,
+    run: Annotated[bool, option("--run/--no-run", help="give a first answer, one case per subject [--run]")] = True,
+) -> None:
+    """In a connector's repository: find the connector, write kvconform.toml, a workflow and a test, and judge it for the first time."""
+    if template is not None and (folder or connector):
+        raise UsageError("--template goes alone: it makes the folder and the connector")
+    repository = Path(template or folder or ".").expanduser().resolve()
+    if template is not None:
+        write.template(repository)
+        typer.echo(f"new     {repository}: FolderConnector, a connector to start from")
+    elif not repository.is_dir():
+        raise UsageError(f"there is no folder {repository}")
+    here = origin()
+    for file in write.write(repository, _files(repository, connector, here)):
+        typer.echo(f"{'kept ' if file.kept else 'wrote'}   {file.path}")
+    if here.url is None:
+        typer.echo("        (say in the workflow where kvconform is, and which commit: this one was not installed from a repository)")
+    if not run:
+        return
+    try:
+        check_vllm()
+    except EnvironmentProblem as problem:
+        advice = "nothing was judged; from a checkout of kvconform, nox -s init -- DIR brings vLLM along"
+        raise EnvironmentProblem(f"{problem.message.rstrip('.')}; {advice}") from None
+    _judge(repository)
+
+
+def _files(repository: Path, connector: str | None, here: Origin) -> dict[str, str]:
+    """What belongs into the repository, by path."""
+    known = _configured(repository)
+    if known and connector and known != connector:
+        raise UsageError(f"{SETTINGS} names {known}: change it there")
+    found: Found | None = None
+    if not known and connector is None:
+        found = find(repository)
+        typer.echo(f"found   {found.connector}, {found.file.relative_to(repository)}:{found.line}")
+    files = {} if known else {SETTINGS: write.settings(repository, connector or (found.connector if found else ""), found)}
+    if known and (repository / SETTINGS).exists():
+        files[SETTINGS] = ""  # kept, and said so
+    path, text = write.workflow(repository, here)
+    return {**files, path: text, "tests/test_conformance.py": write.test_file()}
+
+
+def _configured(repository: Path) -> str | None:
+    """The connector that the repository's settings name already."""
+    for name in (SETTINGS, "pyproject.toml"):
+        try:
+            data: dict[str, Any] = tomllib.loads((repository / name).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            continue
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise UsageError(f"{repository / name} is not valid TOML: {error}") from None
+        table = data if name == SETTINGS else data.get("tool", {}).get("kvconform", {})
+        if isinstance(table, dict) and isinstance(table.get("connector"), str):
+            return str(table["connector"])
+    return None
+
+
+def _judge(repository: Path) -> None:
+    from kvconform import session, settings
+
+    typer.echo("")
+    file = repository / SETTINGS if (repository / SETTINGS).is_file() else repository / "pyproject.toml"
+    arguments = ["--profile", "smoke", *(["--config", str(file)] if Path.cwd() != repository else [])]
+    given = {"profile": "smoke", "report_dir": str(repository / "kvconform-report"), "arguments": arguments}
+    loaded = settings.load(given, file=str(file))
+    code = session.run(loaded)
+    typer.echo(f"\nThat was one case per subject. All of them: cd {repository} && kvconform run")
+    raise typer.Exit(code)

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which connector a repository has, from its source alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvconform.errors import UsageError
+from kvconform.init.find import connectors, find, options
+
+BASE = "from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata\n"
+
+
+def put(root: Path, name: str, text: str) -> None:
+    (root / name).parent.mkdir(parents=True, exist_ok=True)
+    (root / name).write_text(text, encoding="utf-8")
+
+
+def names(root: Path) -> list[str]:
+    return [one.connector for one in connectors(root)]
+
+
+def test_a_class_in_a_package_below_src(tmp_path: Path) -> None:
+    put(tmp_path, "src/acme/__init__.py", "")
+    put(tmp_path, "src/acme/kv/__init__.py", "")
+    put(tmp_path, "src/acme/kv/conn.py", BASE + "class Meta(KVConnectorMetadata): ...\nclass Acme(KVConnectorBase_V1): ...\n")
+    found = find(tmp_path)
+    assert (found.connector, found.root, found.line) == ("acme.kv.conn:Acme", tmp_path / "src", 3)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import vllm.distributed.kv_transfer.kv_connector.v1.base\n"
+        "class A(vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1): ...",
+        BASE.replace("KVConnectorBase_V1", "KVConnectorBase_V1 as Base") + "class A(Base): ...",
+        "from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1\nclass A(LMCacheConnectorV1): ...",
+        "if True:\n    from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, SupportsHMA\n"
+        "class A(KVConnectorBase_V1, SupportsHMA): ...",
+    ],
+)  # fmt: skip
+def test_ways_to_name_the_base(tmp_path: Path, text: str) -> None:
+    put(tmp_path, "a.py", text)
+    assert names(tmp_path) == ["a:A"]
+
+
+def test_what_others_derive_from_is_not_meant_wherever_it_is(tmp_path: Path) -> None:
+    put(tmp_path, "acme/__init__.py", "")
+    put(tmp_path, "acme/z_base.py", BASE + "class Common(KVConnectorBase_V1): ...\n")
+    put(tmp_path, "acme/conn.py", "from acme.z_base import Common\nclass Middle(Common): ...\nclass Last(Middle): ...\n")
+    assert names(tmp_path) == ["acme.conn:Last"]
+
+
+def test_stand_ins_and_tests_count_where_there_is_nothing_else(tmp_path: Path) -> None:
+    put(tmp_path, "tests/helper.py", BASE + "class Other(KVConnectorBase_V1): ...\n")
+    assert names(tmp_path) == ["helper:Other"]
+    put(tmp_path, "acme.py", BASE + "class MockAcme(KVConnectorBase_V1): ...\nclass _Hidden(KVConnectorBase_V1): ...\n")
+    assert names(tmp_path) == ["acme:MockAcme"]
+    put(tmp_path, "acme.py", BASE + "class MockAcme(KVConnectorBase_V1): ...\nclass Acme(KVConnectorBase_V1): ...\n")
+    assert names(tmp_path) == ["acme:Acme"]
+
+
+def test_a_class_of_the_same_name_that_is_no_connector(tmp_path: Path) -> None:
+    put(tmp_path, "a.py", BASE + "class Acme(KVConnectorBase_V1): ...\n")
+    put(tmp_path, "sglang.py", "class Acme: ...\nclass OtherConnector: ...\n")
+    assert names(tmp_path) == ["a:Acme"]
+
+
+def test_environments_builds_and_broken_files_are_left_alone(tmp_path: Path) -> None:
+    for folder in (".venv", "build", "mine"):
+        put(tmp_path, f"{folder}/a.py", BASE + "class Acme(KVConnectorBase_V1): ...\n")
+    put(tmp_path, "mine/pyvenv.cfg", "")
+    put(tmp_path, "broken.py", "class Acme(\n")
+    with pytest.raises(UsageError, match="no class in .* derives from KVConnectorBase_V1"):
+        find(tmp_path)
+
+
+def test_two_that_could_be_meant(tmp_path: Path) -> None:
+    put(tmp_path, "a.py", BASE + "class One(KVConnectorBase_V1): ...\nclass Two(KVConnectorBase_V1): ...\n")
+    with pytest.raises(UsageError, match=r"2 connectors were found: .*a:One \(a.py:2\), a:Two \(a.py:3\)"):
+        find(tmp_path)
+
+
+def test_options_of_the_module_and_its_neighbours(tmp_path: Path) -> None:
+    put(tmp_path, "acme/__init__.py", "")
+    body = """class Acme(KVConnectorBase_V1):
+    def __init__(self, config):
+        self.a = self._kv_transfer_config.get_from_extra_config("store_path", "/tmp")
+        self.b = config.kv_transfer_config.kv_connector_extra_config.get("port", 9911)
+        self.c = config.kv_transfer_config.kv_connector_extra_config["name"]
+        self.d = {}.get("unrelated", 1)
+"""
+    put(tmp_path, "acme/conn.py", BASE + body)
+    put(tmp_path, "acme/worker.py", "def f(extra_config):\n    return extra_config.get('chunk', f())\n")
+    assert options(find(tmp_path)) == {"store_path": "/tmp", "port": 9911, "name": None, "chunk": None}
+
+
+def test_capabilities_of_its_own(tmp_path: Path) -> None:
+    put(tmp_path, "a.py", BASE + "class A(KVConnectorBase_V1):\n    kvconform_capabilities = {}\n")
+    assert find(tmp_path).declares

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvconform init`: what it writes, what it leaves alone, and what it answers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvconform import yamlio
+from kvconform.init import write
+from kvconform.init.origin import Origin
+
+TESTS = Path(__file__).resolve().parent.parent
+CONNECTOR = """from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+class Acme(KVConnectorBase_V1):
+    def __init__(self, config, role):
+        self.path = config.kv_transfer_config.get_from_extra_config("kv-dir", None)
+        self.port = config.kv_transfer_config.get_from_extra_config("port", 1)
+"""
+SHA = "0123456789012345678901234567890123456789"
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    (tmp_path / "acme.py").write_text(CONNECTOR, encoding="utf-8")
+    return tmp_path
+
+
+def init(here: Path, *arguments: str, runner: str = "fake_runner:judge") -> subprocess.CompletedProcess[str]:
+    more = {"PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]), "NO_COLOR": "1", "KVCONFORM_RUNNER": runner}
+    env = {**os.environ, **more}
+    if not runner:
+        del env["KVCONFORM_RUNNER"]
+    command = [sys.executable, "-m", "kvconform", "init", *arguments]
+    return subprocess.run(command, cwd=here, env=env, capture_output=True, text=True, timeout=400, check=False)
+
+
+def written(repository: Path, name: str) -> str:
+    return (repository / name).read_text(encoding="utf-8")
+
+
+def test_everything_is_written_and_judged(repository: Path) -> None:
+    done = init(repository)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for line in ("found   acme:Acme, acme.py:2", "wrote   kvconform.toml", "wrote   .github/workflows/kvconform.yml", "CONFORMANT"):
+        assert line in done.stdout
+    settings = tomllib.loads(written(repository, "kvconform.toml"))
+    assert settings == {"connector": "acme:Acme", "pythonpath": ["."], "extra_config": {"kv-dir": "{tmp}/kv-dir"}}
+    assert "# port = 1" in written(repository, "kvconform.toml")
+    assert (repository / "kvconform-report" / "summary.json").is_file()
+
+
+def test_what_is_there_is_kept(repository: Path) -> None:
+    (repository / "kvconform.toml").write_text('connector = "acme:Acme"\nseed = 3\n', encoding="utf-8")
+    (repository / "tests").mkdir()
+    (repository / "tests" / "test_conformance.py").write_text("# mine\n", encoding="utf-8")
+    done = init(repository, "--no-run")
+    assert done.returncode == 0 and "found" not in done.stdout
+    assert "kept    kvconform.toml" in done.stdout and "kept    tests/test_conformance.py" in done.stdout
+    assert "seed = 3" in written(repository, "kvconform.toml") and written(repository, "tests/test_conformance.py") == "# mine\n"
+
+
+def test_settings_in_pyproject_are_enough(repository: Path) -> None:
+    (repository / "pyproject.toml").write_text('[tool.kvconform]\nconnector = "json:Fake"\n', encoding="utf-8")
+    done = init(repository)
+    assert done.returncode == 0, done.stderr
+    assert not (repository / "kvconform.toml").exists() and "json:Fake" in done.stdout
+
+
+def test_a_failing_connector_fails_it(repository: Path) -> None:
+    text = 'connector = "json:Fake"\n[extra_config]\nfail = {"hook.no-raise" = ["lifecycle.api"]}\n'
+    (repository / "kvconform.toml").write_text(text, encoding="utf-8")
+    done = init(repository)
+    assert done.returncode == 1 and "NOT CONFORMANT" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (["no-such-folder"], "there is no folder"),
+        (["--template", "new", "here"], "--template goes alone"),
+        (["--template", "."], "exists: --template makes a new folder"),
+        (["empty"], "derives from KVConnectorBase_V1: name it"),
+        (["other", "--connector", "a:B"], "kvconform.toml names json:Fake: change it there"),
+        (["broken"], "is not valid TOML"),
+    ],
+)
+def test_what_is_wrong_is_told_in_a_sentence(repository: Path, arguments: list[str], sentence: str) -> None:
+    for name, text in (("other", 'connector = "json:Fake"'), ("broken", "connector =")):
+        (repository / name).mkdir()
+        (repository / name / "kvconform.toml").write_text(text, encoding="utf-8")
+    (repository / "empty").mkdir()
+    done = init(repository, *arguments)
+    assert done.returncode == 2 and sentence in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_the_written_test_runs_the_connector(repository: Path) -> None:
+    (repository / "kvconform.toml").write_text('connector = "json:Fake"\n', encoding="utf-8")
+    init(repository, "--no-run")
+    text = written(repository, "kvconform.toml")
+    for bad, code in (("", 0), ('[extra_config]\nfail = {"hook.no-raise" = ["lifecycle.api"]}\n', 1)):
+        (repository / "kvconform.toml").write_text(text + bad, encoding="utf-8")
+        more = {"PYTHONPATH": str(TESTS), "KVCONFORM_RUNNER": "fake_runner:judge", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]
+        done = subprocess.run(command, cwd=repository, env={**os.environ, **more}, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == code, done.stdout
+        assert "1 passed" in done.stdout or "NOT CONFORMANT" in done.stdout
+
+
+def jobs(text: str) -> list[dict[str, Any]]:
+    found: Any = yamlio.parse(text, "workflow")
+    return list(found["jobs"]["kvconform"]["steps"])
+
+
+def test_github_is_pinned_to_this_one(repository: Path) -> None:
+    name, text = write.workflow(repository, Origin("https://github.com/acme/kvconform.git", SHA))
+    assert name == ".github/workflows/kvconform.yml" and jobs(text)[-1] == {"uses": f"acme/kvconform@{SHA}"}
+    steps = jobs(write.workflow(repository, Origin("https://git.example.org/k.git", SHA))[1])
+    assert steps[1]["run"].startswith("git clone --quiet https://git.example.org/k.git .kvconform && ") and SHA in steps[1]["run"]
+    assert steps[2] == {"uses": "./.kvconform"}
+    assert jobs(write.workflow(repository, Origin())[1])[-1] == {"uses": "OWNER/kvconform@COMMIT"}
+
+
+def test_gitlab_gets_its_own(repository: Path) -> None:
+    (repository / ".gitlab-ci.yml").write_text("", encoding="utf-8")
+    name, text = write.workflow(repository, Origin("https://git.example.org/k.git", SHA))
+    found: Any = yamlio.parse(text, name)
+    assert name == "kvconform.gitlab-ci.yml"
+    assert found["variables"] == {"KVCONFORM": "https://git.example.org/k.git", "KVCONFORM_COMMIT": SHA}
+    plain: Any = yamlio.parse(write.workflow(repository, Origin())[1], name)
+    assert plain["variables"]["KVCONFORM"].startswith("https://") and plain["variables"]["KVCONFORM_COMMIT"]
+
+
+@pytest.mark.e2e
+def test_the_template_passes_and_a_fault_in_it_is_found(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    done = init(tmp_path, "--template", "new", runner="")
+    assert done.returncode == 0 and "CONFORMANT  in" in done.stdout, done.stdout[-2000:] + done.stderr
+    file = tmp_path / "new" / "folder_connector" / "connector.py"
+    text = file.read_text(encoding="utf-8")
+    right = "self._copy(tracked, (computed - granted) // self._block_size,"
+    assert right in text
+    file.write_text(text.replace(right, "self._copy(tracked, 0,"), encoding="utf-8")  # writes over blocks that are shared
+    again = init(tmp_path / "new", runner="")
+    assert again.returncode == 1 and "FAIL: load.only-grant" in again.stdout, again.stdout[-2000:]
