@@ -122,7 +122,7 @@ def _change(change: Change) -> list[str]:
         out += [f"The engine without a connector: {same}{'.' if not change.engine else ':'}", ""]
         for aspect, groups in change.engine.items():
             runs = len({name for group in groups for name in group.where})
-            out += [f"- {ASPECTS[aspect]}: {runs} runs", *(f"  {line}" for line in _groups(groups)[: LISTED // 2])]
+            out += [f"- {ASPECTS[aspect]}: {runs} runs", *(f"    {line}" for line in _groups(groups)[: LISTED // 2])]
         out += [""] if change.engine else []
     return out[:-1]
 
