@@ -5,7 +5,7 @@ file, which `kvconform run CONNECTOR --engine live --case FILE` replays."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from kvconform.live.scenario import Request, Scenario
@@ -22,6 +22,10 @@ WIDTH = 130
 def reduce(scenario: Scenario, fails: Callable[[Scenario], bool], *, tries: int = TRIES, seconds: float = SECONDS) -> Scenario:
     """The smallest scenario found that still `fails`, with some of the requests of this one, in their order. It may be this one itself."""
     limit = time.monotonic() + seconds
+    if len(scenario.requests) > 1 and tries > 0:  # much that goes wrong does so whatever is asked
+        tries -= 1
+        if fails(alone := _with(scenario, scenario.requests[:1])):
+            return alone
     kept, size = list(scenario.requests), max(1, len(scenario.requests) // 2)
     while tries > 0 and time.monotonic() < limit:
         start, smaller = 0, False
@@ -43,6 +47,22 @@ def reduce(scenario: Scenario, fails: Callable[[Scenario], bool], *, tries: int 
 def _with(scenario: Scenario, requests: list[Request]) -> Scenario:
     count = f"{len(requests)} request{'s' if len(requests) != 1 else ''}"
     return scenario.model_copy(update={"requests": requests, "text": f"What is left of a random workload, {count}."})
+
+
+def claim(folder: Path, requirements: Iterable[str], scenario: str) -> dict[str, str]:
+    """Who makes the failure of each requirement small: the first workload of the campaign that fails it, so {requirement: its id}.
+    Another one that fails the same would cost minutes, and show the same. Writes a note for each into `folder`, which is made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found = {}
+    for requirement in requirements:
+        note = folder / f".{requirement}"
+        try:
+            with note.open("x", encoding="utf-8") as file:
+                file.write(scenario)
+            found[requirement] = scenario
+        except FileExistsError:
+            found[requirement] = note.read_text(encoding="utf-8")
+    return found
 
 
 def write(scenario: Scenario, path: Path) -> None:

@@ -22,7 +22,7 @@ from kvconform.live.events import missing, own_events, thin
 from kvconform.live.fault import lacking, spared
 from kvconform.live.job import Outcome, Play
 from kvconform.live.plains import Plains, plains
-from kvconform.live.reduce import REDUCED, reduce, write
+from kvconform.live.reduce import REDUCED, claim, reduce, write
 from kvconform.live.scenario import Scenario
 from kvconform.live.workload import plays
 from kvconform.load import Spec
@@ -216,7 +216,14 @@ def _reduced(
     folder = os.environ.get(REDUCED)
     if not bad or not folder:
         return
-    names = {row.requirement for row in bad}
+    claimed = claim(tmp.parent / "claims", sorted({row.requirement for row in bad}), scenario.id)
+    for row in bad:
+        if (other := claimed[row.requirement]) != scenario.id:
+            row.message = f"{row.message}; {other} fails it, too, and was made small"
+    names = {name for name, claimant in claimed.items() if claimant == scenario.id}
+    bad = [row for row in bad if row.requirement in names]
+    if not bad:
+        return
     known = plain_runs.get(_unhurried(plays(scenario, None, 0)))
     numbers = itertools.count()
 

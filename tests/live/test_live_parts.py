@@ -18,7 +18,7 @@ from kvconform.live.compare import AMBIGUOUS, compare, describe
 from kvconform.live.events import end_event, missing, own_events
 from kvconform.live.job import Answer, Counts, Outcome, PhaseDone
 from kvconform.live.process import Ended
-from kvconform.live.reduce import reduce, text_of
+from kvconform.live.reduce import claim, reduce, text_of
 from kvconform.live.scenario import MAX_MODEL_LEN, Scenario, Workload
 from kvconform.live.seeds import STARTS, random_scenario
 from kvconform.live.select import spec_for
@@ -123,6 +123,17 @@ def test_a_workload_is_reduced_to_the_requests_that_it_takes() -> None:
     assert reread == small and len(text_of(small).splitlines()) < 40
     first = {ask.id: ask.tokens for play in plays(whole, None, 0) for ask in play.asks}
     assert all(first[ask.id] == ask.tokens for play in plays(small, None, 0) for ask in play.asks)
+
+
+def test_what_fails_whatever_is_asked_takes_one_try() -> None:
+    tried: list[int] = []
+    small = reduce(random_scenario(2), lambda scenario: not tried.append(len(scenario.requests)))
+    assert tried == [1] and len(small.requests) == 1
+
+
+def test_a_failure_is_made_small_once_in_a_campaign(tmp_path: Path) -> None:
+    assert claim(tmp_path / "cases", ["a.b", "c.d"], "live.random-3") == {"a.b": "live.random-3", "c.d": "live.random-3"}
+    assert claim(tmp_path / "cases", ["c.d", "e.f"], "live.random-1") == {"c.d": "live.random-3", "e.f": "live.random-1"}
 
 
 def test_reduction_has_a_limit() -> None:
