@@ -108,6 +108,11 @@ class Environment:
         """Run this environment's Python on `args`; the session fails when it does."""
         self.session.run(str(self.python), *args, env={**ENV, **(env or {})}, external=True)
 
+    def kvconform(self, *args: str) -> None:
+        """Run kvconform where nox was called: the settings and paths there are meant, not those of this directory."""
+        with self.session.chdir(self.session.invoked_from):
+            self.run("-m", "kvconform", *args)
+
     def install_project(self, *extras: str) -> None:
         """Install kvconform, editable; again only when pyproject.toml changed."""
         key = [digest((ROOT / "pyproject.toml").read_text(encoding="utf-8"), str(ROOT), *extras)]
@@ -219,6 +224,12 @@ def install_connector(session: nox.Session, base: Environment, requirements: lis
     env.must_pip("install", "--constraint", str(held), *(word for item in requirements for word in shlex.split(item)))
     env.mark("connector", requirements)
     return env
+
+
+def placed(requirement: str, here: Path) -> str:
+    """A pip requirement whose path, if it is one, is relative to `here`; pip is run elsewhere."""
+    *options, last = shlex.split(requirement)
+    return shlex.join([*options, str((here / last).resolve())]) if (here / last).exists() else requirement
 
 
 def newest(requirement: str) -> str:

@@ -50,7 +50,9 @@ def options(session: nox.Session) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(prog=f"nox -s {session.name} --", allow_abbrev=False, add_help=False)
     parser.add_argument("--vllm")
     parser.add_argument("--install", action="append", default=[])
-    return parser.parse_known_args(session.posargs)
+    mine, rest = parser.parse_known_args(session.posargs)
+    mine.install = [noxenv.placed(item, Path(session.invoked_from)) for item in mine.install]
+    return mine, rest
 
 
 def shared(session: nox.Session, wanted: str | None, *extras: str) -> tuple[Any, str]:
@@ -77,7 +79,8 @@ def prepare(session: nox.Session, *packages: str) -> tuple[Any, list[str]]:
     session.log("vLLM package: {} ({})".format(*env.done["vllm"]))
     if session.name in ("conformance", "gpu", "init", "live"):  # how its report says that a run is repeated
         given = [*(["--vllm", mine.vllm] if mine.vllm else []), *(word for item in mine.install for word in ("--install", item))]
-        noxenv.ENV["KVCONFORM_THROUGH"] = shlex.join(["nox", "-s", "conformance", "--", *given])
+        elsewhere = [] if Path(session.invoked_from) == noxenv.ROOT else ["-f", str(noxenv.ROOT / "noxfile.py")]
+        noxenv.ENV["KVCONFORM_THROUGH"] = shlex.join(["nox", *elsewhere, "-s", "conformance", "--", *given])
     return (noxenv.install_connector(session, env, mine.install) if mine.install else env), rest
 
 
@@ -85,28 +88,30 @@ def prepare(session: nox.Session, *packages: str) -> tuple[Any, list[str]]:
 def conformance(session: nox.Session) -> None:
     """Judge a connector (`-- --connector mypkg:Conn --install ./mypkg`; default: the reference connector)."""
     env, rest = prepare(session)
-    env.run("-m", "kvconform", "run", *rest)
+    env.kvconform("run", *rest)
 
 
 @nox.session
 def init(session: nox.Session) -> None:
     """In a connector's repository: write its settings, a workflow and a test, and judge it (`-- ../mypkg`, or `-- --template ../new`)."""
-    env, rest = prepare(session, *(word for word in options(session)[1] if Path(word, "pyproject.toml").is_file()))
-    env.run("-m", "kvconform", "init", *rest)
+    here = Path(session.invoked_from)
+    packages = [word for word in options(session)[1] or ["."] if (here / word / "pyproject.toml").is_file()]
+    env, rest = prepare(session, *(str((here / word).resolve()) for word in packages))
+    env.kvconform("init", *rest)
 
 
 @nox.session
 def live(session: nox.Session) -> None:
     """Judge a connector with all of vLLM and a tiny model (docs/live.md): `-- --connector mypkg:Conn --install ./mypkg --seeds 20`."""
     env, rest = prepare(session)
-    env.run("-m", "kvconform", "run", "--engine", "live", *rest)
+    env.kvconform("run", "--engine", "live", *rest)
 
 
 @nox.session
 def explore(session: nox.Session) -> None:
     """Machine-made workloads for a connector (`-- --connector mypkg:Conn --profile nightly`); what fails is shrunk to a case."""
     env, rest = prepare(session)
-    env.run("-m", "kvconform", "explore", *rest)
+    env.kvconform("explore", *rest)
 
 
 @nox.session

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+import shlex
 import zipfile
 from pathlib import Path
 from types import ModuleType
@@ -170,7 +172,10 @@ class Chosen(FakeSession):
 
     def __init__(self, name: str, *posargs: str) -> None:
         super().__init__()
-        self.name, self.posargs = name, list(posargs)
+        self.name, self.posargs, self.invoked_from = name, list(posargs), str(Path(__file__).resolve().parent.parent)
+
+    def chdir(self, folder: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.chdir(folder)
 
 
 class Made(FakeEnvironment):
@@ -185,6 +190,9 @@ class Made(FakeEnvironment):
 
     def install_project(self, *extras: str) -> None:
         pass
+
+    def kvconform(self, *args: str) -> None:
+        self.runs.append(args)
 
     def ask(self, code: str) -> str:
         return "0.31.0,0.33.0"
@@ -303,3 +311,29 @@ def test_a_machine_without_nvidia_smi_has_no_gpu(noxfile: Any, monkeypatch: pyte
     assert noxfile.has_gpu()
     fake.write_text("#!/bin/sh\necho 'No devices were found'\nexit 6\n")
     assert not noxfile.has_gpu()
+
+
+def test_called_from_a_connectors_repository(sessions: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As the action does: `nox -f KVCONFORM/noxfile.py`; nox itself goes to that directory, paths are meant where it was called."""
+    module = sessions
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "pyproject.toml").touch()
+    monkeypatch.setattr(module.noxenv, "has_gpu", lambda: False)
+    monkeypatch.setattr(module.noxenv, "Environment", Made)
+    asked: list[list[str]] = []
+    monkeypatch.setattr(module.noxenv, "install_connector", lambda session, base, items: asked.append(items) or base)
+    for name, given, installed, ran in (
+        ("conformance", ["--install", "mine", "--strict"], ["mine"], ("run", "--strict")),
+        ("conformance", ["--install", "--no-deps lmcache==1"], [], ("run",)),
+        ("init", ["mine"], ["mine"], ("init", "mine")),
+        ("init", ["--template", "new"], [], ("init", "--template", "new")),
+    ):
+        session = Chosen(name, *given)
+        session.invoked_from = str(tmp_path)
+        asked.clear()
+        getattr(getattr(module, name), "func", getattr(module, name))(session)
+        assert Made.runs[-1] == ran
+        wanted = [str(tmp_path / item) for item in installed] or [item for item in given if " " in item]
+        assert asked == ([wanted] if wanted else [])
+        through = shlex.split(module.noxenv.ENV["KVCONFORM_THROUGH"])
+        assert through[:5] == ["nox", "-f", str(module.noxenv.ROOT / "noxfile.py"), "-s", "conformance"]

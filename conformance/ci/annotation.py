@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from kvconform.ci.places import CLASS
@@ -49,7 +51,19 @@ def _annotation(requirement: str, runs: list[tuple[str, str]], places: Mapping[s
     known = spec.requirements.get(requirement)
     names = [told.partition(" ")[0], *(known.touches if known else ()), CLASS]
     place = next((places[name] for name in names if name in places), None)
-    path, _, line = (place or "").rpartition(":")
+    path, _, line = (_raised(told, places) or place or "").rpartition(":")
     return Annotation(
         requirement, path or None, int(line) if path else 0, told or (known.text if known else requirement), run, len(runs) - 1
     )
+
+
+def _raised(told: str, places: Mapping[str, str]) -> str | None:
+    """`path:line` of the innermost place of a traceback in the connector's source, if the message names one."""
+    found = re.search(r"\((\S+\.py):(\d+), in [^)]*\)", told)
+    if found is None:
+        return None
+    for path in dict.fromkeys(place.rpartition(":")[0] for place in places.values()):
+        beside = PurePosixPath(path).parent / found[1]  # a helper's file is not among the hooks' places
+        if PurePosixPath(path).name == found[1] or Path(beside).is_file():
+            return f"{beside.as_posix()}:{found[2]}"
+    return None

@@ -31,6 +31,23 @@ def _place(thing: Any, root: Path) -> str | None:
     try:
         file = Path(inspect.getsourcefile(inspect.unwrap(thing)) or "").resolve()
         line = inspect.getsourcelines(inspect.unwrap(thing))[1]
-        return f"{file.relative_to(root.resolve()).as_posix()}:{max(1, line)}"
     except (OSError, TypeError, ValueError):
         return None
+    here = in_checkout(file, str(getattr(thing, "__module__", "")), root.resolve())
+    return f"{here.as_posix()}:{max(1, line)}" if here is not None else None
+
+
+def in_checkout(file: Path, module: str, root: Path) -> Path | None:
+    """Where a module's file is in the checkout `root`, relative to it: there itself, or as the source that an equal copy of was installed,
+    also within it (an environment is no source)."""
+    if file.is_relative_to(root) and "site-packages" not in file.parts:
+        return file.relative_to(root)
+    parts = module.split(".")
+    below = Path(*parts, "__init__.py") if file.name == "__init__.py" else Path(*parts[:-1], file.name)
+    try:
+        for top in (root, *sorted(folder for folder in root.iterdir() if folder.is_dir() and not folder.name.startswith("."))):
+            if (top / below).is_file() and (top / below).read_bytes() == file.read_bytes():
+                return (top / below).relative_to(root)
+    except OSError:
+        return None
+    return None

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvconform.ci.gitlab import NAME
-from kvconform.ci.places import places_of
+from kvconform.ci.places import in_checkout, places_of
 from kvconform.cli import app
 from kvconform.errors import UsageError
 
@@ -72,6 +72,29 @@ def test_annotations_are_where_the_hook_is(tmp_path: Path, monkeypatch: pytest.M
     assert len(lines) == 2
     text = summary.read_text(encoding="utf-8")
     assert "❌ NOT CONFORMANT: pkg:Conn, vLLM 0.32.0" in text and "`pkg/conn.py:20`" in text and "some.advice" not in text
+
+
+def test_a_raised_error_is_shown_at_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a file beside the connector's, which holds no hook; not in one that is not there."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "store.py").touch()
+    for name, place in (("conn.py", "pkg/conn.py,line=33"), ("store.py", "pkg/store.py,line=33"), ("other.py", "pkg/conn.py,line=20")):
+        message = f"start_load_kv raised KeyError: 'a' ({name}:33, in _read) [`e.error is None` is false]"
+        folder = report(tmp_path / f"of-{name}", row("hook.no-raise", "FAIL", message=message))
+        done = CliRunner().invoke(app, ["ci", folder, "--format", "github"])
+        assert done.output.startswith(f"::error file={place},title=")
+
+
+def test_the_source_of_an_installed_copy(tmp_path: Path) -> None:
+    for folder in ("src/pkg", "env/lib/site-packages/pkg", "env/lib/site-packages/other"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "conn.py").write_text("a = 1\n", encoding="utf-8")
+    site = tmp_path / "env" / "lib" / "site-packages"
+    assert in_checkout(site / "pkg" / "conn.py", "pkg.conn", tmp_path) == Path("src/pkg/conn.py")
+    assert in_checkout(site / "other" / "conn.py", "other.conn", tmp_path) is None
+    (tmp_path / "src" / "pkg" / "conn.py").write_text("a = 2\n", encoding="utf-8")  # lines of another version say nothing
+    assert in_checkout(site / "pkg" / "conn.py", "pkg.conn", tmp_path) is None
 
 
 def test_without_a_known_place_the_failure_is_told_all_the_same(tmp_path: Path) -> None:
