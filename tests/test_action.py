@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -53,7 +54,9 @@ def settings(repository: Path, *, fails: bool) -> None:
 
 def shell(here: Path, command: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
     modules = os.pathsep.join([str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
-    more = {"PATH": f"{here / 'bin'}:{os.environ['PATH']}", "KVCONFORM_RUNNER": "fake_runner:judge", "PYTHONPATH": modules, "NO_COLOR": "1"}
+    more = {"PATH": f"{here / 'bin'}:{os.environ['PATH']}", "NO_COLOR": "1"}
+    if not (here / "bin" / "nox").is_symlink():  # a stand-in
+        more |= {"KVCONFORM_RUNNER": "fake_runner:judge", "PYTHONPATH": modules}
     more |= {"GITHUB_OUTPUT": str(here / "output"), "GITHUB_STEP_SUMMARY": str(here / "summary.md")}
     return subprocess.run(
         ["bash", "-e", "-c", command], cwd=here, env={**os.environ, **env, **more}, timeout=240, capture_output=True, text=True, check=False
@@ -100,6 +103,30 @@ def test_a_bad_connector_and_a_baseline(repository: Path) -> None:
     again = act(repository, baseline="last")
     assert again.returncode == 0 and "::error" not in again.stdout
     assert act(repository, baseline="last", **{"fail-on": "any"}).returncode == 1
+
+
+@pytest.mark.e2e
+@pytest.mark.skipif(not Path(sys.prefix).is_relative_to(ROOT / ".nox"), reason="nox would install another vLLM: runs within nox -s tests")
+def test_the_template_with_nox_itself(repository: Path) -> None:
+    """Green as it is; red with a fault in it, which is annotated at the hook. What is judged is what nox has installed of it."""
+    (repository / "bin" / "nox").unlink()
+    (repository / "bin" / "nox").symlink_to(Path(sys.executable).parent / "nox")
+    shutil.copytree(ROOT / "fixtures" / "template", repository, dirs_exist_ok=True)
+    settings = (repository / "kvconform.toml").read_text(encoding="utf-8")
+    (repository / "kvconform.toml").write_text(settings.replace('pythonpath = ["."]\n', ""), encoding="utf-8")
+    args = "-k lifecycle.last-token,lifecycle.api --engine reference --scheduling sync"
+    done = act(repository, args=args)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (repository / "output").read_text() == "verdict=conformant\n"
+    file = repository / "folder_connector" / "connector.py"
+    text = file.read_text(encoding="utf-8")
+    right = "self._copy(tracked, (computed - granted) // self._block_size,"
+    assert right in text
+    file.write_text(text.replace(right, "self._copy(tracked, 0,"), encoding="utf-8")  # writes over blocks that are shared
+    done = act(repository, args=args)
+    assert done.returncode == 1
+    line = text[: text.index("def start_load_kv")].count("\n") + 1
+    assert f"::error file=folder_connector/connector.py,line={line},title=kvconform%3A load.only-grant::" in done.stdout, done.stdout
 
 
 @pytest.mark.e2e
