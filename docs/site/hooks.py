@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """MkDocs hooks: what docs/ links to outside of itself becomes part of the site.
 
-The Markdown is written for whoever reads it in the repository: `../CONTRIBUTING.md`, `../../spec/cases/...`. On the site the pages of `PAGES`
-have places of their own, and every other file that a page links to is copied to `source/`, as text that a browser shows. Nothing is fetched.
+The Markdown is written for whoever reads it in the repository: `../CONTRIBUTING.md`, `../../spec/cases/...`. On the site the pages of
+`PAGES` have places of their own, and every other file that a page links to is copied to `source/`, as text that a browser shows.
 """
 
 from __future__ import annotations
 
-import os
 import posixpath
 import re
 from pathlib import Path
@@ -100,16 +99,12 @@ def uri_of(place: str) -> str:
     return f"source/{place}" if place.endswith(SHOWN) else f"source/{place}.txt"
 
 
-def on_page_context(context: Any, page: Any, config: Any, nav: Any) -> Any:
-    """No "edit this page": where the repository is published is not known here."""
-    page.edit_url = None
-    return context
-
-
 def on_post_build(config: Any) -> None:
-    """Nothing of the site may be loaded from elsewhere; said here, because no link checker looks into scripts of a page."""
+    """The site is read without network: fail if a page loads anything from elsewhere."""
+    from mkdocs.exceptions import PluginError
+
     for page in sorted(Path(config.site_dir).rglob("*.html")):
         for tag in re.findall(r"<(?:script|link|img|iframe)\b[^>]*>", page.read_text(encoding="utf-8")):
             source = re.search(r'\b(?:src|href)="?((?:https?:)?//[^"\s>]+)', tag)
-            if source and 'rel="canonical"' not in tag:
-                raise SystemExit(f"{os.path.relpath(page, config.site_dir)} loads {source[1]}")
+            if source is not None:
+                raise PluginError(f"{page.relative_to(config.site_dir)} loads {source[1]}")
