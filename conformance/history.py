@@ -43,6 +43,7 @@ class Entry(Model):
     runner: Literal["v1", "v2"] = "v1"
     cases: list[str] = Field(min_length=1)
     fails: list[Id] = Field(min_length=1)
+    also: list[Id] = Field([], description="guarantees that go with it in other workloads; `kvconform explore` names the bug beside them")
 
 
 def entries(spec: Spec) -> list[Entry]:
@@ -53,10 +54,17 @@ def entries(spec: Spec) -> list[Entry]:
     except ValidationError as error:
         raise SpecError([f"spec/history.yaml: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}"]) from None
     for entry in found:
-        unknown = [name for name in entry.cases if name not in spec.cases] + [name for name in entry.fails if name not in spec.requirements]
+        unknown = [name for name in entry.cases if name not in spec.cases]
+        unknown += [name for name in (*entry.fails, *entry.also) if name not in spec.requirements]
         if unknown:
             raise SpecError([f"spec/history.yaml: {entry.id} names {', '.join(unknown)}, which does not exist"])
     return found
+
+
+def explained(spec: Spec) -> dict[str, str]:
+    """Guarantee -> the known bug of the engine that breaks it (docs/engine-findings.md)."""
+    found = [entry for entry in entries(spec) if spec.cases[entry.cases[0]].area == "findings"]
+    return {name: entry.id for entry in found for name in (*entry.fails, *entry.also)}
 
 
 def of_release(known: list[Entry], version: str) -> list[Entry]:

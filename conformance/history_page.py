@@ -58,6 +58,9 @@ that is not named was not tried. This page is made like [history.md](history.md)
 | guarantee | `{{ req.id }}`: {{ req.text }} {{ req.why }} |
 | evidence | `{{ req.source.file }}`, `{{ req.source.symbol }}` |
 {% endfor -%}
+{% if entry.also -%}
+| breaks, too | {{ "`" + entry.also | join("`, `") + "`" }} |
+{% endif -%}
 | known as | {{ entry.bug }} |
 | seen in | {{ rows | map(attribute="release") | unique | join(", ") }} |
 

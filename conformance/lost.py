@@ -25,9 +25,9 @@ STARVED = "the engine kept blocks from request {req} for the load of its own tha
 
 
 def note_unfilled(trace: Iterable[Event]) -> None:
-    """Fill in `unfilled` of the alloc events: shared blocks whose synchronous load failed and that nothing has computed since, not even
-    the step under way. Changes these events."""
-    failed: set[tuple[Any, int]] = set()
+    """Fill in `unfilled` of the alloc events: shared blocks whose synchronous load failed and that have not been computed to their
+    end since, not even in the step under way. Changes these events."""
+    failed: dict[tuple[Any, int], set[int]] = {}  # places in the block that are to be computed again
     open_allocs: list[Event] = []
     size = 1
     for e in trace:
@@ -35,14 +35,19 @@ def note_unfilled(trace: Iterable[Event]) -> None:
         if kind == "run.start":
             size = e["block_size"]
         elif kind == "transfer.failed" and not e["is_async"]:
-            failed |= {(on, block) for block in e["blocks"]}
+            failed.update({(on, block): set(range(size)) for block in e["blocks"]})
         elif kind == "alloc":
             e["unfilled"] = []
             open_allocs += [e] if failed else []
         elif kind == "block" and e["op"] == "alloc":
-            failed.discard((on, e["id"]))
+            failed.pop((on, e["id"]), None)
         elif kind == "req.scheduled" and failed:
-            failed -= {(on, block) for block in e["table"][e["so_C"] // size : -(-(e["so_C"] + e["S"]) // size)]}
+            for position in range(e["so_C"], min(e["so_C"] + e["S"], len(e["table"]) * size)):
+                key = on, e["table"][position // size]
+                if key in failed:
+                    failed[key].discard(position % size)
+                    if not failed[key]:
+                        del failed[key]
         elif kind == "worker.step_begin" and open_allocs:
             for alloc in open_allocs:
                 alloc["unfilled"] = [block for block in alloc["shared_blocks"] if (alloc.get("on"), block) in failed]

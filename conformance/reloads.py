@@ -29,6 +29,8 @@ class Reloads:
         del driver.reloads[request.request_id]
         if self._broke(source):
             return  # whoever tried to load it has seen that it is not there any more
+        if self._outlived(source):
+            return
         if not driver.promises.declared and (driver.adds[source].priority or driver.adds[source].params):
             return  # a connector may store by priority, or as the client asks; the plain runs have neither
         of = (driver.requests[source], driver.prompts[source], request, driver.variant.block_size, self._final(source))
@@ -50,6 +52,24 @@ class Reloads:
         ids, prompts = self.driver.ids, self.driver.prompts
         failed = {e["req"] for e in self.driver.trace.events if e["k"] == "transfer.failed"}
         return any(ids[name] in failed and tokens[:1] == prompts[source][:1] for name, tokens in prompts.items())
+
+    def _outlived(self, source: str) -> bool:
+        """Whether some of the KV of `source` is from before the connector was reset: its own, or what the engine's cache still had then.
+
+        The connector was told of it before, and is not told again; the engine's cache is not emptied while blocks are held."""
+        key = (self.driver.ids[source], self.driver.expectations.generation(source))
+        began, kept, found = False, False, False
+        for e in self.driver.trace.events:
+            if e["k"] == "cache.reset":
+                if e["phase"] == "returned" and e["returned"] is not False:
+                    kept = True
+                    found = found or began
+                elif e["phase"] == "done":
+                    kept = kept and not e["returned"]
+            elif e["k"] == "alloc" and (e["req"], e["generation"]) == key:
+                began = True
+                found = found or (kept and e["local"] > 0)
+        return found
 
     def _final(self, name: str) -> int | None:
         """Final KV of a finished request that one can save step by step (None: it is not one whose KV a connector must keep).

@@ -58,6 +58,8 @@ def test_tokens_in_flight_that_are_not_taken_back(event: dict[str, Any], at: int
         ([], [5]),
         ([row(0, 4), STEP], [5]),
         ([row(4, 4), STEP], []),  # computed again
+        ([row(4, 3), STEP], [5]),  # not to its end
+        ([row(4, 3), STEP, row(7, 1), STEP], []),
         ([{"k": "block", "op": "alloc", "id": 5}], []),  # somebody else's by now
     ],
 )

@@ -25,6 +25,7 @@ from kvconform.explore.coverage import never
 from kvconform.explore.pool import Pool
 from kvconform.explore.races import races
 from kvconform.explore.workload import Workload
+from kvconform.history import explained
 from kvconform.load import load_spec
 from kvconform.report.repro import run_of
 from kvconform.report.terminal import make_console
@@ -143,8 +144,10 @@ def _print(console: Console, campaign: Campaign, deaths: int) -> None:
         console.print(
             f"never        put to the test were {len(unseen)} of {len(engines_only)} requirements: {', '.join(unseen)}", soft_wrap=True
         )
+    known = explained(load_spec())
     for name, count in campaign.guarantees.most_common():
-        console.print(f"vLLM's       guarantee {name} was broken in {count} workloads (not the connector's fault)")
+        why = f"known: {known[name]}, docs/engine-findings.md" if name in known else "NOT KNOWN: the engine's fault, or this suite's"
+        console.print(f"vLLM's       guarantee {name} was broken in {count} workloads ({why}); not the connector's fault")
     if deaths:
         console.print(f"processes    {deaths} ended, and were replaced")
     for workload, error in campaign.errors[:5]:

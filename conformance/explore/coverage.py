@@ -23,7 +23,7 @@ def axes_of(data: Data) -> list[str]:
     config = data.get("config", {})
     special = set(config) - {"block_size", "budget", "max_seqs", "num_blocks"}
     found += [f"{name} {config[name]}" if isinstance(config[name], (str, bool)) else name for name in sorted(special)]
-    found += [f"block_size {config['block_size']}"] * ("block_size" in config)
+    found += [f"block_size {config[name]}" for name in ("block_size",) if name in config]
     return found + [f"beside {each}" for each in data.get("relations", [])]
 
 

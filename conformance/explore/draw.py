@@ -69,7 +69,8 @@ def one(seed: str, engines: list[str], schedulings: list[str], slows: list[str] 
 
 def _config(dice: Dice, block: int, drafts: int) -> Data:
     budget = dice.pick([64, 64, 5, 7, block, block + 1, 2 * block + 3])
-    config: Data = {"block_size": block, "budget": max(budget, 1 + drafts), "max_seqs": dice.pick([8, 8, 1, 2])}
+    least = 2 + drafts if drafts else 1  # a decoding request is padded to its drafts, and the drafter has a slot: with less it never runs
+    config: Data = {"block_size": block, "budget": max(budget, least), "max_seqs": dice.pick([8, 8, 1, 2])}
     if drafts:
         config["spec_tokens"] = drafts
     if dice.one_in(10):

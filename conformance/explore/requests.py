@@ -25,6 +25,7 @@ class Requests:
     settled: list[str] = field(default_factory=list)
     live: list[str] = field(default_factory=list)
     aborted: set[str] = field(default_factory=set)
+    images: dict[str, int] = field(default_factory=dict)
 
     @property
     def longest(self) -> int:
@@ -76,14 +77,22 @@ class Requests:
             if dice.one_in(12):
                 add["lora"] = dice.pick(["one", "two"])
             if dice.one_in(10) and length > 2:
-                at = dice.number(0, length - 2)
-                add["mm"] = [{"at": at, "length": dice.number(1, min(length - at, self.block + 1)), "id": dice.pick(["cat", "dog"])}]
+                self._image(add, length)
         if dice.one_in(12):
             add["stop_at"] = dice.number(0, add["max_tokens"] - 1)
         if dice.one_in(12):
             add["skip_reading_prefix_cache"] = True
         if dice.one_in(20):
             add["params"] = {"note": "mine"}
+
+    def _image(self, add: Data, length: int) -> None:
+        """An image has as many tokens wherever it is: the engine refuses one of the same name with another number of them."""
+        dice = self.dice
+        at, name = dice.number(0, length - 2), dice.pick(["cat", "dog"])
+        tokens = dice.number(1, min(length - at, self.block + 1))
+        tokens = self.images.setdefault(name, tokens)
+        if at + tokens <= length:
+            add["mm"] = [{"at": at, "length": tokens, "id": name}]
 
     def finished(self) -> None:
         """Everything has run to its end."""

@@ -63,6 +63,21 @@ def test_a_request_alone_fits_into_the_memory_that_is_drawn() -> None:
                 assert blocks < config["num_blocks"]
 
 
+def test_what_is_drawn_can_run() -> None:
+    """vLLM never runs a padded decoding request in a smaller budget, and refuses an image that has another number of tokens than before."""
+    tight = again = 0
+    for workload in some(1500):
+        config, images = workload.data["config"], dict[str, int]()
+        drafts = config.get("spec_tokens", 0)
+        assert config["budget"] >= (2 + drafts if drafts else 1)
+        tight += bool(drafts) and config["budget"] == 2 + drafts
+        for step in workload.data["steps"]:
+            for image in step["add"].get("mm", []) if "add" in step else []:
+                again += image["id"] in images
+                assert images.setdefault(image["id"], image["length"]) == image["length"]
+    assert tight and again
+
+
 def test_races_are_every_point_of_every_situation_once() -> None:
     every = list(races(BOTH, ["sync", "async"], None, 0))
     assert len({json.dumps(workload.data) for workload in every}) == len(every) > 4_000

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What exploration found broken that was not the connector's: each is laid at the right door, and known by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvconform.explore.outcome import outcome
+from kvconform.explore.workload import Data, Workload, make
+from kvconform.history import explained
+from kvconform.load import load_spec
+from kvconform.target import Target
+
+SPEC = load_spec()
+TARGET = Target("kvconform.refimpl.connector:ReferenceConnector", {"store": "{tmp}"})
+AGAIN: list[Data] = [{"add": {"req": "a", "prompt": 15, "max_tokens": 1}}, {"run": {}}, {"drop-local": {}}]
+
+
+def failing(name: str, positions: object = "all", **more: object) -> list[Data]:
+    return [{"add": {"req": name, "prompt": {"same": "a"}, "max_tokens": 2, **more}}, {"fail-load": {"req": name, "positions": positions}}]
+
+
+DRAFTS = [*AGAIN, *failing("b", [0, 7], drafts=[1]), {"land": 3}, {"schedule": 1}, {"land": 3}, {"run": {}}]
+RESET: list[Data] = [
+    {"add": {"req": "a", "prompt": 9, "max_tokens": 4}},
+    {"step": 3},
+    {"reset": {"running": True, "connector": True}},
+    {"run": {}},
+]
+HALF = [*AGAIN, *failing("b"), {"step": 1}, {"idle": 1}, {"preempt": "b"}, {"run": {}}]
+SKIPS: list[Data] = [{"add": {"req": "a", "prompt": 9, "max_tokens": 2, "skip_reading_prefix_cache": True}}, {"run": {}}]
+
+
+@pytest.mark.parametrize(
+    ("steps", "config", "scheduling", "broken"),
+    [
+        (DRAFTS, {"spec_tokens": 3, "budget": 5}, "async", {"engine.real-is-known", "engine.rejections-rolled-back"}),
+        (RESET, {}, "async", {"engine.reset-returns"}),
+        (HALF, {"budget": 11}, "sync", {"engine.failed-not-served"}),  # its last block is computed to three quarters
+        (SKIPS, {"stats": True}, "sync", {"engine.queries-counted"}),
+    ],
+)
+def test_what_vllm_breaks_is_known_by_name(steps: list[Data], config: Data, scheduling: str, broken: set[str], tmp_path: Path) -> None:
+    relations = ["no-connector"]
+    data = make("mended", "Found by exploration.", steps, engine="vllm", scheduling=scheduling, config=config, relations=relations)
+    found = outcome(Workload(data), TARGET, SPEC, tmp_path / "run")
+    assert found.error is None and not found.failures
+    assert broken <= set(found.broken_guarantees) <= set(explained(SPEC))
