@@ -113,6 +113,10 @@ class Environment:
         with self.session.chdir(self.session.invoked_from):
             self.run("-m", "kvconform", *args)
 
+    def site(self, *args: str) -> None:
+        """Build the documentation into build/site; a link that leads nowhere is an error. Needs the extra `docs`."""
+        self.run("-m", "mkdocs", "build", "--strict", *args, env={"NO_MKDOCS_2_WARNING": "1"})  # the theme's advertisement of its successor
+
     def install_project(self, *extras: str) -> None:
         """Install kvconform, editable; again only when pyproject.toml changed."""
         key = [digest((ROOT / "pyproject.toml").read_text(encoding="utf-8"), str(ROOT), *extras)]

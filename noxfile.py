@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions: conformance, init, live, explore, tests, kernels, browser, defects, gpu, history, versions, lint, bench.
+"""Sessions: conformance, init, live, explore, tests, kernels, browser, docs, defects, gpu, history, versions, lint, bench.
 
-All but `lint` share one environment per vLLM package, `.nox/<package>-<version>-<python>` (3.5 GB without a GPU), made once and kept:
-a stamp inside it says what was installed, so a later run installs nothing (docs/decisions/0009-one-environment.md). To start afresh,
-delete `.nox`. After `--`, every session but `lint` takes
+All but `lint`, `kernels`, `browser` and `docs` share one environment per vLLM package, `.nox/<package>-<version>-<python>` (3.5 GB without
+a GPU), made once and kept: a stamp inside it says what was installed, so a later run installs nothing
+(docs/decisions/0009-one-environment.md). To start afresh, delete `.nox`. After `--`, every session but `lint` takes
 
     --vllm 'vllm==0.31.0'    another vLLM than the default (without a GPU: its Python code over the default's dependencies);
                              versions: a list of releases, 0.31.0,0.32.0
@@ -182,12 +182,13 @@ def versions(session: nox.Session) -> None:
 def lint(session: nox.Session) -> None:
     """ruff, mypy, and the specification's own checks."""
     env = noxenv.Environment(session, "lint", [sys.version])
-    env.install_project("lint", "test")
+    env.install_project("lint", "test", "docs")
     env.run("-m", "ruff", "check", ".")
     env.run("-m", "mypy", "-p", "kvconform", env={"MYPYPATH": str(noxenv.package_tree(env.path / "tree"))})
     env.run("-m", "kvconform", "lint", "--strict")
     env.run("-m", "kvconform.results", "pages", "--check")
     env.run("-m", "kvconform.docs", "--check")
+    env.site("--quiet")
 
 
 @nox.session
@@ -198,6 +199,16 @@ def browser(session: nox.Session) -> None:
     env = noxenv.Environment(session, "browser", [sys.version])
     env.install_project("browser", "test")
     env.run("-m", "pytest", "tests/html", "tests/compare", *session.posargs)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """The documentation as a site, in build/site: every link and anchor leads somewhere, every page is in the navigation."""
+    env = noxenv.Environment(session, "docs", [sys.version])
+    env.install_project("docs", "test")
+    env.site()
+    env.run("-m", "pytest", "tests/test_site.py", "tests/test_docs.py", *session.posargs)
+    session.log("The site is build/site/index.html")
 
 
 @nox.session

@@ -71,6 +71,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     A link that leads nowhere is left as it is: MkDocs warns about it.
     """
     home = Path(page.file.abs_src_path).relative_to(ROOT)
+    markdown = re.sub(r"\A\s*<!--.*?-->\s*", "", markdown, flags=re.S)  # before a heading it would keep MkDocs from seeing the title
 
     def changed(found: re.Match[str]) -> str:
         target = found["target"]
@@ -100,9 +101,11 @@ def uri_of(place: str) -> str:
 
 
 def on_post_build(config: Any) -> None:
-    """The site is read without network: fail if a page loads anything from elsewhere."""
+    """The site is read without network, also from a folder: fail if a page loads anything from elsewhere."""
     from mkdocs.exceptions import PluginError
 
+    index = Path(config.site_dir, "search", "search_index.json")  # for the search: from a folder, the theme asks for a script with it
+    index.with_suffix(".js").write_text("var __index = " + index.read_text(encoding="utf-8"), encoding="utf-8")
     for page in sorted(Path(config.site_dir).rglob("*.html")):
         for tag in re.findall(r"<(?:script|link|img|iframe)\b[^>]*>", page.read_text(encoding="utf-8")):
             source = re.search(r'\b(?:src|href)="?((?:https?:)?//[^"\s>]+)', tag)
