@@ -50,7 +50,7 @@ def _wrong(e: Event) -> str:
     last = e["pos"] + e["count"] - 1
     where = f"position {e['pos']}" if e["count"] == 1 else f"positions {e['pos']}-{last}"
     side = {"k": "K", "v": "V", "both": "K and V"}[e["kv"]]
-    what = e["found"].replace("_", " ")
+    what = "KV of another request" if e["found"] == "other_request" else e["found"].replace("_", " ")
     return f"{side} of {where} of request {e['req']} ({_layer(e)}, block {e['block']}, {_VIA[e['via']]}) hold {what}: {e['origin']}"
 
 
@@ -91,10 +91,10 @@ def _note(e: Event) -> str:
 
 def _lookup(e: Event) -> str:
     answer = "None" if e["tokens"] is None else f"{e['tokens']} tokens{' (asynchronous)' if e['is_async'] else ''}"
-    return (
-        f"asked for {e['req']} ({e['N']} tokens, {e['local']} of them local), the connector answered {answer};"
-        f" {e['ever_computed']} tokens of this request were ever computed under its identity, {e['ever_plain']} under any"
-    )
+    asked = f"asked for {e['req']} ({e['N']} tokens, {e['local']} of them local), the connector answered {answer}"
+    if e.get("computed_before_reset"):
+        return f"{asked}; of what it promises, {e['computed_before_reset']} tokens are from before a reset of its cache"
+    return f"{asked}; {e['ever_computed']} tokens of this request were ever computed under its identity, {e['ever_plain']} under any"
 
 
 def _hook(e: Event) -> str:
@@ -254,6 +254,13 @@ _TEXT: dict[str, Callable[[Event], str]] = {
         f"layout {e['layout']} (required: {e['required']}, possible: {e['possible'] or 'any'}); the first tensor has shape {e['shape']} and"
         f" strides {e['strides']}, by vLLM's own code {e['own_shape']} and {e['own_strides']}"
     ),
+    "hook.called": lambda e: (
+        f"when {e['hook']} of the {e['half']} half was called, {'a' if e['bound'] else 'no'} step's metadata was bound"
+        f" (has_connector_metadata() was {e['bound']})"
+        if e["bound"] is not None
+        else f"{e['hook']} of the {e['half']} half was called"
+    ),
+    "sample": lambda e: f"token {e['index']} of {e['req']}'s output is {e['token']}",
     "gauge": lambda e: f"{e['name']} is {e['value']}",
 }
 

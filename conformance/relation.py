@@ -11,9 +11,19 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvconform.diagnosis import describe
 from kvconform.join import hashable
 from kvconform.monitor import Event, Monitor
 from kvconform.requirement import Requirement
+
+RUNS = {
+    "no-connector": "without a connector",
+    "pickled-metadata": "with metadata that was pickled on its way",
+    "second-process": "in a process of its own over the same store",
+    "hash-seed": "with another hash seed",
+    "alone": "without the MultiConnector around it",
+}
+"""What is different in the second of two runs."""
 
 Groups = dict[Any, list[tuple[Any, Event]]]
 
@@ -41,7 +51,10 @@ class RelateMonitor(Monitor):
             about = one[1] if one is not None else end
             req = next((side[1].get("req") for side in (one, two) if side is not None), None)
             left, right = (repr(side[0]) if side is not None else "nothing" for side in (one, two))
-            message = f"{names[0]} and {names[1]} differ at {self.label(key, index)}: {left} against {right}"
+            check = f"[`{names[0]}` and `{names[1]}` differ at {self.label(key, index)}: {left} against {right}]"
+            message = f"{RUNS.get(names[1], names[1])}: {_told(two)} {check}"
+            if one is None or describe(about) is None:  # else it comes in front
+                message = f"{_told(one)}; {message}"
             self.violate(about, {"seq": about.get("seq", 0), "step": about.get("step", 0), "req": req}, lambda text=message: text)  # type: ignore[misc]
         self.violations.sort(key=lambda violation: violation.seq)
 
@@ -78,6 +91,10 @@ class RelateMonitor(Monitor):
         relate = self.requirement.relate
         assert relate is not None
         return f"{relate.event} {index}" + (f" of {key!r}" if relate.per is not None else "")
+
+
+def _told(side: tuple[Any, Event] | None) -> str:
+    return "nothing of the kind" if side is None else describe(side[1]) or f"{side[1]['k']} {side[0]!r}"
 
 
 def _bag_difference(

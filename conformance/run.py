@@ -142,7 +142,8 @@ def run_and_judge(
         told = describe(main.trace[row.event]) if row.verdict == Verdict.FAIL and row.event is not None else None
         if told is not None and row.event is not None:
             story = tell(main.trace, main.trace[row.event])
-            row.message = f"{told}{'; ' + story[1] if story else ''} [{row.message}]"
+            told += f"; {story[1]}" if story else ""
+            row.message = f"{told}; {row.message}" if spec.requirements[row.requirement].relate is not None else f"{told} [{row.message}]"
         if row.verdict == Verdict.FAIL and row.event is not None and row.requirement.startswith("hook."):
             row.evidence = evidence_of(main.trace[row.event]) or row.evidence
     report.rows = [row.to_dict() for row in rows]

@@ -29,8 +29,8 @@ def test_what_came_before_the_engine_lost_track_is_still_judged() -> None:
 def test_a_comparison_with_a_run_that_lost_track_is_not_judged() -> None:
     relate = {"runs": ["connector", "no-connector"], "event": "sample", "project": "e.token"}
     req = requirement("compose.null-effect", relate=relate)
-    other = FakeRun(trace({"k": "sample", "req": "b", "generation": 0, "token": 5}))
-    sample = {"k": "sample", "req": "b", "generation": 0, "token": 6}
+    other = FakeRun(trace({"k": "sample", "req": "b", "generation": 0, "index": 0, "token": 5}))
+    sample = {"k": "sample", "req": "b", "generation": 0, "index": 0, "token": 6}
     assert verdicts([req], sample, runs={"no-connector": other})[req.id].verdict is Verdict.FAIL
     assert verdicts([req], sample, *LOST, runs={"no-connector": other})[req.id].verdict is Verdict.UNSUPPORTED
 

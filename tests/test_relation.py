@@ -40,7 +40,8 @@ def test_the_first_difference_is_reported_with_both_sides() -> None:
     found = compare([*A, *B], [A[0], sample("a", 1, 9), sample("b", 0, 8)])
     assert found.count == 1
     violation = found.violations[0]
-    assert violation.message == "connector and no-connector differ at sample 1: ('a', 1, 6) against ('a', 1, 9)"
+    check = "[`connector` and `no-connector` differ at sample 1: ('a', 1, 6) against ('a', 1, 9)]"
+    assert violation.message == f"without a connector: token 1 of a's output is 9 {check}", "the other side is told in front of it"
     assert (violation.seq, violation.event, violation.req) == (1, 1, "a")
 
 
@@ -67,7 +68,7 @@ def test_order_counts_unless_it_is_per_key_or_a_bag() -> None:
 def test_every_key_has_its_own_first_difference() -> None:
     found = compare([*A, *B], [sample("a", 0, 1), sample("b", 0, 2)], per="e.req", project="e.token")
     assert [(v.req, v.seq) for v in found.violations] == [("a", 0), ("b", 2)]
-    assert found.violations[0].message.endswith("differ at sample 0 of 'a': 5 against 1")
+    assert found.violations[0].message.endswith("differ at sample 0 of 'a': 5 against 1]")
     assert compare(A, B, per="e.req", prefix=True).count == 0 and compare(A, B, per="e.req").count == 2
 
 

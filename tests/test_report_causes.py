@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from kvconform.report.causes import SHOWN, by_cause, signature
+from kvconform.report.causes import SHOWN, by_cause, signature, split
 from kvconform.verdict import Row, Verdict
 
 
@@ -32,3 +32,22 @@ def test_groups_of_a_requirement_stay_together_and_are_few() -> None:
     groups = by_cause(rows)
     assert [g[0].requirement for g in groups] == ["r.one"] * SHOWN + ["r.two"]
     assert sum(len(g) for g in groups) == len(rows)
+
+
+def test_what_was_seen_and_the_check_are_told_apart() -> None:
+    assert split("b got 16 tokens, in blocks [1, 2] [`e.a == [1]` is false: e.a=2]") == (
+        "b got 16 tokens, in blocks [1, 2]", "e.a == [1] is false: e.a=2",
+    )  # fmt: skip
+    told, check = split("b got 16 tokens [events.lookup #365 (t.untold=[0]) was not followed by kv.event before run.end]")
+    assert told == "b got 16 tokens" and check.startswith("events.lookup #365")
+    assert split("raised KeyError: [a] is missing") == ("raised KeyError: [a] is missing", "")
+    assert split(None) == ("", "")
+
+
+def test_what_happened_first_in_a_run_comes_first() -> None:
+    rows = [row("hook.no-raise", "raised"), row("meta.returned", "returned None"), row("events.complete", "0"), row("reset.forgets", "16")]
+    for one, event in zip(rows, (40, 12, 3, 3), strict=True):
+        one.event = event
+    assert [group[0].requirement for group in by_cause(rows)] == ["reset.forgets", "meta.returned", "hook.no-raise", "events.complete"]
+    rows[1].case = "elsewhere"  # another run's time is another
+    assert [group[0].requirement for group in by_cause(rows[:2])] == ["hook.no-raise", "meta.returned"]

@@ -13,7 +13,7 @@ from typing import Any
 from kvconform.ci.places import CLASS
 from kvconform.compare.reports import Report
 from kvconform.load import Spec
-from kvconform.report.causes import signature
+from kvconform.report.causes import signature, split
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def annotated(report: Report, spec: Spec, only: Iterable[str] | None = None) -> 
 
 def _annotation(requirement: str, runs: list[tuple[str, str]], places: Mapping[str, Any], spec: Spec) -> Annotation:
     run, message = runs[0]
-    told = message.partition(" [`")[0]
+    told = split(message)[0]
     known = spec.requirements.get(requirement)
     names = [told.partition(" ")[0], *(known.touches if known else ()), CLASS]
     place = next((places[name] for name in names if name in places), None)

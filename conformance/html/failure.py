@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvconform.collector import Collector
 from kvconform.report import repro
-from kvconform.report.causes import by_cause
+from kvconform.report.causes import by_cause, split
 from kvconform.verdict import Row, Verdict
 
 VLLM = "https://github.com/vllm-project/vllm/blob"
@@ -54,13 +54,13 @@ def failures(rows: Sequence[Row], collector: Collector) -> list[Failure]:
         first = group[0]
         requirement, case = spec.requirements.get(first.requirement), spec.cases.get(first.case)
         others = list(dict.fromkeys(row.run for row in group[1:] if row.run != first.run))
-        told, _, check = (first.message or "").partition(" [`")
+        told, check = split(first.message)
         found.append(
             Failure(
                 number=number, requirement=first.requirement, kind=first.kind, gating=first.gating, level=first.level,
                 rule=_one_line(requirement.text) if requirement else "A connector MUST NOT end the process that it runs in.",
                 why=_one_line(requirement.why) if requirement else "", wrong=_one_line(requirement.wrong) if requirement else "",
-                right=(requirement.right or "").rstrip() if requirement else "", found=told, check=check.removesuffix("]").replace("`", ""),
+                right=(requirement.right or "").rstrip() if requirement else "", found=told, check=check,
                 run=first.run, step=first.step, req=first.req, seq=first.event, evidence=first.evidence or "",
                 link=_link(first.evidence, collector.vllm), bugs=tuple(requirement.bugs) if requirement else (), case=first.case,
                 case_text=_one_line(case.text) if case else "", others=tuple(others[:OTHERS]), more=max(0, len(others) - OTHERS),

@@ -4,25 +4,36 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import cmp_to_key
 
 from kvconform.verdict import Row
 
 SHOWN = 4
 """Causes of one requirement that are shown each; what comes after joins the last of them."""
 _LENGTH = 72
+_CHECK = re.compile(r" \[(?=`|[a-z_.]+ (?:#\d+|occurred|after|without) )")
+
+
+def split(message: str | None) -> tuple[str, str]:
+    """(what was seen, the check that it broke) of a row's message; the latter is in brackets, and may be missing."""
+    text = message or ""
+    found = _CHECK.search(text)
+    return (text, "") if found is None else (text[: found.start()], text[found.end() :].removesuffix("]").replace("`", ""))
 
 
 def signature(message: str | None) -> str:
     """What a diagnosis says without its particulars: words of three letters and more, no numbers, no paths, not the check in brackets."""
-    text = (message or "").partition(" [`")[0]
+    text = split(message)[0]
     words = [word for word in re.findall(r"[A-Za-z_]{3,}(?![\w/])", re.sub(r"\S*[\d/{]\S*", " ", text))]
     return " ".join(words)[:_LENGTH]
 
 
 def rank(requirement: str) -> int:
-    """Causes before what follows from them: a copy in the wrong order explains wrong bytes, and those explain wrong tokens."""
-    return 0 if requirement.startswith("streams.") else 2 if requirement == "compose.null-effect" else 1
+    """Causes before what follows from them: a copy in the wrong order explains wrong bytes, those explain what was announced and tokens."""
+    if requirement == "compose.null-effect":
+        return 3
+    return 0 if requirement.startswith("streams.") else 2 if requirement.startswith("events.") else 1
 
 
 def by_cause(rows: Sequence[Row]) -> list[list[Row]]:
@@ -37,5 +48,20 @@ def by_cause(rows: Sequence[Row]) -> list[list[Row]]:
         if key not in groups:
             known.append(key)
         groups.setdefault(key, []).append(row)
-    order = {requirement: (rank(requirement), index) for index, requirement in enumerate(per_requirement)}
+    order = {requirement: index for index, requirement in enumerate(_earlier_first(per_requirement, rows))}
     return [group for key, group in sorted(groups.items(), key=lambda item: order[item[0][0]])]
+
+
+def _earlier_first(requirements: Iterable[str], rows: Sequence[Row]) -> list[str]:
+    """By rank; among equals what happened earlier in a run that both have failed in, else as they come."""
+    when: dict[str, dict[str, int]] = {}
+    for row in rows:
+        if row.event is not None:
+            when.setdefault(row.requirement, {}).setdefault(row.run, row.event)
+
+    def compare(one: str, other: str) -> int:
+        first, second = when.get(one, {}), when.get(other, {})
+        common = next((run for run in first if run in second), None)
+        return rank(one) - rank(other) or (first[common] - second[common] if common is not None else 0)
+
+    return sorted(requirements, key=cmp_to_key(compare))

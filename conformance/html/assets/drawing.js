@@ -7,6 +7,16 @@ const STATES = { RUNNING: "#2da44e22", PREEMPTED: "#d1242f2e", WAITING_FOR_REMOT
 const LETTERS = { local: "h", loaded: "↓", computed: "", placeholder: "?", accepted: "✓", rejected: "✗", draft: "d" };
 const OWNERS = ["#8cc8ff", "#9be29b", "#ffd27a", "#f4a0c8", "#c9a2ff", "#86e0d5", "#f2b38a", "#c7d36f"];
 
+const TRANSFERS = [["load", "load"], ["save", "save"], ["send", "blocks held until it is sent"]];
+
+function stroke(g, kind, from, to, y) {
+  const load = kind === "load" || kind === "recv";
+  g.strokeStyle = load ? "#8250df" : kind === "send" ? "#bf8700" : "#1a7f37"; g.lineWidth = 3;
+  g.setLineDash(load ? [] : [4, 2]);
+  g.beginPath(); g.moveTo(from, y); g.lineTo(to, y); g.stroke();
+  g.setLineDash([]);
+}
+
 function fillPiece(g, name, x, y, width, height) {
   g.fillStyle = FILL[name];
   g.fillRect(x, y, width, height);
@@ -87,11 +97,7 @@ class Drawing {
     const tracks = { load: 26, recv: 26, save: 30, send: 33 };
     for (const span of this.story.spanBy[this.lanes[row]]) {
       if (span.end < from || span.start > to) continue;
-      const y = this.y(row) + (tracks[span.kind] || 30), load = span.kind === "load" || span.kind === "recv";
-      g.strokeStyle = load ? "#8250df" : span.kind === "send" ? "#bf8700" : "#1a7f37"; g.lineWidth = 3;
-      g.setLineDash(load ? [] : [4, 2]);
-      g.beginPath(); g.moveTo(this.x(span.start) + 4, y); g.lineTo(this.x(span.end) + COLUMN - 4, y); g.stroke();
-      g.setLineDash([]);
+      stroke(g, span.kind, this.x(span.start) + 4, this.x(span.end) + COLUMN - 4, this.y(row) + (tracks[span.kind] || 30));
     }
   }
 
@@ -128,7 +134,9 @@ class Drawing {
       const step = this.first + i;
       g.fillStyle = step === cursor.step ? this.ink : this.quiet;
       g.font = (step === cursor.step ? "700 " : "") + "11px system-ui";
-      g.fillText(step, this.x(step) + COLUMN / 2, HEAD / 2);
+      const reset = this.story.resets.has(step);
+      if (reset) g.fillStyle = this.fail;
+      g.fillText(reset ? step + "⟲" : step, this.x(step) + COLUMN / 2, HEAD / 2);
     }
     g.fillStyle = this.paper; g.fillRect(0, 0, GUTTER, 9999);
     g.textAlign = "left";

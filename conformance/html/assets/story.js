@@ -40,6 +40,7 @@ class Story {
     this.spanBy = Array.from({ length: lanes }, () => []);
     for (const [lane, start, end, kind, seq] of this.spans) if (lane >= 0) this.spanBy[lane].push({ lane, start, end, kind, seq });
     this.linesAt = new Map();
+    this.resets = new Set(this.lines.filter(([, , what, text]) => what === "cache.reset" && text.includes("asked")).map(([, step]) => step));
     for (const [seq, step, what, text, lane] of this.lines) {
       if (!this.linesAt.has(step)) this.linesAt.set(step, []);
       this.linesAt.get(step).push({ seq, step, what, text, lane });

@@ -52,7 +52,7 @@ class Timeline {
       fillPiece(swatch.getContext("2d"), name, 0, 0, 16, 14);
       list.append(element("li", {}, swatch, (LETTERS[name] ? LETTERS[name] + " " : "") + words));
     }
-    list.append(element("li", {}, "⏏ preempted"), element("li", {}, "red frame: wrong KV, with an arrow from where it came"), element("li", {}, "line below: load, save, send"));
+    list.append(element("li", {}, "⏏ preempted"), element("li", {}, "red frame: wrong KV, with an arrow from where it came"), ...TRANSFERS.map(([kind, words]) => { const mark = element("canvas", { width: 22, height: 8, "aria-hidden": "true" }); stroke(mark.getContext("2d"), kind, 0, 22, 4); return element("li", {}, mark, words); }), element("li", {}, "⟲ the cache is reset"));
     return list;
   }
 
