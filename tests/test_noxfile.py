@@ -337,3 +337,28 @@ def test_called_from_a_connectors_repository(sessions: Any, monkeypatch: pytest.
         assert asked == ([wanted] if wanted else [])
         through = shlex.split(module.noxenv.ENV["KVCONFORM_THROUGH"])
         assert through[:5] == ["nox", "-f", str(module.noxenv.ROOT / "noxfile.py"), "-s", "conformance"]
+
+
+def test_the_documentation_is_built_by_its_session_and_by_lint(sessions: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, did = sessions, list[tuple[str, ...]]()
+
+    class Built(Made):
+        def install_project(self, *extras: str) -> None:
+            did.append(("install", *extras))
+
+        def run(self, *args: str, env: dict[str, str | None] | None = None) -> None:
+            did.append(args)
+
+        site = module.noxenv.Environment.site
+
+    monkeypatch.setattr(module.noxenv, "Environment", Built)
+    getattr(module.docs, "func", module.docs)(Chosen("docs", "-x"))
+    assert did == [
+        ("install", "docs", "test"), ("-m", "mkdocs", "build", "--strict"),
+        ("-m", "pytest", "tests/test_site.py", "tests/test_docs.py", "-x"),
+    ]  # fmt: skip
+    did.clear()
+    monkeypatch.setattr(module.noxenv, "package_tree", lambda path: path)
+    monkeypatch.setattr(Built, "path", Path("lint"), raising=False)
+    getattr(module.lint, "func", module.lint)(Chosen("lint"))
+    assert "docs" in did[0] and ("-m", "mkdocs", "build", "--strict", "--quiet") in did

@@ -104,7 +104,7 @@ def on_post_build(config: Any) -> None:
     """The site is read without network, also from a folder: fail if a page loads anything from elsewhere."""
     from mkdocs.exceptions import PluginError
 
-    index = Path(config.site_dir, "search", "search_index.json")  # for the search: from a folder, the theme asks for a script with it
+    index = Path(config.site_dir, "search", "search_index.json")  # from a folder, pages ask for it as a script (and hide the search)
     index.with_suffix(".js").write_text("var __index = " + index.read_text(encoding="utf-8"), encoding="utf-8")
     for page in sorted(Path(config.site_dir).rglob("*.html")):
         for tag in re.findall(r"<(?:script|link|img|iframe)\b[^>]*>", page.read_text(encoding="utf-8")):
