@@ -53,7 +53,7 @@ class RelateMonitor(Monitor):
             left, right = (repr(side[0]) if side is not None else "nothing" for side in (one, two))
             check = f"[`{names[0]}` and `{names[1]}` differ at {self.label(key, index)}: {left} against {right}]"
             message = f"{RUNS.get(names[1], names[1])}: {_told(two)} {check}"
-            if one is None or describe(about) is None:  # else it comes in front
+            if one is None or describe(dict(about)) is None:  # else it comes in front
                 message = f"{_told(one)}; {message}"
             self.violate(about, {"seq": about.get("seq", 0), "step": about.get("step", 0), "req": req}, lambda text=message: text)  # type: ignore[misc]
         self.violations.sort(key=lambda violation: violation.seq)
@@ -94,7 +94,7 @@ class RelateMonitor(Monitor):
 
 
 def _told(side: tuple[Any, Event] | None) -> str:
-    return "nothing of the kind" if side is None else describe(side[1]) or f"{side[1]['k']} {side[0]!r}"
+    return "nothing of the kind" if side is None else describe(dict(side[1])) or f"{side[1]['k']} {side[0]!r}"
 
 
 def _bag_difference(

@@ -73,7 +73,7 @@ PLAN = {"k": "plan", "op": "save", "start": 4, "end": 12, "req": "b", "timing": 
         (LOOKUP, ["b (13 tokens, 4 of them local)", "8 tokens (asynchronous)", "9 tokens", "11 under any"]),
         ({**LOOKUP, "tokens": None}, ["answered None"]),
         ({**LOOKUP, "computed_before_reset": 6}, ["6 tokens are from before a reset of its cache"]),
-        ({"k": "hook.called", "hook": "wait_for_save", "half": "worker", "bound": False}, ["wait_for_save", "no step's metadata was bound"]),
+        ({"k": "hook.called", "hook": "wait_for_save", "half": "worker", "bound": False}, ["wait_for_save", "no step's metadata"]),
         (PLAN, ["save positions 4-11 of b (before forward)", "C=1, S=2, P=3 and N=9"]),
         ({"k": "engine.crash", "error": "AssertionError: x", "hook": "shutdown"}, ["AssertionError: x (in shutdown)"]),
         ({"k": "engine.stall", "waiting_on": []}, ["waiting: nobody"]),
