@@ -21,6 +21,7 @@ from urllib.parse import unquote
 import pytest
 
 from kvconform import yamlio
+from kvconform.events import PROVENANCE
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -140,6 +141,41 @@ def test_what_is_no_page_is_brought_along_once(files: Files) -> None:
 def test_code_is_left_alone(files: Files) -> None:
     text = "`[a](../README.md)`\n\n    ```\n    [b](../README.md)\n    ```\n\n[`c`](../README.md)\n"
     assert changed(text, "docs/report.md", files) == text.replace("[`c`](../README.md)", "[`c`](index.md)")
+
+
+def commands(page: str) -> list[str]:
+    """The command lines in a page's code, continued lines joined."""
+    code = "".join(re.findall(r"^```\n(.*?)^```", (DOCS / page).read_text(encoding="utf-8"), re.M | re.S))
+    return re.findall(r"^(?:\$ )?((?:kvconform|nox|sed) .*)$", code.replace("\\\n", " "), re.M)
+
+
+@pytest.mark.parametrize("page", ["quickstart.md", "reading-a-failure.md"])
+def test_commands_of_the_first_pages_exist(page: str) -> None:
+    import typer.main
+
+    from kvconform.cli import app
+
+    group = typer.main.get_command(app)
+    known = group.commands  # type: ignore[attr-defined]
+    found = [line.split() for line in commands(page) if line.startswith("kvconform") and not re.match(r"kvconform [0-9]", line)]
+    assert found
+    for _, command, *arguments in found:
+        options = {option for parameter in known[command].params for option in parameter.opts}
+        assert {word for word in arguments if word.startswith("-") and word != "-k"} <= options, command
+
+
+def test_the_fault_of_the_quickstart_can_be_made() -> None:
+    (line,) = [line for line in commands("quickstart.md") if line.startswith("sed")]
+    (pattern,) = re.findall(r"'s\|(.*?)\|.*\|'", line)
+    assert pattern in (ROOT / "fixtures" / "template" / line.split()[-1]).read_text(encoding="utf-8")
+
+
+def test_what_a_wrong_byte_can_be_is_all_explained() -> None:
+    section = (
+        (DOCS / "reading-a-failure.md").read_text(encoding="utf-8").split("## What a wrong byte turned out to be")[1].split("\n## ")[0]
+    )
+    named = [re.findall(r"`(\w+)`", row) for row in re.findall(r"^\| (`.*?) \|", section, re.M)]
+    assert sorted(word for row in named for word in row) == sorted(PROVENANCE)
 
 
 # -- with MkDocs ------------------------------------------------------------------------------------------------------------------
