@@ -4,59 +4,27 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed (nox -s browser)")
+pytest.importorskip("selenium.webdriver", reason="selenium is not installed (nox -s browser)")
 
 sys.path.insert(0, str(Path(__file__).parent))
-from html_rig import many, page_of  # noqa: E402
-from selenium.webdriver.chrome.service import Service  # noqa: E402
-from selenium.webdriver.common.by import By  # noqa: E402
-from selenium.webdriver.common.keys import Keys  # noqa: E402
-from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
+from browser_rig import needed, opened, timeline
+from html_rig import many, page_of
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import WebDriverWait
 
-CHROMIUM, DRIVER = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason="there is no Chromium, or no chromedriver")
-FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for flag in FLAGS:
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
-    try:
-        yield driver
-    finally:
-        driver.quit()
-
-
-def opened(browser: Any, path: Path, width: int = 1280) -> None:
-    browser.set_window_size(width, 1000)
-    browser.get(path.as_uri())
-    assert not [line for line in browser.get_log("browser") if line["level"] == "SEVERE"]
+pytestmark = needed
 
 
 def wait(browser: Any, script: str) -> Any:
     """Until the script gives something."""
     return WebDriverWait(browser, 20).until(lambda driver: driver.execute_script(script))
-
-
-def timeline(browser: Any, number: int = 0) -> Any:
-    """The timeline of a failure, once it is drawn."""
-    box = browser.find_elements(By.CSS_SELECTOR, ".timeline")[number]
-    browser.execute_script("arguments[0].scrollIntoView()", box)
-    WebDriverWait(browser, 20).until(lambda _: box.find_elements(By.CSS_SELECTOR, ".events li"))
-    return box
 
 
 def test_every_failure_is_reached_by_keyboard(browser: Any, tmp_path: Path) -> None:
