@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What report.html looks like, against pictures that a person has looked at: `screens/`. After a change that is meant, write them anew
-with KVCONFORM_SCREENS=write, look at each, and commit. They are compared in coarse blocks: smoother letters are no difference, other fonts are."""
+with KVCONFORM_SCREENS=write, look at each, and commit. They are compared in coarse blocks: smoother letters are no difference, but other
+fonts are."""
 
 from __future__ import annotations
 
