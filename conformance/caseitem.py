@@ -22,7 +22,7 @@ from kvconform.ci.places import places_of
 from kvconform.errors import KvconformError
 from kvconform.html.story import build
 from kvconform.live.plains import FOLDER as PLAINS
-from kvconform.live.reduce import REDUCED
+from kvconform.live.reduce import CLAIMS, REDUCED
 from kvconform.live.select import spec_for
 from kvconform.report import strip, timeline
 from kvconform.settings import Settings
@@ -63,6 +63,7 @@ class Worker:
         self.servers, settings = settle_in(settings, scratch, name, logs or scratch / "logs", redirect=logs is not None)
         self.settings = settings
         os.environ[PLAINS] = str(scratch / "live")
+        os.environ[CLAIMS] = str(scratch / "claims")
         os.environ.setdefault(REDUCED, str(Path(settings.report_dir) / "cases"))
         self.spec = spec_for(settings)
         self.selection: Selection = select(self.spec, settings, vllm)

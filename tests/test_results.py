@@ -50,6 +50,18 @@ def test_a_report_becomes_a_digest_per_engine(tmp_path: Path) -> None:
     assert digest.read(tmp_path) == [vllm]
 
 
+def test_a_campaign_is_told_apart(tmp_path: Path) -> None:
+    """Random workloads alone; its digest takes no other's place, nor a column of the areas."""
+    drawn = [{**ROWS[2], "engine": "live", "case": f"live.random-{seed}"} for seed in (0, 1)]
+    spec = load_spec()
+    (campaign,) = digest.digests(report(tmp_path / "c", drawn), "example", [], "2026-01-01", spec)
+    (mixed,) = digest.digests(report(tmp_path / "m", [*drawn, {**ROWS[2], "engine": "live"}]), "example", [], "2026-01-01", spec)
+    assert campaign.seeds == 2 and mixed.seeds == 0
+    assert len({digest.write(tmp_path, campaign), digest.write(tmp_path, mixed)}) == 2
+    text = page.pages([campaign], [], spec, tmp_path)
+    assert "| [example](example.md) | 0 to 1 | CONFORMANT |" in text["README.md"] and "## By area" not in text["example.md"]
+
+
 def test_a_report_that_was_cut_short_says_so(tmp_path: Path) -> None:
     found = digest.digests(report(tmp_path / "r", ROWS, end=False), "example", [], "2026-01-01", load_spec())
     assert not found[0].complete

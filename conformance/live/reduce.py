@@ -13,6 +13,8 @@ from kvconform.yamlio import flow
 
 REDUCED = "KVCONFORM_LIVE_REDUCED"
 """Environment variable: the directory for the files of reduced workloads; without it none is reduced."""
+CLAIMS = "KVCONFORM_LIVE_CLAIMS"
+"""Environment variable: the directory of a campaign's notes on which workload is made small for what (`claim`)."""
 TRIES = 24
 SECONDS = 600.0
 """How long a workload is reduced at most; every try starts vLLM."""

@@ -22,7 +22,7 @@ from kvconform.live.events import missing, own_events, thin
 from kvconform.live.fault import lacking, spared
 from kvconform.live.job import Outcome, Play
 from kvconform.live.plains import Plains, plains
-from kvconform.live.reduce import REDUCED, claim, reduce, write
+from kvconform.live.reduce import CLAIMS, REDUCED, claim, reduce, write
 from kvconform.live.scenario import Scenario
 from kvconform.live.workload import plays
 from kvconform.load import Spec
@@ -213,10 +213,10 @@ def _reduced(
 ) -> None:
     """Make a random workload that fails smaller; the file with what is left is named in the messages of the rows, which change."""
     bad = [row for row in rows if row.verdict is Verdict.FAIL and row.gating]
-    folder = os.environ.get(REDUCED)
+    folder, claims = os.environ.get(REDUCED), os.environ.get(CLAIMS)
     if not bad or not folder:
         return
-    claimed = claim(tmp.parent / "claims", sorted({row.requirement for row in bad}), scenario.id)
+    claimed = claim(Path(claims) if claims else tmp / "claims", sorted({row.requirement for row in bad}), scenario.id)
     for row in bad:
         if (other := claimed[row.requirement]) != scenario.id:
             row.message = f"{row.message}; {other} fails it, too, and was made small"

@@ -19,6 +19,7 @@ from kvconform.verdict import Row, Verdict
 
 UNMADE = (Verdict.UNSUPPORTED, Verdict.DISABLED)
 """Verdicts of rows that say nothing of a run: if a run has no others, it was not made."""
+RANDOM = re.compile(r"live\.random-\d+")
 LINES: TypeAdapter[ReportLine] = TypeAdapter(ReportLine)
 
 
@@ -49,6 +50,7 @@ class Digest(BaseModel):
     adapters: list[str] = []
     device: str = "cpu"
     seed: int = 0
+    seeds: int = Field(default=0, description="of a campaign: so many random workloads, from `seed` on, and nothing else")
     verdict: str
     complete: bool = Field(description="the report has an end")
     runs: int
@@ -99,7 +101,9 @@ def _digest(
             continue
         area = areas.get(requirement.area, Area())
         areas[requirement.area] = _counted(area, name, status, advice=name in found.advisory or name not in found.failed)
+    drawn = {row.case for row in rows if row.verdict not in UNMADE}
     return Digest(
+        seeds=len(drawn) if drawn and all(map(RANDOM.fullmatch, drawn)) else 0,
         entry=entry, engine=engine, date=date, suite=header.suite, vllm=header.vllm, packages=packages, adapters=header.adapters,
         device=header.device, seed=header.seed, verdict=found.verdict, complete=complete,
         runs=len({_run(row) for row in rows if row.verdict not in UNMADE}),
@@ -143,7 +147,7 @@ def versions(requires: Sequence[str]) -> dict[str, str]:
 
 def path_of(root: Path, digest: Digest) -> Path:
     """Where a digest is kept below the directory of results."""
-    return root / "data" / f"{digest.entry}-{digest.engine}.json"
+    return root / "data" / f"{digest.entry}-{digest.engine}{'-seeds' if digest.seeds else ''}.json"
 
 
 def write(root: Path, digest: Digest) -> Path:
@@ -162,4 +166,4 @@ def read(root: Path) -> list[Digest]:
             found.append(Digest.model_validate_json(path.read_text(encoding="utf-8")))
         except ValidationError as error:
             raise UsageError(f"{path.name} is no digest of a report: {' '.join(str(error).split())[:200]}") from None
-    return sorted(found, key=lambda digest: (digest.entry, digest.engine))
+    return sorted(found, key=lambda digest: (digest.entry, digest.engine, digest.seeds))

@@ -41,13 +41,16 @@ def family(entry: str) -> str:
 
 def pages(digests: Sequence[Digest], findings: Sequence[Finding], spec: Spec, root: Path) -> dict[str, str]:
     """File name -> text. Reads the notes below `root`, changes nothing."""
-    families = sorted({family(digest.entry) for digest in digests} | {finding.family for finding in findings})
-    found = {"README.md": _overview(digests, findings, families)}
+    campaigns = [digest for digest in digests if digest.seeds]
+    digests = [digest for digest in digests if not digest.seeds]
+    families = sorted({family(digest.entry) for digest in (*digests, *campaigns)} | {finding.family for finding in findings})
+    found = {"README.md": _overview(digests, campaigns, findings, families)}
     if text := _notes(root, "README"):  # what was tried, and belongs to no family that was judged
         found["README.md"] += f"\n{text}\n"
     for name in families:
         mine = [digest for digest in digests if family(digest.entry) == name]
-        found[f"{name}.md"] = _family(name, mine, [each for each in findings if each.family == name], spec, _notes(root, name))
+        drawn = [digest for digest in campaigns if family(digest.entry) == name]
+        found[f"{name}.md"] = _family(name, mine, drawn, [each for each in findings if each.family == name], spec, _notes(root, name))
     return found
 
 
@@ -56,7 +59,7 @@ def _notes(root: Path, name: str) -> str:
     return notes.read_text(encoding="utf-8").strip() if notes.is_file() else ""
 
 
-def _overview(digests: Sequence[Digest], findings: Sequence[Finding], families: Sequence[str]) -> str:
+def _overview(digests: Sequence[Digest], campaigns: Sequence[Digest], findings: Sequence[Finding], families: Sequence[str]) -> str:
     text = HEAD.format(made=MADE)
     text += _table(
         ("connector", "engine", "answer", "runs", "loads", "saves", "what failed", "with", "date"),
@@ -69,6 +72,7 @@ def _overview(digests: Sequence[Digest], findings: Sequence[Finding], families: 
         ],
     )  # fmt: skip
     text += "\n*loads*, *saves*: how often something to be judged about loaded or saved KV happened; an answer without them says little.\n"
+    text += _campaigns(campaigns)
     rows = [
         (
             f"[{each.id}]({each.family}.md#{each.id})", each.title, each.status, "yes" if each.wrong_tokens else "no",
@@ -86,7 +90,25 @@ def _overview(digests: Sequence[Digest], findings: Sequence[Finding], families: 
     return text
 
 
-def _family(name: str, digests: Sequence[Digest], findings: Sequence[Finding], spec: Spec, notes: str) -> str:
+def _campaigns(campaigns: Sequence[Digest]) -> str:
+    """Random workloads on all of vLLM; empty without any."""
+    if not campaigns:
+        return ""
+    rows = [
+        (
+            f"[{each.entry}]({family(each.entry)}.md)", f"{each.seed} to {each.seed + each.seeds - 1}", _answer(each), str(each.loads),
+            str(each.saves), ", ".join(name for area in each.areas.values() for name in area.failed), each.date,
+        )
+        for each in campaigns
+    ]  # fmt: skip
+    command = "`--engine live --seeds 20 -k 'live.random-*'` (docs/live.md)"
+    text = f"\n## Random workloads\n\nOn all of vLLM, a hundred requests each: {command}.\n\n"
+    return text + _table(("connector", "seeds", "answer", "loads", "saves", "what failed", "date"), rows)
+
+
+def _family(
+    name: str, digests: Sequence[Digest], campaigns: Sequence[Digest], findings: Sequence[Finding], spec: Spec, notes: str
+) -> str:
     text = f"# {name}\n\n{MADE}\n"
     for entry in dict.fromkeys(digest.entry for digest in digests):
         if entry in named.names():
@@ -100,6 +122,7 @@ def _family(name: str, digests: Sequence[Digest], findings: Sequence[Finding], s
         text += _table(("connector", "engine", "answer", "runs", "loads", "saves", "with", "date"), rows)
         if adapters := sorted({title for each in digests for title in each.adapters}):
             text += f"\nStand-ins in force (docs/adapters.md): {'; '.join(adapters)}.\n"
+    text += _campaigns(campaigns)
     for status, heading in (("confirmed", "Findings"), ("open question", "Open questions")):
         if some := [each for each in findings if each.status == status]:
             text += f"\n## {heading}\n" + "".join(_finding(each, spec) for each in some)
