@@ -30,11 +30,17 @@ def canonical(value: Any, depth: int = 0, seen: dict[int, tuple[int, Any]] | Non
     number stands for them.
     """
     kind = type(value)
-    if kind in _PLAIN or isinstance(value, (int, float, str, bytes)):
+    if kind in _PLAIN:
         return value
     if depth > 12:
-        return "..."
+        return value if isinstance(value, (int, float, str, bytes)) else "..."
     seen = {} if seen is None else seen
+    if kind is tuple:
+        if all(type(v) in _PLAIN for v in value):
+            return ("tuple", value)
+        return ("tuple", tuple(canonical(v, depth + 1, seen) for v in value))
+    if isinstance(value, (int, float, str, bytes)):
+        return value
     if isinstance(value, (list, dict, set, deque)) or hasattr(value, "__dict__"):  # what can lead back to itself
         if id(value) in seen:
             return ("again", seen[id(value)][0])

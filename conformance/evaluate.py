@@ -8,6 +8,7 @@ from typing import Any
 
 from kvconform.monitor import Event, Handler, Monitor
 from kvconform.patterns import CountMonitor, InvariantMonitor, PrecedeMonitor, RespondMonitor
+from kvconform.pins import HOOKED, pins_of
 from kvconform.requirement import Requirement
 
 
@@ -47,21 +48,33 @@ def evaluate(
     """Run the monitors of all requirements (without `relate`) over a trace; finished monitors by requirement id."""
     events = trace if isinstance(trace, (list, tuple)) else list(trace)
     seen = {event["k"] for event in events}
+    called = {(event["k"], event["hook"]) for event in events if event["k"] in HOOKED and "hook" in event}
     monitors = {
-        req.id: monitor_for(req, cap, cfg) if req.count is not None or not seen.isdisjoint(req.kinds) else Idle(req, cap or {}, cfg or {})
+        req.id: monitor_for(req, cap, cfg)
+        if req.count is not None or pins_of(req).triggered(seen, called)
+        else Idle(req, cap or {}, cfg or {})
         for req in requirements
         if req.pattern != "relate"
     }
     index: dict[str, list[Handler]] = {}
+    of_hooks: dict[tuple[str, str], list[Handler]] = {key: [] for key in called}
     owner: dict[int, Monitor] = {}
     for monitor in monitors.values():
         for kind, handler in monitor.by_kind.items():
             index.setdefault(kind, []).append(handler)
             owner[id(handler)] = monitor
+            only = pins_of(monitor.requirement).hooks[kind] if kind in HOOKED else None
+            for key in called if kind in HOOKED else ():
+                if key[0] == kind and (only is None or key[1] in only):
+                    of_hooks[key].append(handler)
     last: Event | None = None
     for event in events:
         last = event
-        rest = iter(index.get(event["k"], ()))
+        kind = event["k"]
+        handlers = of_hooks[kind, event["hook"]] if kind in HOOKED and "hook" in event else index.get(kind)
+        if not handlers:
+            continue
+        rest = iter(handlers)
         while True:  # one pass, unless a handler raises: then it goes on after that one
             handler = _none
             try:

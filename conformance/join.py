@@ -65,7 +65,7 @@ def split(where: Expression | None) -> Join:
         pair = _equality(part)
         if pair is not None:
             keys.append(pair)
-        elif _names(part) == {"e"} and _cannot_raise(part):
+        elif _names(part) == {"e"} and cannot_raise(part):
             filters.append(part)
         else:
             rest.append(part)
@@ -104,10 +104,10 @@ def _names(node: ast.expr) -> set[str]:
     return {n.id for n in ast.walk(node) if isinstance(n, ast.Name)} & {"e", "t", "cap", "cfg"}
 
 
-def _cannot_raise(part: ast.expr) -> bool:
+def cannot_raise(part: ast.expr) -> bool:
     """Whether the part may be evaluated where `and` would have stopped before it: a field's truth, or its (in)equality with a literal."""
     if isinstance(part, ast.UnaryOp) and isinstance(part.op, ast.Not):
-        return _cannot_raise(part.operand)
+        return cannot_raise(part.operand)
     if isinstance(part, ast.Compare) and len(part.ops) == 1 and isinstance(part.ops[0], (ast.Eq, ast.NotEq, ast.Is, ast.IsNot)):
         return all(_field(side) is not None or isinstance(side, ast.Constant) for side in (part.left, part.comparators[0]))
     return _field(part) is not None

@@ -17,7 +17,7 @@ from typing import Any
 from kvconform import device, watchdog
 from kvconform.errors import ordinary, place_of
 from kvconform.trace import Event, Trace
-from kvconform.values import ValueCheck, check_value
+from kvconform.values import NOTHING, check_value
 
 Listener = Callable[["Call"], None]
 
@@ -74,7 +74,7 @@ class Probe:
         """Run one hook under the probe; returns what it returned, raises what it raised (as a Panic, if that is no `Exception`)."""
         if not self.watches(connector):
             return call(connector, *args, **kwargs)
-        half, rank = connector._role.name.lower(), 0
+        half, rank = _half(connector._role), 0
         item = Call(connector, hook, half, self._depth, args, kwargs)
         outermost = self._depth == 0
         if outermost:
@@ -110,11 +110,12 @@ class Probe:
 
     def watches(self, connector: Any) -> bool:
         """Whether calls of it are recorded: of the connector that is judged, not of its siblings, and from the engine's thread."""
-        half = getattr(getattr(connector, "_role", None), "name", "")
-        return bool(half) and threading.get_ident() == self._main and not hasattr(connector, "kvconform_sibling")
+        role = getattr(connector, "_role", None)
+        watched = role is not None and threading.get_ident() == self._main and not hasattr(connector, "kvconform_sibling")
+        return watched and bool(getattr(role, "name", ""))
 
     def _returned(self, item: Call, rank: int, timed_out: bool, outermost: bool) -> None:
-        check = check_value(item) if outermost and item.error is None else ValueCheck()
+        check = check_value(item) if outermost and item.error is None else NOTHING
         text = None if item.error is None else f"{type(item.error).__name__}: {item.error}".splitlines()[0][:300] + place_of(item.error)
         assert item.event is not None
         item.result_event = self.trace.emit(
@@ -143,6 +144,13 @@ class Probe:
                 listener(item)
 
 
+@functools.lru_cache(maxsize=64)
+def _half(role: Any) -> str:
+    """`scheduler` or `worker`."""
+    return str(role.name.lower())
+
+
+@functools.cache
 def hook_names() -> tuple[str, ...]:
     """Public instance methods of the installed KVConnectorBase_V1 and its SupportsHMA companion, in definition order."""
     from kvconform.compat import UNRECORDED, hook_classes

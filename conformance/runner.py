@@ -42,6 +42,8 @@ BOOK = CodeBook(LAYERS, HEADS, HEAD_DIM)
 _MAY_NAME_FILES = {"error", "error_text", "value", "detail", "pickle_error"}
 _TEXTS = {kind.name: names for kind in EVENTS.values() if (names := _MAY_NAME_FILES & kind.fields.keys())}
 """Fields that may have a path in them, by kind of event."""
+_SHORT = frozenset({"None", "True", "False"})
+"""What most hooks return."""
 _frozen = False
 
 
@@ -152,7 +154,10 @@ def _drive(
 def _scrub(trace: Trace, tmp: str) -> None:
     """Take the run's own directory out of error texts: the same run must give the same trace everywhere."""
     for event in trace.events:
-        for name in _TEXTS.get(event["k"], ()):
+        names = _TEXTS.get(event["k"])
+        if names is None or (event["k"] == "hook.returned" and event["value"] in _SHORT and event["error"] is None):
+            continue
+        for name in names:
             text = event.get(name)
             if isinstance(text, str) and tmp in text:
                 event[name] = text.replace(tmp, "{tmp}")

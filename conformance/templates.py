@@ -11,7 +11,7 @@ from typing import Any
 
 from kvconform.refimpl import faulty
 
-MOST = 64
+MOST = 256
 """Configurations that are kept."""
 _kept: dict[Hashable, Any] = {}
 

@@ -104,11 +104,20 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
 }
 
 
+_OTHERS: dict[str, Callable[[Call], ValueCheck]] = {
+    "request_finished": _finish,
+    "request_finished_all_groups": _finish,
+    "get_external_cache_hit_sources": _sources,
+}
+NOTHING = ValueCheck()
+"""Nothing was returned, and nothing had to be."""
+
+
 def check_value(call: Call) -> ValueCheck:
     """Judge the outcome of a finished outermost call. Reads only."""
-    if call.hook in ("request_finished", "request_finished_all_groups"):
-        return _finish(call)
-    if call.hook == "get_external_cache_hit_sources":
-        return _sources(call)
+    if call.result is None and call.hook not in _CHECKS and call.hook not in _OTHERS:
+        return NOTHING
+    if call.hook in _OTHERS:
+        return _OTHERS[call.hook](call)
     check = _CHECKS.get(call.hook)
     return ValueCheck(ok=check is None or check(call.result), text=short(call.result))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from operator import attrgetter
 from typing import Any, Protocol
 
 from kvconform.case import variant_id
@@ -66,11 +67,10 @@ class Row:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; what is None or a default after `verdict` is left out."""
-        found: dict[str, Any] = {name: getattr(self, name) for name in _ALWAYS}
+        found: dict[str, Any] = dict(zip(_ALWAYS, _get_always(self), strict=True))
         found["verdict"] = str(self.verdict)
-        for name, default in _IF_SET:
-            value = getattr(self, name)
-            if value != default:
+        for (name, default), value in zip(_IF_SET, _get_if_set(self), strict=True):
+            if value is not default and value != default:
                 found[name] = value
         return found
 
@@ -83,6 +83,7 @@ class Row:
 
 _ALWAYS = tuple(field.name for field in fields(Row))[:8]
 _IF_SET = tuple((field.name, field.default) for field in fields(Row))[8:]
+_get_always, _get_if_set = attrgetter(*_ALWAYS), attrgetter(*(name for name, _ in _IF_SET))
 
 
 class VariantLike(Protocol):
