@@ -49,6 +49,13 @@ def mismatches(sources: Mapping[str, str]) -> list[str]:
     return [f"{name} is {source}" for name, source in sorted(sources.items()) if "," in source]
 
 
+def returns_nothing(capabilities: Mapping[str, Any], sources: Mapping[str, str]) -> str | None:
+    """A sentence for a connector that gave no KV back in plain runs, and does not say that it would: nothing about loads is asked of it."""
+    if sources.get("store") != "inferred" or any(has(capabilities.get(name)) for name in ("store", "transfer", "synthesises_kv")):
+        return None
+    return "in plain runs it returned no KV, so nothing about loads is asked of it; if it should, declare `store = true` ([capabilities])"
+
+
 def contradicted(declared: Any, seen: Any) -> str:
     """The source of a declared capability of which something else was seen."""
     return f"{DECLARED}, but seen to be {_plain(seen)} and not {_plain(declared)}"
