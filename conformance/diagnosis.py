@@ -90,10 +90,17 @@ def _note(e: Event) -> str:
 
 
 def _lookup(e: Event) -> str:
-    answer = "None" if e["tokens"] is None else f"{e['tokens']} tokens{' (asynchronous)' if e['is_async'] else ''}"
-    asked = f"asked for {e['req']} ({e['N']} tokens, {e['local']} of them local), the connector answered {answer}"
+    tokens, local = e["tokens"], e["local"]
+    whole = isinstance(tokens, int) and not isinstance(tokens, bool)
+    answer = "None" if tokens is None else f"{tokens} tokens" if whole else f"{tokens!r}, a {type(tokens).__name__}"
+    asked = f"asked for {e['req']} ({e['N']} tokens, {local} of them local), the connector answered {answer}"
+    asked += " (asynchronous)" if tokens is not None and e["is_async"] else ""
     if e.get("computed_before_reset"):
         return f"{asked}; of what it promises, {e['computed_before_reset']} tokens are from before a reset of its cache"
+    if whole and tokens > 0 and not e["is_async"] and local + tokens >= e["N"]:
+        asked += ", which leaves nothing to compute" if local + tokens == e["N"] else ", more than the request has"
+    if whole and local + tokens <= min(e["ever_computed"], e["ever_plain"]):
+        return asked
     return f"{asked}; {e['ever_computed']} tokens of this request were ever computed under its identity, {e['ever_plain']} under any"
 
 
