@@ -11,14 +11,17 @@ import typer
 from kvconform.option import option
 
 CONNECTOR = typer.Argument(help="package.module:Class, a registered name, or catalogue:NAME", show_default=False)
-PROFILE = "gate: 200 workloads, always the same; nightly: 5,000, others each day; hunt: until --minutes are over; races: aborts"
+PROFILE = (
+    "gate: 200 workloads, always the same; small: 2,000 small ones; nightly: 5,000, others each day; hunt: until --minutes are over;"
+    " races: aborts"
+)
 
 
 def explore(
     connector: Annotated[str | None, CONNECTOR] = None,
     option_connector: Annotated[str | None, option("--connector", hidden=True)] = None,
     extra_config: Annotated[str | None, option("--extra-config", metavar="JSON|@FILE", help="kv_connector_extra_config")] = None,
-    profile: Annotated[str, option("--profile", metavar="gate|nightly|hunt|races", help=f"{PROFILE} [gate]")] = "gate",
+    profile: Annotated[str, option("--profile", metavar="gate|small|nightly|hunt|races", help=f"{PROFILE} [gate]")] = "gate",
     examples: Annotated[int | None, option("--examples", min=1, metavar="N", help="workloads, at most [the profile's]")] = None,
     minutes: Annotated[float | None, option("--minutes", min=0.01, metavar="N", help="no further workload after this time")] = None,
     engine: Annotated[str | None, option("--engine", metavar="reference|vllm|all", help="engines to run on [all]")] = None,

@@ -48,10 +48,12 @@ class Profile:
     systematic: bool = False
     daily: bool = False
     guided: bool = False
+    small: bool = False
 
 
 PROFILES = {
     "gate": Profile(200, "seconds; the same workloads every time"),
+    "small": Profile(2_000, "small ones, many a second; the same every time", small=True),
     "nightly": Profile(5_000, "other workloads every day", daily=True, guided=True),
     "hunt": Profile(1_000_000, "until --minutes are over; goes on where the corpus ends", guided=True),
     "races": Profile(4_000, "aborts at every point of saves and loads in flight, in six situations", systematic=True),
@@ -99,9 +101,10 @@ def _workloads(settings: Settings, chosen: Profile, seed: int, count: int, corpu
     engines = [engine for engine in settings.engines if engine != "live"]
     if chosen.systematic:
         return races(engines, settings.schedulings, settings.slows, seed)
-    from kvconform.explore.draw import drawn
+    from kvconform.explore.draw import drawn, small
 
-    fresh = drawn(engines, settings.schedulings, settings.slows, first_seed=seed, count=count + corpus.drawn)
+    draw = small if chosen.small else drawn
+    fresh = draw(engines, settings.schedulings, settings.slows, first_seed=seed, count=count + corpus.drawn)
     return itertools.chain(corpus.seeds[:], corpus.guided(fresh, engines, settings.schedulings)) if chosen.guided else fresh
 
 

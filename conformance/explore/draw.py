@@ -21,6 +21,11 @@ ODD: tuple[Data, ...] = (
     {"stats": True}, {"long_prefill_threshold": 3}, {"layout": "LHBNC"}, {"layout": "BLHNC"},
     {"role": "kv_consumer"}, {"role": "kv_producer"},
 )  # fmt: skip
+SMALL: tuple[Data, ...] = (
+    {"block_size": 4, "budget": 64, "max_seqs": 8, "num_blocks": 9}, {"block_size": 4, "budget": 5, "max_seqs": 8, "num_blocks": 12},
+    {"block_size": 4, "budget": 64, "max_seqs": 1, "num_blocks": 9}, {"block_size": 4, "budget": 7, "max_seqs": 2, "num_blocks": 10},
+)  # fmt: skip
+"""Configurations of small workloads: few, because making one takes longer than running the workload. Two blocks and their output fit."""
 RELATIONS: tuple[list[str], ...] = (*[[]] * 14, ["no-connector"], ["pickled-metadata"])
 
 
@@ -30,10 +35,10 @@ def drawn(engines: list[str], schedulings: list[str], slows: list[str] | None, *
         yield Workload(one(f"{first_seed}/{number}", engines, schedulings, slows), first_seed)
 
 
-def small(*, first_seed: int, count: int) -> Iterator[Workload]:
-    """As `drawn`, on engine reference, of at most three requests with nothing special: what a benchmark is made of."""
+def small(engines: list[str], schedulings: list[str], slows: list[str] | None, *, first_seed: int, count: int) -> Iterator[Workload]:
+    """As `drawn`, of two or three requests of at most two blocks and four tokens of output, with nothing special."""
     for number in range(count):
-        yield Workload(one(f"small/{first_seed}/{number}", ["reference"], ["sync", "async"], None, simple=True), first_seed)
+        yield Workload(one(f"small/{first_seed}/{number}", engines, schedulings, slows, simple=True), first_seed)
 
 
 def one(seed: str, engines: list[str], schedulings: list[str], slows: list[str] | None, *, simple: bool = False) -> Data:
@@ -43,7 +48,7 @@ def one(seed: str, engines: list[str], schedulings: list[str], slows: list[str] 
     depth = dice.pick([2, 2, 3])
     block, drafts = (4, 0) if simple else (dice.pick([4, 4, 4, 16]), dice.pick([0, 0, 0, 2, 3]))
     theme = "plain" if simple else dice.pick(THEMES)
-    config, relations = _config(dice, block, drafts), [] if simple else list(dice.pick(RELATIONS))
+    config, relations = dict(dice.pick(SMALL)) if simple else _config(dice, block, drafts), [] if simple else list(dice.pick(RELATIONS))
     extra = _special(dice, theme, engine)
     if theme == "pair":
         steps, longest = pairs.steps(dice, block)
@@ -59,7 +64,8 @@ def one(seed: str, engines: list[str], schedulings: list[str], slows: list[str] 
         if theme in ("siblings", "restarts") or extra.get("role") or extra.get("groups"):
             _promise_nothing(steps)
     enough = -(-(longest + drafts + 1) // block) + 2  # one request alone must fit
-    config["num_blocks"] = 64 if "groups" in extra else dice.pick([64, enough, enough + 1, enough + 3, enough + 6])
+    if not simple:
+        config["num_blocks"] = 64 if "groups" in extra else dice.pick([64, enough, enough + 1, enough + 3, enough + 6])
     policies = [dice.pick(sorted(POLICIES))] if engine == "reference" and not simple and dice.one_in(2) else []
     return make(
         f"drawn.{seed.replace('/', '.')}", "Drawn at random.", steps, engine=engine, scheduling=scheduling, runner=dice.pick(["v1", "v2"]),

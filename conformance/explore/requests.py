@@ -35,10 +35,10 @@ class Requests:
     def draw(self, name: str, again: str | None = None) -> Data:
         """The argument of `add` for one more request; `again`: the one whose prompt it has."""
         dice = self.dice
-        add: Data = {"req": name, "prompt": 1, "max_tokens": dice.pick([1, 2, 4, 7, 9])}
+        add: Data = {"req": name, "prompt": 1, "max_tokens": dice.pick([1, 2, 4] if self.simple else [1, 2, 4, 7, 9])}
         earlier = again or (dice.pick(sorted(self.lengths)) if self.lengths and not dice.one_in(4) else None)
         if earlier is None:
-            add["prompt"] = length = max(1, dice.number(1, 4) * self.block + dice.pick([-1, 0, 1, 2]))
+            add["prompt"] = length = max(1, dice.number(1, 2 if self.simple else 4) * self.block + dice.pick([-1, 0, 1, 2]))
         elif again or dice.one_in(2):
             add["prompt"], length = {"same": earlier}, self.lengths[earlier]
             self._alike(add, earlier)

@@ -34,7 +34,7 @@ def _nth(count: int) -> int:
 
 
 def test_small_workloads_are_small() -> None:
-    for workload in small(first_seed=1, count=60):
+    for workload in small(["reference"], MODES, None, first_seed=1, count=60):
         assert workload.size[0] <= 3 and workload.variant().engine == "reference" and not workload.data.get("policies")
 
 
