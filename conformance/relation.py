@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from kvconform.diagnosis import describe
@@ -25,7 +26,9 @@ RUNS = {
 }
 """What is different in the second of two runs."""
 
-Groups = dict[Any, list[tuple[Any, Event]]]
+Side = tuple[Any, Event]
+"""The value that an event was projected to, and the event."""
+Groups = dict[Any, list[Side]]
 
 
 class RelateMonitor(Monitor):
@@ -43,20 +46,26 @@ class RelateMonitor(Monitor):
             return
         self.exercised = sum(len(group) for group in first.values()) + sum(len(group) for group in second.values())
         end: Event = traces[0][-1] if traces[0] else {"k": "run.end", "seq": 0, "step": 0}
-        for key in first.keys() | second.keys():
-            found = self.difference(first.get(key, []), second.get(key, []))
-            if found is None:
-                continue
-            index, one, two = found
-            about = one[1] if one is not None else end
+        differences = [
+            (one[1] if one is not None else end, key, index, one, two)
+            for key in dict.fromkeys([*first, *second])  # in the traces' order: of a set's, it would depend on the process
+            if (found := self.difference(first.get(key, []), second.get(key, []))) is not None
+            for index, one, two in [found]
+        ]
+        for about, key, index, one, two in sorted(differences, key=lambda each: each[0].get("seq", 0)):
             req = next((side[1].get("req") for side in (one, two) if side is not None), None)
-            left, right = (repr(side[0]) if side is not None else "nothing" for side in (one, two))
-            check = f"[`{names[0]}` and `{names[1]}` differ at {self.label(key, index)}: {left} against {right}]"
-            message = f"{RUNS.get(names[1], names[1])}: {_told(two)} {check}"
-            if one is None or describe(dict(about)) is None:  # else it comes in front
-                message = f"{_told(one)}; {message}"
-            self.violate(about, {"seq": about.get("seq", 0), "step": about.get("step", 0), "req": req}, lambda text=message: text)  # type: ignore[misc]
-        self.violations.sort(key=lambda violation: violation.seq)
+            said = partial(self.message, names, key, index, one, two)
+            self.violate(about, {"seq": about.get("seq", 0), "step": about.get("step", 0), "req": req}, said)
+
+    def message(self, names: Sequence[str], key: Any, index: int, one: Side | None, two: Side | None) -> str:
+        """What the second run did instead, and the check in brackets. What the first did is told in front of it, if it can be."""
+        left, right = (repr(side[0]) if side is not None else "nothing" for side in (one, two))
+        check = f"[`{names[0]}` and `{names[1]}` differ at {self.label(key, index)}: {left} against {right}]"
+        told = [_told(side) for side in (one, two)]
+        if told[0] == told[1]:  # what differs is not in the sentence
+            told[1] += f", as {right} and not {left}"
+        other = f"{RUNS.get(names[1], names[1])}: {told[1]} {check}"
+        return other if one is not None and describe(dict(one[1])) is not None else f"{told[0]}; {other}"
 
     def groups(self, trace: Sequence[Event]) -> Groups:
         relate, expressions = self.requirement.relate, self.requirement.expressions
@@ -73,7 +82,7 @@ class RelateMonitor(Monitor):
 
     def difference(
         self, first: list[tuple[Any, Event]], second: list[tuple[Any, Event]]
-    ) -> tuple[int, tuple[Any, Event] | None, tuple[Any, Event] | None] | None:
+    ) -> tuple[int, Side | None, Side | None] | None:
         """(index, left or None, right or None) of the first difference, or None if there is none."""
         relate = self.requirement.relate
         assert relate is not None
@@ -93,22 +102,18 @@ class RelateMonitor(Monitor):
         return f"{relate.event} {index}" + (f" of {key!r}" if relate.per is not None else "")
 
 
-def _told(side: tuple[Any, Event] | None) -> str:
+def _told(side: Side | None) -> str:
     return "nothing of the kind" if side is None else describe(dict(side[1])) or f"{side[1]['k']} {side[0]!r}"
 
 
-def _bag_difference(
-    first: list[tuple[Any, Event]], second: list[tuple[Any, Event]]
-) -> tuple[int, tuple[Any, Event] | None, tuple[Any, Event] | None] | None:
-    """The first item of either side that the other does not have as often."""
+def _bag_difference(first: list[Side], second: list[Side]) -> tuple[int, Side | None, Side | None] | None:
+    """The first item of either side that the other does not have as often; both, if each side has one."""
     ours, theirs = (Counter(hashable(value) for value, _ in side) for side in (first, second))
-    for index, item in enumerate(first):
-        if ours[hashable(item[0])] > theirs[hashable(item[0])]:
-            return index, item, None
-    for index, item in enumerate(second):
-        if theirs[hashable(item[0])] > ours[hashable(item[0])]:
-            return index, None, item
-    return None
+    one = next(((index, item) for index, item in enumerate(first) if ours[hashable(item[0])] > theirs[hashable(item[0])]), None)
+    two = next(((index, item) for index, item in enumerate(second) if theirs[hashable(item[0])] > ours[hashable(item[0])]), None)
+    if one is None and two is None:
+        return None
+    return (one or two or (0, None))[0], one and one[1], two and two[1]
 
 
 def relate_runs(

@@ -82,3 +82,17 @@ def test_guards_and_missing_runs() -> None:
 def test_a_projection_that_raises_is_an_error() -> None:
     found = compare([{"k": "sample"}], [])
     assert found.error is not None and "KeyError" in found.error
+
+
+def test_the_earliest_differences_are_kept_whatever_the_keys_hash_to() -> None:
+    one = [{**sample(f"r{number}", 0, 1), "seq": number} for number in range(60)]
+    other = [{**each, "token": 2} for each in one]
+    found = compare(one, other, per="e.req", project="e.token")
+    assert [violation.seq for violation in found.violations] == list(range(len(found.violations))) and found.count == 60
+
+
+def test_of_bags_both_sides_are_told_with_what_the_sentence_leaves_out() -> None:
+    found = compare([A[0]], [sample("a", 0, 9)], ordered=False, project="(e.req, e.token)")
+    assert "nothing of the kind" not in found.violations[0].message and "('a', 9)" in found.violations[0].message
+    same = compare([A[0]], [A[0] | {"generation": 7}], ordered=False, project="(e.req, e.generation)")
+    assert "is 5, as ('a', 7) and not ('a', 0) [" in same.violations[0].message

@@ -40,6 +40,7 @@ def test_what_was_seen_and_the_check_are_told_apart() -> None:
     )  # fmt: skip
     told, check = split("b got 16 tokens [events.lookup #365 (t.untold=[0]) was not followed by kv.event before run.end]")
     assert told == "b got 16 tokens" and check.startswith("events.lookup #365")
+    assert split("raised KeyError: no key [kv_store after 3 retries] [`e.error is None` is false]")[0].endswith("3 retries]")
     assert split("raised KeyError: [a] is missing") == ("raised KeyError: [a] is missing", "")
     assert split(None) == ("", "")
 
@@ -49,5 +50,9 @@ def test_what_happened_first_in_a_run_comes_first() -> None:
     for one, event in zip(rows, (40, 12, 3, 3), strict=True):
         one.event = event
     assert [group[0].requirement for group in by_cause(rows)] == ["reset.forgets", "meta.returned", "hook.no-raise", "events.complete"]
+    mixed = [row("c.c", "x", "one"), row("b.b", "y", "two"), row("a.a", "z", "one")]
+    for one, event in zip(mixed, (50, 7, 10), strict=True):
+        one.event = event
+    assert [group[0].requirement for group in by_cause(mixed)] == ["a.a", "c.c", "b.b"], "whatever lies between"
     rows[1].case = "elsewhere"  # another run's time is another
     assert [group[0].requirement for group in by_cause(rows[:2])] == ["hook.no-raise", "meta.returned"]

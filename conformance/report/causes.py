@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from functools import cmp_to_key
 
 from kvconform.verdict import Row
 
@@ -18,7 +17,7 @@ _CHECK = re.compile(r" \[(?=`|[a-z_.]+ (?:#\d+|occurred|after|without) )")
 def split(message: str | None) -> tuple[str, str]:
     """(what was seen, the check that it broke) of a row's message; the latter is in brackets, and may be missing."""
     text = message or ""
-    found = _CHECK.search(text)
+    found = next(reversed(list(_CHECK.finditer(text))), None) if text.endswith("]") else None
     return (text, "") if found is None else (text[: found.start()], text[found.end() :].removesuffix("]").replace("`", ""))
 
 
@@ -53,15 +52,19 @@ def by_cause(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def _earlier_first(requirements: Iterable[str], rows: Sequence[Row]) -> list[str]:
-    """By rank; among equals what happened earlier in a run that both have failed in, else as they come."""
+    """By rank; one goes before those of its rank that failed later than it in a run that both have failed in; else as they come."""
     when: dict[str, dict[str, int]] = {}
     for row in rows:
         if row.event is not None:
             when.setdefault(row.requirement, {}).setdefault(row.run, row.event)
 
-    def compare(one: str, other: str) -> int:
+    def earlier(one: str, other: str) -> bool:
         first, second = when.get(one, {}), when.get(other, {})
-        common = next((run for run in first if run in second), None)
-        return rank(one) - rank(other) or (first[common] - second[common] if common is not None else 0)
+        common = min(first.keys() & second.keys(), default=None)
+        return common is not None and first[common] < second[common]
 
-    return sorted(requirements, key=cmp_to_key(compare))
+    order: list[str] = []
+    for name in requirements:
+        place = next((index for index, other in enumerate(order) if rank(other) == rank(name) and earlier(name, other)), len(order))
+        order.insert(place, name)
+    return sorted(order, key=rank)
