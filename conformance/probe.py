@@ -116,7 +116,10 @@ class Probe:
 
     def _returned(self, item: Call, rank: int, timed_out: bool, outermost: bool) -> None:
         check = check_value(item) if outermost and item.error is None else NOTHING
-        text = None if item.error is None else f"{type(item.error).__name__}: {item.error}".splitlines()[0][:300] + place_of(item.error)
+        text = None
+        if item.error is not None:
+            place = place_of(item.error, type(item.connector))
+            text = f"{type(item.error).__name__}: {item.error}".splitlines()[0][:300] + place
         assert item.event is not None
         item.result_event = self.trace.emit(
             "hook.returned",
@@ -150,13 +153,21 @@ def _half(role: Any) -> str:
     return str(role.name.lower())
 
 
-@functools.cache
 def hook_names() -> tuple[str, ...]:
     """Public instance methods of the installed KVConnectorBase_V1 and its SupportsHMA companion, in definition order."""
-    from kvconform.compat import UNRECORDED, hook_classes
+    from kvconform.compat import hook_classes
+
+    classes = tuple(hook_classes())
+    return _names_of(classes, tuple(len(vars(cls)) for cls in classes))
+
+
+@functools.lru_cache(maxsize=16)
+def _names_of(classes: tuple[type, ...], _sizes: tuple[int, ...]) -> tuple[str, ...]:
+    """Worked out once per run of the process; again if a class has got another number of members."""
+    from kvconform.compat import UNRECORDED
 
     names: list[str] = []
-    for cls in hook_classes():
+    for cls in classes:
         for name, member in vars(cls).items():
             if inspect.isfunction(member) and not name.startswith("_") and name not in UNRECORDED and name not in names:
                 names.append(name)
