@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
-import os
 import sys
+from pathlib import PurePath
 
 BENEATH = frozenset({"kvconform", "torch", "numpy", "msgspec", "pydantic", "pydantic_core", "safetensors", "zmq"})
 """Packages whose lines say nothing about a connector that raised: ours, and what connectors are built on."""
+
+VLLM = "vllm"
+INSTALLED = frozenset({"site-packages", "dist-packages"})
+"""Folders of packages that somebody has installed: of what is there only the connector's own package is the connector's."""
 
 
 class KvconformError(Exception):
@@ -43,17 +47,27 @@ def ordinary(error: BaseException) -> BaseException:
     return Panic(f"{type(error).__name__}: {error}")
 
 
-def place_of(error: BaseException) -> str:
-    """` (file.py:12, in function)`: the innermost place of a traceback that is neither ours nor a library's under the connector; empty if
-    there is none. The suite's own connectors have none: their lines change from commit to commit."""
+def place_of(error: BaseException, connector: type | None = None) -> str:
+    """` (file.py:12, in function)`: the innermost place of a traceback that is the connector's own; empty if there is none.
+
+    Its own is what lies in its top-level package, and what is installed nowhere: the other files of its checkout. A connector that is
+    part of vLLM, or not given, has no package of its own: then all counts that is neither ours nor a library's under the connector. The
+    suite's own connectors have no place: their lines change from commit to commit.
+    """
+    own = "" if connector is None else _package(connector.__module__)
     found, frame = "", error.__traceback__
     while frame is not None:
-        module = str(frame.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
-        if module and module not in BENEATH and module not in sys.stdlib_module_names:
-            code = frame.tb_frame.f_code
-            found = f" ({os.path.basename(code.co_filename)}:{frame.tb_lineno}, in {code.co_name})"
+        package, code = _package(str(frame.tb_frame.f_globals.get("__name__", ""))), frame.tb_frame.f_code
+        file = PurePath(code.co_filename)
+        ours = package == own or (package != VLLM and INSTALLED.isdisjoint(file.parts))
+        if package and (ours or not own or own == VLLM) and package not in BENEATH and package not in sys.stdlib_module_names:
+            found = f" ({file.name}:{frame.tb_lineno}, in {code.co_name})"
         frame = frame.tb_next
     return found
+
+
+def _package(module: str) -> str:
+    return module.partition(".")[0]
 
 
 def one_line(error: BaseException) -> str:

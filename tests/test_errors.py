@@ -41,3 +41,40 @@ def test_the_suites_own_lines_and_libraries_are_not() -> None:
     assert "conn.py" not in place_of(raised("kvconform.refimpl.defects.some"))
     assert "conn.py" not in place_of(raised("torch.some"))
     assert place_of(ValueError("never raised")) == ""
+
+
+def through(*modules: tuple[str, str]) -> BaseException:
+    """An error that goes through functions `f` of modules at files, the innermost last and raising; line 3 of each but it, 2 of it."""
+    scope: dict[str, Any] = {}
+    for place, (module, file) in reversed(list(enumerate(modules))):
+        last = place == len(modules) - 1
+        source = "def f():\n    raise KeyError('a')\n" if last else "def f():\n    1\n    below()\n"
+        inner = {"__name__": module, "below": scope.get("f")}
+        exec(compile(source, file, "exec"), inner)
+        scope = inner
+    with pytest.raises(KeyError) as caught:
+        scope["f"]()
+    assert caught.value.__traceback__ is not None
+    return caught.value.with_traceback(caught.value.__traceback__.tb_next)  # without this file's own place
+
+
+SITE = "/env/lib/python3.11/site-packages"
+
+
+@pytest.mark.parametrize(
+    "modules, place",
+    [
+        ([("acme.conn", "/src/acme/conn.py"), ("redis.client", f"{SITE}/redis/client.py")], " (conn.py:3, in f)"),
+        ([("acme.conn", "/src/acme/conn.py"), ("vllm.utils", "/src/vllm/vllm/utils.py")], " (conn.py:3, in f)"),
+        ([("acme.conn", f"{SITE}/acme/conn.py"), ("acme.client", f"{SITE}/acme/client.py")], " (client.py:2, in f)"),
+        ([("acme.conn", "/src/acme/conn.py"), ("helper", "/src/helper.py")], " (helper.py:2, in f)"),
+        ([("vllm.base", f"{SITE}/vllm/base.py"), ("redis.client", "/usr/lib/python3/dist-packages/redis/client.py")], ""),
+    ],
+)
+def test_another_packages_lines_are_not_the_connectors(modules: list[tuple[str, str]], place: str) -> None:
+    assert place_of(through(*modules), type("Conn", (), {"__module__": "acme.conn"})) == place
+
+
+def test_a_connector_of_vllm_has_no_package_of_its_own() -> None:
+    error = through(("vllm.shim", f"{SITE}/vllm/shim.py"), ("lmcache.adapter", f"{SITE}/lmcache/adapter.py"))
+    assert place_of(error, type("Conn", (), {"__module__": "vllm.shim"})) == place_of(error) == " (adapter.py:2, in f)"
