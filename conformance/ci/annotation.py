@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import re
 from collections.abc import Iterable, Mapping
@@ -58,12 +59,27 @@ def _annotation(requirement: str, runs: list[tuple[str, str]], places: Mapping[s
 
 
 def _raised(told: str, places: Mapping[str, str]) -> str | None:
-    """`path:line` of the innermost place of a traceback in the connector's source, if the message names one."""
-    found = re.search(r"\((\S+\.py):(\d+), in [^)]*\)", told)
+    """`path:line` of the innermost place of a traceback in the connector's source, if the message names one and one file can be meant: its
+    name is all that the message tells of it, so the function has to be at that line."""
+    found = re.search(r".*\((\S+\.py):(\d+), in ([^)]*)\)", told)
     if found is None:
         return None
-    for path in dict.fromkeys(place.rpartition(":")[0] for place in places.values()):
-        beside = PurePosixPath(path).parent / found[1]  # a helper's file is not among the hooks' places
-        if PurePosixPath(path).name == found[1] or Path(beside).is_file():
-            return f"{beside.as_posix()}:{found[2]}"
-    return None
+    name, line, function = found[1], int(found[2]), found[3]
+    folders = {PurePosixPath(place.rpartition(":")[0]).parent for place in places.values()}
+    meant = [path for path in sorted(folder / name for folder in folders) if _has(Path(path), line, function)]
+    return f"{meant[0].as_posix()}:{line}" if len(meant) == 1 else None
+
+
+def _has(file: Path, line: int, function: str) -> bool:
+    """Whether a file's line is in a function of that name; of `<lambda>`, `<module>` and the like, whether there is such a line."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        tree = ast.parse(text)
+    except (OSError, SyntaxError, ValueError):
+        return False
+    if function.startswith("<"):
+        return line <= len(text.splitlines())
+    return any(
+        isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function and node.lineno <= line <= (node.end_lineno or 0)
+        for node in ast.walk(tree)
+    )

@@ -74,16 +74,30 @@ def test_annotations_are_where_the_hook_is(tmp_path: Path, monkeypatch: pytest.M
     assert "❌ NOT CONFORMANT: pkg:Conn, vLLM 0.32.0" in text and "`pkg/conn.py:20`" in text and "some.advice" not in text
 
 
-def test_a_raised_error_is_shown_at_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also in a file beside the connector's, which holds no hook; not in one that is not there."""
+@pytest.mark.parametrize(
+    "raised, place",
+    [
+        ("conn.py:33, in _read", "pkg/conn.py,line=33"),
+        ("store.py:33, in _read", "pkg/store.py,line=33"),
+        ("store.py:33, in <lambda>", "pkg/store.py,line=33"),
+        ("other.py:33, in _read", "pkg/conn.py,line=20"),  # no such file
+        ("store.py:991, in _read", "pkg/conn.py,line=20"),  # another file of that name: this one has no such line
+        ("store.py:991, in <lambda>", "pkg/conn.py,line=20"),
+        ("store.py:1, in _read", "pkg/conn.py,line=20"),  # nor this function there
+        ("twice.py:33, in _read", "pkg/conn.py,line=20"),  # either could be meant
+    ],
+)
+def test_a_raised_error_is_shown_at_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: str, place: str) -> None:
+    """Also in a file beside the connector's, which holds no hook; nowhere that can be another file than the one that raised."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "pkg").mkdir()
-    (tmp_path / "pkg" / "store.py").touch()
-    for name, place in (("conn.py", "pkg/conn.py,line=33"), ("store.py", "pkg/store.py,line=33"), ("other.py", "pkg/conn.py,line=20")):
-        message = f"start_load_kv raised KeyError: 'a' ({name}:33, in _read) [`e.error is None` is false]"
-        folder = report(tmp_path / f"of-{name}", row("hook.no-raise", "FAIL", message=message))
-        done = CliRunner().invoke(app, ["ci", folder, "--format", "github"])
-        assert done.output.startswith(f"::error file={place},title=")
+    for name in ("pkg/conn.py", "pkg/store.py", "pkg/twice.py", "other/base.py", "other/twice.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("\n" * 30 + "class A:\n    def _read(self):\n        raise KeyError('a')\n", encoding="utf-8")
+    message = f"start_load_kv raised KeyError: 'a' ({raised}) [`e.error is None` is false]"
+    places = HEADER["extra"]["places"] | {"get_finished": "other/base.py:40"}
+    folder = report(tmp_path / "report", row("hook.no-raise", "FAIL", message=message), extra={"places": places})
+    done = CliRunner().invoke(app, ["ci", folder, "--format", "github"])
+    assert done.output.startswith(f"::error file={place},title=")
 
 
 def test_the_source_of_an_installed_copy(tmp_path: Path) -> None:
