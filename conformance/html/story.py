@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a timeline shows of one run: lanes, cells, hooks, transfers and wrong bytes, taken from its trace. JSON throughout.
 
-A story is a dict of short lists, so that a page can hold dozens of them (docs/report.md has the fields); `pack` makes text of it.
+A story is a dict of short lists, so that a page can hold dozens of them (`build` makes it); `pack` makes text of it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ _TAKEN = re.compile(r"before request (\S+) had computed")
 def build(trace: Sequence[Event], marks: dict[str, int]) -> dict[str, Any]:
     """The story of a trace. `marks`: requirement -> seq of its first violation. Changes nothing."""
     events = _part(trace, marks)
+    marks = {name: seq for name, seq in marks.items() if events and events[0]["seq"] <= seq <= events[-1]["seq"]}
     lanes = Lanes()
     hooks: list[list[Any]] = []
     names: dict[str, int] = {}
@@ -66,8 +67,9 @@ def story_of(trace: Sequence[Event], rows: Iterable[Row]) -> str | None:
 
 
 def pack(story: dict[str, Any]) -> str:
-    """As text: JSON, zlib, base64. `unpack` is its inverse; so is report.js."""
-    return base64.b64encode(zlib.compress(json.dumps(story, separators=(",", ":"), ensure_ascii=False).encode(), 9)).decode()
+    """As text: JSON, zlib, base64. `unpack` is its inverse; so is story.js."""
+    text = json.dumps(story, separators=(",", ":"), ensure_ascii=False).encode(errors="backslashreplace")
+    return base64.b64encode(zlib.compress(text, 9)).decode()
 
 
 def unpack(text: str) -> dict[str, Any]:
@@ -85,8 +87,8 @@ def _part(trace: Sequence[Event], marks: dict[str, int]) -> Sequence[Event]:
     if len(trace) <= LONGEST:
         return trace
     middle = min(marks.values(), default=len(trace))
-    end = min(len(trace), middle + LONGEST // 6)
-    return trace[max(0, end - LONGEST) : end]
+    end = min(len(trace), max(middle + LONGEST // 6, LONGEST))
+    return trace[end - LONGEST : end]
 
 
 def _lines(events: Iterable[Event], lanes: Lanes, marks: dict[str, int]) -> list[list[Any]]:

@@ -123,3 +123,15 @@ def test_a_run_without_failure_has_none() -> None:
     assert story_of(trace(scheduled(1, "a", 0, 4, 4)), [row]) is None
     row.verdict, row.event = Verdict.FAIL, 0
     assert unpack(story_of(trace(scheduled(1, "a", 0, 4, 4)), [row]) or "")["marks"] == {"some.rule": 0}
+
+
+def test_of_a_long_run_there_is_as_much_as_fits_and_no_mark_outside_of_it() -> None:
+    events = trace(*[("step.scheduled", number, {}) for number in range(LONGEST + 8000)])
+    early = build(events, {"a": 500, "b": LONGEST + 7000})
+    assert early["left_out"] == 8000 and early["first"] == 0 and early["marks"] == {"a": 500}
+    late = build(events, {"b": LONGEST + 7000})
+    assert late["left_out"] == 8000 and late["marks"] == {"b": LONGEST + 7000}
+
+
+def test_what_is_no_text_can_be_packed() -> None:
+    assert unpack(pack({"lines": ["caf\udce9"]})) == {"lines": ["caf\udce9"]}

@@ -37,6 +37,7 @@ class Timeline {
     this.requests = element("input", { type: "search", size: 9, "aria-label": "Only requests", placeholder: "request", oninput: () => this.filter() });
     this.hooks = element("select", { "aria-label": "Only the hook", onchange: () => this.filter() }, element("option", { value: "" }, "all hooks"), ...[...story.names].sort().map((name) => element("option", { value: name }, name)));
     const jump = element("button", { type: "button", class: "jump", onclick: () => this.toMark() }, "to the violation");
+    if (this.mark !== null && !Object.values(story.marks).includes(this.mark)) { jump.disabled = true; jump.textContent = "the violation is not in the part that is drawn"; }
     this.canvas = element("canvas", { tabindex: 0, role: "application", "aria-describedby": this.id, onkeydown: (event) => this.key(event), onmousemove: (event) => this.hover(event), onmouseleave: () => this.tip(null), onclick: (event) => this.click(event) });
     this.spacer = element("div");
     this.view = element("div", { class: "view", onscroll: () => this.draw() }, this.canvas, this.spacer);
