@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvconform.report.causes import SHOWN, by_cause, signature, split
 from kvconform.verdict import Row, Verdict
 
@@ -15,6 +17,57 @@ def test_numbers_names_and_the_check_do_not_make_a_cause() -> None:
     first = "asked for b (17 tokens, 12 of them local), the connector answered -4 tokens [`e.tokens < 0` is true]"
     second = "asked for a (9 tokens, 8 of them local), the connector answered -2 tokens [`e.tokens < 1` is true]"
     assert signature(first) == signature(second)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (
+            "of the 16 tokens granted to d from position 0, position 12 was never written and no failure was reported",
+            "of the 16 tokens granted to d from position 0, positions 12-13 were never written and no failure was reported",
+        ),
+        (
+            "V of position 3 of request alpha (layer 0, block 2, loaded by the connector) hold unknown: bytes",
+            "K and V of positions 3-9 of request beta (layer 1 of KV cache group 1, block 7, loaded by the connector) hold unknown: it",
+        ),
+        ("at the end of the run requests alpha are still there", "at the end of the run requests beta, gamma are still there"),
+        (
+            "at the end of the run Request objects of alpha are still referenced",
+            "at the end of the run Request objects of beta, gamma are still referenced",
+        ),
+        ("no progress; waiting: alpha", "no progress; waiting: nobody"),
+        ("2 times req.finished for e.req='alpha', at most 1 allowed", "3 times req.finished for e.req='beta', at most 1 allowed"),
+        ("update raised KeyError: 'alpha' (conn.py:12, in _drop)", "update raised KeyError: 'beta' (conn.py:31, in _drop)"),
+        ("get_finished raised ValueError: no blocks of request alpha", "get_finished raised ValueError: no blocks of request beta-two"),
+        (
+            "alpha got 0 tokens (0 of them local), 24 were announced by KV events",
+            "alpha got 0 tokens (0 of them local), 24 were announced by KV events; announced and not there: blocks 15-20",
+        ),
+    ],
+)  # fmt: skip
+def test_how_many_and_whose_do_not_make_a_cause(one: str, other: str) -> None:
+    assert signature(one) == signature(other) != ""
+
+
+def test_the_name_of_the_request_that_a_failure_is_about_does_not_make_a_cause() -> None:
+    rows = [row("alloc.rule", f"{name} was granted 4 external tokens after 0 local ones, in blocks []") for name in ("alpha", "beta")]
+    assert len(by_cause(rows)) == 2, "nothing says that these words are names"
+    rows[0].req, rows[1].req = "alpha", "beta"
+    assert len(by_cause(rows)) == 1
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (": block table too short (conn.py:12, in _grow)", ": key missing in the store (conn.py:40, in _drop)"),
+        (" (conn.py:12, in _grow)", " (conn.py:12, in _drop)"),
+        (" (lmcache_v1.py:12, in put)", " (store_v2.py:12, in put)"),
+        ("; the store is full", "; the store is closed"),
+    ],
+)
+def test_exceptions_that_begin_alike_are_told_apart(one: str, other: str) -> None:
+    same = "update_state_after_alloc raised RuntimeError: connector state is inconsistent for this request"
+    assert signature(same + one) != signature(same + other)
 
 
 def test_another_exception_is_another_cause() -> None:

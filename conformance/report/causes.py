@@ -6,11 +6,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+from kvconform.report.wording import words
 from kvconform.verdict import Row
 
 SHOWN = 4
 """Causes of one requirement that are shown each; what comes after joins the last of them."""
-_LENGTH = 72
 _CHECK = re.compile(r" \[(?=`|[a-z_.]+ (?:#\d+|occurred|after|without) )")
 
 
@@ -21,11 +21,9 @@ def split(message: str | None) -> tuple[str, str]:
     return (text, "") if found is None else (text[: found.start()], text[found.end() :].removesuffix("]").replace("`", ""))
 
 
-def signature(message: str | None) -> str:
-    """What a diagnosis says without its particulars: words of three letters and more, no numbers, no paths, not the check in brackets."""
-    text = split(message)[0]
-    words = [word for word in re.findall(r"[A-Za-z_]{3,}(?![\w/])", re.sub(r"\S*[\d/{]\S*", " ", text))]
-    return " ".join(words)[:_LENGTH]
+def signature(message: str | None, names: str | None = None) -> str:
+    """What a diagnosis says without its particulars (kvconform.report.wording), nor the check in brackets. `names`: `Row.req`."""
+    return words(split(message)[0], names)
 
 
 def rank(requirement: str) -> int:
@@ -40,7 +38,7 @@ def by_cause(rows: Sequence[Row]) -> list[list[Row]]:
     groups: dict[tuple[str, str], list[Row]] = {}
     per_requirement: dict[str, list[tuple[str, str]]] = {}
     for row in rows:
-        key = (row.requirement, signature(row.message))
+        key = (row.requirement, signature(row.message, row.req))
         known = per_requirement.setdefault(row.requirement, [])
         if key not in groups and len(known) >= SHOWN:
             key = known[-1]
