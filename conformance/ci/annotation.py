@@ -65,6 +65,7 @@ def _raised(told: str, places: Mapping[str, str]) -> str | None:
     if found is None:
         return None
     name, line, function = found[1], int(found[2]), found[3]
+    # a helper has a file of its own, in which no hook is
     folders = {PurePosixPath(place.rpartition(":")[0]).parent for place in places.values()}
     meant = [path for path in sorted(folder / name for folder in folders) if _has(Path(path), line, function)]
     return f"{meant[0].as_posix()}:{line}" if len(meant) == 1 else None
