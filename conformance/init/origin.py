@@ -11,9 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-GITHUB = re.compile(r"(?:https://|ssh://git@|git@)github\.com[/:]([\w.-]+/[\w.-]+?)(?:\.git)?/?")
-REACHABLE = re.compile(r"(https?|ssh|git)://|[\w.-]+@[\w.-]+:")
-HIDDEN = re.compile(r"^(https?://)[^/@]*@")
+GITHUB = re.compile(r"(?:https://|ssh://git@|git@)github\.com[/:]([\w.-]+/[\w.-]+?)(?:\.git)?/?", re.ASCII)
+SCHEMES = ("https", "http", "git", "ssh")
+HOST = r"[a-z0-9][a-z0-9.-]*"
+SHORT = re.compile(rf"git@(?i:{HOST}):(?!/?-)[\w./~+%-]+", re.ASCII)
+"""ssh's short form, `git@host:owner/name.git`; another user's name is none to write down."""
+
+PATH = re.compile(r"/[\w./~+%-]+", re.ASCII)
+"""Without what can hide a name and a password (`:` and `@`), or mean something to a shell."""
 
 
 @dataclass(frozen=True)
@@ -44,17 +49,35 @@ def of_record(record: dict[str, Any]) -> Origin:
     """`record`: what pip writes into direct_url.json."""
     url = str(record.get("url", ""))
     if "vcs_info" in record:
-        return _public(url, record["vcs_info"].get("commit_id"))
+        found = record["vcs_info"]
+        return _public(url, found.get("commit_id")) if found.get("vcs") == "git" else Origin()
     if url.startswith("file://"):
         folder = unquote(urlsplit(url).path)
         return _public(_git(folder, "remote", "get-url", "origin") or "", _git(folder, "rev-parse", "HEAD"))
     return Origin()
 
 
+def public(url: str) -> str | None:
+    """Scheme, host and path of a repository's URL, and the user only where it is ssh's `git`: never a password or a token. None for a
+    folder of this machine, and for what may hold one all the same."""
+    if SHORT.fullmatch(url):
+        return url
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port
+    except ValueError:
+        return None
+    if parts.scheme not in SCHEMES or not re.fullmatch(HOST, host, re.ASCII) or not PATH.fullmatch(parts.path):
+        return None
+    if parts.scheme == "ssh" and parts.username not in (None, "git"):
+        return None  # without its user it leads nowhere
+    user = "git@" if parts.scheme == "ssh" and parts.username else ""
+    return f"{parts.scheme}://{user}{host}{'' if port is None else f':{port}'}{parts.path}"
+
+
 def _public(url: str, commit: str | None) -> Origin:
-    """Never with a password or a token, and never a folder of this machine."""
-    url = HIDDEN.sub(r"\1", url)
-    return Origin(url, commit) if REACHABLE.match(url) and commit else Origin()
+    shown = public(url)
+    return Origin(shown, commit) if shown and commit and re.fullmatch("[0-9a-f]{4,64}", commit) else Origin()
 
 
 def _git(folder: str, *arguments: str) -> str | None:
