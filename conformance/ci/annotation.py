@@ -6,15 +6,16 @@ from __future__ import annotations
 import ast
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from kvconform.ci.places import CLASS
-from kvconform.compare.reports import Report
+from kvconform.compare.reports import Key, Report
 from kvconform.load import Spec
 from kvconform.report.causes import signature, split
+from kvconform.verdict import CRASH
 
 
 @dataclass(frozen=True)
@@ -27,35 +28,42 @@ class Annotation:
     message: str
     run: str
     others: int
+    cause: str
 
     @property
     def fingerprint(self) -> str:
         """The same for the same failure, whatever its numbers."""
-        return hashlib.sha256(f"{self.requirement} {self.path} {signature(self.message)}".encode()).hexdigest()
+        return hashlib.sha256(f"{self.requirement} {self.path} {self.cause}".encode()).hexdigest()
 
 
-def annotated(report: Report, spec: Spec, only: Iterable[str] | None = None) -> list[Annotation]:
-    """One per requirement and cause that counts (of the requirements in `only`, if given), in the report's order."""
-    wanted = report.failing() if only is None else set(only)
+def annotated(report: Report, spec: Spec, only: Collection[Key] | None = None) -> list[Annotation]:
+    """One per requirement and cause that counts (of `only`, if given), in the report's order; what a crash cut short is one."""
     places = report.header.extra.get("places", {})
     groups: dict[tuple[str, str], list[tuple[str, str]]] = {}
-    for (requirement, run), verdict in report.verdicts.items():
-        if verdict == "FAIL" and requirement in wanted:
-            message = report.messages.get((requirement, run), "")
-            groups.setdefault((requirement, signature(message)), []).append((run, message))
-    return [_annotation(requirement, runs, places, spec) for (requirement, _), runs in groups.items()]
+    for key, verdict in report.verdicts.items():
+        if key not in (report.against if only is None else only):
+            continue
+        requirement, run = key
+        message = report.messages.get(key, "")
+        cause = signature(message, report.names.get(key))
+        if verdict == "XPASS":
+            message = cause = "holds, and was expected to fail: delete the entry in expected_failures"
+        elif verdict == "BLOCKED":
+            requirement, cause = report.blocked_by.get(key, CRASH), "cut short"
+            message = f"{key[0]} and what else is BLOCKED could not be judged: the run was cut short"
+        groups.setdefault((requirement, cause), []).append((run, message))
+    return [_annotation(requirement, cause, runs, places, spec) for (requirement, cause), runs in groups.items()]
 
 
-def _annotation(requirement: str, runs: list[tuple[str, str]], places: Mapping[str, Any], spec: Spec) -> Annotation:
+def _annotation(requirement: str, cause: str, runs: list[tuple[str, str]], places: Mapping[str, Any], spec: Spec) -> Annotation:
     run, message = runs[0]
     told = split(message)[0]
     known = spec.requirements.get(requirement)
     names = [told.partition(" ")[0], *(known.touches if known else ()), CLASS]
     place = next((places[name] for name in names if name in places), None)
     path, _, line = (_raised(told, places) or place or "").rpartition(":")
-    return Annotation(
-        requirement, path or None, int(line) if path else 0, told or (known.text if known else requirement), run, len(runs) - 1
-    )
+    text = told or (known.text if known else requirement)
+    return Annotation(requirement, path or None, int(line) if path else 0, text, run, len({run for run, _ in runs}) - 1, cause)
 
 
 def _raised(told: str, places: Mapping[str, str]) -> str | None:

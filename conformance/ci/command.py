@@ -41,7 +41,7 @@ def command(
         raise UsageError("--fail-on new needs --baseline: the report that new failures are new to")
     report = read(report_dir)
     comparison = compare(read(baseline), report) if baseline is not None else None
-    new = {flip.requirement for flip in comparison.worse} if comparison is not None else None
+    new = comparison.added if comparison is not None else None
     found = annotated(report, load_spec(), new if policy == "new" else None)
     try:
         if format_ == "github":

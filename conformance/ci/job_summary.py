@@ -19,15 +19,15 @@ SIGN = {"conformant": "✅", "partial": "🟡", "nonconformant": "❌"}
 def markdown(report: Report, found: Sequence[Annotation], comparison: Comparison | None) -> str:
     """The answer, what failed and where, the counts, and what flipped since the baseline."""
     answer = report.answer or "error"
-    lines = [f"## {SIGN.get(answer, '⚠️')} {ANSWERS[answer]}: {report.name}", ""]
+    lines = [f"## {SIGN.get(answer, '⚠️')} {ANSWERS[answer]}: {pages.plain(report.name)}", ""]
     if not report.complete:
         lines += ["The run was cut off: this is what it had found out.", ""]
     if found:
         lines += ["| requirement | found | where |", "|---|---|---|"]
         for one in found:
             more = f" and {one.others} more" if one.others else ""
-            place = f"<br>`{one.path}:{one.line}`" if one.path else ""
-            lines.append(f"| `{one.requirement}` | {pages.cell(one.message)} | `{pages.cell(one.run)}`{more}{place} |")
+            place = f"<br>{pages.code(f'{one.path}:{one.line}')}" if one.path else ""
+            lines.append(f"| {pages.code(one.requirement)} | {pages.plain(one.message)} | {pages.code(one.run)}{more}{place} |")
         lines.append("")
     counts = Counter(report.verdicts.values())
     lines += [", ".join(f"{counts[name]} {name.lower().replace('_', ' ')}" for name in SHOWN if counts[name]), ""]

@@ -6,12 +6,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvconform.compare.reports import Report
+from kvconform.compare.reports import Key, Report
 from kvconform.report.causes import signature
 
-SILENT = {"NOT_EXERCISED", "UNSUPPORTED", "UNOBSERVABLE", "DISABLED", "BLOCKED"}
-KINDS = ("fails now", "fails otherwise", "holds now", "is expected to fail", "says nothing any more", "says something now", "other")
+SILENT = {"NOT_EXERCISED", "UNSUPPORTED", "UNOBSERVABLE", "DISABLED", "BLOCKED", "ERROR"}
+KINDS = (
+    "fails now", "fails otherwise", "is cut short", "holds unexpectedly", "is expected to fail", "has no answer", "holds now",
+    "says nothing any more", "says something now", "other",
+)  # fmt: skip
 """Kinds of change, the worst first."""
+WORSE = KINDS[:4]
+"""Those that make a connector nonconformant for a reason that was not there."""
+ABSENT = "NOT_JUDGED"
+"""What `Flip.was` says if the earlier report has nothing about it: another case, a newer requirement, or it was cut off."""
 
 
 @dataclass
@@ -40,35 +47,39 @@ class Comparison:
 
     @property
     def worse(self) -> list[Flip]:
-        """What fails now and did not, counting requirements only."""
-        return [flip for flip in self.flips if flip.kind in KINDS[:2] and flip.counts]
+        """What counts against the connector now and did not, counting requirements only."""
+        return [flip for flip in self.flips if flip.kind in WORSE and flip.counts]
+
+    @property
+    def added(self) -> set[Key]:
+        """The requirements and runs of `worse`."""
+        return {(flip.requirement, run) for flip in self.worse for run in flip.runs}
 
 
 def compare(old: Report, new: Report) -> Comparison:
-    """Everything that differs. Runs that only one of them has are listed, and not compared."""
+    """Everything that differs. Of what only one of them has, what is held against the connector in the later one is a change; the rest is
+    listed by run, and not compared."""
     runs_old, runs_new = ({run for _, run in report.verdicts} for report in (old, new))
     flips: dict[tuple[str, str, str, str], Flip] = {}
     for key, now in sorted(new.verdicts.items()):
-        was = old.verdicts.get(key)
-        if was is None or (was == now and (now != "FAIL" or _same(old.messages.get(key), new.messages.get(key)))):
+        was = old.verdicts.get(key, ABSENT)
+        cut = now == "BLOCKED" and key in new.against and not (was == now and key in old.against)
+        if (was == ABSENT and key not in new.against) or (was == now and not cut and (now != "FAIL" or _same(old, new, key))):
             continue
         requirement, run = key
-        kind = kind_of(was, now)
-        counts = bool(new.gating.get(requirement)) and requirement not in new.guarantees
-        flip = flips.setdefault((requirement, kind, was, now), Flip(requirement, kind, was, now, counts=counts))
+        kind = "is cut short" if cut else kind_of(was, now)
+        flip = flips.setdefault((requirement, kind, was, now), Flip(requirement, kind, was, now, counts=new.counts(requirement)))
         flip.runs.append(run)
-        flip.message = flip.message or (new.messages if now == "FAIL" else old.messages).get(key, "")
+        flip.message = flip.message or (old if was == "FAIL" and now != "FAIL" else new).messages.get(key, "")
     found = sorted(flips.values(), key=lambda flip: (not flip.counts, KINDS.index(flip.kind), flip.requirement))
     return Comparison(old, new, _settings(old, new), found, sorted(runs_old - runs_new), sorted(runs_new - runs_old))
 
 
 def kind_of(was: str, now: str) -> str:
-    """One of KINDS."""
-    if now in ("FAIL", "ERROR"):
-        return "fails otherwise" if was == now else "fails now"
-    if now == "XFAIL":
-        return "is expected to fail"
-    if was in ("FAIL", "ERROR"):
+    """One of KINDS but for "is cut short", which depends on what blocks."""
+    if now in _SAYS:
+        return "fails otherwise" if was == now == "FAIL" else _SAYS[now]
+    if was in ("FAIL", "XFAIL"):
         return "holds now" if now == "PASS" else "says nothing any more"
     if now in SILENT and was not in SILENT:
         return "says nothing any more"
@@ -77,8 +88,12 @@ def kind_of(was: str, now: str) -> str:
     return "other"
 
 
-def _same(old: str | None, new: str | None) -> bool:
-    return signature(old) == signature(new)
+_SAYS = {"FAIL": "fails now", "ERROR": "has no answer", "XPASS": "holds unexpectedly", "XFAIL": "is expected to fail"}
+
+
+def _same(old: Report, new: Report, key: Key) -> bool:
+    one, other = (signature(report.messages.get(key), report.names.get(key)) for report in (old, new))
+    return one == other
 
 
 def _settings(old: Report, new: Report) -> list[tuple[str, str, str]]:

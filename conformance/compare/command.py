@@ -16,7 +16,10 @@ from kvconform.compare.changes import Comparison, compare
 from kvconform.compare.reports import read
 from kvconform.errors import EnvironmentProblem, UsageError
 
-STYLE = {"fails now": "bold red", "fails otherwise": "red", "holds now": "green", "is expected to fail": "yellow"}
+STYLE = {
+    "fails now": "bold red", "fails otherwise": "red", "is cut short": "red", "holds unexpectedly": "red", "has no answer": "yellow",
+    "is expected to fail": "yellow", "holds now": "green",
+}  # fmt: skip
 NAMED = 3
 
 
@@ -27,8 +30,8 @@ def command(
     markdown: Annotated[str | None, typer.Option("--markdown", metavar="FILE", help="write it as Markdown", show_default=False)] = None,
     html: Annotated[str | None, typer.Option("--html", metavar="FILE", help="write it as one HTML file", show_default=False)] = None,
 ) -> None:
-    """What flipped from the first report to each of the others. Ends with 1 if something fails that did not, with 3 if a later one has
-    no answer. Needs no vLLM."""
+    """What flipped from the first report to each of the others. Ends with 1 if something counts against the connector that did not, with 3
+    if a later one has no answer. Needs no vLLM."""
     from kvconform.report.terminal import make_console
 
     if len(reports) < 2:
@@ -51,15 +54,15 @@ def show(console: Console, comparison: Comparison) -> None:
     """One comparison on the terminal."""
     old, new = comparison.old, comparison.new
     console.print(f"[bold]{escape(old.name)}[/] ({escape(str(old.path))})\n  → [bold]{escape(new.name)}[/] ({escape(str(new.path))})")
-    for report in (old, new):
+    for report, what in ((old, "a failure in what it lacks counts as one that it did not have"), (new, "what it lacks is not compared")):
         if not report.complete:
-            console.print(f"[yellow]warning[/]     {escape(str(report.path))} was cut off: what it lacks is not compared")
+            console.print(f"[yellow]warning[/]     {escape(str(report.path))} was cut off: {what}")
     console.print(f"answer      {ANSWERS.get(old.answer or '', 'none')} → {ANSWERS.get(new.answer or '', 'none')}")
     for name, was, now in comparison.settings:
         console.print(f"differs     {escape(name)}: {escape(was)} → {escape(now)}")
     for words, runs in (("only before", comparison.only_old), ("only now", comparison.only_new)):
         if runs:
-            console.print(f"{words:<11} {len(runs)} runs, first {escape(runs[0])}")
+            console.print(f"{words:<11} {len(runs)} run{'' if len(runs) == 1 else 's'}, first {escape(runs[0])}")
     if not comparison.flips:
         console.print("no requirement says anything else")
     for flip in comparison.flips:

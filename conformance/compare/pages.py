@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from importlib import resources
 
@@ -12,6 +13,11 @@ from markupsafe import Markup
 from kvconform.aggregate import ANSWERS
 from kvconform.compare.changes import Comparison
 from kvconform.html.page import stylesheet
+from kvconform.report.causes import split
+
+_MARKUP = re.compile(r"[\\`*\[\]|~]|#(?!\d)|(?<!\w)_|_(?!\w)")
+_MENTION = re.compile(r"@|#(?=\d)")
+"""Of a person or an issue: GitHub looks for them in the finished page."""
 
 SHOWN = 6
 """Runs of a change that are named."""
@@ -29,16 +35,22 @@ def html(comparisons: Sequence[Comparison]) -> str:
 
 def told(message: str) -> str:
     """A diagnosis without the check that was false."""
-    return " ".join(message.partition(" [`")[0].split())
+    return " ".join(split(message)[0].split())
 
 
-def cell(text: str) -> str:
-    """Text for a cell of a Markdown table."""
-    return text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
+def plain(text: object) -> str:
+    """What a connector says, as text of a Markdown page, one line, also in a table: no markup, links, pictures or mentions."""
+    escaped = _MARKUP.sub(r"\\\g<0>", " ".join(str(text).split()).replace("&", "&amp;").replace("<", "&lt;"))
+    return _MENTION.sub(r"\g<0><!-- -->", escaped.replace("://", r":\//").replace("www.", r"www\."))
+
+
+def code(text: object) -> str:
+    """The same as code: nothing in it is markup."""
+    return "`" + " ".join(str(text).replace("`", "'").split()).replace("|", "\\|") + "`"
 
 
 def _render(name: str, comparisons: Sequence[Comparison], *, autoescape: bool) -> str:
     environment = Environment(autoescape=autoescape, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"told": told, "cell": cell, "low": lambda text: text.lower().replace("_", " ")}
+    environment.filters |= {"told": told, "plain": plain, "code": code, "low": lambda text: text.lower().replace("_", " ")}
     template = (resources.files("kvconform.compare") / "assets" / name).read_text(encoding="utf-8")
     return environment.from_string(template).render(comparisons=comparisons, shown=SHOWN, words=ANSWERS, css=Markup(stylesheet()))

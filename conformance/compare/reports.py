@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,15 @@ Key = tuple[str, str]
 
 @dataclass
 class Report:
-    """What a report.jsonl says: verdict and message per requirement and run; `complete` unless it was cut off."""
+    """What a report.jsonl says: verdict and message per requirement and run, which requests a message names (`Row.req`), and
+    what explains a BLOCKED; `complete` unless it was cut off."""
 
     path: Path
     header: HeaderLine
     verdicts: dict[Key, str] = field(default_factory=dict)
     messages: dict[Key, str] = field(default_factory=dict)
+    names: dict[Key, str] = field(default_factory=dict)
+    blocked_by: dict[Key, str] = field(default_factory=dict)
     gating: dict[str, bool] = field(default_factory=dict)
     guarantees: set[str] = field(default_factory=set)
     answer: str | None = None
@@ -45,12 +49,22 @@ class Report:
         """`connector, vLLM 0.32.0`, as far as it is known."""
         return f"{self.header.connector or 'no connector'}, vLLM {self.header.vllm or '?'}"
 
-    def failing(self) -> set[str]:
-        """Requirements that failed and count."""
+    def counts(self, requirement: str) -> bool:
+        """Whether it is held against the connector: not a recommendation, and not the engine's."""
+        return bool(self.gating.get(requirement)) and requirement not in self.guarantees
+
+    @cached_property
+    def against(self) -> set[Key]:
+        """What makes the connector nonconformant (kvconform.aggregate): FAIL, XPASS, and BLOCKED by something that is not among them (a
+        crash), not expected, and not the engine's fault."""
         return {
-            name
-            for (name, _), verdict in self.verdicts.items()
-            if verdict == "FAIL" and self.gating.get(name) and name not in self.guarantees
+            key
+            for key, verdict in self.verdicts.items()
+            if self.counts(key[0])
+            and (
+                verdict in ("FAIL", "XPASS")
+                or (verdict == "BLOCKED" and self.verdicts.get((self.blocked_by.get(key, ""), key[1])) not in ("FAIL", "XFAIL"))
+            )
         }
 
 
@@ -67,7 +81,7 @@ def read(place: str) -> Report:
         try:
             line = json.loads(text)
             found = _take(path, found, line)
-        except (ValueError, KeyError, TypeError, ValidationError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, ValidationError) as error:
             if found is not None and number == len(lines):  # the run was killed while it wrote
                 break
             raise UsageError(f"{path}:{number}: not a line of a report ({str(error).splitlines()[0]})") from None
@@ -87,6 +101,10 @@ def _take(path: Path, found: Report | None, line: dict[str, Any]) -> Report:
         found.verdicts[key] = str(row.verdict)
         if row.message:
             found.messages[key] = row.message
+        if row.req:
+            found.names[key] = row.req
+        if row.blocked_by:
+            found.blocked_by[key] = row.blocked_by
         found.gating[row.requirement] = row.gating
         if row.kind == "guarantee":
             found.guarantees.add(row.requirement)
