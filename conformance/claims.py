@@ -49,11 +49,19 @@ def mismatches(sources: Mapping[str, str]) -> list[str]:
     return [f"{name} is {source}" for name, source in sorted(sources.items()) if "," in source]
 
 
-def returns_nothing(capabilities: Mapping[str, Any], sources: Mapping[str, str]) -> str | None:
-    """A sentence for a connector that gave no KV back in plain runs, and does not say that it would: nothing about loads is asked of it."""
-    if sources.get("store") != "inferred" or any(has(capabilities.get(name)) for name in ("store", "transfer", "synthesises_kv")):
-        return None
-    return "in plain runs it returned no KV, so nothing about loads is asked of it; if it should, declare `store = true` ([capabilities])"
+def unasked(capabilities: Mapping[str, Any], sources: Mapping[str, str]) -> list[str]:
+    """Sentences about what is not asked of a connector because of something that its author may have overlooked."""
+    if not capabilities:
+        return []
+    found = []
+    loads = any(has(capabilities.get(name)) for name in ("store", "transfer", "synthesises_kv"))
+    if sources.get("store") == "inferred" and not loads:
+        found.append(
+            "in plain runs it returned no KV, so nothing about loads is asked of it; if it should, declare `store = true` ([capabilities])"
+        )
+    if loads and not has(capabilities.get("fault_injection")):
+        found.append("nothing about failed loads was judged: that needs a method kvconform_fail_load (docs/guide-connector-authors.md)")
+    return found
 
 
 def contradicted(declared: Any, seen: Any) -> str:

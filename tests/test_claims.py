@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvconform.claims import asks, claimed, mismatches, reasons, returns_nothing, void
+from kvconform.claims import asks, claimed, mismatches, reasons, unasked, void
 from kvconform.infer import profile_of
 from kvconform.load import load_spec
 from kvconform.refimpl.connector import ReferenceConnector
@@ -111,14 +111,17 @@ def test_what_a_run_that_broke_off_says_is_not_taken_for_silence(tmp_path: Path)
     assert mismatches(profile.sources) == ["store is inferred, from a plain run that broke off: RuntimeError: no space"]
 
 
-def test_a_connector_that_never_gives_anything_back_is_told_what_that_means() -> None:
-    caps = {"store": False, "transfer": False, "synthesises_kv": False}
-    assert "declare `store = true`" in (returns_nothing(caps, {"store": "inferred"}) or "")
+def test_what_is_not_asked_is_told() -> None:
+    caps = {"store": False, "transfer": False, "synthesises_kv": False, "fault_injection": False}
+    (silent,) = unasked(caps, {"store": "inferred"})
+    assert "declare `store = true`" in silent
     for other, sources in (
-        (caps | {"store": True}, {"store": "inferred"}),
         (caps, {"store": "declared"}),
-        (caps | {"transfer": True}, {"store": "inferred"}),
         (caps, {"store": "inferred, from a plain run that broke off: OSError"}),
+        (caps | {"store": True, "fault_injection": True}, {"store": "inferred"}),
+        (caps | {"transfer": True, "fault_injection": True}, {"store": "inferred"}),
         ({}, {}),
     ):
-        assert returns_nothing(other, sources) is None
+        assert unasked(other, sources) == []
+    (unjudged,) = unasked(caps | {"store": True}, {"store": "declared"})
+    assert "kvconform_fail_load" in unjudged

@@ -123,7 +123,7 @@ def test_a_consequence_is_blocked_by_an_earlier_failure() -> None:
 
 def test_a_consequence_is_not_blocked_by_what_came_later_or_only_should() -> None:
     effect = requirement("a.effect", event="sample", always="e.clean", consequence=True)
-    sample = {"k": "sample", "clean": False, "req": "a", "generation": 0}
+    sample = {"k": "sample", "index": 0, "clean": False, "req": "a", "generation": 0}
     assert verdicts([requirement("a.cause"), effect], sample, lookup(False))["a.effect"].verdict is Verdict.FAIL
     assert verdicts([requirement("a.cause", level="SHOULD"), effect], lookup(False), sample)["a.effect"].verdict is Verdict.FAIL
     # The first of its violations is its own, the second explained: it fails, for the first.
@@ -134,7 +134,7 @@ def test_a_consequence_is_not_blocked_by_what_came_later_or_only_should() -> Non
 def test_a_chain_of_consequences_has_one_root() -> None:
     first = requirement("a.first", event="sample", always="e.clean", consequence=True)
     second = requirement("a.second", event="run.end", always="e.free_blocks", consequence=True)
-    events = ({"k": "sample", "clean": False, "req": "a", "generation": 0}, {**END, "free_blocks": 0})
+    events = ({"k": "sample", "index": 0, "clean": False, "req": "a", "generation": 0}, {**END, "free_blocks": 0})
     found = verdicts([second, first], *events)
     assert found["a.first"].verdict is Verdict.FAIL and found["a.second"].blocked_by == "a.first"
     found = verdicts([second, first, requirement("a.root")], lookup(False), *events)
@@ -176,13 +176,16 @@ def test_obligations_that_a_crash_cut_short() -> None:
 def test_relations_are_judged_over_the_runs() -> None:
     relate = {"runs": ["connector", "no-connector"], "event": "sample", "project": "e.token"}
     req = requirement("compose.null-effect", relate=relate, consequence=True)
-    other = FakeRun(trace({"k": "sample", "req": "a", "generation": 0, "token": 5}))
-    assert verdict(req, {"k": "sample", "req": "a", "generation": 0, "token": 5}, runs={"no-connector": other}) is Verdict.PASS
-    assert verdict(req, {"k": "sample", "req": "a", "generation": 0, "token": 6}, runs={"no-connector": other}) is Verdict.FAIL
-    assert verdict(req, {"k": "sample", "req": "a", "generation": 0, "token": 5}) is Verdict.UNOBSERVABLE
+    other = FakeRun(trace({"k": "sample", "index": 0, "req": "a", "generation": 0, "token": 5}))
+    assert verdict(req, {"k": "sample", "index": 0, "req": "a", "generation": 0, "token": 5}, runs={"no-connector": other}) is Verdict.PASS
+    assert verdict(req, {"k": "sample", "index": 0, "req": "a", "generation": 0, "token": 6}, runs={"no-connector": other}) is Verdict.FAIL
+    assert verdict(req, {"k": "sample", "index": 0, "req": "a", "generation": 0, "token": 5}) is Verdict.UNOBSERVABLE
     assert verdict(req, runs={"no-connector": FakeRun([])}) is Verdict.NOT_EXERCISED
     found = verdicts(
-        [requirement("a.b"), req], lookup(False), {"k": "sample", "req": "a", "generation": 0, "token": 6}, runs={"no-connector": other}
+        [requirement("a.b"), req],
+        lookup(False),
+        {"k": "sample", "index": 0, "req": "a", "generation": 0, "token": 6},
+        runs={"no-connector": other},
     )
     assert found["compose.null-effect"].blocked_by == "a.b"
 

@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from kvconform import __version__
 from kvconform.adapters import titles
-from kvconform.claims import returns_nothing
+from kvconform.claims import unasked
 from kvconform.collector import CaseNotes, Collector
 from kvconform.report_models import CaseLine, FooterLine, HeaderLine
 from kvconform.shard import suite_digest
@@ -48,7 +48,6 @@ def header_of(collector: Collector, warnings: list[str]) -> HeaderLine:
     """The report's first line, as far as it is known now. A shard's says all that `kvconform merge` has to know."""
     settings, selection = collector.settings, collector.selection
     extra: dict[str, Any] = {"extra_config": settings.extra_config, "strict": settings.strict, "select": settings.select}
-    silent = returns_nothing(collector.capabilities, collector.sources)
     if collector.places:
         extra["places"] = dict(sorted(collector.places.items()))  # hook -> path:line in the connector's own source
     if selection.shard is not None:
@@ -68,7 +67,7 @@ def header_of(collector: Collector, warnings: list[str]) -> HeaderLine:
         capability_sources=collector.sources,
         cases=len(selection.order()),
         requirements=len(selection.shown),
-        warnings=list(dict.fromkeys([*warnings, *([silent] if silent else [])])),
+        warnings=list(dict.fromkeys([*warnings, *unasked(collector.capabilities, collector.sources)])),
         extra=extra,
     )
 

@@ -17,7 +17,7 @@ from rich.text import Text
 from kvconform import __version__
 from kvconform.adapters import titles
 from kvconform.aggregate import ANSWERS, Aggregate
-from kvconform.claims import mismatches, returns_nothing
+from kvconform.claims import mismatches, unasked
 from kvconform.collector import CaseNotes, Collector
 from kvconform.environment import RUNNER_V2
 from kvconform.explain import cases_about, defects_of
@@ -133,8 +133,8 @@ def _capabilities(console: Console, collector: Collector) -> None:
     console.print(f"\ncapabilities  {escape(', '.join(parts) or 'none declared, none found')}")
     for sentence in mismatches(collector.sources):
         console.print(f"mismatch      {escape(sentence)}")
-    if silent := returns_nothing(collector.capabilities, collector.sources):
-        console.print(f"warning       {escape(silent)}")
+    for sentence in unasked(collector.capabilities, collector.sources):
+        console.print(f"not judged    {escape(sentence)}")
 
 
 def _plain(value: Any) -> str:
