@@ -17,10 +17,14 @@ ROOTS = re.compile(r"KVConnectorBase(_V1)?|\w*Connector(V1)?")
 
 VLLM = "vllm.distributed.kv_transfer"
 NOT_OURS = {"build", "dist", "node_modules", "site-packages", "venv", "env", "__pycache__"}
-ASIDE = {"test", "tests", "doc", "docs", "example", "examples", "benchmark", "benchmarks"}
+ASIDE = {"test", "tests", "testing", "doc", "docs", "example", "examples", "benchmark", "benchmarks"}
 """Folders whose connectors count only where there is no other."""
 
-STAND_IN = re.compile(r"(?i)mock|fake|dummy|stub|test|abstract|base")
+ASIDE_FILES = re.compile(r"conftest|test_\w*|\w*_test")
+STAND_INS = {"mock", "mocked", "fake", "dummy", "stub", "test", "tests", "testing", "abstract", "base"}
+"""Words of a name whose class counts only where there is no other."""
+
+WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 MOST_FILES = 20_000
 
 
@@ -64,7 +68,7 @@ def find(repository: Path) -> Found:
 
 
 def connectors(repository: Path) -> list[Found]:
-    """All classes that may be meant, sorted: those that no other derives from, and no stand-ins if there are others."""
+    """All classes that may be meant, sorted: those that no other one derives from, and no tests' and stand-ins if there are others."""
     classes = [one for file in files(repository) for one in _classes(file)]
     ours = {one.node.name for one in classes if one.from_vllm}
     while True:
@@ -72,12 +76,13 @@ def connectors(repository: Path) -> list[Found]:
         if not more:
             break
         ours |= more
-    derived_from = {base for one in classes if one.node.name in ours for base in one.bases if base != one.node.name}
-    leaves = [one for one in classes if one.node.name not in derived_from and not one.node.name.startswith("_")]
-    leaves = [one for one in leaves if one.from_vllm or not ours.isdisjoint(one.bases)]
-    for keep in (lambda one: ASIDE.isdisjoint(one.file.relative_to(repository).parts), lambda one: not STAND_IN.search(one.node.name)):
-        leaves = [one for one in leaves if keep(one)] or leaves
-    return sorted((_found(one) for one in leaves), key=lambda one: one.connector)
+    meant = [one for one in classes if (one.from_vllm or not ours.isdisjoint(one.bases)) and not one.node.name.startswith("_")]
+    for keep in (lambda one: not _aside(one.file.relative_to(repository)), lambda one: STAND_INS.isdisjoint(_words(one.node.name))):
+        meant = [one for one in meant if keep(one)] or meant
+    derived_from = {base for one in meant for base in one.bases if base != one.node.name}  # not: what a test derives from
+    meant = [one for one in meant if one.node.name not in derived_from]
+    found = {one.connector: one for one in map(_found, reversed(meant))}  # of two in branches of one module the first
+    return [found[name] for name in sorted(found)]
 
 
 def files(repository: Path) -> Iterator[Path]:
@@ -112,21 +117,45 @@ def options(found: Found) -> dict[str, object]:
 
 def _classes(file: Path) -> Iterator[_Class]:
     tree = _tree(file)
-    imported = {
-        name.asname or name.name: name.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(VLLM)
-        for name in node.names
-    }
-    for node in tree.body:
+    names = _imported(tree)
+    for node in _statements(tree.body):
         if isinstance(node, ast.ClassDef):
-            bases = tuple(ast.unparse(base) for base in node.bases)
+            bases = []
+            for base in node.bases:
+                head, dot, rest = ast.unparse(base.value if isinstance(base, ast.Subscript) else base).partition(".")
+                bases.append(names.get(head, head) + dot + rest)
             last = tuple(base.rpartition(".")[2] for base in bases)
-            outer = any(
-                ROOTS.fullmatch(imported.get(base, "")) or (base.startswith(f"{VLLM}.") and ROOTS.fullmatch(name))
-                for base, name in zip(bases, last, strict=True)
-            )
+            outer = any(base.startswith(f"{VLLM}.") and ROOTS.fullmatch(name) for base, name in zip(bases, last, strict=True))
             yield _Class(node, file, last, outer)
+
+
+def _imported(tree: ast.Module) -> dict[str, str]:
+    """What names of a module stand for, in full where the import says it."""
+    names: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            names |= {name.asname or name.name: f"{'.' * node.level}{node.module or ''}.{name.name}" for name in node.names}
+        elif isinstance(node, ast.Import):
+            names |= {name.asname: name.name for name in node.names if name.asname}
+    return names
+
+
+def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """Those of a module, also within its `if`, `try` and `with`."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.If | ast.Try | ast.TryStar | ast.With):
+            handlers = [part for handler in getattr(node, "handlers", ()) for part in handler.body]
+            yield from _statements([*node.body, *handlers, *getattr(node, "orelse", ()), *getattr(node, "finalbody", ())])
+
+
+def _aside(file: Path) -> bool:
+    return not ASIDE.isdisjoint(file.parts) or ASIDE_FILES.fullmatch(file.stem) is not None
+
+
+def _words(name: str) -> set[str]:
+    """`DatabaseKVConnector`: database, kv, connector."""
+    return {word.lower() for word in WORDS.findall(name)}
 
 
 def _found(one: _Class) -> Found:

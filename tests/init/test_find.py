@@ -39,6 +39,13 @@ def test_a_class_in_a_package_below_src(tmp_path: Path) -> None:
         "from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1\nclass A(LMCacheConnectorV1): ...",
         "if True:\n    from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, SupportsHMA\n"
         "class A(KVConnectorBase_V1, SupportsHMA): ...",
+        "import vllm.distributed.kv_transfer.kv_connector.v1.base as b\nclass A(b.KVConnectorBase_V1): ...",
+        "from vllm.distributed.kv_transfer.kv_connector.v1 import base\nclass A(base.KVConnectorBase_V1): ...",
+        "from vllm.distributed import kv_transfer as kv\nclass A(kv.kv_connector.v1.base.KVConnectorBase_V1): ...",
+        "try:\n    " + BASE + "except ImportError:\n    A = None\nelse:\n    class A(KVConnectorBase_V1): ...",
+        BASE + "try:\n    import fast\n    class A(KVConnectorBase_V1): ...\nexcept ImportError:\n    class A(KVConnectorBase_V1): ...",
+        BASE + "class A(KVConnectorBase_V1[int]): ...",
+        BASE + "from .other import Other as Ours\nclass Other(KVConnectorBase_V1): ...\nclass A(Ours): ...",
     ],
 )  # fmt: skip
 def test_ways_to_name_the_base(tmp_path: Path, text: str) -> None:
@@ -60,6 +67,31 @@ def test_stand_ins_and_tests_count_where_there_is_nothing_else(tmp_path: Path) -
     assert names(tmp_path) == ["acme:MockAcme"]
     put(tmp_path, "acme.py", BASE + "class MockAcme(KVConnectorBase_V1): ...\nclass Acme(KVConnectorBase_V1): ...\n")
     assert names(tmp_path) == ["acme:Acme"]
+
+
+def test_what_a_test_or_a_stand_in_derives_from_is_meant_all_the_same(tmp_path: Path) -> None:
+    put(tmp_path, "acme/__init__.py", "")
+    put(tmp_path, "acme/conn.py", BASE + "class Acme(KVConnectorBase_V1): ...\nclass MockAcme(Acme): ...\nclass _Debug(Acme): ...\n")
+    put(tmp_path, "tests/faults.py", "from acme.conn import Acme\nclass FaultyConnector(Acme): ...\n")
+    put(tmp_path, "acme/test_conn.py", "from acme.conn import Acme\nclass BrokenConnector(Acme): ...\n")
+    assert names(tmp_path) == ["acme.conn:Acme"]
+
+
+def test_a_stand_in_is_told_by_a_word_of_its_name(tmp_path: Path) -> None:
+    real = ("DatabaseConnector", "LatestKVConnector", "Contested", "StubbornConnector")
+    fakes = ("FakeConnector", "AcmeBase", "KVTestConnector", "AbstractKVConnector", "mock_connector")
+    put(tmp_path, "a.py", BASE + "".join(f"class {name}(KVConnectorBase_V1): ...\n" for name in real + fakes))
+    assert names(tmp_path) == sorted(f"a:{name}" for name in real)
+
+
+def test_a_folder_that_is_no_repository_is_not_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvconform.init.find.MOST_FILES", 2)
+    for name in ("a.py", "b.py", "c.txt"):
+        put(tmp_path, name, BASE + f"class {name[0].upper()}(KVConnectorBase_V1): ...\n")
+    assert names(tmp_path) == ["a:A", "b:B"]
+    put(tmp_path, "z/d.py", "")
+    with pytest.raises(UsageError, match="has more than 2 Python files: is it the connector's repository"):
+        find(tmp_path)
 
 
 def test_a_class_of_the_same_name_that_is_no_connector(tmp_path: Path) -> None:
