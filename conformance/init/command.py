@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +18,7 @@ from kvconform.init.origin import Origin, origin
 from kvconform.option import option
 
 SETTINGS = "kvconform.toml"
+PYPROJECT = "pyproject.toml"
 
 
 def command(
@@ -51,40 +53,42 @@ def command(
 
 def _files(repository: Path, connector: str | None, here: Origin) -> dict[str, str]:
     """What belongs into the repository, by path."""
-    known = _configured(repository)
+    place, known = _configured(repository)
     if known and connector and known != connector:
-        raise UsageError(f"{SETTINGS} names {known}: change it there")
+        raise UsageError(f"{place} names {known}: change it there")
     found: Found | None = None
     if not known and connector is None:
         found = find(repository)
         typer.echo(f"found   {found.connector}, {found.file.relative_to(repository)}:{found.line}")
-    files = {} if known else {SETTINGS: write.settings(repository, connector or (found.connector if found else ""), found)}
-    if known and (repository / SETTINGS).exists():
-        files[SETTINGS] = ""  # kept, and said so
+    name = known or connector or (found.connector if found else "")
+    if place and not known:  # it is what every later run goes by, and without a connector that is the reference connector
+        raise UsageError(f"{place} has settings and names no connector: write connector = {json.dumps(name)} there, before the tables")
+    files = {SETTINGS: ""} if place == SETTINGS else {} if place else {SETTINGS: write.settings(repository, name, found)}  # "": kept
     path, text = write.workflow(repository, here)
     return {**files, path: text, "tests/test_conformance.py": write.test_file()}
 
 
-def _configured(repository: Path) -> str | None:
-    """The connector that the repository's settings name already."""
-    for name in (SETTINGS, "pyproject.toml"):
+def _configured(repository: Path) -> tuple[str | None, str | None]:
+    """(the file with the repository's settings, the connector that it names)."""
+    for name in (SETTINGS, PYPROJECT):
         try:
             data: dict[str, Any] = tomllib.loads((repository / name).read_text(encoding="utf-8"))
         except FileNotFoundError:
             continue
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise UsageError(f"{repository / name} is not valid TOML: {error}") from None
-        table = data if name == SETTINGS else data.get("tool", {}).get("kvconform", {})
-        if isinstance(table, dict) and isinstance(table.get("connector"), str):
-            return str(table["connector"])
-    return None
+        table = data if name == SETTINGS else data.get("tool", {}).get("kvconform")
+        if isinstance(table, dict):
+            connector = table.get("connector")
+            return name, connector if isinstance(connector, str) and connector else None
+    return None, None
 
 
 def _judge(repository: Path) -> None:
     from kvconform import session, settings
 
     typer.echo("")
-    file = repository / SETTINGS if (repository / SETTINGS).is_file() else repository / "pyproject.toml"
+    file = repository / SETTINGS if (repository / SETTINGS).is_file() else repository / PYPROJECT
     arguments = ["--profile", "smoke", *(["--config", str(file)] if Path.cwd() != repository else [])]
     given = {"profile": "smoke", "report_dir": str(repository / "kvconform-report"), "arguments": arguments}
     loaded = settings.load(given, file=str(file))

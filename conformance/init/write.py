@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.resources
 import json
+import math
 import os
 import re
 import shutil
@@ -47,6 +48,8 @@ def template(folder: Path) -> None:
 def settings(repository: Path, connector: str, found: Found | None) -> str:
     """kvconform.toml. `found` is None where the connector was named: nothing is known of its options then."""
     root = os.path.relpath(found.root, repository) if found else None
+    if root is not None and not _writable(root):
+        raise UsageError(f"the name of the folder {root!r} is no UTF-8: no settings can name it")
     rows = [_option(name, default) for name, default in options(found).items()] if found else []
     return _rendered("kvconform.toml", connector=connector, pythonpath=root, options=rows, declares=found is not None and found.declares)
 
@@ -57,7 +60,7 @@ def workflow(repository: Path, origin: Origin) -> tuple[str, str]:
         text = (FIXTURES / "ci" / "gitlab.yml").read_text(encoding="utf-8")
         for name, value in (("KVCONFORM", origin.url), ("KVCONFORM_COMMIT", origin.commit)):
             if value:
-                text = re.sub(rf"(?m)^(  {name}: )\S+", rf"\g<1>{json.dumps(value)}", text)
+                text = re.sub(rf"(?m)^(  {name}: )\S+", lambda found, value=value: found[1] + json.dumps(value), text)
         return "kvconform.gitlab-ci.yml", text
     text = _rendered("github.yml", url=origin.url, commit=origin.commit, github=origin.on_github)
     return ".github/workflows/kvconform.yml", text
@@ -93,11 +96,24 @@ def _rendered(name: str, **values: Any) -> str:
     assets = importlib.resources.files("kvconform.init") / "assets"
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, trim_blocks=True)
     environment.filters["toml"] = _toml
+    environment.filters["quoted"] = json.dumps  # YAML takes JSON's strings
     environment.filters["key"] = lambda name: name if re.fullmatch(r"[\w-]+", name, re.ASCII) else _toml(name)
     return environment.from_string((assets / f"{name}.jinja").read_text(encoding="utf-8")).render(**values)
 
 
 def _toml(value: object) -> str:
-    if isinstance(value, bool | int | float | str):
-        return json.dumps(value)
+    """A value as TOML; an empty string for what it has no word for."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # inf, nan
+    if isinstance(value, bool | int | float) or (isinstance(value, str) and _writable(value)):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # no pairs of surrogates, which TOML has not
     return '""'
+
+
+def _writable(text: str) -> bool:
+    """Whether it is text at all: not with half of a surrogate pair, as in a file name that is no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

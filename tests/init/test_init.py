@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from kvconform import yamlio
+from kvconform.errors import UsageError
 from kvconform.init import write
+from kvconform.init.find import find
 from kvconform.init.origin import Origin
 
 TESTS = Path(__file__).resolve().parent.parent
@@ -122,9 +124,70 @@ def test_github_is_pinned_to_this_one(repository: Path) -> None:
     name, text = write.workflow(repository, Origin("https://github.com/acme/kvconform.git", SHA))
     assert name == ".github/workflows/kvconform.yml" and jobs(text)[-1] == {"uses": f"acme/kvconform@{SHA}"}
     steps = jobs(write.workflow(repository, Origin("https://git.example.org/k.git", SHA))[1])
-    assert steps[1]["run"].startswith("git clone --quiet https://git.example.org/k.git .kvconform && ") and SHA in steps[1]["run"]
+    assert steps[1]["env"] == {"URL": "https://git.example.org/k.git", "COMMIT": SHA}
+    assert steps[1]["run"] == 'git clone --quiet -- "$URL" .kvconform && git -C .kvconform checkout --quiet "$COMMIT"'
     assert steps[2] == {"uses": "./.kvconform"}
     assert jobs(write.workflow(repository, Origin())[1])[-1] == {"uses": "OWNER/kvconform@COMMIT"}
+
+
+@pytest.mark.parametrize("url", ["https://h/a: b.git", "https://h/x.git #y", "https://h/x.git && touch pwned", "https://h\\d/x.git"])
+def test_a_url_is_quoted_in_yaml_and_for_the_shell(repository: Path, url: str) -> None:
+    step = jobs(write.workflow(repository, Origin(url, "1e5"))[1])[1]
+    assert step["env"] == {"URL": url, "COMMIT": "1e5"} and url not in step["run"]
+    (repository / ".gitlab-ci.yml").write_text("", encoding="utf-8")
+    found: Any = yamlio.parse(write.workflow(repository, Origin(url, "1e5"))[1], "gitlab")
+    assert found["variables"] == {"KVCONFORM": url, "KVCONFORM_COMMIT": "1e5"}
+
+
+@pytest.mark.parametrize("name", ["kvconform.toml", "pyproject.toml"])
+@pytest.mark.parametrize("arguments", [[], ["--connector", "acme:Acme"]])
+def test_settings_without_a_connector_do_not_judge_another(repository: Path, name: str, arguments: list[str]) -> None:
+    """They are kept as they are, and what they leave out is the reference connector."""
+    table = "" if name == "kvconform.toml" else "[tool.kvconform]\n"
+    (repository / name).write_text(f"{table}seed = 3\n", encoding="utf-8")
+    done = init(repository, *arguments)
+    assert done.returncode == 2 and f'{name} has settings and names no connector: write connector = "acme:Acme" there' in done.stderr
+    assert "CONFORMANT" not in done.stdout and not (repository / ".github").exists()
+
+
+def test_the_file_that_counts_is_the_one_that_a_run_goes_by(repository: Path) -> None:
+    (repository / "kvconform.toml").write_text("seed = 3\n", encoding="utf-8")
+    (repository / "pyproject.toml").write_text('[tool.kvconform]\nconnector = "acme:Acme"\n', encoding="utf-8")
+    assert "kvconform.toml has settings and names no connector" in init(repository, "--no-run").stderr
+
+
+def test_settings_are_toml_whatever_the_source_says(tmp_path: Path) -> None:
+    defaults = {
+        "mark": '\U0001f600\x7f\n"\\',
+        "limit": float("inf"),
+        "none": None,
+        "half": "\ud83d",
+        "raw": b"1",
+        "many": 10**30,
+        "é": True,
+    }
+    folder = tmp_path / "\U0001f4e6"
+    folder.mkdir()
+    calls = "".join(f"        config.get_from_extra_config({name!r}, {value!r})\n" for name, value in defaults.items())
+    body = CONNECTOR.replace("self.port", "self.a").partition("        self.path")[0] + calls.replace("inf)", "1e999)")
+    (folder / "c.py").write_text(body, encoding="utf-8")
+    found = find(tmp_path)
+    text = write.settings(tmp_path, found.connector, found)
+    assert tomllib.loads(text)["pythonpath"] == ["\U0001f4e6"]
+    on = tomllib.loads(text.partition("# What it sets out")[0].replace("\n# ", "\n"))["extra_config"]
+    assert on == {**defaults, "none": "", "half": "", "raw": ""}
+
+
+def test_a_folder_whose_name_is_no_text(tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    try:
+        folder.mkdir()
+    except OSError:
+        pytest.skip("this file system takes only text")
+    (folder / "acme.py").write_text(CONNECTOR, encoding="utf-8")
+    found = find(tmp_path)
+    with pytest.raises(UsageError, match="is no UTF-8"):
+        write.settings(tmp_path, found.connector, found)
 
 
 def test_gitlab_gets_its_own(repository: Path) -> None:
