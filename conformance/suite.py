@@ -68,7 +68,13 @@ def select(spec: Spec, settings: Settings, vllm: str) -> Selection:
         shown = [name for name in spec.requirements if name in wanted_requirements]
         judged = list(dict.fromkeys([*judged, *shown]))
     found = Selection([], judged, shown, _matching(settings.disable, spec.requirements))
-    found.narrowed = bool(settings.select) or settings.engine != "all" or settings.scheduling != "all" or settings.trace is not None
+    found.narrowed = (
+        bool(settings.select or spec.own_cases)  # a case of one's own is run instead of the profile's
+        or settings.engine != "all"
+        or settings.scheduling != "all"
+        or settings.slow != "all"
+        or settings.trace is not None
+    )
     found.beyond = later, [name for name in spec.requirements if known and not spec.requirements[name].in_force(vllm)]
     off = set(_matching(settings.disable, spec.cases))
     for name in cases:

@@ -20,6 +20,10 @@ from kvconform.verdict import Verdict
 
 NAME, BADGE = "statement.json", "badge.json"
 COLOURS = {"conformant": "brightgreen", "partial": "yellow", "nonconformant": "red", "error": "lightgrey"}
+PROFILE = "core"
+"""The profile that a badge is about: a good answer about another says nothing about a connector."""
+ENOUGH = 0.5
+"""The share of the requirements that count which has to hold for the best colour."""
 
 
 class _Part(BaseModel):
@@ -78,10 +82,13 @@ def make(collector: Collector, found: Aggregate, *, judged: date) -> Statement:
 
 
 def badge(statement: Statement) -> dict[str, Any]:
-    """For https://img.shields.io/endpoint. What was not asked for, supported or exercised does not count as passed."""
+    """For https://img.shields.io/endpoint. What was not asked for, supported or exercised does not count as passed. A good answer needs a
+    complete run of profile core; the best colour, that at least half of what counts holds."""
     word, colour = ANSWERS[statement.verdict].lower(), COLOURS[statement.verdict]
-    if not statement.complete and statement.verdict in ("conformant", "partial"):
-        word, colour = "judged in part", "lightgrey"
+    if statement.verdict in ("conformant", "partial") and not (statement.complete and statement.profile == PROFILE):
+        word, colour = f"judged in part ({statement.profile})", "lightgrey"
+    elif statement.verdict == "conformant" and statement.passed < ENOUGH * statement.core:
+        word, colour = "conformant in what it supports", "yellowgreen"
     message = f"{word} · {statement.passed}/{statement.core} · vLLM {statement.vllm.partition('+')[0]}"
     return {"schemaVersion": 1, "label": "KV connector", "message": message, "color": colour}
 
