@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from kvconform.ci.annotation import Annotation
+from kvconform.ci.github import LONGEST, command
 from kvconform.ci.gitlab import NAME
 from kvconform.ci.places import in_checkout, places_of
 from kvconform.cli import app
@@ -118,11 +120,46 @@ def test_without_a_known_place_the_failure_is_told_all_the_same(tmp_path: Path) 
     assert done.output.startswith("::error title=kvconform%3A hook.no-raise::")
 
 
-def test_gitlab(tmp_path: Path) -> None:
-    folder = report(tmp_path / "report", row("hook.no-raise", "FAIL", message=RAISED))
+def quality(folder: str) -> list[dict[str, Any]]:
     CliRunner().invoke(app, ["ci", folder, "--format", "gitlab"])
-    (found,) = json.loads((Path(folder) / NAME).read_text(encoding="utf-8"))
+    found: list[dict[str, Any]] = json.loads((Path(folder) / NAME).read_text(encoding="utf-8"))
+    return found
+
+
+def test_gitlab(tmp_path: Path) -> None:
+    (found,) = quality(report(tmp_path / "report", row("hook.no-raise", "FAIL", message=RAISED)))
     assert found["location"] == {"path": "pkg/conn.py", "lines": {"begin": 20}} and len(found["fingerprint"]) == 64
+
+
+def test_gitlab_knows_a_failure_by_its_cause(tmp_path: Path) -> None:
+    messages = ["block 3 is lost", "blocks 4, 5 are lost", "another thing", "block 3 is lost"]
+    rows = [row("a.rule", "FAIL", message=message) for message in messages[:3]] + [row("b.rule", "FAIL", message=messages[3])]
+    prints = [quality(report(tmp_path / str(number), line))[0]["fingerprint"] for number, line in enumerate(rows)]
+    assert prints[0] == prints[1] and len(set(prints)) == 3
+
+
+def test_gitlab_wants_a_path_and_a_line(tmp_path: Path) -> None:
+    (found,) = quality(report(tmp_path / "r", row("a.rule", "FAIL", message="bad"), extra={}))
+    assert found["location"] == {"path": "kvconform.toml", "lines": {"begin": 1}}
+
+
+@pytest.mark.parametrize(("variable", "word"), [("GITHUB_ACTIONS", "::error"), ("GITLAB_CI", ""), (None, "")])
+def test_the_ci_system_is_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str | None, word: str) -> None:
+    for name in ("GITHUB_ACTIONS", "GITLAB_CI", "GITHUB_STEP_SUMMARY"):
+        monkeypatch.delenv(name, raising=False)
+    if variable:
+        monkeypatch.setenv(variable, "true")
+    folder = report(tmp_path / "r", row("a.rule", "FAIL", message="bad"))
+    done = CliRunner().invoke(app, ["ci", folder])
+    assert done.output.startswith(word or "## ")
+    assert (Path(folder) / NAME).exists() == (variable == "GITLAB_CI")
+
+
+def test_a_workflow_command_is_one_short_line() -> None:
+    long = Annotation("a.rule", "a,b:c.py", 3, "one\r\ntwo " + "x" * 2 * LONGEST, "a.run", 0, "one")
+    text = command(long)
+    assert text.startswith("::error file=a%2Cb%3Ac.py,line=3,title=kvconform%3A a.rule::one%0D%0Atwo x") and len(text.splitlines()) == 1
+    assert LONGEST < len(text) < LONGEST + 100
 
 
 @pytest.mark.parametrize(
@@ -146,6 +183,59 @@ def test_only_new_failures_end_the_job_when_there_is_a_baseline(tmp_path: Path) 
     new = CliRunner().invoke(app, ["ci", worse, "--baseline", old, "--format", "github"])
     assert new.exit_code == 1 and new.output.count("::error") == 1 and "send.released" in new.output
     assert CliRunner().invoke(app, ["ci", worse, "--baseline", old, "--fail-on", "any"]).exit_code == 1
+
+
+def test_of_a_requirement_only_the_new_cause_is_annotated(tmp_path: Path) -> None:
+    known = row("load.position", "FAIL", message="cause one words")
+    old = report(tmp_path / "old", known, row("load.position", "PASS", case="b.case"))
+    new = report(tmp_path / "new", known, row("load.position", "FAIL", case="b.case", message="other thing here"))
+    done = CliRunner().invoke(app, ["ci", new, "--baseline", old, "--format", "github"])
+    assert done.exit_code == 1 and done.output.count("::error") == 1 and "::other thing here" in done.output
+    assert CliRunner().invoke(app, ["ci", new, "--format", "github"]).output.count("::error") == 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "answer", "code", "told"),
+    [
+        ([row("a.rule", "PASS"), row("a.rule", "FAIL", case="new.case", message="bad")], "nonconformant", 1, "3A a.rule::bad"),
+        ([row("a.rule", "PASS"), row("new.rule", "FAIL", message="bad")], "nonconformant", 1, "3A new.rule::bad"),
+        ([row("a.rule", "FAIL", message="another cause")], "nonconformant", 1, "title=kvconform%3A a.rule::another cause"),
+        ([row("a.rule", "FAIL", message="bad")], "error", 3, None),
+        ([row("a.rule", "XPASS")], "nonconformant", 1, "a.rule::holds, and was expected to fail"),
+        ([row("a.rule", "BLOCKED", blocked_by="engine.crash")], "nonconformant", 1, "engine.crash::a.rule and what else is BLOCKED"),
+        ([row("a.rule", "ERROR", message="worker died")], "error", 3, None),
+        ([row("a.rule", "FAIL", message="another cause"), row("b.rule", "ERROR")], "error", 1, "a.rule::another cause"),
+        ([row("a.rule", "PASS")], None, 3, None),
+    ],
+)  # fmt: skip
+def test_what_the_gate_lets_through(tmp_path: Path, rows: list[dict[str, Any]], answer: str | None, code: int, told: str | None) -> None:
+    known = row("a.rule", "FAIL", message="bad") if rows[0]["verdict"] == "FAIL" else row("a.rule", "PASS")
+    old = report(tmp_path / "old", known)
+    done = CliRunner().invoke(app, ["ci", report(tmp_path / "new", *rows, answer=answer), "--baseline", old, "--format", "github"])
+    assert done.exit_code == code
+    assert (told or "") in done.output and done.output.count("::error") == (told is not None)
+
+
+def test_all_that_a_crash_cut_short_is_one_annotation(tmp_path: Path) -> None:
+    rows = [row(name, "BLOCKED", case=case, blocked_by="engine.crash") for case in ("a.case", "b.case") for name in ("a.rule", "b.rule")]
+    done = CliRunner().invoke(app, ["ci", report(tmp_path / "r", *rows), "--format", "github"])
+    assert done.output.count("::error") == 1 and "(and in 1 more runs)" in done.output
+
+
+def test_a_cut_off_run_or_baseline_is_told(tmp_path: Path) -> None:
+    cut, whole = report(tmp_path / "cut", row("a.rule", "PASS"), answer=None), report(tmp_path / "whole", row("a.rule", "PASS"))
+    assert "The run was cut off" in CliRunner().invoke(app, ["ci", cut]).output
+    assert "The earlier report was cut off" in CliRunner().invoke(app, ["ci", whole, "--baseline", cut]).output
+    assert "cut off" not in CliRunner().invoke(app, ["ci", whole, "--baseline", whole]).output
+
+
+def test_what_a_connector_is_called_is_text_in_the_summary(tmp_path: Path) -> None:
+    folder = report(
+        tmp_path / "r", row("a.rule", "FAIL", message="see [x](http://e)"), connector="pkg:Conn <img src=x>\n\n# pwned", extra={}
+    )
+    text = CliRunner().invoke(app, ["ci", folder, "--format", "plain"]).output
+    assert "NOT CONFORMANT: pkg:Conn &lt;img src=x> \\# pwned, vLLM" in text and "\n#" not in text[1:]
+    assert r"see \[x\](http:\//e)" in text
 
 
 @pytest.mark.parametrize("arguments", [["--format", "jenkins"], ["--fail-on", "some"], ["--fail-on", "new"]])
