@@ -189,10 +189,13 @@ app.add_typer(snapshot, name="snapshot", help="Golden snapshots of a connector's
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Entry point of the program: one sentence per error, no traceback without --debug."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    debug = "--debug" in arguments
+    if debug and "run" not in arguments:  # the others have no other use for it
+        arguments = [word for word in arguments if word != "--debug"]
     try:
         status = app(args=arguments, prog_name="kvconform", standalone_mode=False)
     except KvconformError as error:
-        if "--debug" in arguments and error.__cause__ is not None:
+        if debug and error.__cause__ is not None:
             raise
         typer.echo(f"kvconform: {error.message}", err=True)
         status = error.code
@@ -203,7 +206,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         if hasattr(error, "exit_code") and hasattr(error, "show"):  # of the option parser: unknown options and the like
             error.show()
             status = 2
-        elif "--debug" in arguments:
+        elif debug:
             raise
         else:
             first = (str(error).splitlines() or [""])[0]

@@ -94,6 +94,8 @@ def test_a_bug_of_our_own(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     monkeypatch.setattr(catalog, "versions", broken)
     code, _, err = kvconform(capsys, "version")
     assert (code, err) == (3, "kvconform: internal error, RuntimeError: one (--debug shows where)\n")
+    with pytest.raises(RuntimeError, match="one"):
+        kvconform(capsys, "version", "--debug")
 
 
 def test_no_vllm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
