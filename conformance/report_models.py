@@ -33,7 +33,7 @@ class HeaderLine(_Part):
     adapters: list[str] = Field(default=[], description="stand-ins that were in force (docs/adapters.md)")
     seed: int
     profile: str
-    capabilities: dict[str, Any]
+    capabilities: dict[str, Any] = Field(default={}, description="empty until the first run")
     capability_sources: dict[str, str] = Field(default={}, description="declared, inferred or default, per capability")
     cases: int | None = None
     requirements: int | None = None

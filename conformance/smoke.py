@@ -59,7 +59,8 @@ def check(target: Target, tmp: Path, limit: float, *, engine: str = "all") -> No
     if crash is not None and crash["hook"] == "__init__":
         if not next(inspect_class(target.resolve(), {}, None))[1]:
             return  # its shape is what vLLM refuses: api.constructor and lifecycle.constructs say so in every case
-        sentence = f"the constructor of {target.connector} raised {crash['error'].rstrip('.')} (is its --extra-config right?)"
+        advice = "is its --extra-config right, or [extra_config] in its settings?"
+        sentence = f"the constructor of {target.connector} raised {crash['error'].rstrip('.')} ({advice})"
         raise UsageError(sentence, run.traceback)
     if crash is not None and crash["where"] == "hook" and crash["step"] == 0:
         advice = (

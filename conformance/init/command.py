@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,9 +14,10 @@ import typer
 from kvconform.environment import check_vllm
 from kvconform.errors import EnvironmentProblem, UsageError
 from kvconform.init import write
-from kvconform.init.find import Found, find
+from kvconform.init.find import Found, find, named
 from kvconform.init.origin import Origin, origin
 from kvconform.option import option
+from kvconform.report.repro import THROUGH
 
 SETTINGS = "kvconform.toml"
 PYPROJECT = "pyproject.toml"
@@ -57,8 +59,9 @@ def _files(repository: Path, connector: str | None, here: Origin) -> dict[str, s
     if known and connector and known != connector:
         raise UsageError(f"{place} names {known}: change it there")
     found: Found | None = None
-    if not known and connector is None:
-        found = find(repository)
+    if not known:
+        found = find(repository) if connector is None else named(repository, connector)
+    if found is not None:
         typer.echo(f"found   {found.connector}, {found.file.relative_to(repository)}:{found.line}")
     name = known or connector or (found.connector if found else "")
     if place and not known:  # it is what every later run goes by, and without a connector that is the reference connector
@@ -93,5 +96,6 @@ def _judge(repository: Path) -> None:
     given = {"profile": "smoke", "report_dir": str(repository / "kvconform-report"), "arguments": arguments}
     loaded = settings.load(given, file=str(file))
     code = session.run(loaded)
-    typer.echo(f"\nThat was one case per subject. All of them: cd {repository} && kvconform run")
+    again = os.environ.get(THROUGH) or "kvconform run"
+    typer.echo(f"\nThat was one case per subject. All of them: cd {repository} && {again}")
     raise typer.Exit(code)

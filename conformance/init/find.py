@@ -67,6 +67,18 @@ def find(repository: Path) -> Found:
     return found[0]
 
 
+def named(repository: Path, connector: str) -> Found | None:
+    """The class of a name (`package.module:Class`) in the repository; None if it is elsewhere."""
+    module, _, name = connector.partition(":")
+    ending = Path(*module.split("."))
+    for file in files(repository):
+        if file.with_suffix("").parts[-len(ending.parts) :] == ending.parts or file.parent.parts[-len(ending.parts) :] == ending.parts:
+            for one in _classes(file):
+                if one.node.name == name and (found := _found(one)).module == module:
+                    return found
+    return None
+
+
 def connectors(repository: Path) -> list[Found]:
     """All classes that may be meant, sorted: those that no other one derives from, and no tests' and stand-ins if there are others."""
     classes = [one for file in files(repository) for one in _classes(file)]
@@ -103,15 +115,23 @@ def options(found: Found) -> dict[str, object]:
     none, or not a constant)."""
     names: dict[str, object] = {}
     for file in sorted(found.file.parent.glob("*.py")):
-        for node in ast.walk(_tree(file)):
+        nodes = list(ast.walk(_tree(file)))
+        dicts = {
+            ast.unparse(target)
+            for node in nodes
+            if isinstance(node, ast.Assign) and not isinstance(node.value, ast.Subscript) and _is_extra(node.value)
+            for target in node.targets
+        }
+        for node in nodes:
             match node:
                 case ast.Call(func=ast.Attribute(attr="get_from_extra_config"), args=[ast.Constant(value=str(name)), *rest]):
                     names.setdefault(name, _constant(rest))
                 case ast.Call(func=ast.Attribute(value=where, attr="get"), args=[ast.Constant(value=str(name)), *rest]):
-                    if "extra_config" in ast.unparse(where):
+                    if _is_extra(where) or ast.unparse(where) in dicts:
                         names.setdefault(name, _constant(rest))
-                case ast.Subscript(value=where, slice=ast.Constant(value=str(name))) if "extra_config" in ast.unparse(where):
-                    names.setdefault(name, None)
+                case ast.Subscript(value=where, slice=ast.Constant(value=str(name))):
+                    if _is_extra(where) or ast.unparse(where) in dicts:
+                        names.setdefault(name, None)
     return names
 
 
@@ -178,6 +198,13 @@ def _tree(file: Path) -> ast.Module:
         return ast.parse(file.read_bytes())
     except (SyntaxError, ValueError, OSError):
         return ast.Module(body=[], type_ignores=[])
+
+
+def _is_extra(value: ast.expr) -> bool:
+    """Whether an expression is the dict of options, or `... or {}` of it; not what is taken out of it."""
+    if isinstance(value, ast.BoolOp):
+        return _is_extra(value.values[0])
+    return isinstance(value, ast.Attribute | ast.Name) and "extra_config" in ast.unparse(value)
 
 
 def _constant(arguments: Sequence[ast.expr]) -> object:

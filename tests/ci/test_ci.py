@@ -256,3 +256,11 @@ def test_places_of_a_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert places_of(module.Conn, tmp_path) == {"class": "pkg/conn.py:8", "one": "pkg/conn.py:5", "two": "pkg/conn.py:9"}
     assert places_of(module.Conn, tmp_path / "elsewhere") == {}
     assert places_of(dict, tmp_path) == {}
+
+
+def test_a_run_that_ended_before_anything_was_known_has_no_answer(tmp_path: Path) -> None:
+    """Its header lacks what the first run tells."""
+    header = {name: value for name, value in HEADER.items() if name not in ("capabilities", "extra")}
+    (tmp_path / "report.jsonl").write_text(json.dumps(header) + "\n", encoding="utf-8")
+    done = CliRunner().invoke(app, ["ci", str(tmp_path), "--format", "plain"])
+    assert done.exit_code == 3 and "NO ANSWER" in done.output

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvconform.errors import UsageError
-from kvconform.init.find import connectors, find, options
+from kvconform.init.find import connectors, find, named, options
 
 BASE = "from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata\n"
 
@@ -132,3 +132,27 @@ def test_options_of_the_module_and_its_neighbours(tmp_path: Path) -> None:
 def test_capabilities_of_its_own(tmp_path: Path) -> None:
     put(tmp_path, "a.py", BASE + "class A(KVConnectorBase_V1):\n    kvconform_capabilities = {}\n")
     assert find(tmp_path).declares
+
+
+def test_options_by_way_of_a_name(tmp_path: Path) -> None:
+    body = """class Acme(KVConnectorBase_V1):
+    def __init__(self, config):
+        extra = self._kv_transfer_config.kv_connector_extra_config or {}
+        self._extra_config = config.kv_transfer_config.kv_connector_extra_config
+        self.url, self.chunk = extra["acme_url"], extra.get("chunk", 16)
+        self.dir = self._extra_config.get("dir")
+        nested = extra["nested"]
+        self.other = nested["not-an-option"]
+"""
+    put(tmp_path, "acme.py", BASE + body)
+    assert options(find(tmp_path)) == {"acme_url": None, "chunk": 16, "dir": None, "nested": None}
+
+
+def test_a_connector_that_is_named_is_found_with_its_root(tmp_path: Path) -> None:
+    put(tmp_path, "src/acme/__init__.py", BASE + "class Top(KVConnectorBase_V1): ...\n")
+    put(tmp_path, "src/acme/conn.py", BASE + "class One(KVConnectorBase_V1): ...\nclass Two(KVConnectorBase_V1): ...\n")
+    found = named(tmp_path, "acme.conn:Two")
+    assert found is not None and (found.root, found.line) == (tmp_path / "src", 3)
+    top = named(tmp_path, "acme:Top")
+    assert top is not None and top.root == tmp_path / "src"
+    assert named(tmp_path, "conn:Two") is None and named(tmp_path, "elsewhere:Two") is None
