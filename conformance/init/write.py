@@ -60,7 +60,8 @@ def workflow(repository: Path, origin: Origin) -> tuple[str, str]:
         text = (FIXTURES / "ci" / "gitlab.yml").read_text(encoding="utf-8")
         for name, value in (("KVCONFORM", origin.url), ("KVCONFORM_COMMIT", origin.commit)):
             if value:
-                text = re.sub(rf"(?m)^(  {name}: )\S+", lambda found, value=value: found[1] + json.dumps(value), text)
+                quoted = json.dumps(value).replace("\\", "\\\\")  # for re.sub
+                text = re.sub(rf"(?m)^(  {name}: )\S+", rf"\g<1>{quoted}", text)
         return "kvconform.gitlab-ci.yml", text
     text = _rendered("github.yml", url=origin.url, commit=origin.commit, github=origin.on_github)
     return ".github/workflows/kvconform.yml", text
