@@ -15,7 +15,6 @@ _EXCEPTION = re.compile(r" raised |\b\w*(?:Error|Exception|Panic)\b")
 _KEY = re.compile(r"\bKeyError: (?:'[^']*'|\"[^\"]*\"|\S+)")
 _VALUE = re.compile(r"(?<==)\s*(?:'[^']*'|\"[^\"]*\"|[\w.-]+)")
 _NAMES = re.compile(r"\b([Rr]equest)s?( objects of)? [\w./-]+(?:, [\w./-]+)*")
-_WAITING = re.compile(r"(no progress; waiting: ).*")
 _WRONG = re.compile(r"(\bhold [\w ]+):.*", re.DOTALL)
 _GROUP = re.compile(r" of KV cache group \d+")
 _WORD = re.compile(r"[A-Za-z_]{3,}(?![\w/])")
@@ -32,7 +31,7 @@ def words(told: str, names: str | None = None) -> str:
     if _EXCEPTION.search(text):
         text = _KEY.sub("KeyError", text)
     else:
-        text = _WRONG.sub(r"\1", _GROUP.sub("", _WAITING.sub(r"\1", text))).partition("; ")[0]
+        text = _WRONG.sub(r"\1", _GROUP.sub("", text)).partition("; ")[0]
     for name in (names or "").split(", "):
         if name:
             text = re.sub(rf"(?<![\w./-]){re.escape(name)}(?![\w/-])", " ", text)

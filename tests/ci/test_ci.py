@@ -222,6 +222,11 @@ def test_all_that_a_crash_cut_short_is_one_annotation(tmp_path: Path) -> None:
     assert done.output.count("::error") == 1 and "(and in 1 more runs)" in done.output
 
 
+def test_an_entry_that_no_longer_fails_is_annotated(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["ci", report(tmp_path / "r", row("a.rule", "XPASS")), "--format", "github"])
+    assert done.output.count("::error") == 1 and "delete the entry" in done.output
+
+
 def test_a_cut_off_run_or_baseline_is_told(tmp_path: Path) -> None:
     cut, whole = report(tmp_path / "cut", row("a.rule", "PASS"), answer=None), report(tmp_path / "whole", row("a.rule", "PASS"))
     assert "The run was cut off" in CliRunner().invoke(app, ["ci", cut]).output
