@@ -81,7 +81,7 @@ def test_a_failure_is_shown_once_with_all_that_is_known(tmp_path: Path) -> None:
     for text in ("wrong bytes in {tmp}/store by <object at 0x…>", "v1/core.py: Scheduler.schedule", "step 2", "request a", "STALL"):
         assert text in result.out
     assert result.out.count(f"─ {MUST[0]} ─") == 1
-    assert "1 more runs: " in result.out
+    assert "1 more run: " in result.out
     assert "Recommendations not followed" in result.out
     assert "Guarantees that the engine broke" in result.out
     assert f"kvconform run json:Fake -k {CASES[0]} --engine reference --scheduling sync --seed 0" in result.out

@@ -10,7 +10,7 @@ LONGEST = 3000
 
 def command(one: Annotation) -> str:
     """`::error file=...,line=...,title=...::message`, escaped as the runner wants it."""
-    more = f" (and in {one.others} more runs)" if one.others else ""
+    more = f" (and in {one.others} more run{'s' if one.others > 1 else ''})" if one.others else ""
     place = f"file={_property(one.path)},line={one.line}," if one.path else ""
     return f"::error {place}title={_property('kvconform: ' + one.requirement)}::{_data(f'{one.message}{more}: {one.run}'[:LONGEST])}"
 

@@ -225,7 +225,7 @@ def _failure(collector: Collector, group: Sequence[Row], notes: dict[str, CaseNo
     if len(group) > 1:
         others = list(dict.fromkeys(row.run for row in group[1:]))
         more = f" and {len(others) - LISTED} more" if len(others) > LISTED else ""
-        line("also in", f"{len(others)} more runs: {', '.join(others[:LISTED])}{more}")
+        line("also in", f"{len(others)} more run{'s' if len(others) > 1 else ''}: {', '.join(others[:LISTED])}{more}")
     parts: list[RenderableType] = [grid]
     lines = notes[variant].timelines.get(first.requirement, []) if variant in notes else []
     if lines:

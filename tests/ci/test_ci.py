@@ -68,7 +68,7 @@ def test_annotations_are_where_the_hook_is(tmp_path: Path, monkeypatch: pytest.M
     lines = done.output.splitlines()
     assert lines[0] == (
         "::error file=pkg/conn.py,line=20,title=kvconform%3A hook.no-raise::start_load_kv raised KeyError: 100%25, 'a'%0Aand more "
-        "(and in 1 more runs): a.case[vllm-sync-v1-d1-b4]"
+        "(and in 1 more run): a.case[vllm-sync-v1-d1-b4]"
     )
     assert lines[1].startswith("::error file=pkg/conn.py,line=40,title=kvconform%3A send.released"), "where the requirement's hook is"
     assert len(lines) == 2
@@ -219,7 +219,7 @@ def test_what_the_gate_lets_through(tmp_path: Path, rows: list[dict[str, Any]], 
 def test_all_that_a_crash_cut_short_is_one_annotation(tmp_path: Path) -> None:
     rows = [row(name, "BLOCKED", case=case, blocked_by="engine.crash") for case in ("a.case", "b.case") for name in ("a.rule", "b.rule")]
     done = CliRunner().invoke(app, ["ci", report(tmp_path / "r", *rows), "--format", "github"])
-    assert done.output.count("::error") == 1 and "(and in 1 more runs)" in done.output
+    assert done.output.count("::error") == 1 and "(and in 1 more run)" in done.output
 
 
 def test_an_entry_that_no_longer_fails_is_annotated(tmp_path: Path) -> None:

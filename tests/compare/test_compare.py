@@ -233,3 +233,10 @@ def test_capabilities_that_differ_are_told(tmp_path: Path) -> None:
     old = read(report(tmp_path / "old", row("a.rule", "PASS")))
     new = read(report(tmp_path / "new", row("a.rule", "PASS"), capabilities={"store": False, "lossy": True}))
     assert compare(old, new).settings == [("capability store", "True", "False")], "one that only one of them knows says nothing"
+
+
+def test_a_build_of_the_same_vllm_is_no_other(tmp_path: Path) -> None:
+    old = read(report(tmp_path / "old", row("a.rule", "PASS")))
+    for number, version in enumerate(("0.32.0+cpu", "0.33.0+cpu")):
+        new = read(report(tmp_path / str(number), row("a.rule", "PASS"), vllm=version))
+        assert [name for name, _, _ in compare(old, new).settings] == (["vllm"] if number else [])
