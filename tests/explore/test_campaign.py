@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvconform.cli import main
 from kvconform.explore.pool import Pool
 from kvconform.explore.races import races
 from kvconform.load import load_spec
@@ -62,6 +63,10 @@ def test_a_process_that_dies_is_a_failure_of_its_workload_alone(tmp_path: Path) 
         (["--engine", "live"], "--seeds 20"),
     ],
 )
-def test_what_is_wrong_is_told_in_a_sentence(arguments: list[str], said: str, tmp_path: Path) -> None:
-    done = explore(tmp_path, *arguments)
-    assert done.returncode in (2, 3) and said in " ".join(done.stderr.split()) and "Traceback" not in done.stderr
+def test_what_is_wrong_is_told_in_a_sentence(
+    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as done:
+        main(["explore", *arguments, "-n", "1", "--out", "found"])
+    assert done.value.code in (2, 3) and said in " ".join(capsys.readouterr().err.split())

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvconform import yamlio
+from kvconform.cli import main
 from kvconform.errors import UsageError
 from kvconform.init import write
 from kvconform.init.find import find
@@ -34,13 +35,13 @@ def repository(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def init(here: Path, *arguments: str, runner: str = "fake_runner:judge") -> subprocess.CompletedProcess[str]:
+def init(here: Path, *arguments: str, runner: str = "fake_runner:judge", command: str = "init") -> subprocess.CompletedProcess[str]:
     more = {"PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]), "NO_COLOR": "1", "KVCONFORM_RUNNER": runner}
     env = {**os.environ, **more}
     if not runner:
         del env["KVCONFORM_RUNNER"]
-    command = [sys.executable, "-m", "kvconform", "init", *arguments]
-    return subprocess.run(command, cwd=here, env=env, capture_output=True, text=True, timeout=400, check=False)
+    words = [sys.executable, "-m", "kvconform", command, *arguments]
+    return subprocess.run(words, cwd=here, env=env, capture_output=True, text=True, timeout=400, check=False)
 
 
 def written(repository: Path, name: str) -> str:
@@ -93,13 +94,18 @@ def test_a_failing_connector_fails_it(repository: Path) -> None:
         (["broken"], "is not valid TOML"),
     ],
 )
-def test_what_is_wrong_is_told_in_a_sentence(repository: Path, arguments: list[str], sentence: str) -> None:
+def test_what_is_wrong_is_told_in_a_sentence(
+    repository: Path, arguments: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name, text in (("other", 'connector = "json:Fake"'), ("broken", "connector =")):
         (repository / name).mkdir()
         (repository / name / "kvconform.toml").write_text(text, encoding="utf-8")
     (repository / "empty").mkdir()
-    done = init(repository, *arguments)
-    assert done.returncode == 2 and sentence in done.stderr and done.stderr.count("\n") == 1
+    monkeypatch.chdir(repository)
+    with pytest.raises(SystemExit) as done:
+        main(["init", *arguments])
+    said = capsys.readouterr().err
+    assert done.value.code == 2 and sentence in said and said.count("\n") == 1
 
 
 def test_the_written_test_runs_the_connector(repository: Path) -> None:
@@ -212,7 +218,8 @@ def test_the_template_passes_and_a_fault_in_it_is_found(tmp_path: Path) -> None:
     text = text.replace(right, "self._plan_load(tracked, 0, ")  # writes over blocks that are shared
     assert "self._failed.add(load.block)" in text
     file.write_text(text.replace("self._failed.add(load.block)", "pass"), encoding="utf-8")  # a load that fails is not reported
-    again = init(tmp_path / "new", runner="")
+    chosen = ["-k", "lifecycle.last-token,lifecycle.fail-recompute", "--engine", "reference", "--workers", "1"]
+    again = init(tmp_path / "new", *chosen, runner="", command="run")
     assert again.returncode == 1, again.stdout[-2000:]
     (failed,) = [line for line in again.stdout.splitlines() if line.startswith("  FAIL:")]
     assert {"load.only-grant", "load.complete-or-failed"} <= set(failed.removeprefix("  FAIL:").replace(",", " ").split())
