@@ -186,10 +186,11 @@ def test_ports_are_one_processes_own() -> None:
 
 
 PARENT = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
 from kvconform.servers import Servers
 from kvconform.settings import load
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what a shell has put into the background, tests included
 servers = Servers(load({}, file=sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[2]))
 servers.up()
 print("up", flush=True)
@@ -212,7 +213,10 @@ grace = 0.5
         assert parent.stdout is not None and parent.stdout.readline() == "up\n"
         assert len(processes(mark)) >= 3
         os.killpg(parent.pid, number)
-        parent.wait(20)
+        try:
+            parent.wait(20)
+        finally:
+            parent.kill()  # leaving the block waits for it
     assert gone(mark)
 
 
@@ -255,7 +259,8 @@ ready = {{tcp = "127.0.0.1:{{port:store}}"}}
     environment = {**os.environ, "KVCONFORM_RUNNER": runner, "PYTHONPATH": path, "NO_COLOR": "1"}
     command = [sys.executable, "-m", "kvconform", "run", "--engine", "reference", "--workers", "2", "-k", "lifecycle"]
     started = subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # as above
     )  # fmt: skip
     with started:
         if ending:
