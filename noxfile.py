@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import shlex
 import shutil
 import sys
@@ -116,9 +117,10 @@ def explore(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run the suite's own tests; those of the kernels are in `kernels`."""
+    """Run the suite's own tests; those of the kernels are in `kernels`. One process more than there are cores: much of it is waiting."""
     env, rest = prepare(session)
-    env.run("-m", "pytest", "-n", "2", *(rest or ["--ignore=tests/kernels"]))
+    processes = str(min(4, (os.cpu_count() or 1) + 1))
+    env.run("-m", "pytest", "-n", processes, *(rest or ["--ignore=tests/kernels"]))
 
 
 @nox.session
