@@ -264,8 +264,11 @@ ready = {{tcp = "127.0.0.1:{{port:store}}"}}
     )  # fmt: skip
     with started:
         if ending:
-            until = time.monotonic() + 60
-            while not ((tmp_path / "judging").exists() and processes(mark)) and time.monotonic() < until:
+            until, both = time.monotonic() + 60, tmp_path / "kvconform-report" / "logs"
+            while time.monotonic() < until:
+                said = [log.read_text() for log in both.glob("gw*-server-store.log")]
+                if (tmp_path / "judging").exists() and processes(mark) and sum("store of" in text for text in said) == 2:
+                    break
                 time.sleep(0.1)
             assert processes(mark)
             os.killpg(started.pid, signal.SIGINT if ending == "interrupt" else signal.SIGKILL)

@@ -27,7 +27,7 @@ def explore(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]
 def test_a_defect_is_found_and_made_small(tmp_path: Path) -> None:
     store = json.dumps({"store": "{tmp}/store"})
     connector = "kvconform.refimpl.defects.boundaries:LastToken"
-    done = explore(tmp_path, connector, "--extra-config", store, "--examples", "12", "--shrink", "40")
+    done = explore(tmp_path, connector, "--extra-config", store, "--examples", "8", "--shrink", "30")
     assert done.returncode == 1, done.stdout + done.stderr
     files = sorted((tmp_path / "found").glob("*.yaml"))
     assert files
@@ -39,9 +39,9 @@ def test_a_defect_is_found_and_made_small(tmp_path: Path) -> None:
 
 
 def test_the_reference_connector_survives_its_races(tmp_path: Path) -> None:
-    done = explore(tmp_path, "--profile", "races", "--examples", "25")
+    done = explore(tmp_path, "--profile", "races", "--examples", "8")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "25 workloads" in done.stdout and "nothing failed" in done.stdout
+    assert "8 workloads" in done.stdout and "nothing failed" in done.stdout
 
 
 def test_a_process_that_dies_is_a_failure_of_its_workload_alone(tmp_path: Path) -> None:
