@@ -62,9 +62,9 @@ class Worker:
         self.scratch, self.name = scratch, name
         self.servers, settings = settle_in(settings, scratch, name, logs or scratch / "logs", redirect=logs is not None)
         self.settings = settings
-        os.environ[PLAINS] = str(scratch / "live")
-        os.environ[CLAIMS] = str(scratch / "claims")
-        os.environ.setdefault(REDUCED, str(Path(settings.report_dir) / "cases"))
+        folders = {PLAINS: scratch / "live", CLAIMS: scratch / "claims", REDUCED: Path(settings.report_dir) / "cases"}
+        self._folders = {name: str(folder) for name, folder in folders.items() if name == CLAIMS or name not in os.environ}
+        os.environ.update(self._folders)
         self.spec = spec_for(settings)
         self.selection: Selection = select(self.spec, settings, vllm)
         self._judge: Any = None
@@ -77,6 +77,8 @@ class Worker:
 
     def pytest_sessionfinish(self) -> None:
         watchdog.stop()
+        for name in self._folders:
+            os.environ.pop(name, None)
         self.servers.down()
 
     @pytest.hookimpl(wrapper=True)

@@ -21,7 +21,8 @@ from kvconform.live.job import Outcome, Play
 from kvconform.live.scenario import Start
 
 FOLDER = "KVCONFORM_LIVE_PLAINS"
-"""Environment variable: the directory where the processes of one program keep them, which goes when it ends."""
+"""Environment variable: the directory where the processes of one program keep them, which goes when it ends; or one that the caller has
+named, for several programs one after the other: runs without connector are made once then, and stay."""
 PLAIN = Start()
 """How vLLM is started for the run that all scenarios with the same prompts are compared with."""
 

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where runs without connector are kept."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kvconform.caseitem import Worker
+from kvconform.live.plains import FOLDER
+from kvconform.live.reduce import REDUCED
+from kvconform.settings import Settings
+
+pytest.importorskip("vllm")
+
+
+@pytest.fixture
+def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Worker:
+    monkeypatch.delenv(REDUCED, raising=False)
+    return Worker(Settings(select=["chunked"], report_dir=str(tmp_path / "report")), "0.32.0", tmp_path, "main", None)
+
+
+def test_a_program_keeps_them_with_its_own_files_and_forgets_them(begun: Worker, tmp_path: Path) -> None:
+    assert os.environ[FOLDER] == str(tmp_path / "live")
+    begun.pytest_sessionfinish()
+    assert FOLDER not in os.environ and REDUCED not in os.environ
+
+
+class TestNamedByTheCaller:
+    @pytest.fixture(autouse=True)
+    def named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(FOLDER, "/elsewhere")
+
+    def test_they_are_kept_there(self, begun: Worker) -> None:
+        assert os.environ[FOLDER] == "/elsewhere"
+        begun.pytest_sessionfinish()
+        assert os.environ[FOLDER] == "/elsewhere"
