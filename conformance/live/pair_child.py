@@ -87,7 +87,7 @@ class PairChild:
         params = _params(ask)
         if transfer is not None:
             params.extra_args = {"kv_transfer_params": transfer}
-        internal = str(self.engine.add_request(ask.id, {"prompt_token_ids": ask.tokens}, params))
+        internal = str(self.engine.add_request(ask.id, {"prompt_token_ids": ask.tokens}, params, priority=ask.priority))
         self.running[ask.id] = ask, internal, self.step
 
     def _do_abort(self, name: str) -> None:

@@ -4,6 +4,7 @@ of one's answers to the other's requests."""
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from kvconform.live.plugin import TRACE
 from kvconform.live.process import Ended
 from kvconform.live.scenario import Scenario
 from kvconform.live.start import ENVIRONMENT
-from kvconform.live.workload import tokens
+from kvconform.live.workload import plays, tokens
 from kvconform.target import Target
 
 ROLES = {"p": "kv_producer", "d": "kv_consumer"}
@@ -42,6 +43,8 @@ class Pair:
 
     def __init__(self, target: Target, scenario: Scenario, plain: Outcome, *, tmp: Path, model: Path, book: Path) -> None:
         self.plain, self.tmp = plain, tmp
+        names = [ask.id for play in plays(scenario, None, 0) for ask in play.asks]
+        self.requests = list(zip(names, scenario.requests, strict=True))
         self.answers: list[Answer] = []
         self.stale: dict[str, str] = {}
         self.resets: list[bool] = []
@@ -73,13 +76,23 @@ class Pair:
     # -- what the proxy does ---------------------------------------------------------------------------------------------------
     def prefill(self, name: str, label: str = "", abort: int | None = None) -> dict[str, Any] | None:
         """Let the producer compute a prompt; returns the kv_transfer_params of its answer, None if it was aborted."""
+        return self.offered(self.begin(name, label, abort))
+
+    def begin(self, name: str, label: str = "", abort: int | None = None) -> str:
+        """Hand a prompt to the producer; returns the request's id there."""
         ask = Ask(id=f"p/{name}{label}", tokens=self.plain.answers[name].prompt, out=1, abort=abort)
         self.engines["p"].ask(ask, dict(HAND_OVER))
-        return self.engines["p"].answer(ask.id, LIMIT)[1]
+        return ask.id
 
-    def decode(self, name: str, params: dict[str, Any] | None, label: str = "", abort: int | None = None) -> str:
+    def offered(self, there: str) -> dict[str, Any] | None:
+        """The kv_transfer_params of the producer's answer, once it is there."""
+        return self.engines["p"].answer(there, LIMIT)[1]
+
+    def decode(
+        self, name: str, params: dict[str, Any] | None, label: str = "", abort: int | None = None, out: int = OUTPUT, priority: int = 0
+    ) -> str:
         """Hand a prompt to the consumer, with these parameters; returns the request's id."""
-        ask = Ask(id=f"{name}{label}", tokens=self.plain.answers[name].prompt, out=OUTPUT, abort=abort)
+        ask = Ask(id=f"{name}{label}", tokens=self.plain.answers[name].prompt, out=out, abort=abort, priority=priority)
         self.engines["d"].ask(ask, params)
         return ask.id
 
@@ -153,6 +166,21 @@ class Pair:
         self.engines["p"].kill()
         self.collect(*(self.decode(name, kept[name], "/orphan") for name in unknown + known))
 
+    def play_requests(self) -> None:
+        """The scenario's own: a wave after the other, each handed to the consumer as soon as the producer has answered."""
+        for _, wave in itertools.groupby(self.requests, lambda each: each[1].at):
+            under_way = list(wave)
+            if any(request.reset for _, request in under_way):
+                self.reset("d")
+            begun = [(name, request, self.begin(name, abort=request.early)) for name, request in under_way]
+            handed = []
+            for name, request, there in begun:
+                params = self.offered(there)
+                if request.early is None:
+                    handed.append(self.decode(name, params, abort=request.abort, out=request.out, priority=request.priority))
+            self.collect(*handed)
+        self.reset()
+
     # -- the end ---------------------------------------------------------------------------------------------------------------
     def outcome(self, play: str) -> tuple[Outcome, dict[str, Ended]]:
         """Play it, and end both engines, whatever happened."""
@@ -177,13 +205,22 @@ class Pair:
         return found, ended
 
 
-def run_pair(
-    scenario: Scenario, variant: Variant, target: Target, *, seed: int, tmp: Path, plain_runs: Plains
-) -> tuple[list[Event], list[str], Made, frozenset[str]]:
-    """(trace, what was due and did not happen, how it was made, channels). RuntimeError if vLLM fails without a connector."""
-    assert scenario.pair is not None
+def asked(scenario: Scenario, seed: int) -> list[Play]:
+    """What the run without connector is asked: every prompt once, to its end."""
     asks = [Ask(id=f"r{n}", tokens=tokens(length, seed, "pair", n), out=OUTPUT) for n, length in enumerate(LENGTHS)]
-    plain, book = plain_runs.get([Play(name="pair", asks=asks)])
+    if scenario.requests:
+        asks = [Ask(id=ask.id, tokens=ask.tokens, out=ask.out) for play in plays(scenario, None, seed) for ask in play.asks]
+    return [Play(name="pair", asks=asks)]
+
+
+def run_pair(
+    scenario: Scenario, variant: Variant, target: Target, *, seed: int, tmp: Path, plain_runs: Plains,
+    known: tuple[Outcome, Path] | None = None,
+) -> tuple[list[Event], list[str], Made, frozenset[str]]:  # fmt: skip
+    """(trace, what was due and did not happen, how it was made, channels). `known`: answers of a run without connector that has all of its
+    requests, if there is one. RuntimeError if vLLM fails without a connector."""
+    assert scenario.pair is not None
+    plain, book = known or plain_runs.get(asked(scenario, seed))
     tmp.mkdir(parents=True, exist_ok=True)
     pair = Pair(target, scenario, plain, tmp=tmp, model=plain_runs.model, book=book)
     outcome, ended = pair.outcome(scenario.pair)

@@ -76,6 +76,7 @@ def write(scenario: Scenario, path: Path) -> None:
 def text_of(scenario: Scenario) -> str:
     """YAML: what is not a default, several requests to a line."""
     lines = [f"id: {scenario.id}", f"text: {scenario.text}"]
+    lines += [f"pair: {scenario.pair}"] if scenario.pair else []
     start = flow(scenario.start.model_dump(exclude_defaults=True))
     lines += [f"start: {start}"] if start != "{}" else []
     lines += [f"families: {scenario.families}"] if scenario.families is not None else []

@@ -21,6 +21,7 @@ from kvconform.live.engine import Made, make_run, resolved
 from kvconform.live.events import missing, own_events, thin
 from kvconform.live.fault import lacking, spared
 from kvconform.live.job import Outcome, Play
+from kvconform.live.pair_run import asked, run_pair
 from kvconform.live.plains import Plains, plains
 from kvconform.live.reduce import CLAIMS, REDUCED, claim, reduce, write
 from kvconform.live.scenario import Scenario
@@ -69,10 +70,8 @@ def run_live(
     """Make the run of a scenario; its trace holds the probe's events and ours. `known`: answers of a run without connector that has all
     of its requests, if there is one. RuntimeError if vLLM fails without a connector."""
     if scenario.pair is not None:
-        from kvconform.live.pair_run import run_pair
-
         assert target is not None
-        events, lacks, made, channels = run_pair(scenario, variant, target, seed=seed, tmp=tmp, plain_runs=plain_runs)
+        events, lacks, made, channels = run_pair(scenario, variant, target, seed=seed, tmp=tmp, plain_runs=plain_runs, known=known)
         return LiveRun(variant, events, channels, lacks=lacks), made
     wanted = plays(scenario, spec.workloads.get(scenario.workload or ""), seed)
     plain, book = known or plain_runs.get(_unhurried(wanted))
@@ -224,7 +223,7 @@ def _reduced(
     bad = [row for row in bad if row.requirement in names]
     if not bad:
         return
-    known = plain_runs.get(_unhurried(plays(scenario, None, 0)))
+    known = plain_runs.get(asked(scenario, 0) if scenario.pair else _unhurried(plays(scenario, None, 0)))
     numbers = itertools.count()
 
     def fails(smaller: Scenario) -> bool:

@@ -63,7 +63,8 @@ class Phase(Model):
 
 class Request(Model):
     """One request of a workload without phases: it arrives before step `at`. Its prompt is the first `shared` tokens of family `family`,
-    and `tail` tokens of its own. `abort`: it is aborted so many steps after its arrival."""
+    and `tail` tokens of its own. `abort`: it is aborted so many steps after its arrival. Of a pair, requests with the same `at` are under
+    way together, steps are the consumer's, and one with `early` gets no further than the producer."""
 
     at: Count = 0
     family: Count = 0
@@ -72,8 +73,11 @@ class Request(Model):
     own: Count | None = Field(default=None, description="which tokens of its own; default: its place in the list")
     out: PositiveInt = 8
     abort: PositiveInt | None = None
+    early: PositiveInt | None = Field(default=None, description="of a pair: aborted so many steps after its arrival at the producer")
     priority: int = 0
-    reset: bool = Field(default=False, description="vLLM's local prefix cache is emptied before it, once nothing runs")
+    reset: bool = Field(
+        default=False, description="vLLM's local prefix cache (of a pair: the consumer's) is emptied before it, once nothing runs"
+    )
 
 
 class Workload(Model):
@@ -117,7 +121,7 @@ class Scenario(Model):
     families: int | None = Field(default=None, description="seed of the tokens of `requests`; default: the run's")
     fail: bool = Field(default=False, description="the connector is asked to let loads fail")
     faults: list[Fault] = Field(default=[], description="what happens to the servers of the connector's settings, in this order")
-    pair: Literal["handed", "aborted", "replayed", "altered", "killed"] | None = Field(
+    pair: Literal["handed", "aborted", "replayed", "altered", "killed", "requests"] | None = Field(
         default=None, description="a producer and a consumer in processes of their own, and what the proxy between them does"
     )
     on_failure: Literal["recompute", "fail"] = Field(default="recompute", description="kv_load_failure_policy of a pair")
@@ -127,8 +131,12 @@ class Scenario(Model):
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Scenario:
-        if (self.workload is not None) + bool(self.requests) + (self.pair is not None) != 1:
+        if (self.workload is not None) + bool(self.requests) + (self.pair not in (None, "requests")) != 1:
             raise ValueError("needs a workload, requests of its own, or a pair")
+        if self.pair == "requests" and not self.requests:
+            raise ValueError("a pair that is to play requests needs some")
+        if self.pair is None and any(request.early for request in self.requests):
+            raise ValueError("there is no producer where a request could end early")
         if "preemptions" in self.due and self.start.blocks > 64:
             raise ValueError("preemptions are due, and there are blocks enough for all")
         if "drafts" in self.due and not self.start.spec_tokens:

@@ -6,11 +6,11 @@ from __future__ import annotations
 import re
 
 from kvconform.errors import UsageError
-from kvconform.live.seeds import random_scenario
+from kvconform.live.seeds import random_pair, random_scenario
 from kvconform.load import Spec, load_spec
 from kvconform.settings import Settings
 
-RANDOM = re.compile(r"^live\.random-(\d+)(?:\[.*\])?$")
+RANDOM = re.compile(r"^(?:live|pair)\.random-(\d+)(?:\[.*\])?$")
 """How a seed is named in -k."""
 
 
@@ -24,6 +24,6 @@ def spec_for(settings: Settings) -> Spec:
     spec = load_spec(cases=settings.cases, live=live)
     named = [name for entry in (*settings.select, settings.trace or "") for name in RANDOM.findall(entry)] if live else []
     for seed in (*range(settings.seed, settings.seed + settings.seeds), *map(int, named)):
-        scenario = random_scenario(seed)
-        spec.cases[scenario.id] = scenario  # type: ignore[assignment]
+        for scenario in (random_scenario(seed), random_pair(seed)):
+            spec.cases[scenario.id] = scenario  # type: ignore[assignment]
     return spec

@@ -19,7 +19,7 @@ from kvconform.verdict import Row, Verdict
 
 UNMADE = (Verdict.UNSUPPORTED, Verdict.DISABLED)
 """Verdicts of rows that say nothing of a run: if a run has no others, it was not made."""
-RANDOM = re.compile(r"live\.random-\d+")
+RANDOM = re.compile(r"(live|pair)\.random-\d+")
 LINES: TypeAdapter[ReportLine] = TypeAdapter(ReportLine)
 
 

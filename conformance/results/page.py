@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from kvconform import named
+from kvconform.live.seeds import PAIR_REQUESTS
 from kvconform.load import Spec
 from kvconform.requirement import Source
 from kvconform.results.digest import Area, Digest
@@ -101,8 +102,9 @@ def _campaigns(campaigns: Sequence[Digest]) -> str:
         )
         for each in campaigns
     ]  # fmt: skip
-    command = "`--engine live --seeds 20 -k 'live.random-*'` (docs/live.md)"
-    text = f"\n## Random workloads\n\nOn all of vLLM, a hundred requests each: {command}.\n\n"
+    command = "`--engine live --seeds 20 -k '*.random-*'` (docs/live.md)"
+    each = f"a hundred requests each ({PAIR_REQUESTS} from a producer to a consumer, for connectors that transfer)"
+    text = f"\n## Random workloads\n\nOn all of vLLM, {each}: {command}.\n\n"
     return text + _table(("connector", "seeds", "answer", "loads", "saves", "what failed", "date"), rows)
 
 

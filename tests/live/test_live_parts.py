@@ -17,10 +17,11 @@ from kvconform.fixtures.tiny_llama import make
 from kvconform.live.compare import AMBIGUOUS, compare, describe
 from kvconform.live.events import end_event, missing, own_events
 from kvconform.live.job import Answer, Counts, Outcome, PhaseDone
+from kvconform.live.pair_run import asked
 from kvconform.live.process import Ended
 from kvconform.live.reduce import claim, reduce, text_of
 from kvconform.live.scenario import MAX_MODEL_LEN, Scenario, Workload
-from kvconform.live.seeds import STARTS, random_scenario
+from kvconform.live.seeds import PAIR_REQUESTS, PAIR_STARTS, STARTS, random_pair, random_scenario
 from kvconform.live.select import spec_for
 from kvconform.live.workload import plays
 from kvconform.load import SpecError, load_spec
@@ -104,10 +105,28 @@ def test_random_workloads_have_what_they_are_for() -> None:
 
 def test_seeds_are_selected_and_replayed_by_name() -> None:
     spec = spec_for(Settings(engine="live", seeds=2, seed=5))
-    assert {"live.random-5", "live.random-6"} <= set(spec.cases)
+    assert {"live.random-5", "live.random-6", "pair.random-5", "pair.random-6"} <= set(spec.cases)
     assert "live.random-9" in spec_for(Settings(engine="live", select=["live.random-9[live-sync-v1-d1-b32]"])).cases
     with pytest.raises(UsageError, match="--engine live"):
         spec_for(Settings(seeds=2))
+
+
+def test_random_pairs_have_what_they_are_for_and_are_asked_without_a_connector_first() -> None:
+    found = [random_pair(seed) for seed in range(len(PAIR_STARTS))]
+    requests = [request for scenario in found for request in scenario.requests]
+    assert any(r.abort for r in requests) and any(r.early for r in requests) and any(r.reset for r in requests)
+    assert all(scenario.unmet({"transfer": False}) and not scenario.unmet({"transfer": True, "store": False}) for scenario in found)
+    (play,) = asked(found[0], 7)
+    assert [ask.id for ask in play.asks] == [f"r{n}" for n in range(PAIR_REQUESTS)] and not any(ask.abort for ask in play.asks)
+    smaller = reduce(found[0], lambda scenario: 5 in {request.own for request in scenario.requests})
+    assert Scenario.model_validate(yamlio.parse(text_of(smaller), "x")) == smaller and smaller.pair == "requests"
+    assert asked(smaller, 0)[0].asks[0].tokens == play.asks[5].tokens
+
+
+@pytest.mark.parametrize("wrong", [{"pair": "requests"}, {"requests": [{"early": 1}]}, {"pair": "handed", "requests": [{}]}])
+def test_requests_of_a_pair_are_for_a_pair(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="pair|producer"):
+        Scenario.model_validate({"id": "pair.x", "text": "x", **wrong})
 
 
 def test_a_workload_is_reduced_to_the_requests_that_it_takes() -> None:
