@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from enum import Enum
 from typing import Any
 
 from vllm.v1 import kv_cache_interface
@@ -26,6 +28,9 @@ RESOLVES_LAYOUTS = hasattr(utils, "resolve_kv_cache_layout")
 LAYOUTS = ("LBHNC", "LBNHC", "BLNHC", "BLHNC", "BHLNC", "LHBNC")
 _ALIASES = {"HND": "LBHNC", "NHD": "LBNHC"}
 ITEM = 4  # bytes of a float32
+_KIND = next(field.default for field in fields(MambaSpec) if field.name == "mamba_type")
+MAMBA1: Any = type(_KIND)["MAMBA1"] if isinstance(_KIND, Enum) else "mamba1"
+"""The kind of the recurrent layers: a state of the convolution and one behind it, either (channels, 1)."""
 
 
 def resolve_layout(config: Any, only: str | None) -> str:
@@ -58,8 +63,8 @@ def _spec(group: Group, head_dim: int, heads: int) -> Any:
     shape: dict[str, Any] = dict(block_size=group.block_size, num_kv_heads=group.heads, head_size=head_dim, dtype=torch.float32)
     if group.recurrent:
         page = heads * group.block_size * 2 * head_dim * ITEM
-        state = dict(shapes=((2 * head_dim,),), dtypes=(torch.float32,), mamba_cache_mode="align", page_size_padded=page)
-        return MambaSpec(block_size=group.block_size, **state)
+        state = dict(shapes=((head_dim, 1),) * 2, dtypes=(torch.float32,) * 2, mamba_cache_mode="align", page_size_padded=page)
+        return MambaSpec(block_size=group.block_size, mamba_type=MAMBA1, **state)
     if group.kind == "latent":
         return MLAAttentionSpec(**{**shape, "head_size": 2 * head_dim})
     return FullAttentionSpec(**shape) if group.window is None else SlidingWindowSpec(**shape, sliding_window=group.window)

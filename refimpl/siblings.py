@@ -111,6 +111,10 @@ class Fetcher(Waits, ReferenceConnector):
         for piece in load.pieces:
             self._store.drop(piece.key)
 
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Nothing: MultiConnector would give it to all children in the place of theirs."""
+        return None
+
 
 @dataclass
 class Greeting(KVConnectorHandshakeMetadata):
