@@ -137,6 +137,7 @@ class Case(Model):
         implied = sorted({need for step in self.steps if (need := step.needs)})
         implied += ["hma"] if len(self.config.groups) > 1 else []
         implied += ["!composite"] if self.config.multi else []
+        implied += ["!transfer"] if "greeter" in self.config.multi else []  # which alone would be known to its peers
         implied += ["context_parallel"] if self.config.context_parallel > 1 else []
         implied += [f"'{role}' in cap.roles" for role in sorted(set(self.config.engines.values()) - {"kv_both"})]
         return compile_capability([self.needs, *implied])

@@ -56,7 +56,7 @@ def _arguments(settings: Settings) -> list[str]:
         "kvconform",
         f"--connector={settings.connector}",
         f"-n{settings.workers}",
-        "--dist=load",
+        f"--dist={'worksteal' if settings.engine == 'live' else 'load'}",  # a live run that is made smaller takes minutes
         "--max-worker-restart=1000",
         "--import-mode=importlib",
         f"-c{os.devnull}",

@@ -28,6 +28,9 @@ SMALL: tuple[Data, ...] = (
 """Configurations of small workloads: few, because making one takes longer than running the workload. Two blocks and their output fit."""
 RELATIONS: tuple[list[str], ...] = (*[[]] * 14, ["no-connector"], ["pickled-metadata"])
 
+PROCESSES: tuple[list[str], ...] = (*[["second-process"]] * 9, ["hash-seed"])
+"""Second runs that take a process of their own: half a second, and eight."""
+
 
 def drawn(engines: list[str], schedulings: list[str], slows: list[str] | None, *, first_seed: int, count: int) -> Iterator[Workload]:
     """`count` workloads, the same for the same arguments on every machine."""
@@ -67,6 +70,13 @@ def one(seed: str, engines: list[str], schedulings: list[str], slows: list[str] 
     if not simple:
         config["num_blocks"] = 64 if "groups" in extra else dice.pick([64, enough, enough + 1, enough + 3, enough + 6])
     policies = [dice.pick(sorted(POLICIES))] if engine == "reference" and not simple and dice.one_in(2) else []
+    if "tensor_parallel" in extra and not drafts and dice.one_in(4):  # with drafts, vLLM does not do it (50391)
+        extra |= {"groups": ["latent"], "context_parallel": 2}
+    restart = next((step for step in steps if "restart" in step), None)
+    if restart is not None and dice.one_in(6):
+        restart["restart"] = "process"
+    if theme in ("plain", "failing") and not simple and not relations:
+        relations = list(dice.pick(PROCESSES)) if dice.one_in(40) else []
     return make(
         f"drawn.{seed.replace('/', '.')}", "Drawn at random.", steps, engine=engine, scheduling=scheduling, runner=dice.pick(["v1", "v2"]),
         depth=depth, config={**config, **extra}, policies=policies, slow=dice.pick(slows) if slows else None, relations=relations,

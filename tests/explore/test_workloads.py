@@ -44,8 +44,16 @@ def test_draws_differ_in_everything_that_matters() -> None:
         found.update(f"config {name}" for name in data["config"])
     wanted = ("abort", "preempt", "drop-local", "reset", "idle", "reorder", "depth 3", "runner v2", "scheduling async", "ignore-hits")
     others = ("fail-load", "restart", "schedule", "lookup-only", "pause", "mm", "priority", "id", "stop_at", "params", "handed", "reloads")
-    special = ("engines", "groups", "tensor_parallel", "multi", "load_failure_policy", "spec_tokens", "prefix_caching")
+    special = ("engines", "groups", "tensor_parallel", "multi", "load_failure_policy", "spec_tokens", "prefix_caching", "context_parallel")
     assert all(found[name] > 1 for name in (*wanted, *others, *(f"config {each}" for each in special))), found
+
+
+def test_few_have_a_second_run_in_a_process_of_its_own() -> None:
+    """A process takes as long as a hundred workloads."""
+    found = Counter(relation for workload in some(4000) for relation in workload.data["relations"])
+    assert 40 < found["second-process"] < 80 and 2 < found["hash-seed"] < 20
+    restarts = Counter(step["restart"] for workload in some(4000) for step in workload.data["steps"] if "restart" in step)
+    assert 2 < restarts["process"] < restarts["engine"] / 3
 
 
 def test_a_request_alone_fits_into_the_memory_that_is_drawn() -> None:
