@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Campaigns on correct connectors: they count, they go on where they stopped, and they keep what fails."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from kvconform import yamlio
+from kvconform.case import Case
+from kvconform.explore import correct
+from kvconform.explore.correct import Batch, State, batches, main, run
+from kvconform.refimpl import variants
+
+pytest.importorskip("vllm")
+
+
+def test_a_correct_connector_fails_nothing() -> None:
+    found = run("sync", 3, 6, True)
+    assert (found.workloads, found.unsupported, found.failures) == (6, 0, [])
+
+
+def test_what_fails_is_kept_as_a_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(variants.VARIANTS, "bad", ("kvconform.refimpl.defects.loads:NoKeywords", {}))
+    monkeypatch.setattr(correct, "ENGINES", ["reference"])
+    found = run("bad", 3, 12, True)
+    assert found.workloads == 12 and found.failures
+    correct._keep(found, tmp_path)
+    files = list(tmp_path.glob("bad-*.yaml"))
+    assert len(files) == len(found.failures) == len(capsys.readouterr().out.splitlines())
+    assert Case.model_validate(yamlio.parse(files[0].read_text(), "x")).engines == ["reference"]
+
+
+def test_every_variant_has_its_turn_and_a_later_run_goes_on() -> None:
+    turns = list(islice(batches(["a", "b"], 0), 5))
+    assert turns == [("a", 0), ("b", 0), ("a", 1), ("b", 1), ("a", 2)]
+    assert list(islice(batches(["a", "b"], 3), 2)) == turns[3:]
+
+
+def test_it_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = State()
+    state.add(Batch(variant="a", workloads=5, unsupported=1, guarantees={"engine.x": 2}))
+    assert (state.batches, state.workloads, state.unsupported, state.guarantees) == (1, 5, 1, {"engine.x": 2})
+    kept = tmp_path / "state.json"
+    kept.write_text(state.model_dump_json())
+    assert main(["--workloads", "5", "--state", str(kept)]) == 0
+    assert "5 workloads (4 judged), 0 failures" in capsys.readouterr().out
+    state.add(Batch(variant="a", failures=[("case", "text", "r.x", "it is wrong")]))
+    kept.write_text(state.model_dump_json())
+    assert main(["--workloads", "5", "--state", str(kept)]) == 1
+
+
+def test_an_unknown_variant_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["nobody"]) == 2
+    assert "there is no variant 'nobody'; there are sync, async" in capsys.readouterr().err
