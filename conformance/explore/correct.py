@@ -33,8 +33,8 @@ ENGINES = ["reference", "vllm"]
 
 
 class Batch(BaseModel):
-    """What came of some workloads on one variant. `failures`: (case's id, case as YAML, requirement, message); `guarantees`: those that vLLM
-    broke, and how often."""
+    """What came of some workloads on one variant. `failures`: (id of the case, its YAML, requirement, message); `guarantees`: those that
+    vLLM broke, and how often."""
 
     model_config = ConfigDict(extra="forbid")
 
