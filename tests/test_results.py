@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,28 +15,9 @@ from kvconform.results import digest, finding, page
 from kvconform.results.__main__ import ROOT as RESULTS
 from kvconform.results.__main__ import main, wanted
 
-HERE = Path(__file__).parents[1] / RESULTS
-HEADER = {
-    "type": "header", "suite": "0.1", "vllm": "0.32.0", "connector": "x", "engines": ["vllm"], "scheduling": ["sync"], "seed": 0,
-    "profile": "core", "capabilities": {}, "adapters": ["a stand-in"],
-}  # fmt: skip
-ROW = {"type": "row", "case": "chunked.abort", "scheduling": "sync", "runner": "v1", "depth": 1, "block_size": 4}
-FOOTER = {"type": "footer", "counts": {}, "verdict": "nonconformant"}
+sys.path.insert(0, str(Path(__file__).parent))
 
-
-def report(folder: Path, rows: list[dict[str, Any]], *, end: bool = True) -> Path:
-    folder.mkdir(exist_ok=True)
-    lines = [HEADER, *({**ROW, **row} for row in rows), *([FOOTER] if end else [])]
-    (folder / "report.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return folder
-
-
-ROWS = [
-    {"requirement": "save.confirmed", "engine": "vllm", "verdict": "FAIL", "exercised": 3, "count": 1},
-    {"requirement": "save.confirmed", "engine": "reference", "verdict": "PASS", "exercised": 2},
-    {"requirement": "load.only-grant", "engine": "vllm", "verdict": "PASS", "exercised": 5},
-    {"requirement": "lookup.identity", "engine": "vllm", "verdict": "NOT_EXERCISED"},
-]
+from results_rig import HEADER, HERE, ROWS, report
 
 
 def test_a_report_becomes_a_digest_per_engine(tmp_path: Path) -> None:

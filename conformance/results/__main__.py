@@ -3,8 +3,10 @@
 
     add ENTRY REPORT_DIR     keep the report of a connector of the catalogue, one digest per engine; then make the pages
     pages [--check]          make the pages; --check only says whether they are as they should be
+    reproduce [NAME...]      run what reproduces the findings (of these ids, pages or entries), and say which still fail as they say
 
-Run `add` in the environment in which the report was made: it notes the versions of the connector's packages.
+Run `add` in the environment in which the report was made: it notes the versions of the connector's packages. `reproduce` takes what is
+installed.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from pathlib import Path
 from kvconform import named
 from kvconform.errors import KvconformError, UsageError
 from kvconform.load import Spec, load_spec
-from kvconform.results import digest, finding, page
+from kvconform.results import digest, finding, page, reproduce
 
 ROOT = Path("docs/results")
 
@@ -66,7 +68,11 @@ def run(arguments: list[str] | None = None) -> int:
     adding.add_argument("report_dir", type=Path)
     making = verbs.add_parser("pages", help="make the pages")
     making.add_argument("--check", action="store_true")
+    trying = verbs.add_parser("reproduce", help="run what reproduces the findings")
+    trying.add_argument("names", nargs="*", metavar="NAME")
     given = parser.parse_args(arguments)
+    if given.verb == "reproduce":
+        return _reproduce(given.root, given.names)
     spec = load_spec()
     if given.verb == "add":
         entry = given.entry.removeprefix(named.PREFIX)
@@ -81,6 +87,15 @@ def run(arguments: list[str] | None = None) -> int:
     for name in make(given.root, spec):
         print(f"{given.root / name}: written")
     return 0
+
+
+def _reproduce(root: Path, names: list[str]) -> int:
+    """1 if one that is called confirmed did not fail as it says, or none could be run."""
+    found = []
+    for each in reproduce.chosen(finding.read(root), names):
+        found.append(reproduce.reproduce(each))
+        print(found[-1], flush=True)
+    return int(any(each.disproved for each in found) or all(each.why is not None for each in found))
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -24,7 +24,8 @@ each line from nothing. A connector's page has its areas and its findings.
 
 A finding is *confirmed* when its minimal case reproduces it in a fresh environment with stock code, when adapter and emulation are ruled
 out, and when vLLM's source supports the requirement. Everything else is an *open question*: not more than that. NOT CONFORMANT says that
-a requirement failed, and nothing yet about how much that matters to anybody.
+a requirement failed, and nothing yet about how much that matters to anybody. `python -m kvconform.results reproduce` runs the findings'
+cases with what is installed, and says which still fail as they say.
 
 """
 

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m kvconform.results reproduce`: findings that still fail, that do not, and that could not be run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvconform.errors import UsageError
+from kvconform.results import finding
+from kvconform.results.__main__ import main
+from kvconform.results.reproduce import LIMIT, chosen, command, reproduce
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from results_rig import HERE, ROWS, report
+
+Call = Callable[..., subprocess.CompletedProcess[str]]
+FINDING = next(each for each in finding.read(HERE) if each.id == "example-chunked-prefill")
+SAVE, BOTH = (FINDING.model_copy(update={"requirements": names}) for names in (["save.confirmed"], ["save.confirmed", "load.only-grant"]))
+
+
+def answering(code: int, rows: list[dict[str, Any]], stderr: str = "") -> Call:
+    def call(arguments: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        report(Path(arguments[arguments.index("--report-dir") + 1]), rows)
+        return subprocess.CompletedProcess(arguments, code, "", stderr)
+
+    return call
+
+
+def test_the_command_is_run_with_this_interpreter(tmp_path: Path) -> None:
+    assert command(FINDING, tmp_path)[:4] == [sys.executable, "-m", "kvconform", "run"]
+    with pytest.raises(UsageError, match="no command of kvconform's"):
+        command(FINDING.model_copy(update={"reproduce": "make it fail"}), tmp_path)
+
+
+def test_what_fails_is_reproduced() -> None:
+    found = reproduce(SAVE, answering(1, ROWS))
+    assert str(found) == "example-chunked-prefill: reproduced (save.confirmed)" and not found.disproved
+
+
+def test_a_requirement_that_does_not_fail_any_more_is_named() -> None:
+    found = reproduce(BOTH, answering(1, ROWS))
+    assert str(found) == "example-chunked-prefill (confirmed): NOT reproduced: load.only-grant did not fail" and found.disproved
+    question = BOTH.model_copy(update={"status": "open question"})
+    assert not reproduce(question, answering(1, ROWS)).disproved
+
+
+def test_what_cannot_be_run_is_no_answer() -> None:
+    found = reproduce(SAVE, answering(3, ROWS, "kvconform: there is no such package here: install it\n"))
+    assert str(found).endswith("not run: there is no such package here: install it") and not found.disproved
+
+    def hangs(arguments: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        raise subprocess.TimeoutExpired(arguments, LIMIT)
+
+    assert reproduce(SAVE, hangs).why == "no answer within 1200 s"
+
+
+def test_findings_are_chosen_by_id_page_or_entry() -> None:
+    known = finding.read(HERE)
+    assert chosen(known, []) == known and [each.id for each in chosen(known, [FINDING.id])] == [FINDING.id]
+    assert {each.family for each in chosen(known, ["nixl", "mooncake-store"])} == {"nixl", "mooncake"}
+    with pytest.raises(UsageError, match="no finding 'nobody'"):
+        chosen(known, ["nobody"])
+
+
+def test_a_finding_of_an_installed_connector_is_reproduced(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("vllm")
+    assert main(["--root", str(HERE), "reproduce", "example-negative-answer"]) == 0
+    assert "example-negative-answer: reproduced" in capsys.readouterr().out
