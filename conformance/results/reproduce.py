@@ -28,7 +28,8 @@ LIMIT = 1200.0
 
 @dataclass(frozen=True)
 class Reproduced:
-    """What came of a finding's command. `missing`: its requirements that did not fail; `why`: why there is no answer, or None."""
+    """What came of a finding's command. `missing`: its requirements that did not fail, as some show on another engine or case alone; `why`:
+    why there is no answer, or None."""
 
     finding: Finding
     missing: tuple[str, ...] = ()
@@ -36,15 +37,20 @@ class Reproduced:
 
     @property
     def disproved(self) -> bool:
-        """Whether it is called confirmed, and was not seen."""
-        return self.finding.status == "confirmed" and self.why is None and bool(self.missing)
+        """Whether it is called confirmed, and nothing of it was seen."""
+        return self.finding.status == "confirmed" and self.why is None and not self._seen
+
+    @property
+    def _seen(self) -> list[str]:
+        return [name for name in self.finding.requirements if name not in self.missing]
 
     def __str__(self) -> str:
         if self.why is not None:
             return f"{self.finding.id}: not run: {self.why}"
-        if not self.missing:
-            return f"{self.finding.id}: reproduced ({', '.join(self.finding.requirements)})"
-        return f"{self.finding.id} ({self.finding.status}): NOT reproduced: {', '.join(self.missing)} did not fail"
+        if not self._seen:
+            return f"{self.finding.id} ({self.finding.status}): NOT reproduced: {', '.join(self.missing)} did not fail"
+        rest = f"; not by this command: {', '.join(self.missing)}" if self.missing else ""
+        return f"{self.finding.id}: reproduced ({', '.join(self._seen)}{rest})"
 
 
 def chosen(findings: Iterable[Finding], names: Iterable[str]) -> list[Finding]:
