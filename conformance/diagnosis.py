@@ -145,7 +145,11 @@ def _end(e: Event) -> str:
 
 def _reported(e: Event) -> str:
     kind = "finished_recving" if e["direction"] == "recv" else "finished_sending"
-    return f"{kind} named {e['req']}, which the engine was {'' if e['held'] else 'not '}waiting for"
+    text = f"{kind} named {e['req']}, which the engine was {'' if e['held'] else 'not '}waiting for"
+    if not e.get("second"):
+        return text
+    other = "send" if e["direction"] == "recv" else "load"
+    return f"{text}; its {other}, which the engine waited for at the same time, had been reported, and that was enough"
 
 
 def _failed(e: Event) -> str:

@@ -197,8 +197,9 @@ _kind("release", "sched", "req:s generation:i direction:s transfer:s? cause:s", 
 _kind(
     "transfer.reported",
     "sched",
-    "req:s generation:i transfer:s? rank:i direction:s known:b held:b",
-    "The worker half reported a finished transfer; held = the engine waited for exactly this.",
+    "req:s generation:i transfer:s? rank:i direction:s known:b held:b second:b",
+    "The worker half reported a finished transfer; held = the engine waited for exactly this; second = for load and send at once, "
+    "and the other one was reported before.",
 )
 _kind(
     "transfer.failed",

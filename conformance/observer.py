@@ -42,6 +42,8 @@ class Observer(MetadataObserver):
         self.failed_claims: dict[tuple[str, int, int], int] = {}
         self.transfers = 0
         self.held: dict[str, set[str]] = {}
+        self.reported: dict[str, set[str]] = {}  # since the engine began to wait, by request: directions
+        self.both: set[str] = set()  # requests whose load and send the engine waits for at once, or did when the first was reported
         self.activity = 0
         self.reset_seen = False
         self.outage = False  # what a lookup finds may be gone at any time, and we would not know
@@ -166,7 +168,13 @@ class Observer(MetadataObserver):
     # -- holds -----------------------------------------------------------------------------------------------------------------
     def hold(self, req: str, direction: str, transfer: str | None, cause: str) -> None:
         """The engine waits for a completion report of this request."""
-        self.held.setdefault(req, set()).add(direction)
+        held = self.held.setdefault(req, set())
+        if not held:
+            self.reported[req] = set()
+            self.both.discard(req)
+        held.add(direction)
+        if len(held) > 1:
+            self.both.add(req)
         self.trace.emit("hold", req=req, generation=self.generation(req), direction=direction, transfer=transfer, cause=cause)
 
     def release(self, req: str, direction: str, cause: str) -> None:
@@ -198,10 +206,13 @@ class Observer(MetadataObserver):
         for direction, ids in (("send", sending), ("recv", recving)):
             for req in sorted(ids):
                 grant = (self._open_async(req) or self._last_async(req)) if direction == "recv" else None
+                seen = self.reported.setdefault(req, set())
                 self.trace.emit(
                     "transfer.reported", req=req, generation=self.generation(req), transfer=grant.transfer if grant else None, rank=0,
                     direction=direction, known=req in self.scheduler.requests, held=direction in self.held.get(req, set()),
+                    second=req in self.both and bool(seen - {direction}),
                 )  # fmt: skip
+                seen.add(direction)
         for req in sorted(failed):
             grant = self._open_async(req)
             self._fail(req, grant, sorted(grant.blocks) if grant else [], [])
