@@ -198,8 +198,7 @@ _kind(
     "transfer.reported",
     "sched",
     "req:s generation:i transfer:s? rank:i direction:s known:b held:b second:b",
-    "The worker half reported a finished transfer; held = the engine waited for exactly this; second = for load and send at once, "
-    "and the other one was reported before.",
+    "The worker half reported a finished transfer; held = the engine waited for it; second = for load and send, the other was reported.",
 )
 _kind(
     "transfer.failed",

@@ -16,16 +16,15 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from kvconform.defects import specification
 from kvconform.explore.draw import drawn, small
 from kvconform.explore.workload import text_of
 from kvconform.files import scratch_root
-from kvconform.load import Spec, load_spec
 
 HANGS = 30.0
 """Seconds after which a hook counts as one that never returns."""
@@ -64,12 +63,6 @@ class State(BaseModel):
         self.unsupported += batch.unsupported
         self.failures += len(batch.failures)
         self.guarantees = dict(Counter(self.guarantees) + Counter(batch.guarantees))
-
-
-@cache
-def specification() -> Spec:
-    """The specification, once in a process."""
-    return load_spec()
 
 
 def batches(names: list[str], first: int) -> Iterator[tuple[str, int]]:

@@ -11,10 +11,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvconform.compare import reports
 from kvconform.errors import UsageError
-from kvconform.report import jsonl
-from kvconform.report_models import RowLine
-from kvconform.results.digest import LINES
 from kvconform.results.finding import Finding
 from kvconform.verdict import Verdict
 
@@ -85,5 +83,4 @@ def reproduce(finding: Finding, call: Callable[..., subprocess.CompletedProcess[
 
 
 def _failed(report_dir: Path) -> set[str]:
-    lines = (LINES.validate_json(line) for line in (report_dir / jsonl.NAME).read_text(encoding="utf-8").splitlines())
-    return {line.requirement for line in lines if isinstance(line, RowLine) and line.verdict in FAILED}
+    return {requirement for (requirement, _), verdict in reports.read(str(report_dir)).verdicts.items() if verdict in FAILED}
