@@ -37,7 +37,8 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
-def _dies_with_parent() -> None:
+def dies_with_parent() -> None:
+    """This process is killed when the thread that started it ends (Linux)."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -80,7 +81,7 @@ def main(grace: float, command: list[str]) -> int:
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     told, shared = os.environ.pop(LEFT, None), Shared()  # not for guards that the command starts
     child = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_dies_with_parent, restore_signals=True
+        command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=dies_with_parent, restore_signals=True
     )  # fmt: skip
     while child.poll() is None and os.getppid() == parent:
         if told:

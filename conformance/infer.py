@@ -101,8 +101,16 @@ def profile_of(target: Target, tmp: Path) -> Profile:
     full = complete(caps)
     has_declared = sources["saves"] == "declared" and sources["chunk_tokens"] == "declared" and not full["best_effort"]
     sources |= contradictions
-    promises = Promises(full, has_declared, lambda plain, size: calibration.came_back(plain, size)[0])
-    return Profile(full, sources, promises)
+    return Profile(full, sources, _promises(calibration, full, has_declared))
+
+
+def promises_of(target: Target, tmp: Path, caps: dict[str, Any], *, declared: bool) -> Promises:
+    """What a target promises whose capabilities are known. Runs nothing before somebody asks."""
+    return _promises(Calibration(target, tmp), caps, declared)
+
+
+def _promises(calibration: Calibration, caps: dict[str, Any], declared: bool) -> Promises:
+    return Promises(caps, declared, lambda plain, size: calibration.came_back(plain, size)[0])
 
 
 def _children_keep_hybrid(target: Target, tmp: Path) -> bool:

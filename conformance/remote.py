@@ -17,6 +17,7 @@ from typing import Any
 from vllm.forward_context import set_forward_context
 
 from kvconform.compat import KVConnectorBase_V1, KVConnectorRole
+from kvconform.guard import dies_with_parent
 from kvconform.kvcache import PagedCache
 from kvconform.probe import Probe, hook_names
 from kvconform.watchdog import HookTimeout
@@ -125,6 +126,7 @@ for _hook in (
 
 def _serve(pipe: Connection, create: Callable[[], Any], cache: PagedCache, config: Any) -> None:
     """The child: constructs the worker half, answers hooks until told to stop."""
+    dies_with_parent()
     Probe.active = None
     try:
         half = create()

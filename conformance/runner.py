@@ -16,7 +16,7 @@ from kvconform.capabilities import complete
 from kvconform.case import Variant
 from kvconform.device_kinds import Device
 from kvconform.driver import Driver, Stalled, Watcher
-from kvconform.elsewhere import FirstPartEnded, process_restart, run_elsewhere, run_first_part
+from kvconform.elsewhere import FirstPartEnded, cannot_fork, process_restart, run_elsewhere, run_first_part
 from kvconform.engines.fault import EngineFault
 from kvconform.engines.setup import HEAD_DIM, HEADS, LAYERS
 from kvconform.errors import KvconformError, one_line
@@ -65,14 +65,19 @@ class Run:
 
 def run_variant(
     variant: Variant, target: Target, *, seed: int, tmp: Path, relation: str = "connector", caps: dict[str, Any] | None = None,
-    promises: Promises | None = None, book: CodeBook = BOOK, watcher: Watcher | None = None,
+    promises: Promises | None = None, book: CodeBook = BOOK, watcher: Watcher | None = None, may_fork: bool = False,
 ) -> Run:  # fmt: skip
-    """One run. `relation` says how it differs from the plain one: `no-connector`, `pickled-metadata`, `repeat`. Writes below `tmp` only."""
+    """One run. `relation` says how it differs from the plain one: `no-connector`, `pickled-metadata`, `repeat`. Writes below `tmp` only.
+
+    `may_fork`: a run that forks does so here, whatever threads there are; else it takes a fresh interpreter where connectors left some.
+    """
     _freeze()
     if Probe.active is None:  # a calibration runs inside another run, whose store is not to be emptied
         clear_all()
     if relation == "hash-seed":
         return run_elsewhere(variant, target, seed=seed, tmp=tmp, caps=caps)
+    if not may_fork and watcher is None and relation != "no-connector" and cannot_fork(variant.case.steps, relation):
+        return run_elsewhere(variant, target, seed=seed, tmp=tmp, caps=caps, relation=relation, promises=promises)
     if relation == "inside-multi" or (variant.case.config.multi and relation not in ("no-connector", "alone")):
         target = inside(target, variant.case.config.multi or ["self"])
     with_connector = relation != "no-connector" and target.connector is not None

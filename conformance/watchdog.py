@@ -34,6 +34,7 @@ CASE_LIMIT = 300.0
 """Seconds for a run and those that it is compared with. One in another interpreter has a limit of its own, shorter, and no verdict."""
 START_SECONDS = "KVCONFORM_START_SECONDS"
 """Environment variable: seconds that importing vLLM, and then the connector, may take."""
+THREAD = "kvconform-watchdog"
 _SIGNAL = signal.SIGUSR2
 _HEAD = struct.Struct("<ddiBBH")
 """When the hook began (monotonic clock, s), its limit (s), step, whether killed as a hang, length of the hook's name, of the case's."""
@@ -199,7 +200,17 @@ def start(limit: float = DEFAULT_LIMIT, note: Path | None = None, grace: float =
         _watch.owner = threading.get_ident()
         signal.signal(_SIGNAL, _watch.on_signal)
     _watch.running = True
-    threading.Thread(target=_watch.patrol, name="kvconform-watchdog", daemon=True).start()
+    threading.Thread(target=_watch.patrol, name=THREAD, daemon=True).start()
+
+
+def after_fork() -> None:
+    """Watch on in a forked child, whose parent watched: its thread is not here. Without a note, and without the timer of `faulthandler`,
+    which waits for a thread that is not here either when it is told to end."""
+    global _watch
+    if not _watch.running:
+        return
+    _watch, limit = _Watch(), _watch.limit
+    start(limit)
 
 
 def stop() -> None:
@@ -212,6 +223,11 @@ def stop() -> None:
     if _watch.owner is not None:
         signal.signal(_SIGNAL, signal.SIG_DFL)
     _watch = _Watch()
+
+
+def limit() -> float:
+    """Seconds that a hook may take here."""
+    return _watch.limit
 
 
 def read_note(note: Path) -> Note | None:

@@ -162,13 +162,14 @@ def make_case(steps: list[dict[str, Any]], **more: Any) -> Case:
 
 def run_case(
     connector: str | None, steps: list[dict[str, Any]], tmp: Path, *, engine: str = "reference", scheduling: str = "sync",
-    runner: str = "v1", depth: int = 2, relation: str = "connector", extra: dict[str, Any] | None = None, seed: int = 0, **more: Any,
+    runner: str = "v1", depth: int = 2, relation: str = "connector", extra: dict[str, Any] | None = None, seed: int = 0,
+    may_fork: bool = False, **more: Any,
 ) -> Run:  # fmt: skip
     """Run a case with a connector (`module:Class`, or None)."""
     case = make_case(steps, **more)
     variant = Variant(case, engine, scheduling, runner, depth if scheduling == "async" else 1, case.config.block_size)
     target = Target(connector, {"store": "{tmp}"} if extra is None else extra, stall_seconds=0.1)
-    return run_variant(variant, target, seed=seed, tmp=tmp, relation=relation)
+    return run_variant(variant, target, seed=seed, tmp=tmp, relation=relation, may_fork=may_fork)
 
 
 def check_ok(run: Run) -> None:
