@@ -155,6 +155,7 @@ class Pair:
             params = {**(self.prefill(name, f"/{number}") or {}), **change}
             self.stale[f"{name}/altered-{number}"] = "altered"
             self.collect(self.decode(name, params, f"/altered-{number}"))
+        self.reset()  # what nobody fetched is let go of when its time is over
 
     def play_killed(self) -> None:
         """The producer dies: before the consumer has asked for anything of it, and after."""

@@ -16,6 +16,8 @@ from pathlib import Path
 
 SIZE, SECONDS = 32, 40
 LENGTHS = (70, 96, 20, 130)
+BLOCKS, BUDGET, SEQUENCES, OUTPUTS = 13, 64, 4, 6
+"""Too few blocks for all prompts with their answers at once."""
 
 
 def generate(cls: str, module: str, folder: Path, model: Path) -> None:
@@ -28,13 +30,13 @@ def generate(cls: str, module: str, folder: Path, model: Path) -> None:
     }  # fmt: skip
     llm = LLM(
         model=str(model), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, seed=0, block_size=SIZE, max_model_len=320,
-        num_gpu_blocks_override=16, max_num_batched_tokens=64, max_num_seqs=4, kv_transfer_config=transfer, disable_log_stats=False,
-        disable_hybrid_kv_cache_manager=True,
+        num_gpu_blocks_override=BLOCKS, max_num_batched_tokens=BUDGET, max_num_seqs=SEQUENCES, kv_transfer_config=transfer,
+        disable_log_stats=False, disable_hybrid_kv_cache_manager=True,
     )  # fmt: skip
     draw = random.Random(1)
     prompts = [{"prompt_token_ids": [draw.randrange(10, 500) for _ in range(length)]} for length in LENGTHS]
     for _ in range(2):
-        llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, detokenize=False), use_tqdm=False)
+        llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=OUTPUTS, ignore_eos=True, detokenize=False), use_tqdm=False)
         llm.reset_prefix_cache()
     llm.llm_engine.engine_core.shutdown()
 

@@ -18,6 +18,11 @@ from kvconform.live.trace import channels, collect
 from kvconform.load import load_spec
 from kvconform.verdict import Verdict, judge
 
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from live_rig import BLOCKS, BUDGET, LENGTHS, OUTPUTS, SEQUENCES, SIZE
+
 RIG = Path(__file__).parent / "live_rig.py"
 CONNECTORS = {
     "ReferenceConnector": "kvconform.refimpl.connector",
@@ -78,3 +83,40 @@ def test_a_correct_connector_passes_on_all_of_vllm(traces: dict[str, list[dict[s
 def test_a_defect_is_found_as_on_the_other_engines(traces: dict[str, list[dict[str, Any]]], cls: str, requirement: str) -> None:
     bad, _ = failed(traces[cls], async_load=cls == "ReceivedEarly")
     assert bad - {"live.loaded-kv"} == {requirement}  # which says the same of whole loads
+
+
+def select(trace: list[dict[str, Any]], kind: str, **fields: Any) -> list[dict[str, Any]]:
+    return [e for e in trace if e["k"] == kind and fields.items() <= e.items()]
+
+
+def schedule(trace: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    """Every request's share of every step with something in it: number of the step and of the request, counts before it, tokens known,
+    block table, kind."""
+    steps: dict[int, int] = {}
+    names: dict[str, int] = {}
+    return [
+        (
+            steps.setdefault(e["step"], len(steps)), names.setdefault(e["req"], len(names)),
+            e["so_C"], e["C"], e["P"], e["N"], tuple(e["table"]), e["kind"], e["prefill"],
+        )
+        for e in select(trace, "req.scheduled")
+    ]  # fmt: skip
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("engine", ["reference", "vllm"])
+def test_the_other_engines_schedule_what_all_of_vllm_does(engine: str, traces: dict[str, list[dict[str, Any]]], tmp_path: Path) -> None:
+    """Token for token and block for block, a preemption and loads included."""
+    from core_rig import REFERENCE, check_ok, run_case  # takes vLLM
+
+    live = traces["ReferenceConnector"]
+    first = [{"add": {"req": f"a{i}", "prompt": length, "max_tokens": OUTPUTS}} for i, length in enumerate(LENGTHS)]
+    again = [{"add": {"req": f"b{i}", "prompt": {"same": f"a{i}"}, "max_tokens": OUTPUTS}} for i in range(len(LENGTHS))]
+    config = {"block_size": SIZE, "num_blocks": BLOCKS, "budget": BUDGET, "max_seqs": SEQUENCES, "max_model_len": 320}
+    run = run_case(REFERENCE, [*first, {"run": {}}, {"drop-local": {}}, *again, {"run": {}}], tmp_path, engine=engine, config=config)
+    check_ok(run)
+    assert live[0]["scheduling"] == "sync"
+    assert schedule(run.trace) == schedule(live)
+    preempted = [len(select(trace, "req.state", to="PREEMPTED")) for trace in (run.trace, live)]
+    assert preempted[0] == preempted[1] > 0
+    assert len(select(live, "load.due")) == len(select(run.trace, "load.due")) > 0
