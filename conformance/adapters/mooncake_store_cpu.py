@@ -11,6 +11,7 @@ garbage would wait for them without end. `around` closes them after each run.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -18,6 +19,8 @@ from typing import Any
 from kvconform.adapters import Adapter
 
 _made: list[Any] = []
+_left: list[Any] = []
+"""Ends with a thread that does not come to its end. Nobody may close them, garbage collection included."""
 
 
 class Event:
@@ -62,11 +65,11 @@ def _note(end: Any) -> None:
 
 
 def _close(end: Any) -> None:
-    """Close a client's socket, or let the server's thread come to its end and close the server's."""
+    """Close an end whose threads have come to theirs: libzmq ends the process where a socket is closed in which another thread waits."""
     import zmq
 
-    thread = getattr(end, "thread", None)
-    if thread is not None and thread.is_alive():
+    server = getattr(end, "thread", None)
+    if server is not None and server.is_alive():
         end.running = False
         with zmq.Context() as context, context.socket(zmq.REQ) as waker, suppress(zmq.ZMQError):
             waker.setsockopt(zmq.LINGER, 0)
@@ -74,10 +77,19 @@ def _close(end: Any) -> None:
             waker.connect(f"ipc://{end._ipc_path}")
             waker.send(b"")  # no request that it knows: it says so, and looks whether it is to go on
             waker.recv()
-        thread.join(2)
+        server.join(2)
+    ending = threading.Thread(target=end.ctx.term, name="mooncake-store-cpu ends a lookup channel", daemon=True)
+    ending.start()  # whoever still waits (for an engine that came before this one under the same path) gets an error; then waits for us
+    if server is None:
+        end.executor.shutdown(wait=False, cancel_futures=True)
+    for waiting in list(end.executor._threads) if server is None else [server]:
+        waiting.join(2)
+        if waiting.is_alive():
+            _left.append(end)
+            return
     with suppress(zmq.ZMQError, OSError):
         end.close()
-    end.ctx.destroy(linger=0)
+    ending.join(2)
 
 
 @contextmanager

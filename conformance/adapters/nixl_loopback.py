@@ -6,7 +6,7 @@ NIXL's agents, their transfers (UCX over TCP) and the connector's own code are u
 - The port of the side channel comes from one environment variable, which is the same for both engines of a process: each gets its own.
 - The connector asks vLLM which block sizes the attention kernel takes. The harness's model has no such kernel and takes any; where there
   are real attention layers (the live engine) the answer is theirs.
-- On a CPU the worker half binds the thread that makes it to one core for good; that is taken back after each run.
+- On a CPU the worker half binds the thread that makes it to one core for good, the same one in every process; that is taken back at once.
 """
 
 from __future__ import annotations
@@ -38,19 +38,34 @@ def install() -> None:
             _count += 1
             self.side_channel_port = _ports.choose(f"side-channel-{_count}")
 
-    scheduler.__init__ = on_its_own_port
+    worker = base_worker.NixlBaseConnectorWorker
+    construct_worker = worker.__init__
+
+    def on_every_core(self: Any, *args: Any, **kwargs: Any) -> None:
+        with _cores():
+            construct_worker(self, *args, **kwargs)
+
+    scheduler.__init__, worker.__init__ = on_its_own_port, on_every_core
     base_worker.get_current_attn_backends = any_block_size(base_worker.get_current_attn_backends)
 
 
 @contextmanager
-def fresh() -> Iterator[None]:
-    """The process's threads run where they ran before, and its ports are anybody's."""
+def _cores() -> Iterator[None]:
+    """The thread runs afterwards where it ran before."""
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
     try:
         yield
     finally:
         if cores is not None:
             os.sched_setaffinity(0, cores)
+
+
+@contextmanager
+def fresh() -> Iterator[None]:
+    """Its ports are anybody's when a run is over."""
+    try:
+        yield
+    finally:
         _ports.renew(100)
 
 

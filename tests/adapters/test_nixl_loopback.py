@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +52,10 @@ def test_kernels_that_take_no_such_block_are_noticed(tmp_path: Path, monkeypatch
 
 
 def test_a_thread_that_is_left_on_one_core_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test above of the process as it was can fail: without `around`, the thread stays where the connector has put it."""
+    """The test above of the process as it was can fail: the thread stays where the connector has put it."""
     cores = os.sched_getaffinity(0)
     if len(cores) < 2:
         pytest.skip("this machine has one core")
-    adapters.install(["nixl-loopback"])
-    monkeypatch.setitem(adapters._installed, "nixl-loopback", replace(adapter.ADAPTER, around=nullcontext))
+    monkeypatch.setattr(adapter, "_cores", nullcontext)
     judged(ENTRY, PLAIN, tmp_path, monkeypatch)
     assert os.sched_getaffinity(0) != cores
