@@ -19,6 +19,8 @@ from typing import Any
 from kvconform.adapters import Adapter
 
 _made: list[Any] = []
+_last: dict[str, Any] = {}
+"""The server that a path leads to, of those that are being closed."""
 _left: list[Any] = []
 """Ends with a thread that does not come to its end. Nobody may close them, garbage collection included."""
 
@@ -69,7 +71,9 @@ def _close(end: Any) -> None:
     import zmq
 
     server = getattr(end, "thread", None)
-    if server is not None and server.is_alive():
+    if server is None:
+        end.executor.shutdown(wait=False, cancel_futures=True)
+    elif end is _last.get(end._ipc_path) and server.is_alive():
         end.running = False
         with zmq.Context() as context, context.socket(zmq.REQ) as waker, suppress(zmq.ZMQError):
             waker.setsockopt(zmq.LINGER, 0)
@@ -77,11 +81,8 @@ def _close(end: Any) -> None:
             waker.connect(f"ipc://{end._ipc_path}")
             waker.send(b"")  # no request that it knows: it says so, and looks whether it is to go on
             waker.recv()
-        server.join(2)
     ending = threading.Thread(target=end.ctx.term, name="mooncake-store-cpu ends a lookup channel", daemon=True)
-    ending.start()  # whoever still waits (for an engine that came before this one under the same path) gets an error; then waits for us
-    if server is None:
-        end.executor.shutdown(wait=False, cancel_futures=True)
+    ending.start()  # whoever still waits gets an error: a server whose path another one has taken over. It waits for the sockets to be closed
     for waiting in list(end.executor._threads) if server is None else [server]:
         waiting.join(2)
         if waiting.is_alive():
@@ -99,9 +100,11 @@ def fresh() -> Iterator[None]:
     try:
         yield
     finally:
+        _last.update({end._ipc_path: end for end in _made[count:] if hasattr(end, "thread")})
         for end in reversed(_made[count:]):  # clients before servers
             _close(end)
         del _made[count:]
+        _last.clear()
 
 
 ADAPTER = Adapter(
