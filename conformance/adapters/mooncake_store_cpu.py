@@ -82,7 +82,7 @@ def _close(end: Any) -> None:
             waker.send(b"")  # no request that it knows: it says so, and looks whether it is to go on
             waker.recv()
     ending = threading.Thread(target=end.ctx.term, name="mooncake-store-cpu ends a lookup channel", daemon=True)
-    ending.start()  # whoever still waits gets an error: a server whose path another one has taken over. It waits for the sockets to be closed
+    ending.start()  # whoever still waits gets an error, such as a server whose path another has taken over
     for waiting in list(end.executor._threads) if server is None else [server]:
         waiting.join(2)
         if waiting.is_alive():
