@@ -70,18 +70,19 @@ FAMILIES: dict[str, Callable[[int, int], list[Data]]] = {
 
 
 def races(engines: list[str], schedulings: list[str], slows: list[str] | None, seed: int) -> Iterator[Workload]:
-    """Every race once, in an order that depends on the seed: so many of them as one likes are a fair sample."""
+    """Every race once, in an order that depends on the seed: so many of them as one likes are a fair sample. No two variants have one id:
+    their tokens would be the same, and what a server stores late, of one that is over, would be found by another."""
     modes = [("sync", 1)] * ("sync" in schedulings) + [("async", 2), ("async", 3)] * ("async" in schedulings)
     sizes = [(4, edge, budget) for edge in (-1, 0, 1) for budget in (7, 64)] + [(16, edge, 64) for edge in (-1, 0, 1)]
     streams: list[str | None] = [*slows] if slows else [None]
     every = list(itertools.product(sorted(FAMILIES), POINTS, engines, modes, ("v1", "v2"), sizes, streams))
     random.Random(seed).shuffle(every)
     for family, point, engine, (scheduling, depth), runner, (block, edge, budget), slow in every:
-        steps = FAMILIES[family](5 * block + edge, point)
-        said = FAMILIES[family].__doc__
+        length = 5 * block + edge
+        name, said = f"race.{family}.{point}.{length}.{budget}", (FAMILIES[family].__doc__ or "").rstrip(".")
         yield Workload(
             make(
-                f"race.{family}.{point}", f"{(said or '').rstrip('.')} (after {point} steps).", steps, engine=engine, scheduling=scheduling,
+                name, f"{said} (after {point} steps).", FAMILIES[family](length, point), engine=engine, scheduling=scheduling,
                 runner=runner, depth=depth, config={"block_size": block, "budget": budget}, slow=slow,
             ),
             seed,
