@@ -176,7 +176,7 @@ def normalised(text: str, tmp: Path) -> str:
     """JSON without what differs from run to run and means nothing (the run's own directory, addresses of objects), nor what cannot be
     written or would command a terminal: control characters, and halves of surrogate pairs as in a file name that is no UTF-8."""
     text = re.sub(r"(?<!\\)((?:\\\\)*)\\u00([01][0-9a-f])", r"\1\\\\x\2", text)
-    text = re.sub("[\ud800-\udfff]", lambda found: f"\\\\x{ord(found[0]) & 0xff:02x}", text)
+    text = re.sub("[\ud800-\udfff]", lambda found: f"\\\\x{ord(found[0]) & 0xFF:02x}", text)
     relations = "connector|no-connector|pickled-metadata|second-process|hash-seed|repeat|inside-multi|alone"
     text = re.sub(rf"{re.escape(str(tmp))}(/case(/({relations}))?)?", "{tmp}", text)
     return re.sub(r"\b0x[0-9a-f]{8,}\b", "0x…", text)

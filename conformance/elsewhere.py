@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
 import pickle
+import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -16,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvconform import watchdog
+from kvconform.files import replace, scratch_root
 from kvconform.guard import dies_with_parent
 from kvconform.watchdog import HookTimeout
 
@@ -34,8 +39,8 @@ _BEFORE = frozenset(threading.enumerate())
 """Threads that were there before any connector was."""
 
 
-LIMIT = 120.0
-"""Seconds for a run in a fresh interpreter. Less than a case may take."""
+LIMIT, HOOKS = 120.0, 6
+"""Seconds for a run in a fresh interpreter, or as many hooks at their limit: less than a case may take (watchdog.case_limit)."""
 _ANSWERED = ("trace", "harness_error", "unmet", "traceback", "lacks")
 """What is told of a run, beside its channels."""
 
@@ -46,7 +51,7 @@ class ElsewhereError(RuntimeError):
 
 def left_behind() -> list[str]:
     """Names of the threads that connectors have left in this process. A forked one would have what waits for them, and not the threads;
-    vLLM's processes never begin like that."""
+    vLLM's processes never begin like that. Threads of native libraries are not seen."""
     return sorted(each.name for each in threading.enumerate() if each not in _BEFORE and each.name != watchdog.THREAD)
 
 
@@ -80,11 +85,12 @@ def run_first_part(
     """
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
+    note = Path(tempfile.mkdtemp(prefix="kvconform-", dir=scratch_root())) / "note"
 
     def child() -> None:
         driver = None
         dies_with_parent()
-        watchdog.after_fork()
+        watchdog.after_fork(note)
         try:
             try:
                 driver = create()
@@ -106,6 +112,10 @@ def run_first_part(
     except EOFError:
         answer = "the process died"
     process.join(10)
+    last = watchdog.read_note(note) if process.exitcode == watchdog.EXIT_HANG else None
+    shutil.rmtree(note.parent, ignore_errors=True)
+    if last is not None:
+        watchdog.die_like(last)
     if isinstance(answer, str):
         raise ElsewhereError(f"before the restart, in the first process: {answer}")
     events, step, progress, registry = answer
@@ -130,31 +140,50 @@ def run_elsewhere(
     }  # fmt: skip
     named = "under another hash seed" if relation == "hash-seed" else "in a fresh interpreter"
     env = {**os.environ, "PYTHONHASHSEED": HASH_SEED} if relation == "hash-seed" else None
-    command = [sys.executable, "-m", "kvconform.elsewhere"]
-    try:
-        done = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, timeout=LIMIT, env=env)
-    except subprocess.TimeoutExpired:
-        raise ElsewhereError(f"the run {named} gave no answer within {LIMIT:g} s") from None
-    answer = _answer(done.stdout)
+    answer: dict[str, Any] | None = None
+    with tempfile.TemporaryDirectory(prefix="kvconform-", dir=scratch_root()) as name:
+        folder = Path(name)
+        said, status = _interpreter(job, folder, env)
+        last = watchdog.read_note(folder / "note") if status == watchdog.EXIT_HANG else None
+        with contextlib.suppress(OSError, ValueError):
+            answer = json.loads((folder / "answer.json").read_text(encoding="utf-8"))
+    if last is not None:
+        watchdog.die_like(last)
     if answer is None:
-        raise ElsewhereError(f"the run {named} failed: {done.stderr.strip().splitlines()[-1:] or done.returncode}")
+        why = "gave no answer in time" if status is None else f"failed: {said.strip().splitlines()[-1:] or status}"
+        raise ElsewhereError(f"the run {named} {why}")
     channels = frozenset(answer.pop("channels"))
     return Run(variant, relation, caps=caps or {}, channels=channels, **answer)
 
 
-def _answer(text: str) -> dict[str, Any] | None:
-    """What the other interpreter found, if it said so. How it ended afterwards does not matter: native libraries may take it down then."""
-    try:
-        found = json.loads(text.splitlines()[-1])
-    except (IndexError, ValueError):
-        return None
-    return found if isinstance(found, dict) and "trace" in found else None
+def _interpreter(job: dict[str, Any], folder: Path, env: dict[str, str] | None) -> tuple[str, int | None]:
+    """Do a job in another interpreter, which writes `answer.json` to `folder`: (what it printed as errors, its exit status or None if it
+    did not end in time). Nothing that it started is left; how it ends once it has answered does not matter."""
+    (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
+    limit = max(LIMIT, HOOKS * watchdog.limit())
+    with (folder / "errors").open("w+", encoding="utf-8", errors="replace") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "kvconform.elsewhere", str(folder)], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors,
+            env=env, start_new_session=True,
+        )  # fmt: skip
+        try:
+            status: int | None = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            with contextlib.suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        errors.seek(0)
+        return errors.read(), status
 
 
-def main() -> None:
-    """Entry of the other interpreter: a job as JSON on stdin, the run as one line of JSON on stdout."""
-    job = json.load(sys.stdin)
-    sys.path[:] = [*job["path"], *(folder for folder in sys.path if folder not in job["path"])]  # where the connector's package is
+def main(folder: Path) -> None:
+    """Entry of the other interpreter: a job as JSON in `folder`, the run as JSON beside it. Ends the process at once: threads that the
+    connector leaves do not keep it."""
+    dies_with_parent()
+    job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
+    sys.path[:] = [*job["path"], *(each for each in sys.path if each not in job["path"])]  # where the connector's package is
     from kvconform.case import Case, Variant
     from kvconform.infer import promises_of
     from kvconform.runner import run_variant
@@ -163,14 +192,15 @@ def main() -> None:
     variant = Variant(Case.model_validate(job["case"], strict=False), **job["axes"])
     target, tmp = Target(**job["target"]), Path(job["tmp"])
     promises = None if job["declared"] is None else promises_of(target, tmp / "calibration", job["caps"], declared=job["declared"])
-    watchdog.start(job["limit"])
+    watchdog.start(job["limit"], folder / "note")
     run = run_variant(
         variant, target, seed=job["seed"], tmp=tmp, relation=job["relation"], caps=job["caps"], promises=promises, may_fork=True
     )
     watchdog.stop()
-    print()
-    print(json.dumps({name: getattr(run, name) for name in _ANSWERED} | {"channels": sorted(run.channels)}), flush=True)
+    answer = {name: getattr(run, name) for name in _ANSWERED} | {"channels": sorted(run.channels)}
+    replace(folder / "answer.json", json.dumps(answer))
+    os._exit(0)
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]))

@@ -80,9 +80,7 @@ class RelateMonitor(Monitor):
                 found.setdefault(key, []).append((project(event), event))
         return found
 
-    def difference(
-        self, first: list[tuple[Any, Event]], second: list[tuple[Any, Event]]
-    ) -> tuple[int, Side | None, Side | None] | None:
+    def difference(self, first: list[tuple[Any, Event]], second: list[tuple[Any, Event]]) -> tuple[int, Side | None, Side | None] | None:
         """(index, left or None, right or None) of the first difference, or None if there is none."""
         relate = self.requirement.relate
         assert relate is not None

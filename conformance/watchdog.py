@@ -191,9 +191,7 @@ def start(limit: float = DEFAULT_LIMIT, note: Path | None = None, grace: float =
     stop()
     _watch.limit, _watch.grace, _watch.expired = limit, grace, None
     if note is not None:
-        note.write_bytes(bytes(_SIZE))
-        with note.open("r+b") as file:
-            _watch.note = mmap.mmap(file.fileno(), _SIZE)
+        _open_note(note)
         _watch.log = note.with_suffix(".log").open("w")
         _logs.append(_watch.log)
     if threading.current_thread() is threading.main_thread():
@@ -203,14 +201,31 @@ def start(limit: float = DEFAULT_LIMIT, note: Path | None = None, grace: float =
     threading.Thread(target=_watch.patrol, name=THREAD, daemon=True).start()
 
 
-def after_fork() -> None:
-    """Watch on in a forked child, whose parent watched: its thread is not here. Without a note, and without the timer of `faulthandler`,
-    which waits for a thread that is not here either when it is told to end."""
+def after_fork(note: Path) -> None:
+    """Watch on in a forked child, whose parent watched: its thread is not here. `note`: file for the note of its death. Without the timer
+    of `faulthandler`, which waits for a thread that is not here either when it is told to end."""
     global _watch
     if not _watch.running:
         return
-    _watch, limit = _Watch(), _watch.limit
-    start(limit)
+    _watch, before = _Watch(), _watch
+    _watch.case = before.case
+    start(before.limit, grace=before.grace)
+    _open_note(note)
+
+
+def die_like(last: Note) -> None:
+    """A process that this one waited for hung, and is gone. This one ends as it did, if there is somebody who reads its own note."""
+    if _watch.note is None:
+        return
+    if last.hook is not None:
+        _watch.name, _watch.allowed, _watch.step, _watch.deadline = last.hook, last.limit, last.step, 0.0
+    _watch.die(time.monotonic())
+
+
+def _open_note(note: Path) -> None:
+    note.write_bytes(bytes(_SIZE))
+    with note.open("r+b") as file:
+        _watch.note = mmap.mmap(file.fileno(), _SIZE)
 
 
 def stop() -> None:

@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from textwrap import indent
 from typing import Any
 
+import psutil
 import pytest
 
 pytest.importorskip("vllm")
@@ -92,7 +95,7 @@ def _answers(asked: queue.Queue[threading.Event | None]) -> None:
 def left_thread(tmp_path: Path) -> Iterator[None]:
     """The thread that an earlier run has left in this process."""
     check_ok(run_case(POLLS, ROUND_TRIP, tmp_path / "earlier"))
-    assert left_behind() == ["polls"]
+    assert "polls" in left_behind()
     yield
     assert Polls.asked is not None
     Polls.asked.put(None)
@@ -112,7 +115,7 @@ def test_a_process_with_a_connectors_threads_is_not_forked(steps: list[Any], rel
 
 
 @pytest.mark.usefixtures("left_thread")
-def test_a_fork_of_it_hangs_and_is_ended(tmp_path: Path) -> None:
+def test_a_fork_of_it_waits_for_a_thread_that_is_not_there(tmp_path: Path) -> None:
     """What the test above would see else."""
     run = run_case(POLLS, RESTART, tmp_path / "run", may_fork=True)
     assert [e["where"] for e in select(run.trace, "engine.crash")] == ["hook"]
@@ -142,3 +145,62 @@ def test_a_hook_that_hangs_in_the_first_process_is_seen(tmp_path: Path) -> None:
         watchdog.stop()
     assert run.harness_error is None
     assert [(e["where"], e["hook"]) for e in select(run.trace, "engine.crash")] == [("hook", "wait_for_save")]
+
+
+class HoldsOn(HangsAtFirst):
+    """Not even the watchdog's exception gets through to it."""
+
+    def wait_for_save(self) -> None:
+        while True:
+            with suppress(BaseException):
+                threading.Event().wait()
+
+
+@pytest.mark.parametrize(("steps", "relation"), [(RESTART, "connector"), (ROUND_TRIP, "hash-seed")])
+def test_who_waits_for_a_process_that_hangs_for_good_ends_like_it(
+    steps: list[Any], relation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which is how a worker tells who started it what hung, and where."""
+
+    class Ended(BaseException):
+        """Nobody catches it."""
+
+    def ends(status: int) -> None:
+        raise Ended(status)
+
+    parent, leave = os.getpid(), os._exit
+    monkeypatch.setattr(os, "_exit", lambda status: ends(status) if os.getpid() == parent else leave(status))
+    watchdog.start(0.5, tmp_path / "note", grace=0.5)
+    try:
+        with pytest.raises(Ended):
+            run_case(f"{__name__}:HoldsOn", steps, tmp_path / "run", relation=relation)
+        found = watchdog.read_note(tmp_path / "note")
+    finally:
+        watchdog.stop()
+    assert found is not None and found.hung and found.hook == "wait_for_save"
+
+
+TALKS = (
+    CONNECTOR
+    + """
+
+import atexit
+import subprocess
+import threading
+
+print("connector: here")
+atexit.register(print, "connector: closed")
+threading.Thread(target=threading.Event().wait).start()
+subprocess.Popen(["sleep", "1000.125"])
+"""
+)
+
+
+def test_what_a_connector_prints_and_leaves_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = f"if __import__('os').environ.get('PYTHONHASHSEED') == '{HASH_SEED}':\n"
+    (tmp_path / "talks.py").write_text(CONNECTOR + "\n\n" + script + indent(TALKS.removeprefix(CONNECTOR), "    "))
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    variant = Variant(plain_case(Plain(9, 1, 9, 9), 4), "reference", "sync", "v1", 1, 4)
+    target = Target("talks:Connector", extra_config={"store": "{tmp}"})
+    assert run_elsewhere(variant, target, seed=0, tmp=tmp_path / "run", caps=None).harness_error is None
+    assert not [each for each in psutil.process_iter() if each.status() != psutil.STATUS_ZOMBIE and "1000.125" in each.cmdline()]

@@ -12,7 +12,6 @@ Mooncake's transfer engine and the connector's own code are used as they are. Wh
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,15 +20,24 @@ from kvconform.adapters import Adapter
 from kvconform.adapters._kernels import any_block_size
 from kvconform.ports import Ports, is_free
 
-PATIENCE = 10.0
-"""Seconds that the bootstrap server of an engine that is gone has to let go of its port: with its process it would have done so at once."""
 _ports = Ports()
 _places: dict[str, int] = {}
 
 
 def _port(engine_id: str) -> int:
-    """Of an engine's bootstrap server: the same one after a restart, another one in another run."""
-    return _places.setdefault(engine_id, _ports.choose(f"bootstrap-{len(_ports.numbers)}"))
+    """Of an engine's bootstrap server."""
+    if engine_id not in _places:
+        _places[engine_id] = _ports.choose(f"bootstrap-{len(_ports.numbers)}")
+    return _places[engine_id]
+
+
+def _usable(port: int) -> int:
+    """The port, or a new one for its engine: one that starts again finds its old server there, which only its process's end would end."""
+    if not is_free(port):
+        engine_id = next(name for name, number in _places.items() if number == port)
+        del _places[engine_id]
+        port = _port(engine_id)
+    return port
 
 
 def _engine(half: Any) -> str:
@@ -64,14 +72,7 @@ def install() -> None:
 
     scheduler.get_num_new_matched_tokens, scheduler.request_finished = with_id, as_router
     theirs.get_mooncake_bootstrap_addr = lambda config: ("127.0.0.1", _port(config.kv_transfer_config.engine_id))
-
-    def after_the_last(_host: str, port: int) -> Any:
-        until = time.monotonic() + PATIENCE
-        while not is_free(port) and time.monotonic() < until:
-            time.sleep(0.05)
-        return server("127.0.0.1", port)
-
-    theirs.MooncakeBootstrapServer = after_the_last
+    theirs.MooncakeBootstrapServer = lambda _host, port: server("127.0.0.1", _usable(port))
     theirs.get_current_attn_backends = any_block_size(theirs.get_current_attn_backends)
     if not torch.accelerator.is_available():
         torch.accelerator.current_device_index = lambda: 0

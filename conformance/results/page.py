@@ -109,9 +109,7 @@ def _campaigns(campaigns: Sequence[Digest]) -> str:
     return text + _table(("connector", "seeds", "answer", "loads", "saves", "what failed", "date"), rows)
 
 
-def _family(
-    name: str, digests: Sequence[Digest], campaigns: Sequence[Digest], findings: Sequence[Finding], spec: Spec, notes: str
-) -> str:
+def _family(name: str, digests: Sequence[Digest], campaigns: Sequence[Digest], findings: Sequence[Finding], spec: Spec, notes: str) -> str:
     text = f"# {name}\n\n{MADE}\n"
     for entry in dict.fromkeys(digest.entry for digest in digests):
         if entry in named.names():

@@ -90,14 +90,14 @@ def select(trace: list[dict[str, Any]], kind: str, **fields: Any) -> list[dict[s
 
 
 def schedule(trace: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    """Every request's share of every step with something in it: number of the step and of the request, counts before it, tokens known,
-    block table, kind."""
+    """Every request's share of every step with something in it: number of the step and of the request, tokens scheduled, counts before
+    it, tokens known, block table, kind."""
     steps: dict[int, int] = {}
     names: dict[str, int] = {}
     return [
         (
             steps.setdefault(e["step"], len(steps)), names.setdefault(e["req"], len(names)),
-            e["so_C"], e["C"], e["P"], e["N"], tuple(e["table"]), e["kind"], e["prefill"],
+            e["so_C"], e["S"], e["C"], e["P"], e["N"], tuple(e["table"]), e["kind"], e["prefill"],
         )
         for e in select(trace, "req.scheduled")
     ]  # fmt: skip
