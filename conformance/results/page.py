@@ -35,6 +35,15 @@ what this connector sets out to do · ` ` not run.
 
 """
 
+GUARANTEES = """
+## On vLLM's side
+
+Guarantees that were broken in these runs; no failures of the connector's. Most are [known](../engine-findings.md); `engine.survives` may also
+be a client that reuses the id of a request that vLLM still has, and `case.expected` a count in a case that a connector which takes its time
+does not meet.
+
+"""
+
 
 def family(entry: str) -> str:
     """The family of a catalogue entry; the entry's own name if the catalogue no longer has it."""
@@ -109,9 +118,20 @@ def _campaigns(campaigns: Sequence[Digest]) -> str:
     return text + _table(("connector", "seeds", "answer", "loads", "saves", "what failed", "date"), rows)
 
 
+def _guarantees(digests: Sequence[Digest]) -> str:
+    """What was broken on vLLM's side; empty if nothing was."""
+    where: dict[str, list[str]] = {}
+    for each in digests:
+        for name in each.guarantees:
+            where.setdefault(name, []).append(f"{each.entry} on {each.engine}{' (random workloads)' if each.seeds else ''}")
+    if not where:
+        return ""
+    return GUARANTEES + "".join(f"- `{name}`: {', '.join(where[name])}\n" for name in sorted(where))
+
+
 def _family(name: str, digests: Sequence[Digest], campaigns: Sequence[Digest], findings: Sequence[Finding], spec: Spec, notes: str) -> str:
     text = f"# {name}\n\n{MADE}\n"
-    for entry in dict.fromkeys(digest.entry for digest in digests):
+    for entry in dict.fromkeys(each.entry for each in (*digests, *campaigns)):
         if entry in named.names():
             text += f"- `catalogue:{entry}`: {named.named(entry).text}\n"
     text += "\n"
@@ -121,9 +141,9 @@ def _family(name: str, digests: Sequence[Digest], campaigns: Sequence[Digest], f
             for each in digests
         ]
         text += _table(("connector", "engine", "answer", "runs", "loads", "saves", "with", "date"), rows)
-        if adapters := sorted({title for each in digests for title in each.adapters}):
-            text += f"\nStand-ins in force (docs/adapters.md): {'; '.join(adapters)}.\n"
-    text += _campaigns(campaigns)
+    if adapters := sorted({title for each in (*digests, *campaigns) for title in each.adapters}):
+        text += f"\nStand-ins in force (docs/adapters.md): {'; '.join(adapters)}.\n"
+    text += _campaigns(campaigns) + _guarantees([*digests, *campaigns])
     for status, heading in (("confirmed", "Findings"), ("open question", "Open questions")):
         if some := [each for each in findings if each.status == status]:
             text += f"\n## {heading}\n" + "".join(_finding(each, spec) for each in some)
