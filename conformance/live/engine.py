@@ -40,6 +40,11 @@ class Made:
     words: str
 
 
+def patience(seconds: float) -> float:
+    """That many seconds, or as many times more as KVCONFORM_LIVE_SECONDS gives a child more than it has by default."""
+    return seconds * max(1.0, float(os.environ.get(LIMIT, SECONDS)) / SECONDS)
+
+
 def make_run(
     start: Start,
     plays: list[Play],

@@ -14,7 +14,7 @@ from kvconform.case import Variant
 from kvconform.driver import HAND_OVER
 from kvconform.live import trace as traces
 from kvconform.live.emulation import ENVIRONMENT as EMULATE
-from kvconform.live.engine import BOOK, Made, _path, transfer_of
+from kvconform.live.engine import BOOK, Made, _path, patience, transfer_of
 from kvconform.live.events import missing, own_events
 from kvconform.live.job import Answer, Ask, Counts, Job, Outcome, PhaseDone, Play
 from kvconform.live.pair_engine import EngineGone, PairEngine
@@ -33,7 +33,7 @@ OUTPUT = 12
 SHARED = "KVCONFORM_LIVE_SHARED"
 """Environment variable of the probe: what the run without connector has computed counts as computed by some engine."""
 LIMIT = 150.0
-"""Seconds that an answer may take. Mooncake waits for a dead producer for a minute longer than it was told to."""
+"""Seconds that an answer may take (patience). Mooncake waits for a dead producer for a minute longer than it was told to."""
 START_LIMIT = 200.0
 Event = dict[str, Any]
 
@@ -86,7 +86,7 @@ class Pair:
 
     def offered(self, there: str) -> dict[str, Any] | None:
         """The kv_transfer_params of the producer's answer, once it is there."""
-        return self.engines["p"].answer(there, LIMIT)[1]
+        return self.engines["p"].answer(there, patience(LIMIT))[1]
 
     def decode(
         self, name: str, params: dict[str, Any] | None, label: str = "", abort: int | None = None, out: int = OUTPUT, priority: int = 0
@@ -99,7 +99,7 @@ class Pair:
     def collect(self, *names: str) -> None:
         """Wait for answers of the consumer."""
         for name in names:
-            self.answers.append(self.engines["d"].answer(name, LIMIT)[0])
+            self.answers.append(self.engines["d"].answer(name, patience(LIMIT))[0])
 
     def reset(self, *names: str) -> None:
         """Empty the local prefix caches, and note whether that could be done."""
@@ -139,7 +139,7 @@ class Pair:
         for number in range(12):  # the producer's blocks go round
             other = Ask(id=f"p/other-{number}", tokens=tokens(250, "other", number), out=1)
             self.engines["p"].ask(other)
-            self.engines["p"].answer(other.id, LIMIT)
+            self.engines["p"].answer(other.id, patience(LIMIT))
         for name in names:
             self.stale[f"{name}/replayed"] = "replayed"
             self.collect(self.decode(name, dict(kept[name] or {}), "/replayed"))
@@ -190,12 +190,13 @@ class Pair:
         counts: Counts | None = None
         try:
             for engine in self.engines.values():
-                engine.wait(lambda said: said.up, START_LIMIT)
+                engine.wait(lambda said: said.up, patience(START_LIMIT))
             getattr(self, f"play_{play}")()
             counts = self.engines["d"].counts()
             found.ended = True
         except EngineGone as gone:
-            where = next((e.said.error[0] for e in self.engines.values() if e.said.error), "pair")
+            up = all(engine.said.up for engine in self.engines.values())
+            where = next((e.said.error[0] for e in self.engines.values() if e.said.error), "pair" if up else "start")
             text = next((e.said.error[2] for e in self.engines.values() if e.said.error), "")
             found.error = {"where": where, "text": str(gone), "traceback": text}
         finally:

@@ -38,9 +38,9 @@ what this connector sets out to do · ` ` not run.
 GUARANTEES = """
 ## On vLLM's side
 
-Guarantees that were broken in these runs; no failures of the connector's. Most are [known](../engine-findings.md); `engine.survives` may also
-be a client that reuses the id of a request that vLLM still has, and `case.expected` a count in a case that a connector which takes its time
-does not meet.
+Guarantees that were broken in these runs; no failures of the connector's. Most are [known](../engine-findings.md);
+`engine.survives` may also be a client that reuses the id of a request that vLLM still has, and `case.expected` a count in a case that a
+connector which takes its time does not meet.
 
 """
 

@@ -8,12 +8,15 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from kvconform.live import pair_engine, process
+from kvconform.live.engine import patience
 from kvconform.live.job import Answer, Ask, Job
 from kvconform.live.pair_engine import EngineGone, PairEngine
+from kvconform.live.pair_run import Pair
 from kvconform.live.scenario import Start
 
 STAND_IN = """
@@ -117,3 +120,27 @@ def test_what_it_started_ends_with_it(make: Make, tmp_path: Path) -> None:
     engine.answer("spawn", 30)
     engine.end()
     assert gone(engine, tmp_path)
+
+
+@pytest.mark.parametrize(("up", "where"), [(False, "start"), (True, "pair")])
+def test_a_pair_that_is_not_up_in_time_has_not_started(up: bool, where: str) -> None:
+    """Which is no crash of the connector's: the machine may be slow."""
+
+    def wait(*_: object) -> None:
+        raise EngineGone("engine p did not answer within 200 s")
+
+    pair = Pair.__new__(Pair)
+    said = SimpleNamespace(up=up, error=None)
+    pair.engines = {"p": SimpleNamespace(said=said, wait=wait, end=lambda: None)}  # type: ignore[dict-item]
+    pair.resets, pair.answers = [], []
+    outcome, _ = pair.outcome("handed")
+    assert outcome.error is not None and outcome.error["where"] == where and not outcome.ended
+
+
+def test_a_slow_machine_is_given_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVCONFORM_LIVE_SECONDS", raising=False)
+    assert patience(150) == 150
+    monkeypatch.setenv("KVCONFORM_LIVE_SECONDS", "900")
+    assert patience(150) == 450
+    monkeypatch.setenv("KVCONFORM_LIVE_SECONDS", "60")
+    assert patience(150) == 150
