@@ -73,7 +73,7 @@ def _close(end: Any) -> None:
     server = getattr(end, "thread", None)
     if server is None:
         end.executor.shutdown(wait=False, cancel_futures=True)
-    elif end is _last.get(end._ipc_path) and server.is_alive():
+    elif _last.get(end._ipc_path) is end and server.is_alive():
         end.running = False
         with zmq.Context() as context, context.socket(zmq.REQ) as waker, suppress(zmq.ZMQError):
             waker.setsockopt(zmq.LINGER, 0)
