@@ -71,9 +71,10 @@ def _close(end: Any) -> None:
     import zmq
 
     server = getattr(end, "thread", None)
+    reachable = server is not None and id(_last.get(end._ipc_path)) == id(end)
     if server is None:
         end.executor.shutdown(wait=False, cancel_futures=True)
-    elif _last.get(end._ipc_path) is end and server.is_alive():
+    elif reachable and server.is_alive():
         end.running = False
         with zmq.Context() as context, context.socket(zmq.REQ) as waker, suppress(zmq.ZMQError):
             waker.setsockopt(zmq.LINGER, 0)
