@@ -139,11 +139,11 @@ def run_elsewhere(
         "declared": None if promises is None else promises.declared, "limit": watchdog.limit(),
     }  # fmt: skip
     named = "under another hash seed" if relation == "hash-seed" else "in a fresh interpreter"
-    env = {**os.environ, "PYTHONHASHSEED": HASH_SEED} if relation == "hash-seed" else None
+    seeded = {"PYTHONHASHSEED": HASH_SEED} if relation == "hash-seed" else {}
     answer: dict[str, Any] | None = None
     with tempfile.TemporaryDirectory(prefix="kvconform-", dir=scratch_root()) as name:
         folder = Path(name)
-        said, status = _interpreter(job, folder, env)
+        said, status = _interpreter(job, folder, seeded)
         last = watchdog.read_note(folder / "note") if status == watchdog.EXIT_HANG else None
         with contextlib.suppress(OSError, ValueError):
             answer = json.loads((folder / "answer.json").read_text(encoding="utf-8"))
@@ -156,15 +156,16 @@ def run_elsewhere(
     return Run(variant, relation, caps=caps or {}, channels=channels, **answer)
 
 
-def _interpreter(job: dict[str, Any], folder: Path, env: dict[str, str] | None) -> tuple[str, int | None]:
+def _interpreter(job: dict[str, Any], folder: Path, environment: dict[str, str]) -> tuple[str, int | None]:
     """Do a job in another interpreter, which writes `answer.json` to `folder`: (what it printed as errors, its exit status or None if it
-    did not end in time). Nothing that it started is left; how it ends once it has answered does not matter."""
+    did not end in time). Nothing that it started is left, its temporary files are in `folder`, and how it ends once it has answered does
+    not matter."""
     (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
     limit = max(LIMIT, HOOKS * watchdog.limit())
     with (folder / "errors").open("w+", encoding="utf-8", errors="replace") as errors:
         process = subprocess.Popen(
             [sys.executable, "-m", "kvconform.elsewhere", str(folder)], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors,
-            env=env, start_new_session=True,
+            env={**os.environ, **environment, "TMPDIR": str(folder)}, start_new_session=True,
         )  # fmt: skip
         try:
             status: int | None = process.wait(limit)
