@@ -80,7 +80,8 @@ def prepare(session: nox.Session, *packages: str) -> tuple[Any, list[str]]:
     session.log("vLLM package: {} ({})".format(*env.done["vllm"]))
     if session.name in ("conformance", "gpu", "init", "live"):  # how its report says that a run is repeated
         given = [*(["--vllm", mine.vllm] if mine.vllm else []), *(word for item in mine.install for word in ("--install", item))]
-        elsewhere = [] if Path(session.invoked_from) == noxenv.ROOT else ["-f", str(noxenv.ROOT / "noxfile.py")]
+        there = Path(session.invoked_from) == noxenv.ROOT and session.name != "init"  # which says it for another directory
+        elsewhere = [] if there else ["-f", str(noxenv.ROOT / "noxfile.py")]
         noxenv.ENV["KVCONFORM_THROUGH"] = shlex.join(["nox", *elsewhere, "-s", "conformance", "--", *given])
     return (noxenv.install_connector(session, env, mine.install) if mine.install else env), rest
 

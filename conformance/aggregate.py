@@ -26,6 +26,8 @@ WORST_FIRST = (
 
 ANSWERS = {"conformant": "CONFORMANT", "partial": "PARTLY CONFORMANT", "nonconformant": "NOT CONFORMANT", "error": "NO ANSWER"}
 """What a verdict is called in front of people."""
+NOTHING = "NOTHING JUDGED"
+"""What a partial one is called of which no requirement was exercised."""
 
 
 @dataclass
@@ -46,6 +48,11 @@ class Aggregate:
     @property
     def total(self) -> int:
         return len(self.status)
+
+    @property
+    def answer(self) -> str:
+        """The verdict in front of people."""
+        return NOTHING if self.verdict == "partial" and not self.exercised else ANSWERS[self.verdict]
 
 
 def aggregate(rows: Iterable[Row], *, problems: Iterable[str] = ()) -> Aggregate:

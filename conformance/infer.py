@@ -30,13 +30,14 @@ class Profile:
 
 class Calibration:
     """Runs the plain round trip, on the reference engine if that can; results are kept per (workload, block size). `broke`: how the first
-    run that broke off did."""
+    run that broke off did, and `announced` what a lookup in one said that there is: tokens, and whether they come asynchronously."""
 
     def __init__(self, target: Target, tmp: Path) -> None:
         self.target, self.tmp = target, tmp
         self._counter = itertools.count()
         self._known: dict[tuple[Plain, int], tuple[int, bool]] = {}
         self.broke: str | None = None
+        self.announced: tuple[int, bool] | None = None
 
     def came_back(self, plain: Plain, block_size: int) -> tuple[int, bool]:
         """(tokens that were there at the second lookup, whether by an asynchronous load) in the plain workload."""
@@ -50,10 +51,10 @@ class Calibration:
             crash = next((e for e in run.trace if e["k"] in ("engine.crash", "engine.stall")), None)
             if crash is not None:
                 self.broke = self.broke or str(crash.get("error") or "nothing went on")
-            claim = answers[-1] if answers else None
-            self._known[key] = (
-                (0, False) if claim is None or crash is not None else (max(0, claim["local"] + int(claim["tokens"])), claim["is_async"])
-            )
+            claim = (max(0, answers[-1]["local"] + int(answers[-1]["tokens"])), answers[-1]["is_async"]) if answers else (0, False)
+            if crash is not None and claim[0] > 0:
+                self.announced = self.announced or claim
+            self._known[key] = claim if crash is None else (0, False)
         return self._known[key]
 
 
@@ -83,13 +84,16 @@ def profile_of(target: Target, tmp: Path) -> Profile:
     learn("fault_injection", hasattr(cls, "kvconform_fail_load"))
     if not {"store", "saves", "async_load"} <= set(caps):
         block, length, prompt, is_async = _first_hit(calibration)
+        said = prompt > 0 or calibration.announced is not None  # what was announced and did not come is for the cases to judge
+        if prompt == 0 and calibration.announced is not None:
+            is_async = calibration.announced[1]
         more = calibration.came_back(Plain(length, 24, length + 23, length + 25), block)[0] if prompt > 0 else 0
-        if prompt > 0 or "async_load" not in caps:
+        if said or "async_load" not in caps:
             learn("async_load", is_async)
-        learn("store", prompt > 0)
+        learn("store", said)
         if prompt == 0 and calibration.broke and sources["store"] == "inferred":
             sources["store"] = f"inferred, from a plain run that broke off: {calibration.broke}"
-        learn("saves", "none" if prompt == 0 else "all" if more > length else "prompt")
+        learn("saves", "none" if not said else "all" if more > length else "prompt")
         if prompt > block and "best_effort" not in caps:
             busy = Plain(length, 1, length, length, _busy(length, prompt, block))
             roomy = Plain(length, 1, length, length, room=ROOM)

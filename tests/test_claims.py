@@ -111,6 +111,24 @@ def test_what_a_run_that_broke_off_says_is_not_taken_for_silence(tmp_path: Path)
     assert mismatches(profile.sources) == ["store is inferred, from a plain run that broke off: RuntimeError: no space"]
 
 
+class NeverComes(Undeclared):
+    """Announces asynchronous loads, and never says that one is over."""
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        tokens, _ = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return tokens, bool(tokens)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return None, None
+
+
+def test_loads_that_are_announced_and_never_come_are_judged(tmp_path: Path) -> None:
+    """A connector that breaks off in the plain run because of its bug is asked about loads all the same."""
+    profile = profile_of(Target(f"{__name__}:NeverComes", {"store": "{tmp}"}, stall_seconds=0.1), tmp_path)
+    assert (profile.caps["store"], profile.caps["async_load"], profile.caps["saves"]) == (True, True, "prompt")
+    assert mismatches(profile.sources) == ["store is inferred, from a plain run that broke off: nothing went on"]
+
+
 def test_what_is_not_asked_is_told() -> None:
     caps = {"store": False, "transfer": False, "synthesises_kv": False, "fault_injection": False}
     (silent,) = unasked(caps, {"store": "inferred"})

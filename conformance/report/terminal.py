@@ -16,7 +16,7 @@ from rich.text import Text
 
 from kvconform import __version__
 from kvconform.adapters import titles
-from kvconform.aggregate import ANSWERS, Aggregate
+from kvconform.aggregate import Aggregate
 from kvconform.claims import mismatches, unasked
 from kvconform.collector import CaseNotes, Collector
 from kvconform.environment import RUNNER_V2
@@ -279,7 +279,7 @@ def _answer(console: Console, found: Aggregate, where: str, seconds: float, *, p
     per = ", ".join(f"{count} {told}" for told, count in sorted(by_status.items(), key=lambda item: -item[1]))
     console.print(f"exercised   {found.exercised} of {found.total} requirements: {per}", highlight=False, style="dim")
     console.print(f"reports     {escape(where)}", highlight=False, style="dim")
-    word, style = ANSWERS[found.verdict], ANSWER[found.verdict]
+    word, style = found.answer, ANSWER[found.verdict]
     console.print(f"[{style}]{word}[/]{part}  in {seconds:.1f} s")
     for reason in found.reasons:
         console.print(f"  {escape(reason)}")
