@@ -69,7 +69,10 @@ def install(wanted: Iterable[str]) -> None:
             continue
         adapter = named(name)
         if importlib.util.find_spec(adapter.package) is None:
-            raise UsageError(f"adapter {name} stands in for parts of {adapter.package}, and there is no such package here: install it")
+            raise UsageError(
+                f"adapter {name} stands in for parts of {adapter.package}, and there is no such package here: install it, or let nox do that, "
+                "which installs what an entry of the catalogue needs: nox -s conformance -- --connector catalogue:NAME"
+            )
         adapter.install()
         _installed[name] = adapter
 
