@@ -70,8 +70,8 @@ def install(wanted: Iterable[str]) -> None:
         adapter = named(name)
         if importlib.util.find_spec(adapter.package) is None:
             raise UsageError(
-                f"adapter {name} stands in for parts of {adapter.package}, and there is no such package here: install it, or let nox do that, "
-                "which installs what an entry of the catalogue needs: nox -s conformance -- --connector catalogue:NAME"
+                f"adapter {name} stands in for parts of {adapter.package}, and there is no such package here: install it, or let nox do "
+                "that, which installs what an entry of the catalogue needs: nox -s conformance -- --connector catalogue:NAME"
             )
         adapter.install()
         _installed[name] = adapter
