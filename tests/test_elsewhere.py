@@ -4,11 +4,8 @@
 from __future__ import annotations
 
 import os
-import queue
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -21,12 +18,12 @@ from kvconform import watchdog
 from kvconform.case import Variant
 from kvconform.elsewhere import HASH_SEED, ElsewhereError, left_behind, run_elsewhere
 from kvconform.plain import Plain, plain_case
-from kvconform.refimpl.connector import ReferenceConnector
 from kvconform.target import Target
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from core_rig import REFERENCE, ROUND_TRIP, check_ok, run_case, select
+from elsewhere_rig import Polls
 
 CONNECTOR = '''
 from kvconform.refimpl.connector import ReferenceConnector
@@ -67,34 +64,10 @@ def test_an_interpreter_that_dies_before_it_has_not(tmp_path: Path, monkeypatch:
         run_elsewhere(variant, Target("dies_at_once:Connector"), seed=0, tmp=tmp_path / "run", caps=None)
 
 
-class Polls(ReferenceConnector):
-    """Each half says hello to a thread that all of a process share, which it starts if there is none, and waits for its answer."""
-
-    asked: queue.Queue[threading.Event | None] | None = None
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if Polls.asked is None:
-            Polls.asked = queue.Queue()
-            threading.Thread(target=_answers, args=(Polls.asked,), name="polls", daemon=True).start()
-        answered = threading.Event()
-        Polls.asked.put(answered)
-        if not answered.wait(5):
-            raise TimeoutError("nobody answers")
-
-
-POLLS = f"{__name__}:Polls"
-
-
-def _answers(asked: queue.Queue[threading.Event | None]) -> None:
-    while (waiting := asked.get()) is not None:
-        waiting.set()
-
-
 @pytest.fixture
 def left_thread(tmp_path: Path) -> Iterator[None]:
     """The thread that an earlier run has left in this process."""
-    check_ok(run_case(POLLS, ROUND_TRIP, tmp_path / "earlier"))
+    check_ok(run_case("elsewhere_rig:Polls", ROUND_TRIP, tmp_path / "earlier"))
     assert "polls" in left_behind()
     yield
     assert Polls.asked is not None
@@ -108,7 +81,7 @@ RESTART = [*ROUND_TRIP[:2], {"restart": "process"}, ROUND_TRIP[3], {"run": {}}]
 @pytest.mark.parametrize(("steps", "relation"), [(RESTART, "connector"), (ROUND_TRIP, "second-process")])
 @pytest.mark.usefixtures("left_thread")
 def test_a_process_with_a_connectors_threads_is_not_forked(steps: list[Any], relation: str, tmp_path: Path) -> None:
-    run = run_case(POLLS, steps, tmp_path / "run", relation=relation)
+    run = run_case("elsewhere_rig:Polls", steps, tmp_path / "run", relation=relation)
     check_ok(run)
     assert run.relation == relation
     assert [e["tokens"] for e in select(run.trace, "lookup", req="b")] == [12]
@@ -117,7 +90,7 @@ def test_a_process_with_a_connectors_threads_is_not_forked(steps: list[Any], rel
 @pytest.mark.usefixtures("left_thread")
 def test_a_fork_of_it_waits_for_a_thread_that_is_not_there(tmp_path: Path) -> None:
     """What the test above would see else."""
-    run = run_case(POLLS, RESTART, tmp_path / "run", may_fork=True)
+    run = run_case("elsewhere_rig:Polls", RESTART, tmp_path / "run", may_fork=True)
     assert [e["where"] for e in select(run.trace, "engine.crash")] == ["hook"]
     assert "nobody answers" in select(run.trace, "engine.crash")[0]["error"]
 
@@ -130,30 +103,14 @@ def test_a_fresh_interpreter_finds_what_a_fork_finds(tmp_path: Path) -> None:
     assert fresh.unmet == forked.unmet
 
 
-class HangsAtFirst(ReferenceConnector):
-    """Its first process never gets through a hook."""
-
-    def wait_for_save(self) -> None:
-        threading.Event().wait()
-
-
 def test_a_hook_that_hangs_in_the_first_process_is_seen(tmp_path: Path) -> None:
     watchdog.start(0.5)
     try:
-        run = run_case(f"{__name__}:HangsAtFirst", RESTART, tmp_path)
+        run = run_case("elsewhere_rig:HangsAtFirst", RESTART, tmp_path)
     finally:
         watchdog.stop()
     assert run.harness_error is None
     assert [(e["where"], e["hook"]) for e in select(run.trace, "engine.crash")] == [("hook", "wait_for_save")]
-
-
-class HoldsOn(HangsAtFirst):
-    """Not even the watchdog's exception gets through to it."""
-
-    def wait_for_save(self) -> None:
-        while True:
-            with suppress(BaseException):
-                threading.Event().wait()
 
 
 @pytest.mark.parametrize(("steps", "relation"), [(RESTART, "connector"), (ROUND_TRIP, "hash-seed")])
@@ -173,7 +130,7 @@ def test_who_waits_for_a_process_that_hangs_for_good_ends_like_it(
     watchdog.start(0.5, tmp_path / "note", grace=0.5)
     try:
         with pytest.raises(Ended):
-            run_case(f"{__name__}:HoldsOn", steps, tmp_path / "run", relation=relation)
+            run_case("elsewhere_rig:HoldsOn", steps, tmp_path / "run", relation=relation)
         found = watchdog.read_note(tmp_path / "note")
     finally:
         watchdog.stop()

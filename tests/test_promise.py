@@ -162,10 +162,11 @@ def test_who_says_that_it_does_its_best_is_not_held_to_a_formula(tmp_path: Path)
     assert not profile.promises.declared
 
 
-@pytest.mark.parametrize("cls", [StoresNothing, CrashesLater])
-def test_who_brings_nothing_back_promises_nothing(cls: type, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("cls", "store", "saves"), [(StoresNothing, False, "none"), (CrashesLater, True, "prompt")])
+def test_who_brings_nothing_back_promises_nothing(cls: type, store: bool, saves: str, tmp_path: Path) -> None:
+    """Who has claimed something is asked about it all the same."""
     profile = learned(cls, tmp_path)
-    assert (profile.caps["store"], profile.caps["saves"]) == (False, "none")
+    assert (profile.caps["store"], profile.caps["saves"]) == (store, saves)
     source, request = SimpleNamespace(all_token_ids=list(range(30))), SimpleNamespace(all_token_ids=list(range(30)))
     assert profile.promises.promised(source, list(range(10)), request, 4, 29) == 0
 
