@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of a case, or whole runs, in another process: a restart in a new process, and the same run under another hash seed."""
+"""Parts of a case, or whole runs, in another process: a restart in a new process, the same run under another hash seed, and runs that
+would fork a process that is not one to fork."""
 
 from __future__ import annotations
 
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
 HASH_SEED = "4242"
 _BEFORE = frozenset(threading.enumerate())
 """Threads that were there before any connector was."""
-
-
 LIMIT, HOOKS = 120.0, 6
 """Seconds for a run in a fresh interpreter, or as many hooks at their limit: less than a case may take (watchdog.case_limit)."""
 _ANSWERED = ("trace", "harness_error", "unmet", "traceback", "lacks")

@@ -33,6 +33,8 @@ ROUND_TRIP = [
     {"run": {}},
 ]
 """Computes a prompt, drops the local cache, asks again: 12 tokens come back."""
+RESTART = [*ROUND_TRIP[:2], {"restart": "process"}, ROUND_TRIP[3], {"run": {}}]
+"""The same over a restart in a new process."""
 
 
 def output(*, new: Any = (), cached: Any = (), finished: Any = (), drafts: dict[str, int] | None = None) -> SimpleNamespace:

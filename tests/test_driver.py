@@ -19,7 +19,7 @@ from kvconform.target import Target
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from core_rig import REFERENCE, ROUND_TRIP, check_ok, make_case, run_case, select
+from core_rig import REFERENCE, RESTART, ROUND_TRIP, check_ok, make_case, run_case, select
 
 ENGINES = ["reference", "vllm"]
 Steps = list[dict[str, Any]]
@@ -163,9 +163,6 @@ class BeforeRestart(ReferenceConnector):
 
     def wait_for_save(self) -> None:
         raise OSError("disk full")
-
-
-RESTART: Steps = [*ROUND_TRIP[:2], {"restart": "process"}, ROUND_TRIP[3], {"run": {}}]
 
 
 def test_a_crash_before_a_process_restart_is_the_connectors(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from kvconform.target import Target
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from core_rig import REFERENCE, ROUND_TRIP, check_ok, run_case, select
+from core_rig import REFERENCE, RESTART, ROUND_TRIP, check_ok, run_case, select
 from elsewhere_rig import Polls
 
 CONNECTOR = '''
@@ -73,9 +73,6 @@ def left_thread(tmp_path: Path) -> Iterator[None]:
     assert Polls.asked is not None
     Polls.asked.put(None)
     Polls.asked = None
-
-
-RESTART = [*ROUND_TRIP[:2], {"restart": "process"}, ROUND_TRIP[3], {"run": {}}]
 
 
 @pytest.mark.parametrize(("steps", "relation"), [(RESTART, "connector"), (ROUND_TRIP, "second-process")])
@@ -137,10 +134,7 @@ def test_who_waits_for_a_process_that_hangs_for_good_ends_like_it(
     assert found is not None and found.hung and found.hook == "wait_for_save"
 
 
-TALKS = (
-    CONNECTOR
-    + """
-
+TALKS = """
 import atexit
 import subprocess
 import threading
@@ -150,12 +144,11 @@ atexit.register(print, "connector: closed")
 threading.Thread(target=threading.Event().wait).start()
 subprocess.Popen(["sleep", "1000.125"])
 """
-)
 
 
 def test_what_a_connector_prints_and_leaves_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = f"if __import__('os').environ.get('PYTHONHASHSEED') == '{HASH_SEED}':\n"
-    (tmp_path / "talks.py").write_text(CONNECTOR + "\n\n" + script + indent(TALKS.removeprefix(CONNECTOR), "    "))
+    (tmp_path / "talks.py").write_text(CONNECTOR + "\n\n" + script + indent(TALKS, "    "))
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     variant = Variant(plain_case(Plain(9, 1, 9, 9), 4), "reference", "sync", "v1", 1, 4)
     target = Target("talks:Connector", extra_config={"store": "{tmp}"})

@@ -19,8 +19,6 @@ from typing import Any
 from kvconform.adapters import Adapter
 
 _made: list[Any] = []
-_last: dict[str, Any] = {}
-"""The server that a path leads to, of those that are being closed."""
 _left: list[Any] = []
 """Ends with a thread that does not come to its end. Nobody may close them, garbage collection included."""
 
@@ -66,15 +64,19 @@ def _note(end: Any) -> None:
     end.__init__ = noted
 
 
+def _reachable(server: Any) -> bool:
+    """Whether its path leads to it: a server that was made later has taken the path over."""
+    return [each for each in _made if getattr(each, "_ipc_path", None) == server._ipc_path][-1:] == [server]
+
+
 def _close(end: Any) -> None:
     """Close an end whose threads have come to theirs: libzmq ends the process where a socket is closed in which another thread waits."""
     import zmq
 
     server = getattr(end, "thread", None)
-    reachable = server is not None and id(_last.get(end._ipc_path)) == id(end)
     if server is None:
         end.executor.shutdown(wait=False, cancel_futures=True)
-    elif reachable and server.is_alive():
+    elif server.is_alive() and _reachable(end):
         end.running = False
         with zmq.Context() as context, context.socket(zmq.REQ) as waker, suppress(zmq.ZMQError):
             waker.setsockopt(zmq.LINGER, 0)
@@ -101,11 +103,9 @@ def fresh() -> Iterator[None]:
     try:
         yield
     finally:
-        _last.update({end._ipc_path: end for end in _made[count:] if hasattr(end, "thread")})
         for end in reversed(_made[count:]):  # clients before servers
             _close(end)
         del _made[count:]
-        _last.clear()
 
 
 ADAPTER = Adapter(

@@ -85,10 +85,6 @@ def test_a_defect_is_found_as_on_the_other_engines(traces: dict[str, list[dict[s
     assert bad - {"live.loaded-kv"} == {requirement}  # which says the same of whole loads
 
 
-def select(trace: list[dict[str, Any]], kind: str, **fields: Any) -> list[dict[str, Any]]:
-    return [e for e in trace if e["k"] == kind and fields.items() <= e.items()]
-
-
 def schedule(trace: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     """Every request's share of every step with something in it: number of the step and of the request, tokens scheduled, counts before
     it, tokens known, block table, kind."""
@@ -99,7 +95,8 @@ def schedule(trace: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
             steps.setdefault(e["step"], len(steps)), names.setdefault(e["req"], len(names)),
             e["so_C"], e["S"], e["C"], e["P"], e["N"], tuple(e["table"]), e["kind"], e["prefill"],
         )
-        for e in select(trace, "req.scheduled")
+        for e in trace
+        if e["k"] == "req.scheduled"
     ]  # fmt: skip
 
 
@@ -107,7 +104,7 @@ def schedule(trace: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize("engine", ["reference", "vllm"])
 def test_the_other_engines_schedule_what_all_of_vllm_does(engine: str, traces: dict[str, list[dict[str, Any]]], tmp_path: Path) -> None:
     """Token for token and block for block, a preemption and loads included."""
-    from core_rig import REFERENCE, check_ok, run_case  # takes vLLM
+    from core_rig import REFERENCE, check_ok, run_case, select  # takes vLLM
 
     live = traces["ReferenceConnector"]
     first = [{"add": {"req": f"a{i}", "prompt": length, "max_tokens": OUTPUTS}} for i, length in enumerate(LENGTHS)]
