@@ -32,6 +32,10 @@ from kvconform.workplace import settle_in
 
 PAYLOAD = pytest.StashKey[str]()
 START = "(start of the worker)"
+SPENT = "(end of the worker)"
+"""What stands for a case in the note of a worker that ended after its last answer, to be replaced."""
+MAIN = "main"
+"""Name of the worker that is the controller's own process, and which nobody replaces."""
 START_LIMIT = 300.0
 LIVE_LIMIT = 7200.0
 """Seconds for what has a time limit of its own: vLLM in child processes, several times when a failing workload is reduced."""
@@ -87,6 +91,17 @@ class Worker:
         if report.when == "call" and PAYLOAD in item.stash:
             report.kvconform = item.stash[PAYLOAD]
         return report
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, nextitem: pytest.Item | None) -> Any:
+        """A process in which a hook hung is not trusted with another case (locks that nobody releases, threads in the middle of something:
+        a correct hook of the next case may wait for those). Once its report is sent it ends, and xdist starts another."""
+        done = yield
+        if nextitem is not None and self.name != MAIN and watchdog.has_expired():
+            self.servers.down()
+            watchdog.leave_word(SPENT)
+            os._exit(0)
+        return done
 
     def run(self, item: pytest.Item, variant: Any) -> None:
         """Run a variant; fails the item if a row that counts is FAIL or ERROR."""

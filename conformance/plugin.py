@@ -64,11 +64,11 @@ def pytest_configure(config: pytest.Config) -> None:
         handed = controller.for_worker()
         if config.getoption("dist", "no") != "no":
             return
-    from kvconform.caseitem import Worker
+    from kvconform.caseitem import MAIN, Worker
     from kvconform.settings import Settings
 
     data = json.loads(handed)
-    name = getattr(config, "workerinput", {}).get("workerid", "main")
+    name = getattr(config, "workerinput", {}).get("workerid", MAIN)
     logs = Path(data["logs"]) if data["logs"] else None
     worker = Worker(Settings.model_validate(data["settings"]), data["vllm"], Path(data["scratch"]), name, logs)
     config.pluginmanager.register(worker, WORKER)

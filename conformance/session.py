@@ -66,6 +66,7 @@ def _arguments(settings: Settings) -> list[str]:
         "-s",
         f"--junitxml={Path(settings.report_dir) / 'junit.xml'}",
         "-ojunit_suite_name=kvconform",
+        "-ojunit_duration_report=call",  # else a worker that was replaced has an entry, without a name
     ]
 
 

@@ -240,6 +240,17 @@ def stop() -> None:
     _watch = _Watch()
 
 
+def has_expired() -> bool:
+    """Whether a hook took too long in this process since `start`."""
+    return _watch.expired is not None
+
+
+def leave_word(text: str) -> None:
+    """What the note says from now on in place of a case: this process is about to end."""
+    _watch.case = text
+    _watch.write_case()
+
+
 def limit() -> float:
     """Seconds that a hook may take here."""
     return _watch.limit

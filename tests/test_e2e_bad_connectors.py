@@ -48,7 +48,7 @@ def test_cannot_be_judged(tmp_path: Path, connector: str, sentence: str) -> None
 @pytest.mark.parametrize(
     ("connector", "requirement", "message"),
     [
-        ("on_abort:Sleeps", "hook.terminates", None),
+        ("on_abort:Locks", "hook.terminates", None),
         ("on_abort:Stuck", "hook.terminates", "request_finished did not return within 1 s and could not be interrupted"),
         ("on_abort:Exits", "hook.keeps-process", "the process ended in request_finished (os._exit, or a fatal signal)"),
         ("on_abort:Raises", "hook.no-raise", None),

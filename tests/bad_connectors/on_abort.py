@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 import time
 from typing import Any
 
@@ -25,10 +26,17 @@ class OnAbort(ReferenceConnector):
         raise NotImplementedError
 
 
-class Sleeps(OnAbort):
-    """Waits for something that does not come; can be interrupted."""
+class Locks(OnAbort):
+    """Waits for something that does not come (can be interrupted), with a lock held that every constructor in this process wants."""
+
+    lock = threading.Lock()
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        with self.lock:
+            super().__init__(vllm_config, role, kv_cache_config)
 
     def terrible(self) -> None:
+        self.lock.acquire()
         time.sleep(3600)
 
 
