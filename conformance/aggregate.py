@@ -26,6 +26,8 @@ WORST_FIRST = (
 
 ANSWERS = {"conformant": "CONFORMANT", "partial": "PARTLY CONFORMANT", "nonconformant": "NOT CONFORMANT", "error": "NO ANSWER"}
 """What a verdict is called in front of people."""
+EXERCISED = {Verdict.PASS, Verdict.FAIL, Verdict.XFAIL, Verdict.XPASS, Verdict.BLOCKED}
+"""Verdicts of a requirement that something was seen of."""
 NOTHING = "NOTHING JUDGED"
 """What a partial one is called of which no requirement was exercised."""
 
@@ -52,7 +54,12 @@ class Aggregate:
     @property
     def answer(self) -> str:
         """The verdict in front of people."""
-        return NOTHING if self.verdict == "partial" and not self.exercised else ANSWERS[self.verdict]
+        return called(self.verdict, bool(self.exercised))
+
+
+def called(verdict: str, exercised: bool) -> str:
+    """What people are told: `verdict` in words, and of a partial one whether any requirement was `exercised` at all."""
+    return NOTHING if verdict == "partial" and not exercised else ANSWERS[verdict]
 
 
 def aggregate(rows: Iterable[Row], *, problems: Iterable[str] = ()) -> Aggregate:
@@ -79,9 +86,6 @@ def aggregate(rows: Iterable[Row], *, problems: Iterable[str] = ()) -> Aggregate
     found.cases = len({row.case for row in rows})
     found.verdict, found.reasons = _overall(rows, found, list(problems))
     return found
-
-
-EXERCISED = {Verdict.PASS, Verdict.FAIL, Verdict.XFAIL, Verdict.XPASS, Verdict.BLOCKED}
 
 
 def _ids(rows: Iterable[Row]) -> list[str]:

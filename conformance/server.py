@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import subprocess
 import sys
@@ -61,11 +62,16 @@ class Server:
         raise EnvironmentProblem(f"server {self.spec.name} {what}{words} (its output: {self.log})")
 
     def clear(self) -> None:
-        """Make it forget what it stored. EnvironmentProblem if it does not."""
-        if self.spec.clear is not None and not self._call(self.spec.clear):
-            raise EnvironmentProblem(
-                f"server {self.spec.name} cannot be cleared: {_words(self.spec.clear)} failed (its output: {self.log})"
-            )
+        """Make it forget what it stored; nothing uses it. EnvironmentProblem if it does not."""
+        self._forget(self.spec.clear)
+
+    def lose(self) -> None:
+        """A fault: the same while an engine uses it."""
+        self._forget(self.spec.lose or self.spec.clear)
+
+    def _forget(self, call: Call | None) -> None:
+        if call is not None and not self._call(call):
+            raise EnvironmentProblem(f"server {self.spec.name} cannot be cleared: {_words(call)} failed (its output: {self.log})")
 
     def freeze(self) -> None:
         """Its processes stand still: connections to it are accepted, and nobody answers. No error if it does not run."""
@@ -127,7 +133,8 @@ class Server:
                 return True
             return False
         assert call.http is not None
-        request = urllib.request.Request(call.http, method=call.method)
+        body = None if call.body is None else json.dumps(call.body).encode()
+        request = urllib.request.Request(call.http, body, {"Content-Type": "application/json"} if body else {}, method=call.method)
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a server of ours is never behind a proxy
         with contextlib.suppress(OSError, urllib.error.URLError), opener.open(request, timeout=CALL_LIMIT) as answer:
             return bool(answer.status < 400)

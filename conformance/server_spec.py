@@ -20,6 +20,7 @@ class Call(BaseModel):
     tcp: str | None = Field(default=None, description="host:port")
     http: str | None = Field(default=None, description="URL")
     method: str = Field(default="GET", description="of the request to `http`")
+    body: dict[str, Any] | None = Field(default=None, description="of the request to `http`, as JSON")
     command: str | None = None
 
     @model_validator(mode="after")
@@ -37,7 +38,8 @@ class ServerSpec(BaseModel):
     name: str = Field(pattern=r"^[a-z][a-z0-9-]*$")
     command: str | list[str] = Field(description="runs until it is stopped: a shell command, or a program with its arguments")
     ready: Call = Field(description="what shows that it can be used")
-    clear: Call | None = Field(default=None, description="makes it forget all KV; done before each run")
+    clear: Call | None = Field(default=None, description="makes it forget all KV; done before each run, when no engine uses it")
+    lose: Call | None = Field(default=None, description="the same under an engine that uses it, for live.store-lost (default: clear)")
     stop: str | None = Field(default=None, description="shell command that asks it to end")
     timeout: float = Field(default=60.0, gt=0, description="seconds until it has to be ready")
     grace: float = Field(default=5.0, ge=0, description="seconds between being asked to end and being killed")

@@ -29,7 +29,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(200); self.end_headers(); self.wfile.write(",".join(self.known).encode())
     def do_POST(self):
         if self.path == "/clear": self.known.clear()
-        else: self.known.append(self.path[1:])
+        else: self.known.append(self.path[1:] + self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode())
         self.send_response(204); self.end_headers()
     def log_message(self, *_): pass
 def asked(*_):
@@ -84,6 +84,21 @@ def get(port: int, path: str = "/", method: str = "GET") -> str:
     request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", method=method)
     with urllib.request.urlopen(request, timeout=5) as answer:
         return str(answer.read().decode())
+
+
+def test_a_server_that_is_in_use_can_be_made_to_forget_in_another_way(tmp_path: Path, mark: str) -> None:
+    lose = {"http": "http://127.0.0.1:{port:store}/lose-", "method": "POST", "body": {"force": False}}
+    group = servers(tmp_path, store(mark, lose=lose))
+    with group:
+        group.all["store"].lose()
+        assert get(group.ports.numbers["store"]) == 'lose-{"force": false}'
+        group.clear()
+        assert get(group.ports.numbers["store"]) == ""
+    bare = store(mark)
+    with servers(tmp_path, bare) as group:
+        get(group.ports.numbers["store"], "/something", "POST")
+        group.all["store"].lose()
+        assert get(group.ports.numbers["store"]) == "", "as clear"
 
 
 def test_a_server_is_found_where_the_connector_looks_for_it(tmp_path: Path, mark: str) -> None:

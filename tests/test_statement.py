@@ -69,6 +69,7 @@ def test_what_is_not_supported_does_not_count_as_passed() -> None:
         ((Verdict.PASS, Verdict.PASS, Verdict.XFAIL), False, "judged in part (core)", "lightgrey"),
         ((Verdict.PASS, Verdict.FAIL, Verdict.PASS), False, "not conformant", "red"),
         ((Verdict.PASS, Verdict.ERROR, Verdict.PASS), True, "no answer", "lightgrey"),
+        ((Verdict.UNSUPPORTED, Verdict.NOT_EXERCISED, Verdict.UNOBSERVABLE), True, "nothing judged", "yellow"),
     ],
 )
 def test_the_badge(verdicts: tuple[Verdict, ...], whole: bool, word: str, colour: str) -> None:

@@ -14,7 +14,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from kvconform import files
-from kvconform.aggregate import ANSWERS
+from kvconform.aggregate import called
 from kvconform.collector import Collector
 from kvconform.html.failure import Failure, failures
 from kvconform.html.matrix import Area, areas
@@ -40,7 +40,8 @@ class Page:
 
     @property
     def answer(self) -> str:
-        return ANSWERS[self.summary.verdict] + (" in what was selected" if self.summary.extra.get("narrowed") else "")
+        word = called(self.summary.verdict, bool(self.summary.requirements.exercised))
+        return word + (" in what was selected" if self.summary.extra.get("narrowed") else "")
 
     @property
     def counts(self) -> list[tuple[str, int]]:

@@ -98,7 +98,7 @@ class Attendant:
         elif fault.do == "restart":
             self._each(lambda servers, name: servers.restart(name))
         elif fault.do == "clear":
-            self._each(lambda servers, name: servers.all[name].clear())
+            self._each(lambda servers, name: servers.all[name].lose())
 
     def _each(self, deed: Callable[[Servers, str], Any]) -> None:
         for servers in self.servers:

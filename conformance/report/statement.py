@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kvconform import __version__, files
 from kvconform.adapters import titles
-from kvconform.aggregate import ANSWERS, Aggregate
+from kvconform.aggregate import EXERCISED, Aggregate, called
 from kvconform.collector import Collector
 from kvconform.report_models import Overall, VerdictName
 from kvconform.shard import suite_digest
@@ -84,7 +84,8 @@ def make(collector: Collector, found: Aggregate, *, judged: date) -> Statement:
 def badge(statement: Statement) -> dict[str, Any]:
     """For https://img.shields.io/endpoint. What was not asked for, supported or exercised does not count as passed. A good answer needs a
     complete run of profile core; the best colour, that at least half of what counts holds."""
-    word, colour = ANSWERS[statement.verdict].lower(), COLOURS[statement.verdict]
+    exercised = any(status in EXERCISED for status in statement.requirements.values())
+    word, colour = called(statement.verdict, exercised).lower(), COLOURS[statement.verdict]
     if statement.verdict in ("conformant", "partial") and not (statement.complete and statement.profile == PROFILE):
         word, colour = f"judged in part ({statement.profile})", "lightgrey"
     elif statement.verdict == "conformant" and statement.passed < ENOUGH * statement.core:

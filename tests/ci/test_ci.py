@@ -243,6 +243,13 @@ def test_what_a_connector_is_called_is_text_in_the_summary(tmp_path: Path) -> No
     assert r"see \[x\](http:\//e)" in text
 
 
+def test_that_nothing_was_judged_is_told(tmp_path: Path) -> None:
+    folder = report(tmp_path / "none", row("a.rule", "NOT_EXERCISED"), answer="partial")
+    assert "NOTHING JUDGED" in CliRunner().invoke(app, ["ci", folder, "--format", "plain"]).output
+    some = report(tmp_path / "some", row("a.rule", "XFAIL"), answer="partial")
+    assert "PARTLY CONFORMANT" in CliRunner().invoke(app, ["ci", some, "--format", "plain"]).output
+
+
 @pytest.mark.parametrize("arguments", [["--format", "jenkins"], ["--fail-on", "some"], ["--fail-on", "new"]])
 def test_what_is_wrong_is_told(tmp_path: Path, arguments: list[str]) -> None:
     folder = report(tmp_path / "report", row("hook.no-raise", "PASS"))

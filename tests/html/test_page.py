@@ -96,6 +96,10 @@ def test_the_story_of_a_run_without_failure_is_left_out(tmp_path: Path) -> None:
     assert 'type="application/kvconform" data-run=' not in html(tmp_path, fails=False)
 
 
+def test_that_nothing_was_judged_is_told(tmp_path: Path) -> None:
+    assert "NOTHING JUDGED" in html(tmp_path, fails=True, verdict=Verdict.NOT_EXERCISED)
+
+
 def test_errors_are_told(tmp_path: Path) -> None:
     assert "Errors of the harness" in html(tmp_path, fails=True, verdict=Verdict.ERROR)
     assert "Errors of the harness" not in html(tmp_path, fails=True)
