@@ -51,7 +51,8 @@ class ElsewhereError(RuntimeError):
 def left_behind() -> list[str]:
     """Names of the threads that connectors have left in this process. A forked one would have what waits for them, and not the threads;
     vLLM's processes never begin like that. Threads of native libraries are not seen."""
-    return sorted(each.name for each in threading.enumerate() if each not in _BEFORE and each.name != watchdog.THREAD)
+    known = {*_BEFORE, threading.main_thread()}  # of a fork: the one that forked
+    return sorted(each.name for each in threading.enumerate() if each not in known and each.name != watchdog.THREAD)
 
 
 def cannot_fork(steps: Sequence[Any], relation: str) -> bool:

@@ -10,9 +10,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
@@ -27,8 +27,8 @@ from kvconform.load import Spec
 if TYPE_CHECKING:
     from kvconform.explore.outcome import Outcome
 
-SHRINK = 150
-"""Runs that are spent on making what was found small."""
+SHRINK, SHRINK_SECONDS = 150, 60.0
+"""Runs that are spent on making what was found small, and for how long."""
 
 
 @dataclass
@@ -108,7 +108,12 @@ def _search(defect: Defect, spec: Spec, found: Search, seconds: float, seed: int
         if requirement is not None:
             found.found = requirement
             if shrink:
-                workload, _ = smaller(workload, lambda each: requirement in _names(run(each, [requirement or ""])), SHRINK)
+                until = time.monotonic() + SHRINK_SECONDS
+
+                def fails(each: Workload) -> bool:
+                    return time.monotonic() < until and requirement in _names(run(each, [requirement or ""]))
+
+                workload, _ = smaller(workload, fails, SHRINK)
             found.requests, found.steps, *_ = workload.size
             found.case = json.dumps(workload.data)
 
@@ -169,12 +174,16 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _results(names: list[str], jobs: int, how: tuple[float, int, bool]) -> Iterator[Search]:
-    if jobs <= 1:
-        yield from (search(name, *how) for name in names)
-        return
-    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        waiting = [pool.submit(search, name, *how) for name in names]
-        yield from (each.result() for each in waiting)
+    """Each in a process of its own: what the connector of one leaves behind (threads, above all) is not the next one's."""
+    import kvconform.explore.outcome
+    import kvconform.run  # noqa: F401  before the fork: vLLM takes seconds to import
+
+    with get_context("fork").Pool(jobs, maxtasksperchild=1) as pool:
+        yield from pool.imap(partial(_search_for, how), names, chunksize=1)
+
+
+def _search_for(how: tuple[float, int, bool], name: str) -> Search:
+    return search(name, *how)
 
 
 def summarise(results: list[Search]) -> int:

@@ -80,7 +80,7 @@ class Requests:
                 self._image(add, length)
         if dice.one_in(12):
             add["stop_at"] = dice.number(0, add["max_tokens"] - 1)
-        if dice.one_in(12):
+        if dice.one_in(12 if isinstance(add["prompt"], int) else 6):  # computed again, although it is known
             add["skip_reading_prefix_cache"] = True
         if dice.one_in(20):
             add["params"] = {"note": "mine"}

@@ -19,6 +19,7 @@ class Schedule:
     def __init__(self, dice: Dice, requests: Requests, *, depth: int, failing: bool, restarts: bool) -> None:
         self.dice, self.requests, self.depth, self.failing, self.restarts = dice, requests, depth, failing, restarts
         self.steps: list[Data] = []
+        self._vacant: str | None = None
 
     def draw(self, most: int) -> list[Data]:
         """Two to `most` requests, each followed by what befalls it."""
@@ -36,14 +37,15 @@ class Schedule:
         if failing:
             self.steps.append({"drop-local": {}})
         add = requests.draw(name, dice.pick(sources) if failing else None)
-        if self._reuses(add):
-            add["id"] = next(iter(requests.settled))
+        if self._vacant is not None or self._reuses(add):
+            add["id"] = self._vacant or next(iter(requests.settled))
+            self._vacant = None
         self.steps.append({"add": add})
         if failing:
             length = requests.lengths[name]
             positions = dice.pick(["all", [dice.number(0, length - 1)], [0, length // 2]])
             self.steps.append({"fail-load": {"req": name, "positions": positions}})
-        then = dice.pick(["disturb", "disturb", "disturb", "finish", "finish", "finish", "step", "between", "ask"])
+        then = dice.pick(["disturb", "disturb", "disturb", "finish", "finish", "finish", "leave", "step", "between", "ask", "again"])
         if then == "disturb":  # while it is under way
             self.steps.append({"step": dice.number(1, 4)})
             for kind in dice.some(KINDS, 4):
@@ -54,6 +56,8 @@ class Schedule:
             if self.restarts and dice.one_in(4):
                 self.steps.append({"restart": "engine"})
                 requests.forgotten()
+        elif then == "leave":  # the next one finds it there
+            self._run()
         elif then == "step":
             self.steps.append({"step": dice.number(1, 6)})
         elif then == "between":
@@ -62,12 +66,24 @@ class Schedule:
             self.steps += [{"lookup-only": name}] * dice.number(1, 2)
             if dice.one_in(2):
                 self._event("abort", name)
+        elif then == "again" and isinstance(add["prompt"], int) and not requests.simple:
+            self._again(add)
 
     def _reuses(self, add: Data) -> bool:
         """Whether it gets the id of a request that is long over: the first one's, so that no two live ones have it."""
         requests = self.requests
         alone = not requests.live[:-1] and not any("id" in each for each in requests.adds.values())
         return not requests.simple and alone and bool(requests.settled) and self.dice.one_in(8) and "reloads" not in add
+
+    def _again(self, add: Data) -> None:
+        """Its client gives up, and asks again under the same id before the next step. The engine takes an id again once it has let the
+        first one go: there is nothing to be loaded for it, it has not finished, and no output of it is under way."""
+        add["max_tokens"] = 9
+        for name in ("drafts", "stop_at", "id"):
+            add.pop(name, None)
+        self.steps += [{"step": self.dice.number(1, 2)}, {"land": self.depth}, {"abort": add["req"]}]
+        self.requests.aborted.add(add["req"])
+        self._vacant = add["req"]
 
     def _run(self) -> None:
         self.steps.append({"run": {}})

@@ -35,7 +35,7 @@ def test_the_same_seed_draws_the_same_and_another_seed_does_not() -> None:
 
 def test_draws_differ_in_everything_that_matters() -> None:
     found: Counter[str] = Counter()
-    for workload in some(400):
+    for workload in some(600):
         data = workload.data
         found.update(name for step in data["steps"] if "add" in step for name in step["add"])
         found.update(next(iter(step)) for step in data["steps"])
