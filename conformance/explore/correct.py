@@ -13,9 +13,9 @@ import os
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -29,6 +29,8 @@ from kvconform.files import scratch_root
 HANGS = 30.0
 """Seconds after which a hook counts as one that never returns."""
 ENGINES = ["reference", "vllm"]
+AHEAD = 8
+"""Batches per process that are under way or wait: those of one variant take several times as long as those of another."""
 
 
 class Batch(BaseModel):
@@ -118,17 +120,20 @@ def main(arguments: list[str] | None = None) -> int:
     began, said, before = time.monotonic(), 0.0, state.seconds
     coming = batches(given.names or list(VARIANTS), state.batches)
     with ProcessPoolExecutor(given.jobs, get_context("spawn")) as pool:
+        waiting: deque[Future[Batch]] = deque()
         while state.workloads < given.workloads and time.monotonic() - began < 60 * given.minutes:
-            some = list(itertools.islice(coming, 2 * given.jobs))
-            for waiting in as_completed([pool.submit(run, name, seed, given.batch, given.small) for name, seed in some]):
-                state.add(batch := waiting.result())
-                _keep(batch, given.out)
+            while len(waiting) < AHEAD * given.jobs:
+                waiting.append(pool.submit(run, *next(coming), given.batch, given.small))
+            state.add(batch := waiting.popleft().result())
+            _keep(batch, given.out)
             state.seconds = before + time.monotonic() - began
             if given.state is not None:
                 given.state.write_text(state.model_dump_json())
             if time.monotonic() - said > 60:
                 said = time.monotonic()
                 print(_line(state), flush=True)
+        for left in waiting:
+            left.cancel()
     print(_line(state), flush=True)
     return int(bool(state.failures))
 

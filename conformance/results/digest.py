@@ -54,10 +54,15 @@ class Digest(BaseModel):
     verdict: str
     complete: bool = Field(description="the report has an end")
     runs: int
-    loads: int = Field(description="how often something to be judged about loaded KV happened")
-    saves: int = Field(description="the same of saved KV")
+    transfers: int | None = Field(default=None, description="loads whose KV was judged when the engine relied on it; None: not counted yet then")
+    loads: int = Field(description="how often anything about loads was judged, calls without any load among them")
+    saves: int = Field(description="how often anything about saved KV was judged")
     guarantees: list[str] = Field(default=[], description="guarantees that the engine broke")
     areas: dict[str, Area]
+
+
+LOADED = "load.complete-or-failed"
+"""The requirement that is judged once for every load."""
 
 
 def digests(folder: Path, entry: str, requires: Sequence[str], date: str, spec: Spec) -> list[Digest]:
@@ -107,7 +112,7 @@ def _digest(
         entry=entry, engine=engine, date=date, suite=header.suite, vllm=header.vllm, packages=packages, adapters=header.adapters,
         device=header.device, seed=header.seed, verdict=found.verdict, complete=complete,
         runs=len({_run(row) for row in rows if row.verdict not in UNMADE}),
-        loads=_happened(rows, spec, "load"), saves=_happened(rows, spec, "save"), guarantees=found.engine_failed,
+        transfers=sum(row.exercised for row in rows if row.requirement == LOADED), loads=_happened(rows, spec, "load"), saves=_happened(rows, spec, "save"), guarantees=found.engine_failed,
         areas=dict(sorted(areas.items())),
     )  # fmt: skip
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from kvconform import named
+from kvconform.aggregate import called
 from kvconform.live.seeds import PAIR_REQUESTS
 from kvconform.load import Spec
 from kvconform.requirement import Source
@@ -27,6 +28,11 @@ out, and when vLLM's source supports the requirement. Everything else is an *ope
 a requirement failed, and nothing yet about how much that matters to anybody. `python -m kvconform.results reproduce` runs the findings'
 cases with what is installed, and says which still fail as they say.
 
+"""
+
+COUNTS = """
+*loads*: how many loads were judged when the engine relied on what they had brought. In brackets, of runs from before that was counted: how
+often anything about loads was judged, calls that load nothing among them. *saves*: how often anything about saved KV was judged.
 """
 
 LEGEND = """In each cell: engine reference, vllm, live. `✓` all that was exercised holds · `✗` a requirement that counts failed · `!` only
@@ -82,7 +88,7 @@ def _overview(digests: Sequence[Digest], campaigns: Sequence[Digest], findings: 
             for digest in digests
         ],
     )  # fmt: skip
-    text += "\n*loads*, *saves*: how often something to be judged about loaded or saved KV happened; an answer without them says little.\n"
+    text += COUNTS
     text += _campaigns(campaigns)
     rows = [
         (
@@ -107,7 +113,7 @@ def _campaigns(campaigns: Sequence[Digest]) -> str:
         return ""
     rows = [
         (
-            f"[{each.entry}]({family(each.entry)}.md)", f"{each.seed} to {each.seed + each.seeds - 1}", _answer(each), str(each.loads),
+            f"[{each.entry}]({family(each.entry)}.md)", f"{each.seed} to {each.seed + each.seeds - 1}", _answer(each), _loads(each),
             str(each.saves), ", ".join(name for area in each.areas.values() for name in area.failed), each.date,
         )
         for each in campaigns
@@ -137,7 +143,7 @@ def _family(name: str, digests: Sequence[Digest], campaigns: Sequence[Digest], f
     text += "\n"
     if digests:
         rows = [
-            (each.entry, each.engine, _answer(each), str(each.runs), str(each.loads), str(each.saves), _with(each), each.date)
+            (each.entry, each.engine, _answer(each), str(each.runs), _loads(each), str(each.saves), _with(each), each.date)
             for each in digests
         ]
         text += _table(("connector", "engine", "answer", "runs", "loads", "saves", "with", "date"), rows)
@@ -209,12 +215,16 @@ def _mark(digest: Digest | None, name: str) -> str:
 
 
 def _measures(digest: Digest) -> tuple[str, ...]:
-    return (digest.engine, _answer(digest), str(digest.runs), str(digest.loads), str(digest.saves))
+    return (digest.engine, _answer(digest), str(digest.runs), _loads(digest), str(digest.saves))
+
+
+def _loads(digest: Digest) -> str:
+    return f"({digest.loads})" if digest.transfers is None else str(digest.transfers)
 
 
 def _answer(digest: Digest) -> str:
-    words = {"conformant": "CONFORMANT", "nonconformant": "NOT CONFORMANT", "partial": "partial", "error": "error"}
-    return words.get(digest.verdict, digest.verdict) + ("" if digest.complete else " (cut short)")
+    exercised = any(area.passed or area.failed or area.blocked for area in digest.areas.values())
+    return called(digest.verdict, exercised) + ("" if digest.complete else " (cut short)")
 
 
 def _with(digest: Digest) -> str:
