@@ -31,6 +31,16 @@ def test_a_report_becomes_a_digest_per_engine(tmp_path: Path) -> None:
     assert digest.read(tmp_path) == [vllm]
 
 
+def test_a_call_that_loads_nothing_is_no_load(tmp_path: Path) -> None:
+    judged = [("load.only-grant", 5), ("load.complete-or-failed", 2), ("load.errors-in-a-set", 40)]
+    rows = [{"requirement": name, "engine": "vllm", "verdict": "PASS", "exercised": count} for name, count in judged]
+    (found,) = digest.digests(report(tmp_path / "r", rows), "example", [], "2026-01-01", load_spec())
+    assert (found.transfers, found.loads) == (2, 47)
+    before = found.model_copy(update={"transfers": None})
+    shown, bracketed = (page.pages([each], [], load_spec(), tmp_path)["README.md"] for each in (found, before))
+    assert "| CONFORMANT | 1 | 2 | 0 |" in shown and "| CONFORMANT | 1 | (47) | 0 |" in bracketed
+
+
 def test_a_campaign_is_told_apart(tmp_path: Path) -> None:
     """Random workloads alone; its digest takes no other's place, nor a column of the areas."""
     drawn = [{**ROWS[2], "engine": "live", "case": f"live.random-{seed}"} for seed in (0, 1)]

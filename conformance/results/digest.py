@@ -54,7 +54,7 @@ class Digest(BaseModel):
     verdict: str
     complete: bool = Field(description="the report has an end")
     runs: int
-    transfers: int | None = Field(default=None, description="loads whose KV was judged when the engine relied on it; None: not counted yet then")
+    transfers: int | None = Field(default=None, description="loads whose KV was judged when it was relied on; None: not counted then")
     loads: int = Field(description="how often anything about loads was judged, calls without any load among them")
     saves: int = Field(description="how often anything about saved KV was judged")
     guarantees: list[str] = Field(default=[], description="guarantees that the engine broke")
@@ -112,7 +112,8 @@ def _digest(
         entry=entry, engine=engine, date=date, suite=header.suite, vllm=header.vllm, packages=packages, adapters=header.adapters,
         device=header.device, seed=header.seed, verdict=found.verdict, complete=complete,
         runs=len({_run(row) for row in rows if row.verdict not in UNMADE}),
-        transfers=sum(row.exercised for row in rows if row.requirement == LOADED), loads=_happened(rows, spec, "load"), saves=_happened(rows, spec, "save"), guarantees=found.engine_failed,
+        transfers=sum(row.exercised for row in rows if row.requirement == LOADED),
+        loads=_happened(rows, spec, "load"), saves=_happened(rows, spec, "save"), guarantees=found.engine_failed,
         areas=dict(sorted(areas.items())),
     )  # fmt: skip
 
