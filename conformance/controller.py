@@ -20,10 +20,11 @@ from rich.markup import escape
 from kvconform import crash
 from kvconform.caseitem import SPENT, START
 from kvconform.collector import Collector
-from kvconform.environment import check_connector_name, check_vllm
+from kvconform.environment import check_connector_name, check_vllm, lacking
 from kvconform.errors import EnvironmentProblem, KvconformError, UsageError
 from kvconform.html import page
 from kvconform.live.select import spec_for
+from kvconform.named import named
 from kvconform.report import jsonl, statement, summary, terminal
 from kvconform.report.progress import Progress
 from kvconform.report_models import FooterLine, HeaderLine
@@ -45,6 +46,8 @@ class Controller:
     def __init__(self, settings: Settings, console: Console, *, quiet_workers: bool = False) -> None:
         self.settings, self.console, self.quiet_workers = settings, console, quiet_workers
         self.vllm, self.warnings = check_vllm()
+        if settings.catalogue is not None:
+            self.warnings += lacking(settings.catalogue, named(settings.catalogue).requires)
         check_connector_name(settings.connector, settings.pythonpath)
         self.spec = spec_for(settings)
         self.collector = Collector(self.spec, settings, select(self.spec, settings, self.vllm), self.vllm)

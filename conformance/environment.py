@@ -53,6 +53,29 @@ def check_vllm() -> tuple[str, list[str]]:
     return version, []
 
 
+def versions(requires: Sequence[str]) -> dict[str, str | None]:
+    """Of each package that pip requirements name, the installed version, or None."""
+    found: dict[str, str | None] = {}
+    for item in requires:
+        name = re.match(r"[A-Za-z0-9][A-Za-z0-9._-]*", item.strip())
+        if name is None:  # an option
+            continue
+        try:
+            found[name[0]] = importlib.metadata.version(name[0])
+        except importlib.metadata.PackageNotFoundError:
+            found[name[0]] = None
+    return found
+
+
+def lacking(entry: str, requires: Sequence[str]) -> list[str]:
+    """A warning if packages are not installed that an entry of the catalogue `requires`: the connector may do with others."""
+    absent = [name for name, version in versions(requires).items() if version is None]
+    if not absent:
+        return []
+    are = "is" if len(absent) == 1 else "are"
+    return [f"{', '.join(absent)} {are} not installed here; nox -s conformance -- --connector {entry} installs what that needs"]
+
+
 def runs_on(runner: str, vllm: str) -> bool:
     """Whether model runner `runner` (v1, v2) drives connectors in this vLLM version."""
     return runner != "v2" or version_key(vllm) >= version_key(RUNNER_V2)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from kvconform.aggregate import aggregate
+from kvconform.environment import versions
 from kvconform.errors import UsageError
 from kvconform.load import Spec
 from kvconform.report import jsonl
@@ -83,7 +83,7 @@ def digests(folder: Path, entry: str, requires: Sequence[str], date: str, spec: 
         raise UsageError(f"{folder} holds no report that can be read: {' '.join(str(error).split())[:200]}") from None
     if header is None or not rows:
         raise UsageError(f"the report in {folder} has no runs; run `kvconform run` with --report-dir first")
-    packages = versions(requires)
+    packages = {name: version for name, version in versions(requires).items() if version is not None}
     return [
         _digest(entry, engine, header, [row for row in rows if row.engine == engine], packages, date, spec, complete=complete)
         for engine in sorted({row.engine for row in rows})
@@ -136,19 +136,6 @@ def _counted(area: Area, name: str, status: Verdict, *, advice: bool) -> Area:
 
 def _happened(rows: Iterable[Row], spec: Spec, area: str) -> int:
     return sum(row.exercised for row in rows if (found := spec.requirements.get(row.requirement)) and found.area == area)
-
-
-def versions(requires: Sequence[str]) -> dict[str, str]:
-    """The installed versions of pip requirements; those that are not installed are left out."""
-    found = {}
-    for item in requires:
-        name = re.match(r"[A-Za-z0-9][A-Za-z0-9._-]*", item.strip())
-        try:
-            if name:
-                found[name[0]] = importlib.metadata.version(name[0])
-        except importlib.metadata.PackageNotFoundError:
-            pass
-    return found
 
 
 def path_of(root: Path, digest: Digest) -> Path:
