@@ -62,9 +62,11 @@ class Requests:
 
     def _alike(self, add: Data, earlier: str) -> None:
         """Most repetitions are by the same client; then the connector's promises are about them."""
-        if self.dice.one_in(5):
-            return
         source = self.adds[earlier]
+        if self.dice.one_in(2 if "mm" in source else 5):
+            if "mm" in source and not self.simple:
+                self._moved(add, source["mm"][0])
+            return
         add.update({name: source[name] for name in IDENTITY if name in source})
         if earlier in self.settled and "reloads" not in source:
             add["reloads"] = earlier
@@ -76,7 +78,7 @@ class Requests:
                 add["salt"] = dice.pick(["s", "t"])
             if dice.one_in(12):
                 add["lora"] = dice.pick(["one", "two"])
-            if dice.one_in(10) and length > 2:
+            if dice.one_in(7) and length > 2:
                 self._image(add, length)
         if dice.one_in(12):
             add["stop_at"] = dice.number(0, add["max_tokens"] - 1)
@@ -93,6 +95,13 @@ class Requests:
         tokens = self.images.setdefault(name, tokens)
         if at + tokens <= length:
             add["mm"] = [{"at": at, "length": tokens, "id": name}]
+
+    def _moved(self, add: Data, image: Data) -> None:
+        """Another, smaller image somewhere behind the placeholders of this one: the same tokens, and only the place tells two apart."""
+        name = "dog" if image["id"] == "cat" else "cat"
+        room = image["length"] - self.images.setdefault(name, max(1, image["length"] - self.dice.number(1, 2)))
+        if room > 0:
+            add["mm"] = [{"at": image["at"] + self.dice.number(0, room), "length": self.images[name], "id": name}]
 
     def finished(self) -> None:
         """Everything has run to its end."""
