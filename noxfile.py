@@ -118,10 +118,11 @@ def explore(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run the suite's own tests; those of the kernels are in `kernels`. One process more than there are cores: much of it is waiting."""
+    """Run the suite's own tests; those of the kernels are in `kernels`. One process more than there are cores: much of it is waiting.
+    The long ones come first (tests/conftest.py), and who has nothing left takes from the others: no core waits for the last test."""
     env, rest = prepare(session)
     processes = str(min(4, (os.cpu_count() or 1) + 1))
-    env.run("-m", "pytest", "-n", processes, *(rest or ["--ignore=tests/kernels"]))
+    env.run("-m", "pytest", "-n", processes, "--dist", "worksteal", "--durations=20", *(rest or ["--ignore=tests/kernels"]))
 
 
 @nox.session

@@ -28,12 +28,8 @@ def kvconform(folder: Path, connector: str, *arguments: str) -> subprocess.Compl
 @pytest.mark.parametrize(
     ("connector", "sentence"),
     [
-        ("broken_import:C", "cannot be imported: ModuleNotFoundError: No module named 'a_package_that_nobody_has'"),
         ("dies_on_import:C", "dies_on_import:C cannot be used: the process ended in import of dies_on_import:C"),
-        ("no_connector:Plain", "no_connector:Plain is not a KV connector"),
-        ("no_connector:Nope", "Module no_connector has no attribute 'Nope'"),
         ("raises:Connector", "the constructor of raises:Connector raised KeyError: 'server'"),
-        ("NobodyKnowsThis", "vLLM knows no connector named 'NobodyKnowsThis'"),
     ],
 )
 def test_cannot_be_judged(tmp_path: Path, connector: str, sentence: str) -> None:

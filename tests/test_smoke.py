@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,22 @@ class WantsMore(ReferenceConnector):
 
     def __init__(self, vllm_config: object, role: object, kv_cache_config: object, address: str) -> None:
         super().__init__(vllm_config, role, kv_cache_config)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("connector", "sentence"),
+    [
+        ("broken_import:C", "cannot be imported: ModuleNotFoundError: No module named 'a_package_that_nobody_has'"),
+        ("no_connector:Plain", "no_connector:Plain is not a KV connector"),
+        ("no_connector:Nope", "Module no_connector has no attribute 'Nope'"),
+        ("NobodyKnowsThis", "vLLM knows no connector named 'NobodyKnowsThis'"),
+    ],
+)
+def test_what_is_no_connector_is_told(connector: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole program, on two that are like these: test_e2e_bad_connectors.py."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "bad_connectors"))
+    with pytest.raises(UsageError, match=re.escape(sentence)):
+        check(Target(connector, {}), tmp_path, 120.0)
 
 
 @pytest.mark.parametrize("target", [TWO, Target(f"{__name__}:WantsMore", {"store": "{tmp}"})])

@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvconform.bench_stress import stress
+
+pytestmark = pytest.mark.e2e  # three quarters of a minute
 
 
 def test_a_thousand_concurrent_requests() -> None:

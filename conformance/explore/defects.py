@@ -91,7 +91,7 @@ def _search(defect: Defect, spec: Spec, found: Search, seconds: float, seed: int
 
         def run(workload: Workload, only: list[str] | None = None) -> Outcome:
             target = targets[workload.data["config"].get("block_size", 4)]
-            return outcome(workload, target, spec, tmp / "run", requirements=only)
+            return outcome(workload, target, spec, tmp / "run", requirements=only, strict=True)
 
         requirement: str | None = None
         began = time.process_time()

@@ -55,10 +55,13 @@ class Outcome:
         return cls(**{**data, "failures": [Failure(**each) for each in data["failures"]]})
 
 
-def outcome(workload: Workload, target: Target, spec: Spec, tmp: Path, *, requirements: Iterable[str] | None = None) -> Outcome:
-    """Run and judge a workload in this process. Writes below `tmp` and cleans up. ValidationError if it is no case."""
+def outcome(
+    workload: Workload, target: Target, spec: Spec, tmp: Path, *, requirements: Iterable[str] | None = None, strict: bool = False
+) -> Outcome:
+    """Run and judge a workload in this process; recommendations count if `strict`. Writes below `tmp` and cleans up. ValidationError if it
+    is no case."""
     report = run_and_judge(
-        workload.variant(), target, spec, seed=workload.seed, tmp=tmp, requirements=requirements, keep_trace=True
+        workload.variant(), target, spec, seed=workload.seed, tmp=tmp, requirements=requirements, keep_trace=True, strict=strict
     )  # fmt: skip
     shutil.rmtree(tmp, ignore_errors=True)
     trace = report.trace or []

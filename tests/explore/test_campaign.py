@@ -16,6 +16,7 @@ from kvconform.explore.races import races
 from kvconform.load import load_spec
 from kvconform.settings import load
 
+pytestmark = pytest.mark.e2e
 BAD = Path(__file__).parents[1] / "bad_connectors"
 
 
