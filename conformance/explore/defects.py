@@ -55,6 +55,8 @@ def left_out(defect: Defect) -> str | None:
         return "may end the process that it runs in"
     if defect.servers:
         return "needs a server"
+    if all(specification().requirements[name].area == "api" for name in defect.fails):
+        return "is wrong in the class itself, which is looked at without any workload"
     return None
 
 
