@@ -67,7 +67,7 @@ def aggregate(rows: Iterable[Row], *, problems: Iterable[str] = ()) -> Aggregate
 
     error          a row is ERROR, an expected failure is wrong, or there is no row
     nonconformant  a counting row is FAIL or XPASS, or is BLOCKED by something that is not an expected failure or the engine's fault
-    partial        nothing of that, but a counting row is XFAIL, DISABLED or BLOCKED, or no requirement was exercised at all
+    partial        nothing of that, but a counting row is XFAIL, DISABLED or BLOCKED, or no requirement that counts was exercised at all
     conformant     otherwise
     """
     rows = list(rows)
@@ -109,7 +109,7 @@ def _overall(rows: list[Row], found: Aggregate, problems: list[str]) -> tuple[st
     mild = [(v, [r for r in counting if r.verdict is v]) for v in (Verdict.XFAIL, Verdict.DISABLED, Verdict.BLOCKED)]
     reasons = _reasons(mild)
     if not any(row.verdict is Verdict.PASS for row in counting):
-        reasons.append("no requirement was exercised")
+        reasons.append("no requirement that counts was exercised")
     return ("partial", reasons) if reasons else ("conformant", [])
 
 
