@@ -114,7 +114,8 @@ class Worker:
                 self._prepare(tmp)
             payload = self._run(variant, tmp)
         except KvconformError as error:
-            payload, details = {"abort": (error.code, error.message)}, error.details
+            details = error.details
+            payload = Payload({**self._error(variant, error), "abort": (error.code, error.message)})
         except (Exception, SystemExit, watchdog.HookTimeout) as error:  # whatever comes through here is the harness's fault
             payload = self._error(variant, error)
         finally:

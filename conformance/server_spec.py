@@ -27,6 +27,8 @@ class Call(BaseModel):
     def _is_one(self) -> Call:
         if sum(given is not None for given in (self.tcp, self.http, self.command)) != 1:
             raise ValueError("give one of tcp, http and command")
+        if self.body is not None and (self.http is None or self.method == "GET"):
+            raise ValueError('a body goes with http, and with a method that sends one (method = "POST")')
         return self
 
 

@@ -34,7 +34,7 @@ def run(settings: Settings) -> int:
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         with hermetic(settings.debug, "xdist.plugin,kvconform.plugin"):
-            status = int(pytest.main(_arguments(settings), plugins=[_Preset(controller)]))
+            status = int(pytest.main(_arguments(settings, controller), plugins=[_Preset(controller)]))
     finally:
         signal.signal(signal.SIGTERM, before)
         controller.clean_up()
@@ -50,14 +50,14 @@ def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def _arguments(settings: Settings) -> list[str]:
+def _arguments(settings: Settings, controller: Controller) -> list[str]:
     return [
         "--pyargs",
         "kvconform",
         f"--connector={settings.connector}",
         f"-n{settings.workers}",
         f"--dist={'worksteal' if settings.engine == 'live' else 'load'}",  # a live run that is made smaller takes minutes
-        "--max-worker-restart=1000",
+        f"--max-worker-restart={1000 + len(controller.collector.selection.variants)}",  # one whose hook hung is replaced
         "--import-mode=importlib",
         f"-c{os.devnull}",
         f"--rootdir={Path.cwd()}",

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -63,6 +64,9 @@ def test_terrible_in_one_case(tmp_path: Path, connector: str, requirement: str, 
     assert message is None or found["message"] == message
     assert {row["case"] for row in lines if row["type"] == "row"} == set(cases.split(","))
     assert lines[-1]["type"] == "footer"
+    entries = ElementTree.parse(tmp_path / "kvconform-report" / "junit.xml").getroot().iter("testcase")
+    names = [entry.get("name") for entry in entries]
+    assert None not in names and len(names) == len(set(names)), "one entry per run, also where a worker was replaced"
 
 
 def test_the_number_of_workers_does_not_matter(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from kvconform.aggregate import EXERCISED, called
 from kvconform.ci.annotation import Annotation
 from kvconform.compare import pages
 from kvconform.compare.changes import Comparison
@@ -19,8 +18,7 @@ SIGN = {"conformant": "✅", "partial": "🟡", "nonconformant": "❌"}
 def markdown(report: Report, found: Sequence[Annotation], comparison: Comparison | None) -> str:
     """The answer, what failed and where, the counts, and what flipped since the baseline."""
     answer = report.answer or "error"
-    word = called(answer, any(verdict in EXERCISED for verdict in report.verdicts.values()))
-    lines = [f"## {SIGN.get(answer, '⚠️')} {word}: {pages.plain(report.name)}", ""]
+    lines = [f"## {SIGN.get(answer, '⚠️')} {report.word}: {pages.plain(report.name)}", ""]
     if not report.complete:
         lines += ["The run was cut off: this is what it had found out.", ""]
     if found:

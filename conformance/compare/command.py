@@ -10,7 +10,6 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from kvconform.aggregate import ANSWERS
 from kvconform.compare import pages
 from kvconform.compare.changes import Comparison, compare
 from kvconform.compare.reports import read
@@ -57,7 +56,7 @@ def show(console: Console, comparison: Comparison) -> None:
     for report, what in ((old, "a failure in what it lacks counts as one that it did not have"), (new, "what it lacks is not compared")):
         if not report.complete:
             console.print(f"[yellow]warning[/]     {escape(str(report.path))} was cut off: {what}")
-    console.print(f"answer      {ANSWERS.get(old.answer or '', 'none')} → {ANSWERS.get(new.answer or '', 'none')}")
+    console.print(f"answer      {old.word} → {new.word}")
     for name, was, now in comparison.settings:
         console.print(f"differs     {escape(name)}: {escape(was)} → {escape(now)}")
     for words, runs in (("only before", comparison.only_old), ("only now", comparison.only_new)):

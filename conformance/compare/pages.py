@@ -10,7 +10,6 @@ from importlib import resources
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from kvconform.aggregate import ANSWERS
 from kvconform.compare.changes import Comparison
 from kvconform.html.page import stylesheet
 from kvconform.report.causes import split
@@ -53,4 +52,4 @@ def _render(name: str, comparisons: Sequence[Comparison], *, autoescape: bool) -
     environment = Environment(autoescape=autoescape, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"told": told, "plain": plain, "code": code, "low": lambda text: text.lower().replace("_", " ")}
     template = (resources.files("kvconform.compare") / "assets" / name).read_text(encoding="utf-8")
-    return environment.from_string(template).render(comparisons=comparisons, shown=SHOWN, words=ANSWERS, css=Markup(stylesheet()))
+    return environment.from_string(template).render(comparisons=comparisons, shown=SHOWN, css=Markup(stylesheet()))

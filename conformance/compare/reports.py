@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from kvconform.aggregate import EXERCISED, called
 from kvconform.errors import UsageError
 from kvconform.report import jsonl
 from kvconform.report_models import HeaderLine
@@ -38,6 +39,11 @@ class Report:
     @property
     def complete(self) -> bool:
         return self.answer is not None
+
+    @property
+    def word(self) -> str:
+        """The answer in front of people."""
+        return called(self.answer or "error", any(verdict in EXERCISED for verdict in self.verdicts.values()))
 
     @property
     def silent(self) -> bool:

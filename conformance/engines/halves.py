@@ -30,7 +30,7 @@ def noted(trace: Trace, op: str) -> Iterator[None]:
         with watchdog.hook("__init__" if op == "start" else op):
             yield
     except watchdog.HookTimeout as error:
-        if op in ("start", "restart"):  # a shutdown that hangs is seen as the hook that it is
+        if op == "start":  # a shutdown that hangs is seen as the hook that it is
             event["error"] = one_line(error)
         raise
     except BaseException as error:

@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from kvconform.environment import check_connector_name, check_vllm
+from kvconform.environment import check_connector_name, check_vllm, lacking
 from kvconform.errors import UsageError
 from kvconform.explore.campaign import Campaign, explore, first, reduce
 from kvconform.explore.corpus import Corpus
@@ -76,6 +76,7 @@ def run(
         raise UsageError(f"profile {profile} ends after --minutes N or --examples N: give one of them")
     console = make_console()
     vllm, warnings = check_vllm()
+    warnings += lacking(settings.catalogue)
     check_connector_name(settings.connector, settings.pythonpath)
     for warning in warnings:
         console.print(f"warning: {warning}")

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -119,23 +119,39 @@ def main(arguments: list[str] | None = None) -> int:
     state = State.model_validate_json(given.state.read_text()) if given.state is not None and given.state.exists() else State()
     began, said, before = time.monotonic(), 0.0, state.seconds
     coming = batches(given.names or list(VARIANTS), state.batches)
-    with ProcessPoolExecutor(given.jobs, get_context("spawn")) as pool:
-        waiting: deque[Future[Batch]] = deque()
-        while state.workloads < given.workloads and time.monotonic() - began < 60 * given.minutes:
-            while len(waiting) < AHEAD * given.jobs:
-                waiting.append(pool.submit(run, *next(coming), given.batch, given.small))
-            state.add(batch := waiting.popleft().result())
-            _keep(batch, given.out)
-            state.seconds = before + time.monotonic() - began
-            if given.state is not None:
-                given.state.write_text(state.model_dump_json())
-            if time.monotonic() - said > 60:
-                said = time.monotonic()
-                print(_line(state), flush=True)
-        for left in waiting:
-            left.cancel()
+
+    def wanted() -> int:
+        """Batches that are still missing."""
+        over = time.monotonic() - began > 60 * given.minutes
+        return 0 if over else -(-(given.workloads - state.workloads) // given.batch)
+
+    for batch in _results(coming, given.jobs, given.batch, given.small, wanted):
+        state.add(batch)
+        _keep(batch, given.out)
+        state.seconds = before + time.monotonic() - began
+        if given.state is not None:
+            given.state.write_text(state.model_dump_json())
+        if time.monotonic() - said > 60:
+            said = time.monotonic()
+            print(_line(state), flush=True)
     print(_line(state), flush=True)
     return int(bool(state.failures))
+
+
+def _results(coming: Iterator[tuple[str, int]], jobs: int, count: int, simple: bool, wanted: Callable[[], int]) -> Iterator[Batch]:
+    """What came of the batches, in their order; no process waits for another. `wanted`: how many more; at 0 those that are done by then
+    come yet, and the others are given up."""
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        waiting: deque[Future[Batch]] = deque()
+        try:
+            while (missing := wanted()) > 0:
+                while len(waiting) < min(AHEAD * jobs, missing):
+                    waiting.append(pool.submit(run, *next(coming), count, simple))
+                yield waiting.popleft().result()
+            while waiting and waiting[0].done():
+                yield waiting.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def _line(state: State) -> str:

@@ -10,10 +10,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -129,12 +131,14 @@ def _workloads(defect: Defect, seed: int) -> Iterator[Workload]:
 
 
 def _names(found: Outcome) -> list[str]:
-    return [failure.requirement for failure in found.failures] + found.broken_guarantees
+    errors = ["harness"] if found.error else []
+    return [failure.requirement for failure in found.failures] + found.broken_guarantees + errors
 
 
 def _listed(defect: Defect, spec: Spec, requirement: str) -> bool:
     """Whether the defect is known to break it, or it is a consequence of what was broken. vLLM's own faults are neither."""
-    return requirement in (*defect.fails, *defect.may) or spec.requirements[requirement].consequence
+    known = spec.requirements.get(requirement)
+    return requirement in (*defect.fails, *defect.may) or (known is not None and known.consequence)
 
 
 def _print(done: Search) -> None:
@@ -176,16 +180,30 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _results(names: list[str], jobs: int, how: tuple[float, int, bool]) -> Iterator[Search]:
-    """Each in a process of its own: what the connector of one leaves behind (threads, above all) is not the next one's."""
-    import kvconform.explore.outcome
-    import kvconform.run  # noqa: F401  before the fork: vLLM takes seconds to import
+    """Each in a process of its own: what the connector of one leaves behind (threads, above all) is not the next one's. They are forked
+    from one that has imported vLLM."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["kvconform.run", "kvconform.explore.outcome"])
+    with ThreadPoolExecutor(max(1, jobs)) as pool:
+        yield from pool.map(lambda name: _apart(context, name, how), names)
 
-    with get_context("fork").Pool(jobs, maxtasksperchild=1) as pool:
-        yield from pool.imap(partial(_search_for, how), names, chunksize=1)
+
+def _apart(context: ForkServerContext, name: str, how: tuple[float, int, bool]) -> Search:
+    """The search in another process; `process.died` is among the failures of one that did not answer."""
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(theirs, name, how))
+    process.start()
+    theirs.close()
+    try:
+        found: Search = ours.recv()
+    except EOFError:
+        found = Search(name, others=["process.died"])
+    process.join()
+    return found
 
 
-def _search_for(how: tuple[float, int, bool], name: str) -> Search:
-    return search(name, *how)
+def _answer(pipe: Connection, name: str, how: tuple[float, int, bool]) -> None:
+    pipe.send(search(name, *how))
 
 
 def summarise(results: list[Search]) -> int:

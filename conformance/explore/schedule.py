@@ -83,6 +83,7 @@ class Schedule:
             add.pop(name, None)
         self.steps += [{"step": self.dice.number(1, 2)}, {"land": self.depth}, {"abort": add["req"]}]
         self.requests.aborted.add(add["req"])
+        self.requests.live.remove(add["req"])
         self._vacant = add["req"]
 
     def _run(self) -> None:

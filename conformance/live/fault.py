@@ -43,7 +43,7 @@ def lacking(faults: Sequence[Fault], clearable: Sequence[bool]) -> str | None:
     if faults and not clearable:
         return "a server of its own that can be made to fail ([[servers]] in the settings)"
     if any(fault.do == "clear" for fault in faults) and not all(clearable):
-        return "servers that can be told to forget (`clear` in [[servers]])"
+        return "servers that can be told to forget (`clear` or `lose` in [[servers]])"
     return None
 
 

@@ -86,7 +86,7 @@ def badge(statement: Statement) -> dict[str, Any]:
     complete run of profile core; the best colour, that at least half of what counts holds."""
     exercised = any(status in EXERCISED for status in statement.requirements.values())
     word, colour = called(statement.verdict, exercised).lower(), COLOURS[statement.verdict]
-    if statement.verdict in ("conformant", "partial") and not (statement.complete and statement.profile == PROFILE):
+    if exercised and statement.verdict in ("conformant", "partial") and not (statement.complete and statement.profile == PROFILE):
         word, colour = f"judged in part ({statement.profile})", "lightgrey"
     elif statement.verdict == "conformant" and statement.passed < ENOUGH * statement.core:
         word, colour = "conformant in what it supports", "yellowgreen"

@@ -223,7 +223,7 @@ def _loads(digest: Digest) -> str:
 
 
 def _answer(digest: Digest) -> str:
-    exercised = any(area.passed or area.failed or area.blocked for area in digest.areas.values())
+    exercised = bool(digest.guarantees) or any(area.passed or area.failed or area.advice or area.blocked for area in digest.areas.values())
     return called(digest.verdict, exercised) + ("" if digest.complete else " (cut short)")
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvconform.case import Case
-from kvconform.environment import check_vllm
+from kvconform.environment import check_vllm, lacking
 from kvconform.errors import EnvironmentProblem, UsageError
 from kvconform.load import Spec, load_spec
 from kvconform.profile import select as select_profile
@@ -45,6 +45,7 @@ class Job:
 
         self.settings, self.updating = settings, updating
         self.vllm, self.warnings = check_vllm()
+        self.warnings += lacking(settings.catalogue)
         self.spec: Spec = load_spec()
         self.store = Store(directory, self.vllm)
         self.before = self.store.compared_with

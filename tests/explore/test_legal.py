@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An id is taken again only when the engine has let it go, in what is drawn, varied and shrunk."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from kvconform.explore.draw import drawn
+from kvconform.explore.legal import ids_are_free
+from kvconform.explore.mutate import mutated
+from kvconform.explore.shrink import shrink
+from kvconform.explore.workload import Data, Workload, make
+
+BOTH, MODES = ["reference", "vllm"], ["sync", "async"]
+FIRST: Data = {"add": {"req": "a", "prompt": 8, "max_tokens": 9}}
+AGAIN: Data = {"add": {"req": "b", "prompt": {"same": "a"}, "max_tokens": 4, "id": "a"}}
+GIVEN_UP: list[Data] = [{"step": 2}, {"land": 2}, {"abort": "a"}]
+
+
+def data_of(*steps: Data, **axes: Any) -> Data:
+    return make("t.t", "t", [*steps, {"run": {}}], engine="reference", **{"scheduling": "async", "depth": 2, **axes})
+
+
+@pytest.mark.parametrize(
+    ("data", "free"),
+    [
+        (data_of(FIRST, *GIVEN_UP, AGAIN), True),
+        (data_of(FIRST, {"run": {}}, AGAIN), True),
+        (data_of(FIRST, *GIVEN_UP[:2], AGAIN), False),
+        (data_of(FIRST, *GIVEN_UP[::2], AGAIN), False),
+        (data_of(FIRST, *GIVEN_UP, AGAIN, depth=3), False),
+        (data_of(FIRST, {"step": 2}, {"land": 1}, {"abort": "a"}, AGAIN, scheduling="sync"), True),
+        (data_of({"add": {**FIRST["add"], "max_tokens": 2}}, *GIVEN_UP, AGAIN), False),
+        (data_of({"add": {**FIRST["add"], "drafts": [2]}}, *GIVEN_UP, AGAIN), False),
+        (data_of(FIRST, *GIVEN_UP, {"add": {"req": "b", "prompt": 8, "max_tokens": 4}}), True),
+    ],
+)
+def test_when_an_id_is_free(data: Data, free: bool) -> None:
+    assert ids_are_free(data) is free
+
+
+def test_what_is_drawn_and_varied_takes_ids_that_are_free() -> None:
+    at_once = moved = 0
+    for number, workload in enumerate(drawn(BOTH, MODES, None, first_seed=3, count=700)):
+        steps = workload.data["steps"]
+        assert ids_are_free(workload.data), workload.data
+        if any("id" in step.get("add", {}) for step in steps):
+            assert all(ids_are_free(mutated(f"t/{number}/{each}", workload, BOTH, MODES).data) for each in range(8))
+        at_once += any("abort" in one and "id" in two.get("add", {}) for one, two in pairwise(steps))
+        images = {step["add"]["req"]: step["add"]["mm"][0] for step in steps if "mm" in step.get("add", {})}
+        moved += any(
+            "same" in prompt and name in images and images.get(prompt["same"], {}).get("id", images[name]["id"]) != images[name]["id"]
+            for name, prompt in ((step["add"]["req"], step["add"]["prompt"]) for step in steps if "add" in step)
+            if isinstance(prompt, dict)
+        )
+    assert at_once > 10 and moved > 3, "an id is taken at once, and an image stands behind another's placeholders"
+
+
+def test_shrinking_leaves_an_id_free() -> None:
+    def both(workload: Workload) -> bool:
+        return ["id" in step["add"] for step in workload.data["steps"] if "add" in step] == [False, True]
+
+    small, _ = shrink(Workload(data_of(FIRST, *GIVEN_UP, AGAIN)), both)
+    assert ids_are_free(small.data) and len(small.data["steps"]) > 2
