@@ -57,8 +57,9 @@ def left_out(defect: Defect) -> str | None:
         return "may end the process that it runs in"
     if defect.servers:
         return "needs a server"
-    if all(specification().requirements[name].area == "api" for name in defect.fails):
-        return "is wrong in the class itself, which is looked at without any workload"
+    broken = [specification().requirements[name] for name in defect.fails]
+    if all(each.area == "api" or each.event in ("api", "engine.api") for each in broken):
+        return "is wrong in the class or in vLLM itself, which is looked at without any workload"
     return None
 
 

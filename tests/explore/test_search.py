@@ -30,7 +30,7 @@ def test_who_finds_nothing_in_time_says_so() -> None:
     assert defects.summarise([found]) == 1
 
 
-@pytest.mark.parametrize(("name", "why"), [("coroutine-hook", "in the class itself"), ("kills-process", "may end the process")])
+@pytest.mark.parametrize(("name", "why"), [("coroutine-hook", "in the class or in vLLM itself"), ("kills-process", "may end the process")])
 def test_what_no_workload_can_show_is_left_out(name: str, why: str) -> None:
     found = defects.search(name, 60.0, 0, False)
     assert found.found is None and found.left_out is not None and why in found.left_out
