@@ -11,6 +11,7 @@ from kvconform.explore.outcome import outcome
 from kvconform.explore.workload import Data, Workload, make
 from kvconform.history import explained
 from kvconform.load import load_spec
+from kvconform.sweep import target_of
 from kvconform.target import Target
 
 SPEC = load_spec()
@@ -48,3 +49,16 @@ def test_what_vllm_breaks_is_known_by_name(steps: list[Data], config: Data, sche
     found = outcome(Workload(data), TARGET, SPEC, tmp_path / "run")
     assert found.error is None and not found.failures
     assert broken <= set(found.broken_guarantees) <= set(explained(SPEC))
+
+
+def test_who_makes_kv_up_has_nothing_to_forget(tmp_path: Path) -> None:
+    """`reset.forgets` was said to be broken: what it claims begins with a token that was computed before the reset."""
+    steps: list[Data] = [
+        {"add": {"req": "a", "prompt": 3, "max_tokens": 1}},
+        {"run": {}},
+        {"reset": {"running": True, "connector": True}},
+        {"add": {"req": "b", "prompt": {"of": "a", "tokens": 1, "then": 5}, "max_tokens": 4}},
+        {"run": {}},
+    ]
+    workload = Workload(make("mended", "Found by exploration.", steps, engine="reference", scheduling="sync"))
+    assert not outcome(workload, target_of("zeros"), SPEC, tmp_path / "run").failures
