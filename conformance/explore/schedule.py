@@ -45,7 +45,7 @@ class Schedule:
             length = requests.lengths[name]
             positions = dice.pick(["all", [dice.number(0, length - 1)], [0, length // 2]])
             self.steps.append({"fail-load": {"req": name, "positions": positions}})
-        then = dice.pick(["disturb", "disturb", "disturb", "finish", "finish", "finish", "leave", "step", "between", "ask", "again"])
+        then = dice.pick(["disturb", "disturb", "disturb", "finish", "finish", "finish", "leave", "step", "between", "ask", "again", "together"])
         if then == "disturb":  # while it is under way
             self.steps.append({"step": dice.number(1, 4)})
             for kind in dice.some(KINDS, 4):
@@ -68,6 +68,7 @@ class Schedule:
                 self._event("abort", name)
         elif then == "again" and isinstance(add["prompt"], int) and not requests.simple:
             self._again(add)
+        # together: the next one comes in the same step
 
     def _reuses(self, add: Data) -> bool:
         """Whether it gets the id of a request that is long over: the first one's, so that no two live ones have it."""
