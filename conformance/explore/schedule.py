@@ -9,6 +9,8 @@ from kvconform.explore.workload import Data
 
 NAMES = "abcdef"
 KINDS = ("step", "step", "abort", "preempt", "preempt", "run", "drop-local", "reset", "idle", "reorder", "pause")
+THEN = ("disturb", "disturb", "disturb", "finish", "finish", "finish", "leave", "step", "between", "ask", "again", "together")
+"""What a request is followed by."""
 
 PLAIN: dict[str, Data] = {"drop-local": {"drop-local": {}}, "idle": {"idle": 1}, "reorder": {"reorder": {}}}
 
@@ -45,7 +47,7 @@ class Schedule:
             length = requests.lengths[name]
             positions = dice.pick(["all", [dice.number(0, length - 1)], [0, length // 2]])
             self.steps.append({"fail-load": {"req": name, "positions": positions}})
-        then = dice.pick(["disturb", "disturb", "disturb", "finish", "finish", "finish", "leave", "step", "between", "ask", "again", "together"])
+        then = dice.pick(THEN)
         if then == "disturb":  # while it is under way
             self.steps.append({"step": dice.number(1, 4)})
             for kind in dice.some(KINDS, 4):
