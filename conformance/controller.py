@@ -106,7 +106,8 @@ class Controller:
         if note is not None and note.case == SPENT:  # after its answer, on purpose: what xdist made up says nothing about the case
             report.outcome, report.when, report.longrepr = "passed", "setup", None
             return
-        if note is not None and note.case == START:
+        starting = note is not None and note.case == START
+        if note is not None and starting:
             in_hook = note.hook is not None and note.hook.isidentifier() and note.hook != "__init__"
             self._trouble(
                 1 if in_hook else 2,
@@ -118,13 +119,12 @@ class Controller:
         if variant is None:
             self.stop(EnvironmentProblem(f"a worker died in {crashitem}: {sentence}"))
             return
-        if note is not None and note.case == START:
+        if starting:
             wanted = [self.spec.requirements[name] for name in self.collector.selection.judged]
             words = f"a worker that replaced another did not start: {sentence}"
             rows = rows_for(wanted, variant, Verdict.ERROR, words, strict=self.settings.strict)
-            self._take(variant.id, self.collector.put(variant.id, rows))
-            return
-        rows = crash.rows_of(note, variant, self.spec, self.collector.selection, self.collector.capabilities, self.settings.strict)
+        else:
+            rows = crash.rows_of(note, variant, self.spec, self.collector.selection, self.collector.capabilities, self.settings.strict)
         report.longrepr = f"{variant.id}: {sentence}"
         self._take(variant.id, self.collector.put(variant.id, rows))
 

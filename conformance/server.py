@@ -67,7 +67,7 @@ class Server:
 
     def lose(self) -> None:
         """A fault: the same while an engine uses it."""
-        self._forget(self.spec.lose or self.spec.clear)
+        self._forget(self.spec.losing)
 
     def _forget(self, call: Call | None) -> None:
         if call is not None and not self._call(call):

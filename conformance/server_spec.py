@@ -46,6 +46,11 @@ class ServerSpec(BaseModel):
     timeout: float = Field(default=60.0, gt=0, description="seconds until it has to be ready")
     grace: float = Field(default=5.0, ge=0, description="seconds between being asked to end and being killed")
 
+    @property
+    def losing(self) -> Call | None:
+        """What makes it forget while it is used, if anything does."""
+        return self.lose or self.clear
+
     @field_validator("timeout", "grace", mode="before")
     @classmethod
     def _whole_seconds(cls, value: Any) -> Any:

@@ -79,7 +79,7 @@ class Servers:
     @staticmethod
     def clearable() -> list[bool]:
         """Of each server of this process, whether it can be told to forget."""
-        return [(server.spec.lose or server.spec.clear) is not None for servers in Servers.active for server in servers.all.values()]
+        return [server.spec.losing is not None for servers in Servers.active for server in servers.all.values()]
 
     def kill(self, name: str) -> None:
         """A fault: the server is gone from one moment to the next."""

@@ -25,7 +25,7 @@ def ids_are_free(data: Data) -> bool:
 
 
 def _given_up(add: Data, between: list[Data], depth: int) -> bool:
-    """A new prompt, one or two steps of more than it would take to finish, everything landed, and aborted."""
+    """A new prompt, fewer steps than it would take to finish, everything landed, and aborted."""
     if not isinstance(add["prompt"], int) or {"drafts", "stop_at"} & set(add) or len(between) < 3:
         return False
     stepped, landed, aborted = between[:3]
