@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Protocol
@@ -93,56 +94,63 @@ class DirectoryStore:
     shard."""
 
     def __init__(self, root: Path, rank: int = 0, world: int = 1) -> None:
-        self._root, self._rank, self._ranks = root, rank, range(world)
-        self._epoch = root / "epoch"
+        self._root, self._rank, self._ranks = str(root), rank, range(world)  # text: every hook asks for something here
+        self._epoch = f"{root}/epoch"
 
     def epoch(self) -> int:
         if not os.path.exists(self._epoch):  # a hundred times more often than not
             return 0
-        return int(self._epoch.read_text())
+        return int(Path(self._epoch).read_text())
 
     def reset(self) -> None:
         old = self.epoch()
         self._write(self._epoch, str(old + 1).encode())
-        shutil.rmtree(self._root / str(old), ignore_errors=True)
+        shutil.rmtree(f"{self._root}/{old}", ignore_errors=True)
 
     def put(self, epoch: int, key: str, layer: str, data: bytes) -> None:
-        if epoch == self.epoch():
-            self._write(self._chunk(key) / self._file(layer), data)
+        self._keep(epoch, f"{self._chunk(epoch, key)}/{self._file(layer)}", data)
 
     def commit(self, epoch: int, key: str) -> None:
-        if epoch == self.epoch():
-            self._write(self._chunk(key) / f"{self._rank}.complete", b"")
+        self._keep(epoch, f"{self._chunk(epoch, key)}/{self._rank}.complete", b"")
 
     def has(self, key: str) -> bool:
-        return all((self._chunk(key) / f"{rank}.complete").exists() for rank in self._ranks)
+        chunk = self._chunk(self.epoch(), key)
+        return all(os.path.exists(f"{chunk}/{rank}.complete") for rank in self._ranks)
 
     def get(self, key: str, layer: str) -> bytes | None:
         try:
-            return (self._chunk(key) / self._file(layer)).read_bytes() if self.has(key) else None
+            return Path(self._chunk(self.epoch(), key), self._file(layer)).read_bytes() if self.has(key) else None
         except FileNotFoundError:
             return None
 
     def drop(self, key: str) -> None:
+        chunk = self._chunk(self.epoch(), key)
         for rank in self._ranks:  # first: nobody may find a chunk that is going away
-            (self._chunk(key) / f"{rank}.complete").unlink(missing_ok=True)
-        shutil.rmtree(self._chunk(key), ignore_errors=True)
+            Path(f"{chunk}/{rank}.complete").unlink(missing_ok=True)
+        shutil.rmtree(chunk, ignore_errors=True)
 
     def keys(self) -> Iterator[str]:
-        return iter(sorted(path.name for path in (self._root / str(self.epoch())).glob("*") if self.has(path.name)))
+        return iter(sorted(path.name for path in Path(self._root, str(self.epoch())).glob("*") if self.has(path.name)))
 
-    def _chunk(self, key: str) -> Path:
-        return self._root / str(self.epoch()) / key
+    def _chunk(self, epoch: int, key: str) -> str:
+        return f"{self._root}/{epoch}/{key}"
 
     def _file(self, layer: str) -> str:
         return f"{self._rank}.{quote(layer, safe='')}.kv"
 
+    def _keep(self, epoch: int, path: str, data: bytes) -> None:
+        """Write, unless the epoch is over. It may end at any moment: then the directory goes, and what was half written with it."""
+        if epoch == self.epoch():
+            with suppress(FileNotFoundError):
+                self._write(path, data)
+
     @staticmethod
-    def _write(path: Path, data: bytes) -> None:
+    def _write(path: str, data: bytes) -> None:
         """Atomic: a reader sees the old file or the new one. The process id keeps two writers of one chunk apart."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-        partial.write_bytes(data)
+        partial = f"{path}.{os.getpid()}.partial"
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(partial, "wb") as file:
+            file.write(data)
         os.replace(partial, path)
 
 

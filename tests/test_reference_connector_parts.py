@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import builtins
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -147,6 +149,28 @@ def test_a_store_under_way_at_a_reset_never_appears(ranks: list[Store]) -> None:
         store.commit(0, "k")
     assert not ranks[0].has("k")
     assert ranks[0].epoch() == 1
+
+
+@pytest.mark.parametrize("moment", ["open", "replace"])
+def test_a_reset_while_a_file_is_written_raises_nothing_and_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    """A thread writes, another one empties the store: found by random workloads on the variant `threads`."""
+    store, other = DirectoryStore(tmp_path), DirectoryStore(tmp_path)
+    owner = {"open": builtins, "replace": os}[moment]
+    original, done = getattr(owner, moment), []
+
+    def interrupted(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if "partial" in str(path) and "epoch" not in str(path) and not done:
+            done.append(path)
+            other.reset()
+        return original(path, *args, **kwargs)
+
+    monkeypatch.setattr(owner, moment, interrupted)
+    store.put(0, "k", "layer", b"data")
+    assert done
+    store.commit(0, "k")
+    assert other.epoch() == 1
+    assert not other.has("k")
+    assert list(other.keys()) == []
 
 
 def test_what_an_earlier_epoch_still_writes_changes_no_chunk_of_this_one(ranks: list[Store]) -> None:
