@@ -63,10 +63,11 @@ def evaluate(
         for kind, handler in monitor.by_kind.items():
             index.setdefault(kind, []).append(handler)
             owner[id(handler)] = monitor
-            only = pins_of(monitor.requirement).hooks[kind] if kind in HOOKED else None
-            for key in called if kind in HOOKED else ():
-                if key[0] == kind and (only is None or key[1] in only):
-                    of_hooks[key].append(handler)
+            if kind in HOOKED:
+                only = pins_of(monitor.requirement).hooks[kind]
+                for key in called if only is None else called.intersection((kind, hook) for hook in only):
+                    if key[0] == kind:
+                        of_hooks[key].append(handler)
     last: Event | None = None
     for event in events:
         last = event

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
@@ -18,14 +18,24 @@ from kvconform.expr import Expression, bind_code, code_of
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """The compiled parts; None where there is nothing to check. Both keys exist or neither does."""
+    """The compiled parts; None where there is nothing to check. Both keys exist or neither does. `of_run`: a constant of the run is read."""
 
     filter: CodeType | None
     key_e: CodeType | None
     key_t: CodeType | None
     rest: CodeType | None
+    of_run: bool
+    _bound: list[Any] = field(default_factory=list, repr=False, compare=False)
 
     def bind(self, cap: Mapping[str, Any], cfg: Mapping[str, Any]) -> BoundJoin:
+        """The functions; the same ones for the same `cap`, if no constant of the run is read."""
+        if self.of_run:
+            return self._bind(cap, cfg)
+        if not self._bound or self._bound[0] is not cap:
+            self._bound[:] = cap, self._bind(cap, cfg)
+        return self._bound[1]  # type: ignore[no-any-return]
+
+    def _bind(self, cap: Mapping[str, Any], cfg: Mapping[str, Any]) -> BoundJoin:
         def fix(code: CodeType | None) -> Callable[..., Any] | None:
             return None if code is None else bind_code(code, cap, cfg)
 
@@ -55,7 +65,7 @@ def _nothing(_: Any) -> Hashable:
 def split(where: Expression | None) -> Join:
     """The parts of a guard over (e, t); with no guard everything matches."""
     if where is None:
-        return Join(None, None, None, None)
+        return Join(None, None, None, None, False)
     tree = where.tree
     parts = tree.values if isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.And) else [tree]
     filters: list[ast.expr] = []
@@ -74,6 +84,7 @@ def split(where: Expression | None) -> Join:
         code_of(ast.Tuple([e for e, _ in keys], ast.Load())) if keys else None,
         code_of(ast.Tuple([t for _, t in keys], ast.Load())) if keys else None,
         _all(rest),
+        any("cfg" in _names(part) for part in parts),
     )
 
 

@@ -44,6 +44,9 @@ _TEXTS = {kind.name: names for kind in EVENTS.values() if (names := _MAY_NAME_FI
 """Fields that may have a path in them, by kind of event."""
 _SHORT = frozenset({"None", "True", "False"})
 """What most hooks return."""
+GARBAGE = 20_000
+"""New containers after which Python looks for cycles: with its own 700, that takes a twentieth of a run. A run that seems to leak looks
+anyhow."""
 _frozen = False
 
 
@@ -232,5 +235,6 @@ def _freeze() -> None:
     if not _frozen:
         gc.collect()
         gc.freeze()
+        gc.set_threshold(GARBAGE)
         atexit.register(gc.unfreeze)  # extension modules report what is left at exit as leaks
         _frozen = True
