@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import io
 import pickle
 from collections import deque
 from functools import lru_cache
@@ -17,9 +16,14 @@ import torch
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 
 
+_OTHERS = (int, float, str, bytes, list, tuple, deque, set, frozenset, dict, np.ndarray, np.generic, bytearray, memoryview)
+
+
 @lru_cache(maxsize=256)
-def _fields(kind: Any) -> tuple[str, ...]:
-    """The names of a dataclass's fields."""
+def _fields(kind: Any) -> tuple[str, ...] | None:
+    """The names of a dataclass's fields; None if it is none, or is pictured as something else."""
+    if not dataclasses.is_dataclass(kind) or issubclass(kind, _OTHERS) or hasattr(kind, "detach"):
+        return None
     return tuple(field.name for field in dataclasses.fields(kind))
 
 
@@ -45,6 +49,8 @@ def canonical(value: Any, depth: int = 0, seen: dict[int, tuple[int, Any]] | Non
         if id(value) in seen:
             return ("again", seen[id(value)][0])
         seen[id(value)] = len(seen), value
+    if (names := _fields(kind)) is not None:
+        return (kind.__name__, tuple((name, canonical(getattr(value, name, None), depth + 1, seen)) for name in names))
     if isinstance(value, (list, tuple, deque)):
         return (type(value).__name__, tuple(canonical(v, depth + 1, seen) for v in value))
     if isinstance(value, (set, frozenset)):
@@ -64,8 +70,6 @@ def canonical(value: Any, depth: int = 0, seen: dict[int, tuple[int, Any]] | Non
         )
     if isinstance(value, (bytearray, memoryview, np.generic)):
         return (type(value).__name__, bytes(value) if not isinstance(value, np.generic) else value.item())
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return (kind.__name__, tuple((name, canonical(getattr(value, name, None), depth + 1, seen)) for name in _fields(kind)))  # type: ignore[arg-type]
     if callable(value):
         return type(value).__qualname__
     slots = sorted({slot for cls in type(value).__mro__ for slot in _slots(cls)})
@@ -86,9 +90,7 @@ def digest(value: Any) -> str:
 def pickle_round_trip(value: Any) -> tuple[Any, str | None]:
     """(copy, None) if `value` survives pickling, else (None, one-line reason)."""
     try:
-        buffer = io.BytesIO()
-        pickle.Pickler(buffer, protocol=5).dump(value)
-        return pickle.loads(buffer.getvalue()), None
+        return pickle.loads(pickle.dumps(value, protocol=5)), None
     except Exception as error:  # whatever a connector's __reduce__ may raise is the finding
         return None, f"{type(error).__name__}: {error}".splitlines()[0][:200]
 

@@ -72,9 +72,9 @@ class Probe:
 
     def record(self, connector: Any, hook: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one hook under the probe; returns what it returned, raises what it raised (as a Panic, if that is no `Exception`)."""
-        if not self.watches(connector):
+        half, rank = self.half_of(connector), 0
+        if half is None:
             return call(connector, *args, **kwargs)
-        half, rank = _half(connector._role), 0
         item = Call(connector, hook, half, self._depth, args, kwargs)
         outermost = self._depth == 0
         if outermost:
@@ -108,11 +108,16 @@ class Probe:
             self._returned(item, rank, timed_out, outermost)
         return item.result
 
-    def watches(self, connector: Any) -> bool:
-        """Whether calls of it are recorded: of the connector that is judged, not of its siblings, and from the engine's thread."""
+    def half_of(self, connector: Any) -> str | None:
+        """`scheduler` or `worker` if calls of it are recorded: of the connector that is judged, not of its siblings, and from the engine's
+        thread; else None."""
         role = getattr(connector, "_role", None)
-        watched = role is not None and threading.get_ident() == self._main and not hasattr(connector, "kvconform_sibling")
-        return watched and bool(getattr(role, "name", ""))
+        if role is None or threading.get_ident() != self._main or hasattr(connector, "kvconform_sibling"):
+            return None
+        known = _halves.get(id(role))
+        if known is None or known[0] is not role:
+            known = _halves[id(role)] = role, str(getattr(role, "name", "") or "").lower() or None
+        return known[1]
 
     def _returned(self, item: Call, rank: int, timed_out: bool, outermost: bool) -> None:
         check = check_value(item) if outermost and item.error is None else NOTHING
@@ -147,10 +152,8 @@ class Probe:
                 listener(item)
 
 
-@functools.lru_cache(maxsize=64)
-def _half(role: Any) -> str:
-    """`scheduler` or `worker`."""
-    return str(role.name.lower())
+_halves: dict[int, tuple[Any, str | None]] = {}
+"""Role and half, by the id of the role: hashing a member of an Enum takes longer than all the rest of `half_of`."""
 
 
 def hook_names() -> tuple[str, ...]:
@@ -184,7 +187,7 @@ def _wrapper(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         probe = Probe.active
         if probe is None:
             return original(self, *args, **kwargs)
-        if by_sets and probe._depth == 0 and probe.watches(self):  # what is not recorded leaves the depth as it is
+        if by_sets and probe._depth == 0 and probe.half_of(self) is not None:  # what is not recorded leaves the depth as it is
             results = self.get_transfer_results(*args, **kwargs)
             return results.finished_sending or None, results.finished_recving or None
         return probe.record(self, name, original, args, kwargs)
@@ -199,37 +202,41 @@ _of_classes = functools.lru_cache(maxsize=1024)(_wrapper)
 
 def _instance_form(cls: type, name: str) -> Callable[..., Any] | None:
     """The hook as a function of (self, ...), also where the class made it a static or class method; None if it is nothing to call."""
-    static, member = inspect.getattr_static(cls, name, None), getattr(cls, name, None)
+    static, member = next((vars(each)[name] for each in cls.__mro__ if name in vars(each)), None), getattr(cls, name, None)
     if isinstance(static, (staticmethod, classmethod)) and callable(member):
         return lambda self, *args, **kwargs: static.__get__(self, type(self))(*args, **kwargs)
     return member if callable(member) else None
 
 
 class Patch:
-    """Patches `cls` in place while it is entered, and restores every attribute afterwards."""
+    """Patches classes in place while it is entered, and restores every attribute afterwards."""
 
-    def __init__(self, cls: type) -> None:
-        self.cls = cls
-        self._own: dict[str, Any] = {}
-        self._added: list[str] = []
+    def __init__(self, *classes: type) -> None:
+        self.classes = classes
+        self._own: list[tuple[type, str, Any]] = []
+        self._added: list[tuple[type, str]] = []
 
     def __enter__(self) -> Patch:
-        for name in hook_names():
-            original = _instance_form(self.cls, name)
-            if original is None or hasattr(original, "_kvconform_original"):
-                continue
-            if name in vars(self.cls):
-                self._own[name] = vars(self.cls)[name]
-            else:
-                self._added.append(name)
-            setattr(self.cls, name, _of_classes(name, original))
+        for cls in self.classes:
+            self._patch(cls)
         return self
 
+    def _patch(self, cls: type) -> None:
+        for name in hook_names():
+            original = _instance_form(cls, name)
+            if original is None or hasattr(original, "_kvconform_original"):
+                continue
+            if name in vars(cls):
+                self._own.append((cls, name, vars(cls)[name]))
+            else:
+                self._added.append((cls, name))
+            setattr(cls, name, _of_classes(name, original))
+
     def __exit__(self, *exc: object) -> None:
-        for name, original in self._own.items():
-            setattr(self.cls, name, original)
-        for name in self._added:
-            delattr(self.cls, name)
+        for cls, name, original in self._own:
+            setattr(cls, name, original)
+        for cls, name in self._added:
+            delattr(cls, name)
         self._own.clear()
         self._added.clear()
 

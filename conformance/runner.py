@@ -18,6 +18,7 @@ from kvconform.device_kinds import Device
 from kvconform.driver import Driver, Stalled, Watcher
 from kvconform.elsewhere import FirstPartEnded, cannot_fork, process_restart, run_elsewhere, run_first_part
 from kvconform.engines.fault import EngineFault
+from kvconform.engines.halves import stand_ins
 from kvconform.engines.setup import HEAD_DIM, HEADS, LAYERS
 from kvconform.errors import KvconformError, one_line
 from kvconform.events import EVENTS
@@ -30,9 +31,8 @@ from kvconform.promise import Promises
 from kvconform.provenance import Registry
 from kvconform.refimpl import faulty
 from kvconform.refimpl.errors import EngineAssertion, IntegrityError
-from kvconform.remote import RemoteError, RemoteHalf
+from kvconform.remote import RemoteError
 from kvconform.servers import clear_all
-from kvconform.stub import NoWorkerHalf
 from kvconform.target import Target
 from kvconform.trace import Trace
 from kvconform.watchdog import HookTimeout
@@ -105,9 +105,7 @@ def run_variant(
     if with_connector:
         adapters.install(target.adapters)  # before the connector is imported
         with (
-            Patch(target.resolve()),
-            Patch(RemoteHalf),
-            Patch(NoWorkerHalf),
+            Patch(target.resolve(), *stand_ins(target, relation)),
             device.opened(kind, slow) as where,
             adapters.in_force(target.adapters),  # what they end uses the device
         ):

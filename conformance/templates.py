@@ -14,6 +14,7 @@ from kvconform.refimpl import faulty
 MOST = 256
 """Configurations that are kept."""
 _kept: dict[Hashable, Any] = {}
+_ATOMS = frozenset({str, int, float, bool, type(None), bytes, tuple})
 
 
 def configuration(key: Hashable, transfer: Any, make: Callable[[], Any]) -> Any:
@@ -36,11 +37,11 @@ def configuration(key: Hashable, transfer: Any, make: Callable[[], Any]) -> Any:
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
     """A copy that goes as deep as lists, dicts, sets and configurations do. An object that is there twice is there twice in the copy."""
-    if isinstance(value, (str, int, float, type(None), bytes, tuple, Enum)):
+    kind = type(value)
+    if kind in _ATOMS or isinstance(value, (str, int, float, bytes, tuple, Enum)):
         return value
     if id(value) in memo:
         return memo[id(value)]
-    kind = type(value)
     if kind in (dict, list, set):
         found: Any = kind(value)
         memo[id(value)] = found
@@ -57,5 +58,5 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         return value
     memo[id(value)] = found = object.__new__(kind)
     for name, each in vars(value).items():
-        object.__setattr__(found, name, _copied(each, memo))
+        object.__setattr__(found, name, each if type(each) in _ATOMS else _copied(each, memo))
     return found

@@ -120,4 +120,5 @@ def check_value(call: Call) -> ValueCheck:
     if call.hook in _OTHERS:
         return _OTHERS[call.hook](call)
     check = _CHECKS.get(call.hook)
-    return ValueCheck(ok=check is None or check(call.result), text=short(call.result))
+    ok = check is None or check(call.result)
+    return NOTHING if ok and call.result is None else ValueCheck(ok=ok, text=short(call.result))

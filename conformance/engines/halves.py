@@ -50,6 +50,11 @@ def refused(trace: Trace, cls: type, error: Exception, config: Any = None) -> No
     trace.emit("engine.lifecycle", op="start", pid=0, error=one_line(error))
 
 
+def stand_ins(target: Target, relation: str) -> tuple[type, ...]:
+    """Classes of ours whose hooks are recorded in place of the connector's own: what `start_worker_half` may return."""
+    return (NoWorkerHalf,) if target.half == "scheduler" else (RemoteHalf,) if relation == "second-process" else ()
+
+
 def start_worker_half(config: Any, cache_config: Any, cache: PagedCache, target: Target, *, relation: str) -> Any:
     """The connector's worker half in the surroundings of a vLLM worker process: parallel groups and current configuration are set.
 
