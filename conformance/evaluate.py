@@ -42,13 +42,30 @@ def monitor_for(requirement: Requirement, cap: Mapping[str, Any] | None = None, 
     return _MONITORS[requirement.pattern](requirement, cap or {}, cfg or {})
 
 
+def _looked_at(trace: Iterable[Event]) -> tuple[set[str], set[tuple[str, str]]]:
+    """The kinds of a trace's events, and (kind, hook) of those that are about hooks."""
+    seen: set[str] = set()
+    called: set[tuple[str, str]] = set()
+    for event in trace:
+        kind = event["k"]
+        seen.add(kind)
+        if kind in HOOKED and "hook" in event:
+            called.add((kind, event["hook"]))
+    return seen, called
+
+
+def at_stake(requirements: Iterable[Requirement], trace: Iterable[Event]) -> list[Requirement]:
+    """Without those of which a run says nothing whatever their guards say: no event of theirs occurred. None of these can fail on it."""
+    seen, called = _looked_at(trace)
+    return [req for req in requirements if req.pattern == "relate" or req.count is not None or pins_of(req).triggered(seen, called)]
+
+
 def evaluate(
     requirements: Iterable[Requirement], trace: Iterable[Event], cap: Mapping[str, Any] | None = None, cfg: Mapping[str, Any] | None = None
 ) -> dict[str, Monitor]:
     """Run the monitors of all requirements (without `relate`) over a trace; finished monitors by requirement id."""
     events = trace if isinstance(trace, (list, tuple)) else list(trace)
-    seen = {event["k"] for event in events}
-    called = {(event["k"], event["hook"]) for event in events if event["k"] in HOOKED and "hook" in event}
+    seen, called = _looked_at(events)
     monitors = {
         req.id: monitor_for(req, cap, cfg)
         if req.count is not None or pins_of(req).triggered(seen, called)

@@ -18,7 +18,7 @@ from kvconform.expr import Expression, bind_code, code_of
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """The compiled parts; None where there is nothing to check. Both keys exist or neither does. `of_run`: a constant of the run is read."""
+    """The compiled parts; None where there is nothing to check. Both keys exist or neither does. `of_run`: the run is read."""
 
     filter: CodeType | None
     key_e: CodeType | None

@@ -14,6 +14,7 @@ from typing import Any
 from kvconform.backstory import tell
 from kvconform.case import Variant
 from kvconform.diagnosis import describe
+from kvconform.evaluate import at_stake
 from kvconform.excerpt import excerpt
 from kvconform.html.story import story_of
 from kvconform.infer import Profile, profile_of
@@ -84,11 +85,12 @@ def in_its_role(target: Target) -> Target:
 
 def run_and_judge(
     variant: Variant, target: Target, spec: Spec, *, seed: int, tmp: Path, requirements: Iterable[str] | None = None, strict: bool = False,
-    disabled: Iterable[str] = (), keep_trace: bool = False, plain: dict[str | None, Run] | None = None,
+    disabled: Iterable[str] = (), keep_trace: bool = False, plain: dict[str | None, Run] | None = None, brief: bool = False,
 ) -> CaseReport:  # fmt: skip
     """Run the variant and the runs it is compared with, judge all (or the named) requirements. Writes below `tmp` and cleans up.
 
-    `plain` keeps the run without connector, by kv_role, for other connectors on the same variant and seed.
+    `brief`: without rows of requirements none of whose events occurred. `plain` keeps the run without connector, by kv_role, for other
+    connectors on the same variant and seed.
     """
     if variant.engine == "live":
         from kvconform.live.run import run_and_judge as live
@@ -123,6 +125,7 @@ def run_and_judge(
         shutil.rmtree(tmp, ignore_errors=True)
         return report
     alone = target.half == "scheduler"
+    wanted = at_stake(wanted, main.trace) if brief and main.harness_error is None else wanted
     judged = [r for r in wanted if not alone or judged_alone(r.id, r.area)]
     rows = judge(judged, runs, profile.caps, strict=strict, disabled=set(disabled))
     asked = {r.id for r in judged}

@@ -158,8 +158,8 @@ class Worker:
         return AttentionMetadata(
             slot_mapping=mapping,
             num_actual_tokens=len(slots),
-            query_start_loc=torch.tensor([0, *np.cumsum([row.count for row in self.rows]).tolist()], dtype=torch.int32),
-            seq_lens=torch.tensor([row.start + row.count for row in self.rows], dtype=torch.int32),
+            query_start_loc=torch.from_numpy(np.cumsum([0, *(row.count for row in self.rows)], dtype=np.int32)),
+            seq_lens=torch.from_numpy(np.array([row.start + row.count for row in self.rows], dtype=np.int32)),
             block_table=torch.from_numpy(table),
         )
 

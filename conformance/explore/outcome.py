@@ -61,8 +61,8 @@ def outcome(
     """Run and judge a workload in this process; recommendations count if `strict`. Writes below `tmp` and cleans up. ValidationError if it
     is no case."""
     report = run_and_judge(
-        workload.variant(), target, spec, seed=workload.seed, tmp=tmp, requirements=requirements, keep_trace=True, strict=strict
-    )  # fmt: skip
+        workload.variant(), target, spec, seed=workload.seed, tmp=tmp, requirements=requirements, keep_trace=True, strict=strict, brief=True
+    )
     shutil.rmtree(tmp, ignore_errors=True)
     trace = report.trace or []
     if report.harness_error:
