@@ -40,7 +40,7 @@ def canonical(value: Any, depth: int = 0, seen: dict[int, tuple[int, Any]] | Non
         return value if isinstance(value, (int, float, str, bytes)) else "..."
     seen = {} if seen is None else seen
     if kind is tuple:
-        if all(type(v) in _PLAIN for v in value):
+        if _PLAIN.issuperset(map(type, value)):
             return ("tuple", value)
         return ("tuple", tuple(canonical(v, depth + 1, seen) for v in value))
     if isinstance(value, (int, float, str, bytes)):
@@ -54,7 +54,7 @@ def canonical(value: Any, depth: int = 0, seen: dict[int, tuple[int, Any]] | Non
     if isinstance(value, (list, tuple, deque)):
         return (type(value).__name__, tuple(canonical(v, depth + 1, seen) for v in value))
     if isinstance(value, (set, frozenset)):
-        return ("set", tuple(sorted(repr(canonical(v, depth + 1, seen)) for v in value)))
+        return ("set", ()) if not value else ("set", tuple(sorted(repr(canonical(v, depth + 1, seen)) for v in value)))
     if isinstance(value, dict):
         return ("dict", tuple((canonical(k, depth + 1, seen), canonical(v, depth + 1, seen)) for k, v in value.items()))
     if hasattr(value, "detach") and hasattr(value, "numpy"):

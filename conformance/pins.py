@@ -22,23 +22,26 @@ _kept: dict[int, tuple[Requirement, Pins]] = {}
 
 @dataclass(frozen=True)
 class Pins:
-    """`triggers`: what puts the requirement to the test; without any of these it has nothing to say. `hooks`: by kind, of all its roles."""
+    """`kinds` and `calls` (kind and hook): what puts the requirement to the test; without any of these it has nothing to say. `hooks`: by
+    kind, of all its roles."""
 
-    triggers: tuple[Role, ...]
+    kinds: frozenset[str]
+    calls: frozenset[tuple[str, str]]
     hooks: dict[str, frozenset[str] | None]
 
     def triggered(self, seen: set[str], called: set[tuple[str, str]]) -> bool:
         """Whether one of its triggers is among the kinds, and the (kind, hook), of a trace."""
-        return any(kind in seen and (hooks is None or any((kind, hook) in called for hook in hooks)) for kind, hooks in self.triggers)
+        return not (self.kinds.isdisjoint(seen) and self.calls.isdisjoint(called))
 
 
 def pins_of(req: Requirement) -> Pins:
     """Worked out once per requirement (not for `relate`)."""
-    if id(req) not in _kept:
+    known = _kept.get(id(req))
+    if known is None:
         if len(_kept) >= MOST:
             _kept.clear()
-        _kept[id(req)] = req, _pins(req)  # the requirement is kept, too: nothing else can have its id
-    return _kept[id(req)][1]
+        known = _kept[id(req)] = req, _pins(req)  # the requirement is kept, too: nothing else can have its id
+    return known[1]
 
 
 def _pins(req: Requirement) -> Pins:
@@ -57,7 +60,11 @@ def _pins(req: Requirement) -> Pins:
     for kind, only in (*triggers, *others):
         before = hooks.get(kind, frozenset())
         hooks[kind] = None if only is None or before is None else before | only
-    return Pins(tuple(triggers), hooks)
+    return Pins(
+        frozenset(kind for kind, only in triggers if only is None),
+        frozenset((kind, hook) for kind, only in triggers for hook in only or ()),
+        hooks,
+    )
 
 
 def _role(kind: str, guard: Expression | None) -> Role:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvconform.digest import digest
+from kvconform.digest import canonical
 from kvconform.hashes import HashBook
 from kvconform.probe import Call, Probe
 from kvconform.trace import Trace
@@ -58,4 +58,6 @@ class Watch:
 
 def _picture(call: Call) -> str:
     value: Any = call.arg(*SHARED[call.hook])
-    return digest([sorted(getattr(value, name, None) or ()) for name in REPORTS] if call.hook == "update_connector_output" else value)
+    if call.hook == "update_connector_output":
+        value = [sorted(getattr(value, name, None) or ()) for name in REPORTS]
+    return repr(canonical(value))
