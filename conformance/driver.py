@@ -67,6 +67,7 @@ class Driver:
         self.ids, self.requests = progress.ids, progress.requests
         self._generations, self.reloads = progress.generations, progress.reloads
         self.progress = progress
+        self.failing: set[str] = set()  # ids of requests whose load was made to fail
         self.threads = threading.active_count()
         self.engine = self._start()
         self.expectations = Expectations(self)
@@ -243,6 +244,7 @@ class Driver:
         positions = None if fail.positions == "all" else list(fail.positions)
         if self.engine.connector is not None:
             self.engine.connector.kvconform_fail_load(self.ids[fail.req], positions)
+            self.failing.add(self.ids[fail.req])
 
     def _do_lookup_only(self, name: str) -> None:
         if self.engine.connector is None:

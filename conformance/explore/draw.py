@@ -16,7 +16,7 @@ from kvconform.refimpl.settings import POLICIES
 THEMES = (*["plain"] * 12, *["failing"] * 3, *["pair"] * 2, "groups", "groups", "ranks", "ranks", "siblings", "restarts", "odd")
 """What is special about a workload, besides its requests and what befalls them. One thing at a time: two are seldom needed."""
 GROUPS = (["full", "sliding"], ["full", "wide"], ["full", "state"], ["full", "private"], ["full", "sliding", "state"], ["latent"])
-SIBLINGS = (["winner", "self"], ["self", "holder"], ["fetcher", "self"], ["greeter", "self"], ["idle", "self"])
+SIBLINGS = (["winner", "self"], ["self", "holder"], ["fetcher", "self"], ["greeter", "self"], ["idle", "self"], ["self"])
 ODD: tuple[Data, ...] = (
     {"stats": True}, {"long_prefill_threshold": 3}, {"layout": "LHBNC"}, {"layout": "BLHNC"},
     {"role": "kv_consumer"}, {"role": "kv_producer"},
@@ -53,8 +53,10 @@ def one(seed: str, engines: list[str], schedulings: list[str], slows: list[str] 
     theme = "plain" if simple else dice.pick(THEMES)
     config, relations = dict(dice.pick(SMALL)) if simple else _config(dice, block, drafts), [] if simple else list(dice.pick(RELATIONS))
     extra = _special(dice, theme, engine)
+    needs = None
     if theme == "pair":
-        steps, longest = pairs.steps(dice, block)
+        needs = pairs.OVER_STORE if dice.one_in(3) else None
+        steps, longest = (pairs.over_store if needs else pairs.steps)(dice, block)
         relations = []
     else:
         requests = Requests(dice, block, drafts, simple=simple)
@@ -75,11 +77,16 @@ def one(seed: str, engines: list[str], schedulings: list[str], slows: list[str] 
     restart = next((step for step in steps if "restart" in step), None)
     if restart is not None and dice.one_in(6):
         restart["restart"] = "process"
+    if extra.get("multi") == ["self"]:
+        relations = ["alone"]
+    elif theme == "failing" and dice.one_in(4):
+        relations = ["no-connector"]
     if theme in ("plain", "failing") and not simple and not relations:
         relations = list(dice.pick(PROCESSES)) if dice.one_in(40) else []
     return make(
         f"drawn.{seed.replace('/', '.')}", "Drawn at random.", steps, engine=engine, scheduling=scheduling, runner=dice.pick(["v1", "v2"]),
         depth=depth, config={**config, **extra}, policies=policies, slow=dice.pick(slows) if slows else None, relations=relations,
+        needs=needs,
     )  # fmt: skip
 
 
@@ -101,8 +108,8 @@ def _special(dice: Dice, theme: str, engine: str) -> Data:
         extra["load_failure_policy"] = "fail"
     elif theme == "pair":
         extra["engines"] = dict(pairs.ENGINES)
-    elif theme == "groups" and engine == "vllm":
-        extra["groups"] = list(dice.pick(GROUPS))
+    elif theme == "groups":
+        extra["groups"] = list(dice.pick(GROUPS)) if engine == "vllm" else ["latent"]
         if {"sliding", "wide"} & set(extra["groups"]):
             extra["window"] = dice.pick([5, 6, 8, 11])
     elif theme == "ranks":

@@ -14,6 +14,31 @@ ALTERED: list[Data] = [
 ]
 
 
+OVER_STORE = "store"
+"""What a connector must be able to do for `over_store`, besides the roles of the engines."""
+
+
+def over_store(dice: Dice, block: int) -> tuple[list[Data], int]:
+    """As `steps`, of two engines that share a store: what one has saved the other loads, and nothing is handed over."""
+    found: list[Data] = []
+    lengths: dict[str, int] = {}
+    for engine, names in (("p", "ab"), ("d", "cde")):
+        found += [{"on": engine}] if engine == "d" else []
+        for name in names[: dice.number(1, len(names))]:
+            if not lengths or dice.one_in(4):
+                prompt: int | Data = max(2, dice.number(1, 4) * block + dice.pick([-1, 0, 1, 2]))
+                length = lengths[name] = int(prompt)
+            else:
+                source = dice.pick(sorted(lengths))
+                prompt, length = dice.pick([({"same": source}, 0), ({"of": source, "then": block + 1}, block + 1)])
+                length = lengths[name] = length + lengths[source]
+            found.append({"add": {"req": name, "prompt": prompt, "max_tokens": dice.pick([1, 4, 7])}})
+            found += [{"step": dice.number(1, 3)}] * dice.number(0, 1) + [{dice.pick(["abort", "preempt"]): name}] * dice.one_in(6)
+            found += dice.pick([[], [{"run": {}}], [{"run": {}}, {"drop-local": {}}]])
+        found.append({"run": {}})
+    return found, max(lengths.values()) + 7
+
+
 def steps(dice: Dice, block: int) -> tuple[list[Data], int]:
     """(steps, length of the longest request with its output)."""
     found: list[Data] = []
@@ -33,4 +58,17 @@ def steps(dice: Dice, block: int) -> tuple[list[Data], int]:
         found.append({"add": {"req": name, "prompt": {"same": f"p{number}"}, "max_tokens": dice.pick([1, 4, 7]), "handed": handed}})
         found += [{"step": dice.number(1, 3)}] * dice.number(0, 1)
         found += [{dice.pick(["abort", "preempt"]): name}] * dice.one_in(4)
+    if dice.one_in(4):
+        again, longer = _replayed(dice, block)
+        found, longest = found + again, max(longest, longer)
     return [*found, {"run": {}}], longest + 7
+
+
+def _replayed(dice: Dice, block: int) -> tuple[list[Data], int]:
+    """The first transfer's parameters come again, when it is long over and the producer's blocks have gone to others."""
+    length = dice.number(3, 6) * block
+    return [
+        {"run": {}}, {"drop-local": {}},
+        {"on": "p"}, {"add": {"req": "p9", "prompt": length, "max_tokens": 1}}, {"run": {"until": "p9"}},
+        {"on": "d"}, {"add": {"req": "d9", "prompt": {"same": "p1"}, "max_tokens": 4, "handed": "p1"}},
+    ], length  # fmt: skip

@@ -10,6 +10,9 @@ from kvconform.explore.dice import Dice
 from kvconform.explore.workload import Data
 
 IDENTITY = ("salt", "lora", "mm")
+ADAPTERS = ("one", "two")
+SAME_NUMBER = ("l12", "l21")
+"""Adapters that have one number, which is to be had again once the engine is restarted."""
 
 
 @dataclass
@@ -25,6 +28,7 @@ class Requests:
     settled: list[str] = field(default_factory=list)
     live: list[str] = field(default_factory=list)
     aborted: set[str] = field(default_factory=set)
+    restarts: int | None = None  # so far; None where there are none
     images: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -32,12 +36,16 @@ class Requests:
         """Tokens of the longest request, with its output."""
         return max(self.lengths[name] + add["max_tokens"] for name, add in self.adds.items())
 
-    def draw(self, name: str, again: str | None = None) -> Data:
-        """The argument of `add` for one more request; `again`: the one whose prompt it has."""
+    def draw(self, name: str, again: str | None = None, part_of: str | None = None) -> Data:
+        """The argument of `add` for one more request; `again`: the one whose prompt it has, `part_of`: whose first tokens."""
         dice = self.dice
         add: Data = {"req": name, "prompt": 1, "max_tokens": dice.pick([1, 2, 4] if self.simple else [1, 2, 4, 7, 9])}
         earlier = again or (dice.pick(sorted(self.lengths)) if self.lengths and not dice.one_in(4) else None)
-        if earlier is None:
+        if part_of is not None:
+            length = dice.number(1, self.lengths[part_of])
+            add["prompt"] = {"of": part_of, "tokens": length}
+            add.update({name: value for name, value in self.adds[part_of].items() if name == "salt"})
+        elif earlier is None:
             add["prompt"] = length = max(1, dice.number(1, 2 if self.simple else 4) * self.block + dice.pick([-1, 0, 1, 2]))
         elif again or dice.one_in(2):
             add["prompt"], length = {"same": earlier}, self.lengths[earlier]
@@ -68,7 +76,9 @@ class Requests:
                 self._moved(add, source["mm"][0])
             return
         add.update({name: source[name] for name in IDENTITY if name in source})
-        if earlier in self.settled and "reloads" not in source:
+        if add.get("lora", self.adapters[0]) not in self.adapters:
+            add["lora"] = self.adapters[0]  # there is another one of that number now
+        elif earlier in self.settled and "reloads" not in source:
             add["reloads"] = earlier
 
     def _options(self, add: Data, length: int) -> None:
@@ -76,8 +86,8 @@ class Requests:
         if "reloads" not in add:
             if dice.one_in(8):
                 add["salt"] = dice.pick(["s", "t"])
-            if dice.one_in(12):
-                add["lora"] = dice.pick(["one", "two"])
+            if dice.one_in(12 if self.restarts is None else 3):
+                add["lora"] = dice.pick(self.adapters)
             if dice.one_in(7) and length > 2:
                 self._image(add, length)
         if dice.one_in(12):
@@ -102,6 +112,16 @@ class Requests:
         room = image["length"] - self.images.setdefault(name, max(1, image["length"] - self.dice.number(1, 2)))
         if room > 0:
             add["mm"] = [{"at": image["at"] + self.dice.number(0, room), "length": self.images[name], "id": name}]
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The adapters that the engine has loaded."""
+        return ADAPTERS if self.restarts is None else SAME_NUMBER[self.restarts % 2 :][:1]
+
+    def restarted(self) -> None:
+        """The engine was restarted: requests are over, numbers are to be had again."""
+        self.forgotten()
+        self.restarts = (self.restarts or 0) + 1
 
     def finished(self) -> None:
         """Everything has run to its end."""

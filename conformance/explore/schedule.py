@@ -9,7 +9,7 @@ from kvconform.explore.workload import Data
 
 NAMES = "abcdef"
 KINDS = ("step", "step", "abort", "preempt", "preempt", "run", "drop-local", "reset", "idle", "reorder", "pause")
-THEN = ("disturb", "disturb", "disturb", "finish", "finish", "finish", "leave", "step", "between", "ask", "again", "together")
+THEN = ("disturb", "disturb", "disturb", "finish", "finish", "finish", "leave", "step", "between", "ask", "again", "together", "partly")
 """What a request is followed by."""
 
 PLAIN: dict[str, Data] = {"drop-local": {"drop-local": {}}, "idle": {"idle": 1}, "reorder": {"reorder": {}}}
@@ -22,6 +22,8 @@ class Schedule:
         self.dice, self.requests, self.depth, self.failing, self.restarts = dice, requests, depth, failing, restarts
         self.steps: list[Data] = []
         self._vacant: str | None = None
+        self._partly: tuple[str, int] | None = None  # whose prompt comes next, and how many times
+        requests.restarts = 0 if restarts else None
 
     def draw(self, most: int) -> list[Data]:
         """Two to `most` requests, each followed by what befalls it."""
@@ -35,10 +37,10 @@ class Schedule:
     def _request(self, name: str) -> None:
         dice, requests = self.dice, self.requests
         sources = [each for each in requests.settled if "reloads" not in requests.adds[each]]
-        failing = self.failing and sources and not dice.one_in(3)
+        failing = self.failing and sources and self._partly is None and not dice.one_in(3)
         if failing:
             self.steps.append({"drop-local": {}})
-        add = requests.draw(name, dice.pick(sources) if failing else None)
+        add = self._drawn(name, dice.pick(sources) if failing else None)
         if self._vacant is not None or self._reuses(add):
             add["id"] = self._vacant or next(iter(requests.settled))
             self._vacant = None
@@ -48,7 +50,11 @@ class Schedule:
             positions = dice.pick(["all", [dice.number(0, length - 1)], [0, length // 2]])
             self.steps.append({"fail-load": {"req": name, "positions": positions}})
         then = dice.pick(THEN)
-        if then == "disturb":  # while it is under way
+        if self._partly is not None:
+            self._run()
+        elif failing and dice.one_in(4):  # who has the same prompt shares the blocks that are loaded
+            self._partly = name, 1
+        elif then == "disturb":  # while it is under way
             self.steps.append({"step": dice.number(1, 4)})
             for kind in dice.some(KINDS, 4):
                 self._event(kind, name)
@@ -57,7 +63,7 @@ class Schedule:
             self.steps.append({"drop-local": {}})
             if self.restarts and dice.one_in(4):
                 self.steps.append({"restart": "engine"})
-                requests.forgotten()
+                requests.restarted()
         elif then == "leave":  # the next one finds it there
             self._run()
         elif then == "step":
@@ -70,7 +76,20 @@ class Schedule:
                 self._event("abort", name)
         elif then == "again" and isinstance(add["prompt"], int) and not requests.simple:
             self._again(add)
+        elif then == "partly" and isinstance(add["prompt"], int):
+            self._run()
+            self.steps.append({"drop-local": {}})
+            self._partly = name, 2
         # together: the next one comes in the same step
+
+    def _drawn(self, name: str, again: str | None) -> Data:
+        """One more request. After one whose KV is in the store alone: the first part of its prompt, which is then in the local cache, and
+        the whole of it. After one whose load fails: the same prompt at once."""
+        source, left = self._partly or (None, 0)
+        self._partly = (source, left - 1) if source is not None and left > 1 else None
+        if left > 1:
+            return self.requests.draw(name, part_of=source)
+        return self.requests.draw(name, again if source is None else source)
 
     def _reuses(self, add: Data) -> bool:
         """Whether it gets the id of a request that is long over: the first one's, so that no two live ones have it."""

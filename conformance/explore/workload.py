@@ -48,10 +48,12 @@ def _length(prompt: Any) -> int:
 def make(
     identifier: str, text: str, steps: list[Data], *, engine: str, scheduling: str, runner: str = "v1", depth: int = 2,
     config: Data | None = None, policies: list[str] | None = None, slow: str | None = None, relations: list[str] | None = None,
+    needs: str | None = None,
 ) -> Data:  # fmt: skip
-    """The data of a case of one run; `slow`: which streams are slow, on a device that has streams."""
+    """The data of a case of one run; `slow`: which streams are slow, on a device that has streams; `needs`: what the connector must do."""
     matrix: Data = {"scheduling": [scheduling], "runner": [runner], "depth": [depth], **({"slow": [slow]} if slow else {})}
     data: Data = {"id": identifier, "area": AREA, "text": text, "config": config or {}, "matrix": matrix, "engines": [engine]}
+    data |= {"needs": needs} if needs else {}
     return {**data, **({"policies": policies} if policies else {}), "relations": relations or [], "steps": steps}
 
 

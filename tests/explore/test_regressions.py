@@ -62,3 +62,19 @@ def test_who_makes_kv_up_has_nothing_to_forget(tmp_path: Path) -> None:
     ]
     workload = Workload(make("mended", "Found by exploration.", steps, engine="reference", scheduling="sync"))
     assert not outcome(workload, target_of("zeros"), SPEC, tmp_path / "run").failures
+
+
+def test_what_a_load_lost_is_promised_to_nobody_while_its_failure_is_under_way(tmp_path: Path) -> None:
+    """`save.completeness` was said to be broken: the chunk was gone, and the failure of the load that noticed it not reported yet."""
+    steps: list[Data] = [
+        {"add": {"req": "a", "prompt": 6, "max_tokens": 9}},
+        {"run": {}},
+        {"drop-local": {}},
+        *failing("b", [0, 3], reloads="a"),
+        {"step": 2},
+        {"add": {"req": "c", "prompt": {"same": "a"}, "max_tokens": 7, "reloads": "a"}},
+        {"run": {}},
+    ]
+    data = make("mended", "Found by exploration.", steps, engine="reference", scheduling="sync", config={"num_blocks": 13})
+    found = outcome(Workload(data), target_of("delayed"), SPEC, tmp_path / "run")
+    assert found.error is None and found.failures == [] and "load" in found.reached
