@@ -8,8 +8,8 @@ from kvconform.explore.requests import Requests
 from kvconform.explore.workload import Data
 
 NAMES = "abcdef"
-KINDS = ("step", "step", "abort", "preempt", "preempt", "run", "drop-local", "reset", "idle", "reorder", "pause")
-THEN = ("disturb", "disturb", "disturb", "finish", "finish", "finish", "leave", "step", "between", "ask", "again", "together", "partly")
+KINDS = ("step", "step", "abort", "abort", "preempt", "preempt", "preempt", "run", "drop-local", "reset", "idle", "reorder", "pause")
+THEN = ("disturb", "disturb", "disturb", "finish", "finish", "finish", "leave", "step", "between", "between", "ask", "again", "together", "partly")
 """What a request is followed by."""
 
 PLAIN: dict[str, Data] = {"drop-local": {"drop-local": {}}, "idle": {"idle": 1}, "reorder": {"reorder": {}}}

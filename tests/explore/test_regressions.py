@@ -11,6 +11,7 @@ from kvconform.explore.outcome import outcome
 from kvconform.explore.workload import Data, Workload, make
 from kvconform.history import explained
 from kvconform.load import load_spec
+from kvconform.run import run_and_judge
 from kvconform.sweep import target_of
 from kvconform.target import Target
 
@@ -78,3 +79,21 @@ def test_what_a_load_lost_is_promised_to_nobody_while_its_failure_is_under_way(t
     data = make("mended", "Found by exploration.", steps, engine="reference", scheduling="sync", config={"num_blocks": 13})
     found = outcome(Workload(data), target_of("delayed"), SPEC, tmp_path / "run")
     assert found.error is None and found.failures == [] and "load" in found.reached
+
+
+def test_a_lookup_after_a_reset_may_find_less_than_before(tmp_path: Path) -> None:
+    """`lookup.repeatable` was said to be broken: the store had been emptied between a lookup and its repetition, without a step."""
+    steps: list[Data] = [
+        {"add": {"req": "a", "prompt": 14, "max_tokens": 2}},
+        {"run": {}},
+        {"drop-local": {}},
+        {"add": {"req": "b", "prompt": {"same": "a"}, "max_tokens": 1}},
+        {"step": 1},
+        {"reset": {"running": False, "connector": True}},
+        {"run": {}},
+    ]
+    data = make("mended", "Found by exploration.", steps, engine="reference", scheduling="sync", policies=["deny-first-alloc"])
+    report = run_and_judge(Workload(data).variant(), TARGET, SPEC, seed=0, tmp=tmp_path / "run", keep_trace=True, strict=True)
+    lookups = [event for event in report.trace or [] if event["k"] == "lookup" and event["req"] == "b"]
+    assert lookups[1]["tokens"] < lookups[0]["tokens"]
+    assert lookups[1]["repeat"] and [row["requirement"] for row in report.rows if row["verdict"] == "FAIL"] == []
