@@ -9,7 +9,9 @@ from kvconform.explore.workload import Data
 
 NAMES = "abcdef"
 KINDS = ("step", "step", "abort", "abort", "preempt", "preempt", "preempt", "run", "drop-local", "reset", "idle", "reorder", "pause")
-THEN = ("disturb", "disturb", "disturb", "finish", "finish", "finish", "leave", "step", "between", "between", "ask", "again", "together", "partly")
+THEN = (
+    *["disturb"] * 3, *["finish"] * 3, *["between"] * 2, "leave", "step", "ask", "again", "together", "partly",
+)  # fmt: skip
 """What a request is followed by."""
 
 PLAIN: dict[str, Data] = {"drop-local": {"drop-local": {}}, "idle": {"idle": 1}, "reorder": {"reorder": {}}}
