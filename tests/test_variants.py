@@ -14,7 +14,7 @@ import pytest
 from kvconform.case import Variant
 from kvconform.load import load_spec
 from kvconform.refimpl.store import MemoryStore
-from kvconform.refimpl.variants import VARIANTS
+from kvconform.refimpl.variants import NOT_RECOMMENDED, VARIANTS
 from kvconform.refimpl.variants.tiers import HOST_CHUNKS, Tiers
 from kvconform.run import run_and_judge
 from kvconform.target import Target
@@ -32,9 +32,6 @@ MATTERS = {  # what is only different elsewhere
     "uneven": ("lifecycle.abort-preempted",),
     "unreliable": ("preemption.twice",),
 }
-
-RECOMMENDED = {"hands-out-its-own": "meta.not-reused"}
-"""What is correct and not recommended: it fails that, and must not fail more."""
 
 
 def runs_of(name: str) -> list[Variant]:
@@ -63,7 +60,7 @@ def test_a_correct_connector_fails_nothing(name: str, tmp_path: Path) -> None:
         bad = [row for row in report.rows if row["verdict"] in ("FAIL", "ERROR") and row.get("kind", "requirement") == "requirement"]
         failed += [(report.variant, row["requirement"], row.get("message")) for row in bad]
         judged += any(row["verdict"] == "PASS" for row in report.rows)
-    assert {requirement for _, requirement, _ in failed} == ({RECOMMENDED[name]} if name in RECOMMENDED else set()), failed
+    assert {requirement for _, requirement, _ in failed} == ({NOT_RECOMMENDED[name]} if name in NOT_RECOMMENDED else set()), failed
     assert judged >= 10
 
 

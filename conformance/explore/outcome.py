@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -15,6 +16,7 @@ from kvconform.load import Spec
 from kvconform.run import run_and_judge
 from kvconform.target import Target
 
+_numbers = itertools.count()
 DIED = "process.died"
 """Stands for a requirement where the process ended: the connector took it down, or hung."""
 
@@ -60,6 +62,7 @@ def outcome(
 ) -> Outcome:
     """Run and judge a workload in this process; recommendations count if `strict`. Writes below `tmp` and cleans up. ValidationError if it
     is no case."""
+    tmp = tmp / str(next(_numbers))  # what a connector keeps in memory by the place of its store is not the next workload's
     report = run_and_judge(
         workload.variant(), target, spec, seed=workload.seed, tmp=tmp, requirements=requirements, keep_trace=True, strict=strict, brief=True
     )

@@ -58,6 +58,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Name -> connector and extra configuration (besides ``store``)."""
 
+NOT_RECOMMENDED = {"hands-out-its-own": "meta.not-reused"}
+"""What is correct and not recommended: it fails that, and must not fail more."""
+
 STREAMED: dict[str, tuple[str, dict[str, Any]]] = {
     "streams": ("kvconform.refimpl.streamed:StreamedConnector", {"async_saves": True}),
     "streams-async": ("kvconform.refimpl.streamed:StreamedConnector", {"load": "async", "async_saves": True}),
