@@ -22,7 +22,7 @@ _OTHERS = (int, float, str, bytes, list, tuple, deque, set, frozenset, dict, np.
 @lru_cache(maxsize=256)
 def _fields(kind: Any) -> tuple[str, ...] | None:
     """The names of a dataclass's fields; None if it is none, or is pictured as something else."""
-    if not dataclasses.is_dataclass(kind) or issubclass(kind, _OTHERS) or hasattr(kind, "detach"):
+    if issubclass(kind, _OTHERS) or hasattr(kind, "detach") or not dataclasses.is_dataclass(kind):
         return None
     return tuple(field.name for field in dataclasses.fields(kind))
 
@@ -49,7 +49,7 @@ def canonical(value: Any, depth: int = 0, seen: dict[int, tuple[int, Any]] | Non
         if id(value) in seen:
             return ("again", seen[id(value)][0])
         seen[id(value)] = len(seen), value
-    if (names := _fields(kind)) is not None:
+    if (names := _fields(kind)) is not None:  # type: ignore[arg-type]
         return (kind.__name__, tuple((name, canonical(getattr(value, name, None), depth + 1, seen)) for name in names))
     if isinstance(value, (list, tuple, deque)):
         return (type(value).__name__, tuple(canonical(v, depth + 1, seen) for v in value))

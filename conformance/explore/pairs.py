@@ -26,12 +26,12 @@ def over_store(dice: Dice, block: int) -> tuple[list[Data], int]:
         found += [{"on": engine}] if engine == "d" else []
         for name in names[: dice.number(1, len(names))]:
             if not lengths or dice.one_in(4):
-                prompt: int | Data = max(2, dice.number(1, 4) * block + dice.pick([-1, 0, 1, 2]))
-                length = lengths[name] = int(prompt)
+                lengths[name] = max(2, dice.number(1, 4) * block + dice.pick([-1, 0, 1, 2]))
+                prompt: int | Data = lengths[name]
             else:
-                source = dice.pick(sorted(lengths))
-                prompt, length = dice.pick([({"same": source}, 0), ({"of": source, "then": block + 1}, block + 1)])
-                length = lengths[name] = length + lengths[source]
+                source, more = dice.pick(sorted(lengths)), dice.pick([0, block + 1])
+                prompt = {"of": source, "then": more} if more else {"same": source}
+                lengths[name] = lengths[source] + more
             found.append({"add": {"req": name, "prompt": prompt, "max_tokens": dice.pick([1, 4, 7])}})
             found += [{"step": dice.number(1, 3)}] * dice.number(0, 1) + [{dice.pick(["abort", "preempt"]): name}] * dice.one_in(6)
             found += dice.pick([[], [{"run": {}}], [{"run": {}}, {"drop-local": {}}]])
