@@ -107,6 +107,14 @@ class Case(Model):
         return self
 
     @model_validator(mode="after")
+    def _prompts_fit(self) -> Case:
+        for number, step in enumerate(self.steps, 1):
+            length = step.arg.prompt if step.op == "add" and isinstance(step.arg.prompt, int) else 0
+            if length >= self.config.max_model_len:
+                raise ValueError(f"step {number} adds a prompt of {length} tokens; config.max_model_len is {self.config.max_model_len}")
+        return self
+
+    @model_validator(mode="after")
     def _two_engines(self) -> Case:
         names = self.config.engines
         for step in self.steps:

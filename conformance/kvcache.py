@@ -63,11 +63,16 @@ class PagedCache:
         self._look()
 
     def _look(self) -> None:
-        """Where the bytes are now. In host memory that nobody looks at later, arrays are read and written: four times as fast, for a few
-        slots, as tensors are."""
+        """Where the bytes are now: a connector may move them, too (`share_memory_`). In host memory that nobody looks at later, arrays are
+        read and written: four times as fast, for a few slots, as tensors are."""
         self._arrays = [view.numpy() for view in self._views] if self._plain else []
         self._shadow_arrays = [view.numpy() for view in self.shadow] if self._plain else []
         self._same_bytes = (self._all.data_ptr(), self._all_shadow.data_ptr(), self._all.nbytes) if self._plain else None
+
+    def _follow(self) -> None:
+        """Look again if somebody has moved the bytes."""
+        if self._same_bytes is not None and self._same_bytes[0] != self._all.data_ptr():
+            self._look()
 
     def share_memory(self) -> None:
         """Move the tensors to memory that forked processes share."""
@@ -123,6 +128,7 @@ class PagedCache:
         blocks, offsets = self.split(slots)
         heads = self.groups[self._number[layer]].heads
         if self._plain:
+            self._follow()
             parts = rows[:, :heads].reshape(-1, heads, 2, self.book.head_dim)
             self._arrays[layer][blocks, :, offsets] = parts
             self._shadow_arrays[layer][blocks, :, offsets] = parts
@@ -158,6 +164,7 @@ class PagedCache:
         """Which of `slots` [n] differ in content from `rows`: a mask [n], where the cache is. The host waits for nothing."""
         if self._plain and not self.tolerance:
             blocks, offsets = self.split(slots)
+            self._follow()
             array = self._arrays[layer]
             there = array[blocks, :, offsets].reshape(len(slots), array.shape[1], self.book.width)
             return torch.from_numpy(((there != rows[:, : there.shape[1]]) & self._host_mask).any((1, 2)))
@@ -174,6 +181,7 @@ class PagedCache:
     def untouched(self) -> bool:
         """Whether certainly no layer was changed by anybody else. On CUDA it is never certain: asking would make the host wait."""
         if self._same_bytes is not None:
+            self._follow()
             return not _memcmp(*self._same_bytes)
         return not self._all.is_cuda and torch.equal(self._all, self._all_shadow)
 

@@ -44,7 +44,7 @@ class Observer(MetadataObserver):
         self.held: dict[str, set[str]] = {}
         self.reported: dict[str, set[str]] = {}  # since the engine began to wait, by request: directions
         self.both: set[str] = set()  # requests whose load and send the engine waits for at once, or did when the first was reported
-        self.activity = 0  # counts whatever may make the store smaller: forward passes, loads, resets
+        self.activity = 0  # counts whatever may make the store smaller: forward passes, failed loads, resets
         self.reset_seen = False
         self.outage = False  # what a lookup finds may be gone at any time, and we would not know
         self.last_so_c: dict[tuple[str, int], int] = {}
@@ -140,7 +140,6 @@ class Observer(MetadataObserver):
             tables=self._tables(tables),
         )  # fmt: skip
         if transfer is not None:
-            self.activity += 1  # what a load does not find is gone for others, too
             grant = Grant(
                 transfer, key[0], key[1], local, local + external, is_async, tables, self.oracle.cache.groups, self.oracle.cache.share
             )
@@ -235,6 +234,7 @@ class Observer(MetadataObserver):
             groups=len(self.oracle.cache.groups), is_async=bool(grant and grant.is_async),
         )  # fmt: skip
         self.failed.append(event)
+        self.activity += 1  # what a load did not find is gone for others, too
         if grant and not grant.failed and not grant.given_up:  # the first report of it
             key = (grant.req, grant.generation, grant.end - grant.start)
             self.failed_claims[key] = self.failed_claims.get(key, 0) + 1

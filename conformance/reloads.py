@@ -50,7 +50,9 @@ class Reloads:
     def _broke(self, source: str) -> bool:
         """Whether a load of content that begins like that of `source` has failed in this run, or was made to and is under way."""
         ids, prompts = self.driver.ids, self.driver.prompts
-        failed = {e["req"] for e in self.driver.trace.events if e["k"] == "transfer.failed"} | self.driver.failing
+        events, failing = self.driver.trace.events, self.driver.failing
+        failed = {e["req"] for e in events if e["k"] == "transfer.failed"}
+        failed |= {e["req"] for e in events if e["k"] == "alloc" and e["external"] > 0 and e["req"] in failing}
         return any(ids[name] in failed and tokens[:1] == prompts[source][:1] for name, tokens in prompts.items())
 
     def _outlived(self, source: str) -> bool:

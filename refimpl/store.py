@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Protocol
@@ -140,14 +140,18 @@ class DirectoryStore:
 
     def _keep(self, epoch: int, path: str, data: bytes) -> None:
         """Write, unless the epoch is over. It may end at any moment: then the directory goes, and what was half written with it."""
-        if epoch == self.epoch():
-            with suppress(FileNotFoundError):
-                self._write(path, data)
+        if epoch != self.epoch():
+            return
+        try:
+            self._write(path, data)
+        except (FileNotFoundError, FileExistsError):  # the second: it was there for a moment only
+            if epoch == self.epoch():
+                raise
 
     @staticmethod
     def _write(path: str, data: bytes) -> None:
-        """Atomic: a reader sees the old file or the new one. The process id keeps two writers of one chunk apart."""
-        partial = f"{path}.{os.getpid()}.partial"
+        """Atomic: a reader sees the old file or the new one. The ids of process and thread keep two writers of one chunk apart."""
+        partial = f"{path}.{os.getpid()}.{threading.get_ident()}.partial"
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with open(partial, "wb") as file:
             file.write(data)

@@ -91,3 +91,20 @@ def test_what_handle_preemptions_writes_is_judged_before_the_poison() -> None:
     made.put(20, 3)
     made.worker.poison_fresh()
     assert [(e["after_hook"], e["unallocated"]) for e in made.events("kv.changed")] == [("handle_preemptions", [20])] * 2
+
+
+def test_a_connector_may_move_the_tensors_to_shared_memory() -> None:
+    """Numpy would go on looking at memory that was freed."""
+    book = CodeBook(2, 2, 16)
+    cache = PagedCache(book, 8, 4)
+    slots, rows = np.arange(4, 12), book.rows(np.arange(8, dtype=np.uint64))
+    cache.write(0, slots, rows[:, 0])
+    for tensor in cache.tensors:
+        tensor.share_memory_()
+    assert cache.untouched
+    cache.write(1, slots, rows[:, 1])
+    assert cache.untouched and not len(cache.mismatches(1, slots, rows[:, 1]))
+    cache.tensors[1][2] += 1  # block 2: slots 8 to 11
+    assert not cache.untouched
+    assert cache.mismatches(1, slots, rows[:, 1]).tolist() == [4, 5, 6, 7]
+    assert cache.foreign(1).tolist() == [8, 9, 10, 11]

@@ -72,3 +72,11 @@ def test_the_cases_of_the_findings_load_and_are_short(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert load_spec(cases=[str(path)], live="\nsteps:" not in text).own_cases
     assert len(text.splitlines()) <= 40
+
+
+def test_a_prompt_that_no_engine_takes_is_no_case(mine: Path) -> None:
+    mine.write_text(mine.read_text().replace("prompt: 12", "prompt: 256"))
+    with pytest.raises(SpecError, match="a prompt of 256 tokens; config.max_model_len is 256"):
+        load_spec(cases=[str(mine)])
+    mine.write_text(mine.read_text().replace("prompt: 256", "prompt: 255"))
+    load_spec(cases=[str(mine)])

@@ -151,17 +151,19 @@ def test_a_store_under_way_at_a_reset_never_appears(ranks: list[Store]) -> None:
     assert ranks[0].epoch() == 1
 
 
-@pytest.mark.parametrize("moment", ["open", "replace"])
+@pytest.mark.parametrize("moment", ["makedirs", "open", "replace"])
 def test_a_reset_while_a_file_is_written_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
     """A thread writes, another one empties the store: found by random workloads on the variant `threads`."""
     store, other = DirectoryStore(tmp_path), DirectoryStore(tmp_path)
-    owner = {"open": builtins, "replace": os}[moment]
+    owner = builtins if moment == "open" else os
     original, done = getattr(owner, moment), []
 
     def interrupted(path: Any, *args: Any, **kwargs: Any) -> Any:
-        if "partial" in str(path) and "epoch" not in str(path) and not done:
+        if ("partial" in str(path) or moment == "makedirs") and "epoch" not in str(path) and not done:
             done.append(path)
             other.reset()
+            if moment == "makedirs":  # it was there when it was made, and not when it was looked at
+                raise FileExistsError(path)
         return original(path, *args, **kwargs)
 
     monkeypatch.setattr(owner, moment, interrupted)

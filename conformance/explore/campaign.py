@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import textwrap
 import time
 from collections import Counter
@@ -113,7 +114,7 @@ def _keep(found: Found, folder: Path, again: str) -> None:
     path = folder / f"{name}.yaml"
     said = textwrap.fill(f"{failure.requirement} ({where}): {' '.join(failure.message.split())}", WIDTH)
     folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(text_of(data, f"{said}\n{again} --case {path.name} --seed {workload.seed}"), encoding="utf-8")
+    path.write_text(text_of(data, f"{said}\n{again} --case {shlex.quote(str(path))} --seed {workload.seed}"), encoding="utf-8")
     found.path = path
 
 

@@ -31,7 +31,17 @@ from kvconform.report.repro import run_of
 from kvconform.report.terminal import make_console
 from kvconform.settings import Settings
 
-SITUATIONS = ("hit", "load", "preemption", "rejected draft", "abort", "abort in flight", "abort during a load", "blocks held")
+SITUATIONS = (
+    "hit",
+    "load",
+    "preemption",
+    "rejected draft",
+    "abort",
+    "abort in flight",
+    "abort during a load",
+    "blocks held",
+    "id taken again",
+)
 
 LIMIT = 12
 """Failures that are shrunk."""
@@ -56,7 +66,7 @@ PROFILES = {
     "small": Profile(2_000, "small ones, many a second; the same every time", small=True),
     "nightly": Profile(5_000, "other workloads every day", daily=True, guided=True),
     "hunt": Profile(1_000_000, "until --minutes are over; goes on where the corpus ends", guided=True),
-    "races": Profile(4_000, "aborts at every point of saves and loads in flight, in six situations", systematic=True),
+    "races": Profile(4_000, "aborts at every point of saves and loads in flight, in seven situations", systematic=True),
 }
 
 
@@ -83,6 +93,8 @@ def run(
     seed = settings.seed + (int(time.time()) // 86_400 if chosen.daily else 0)
     count = chosen.examples if examples is None else examples
     console.print(f"kvconform explore  {settings.connector}  vLLM {vllm} · profile {profile}: {chosen.text} · seed {seed}")
+    for option, place in (("--out", out), ("--corpus", folder)):
+        _writable(option, place)
     corpus = Corpus(folder)
     if corpus.pairs:
         console.print(f"corpus       {len(corpus.seeds)} workloads, {len(corpus.pairs)} pairs reached, {corpus.drawn} drawn before")
@@ -96,6 +108,14 @@ def run(
         deaths = pool.deaths
     _print(console, campaign, deaths)
     return 1 if campaign.found else 3 if campaign.errors or not campaign.runs else 0
+
+
+def _writable(option: str, folder: Path | None) -> None:
+    """UsageError if the folder cannot be made, or written to: to be known before the first workload and not after the last."""
+    there = next((each for each in (folder, *folder.absolute().parents) if each.exists()), None) if folder is not None else None
+    if there is not None and not (there.is_dir() and os.access(there, os.W_OK)):
+        why = "may not be written to" if there.is_dir() else "is not a directory"
+        raise UsageError(f"{option} {folder}: {there} {why}; name another folder")
 
 
 def _workloads(settings: Settings, chosen: Profile, seed: int, count: int, corpus: Corpus) -> Iterator[Workload]:

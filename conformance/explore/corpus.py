@@ -7,9 +7,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from kvconform.errors import UsageError, one_line
 from kvconform.explore.dice import Dice
 from kvconform.explore.mutate import mutated
 from kvconform.explore.outcome import Outcome
@@ -17,6 +19,17 @@ from kvconform.explore.workload import Workload
 
 MUTATED = 2
 """One in so many workloads is drawn anew; the others are like one of the corpus."""
+
+
+@contextmanager
+def _readable(path: Path, where: Callable[[], str] = str) -> Iterator[None]:
+    """UsageError for a file that is damaged, or of another version."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"the corpus {path}{where()} cannot be read ({one_line(error)}): mend the file, or name another --corpus"
+        ) from None
 
 
 class Corpus:
@@ -28,12 +41,20 @@ class Corpus:
         self.pairs: set[str] = set()
         self.drawn = 0
         if folder is not None and (folder / "seeds.jsonl").exists():
-            for line in (folder / "seeds.jsonl").read_text(encoding="utf-8").splitlines():
-                kept = json.loads(line)
-                self.seeds.append(Workload(kept["data"], kept["seed"]))
-                self.pairs.update(kept["first"])
+            self._read(folder / "seeds.jsonl")
         if folder is not None and (folder / "state.json").exists():
-            self.drawn = int(json.loads((folder / "state.json").read_text(encoding="utf-8"))["drawn"])
+            with _readable(folder / "state.json"):
+                self.drawn = int(json.loads((folder / "state.json").read_text(encoding="utf-8"))["drawn"])
+
+    def _read(self, path: Path) -> None:
+        number = 0
+        with _readable(path, lambda: f", line {number}"):
+            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):  # noqa: B007
+                kept = json.loads(line)
+                workload = Workload(kept["data"], kept["seed"])
+                workload.variant()
+                self.seeds.append(workload)
+                self.pairs.update(kept["first"])
 
     def add(self, workload: Workload, outcome: Outcome) -> int:
         """Take in what came of a workload; how many pairs it was the first to reach. What failed is kept elsewhere."""

@@ -1,9 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a changed workload must not lose: that an id is taken again only when the engine has let it go."""
+"""What a changed workload must not lose: an id, or the number of an adapter, is taken again only when the engine has let it go."""
 
 from __future__ import annotations
 
 from kvconform.explore.workload import Data
+
+
+def is_legal(data: Data) -> bool:
+    """Whether ids and the numbers of adapters are free when they are taken."""
+    return ids_are_free(data) and numbers_are_free(data)
+
+
+def numbers_are_free(data: Data) -> bool:
+    """Whether no two adapters of one number (kvconform.compat_request) come to one start of the engine."""
+    names: dict[int, str] = {}
+    for step in data["steps"]:
+        if "restart" in step:
+            names.clear()
+        name = step.get("add", {}).get("lora")
+        if name is not None and names.setdefault(sum(name.encode()) % 1000, name) != name:
+            return False
+    return True
 
 
 def ids_are_free(data: Data) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 
 from kvconform.explore.dice import Dice
-from kvconform.explore.legal import ids_are_free
+from kvconform.explore.legal import is_legal
 from kvconform.explore.workload import Data, Workload
 
 CHANGES = ("axis", "axis", "insert", "insert", "insert", "drop", "tokens", "budget")
@@ -19,7 +19,7 @@ def mutated(seed: str, workload: Workload, engines: list[str], schedulings: list
     for kind in dice.some(CHANGES, 3):
         before = copy.deepcopy(data)
         _change(dice, data, kind, engines, schedulings)
-        if not ids_are_free(data):
+        if not is_legal(data):
             data = before
     return Workload({**data, "id": f"drawn.{seed.replace('/', '.')}"}, workload.seed)
 

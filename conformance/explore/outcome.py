@@ -70,6 +70,9 @@ def outcome(
     trace = report.trace or []
     if report.harness_error:
         return Outcome(error=report.harness_error.strip().splitlines()[-1], reached=reached(trace))
+    unclear = next((row for row in report.rows if row["verdict"] == "ERROR"), None)
+    if unclear is not None:
+        return Outcome(error=f"{unclear['requirement']}: {unclear.get('message')}", reached=reached(trace))
     bad = [row for row in report.rows if row["verdict"] == "FAIL"]
     ours = [row for row in bad if row.get("kind", "requirement") == "requirement" and row.get("gating", True)]
     return Outcome(
@@ -115,6 +118,8 @@ def reached(trace: Iterable[dict[str, Any]]) -> list[str]:
                 found.add("abort during a load")
             if event["inflight"] or event["req"] in loading | waited_for:
                 found.add("abort in flight")
+        elif kind == "request.new" and event["generation"] > 0:
+            found.add("id taken again")
         elif kind == "hold":
             found.add("blocks held")
             waited_for.add(event["req"])

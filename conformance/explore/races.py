@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Abort races: requests aborted after every number of steps of a save, a load, a shared load, a preemption and a resubmission in flight.
+Also one whose id is taken at once by a request with another prompt.
 
 After each abort the prompt is asked for again, twice, so that what the abort has left behind shows: in the local cache, in the connector's
 store, in blocks that were freed too early or not at all.
@@ -64,8 +65,23 @@ def preempted(length: int, point: int) -> list[Data]:
     return [_add("a", length), *DROP, *ours, *_steps(point), {"abort": "b"}, *_again("a")]
 
 
+def renaming(length: int, point: int) -> list[Data]:
+    """Abort while nothing is under way, and ask for something else under the same id."""
+    other: Data = {"add": {**_add("b", length - 2)["add"], "id": "a"}}
+    return [
+        _add("a", length, 40),
+        {"step": point + 1},
+        {"land": 3},
+        {"abort": "a"},
+        other,
+        *_again("b"),
+        _add("c", {"same": "a"}),
+        {"run": {}},
+    ]
+
+
 FAMILIES: dict[str, Callable[[int, int], list[Data]]] = {
-    each.__name__: each for each in (saving, loading, sharing, both, resubmitting, preempted)
+    each.__name__: each for each in (saving, loading, sharing, both, resubmitting, preempted, renaming)
 }
 
 

@@ -51,7 +51,7 @@ class Schedule:
             length = requests.lengths[name]
             positions = dice.pick(["all", [dice.number(0, length - 1)], [0, length // 2]])
             self.steps.append({"fail-load": {"req": name, "positions": positions}})
-        then = dice.pick(THEN)
+        then = "finish" if self.restarts and name == NAMES[0] else dice.pick(THEN)
         if self._partly is not None:
             self._run()
         elif failing and dice.one_in(4):  # who has the same prompt shares the blocks that are loaded
@@ -63,7 +63,7 @@ class Schedule:
         elif then == "finish":  # the next one finds nothing in the local cache
             self._run()
             self.steps.append({"drop-local": {}})
-            if self.restarts and dice.one_in(4):
+            if self.restarts and (requests.restarts == 0 or dice.one_in(4)):
                 self.steps.append({"restart": "engine"})
                 requests.restarted()
         elif then == "leave":  # the next one finds it there

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from kvconform.explore.legal import ids_are_free
+from kvconform.explore.legal import is_legal
 from kvconform.explore.workload import PLAIN_AXES, Data, Workload
 
 Fails = Callable[[Workload], bool]
@@ -19,14 +19,14 @@ SMALLER = (1, 2, 3, 4, 5, 8, 9, 12, 13, 16, 17)
 
 def shrink(workload: Workload, fails: Fails, tries: int = 400) -> tuple[Workload, int]:
     """(the smallest workload found, runs that it took). `fails`: whether a workload still fails what it is about. At most `tries` runs."""
-    spent, legal = 0, ids_are_free(workload.data)
+    spent, legal = 0, is_legal(workload.data)
     better = True
     while better and spent < tries:
         better = False
         for candidate in candidates(workload):
             if candidate.size >= workload.size or not _is_case(candidate):
                 continue
-            if legal and not ids_are_free(candidate.data):
+            if legal and not is_legal(candidate.data):
                 continue
             if spent >= tries:
                 break

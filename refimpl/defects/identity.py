@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.request import RequestStatus
+
 from kvconform.refimpl.connector import ReferenceConnector
 from kvconform.refimpl.keys import digest, extend_keys
 from kvconform.refimpl.plan import Piece
 from kvconform.refimpl.tracking import Tracked
 
 if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.request import Request
 
 
@@ -97,3 +100,22 @@ class KeysById(ReferenceConnector):
     def _pieces(self, tracked: Tracked, start: int, end: int) -> tuple[Piece, ...]:
         tracked.keys = self.__dict__.setdefault("_keys_of", {}).setdefault(tracked.request.request_id, tracked.keys)
         return super()._pieces(tracked, start, end)
+
+
+class RemembersTheAborted(ReferenceConnector):
+    """Forgets the keys of a request when it finishes, but not when it is aborted: the next one of that id has them (B012)."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._keys_of: dict[str, list[str]] = {}
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        keys = self._keys_of.setdefault(request.request_id, list(self._keys(request, [], request.num_prompt_tokens)))
+        self._tracked[request.request_id].keys = list(keys)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        result = super().request_finished(request, block_ids)
+        if request.status != RequestStatus.FINISHED_ABORTED:
+            self._keys_of.pop(request.request_id, None)
+        return result

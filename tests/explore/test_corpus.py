@@ -5,6 +5,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from kvconform.errors import UsageError
+from kvconform.explore import command
 from kvconform.explore.corpus import Corpus
 from kvconform.explore.coverage import never, pairs_of
 from kvconform.explore.dice import Dice
@@ -86,3 +90,17 @@ def test_pairs_tell_what_was_put_to_the_test_where() -> None:
     } <= set(found)
     assert not any("load.y" in pair for pair in found)
     assert never(["save.x", "load.y"], found) == ["load.y"]
+
+
+def test_a_damaged_corpus_is_told_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "seeds.jsonl").write_text('{"data": 1')
+    with pytest.raises(UsageError, match=r"seeds\.jsonl, line 1 cannot be read .*name another --corpus"):
+        Corpus(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a-file", "a-file/below"])
+def test_a_folder_that_cannot_be_made_is_told_before_anything_runs(tmp_path: Path, name: str) -> None:
+    (tmp_path / "a-file").write_text("")
+    with pytest.raises(UsageError, match="--out .*a-file is not a directory"):
+        command._writable("--out", tmp_path / name)
+    command._writable("--out", tmp_path / "new" / "folder")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,3 +41,42 @@ def test_what_no_workload_can_show_is_left_out(name: str, why: str) -> None:
 def test_an_unknown_defect_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert defects.main(["nobody-knows-this", "--out", str(tmp_path / "o")]) == 2
     assert "there is no defect 'nobody-knows-this'" in capsys.readouterr().err
+
+
+def test_what_no_event_can_have_broken_is_not_broken(tmp_path: Path) -> None:
+    """Exploration judges only what `at_stake` leaves: of the rest, the full judgement must say nothing."""
+    from kvconform.evaluate import at_stake
+    from kvconform.explore.draw import drawn
+    from kvconform.run import run_and_judge
+
+    spec, left_out, failed = defects.specification(), 0, set()
+    for name in ("saves-unknown-token", "pops-on-lookup"):
+        target = defects.target_of(defects.known_defects()[name], 4)
+        for workload in drawn(["reference", "vllm"], ["sync", "async"], None, first_seed=2, count=12):
+            report = run_and_judge(workload.variant(), target, spec, seed=0, tmp=tmp_path / "run", keep_trace=True, strict=True)
+            kept = {req.id for req in at_stake(spec.requirements.values(), report.trace or [])}
+            said = {row["requirement"]: row["verdict"] for row in report.rows}
+            assert {said[req] for req in set(said) - kept} <= {"NOT_EXERCISED", "UNSUPPORTED", "UNOBSERVABLE"}
+            left_out += len(set(said) - kept)
+            failed |= {req for req, verdict in said.items() if verdict == "FAIL"}
+    assert left_out > 500 and "save.plan-bound" in failed
+
+
+def test_a_check_that_cannot_be_evaluated_is_an_error_and_no_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvconform.explore import outcome
+    from kvconform.explore.draw import small
+    from kvconform.target import Target
+
+    row = {"requirement": "lookup.answer-type", "verdict": "ERROR", "message": "it reads x, which is not there"}
+    run = outcome.run_and_judge
+
+    def judged(*args: Any, **kwargs: Any) -> Any:
+        report = run(*args, **kwargs)
+        report.rows.append(row)
+        return report
+
+    monkeypatch.setattr(outcome, "run_and_judge", judged)
+    target = Target("kvconform.refimpl.connector:ReferenceConnector", {"store": "{tmp}"})
+    [workload] = small(["reference"], ["sync"], None, first_seed=0, count=1)
+    found = outcome.outcome(workload, target, defects.specification(), tmp_path / "run")
+    assert found.error == "lookup.answer-type: it reads x, which is not there"

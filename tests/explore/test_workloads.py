@@ -64,7 +64,7 @@ def test_a_request_alone_fits_into_the_memory_that_is_drawn() -> None:
                 add, prompt = step["add"], step["add"]["prompt"]
                 base = prompt if isinstance(prompt, int) else lengths[prompt.get("same") or prompt["of"]]
                 if isinstance(prompt, dict) and "of" in prompt:
-                    base = prompt.get("tokens", base) + prompt["then"]
+                    base = prompt.get("tokens", base) + prompt.get("then", 0)
                 lengths[add["req"]] = base
                 config = workload.data["config"]
                 blocks = -(-(base + add["max_tokens"] + config.get("spec_tokens", 0)) // config["block_size"])
