@@ -103,9 +103,7 @@ def test_what_is_refused(text: str, sentence: str) -> None:
 # A key of YAML has 1024 characters at most, and an escaped one is up to twelve times as long as it was.
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=60), inner, max_size=3)
-    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=60), inner, max_size=3),
     max_leaves=8,
 )
 
