@@ -14,8 +14,6 @@ import numpy as np
 import torch
 
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
-
-
 _OTHERS = (int, float, str, bytes, list, tuple, deque, set, frozenset, dict, np.ndarray, np.generic, bytearray, memoryview)
 
 
@@ -54,7 +52,7 @@ def canonical(value: Any, depth: int = 0, seen: dict[int, tuple[int, Any]] | Non
     if isinstance(value, (list, tuple, deque)):
         return (type(value).__name__, tuple(canonical(v, depth + 1, seen) for v in value))
     if isinstance(value, (set, frozenset)):
-        return ("set", ()) if not value else ("set", tuple(sorted(repr(canonical(v, depth + 1, seen)) for v in value)))
+        return ("set", tuple(sorted(repr(canonical(v, depth + 1, seen)) for v in value)))
     if isinstance(value, dict):
         return ("dict", tuple((canonical(k, depth + 1, seen), canonical(v, depth + 1, seen)) for k, v in value.items()))
     if hasattr(value, "detach") and hasattr(value, "numpy"):

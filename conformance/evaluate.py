@@ -57,7 +57,12 @@ def _looked_at(trace: Iterable[Event]) -> tuple[set[str], set[tuple[str, str]]]:
 def at_stake(requirements: Iterable[Requirement], trace: Iterable[Event]) -> list[Requirement]:
     """Without those of which a run says nothing whatever their guards say: no event of theirs occurred. None of these can fail on it."""
     seen, called = _looked_at(trace)
-    return [req for req in requirements if req.pattern == "relate" or req.count is not None or pins_of(req).triggered(seen, called)]
+    return [req for req in requirements if req.pattern == "relate" or _has_a_say(req, seen, called)]
+
+
+def _has_a_say(req: Requirement, seen: set[str], called: set[tuple[str, str]]) -> bool:
+    """Whether a trace of these events can put it to the test. That something must occur at all, every trace does. Not for `relate`."""
+    return req.count is not None or pins_of(req).triggered(seen, called)
 
 
 def evaluate(
@@ -67,9 +72,7 @@ def evaluate(
     events = trace if isinstance(trace, (list, tuple)) else list(trace)
     seen, called = _looked_at(events)
     monitors = {
-        req.id: monitor_for(req, cap, cfg)
-        if req.count is not None or pins_of(req).triggered(seen, called)
-        else Idle(req, cap or {}, cfg or {})
+        req.id: monitor_for(req, cap, cfg) if _has_a_say(req, seen, called) else Idle(req, cap or {}, cfg or {})
         for req in requirements
         if req.pattern != "relate"
     }

@@ -74,12 +74,6 @@ class PagedCache:
         if self._same_bytes is not None and self._same_bytes[0] != self._all.data_ptr():
             self._look()
 
-    def share_memory(self) -> None:
-        """Move the tensors to memory that forked processes share."""
-        for tensor in self.tensors:
-            tensor.share_memory_()
-        self._look()
-
     def _layers(self, pages: torch.Tensor, depth: int, group: Group, layout: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """(tensors as they are registered, views [blocks, heads, block_size, 2, head_dim]) of the layers on `pages`."""
         heads, size, dim = group.heads, group.block_size, self.book.head_dim

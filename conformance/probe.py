@@ -115,7 +115,7 @@ class Probe:
         if role is None or threading.get_ident() != self._main or hasattr(connector, "kvconform_sibling"):
             return None
         known = _halves.get(id(role))
-        if known is None or known[0] is not role:
+        if known is None:  # the role is kept, too: nothing else can have its id
             known = _halves[id(role)] = role, str(getattr(role, "name", "") or "").lower() or None
         return known[1]
 

@@ -34,7 +34,8 @@ class RemoteHalf(KVConnectorBase_V1):
         self._role = KVConnectorRole.WORKER
         self._connector_metadata = None
         self._cache = cache
-        cache.share_memory()
+        for tensor in cache.tensors:
+            tensor.share_memory_()
         context = multiprocessing.get_context("fork")
         self._pipe, theirs = context.Pipe()
         self._child = context.Process(target=_serve, args=(theirs, create, cache, config), daemon=True)

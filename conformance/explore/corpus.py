@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,14 +22,12 @@ MUTATED = 2
 
 
 @contextmanager
-def _readable(path: Path, where: Callable[[], str] = str) -> Iterator[None]:
-    """UsageError for a file that is damaged, or of another version."""
+def _readable(place: object) -> Iterator[None]:
+    """UsageError for a file, or a line of it, that is damaged or of another version."""
     try:
         yield
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(
-            f"the corpus {path}{where()} cannot be read ({one_line(error)}): mend the file, or name another --corpus"
-        ) from None
+        raise UsageError(f"the corpus {place} cannot be read ({one_line(error)}): mend the file, or name another --corpus") from None
 
 
 class Corpus:
@@ -47,9 +45,10 @@ class Corpus:
                 self.drawn = int(json.loads((folder / "state.json").read_text(encoding="utf-8"))["drawn"])
 
     def _read(self, path: Path) -> None:
-        number = 0
-        with _readable(path, lambda: f", line {number}"):
-            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):  # noqa: B007
+        with _readable(path):
+            lines = path.read_text(encoding="utf-8").splitlines()
+        for number, line in enumerate(lines, 1):
+            with _readable(f"{path}, line {number}"):
                 kept = json.loads(line)
                 workload = Workload(kept["data"], kept["seed"])
                 workload.variant()
