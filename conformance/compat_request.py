@@ -16,6 +16,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 
 from kvconform.compat import Request
 from kvconform.model import STOP_TOKEN
+from kvconform.provenance import adapter_number
 
 _WANTS_EOS = "eos_token_id" in inspect.signature(Request.__init__).parameters
 LATER_REQUEST_FIELDS: dict[str, Any] = {  # what the reference scheduler keeps on a request, absent from Request until 0.15, 0.25 and 0.28
@@ -75,7 +76,7 @@ def build_request(
         pooling_params=None,
         arrival_time=arrival,
         mm_features=features or None,
-        lora_request=LoRARequest(lora, 1 + sum(lora.encode()) % 1000, f"/adapters/{lora}") if lora else None,
+        lora_request=LoRARequest(lora, adapter_number(lora), f"/adapters/{lora}") if lora else None,
         cache_salt=salt,
         priority=priority,
         block_hasher=_hasher(block_size),

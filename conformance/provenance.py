@@ -32,6 +32,11 @@ def extend(chain: int, token: int, extra: int = 0) -> int:
     return mix64((chain * 0x100000001B3 + token + 1 + (mix64(extra) if extra else 0)) & _MASK)
 
 
+def adapter_number(name: str) -> int:
+    """The number that the engine knows an adapter by, 1 to 1000; two names may have one: then one of them at a time."""
+    return 1 + sum(name.encode()) % 1000
+
+
 @dataclass(frozen=True)
 class Identity:
     """What besides the token ids makes two requests' KV differ.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from kvconform.explore.workload import Data
+from kvconform.provenance import adapter_number
 
 
 def is_legal(data: Data) -> bool:
@@ -12,13 +13,13 @@ def is_legal(data: Data) -> bool:
 
 
 def numbers_are_free(data: Data) -> bool:
-    """Whether no two adapters of one number (kvconform.compat_request) come to one start of the engine."""
+    """Whether no two adapters of one number come to one start of the engine."""
     names: dict[int, str] = {}
     for step in data["steps"]:
         if "restart" in step:
             names.clear()
         name = step.get("add", {}).get("lora")
-        if name is not None and names.setdefault(sum(name.encode()) % 1000, name) != name:
+        if name is not None and names.setdefault(adapter_number(name), name) != name:
             return False
     return True
 
