@@ -106,4 +106,5 @@ def evaluate(
                 owner[id(handler)].fault(event, error)
     for monitor in monitors.values():
         monitor.finish(last)
+        monitor.by_kind = {}  # they hold the monitor: nothing of it would go before the garbage collector comes
     return monitors
