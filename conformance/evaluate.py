@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from kvconform.monitor import Event, Handler, Monitor
@@ -54,15 +55,35 @@ def _looked_at(trace: Iterable[Event]) -> tuple[set[str], set[tuple[str, str]]]:
     return seen, called
 
 
+class _Stakes:
+    """Of the traces that have events of these kinds, and of these (kind, hook): which requirements they can put to the test."""
+
+    def __init__(self, seen: frozenset[str], called: frozenset[tuple[str, str]]) -> None:
+        self.seen, self.called = seen, called
+        self._known: dict[int, tuple[Requirement, bool]] = {}
+
+    def include(self, req: Requirement) -> bool:
+        """That something must occur at all, every trace puts to the test. Not for `relate`."""
+        known = self._known.get(id(req))
+        if known is None:  # the requirement is kept, too: nothing else can have its id
+            say = req.count is not None or pins_of(req).triggered(self.seen, self.called)
+            known = self._known[id(req)] = req, say
+        return known[1]
+
+
+_stakes = lru_cache(maxsize=64)(_Stakes)
+"""Many workloads come to the same few sets of kinds."""
+
+
+def _stakes_of(trace: Iterable[Event]) -> _Stakes:
+    seen, called = _looked_at(trace)
+    return _stakes(frozenset(seen), frozenset(called))
+
+
 def at_stake(requirements: Iterable[Requirement], trace: Iterable[Event]) -> list[Requirement]:
     """Without those of which a run says nothing whatever their guards say: no event of theirs occurred. None of these can fail on it."""
-    seen, called = _looked_at(trace)
-    return [req for req in requirements if req.pattern == "relate" or _has_a_say(req, seen, called)]
-
-
-def _has_a_say(req: Requirement, seen: set[str], called: set[tuple[str, str]]) -> bool:
-    """Whether a trace of these events can put it to the test. That something must occur at all, every trace does. Not for `relate`."""
-    return req.count is not None or pins_of(req).triggered(seen, called)
+    stakes = _stakes_of(trace)
+    return [req for req in requirements if req.pattern == "relate" or stakes.include(req)]
 
 
 def evaluate(
@@ -70,9 +91,10 @@ def evaluate(
 ) -> dict[str, Monitor]:
     """Run the monitors of all requirements (without `relate`) over a trace; finished monitors by requirement id."""
     events = trace if isinstance(trace, (list, tuple)) else list(trace)
-    seen, called = _looked_at(events)
+    stakes = _stakes_of(events)
+    called = stakes.called
     monitors = {
-        req.id: monitor_for(req, cap, cfg) if _has_a_say(req, seen, called) else Idle(req, cap or {}, cfg or {})
+        req.id: monitor_for(req, cap, cfg) if stakes.include(req) else Idle(req, cap or {}, cfg or {})
         for req in requirements
         if req.pattern != "relate"
     }

@@ -13,6 +13,7 @@ import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import CodeType
 from typing import Any
 
@@ -134,6 +135,11 @@ def compile_capability(source: str | Iterable[str]) -> Expression:
     """
     text = source if isinstance(source, str) else " and ".join(f"({part})" for part in source) or "core"
     plain = re.sub(r"!(?!=)\s*", "not ", " ".join(text.split()))
+    return _capability(plain, text)
+
+
+@lru_cache(maxsize=1024)
+def _capability(plain: str, text: str) -> Expression:
     return _compile(plain, text, {}, bare_capabilities=True)
 
 

@@ -94,7 +94,8 @@ class Oracle:
     def check_writes(self, after_hook: str) -> None:
         """Classify whatever the connector wrote since the last call; emits one kv.changed per layer that changed. Where there are
         streams, it looks when the compute stream has come here."""
-        self.device.launch(self._changes, partial(self._classify_all, after_hook))
+        if self.device.streamed or not self.cache.untouched:
+            self.device.launch(self._changes, partial(self._classify_all, after_hook))
 
     def _changes(self) -> list[torch.Tensor | None]:
         return [] if self.cache.untouched else [self.cache.changes(layer) for layer in range(len(self.cache.tensors))]

@@ -29,7 +29,7 @@ class Pins:
     calls: frozenset[tuple[str, str]]
     hooks: dict[str, frozenset[str] | None]
 
-    def triggered(self, seen: set[str], called: set[tuple[str, str]]) -> bool:
+    def triggered(self, seen: frozenset[str], called: frozenset[tuple[str, str]]) -> bool:
         """Whether one of its triggers is among the kinds, and the (kind, hook), of a trace."""
         return not (self.kinds.isdisjoint(seen) and self.calls.isdisjoint(called))
 

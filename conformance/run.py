@@ -30,6 +30,7 @@ __all__ = ["CaseReport", "Run", "run_and_judge", "run_variant"]
 
 REPEATS = 3
 ELSEWHERE = ("hash-seed", "second-process")  # take seconds
+SAYS_NOTHING = (Verdict.NOT_EXERCISED, Verdict.UNOBSERVABLE, Verdict.UNSUPPORTED)
 _profiles: dict[str, Profile] = {}
 
 
@@ -89,8 +90,8 @@ def run_and_judge(
 ) -> CaseReport:  # fmt: skip
     """Run the variant and the runs it is compared with, judge all (or the named) requirements. Writes below `tmp` and cleans up.
 
-    `brief`: without rows of requirements none of whose events occurred. `plain` keeps the run without connector, by kv_role, for other
-    connectors on the same variant and seed.
+    `brief`: without rows of requirements that the run did not put to the test. `plain` keeps the run without connector, by kv_role, for
+    other connectors on the same variant and seed.
     """
     if variant.engine == "live":
         from kvconform.live.run import run_and_judge as live
@@ -149,7 +150,7 @@ def run_and_judge(
             row.message = f"{told}; {row.message}" if spec.requirements[row.requirement].relate is not None else f"{told} [{row.message}]"
         if row.verdict == Verdict.FAIL and row.event is not None and row.requirement.startswith("hook."):
             row.evidence = evidence_of(main.trace[row.event]) or row.evidence
-    report.rows = [row.to_dict() for row in rows]
+    report.rows = [row.to_dict() for row in rows if not brief or row.exercised or row.verdict not in SAYS_NOTHING]
     report.unmet = main.unmet
     report.harness_error = next((run.harness_error for run in runs.values() if run.harness_error), None)
     report.timelines = {

@@ -47,9 +47,10 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         memo[id(value)] = found
         if kind is dict:
             for name, each in value.items():
-                found[name] = _copied(each, memo)
+                if type(each) not in _ATOMS:
+                    found[name] = _copied(each, memo)
         elif kind is list:
-            found[:] = [_copied(each, memo) for each in value]
+            found[:] = [each if type(each) in _ATOMS else _copied(each, memo) for each in value]
         return found
     if isinstance(value, (dict, list, set)):  # a counter
         memo[id(value)] = found = copy.copy(value)
@@ -57,6 +58,9 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     if not kind.__module__.startswith(("vllm.config.", "vllm.transformers_utils.", "transformers.")) or not hasattr(value, "__dict__"):
         return value
     memo[id(value)] = found = object.__new__(kind)
-    for name, each in vars(value).items():
-        object.__setattr__(found, name, each if type(each) in _ATOMS else _copied(each, memo))
+    fields = dict(vars(value))
+    for name, each in fields.items():
+        if type(each) not in _ATOMS:
+            fields[name] = _copied(each, memo)
+    vars(found).update(fields)
     return found

@@ -81,12 +81,14 @@ class Worker:
             return
         contents = [self.registry.poison(block, owner) for block, owner in fresh]
         encoded = self.cache.book.rows(np.array(contents, dtype=np.uint64))
-        groups = self.cache.group_of[[block for block, _ in fresh]]
-        for number in np.unique(groups).tolist():
-            group, mine = self.cache.groups[number], np.flatnonzero(groups == number)
+        blocks = np.array([block for block, _ in fresh], dtype=np.int64)
+        groups = self.cache.group_of[blocks]
+        for number, group in enumerate(self.cache.groups):
+            mine = np.flatnonzero(groups == number)
+            if not len(mine):
+                continue
             size = 1 if group.recurrent else group.block_size
-            firsts = np.array([fresh[index][0] * self.cache.stride for index in mine.tolist()], dtype=np.int64)
-            slots = (firsts[:, None] + np.arange(size)).reshape(-1)
+            slots = (blocks[mine, None] * self.cache.stride + np.arange(size)).reshape(-1)
             for layer in group.layers:
                 self.cache.write(layer, slots, np.repeat(encoded[mine, layer], size, axis=0))
             self.oracle.emptied(slots)
