@@ -34,6 +34,7 @@ def measure(count: int = 100) -> dict[str, float]:
     from kvconform.explore.draw import small
     from kvconform.explore.outcome import outcome
     from kvconform.load import load_spec
+    from kvconform.probe import Patch
     from kvconform.target import Target
 
     spec, target = load_spec(), Target(CONNECTOR, {"store": "{tmp}"})
@@ -41,7 +42,7 @@ def measure(count: int = 100) -> dict[str, float]:
     workloads = list(small(["reference"], ["sync", "async"], None, first_seed=0, count=count))
     drawing = time.process_time() - began
     hits = failed = 0
-    with tempfile.TemporaryDirectory(prefix="kvconform-", dir=scratch_root()) as name:
+    with tempfile.TemporaryDirectory(prefix="kvconform-", dir=scratch_root()) as name, Patch.parking():  # as in a campaign's processes
         for workload in workloads:  # what a process does once: imports, and each configuration
             outcome(workload, target, spec, Path(name) / "run")
         rounds: list[tuple[float, float]] = []  # ms of a workload, of the loop

@@ -43,6 +43,8 @@ _KEYWORD_FIELD = re.compile(r"\b([et])\.(from)\b(?!_)")
 """Fields that are Python keywords: `e.from` is parsed as `e.from_`."""
 
 _BASES = ("e", "t", "cap", "cfg")
+_OF_RUN = object()
+"""In place of the capabilities that an expression is bound with: a constant of the run is read, and no two runs share the function."""
 
 
 class ExprError(ValueError):
@@ -74,11 +76,14 @@ class Expression:
         """A function (e, t=None) -> value with this run's constants fixed. It raises whatever the expression raises.
 
         For the same `cap` it is the same function, if no constant of the run is read."""
-        if not self._bound or self._bound[0] is not cap:
-            if any(base == "cfg" for base, _ in self.reads):
-                return bind_code(self.code, cap, cfg)
-            self._bound[:] = cap, bind_code(self.code, cap, cfg)
-        return self._bound[1]  # type: ignore[no-any-return]
+        bound = self._bound
+        if not bound:
+            bound[:] = _OF_RUN if any(base == "cfg" for base, _ in self.reads) else None, None
+        if bound[0] is _OF_RUN:
+            return bind_code(self.code, cap, cfg)
+        if bound[0] is not cap or bound[1] is None:
+            bound[:] = cap, bind_code(self.code, cap, cfg)
+        return bound[1]  # type: ignore[no-any-return]
 
     def values(self, e: Mapping[str, Any] | None, t: Mapping[str, Any] | None = None) -> str:
         """The values that were read from `e` and `t`, as `e.tokens=-4, t.req='a'`, for messages."""

@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from kvconform import device, watchdog
@@ -209,7 +210,13 @@ def _instance_form(cls: type, name: str) -> Callable[..., Any] | None:
 
 
 class Patch:
-    """Patches classes in place while it is entered, and restores every attribute afterwards."""
+    """Patches classes in place while it is entered, and restores every attribute afterwards.
+
+    Within `parking`, what is left stays patched until other classes are: each attribute that is set on a class also undoes what Python has
+    learned about its objects."""
+
+    _parks = False
+    _parked: list[Patch] = []
 
     def __init__(self, *classes: type) -> None:
         self.classes = classes
@@ -217,9 +224,30 @@ class Patch:
         self._added: list[tuple[type, str]] = []
 
     def __enter__(self) -> Patch:
+        if [each.classes for each in self._parked] == [self.classes]:
+            parked = self._parked.pop()
+            self._own, self._added = parked._own, parked._added
+            return self
+        self._unpark()
         for cls in self.classes:
             self._patch(cls)
         return self
+
+    @classmethod
+    @contextmanager
+    def parking(cls) -> Iterator[None]:
+        """The same classes are patched again and again while this is entered."""
+        cls._parks = True
+        try:
+            yield
+        finally:
+            cls._parks = False
+            cls._unpark()
+
+    @classmethod
+    def _unpark(cls) -> None:
+        while cls._parked:
+            cls._parked.pop()._restore()
 
     def _patch(self, cls: type) -> None:
         for name in hook_names():
@@ -233,6 +261,12 @@ class Patch:
             setattr(cls, name, _of_classes(name, original))
 
     def __exit__(self, *exc: object) -> None:
+        if self._parks and Probe.active is None and (self._own or self._added):  # not inside another run
+            self._parked.append(self)
+        else:
+            self._restore()
+
+    def _restore(self) -> None:
         for cls, name, original in self._own:
             setattr(cls, name, original)
         for cls, name in self._added:

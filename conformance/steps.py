@@ -6,6 +6,7 @@ Each step knows which requests it mentions (so that a typo is found when the fil
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 from pydantic import Discriminator, Field, PositiveInt, Tag
@@ -41,17 +42,23 @@ class FailLoad(Model):
     positions: list[Natural] | Literal["all"] = "all"
 
 
+@lru_cache(maxsize=64)
+def _key_of(kind: type[BaseStep]) -> tuple[str, str]:
+    """The one field of a kind of steps: its name, and the key of the map."""
+    name, field = next(iter(kind.model_fields.items()))
+    return name, field.alias or name
+
+
 class BaseStep(Model):
     """A map with one key, the operation."""
 
     @property
     def op(self) -> str:
-        field = next(iter(type(self).model_fields.items()))
-        return field[1].alias or field[0]
+        return _key_of(type(self))[1]
 
     @property
     def arg(self) -> Any:
-        return getattr(self, next(iter(type(self).model_fields)))
+        return getattr(self, _key_of(type(self))[0])
 
     @property
     def needs(self) -> str | None:

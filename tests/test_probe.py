@@ -108,6 +108,47 @@ def test_nested_patches_record_once(trace: Trace) -> None:
     assert (attributes(Plain), attributes(Child)) == (before, before_child)
 
 
+@pytest.fixture
+def no_probe() -> Any:
+    """Between runs."""
+    before, Probe.active = Probe.active, None
+    yield
+    Probe.active = before
+
+
+def test_a_parked_class_stays_patched_until_others_are(no_probe: None) -> None:
+    before, child, other = attributes(Plain), attributes(Child), attributes(ReferenceConnector)
+    with Patch.parking():
+        with Patch(Plain):
+            patched = attributes(Plain)
+        assert attributes(Plain) == patched != before and Plain().get_num_new_matched_tokens(None, 0) == (0, True)
+        with Patch(Plain):
+            assert attributes(Plain) == patched
+        with Patch(ReferenceConnector, Child):  # a connector that wraps the other one, say, whose calls are not to be recorded
+            assert attributes(Plain) == before and attributes(Child) != child
+        assert attributes(Plain) == before and attributes(ReferenceConnector) != other
+    assert (attributes(Plain), attributes(Child), attributes(ReferenceConnector)) == (before, child, other)
+
+
+def test_what_a_parked_class_records_goes_to_the_next_run(no_probe: None) -> None:
+    with Patch.parking():
+        for _ in range(2):
+            run = Trace()
+            with Patch(Plain):
+                Probe.active = Probe(run)
+                Plain().wait_for_layer_load("x")
+                Probe.active = None
+            assert len(select(run.events, "hook.called")) == 1
+
+
+def test_nothing_is_parked_inside_a_run(trace: Trace) -> None:
+    before = attributes(Plain)
+    with Patch.parking():
+        with Patch(Plain):
+            pass
+        assert attributes(Plain) == before
+
+
 def test_without_a_probe_the_patch_only_passes_on() -> None:
     outer, Probe.active = Probe.active, None
     try:

@@ -5,14 +5,18 @@ from __future__ import annotations
 
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvconform import watchdog
 from kvconform.errors import KvconformError
 from kvconform.explore.workload import Workload
-from kvconform.load import load_spec
+from kvconform.load import Spec, load_spec
 from kvconform.settings import Settings
+from kvconform.target import Target
 from kvconform.workplace import settle_in
+
+if TYPE_CHECKING:
+    from kvconform.explore.outcome import Outcome
 
 START_LIMIT = 300.0
 """Seconds for imports, servers and the connector's first start."""
@@ -37,21 +41,25 @@ def serve(connection: Connection, settings: Settings, scratch: Path, name: str) 
 def _serve(connection: Connection, settings: Settings, tmp: Path) -> None:
     with watchdog.case("start", START_LIMIT):
         from kvconform import smoke
+        from kvconform.probe import Patch
 
         target = smoke.target_of(settings)
         smoke.check(target, tmp, START_LIMIT, engine=settings.engine)
-    from kvconform.explore.outcome import Outcome, outcome
-
     spec = load_spec()
     connection.send({"ready": True})
-    number = 0
-    while (job := connection.recv()) is not None:
-        data, seed, requirements = job
-        number += 1
-        found: Any
-        try:
-            with watchdog.case(data["id"], watchdog.case_limit(settings.hook_timeout)):
-                found = outcome(Workload(data, seed), target, spec, tmp / str(number), requirements=requirements)
-        except (Exception, SystemExit, watchdog.HookTimeout) as error:  # a workload that is no case, or the harness's fault
-            found = Outcome(error=f"{type(error).__name__}: {error}".splitlines()[0])
-        connection.send(found.to_dict())
+    with Patch.parking():
+        number = 0
+        while (job := connection.recv()) is not None:
+            number += 1
+            connection.send(_outcome(job, target, spec, tmp / str(number), watchdog.case_limit(settings.hook_timeout)).to_dict())
+
+
+def _outcome(job: tuple[dict[str, Any], int, list[str] | None], target: Target, spec: Spec, tmp: Path, limit: float) -> Outcome:
+    from kvconform.explore.outcome import Outcome, outcome
+
+    data, seed, requirements = job
+    try:
+        with watchdog.case(data["id"], limit):
+            return outcome(Workload(data, seed), target, spec, tmp, requirements=requirements)
+    except (Exception, SystemExit, watchdog.HookTimeout) as error:  # a workload that is no case, or the harness's fault
+        return Outcome(error=f"{type(error).__name__}: {error}".splitlines()[0])
