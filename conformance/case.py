@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_validator
 
 from kvconform.device_kinds import SLOW, Slow
+from kvconform.errors import WrongPart
 from kvconform.expectations import Expectation
 from kvconform.expr import Expression, compile_capability
 from kvconform.groups import GroupKind
@@ -85,45 +86,40 @@ class Case(Model):
     policies: list[str] = []
     needs: CapabilityExpr = "core"
     relations: list[Relation] = ["no-connector"]
-    steps: Annotated[list[Step], AfterValidator(one_by_one)] = Field(min_length=1)
+    steps: list[Step] = Field(min_length=1)
     expect: list[Expectation] = []
     provokes: list[Expectation] = []
 
-    @model_validator(mode="after")
-    def _requests_exist(self) -> Case:
+    @field_validator("steps")
+    @classmethod
+    def _steps_go_together(cls, steps: list[Step], info: ValidationInfo) -> list[Step]:
+        """The steps, one request each: what is wrong is told of the step as it was written."""
         added: set[str] = set()
-        for number, step in enumerate(self.steps, 1):
+        for index, step in enumerate(steps):
             unknown = step.mentions() - added
             if unknown:
-                raise ValueError(f"step {number} ({step.op}) names request {sorted(unknown)[0]!r}, which no earlier step adds")
-            if step.op == "add":
-                if step.arg.req in added:
-                    raise ValueError(f"step {number} adds request {step.arg.req!r} again; use another name with the same `id`")
-                added.add(step.arg.req)
-        for expectation in (*self.expect, *self.provokes):
-            unknown = expectation.mentions() - added
-            if unknown:
-                raise ValueError(f"{expectation.what} names request {sorted(unknown)[0]!r}, which no step adds")
-        return self
+                raise WrongPart(f"`{step.op}` names request {sorted(unknown)[0]!r}, which no earlier step adds", (index,))
+            for add in step.adds():
+                if add.req in added:
+                    raise WrongPart(f"adds request {add.req!r} again; use another name with the same `id`", (index,))
+                added.add(add.req)
+            if "config" in info.data and (problem := _unfit(step, info.data["config"])):
+                raise WrongPart(problem, (index,))
+        return one_by_one(steps)
 
     @model_validator(mode="after")
-    def _prompts_fit(self) -> Case:
-        for number, step in enumerate(self.steps, 1):
-            length = step.arg.prompt if step.op == "add" and isinstance(step.arg.prompt, int) else 0
-            if length >= self.config.max_model_len:
-                raise ValueError(f"step {number} adds a prompt of {length} tokens; config.max_model_len is {self.config.max_model_len}")
+    def _requests_exist(self) -> Case:
+        added = {step.arg.req for step in self.steps if step.op == "add"}
+        for field in ("expect", "provokes"):
+            for index, expectation in enumerate(getattr(self, field)):
+                unknown = expectation.mentions() - added
+                if unknown:
+                    raise WrongPart(f"{expectation.what} names request {sorted(unknown)[0]!r}, which no step adds", (field, index))
         return self
 
     @model_validator(mode="after")
     def _two_engines(self) -> Case:
         names = self.config.engines
-        for step in self.steps:
-            if step.op == "on" and step.arg not in names:
-                raise ValueError(f"`on` names engine {step.arg!r}; config.engines has {', '.join(names) or 'none'}")
-            if names and (step.op in ("restart", "shutdown") or (step.op == "reset" and step.arg.connector)):
-                raise ValueError(f"`{step.op}` is not possible with two engines over one store: it would be about both")
-            if not names and step.op == "add" and (step.arg.handed is not None):
-                raise ValueError("`handed` needs two engines (config.engines)")
         if names and len({add.arg.id or add.arg.req for add in self.steps if add.op == "add"}) < sum(s.op == "add" for s in self.steps):
             raise ValueError("with two engines every request has an id of its own, as a front end makes them")
         groups = self.config.groups
@@ -176,6 +172,21 @@ class Case(Model):
                         for size in sizes:
                             for which in [None] if slow is None else [each for each in self.matrix.slow if each in slow]:
                                 yield Variant(self, engine, scheduling, runner, depth, size, which)
+
+
+def _unfit(step: Step, config: Config) -> str | None:
+    """Why the engine of `config` cannot do this step; None if it can."""
+    names = config.engines
+    if step.op == "on" and step.arg not in names:
+        return f"`on` names engine {step.arg!r}; config.engines has {', '.join(names) or 'none'}"
+    if names and (step.op in ("restart", "shutdown") or (step.op == "reset" and step.arg.connector)):
+        return f"`{step.op}` is not possible with two engines over one store: it would be about both"
+    for add in step.adds():
+        if not names and add.handed is not None:
+            return "`handed` needs two engines (config.engines)"
+        if isinstance(add.prompt, int) and add.prompt >= config.max_model_len:
+            return f"adds a prompt of {add.prompt} tokens; config.max_model_len is {config.max_model_len}"
+    return None
 
 
 def variant_id(case: str, engine: str, scheduling: str, runner: str, depth: int, block_size: int, slow: str | None = None) -> str:

@@ -36,6 +36,14 @@ class EnvironmentProblem(KvconformError):
     code = 3
 
 
+class WrongPart(ValueError):
+    """What is wrong with a part of a field or model, raised by a validator of the whole; `path` leads there, by keys and indexes."""
+
+    def __init__(self, sentence: str, path: tuple[str | int, ...] = ()) -> None:
+        super().__init__(sentence)
+        self.path = path
+
+
 class Panic(RuntimeError):
     """What a connector raised that is no `Exception`, as one: a panic of its native code (PyO3's PanicException) or alike."""
 

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from kvconform import yamlio
 from kvconform.case import Case
 from kvconform.closest import did_you_mean
-from kvconform.errors import UsageError
+from kvconform.errors import UsageError, WrongPart
 from kvconform.evidence import Evidence, key
 from kvconform.live.scenario import Scenario, Workload
 from kvconform.profile import Profile, Waiver
@@ -127,9 +127,11 @@ class _Loader:
             lines: yamlio.Lines = {}
             yamlio.parse(text, name, lines)
             seen: set[tuple[int, str]] = set()
-            for problem in error.errors(include_url=False, include_context=False, include_input=False):
-                line = yamlio.line_of(lines, (*path, *problem["loc"]))
-                where, sentence = words(model, problem["loc"], problem["type"], problem["msg"])
+            for problem in error.errors(include_url=False, include_input=False):
+                cause = problem.get("ctx", {}).get("error")
+                loc = (*problem["loc"], *(cause.path if isinstance(cause, WrongPart) else ()))
+                line = yamlio.line_of(lines, (*path, *loc))
+                where, sentence = words(model, loc, problem["type"], problem["msg"])
                 if (line, sentence) not in seen:
                     seen.add((line, sentence))
                     self.problems.append(f"{name}:{line}: {where + ': ' if where else ''}{sentence}")

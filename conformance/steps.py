@@ -69,6 +69,10 @@ class BaseStep(Model):
         """The requests that it refers to, without the one that it adds."""
         return set()
 
+    def adds(self) -> list[Add]:
+        """The requests that it adds."""
+        return []
+
 
 def _add_form(value: Any) -> str:
     return "many" if isinstance(value, AddMany) or (isinstance(value, dict) and "count" in value) else "one"
@@ -79,6 +83,9 @@ class AddStep(BaseStep):
 
     def mentions(self) -> set[str]:
         return self.add.mentions() if isinstance(self.add, Add) else set()
+
+    def adds(self) -> list[Add]:
+        return [self.add] if isinstance(self.add, Add) else self.add.each()
 
 
 class StepStep(BaseStep):
@@ -244,7 +251,7 @@ def one_by_one(steps: list[Step]) -> list[Step]:
     plain: list[Step] = []
     for step in steps:
         if isinstance(step, AddStep) and isinstance(step.add, AddMany):
-            plain.extend(AddStep(add=add) for add in step.add.each())
+            plain.extend(AddStep(add=add) for add in step.adds())
         else:
             plain.append(step)
     return plain
