@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvconform.errors import UsageError
 from kvconform.option import option
 
 CONNECTOR = typer.Argument(help="package.module:Class, a registered name, or catalogue:NAME", show_default=False)
@@ -15,6 +16,7 @@ PROFILE = (
     "gate: 200 workloads, always the same; small: 2,000 small ones; nightly: 5,000, others each day; hunt: until --minutes are over;"
     " races: aborts"
 )
+ENGINES = ("reference", "vllm", "all")
 
 
 def explore(
@@ -24,7 +26,7 @@ def explore(
     profile: Annotated[str, option("--profile", metavar="gate|small|nightly|hunt|races", help=f"{PROFILE} [gate]")] = "gate",
     examples: Annotated[int | None, option("--examples", min=1, metavar="N", help="workloads, at most [the profile's]")] = None,
     minutes: Annotated[float | None, option("--minutes", min=0.01, metavar="N", help="no further workload after this time")] = None,
-    engine: Annotated[str | None, option("--engine", metavar="reference|vllm|all", help="engines to run on [all]")] = None,
+    engine: Annotated[str | None, option("--engine", metavar="|".join(ENGINES), help="engines to run on [all]")] = None,
     scheduling: Annotated[str | None, option("--scheduling", metavar="sync|async|all", help="scheduling to run with [all]")] = None,
     seed: Annotated[int | None, option("--seed", metavar="N", help="other workloads, and other tokens [0]")] = None,
     workers: Annotated[int | None, option("--workers", "-n", metavar="N", help="processes [2, or 1 on one CPU]")] = None,
@@ -44,6 +46,8 @@ def explore(
 
     if connector and option_connector:
         raise typer.BadParameter("name the connector once")
+    if engine is not None and engine not in (*ENGINES, "live"):  # live is refused later, with a hint
+        raise UsageError(f"there is no engine {engine!r} of explore; there are reference and vllm, and all for both")
     again = {"--extra-config": extra_config, "--config": config}
     repeated = {"--adapter": adapters, "--pythonpath": pythonpath}
     given: dict[str, Any] = {

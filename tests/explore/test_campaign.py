@@ -62,6 +62,7 @@ def test_a_process_that_dies_is_a_failure_of_its_workload_alone(tmp_path: Path) 
         (["--profile", "nothing"], "there is no profile 'nothing'"),
         (["no_such_package:X"], "no package 'no_such_package'"),
         (["--engine", "live"], "--seeds 20"),
+        (["--engine", "foo"], "kvconform: there is no engine 'foo' of explore; there are reference and vllm, and all for both"),
     ],
 )
 def test_what_is_wrong_is_told_in_a_sentence(
