@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from kvconform.capabilities import tolerance
 from kvconform.case import Variant
@@ -17,6 +16,7 @@ from kvconform.engines.engine import Engine
 from kvconform.engines.info import Info
 from kvconform.expect import Expectations
 from kvconform.grammar import AnyText
+from kvconform.idle import STALL_STEPS, Idle
 from kvconform.kernels.codes import mix64
 from kvconform.model import FIRST_TOKEN, VOCABULARY, Script
 from kvconform.progress import Progress, Snapshot
@@ -32,7 +32,6 @@ HAND_OVER: dict[str, Any] = {
     "remote_port": None,
 }  # fmt: skip
 """What a proxy sends a prefill engine along, so that the KV is kept for a decode engine (vLLM's examples/online_serving)."""
-STALL_STEPS = 60
 PATIENCE = 8
 RUN_LIMIT = 20_000
 
@@ -172,31 +171,27 @@ class Driver:
         self._run(run.max)
 
     def _run(self, limit: int | None) -> None:
-        idle, since, progress = 0, time.monotonic(), self.engine.progress
+        idle, progress = Idle(self.trace, self.target), self.engine.progress
         left = 2_000 + 50 * len(self.engine.scheduler.requests)  # steps with progress: a load can be repeated without end
         for _ in range(limit or RUN_LIMIT):
             if not self.engine.busy:
                 return
             self.engine.iterate()
             if self.engine.progress != progress:
-                idle, since, progress, left = 0, time.monotonic(), self.engine.progress, left - 1
+                idle.over()
+                progress, left = self.engine.progress, left - 1
                 if not left:
                     break
-                continue
-            idle += 1
-            if idle >= STALL_STEPS:
-                if self.target.half != "both" or time.monotonic() - since > self.target.stall_seconds:
-                    self._stall(idle)
-                    raise Stalled
-                time.sleep(0.002)
+            elif idle.stalled():
+                self._stall(idle)
         if limit is None or not left:
-            self._stall(STALL_STEPS)
-            raise Stalled
+            self._stall(idle)
 
-    def _stall(self, steps: int) -> None:
+    def _stall(self, idle: Idle) -> NoReturn:
+        idle.forget()
         waiting = [f"{r}: {q.status.name}" for r, q in sorted(self.engine.scheduler.requests.items())]
-        # The number of idle steps depends on the machine's speed; the trace must not.
-        self.trace.emit("engine.stall", steps=min(steps, STALL_STEPS), waiting_on=waiting, seconds=0)
+        self.trace.emit("engine.stall", steps=STALL_STEPS, waiting_on=waiting, seconds=0)
+        raise Stalled
 
     def _do_schedule(self, count: int) -> None:
         for _ in range(count):

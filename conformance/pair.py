@@ -6,15 +6,15 @@ from __future__ import annotations
 import dataclasses
 import gc
 import threading
-import time
 from typing import Any
 
 from kvconform.case import Config
-from kvconform.driver import STALL_STEPS, Driver, Stalled
+from kvconform.driver import Driver
 from kvconform.engines.engine import Engine
 from kvconform.handover import Handovers
+from kvconform.idle import Idle
 from kvconform.memory import PartMemory
-from kvconform.trace import Event, Trace
+from kvconform.trace import Event, Place, Trace
 
 RUN_LIMIT = 1_000
 
@@ -42,6 +42,15 @@ class PairTrace(Trace):
     def emit(self, kind: str, /, **fields: Any) -> Event:
         """As Trace.emit."""
         return super().emit(kind, **({"on": self.on} if self.on is not None and "on" not in fields else {}), **fields)
+
+    def place(self) -> Place:
+        """As Trace.place, with the steps of every engine."""
+        return len(self.events), dict(self._steps)
+
+    def back_to(self, place: Place) -> None:
+        """As Trace.back_to."""
+        self._steps = dict(place[1])
+        del self.events[place[0] :]
 
 
 class EngineConfig(Config):
@@ -106,7 +115,7 @@ class PairDriver(Driver):
 
     def _run(self, limit: int | None, until: str | None = None) -> None:
         """All engines in turn, until none has anything left to do, or that request has finished."""
-        here, idle, since, left = self.trace.on or "", 0, time.monotonic(), limit or RUN_LIMIT
+        here, idle, left = self.trace.on or "", Idle(self.trace, self.target), limit or RUN_LIMIT
         while left:
             busy = [name for name, engine in self.engines.items() if engine.busy]
             if not busy or (until is not None and self._over(self.ids[until])):
@@ -116,18 +125,14 @@ class PairDriver(Driver):
                 self._do_on(name)
                 self.engine.iterate()
             if self._progress() != before:
-                idle, since, left = 0, time.monotonic(), left - 1
+                idle.over()
+                left -= 1
                 continue
-            idle += 1
             left -= limit is not None  # steps without progress have a limit of their own: how many there are depends on the machine's speed
-            if idle >= STALL_STEPS:
-                if self.target.half != "both" or time.monotonic() - since > self.target.stall_seconds:
-                    self._stall(idle)
-                    raise Stalled
-                time.sleep(0.002)
+            if idle.stalled():
+                self._stall(idle)
         if not left and limit is None:
-            self._stall(RUN_LIMIT)
-            raise Stalled
+            self._stall(idle)
         self._do_on(here)
 
     def _over(self, req: str) -> bool:

@@ -6,12 +6,14 @@ from __future__ import annotations
 from typing import Any
 
 Event = dict[str, Any]
+Place = tuple[int, Any]
+"""How many events a trace had, and what its steps were."""
 RANKED = frozenset({"kv.changed", "kv.wrong", "load.due"})
 """Kinds that say which rank they are of, if there are several (`Trace.rank`)."""
 
 
 class Trace:
-    """Appends events (kinds and fields: `kvconform.events`) and numbers them. `emit` changes the trace; nothing else does."""
+    """Appends events (kinds and fields: `kvconform.events`) and numbers them. `emit` and `back_to` change the trace; nothing else does."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -25,3 +27,12 @@ class Trace:
         event: Event = {"k": kind, "seq": len(self.events), "step": self.step, **fields}
         self.events.append(event)
         return event
+
+    def place(self) -> Place:
+        """Where the trace is now, for `back_to`."""
+        return len(self.events), self.step
+
+    def back_to(self, place: Place) -> None:
+        """Take back what came after `place`."""
+        del self.events[place[0] :]
+        self.step = place[1]
