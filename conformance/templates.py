@@ -14,6 +14,7 @@ from kvconform.refimpl import faulty
 MOST = 256
 """Configurations that are kept."""
 _kept: dict[Hashable, Any] = {}
+_transfers: dict[Hashable, Any] = {}
 _ATOMS = frozenset({str, int, float, bool, type(None), bytes, tuple})
 
 
@@ -32,6 +33,19 @@ def configuration(key: Hashable, transfer: Any, make: Callable[[], Any]) -> Any:
     found = _copied(_kept[key], {})
     found.kv_transfer_config = transfer
     found.instance_id = str(time.time_ns())
+    return found
+
+
+def transfer(key: Hashable, extra: dict[str, Any], engine_id: str, make: Callable[[], Any]) -> Any:
+    """As `configuration`, of a kv_transfer_config: what `make()` made for an equal `key`, with these options and this id."""
+    if faulty.in_force():
+        return make()
+    if key not in _transfers:
+        while len(_transfers) >= MOST:
+            del _transfers[next(iter(_transfers))]
+        _transfers[key] = make()
+    found = copy.copy(_transfers[key])
+    found.kv_connector_extra_config, found.engine_id = dict(extra), engine_id
     return found
 
 

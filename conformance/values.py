@@ -4,15 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from kvconform.probe import Call
 
 
-@dataclass(frozen=True)
-class ValueCheck:
+class ValueCheck(NamedTuple):
     """`ok`: the value has the contract's type; `msgpack_ok`/`aliased`: transfer parameters serialise and are a fresh dict."""
 
     ok: bool = True

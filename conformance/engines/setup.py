@@ -23,13 +23,13 @@ def build_config(variant: Variant, target: Target, tmp: Path, *, with_connector:
     settings = variant.case.config
     transfer = None
     if with_connector:
-        transfer = compat.transfer_config(
-            target.name,
-            target.role or settings.role,
-            target.options(tmp, variant.block_size),
-            target.module,
-            settings.load_failure_policy,
-            engine_id=f"kvconform-{variant.case.id}-{text_id(str(tmp)):016x}{settings.suffix}",  # one per run: stores in memory go by it
+        role, options = target.role or settings.role, target.options(tmp, variant.block_size)
+        engine_id = f"kvconform-{variant.case.id}-{text_id(str(tmp)):016x}{settings.suffix}"  # one per run: stores in memory go by it
+        transfer = templates.transfer(
+            (target.name, role, target.module, settings.load_failure_policy),
+            options,
+            engine_id,
+            lambda: compat.transfer_config(target.name, role, options, target.module, settings.load_failure_policy, engine_id),
         )
     arguments: dict[str, Any] = dict(
         block_size=variant.block_size // (settings.context_parallel if with_connector else 1),

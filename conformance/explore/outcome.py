@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-import shutil
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -66,7 +65,6 @@ def outcome(
     report = run_and_judge(
         workload.variant(), target, spec, seed=workload.seed, tmp=tmp, requirements=requirements, keep_trace=True, strict=strict, brief=True
     )
-    shutil.rmtree(tmp, ignore_errors=True)
     trace = report.trace or []
     if report.harness_error:
         return Outcome(error=report.harness_error.strip().splitlines()[-1], reached=reached(trace))
