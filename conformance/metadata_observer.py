@@ -28,6 +28,11 @@ class MetadataObserver:
     refilled = False
     offered: dict[tuple[str, int, int], int]
     """Block of each boundary state that was offered, by request, group and tokens."""
+    private: tuple[str, ...] = ()
+    """Where the run keeps its files, and what was made of that: metadata may hold it, and the trace must not depend on it."""
+
+    def _digest(self, meta: Any) -> str:
+        return digest(meta, self.private)
 
     def _building(self, call: Call) -> None:
         output = call.arg(0, "scheduler_output")
@@ -54,10 +59,10 @@ class MetadataObserver:
         kept = (
             state is not None and any(v is state for v in vars(meta).values()) if meta is not None and hasattr(meta, "__dict__") else False
         )
-        if self.handed is not None and digest(self.handed[0]) != self.handed[1]:
+        if self.handed is not None and self._digest(self.handed[0]) != self.handed[1]:
             self.refilled = True  # the step before has not been given this object back: under a deep queue it may still read it
         self.handed, self.latest = None, meta
-        mark = digest(meta)
+        mark = self._digest(meta)
         self.built[id(meta)] = mark
         mutated = scheduler_output_digest(output) != call.scratch["digest"]
         if call.result_event is not None:
@@ -78,7 +83,7 @@ class MetadataObserver:
         metadata = call.args[0] if call.args else next(iter(call.kwargs.values()), None)
         if not isinstance(metadata, set) and self.arrived_in != self.trace.step:
             whole = type(metadata).__name__ == MULTI  # shown to a stand-in for the worker half, which is not the child of anything
-            self.arrived, self.arrived_in = None if whole else digest(metadata), self.trace.step
+            self.arrived, self.arrived_in = None if whole else self._digest(metadata), self.trace.step
 
     def _bound(self, call: Call) -> None:
         built, mark = self.current_digest, self.arrived
@@ -87,5 +92,5 @@ class MetadataObserver:
         self.refilled = False
 
     def _cleared(self, call: Call) -> None:
-        self.handed = self.latest, digest(self.latest)
+        self.handed = self.latest, self._digest(self.latest)
         self.trace.emit("meta.cleared", digest=None, same_as_built=True)

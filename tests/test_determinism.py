@@ -75,6 +75,16 @@ def test_in_another_process_with_another_hash_seed(first: dict[str, str], tmp_pa
     same(first, json.loads((tmp_path / "traces").read_text()))
 
 
+def test_engines_that_know_each_other_by_id_say_the_same_wherever_the_run_keeps_its_files(tmp_path: Path) -> None:
+    """Ids of engines are made of the run's directory, and a peer has them in its metadata."""
+    case = next(c for c in load_spec().cases.values() if c.config.engines and any(s.op == "add" and s.arg.mentions() for s in c.steps))
+    for scheduling in ("sync", "async"):
+        variant = next(v for v in case.variants(["reference"]) if v.scheduling == scheduling)
+        runs = [run_variant(variant, Target("kvconform.refimpl.variants.peer:Peer"), seed=0, tmp=tmp_path / name) for name in ("a", "bcd")]
+        assert any(e["k"] == "pair.params" for e in runs[0].trace) and runs[0].harness_error is None
+        assert json.dumps(runs[0].trace) == json.dumps(runs[1].trace)
+
+
 def test_another_seed_is_another_run(first: dict[str, str], tmp_path: Path) -> None:
     variant = variants()[0]
     assert trace(variant, ASYNC, tmp_path, seed=1) != first[variant.id]

@@ -26,7 +26,7 @@ from kvconform.engines.ledger import Ledger
 from kvconform.engines.queries import counted
 from kvconform.engines.ranks import Follower, Rank, config_of, places, shard, widen
 from kvconform.engines.refusals import inspect_engine
-from kvconform.engines.setup import build_cache_config, build_config, build_scheduler
+from kvconform.engines.setup import build_cache_config, build_config, build_scheduler, run_id
 from kvconform.groups import groups_of
 from kvconform.hashes import HashBook
 from kvconform.kvcache import PagedCache
@@ -133,6 +133,7 @@ class Engine(EngineControl, EngineExecution):
             self._valid_end,
             self._held_contents,
         )
+        self.observer.private = str(tmp), run_id(tmp)
         self.observer.others = [rank.worker.oracle for rank in self.ranks[:-1]]
         self.aggregator: Joined | None = None
         if len(self.ranks) > 1 and self.connector is not None:

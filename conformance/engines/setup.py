@@ -18,13 +18,18 @@ LAYERS, HEADS, HEAD_DIM = 2, 2, 16
 MODEL = "kvconform/tiny-model"
 
 
+def run_id(tmp: Path) -> str:
+    """16 hex digits that no other run has."""
+    return f"{text_id(str(tmp)):016x}"
+
+
 def build_config(variant: Variant, target: Target, tmp: Path, *, with_connector: bool) -> Any:
     """The VllmConfig of a variant."""
     settings = variant.case.config
     transfer = None
     if with_connector:
         role, options = target.role or settings.role, target.options(tmp, variant.block_size)
-        engine_id = f"kvconform-{variant.case.id}-{text_id(str(tmp)):016x}{settings.suffix}"  # one per run: stores in memory go by it
+        engine_id = f"kvconform-{variant.case.id}-{run_id(tmp)}{settings.suffix}"  # one per run: stores in memory go by it
         transfer = templates.transfer(
             (target.name, role, target.module, settings.load_failure_policy),
             options,
