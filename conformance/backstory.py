@@ -7,6 +7,7 @@ whether the block is where an outdated table would have it: the mark of a save a
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -61,8 +62,11 @@ def tell(trace: list[Event], event: Event) -> tuple[str, str] | None:
     names = dict.fromkeys([req, *known])  # any request with the same prefix may have been saved; the first one is the likeliest
     if pos % size == event["pos"] % size:
         for name in names:
-            for text in _outdated(name, known.get(name, []), pos // size, event["pos"] // size):
+            mine = [stay for stay in known.get(name, []) if stay.since < event["step"]]  # what is read in a step was saved before it
+            for text in _outdated(name, mine, pos // size, event["pos"] // size):
                 return name, text
+        for text in _misplaced(known.get(event["req"], []), pos // size, event["pos"] // size):
+            return event["req"], text
     index = pos // size
     return next(((req, _held(req, pos, stay, stay.table[index])) for stay in known.get(req, []) if index < len(stay.table)), None)
 
@@ -70,6 +74,15 @@ def tell(trace: list[Event], event: Event) -> tuple[str, str] | None:
 def _held(req: str, pos: int, stay: Stay, block: int) -> str:
     until = f" to step {stay.preempted}" if stay.preempted is not None else " on"
     return f"block {block} of request {req} held position {pos} from step {stay.since}{until}"
+
+
+def _misplaced(mine: list[Stay], loaded: int, wanted: int) -> Iterator[str]:
+    """Whether the block of index `wanted` in the table of a stay is the one of index `loaded` in the table of the stay before."""
+    for before, stay in itertools.pairwise(mine):
+        if loaded != wanted and loaded < len(before.table) and wanted < len(stay.table) and before.table[loaded] == stay.table[wanted]:
+            now = f"block {stay.table[wanted]} is block {wanted} of the request's table from step {stay.since} on"
+            old = f"it was block {loaded} of it before the preemption in step {before.preempted}"
+            yield f"{now}; {old}: a load that goes by the old table writes there"
 
 
 def _outdated(req: str, mine: list[Stay], held: int, wanted: int) -> Iterator[str]:

@@ -103,7 +103,7 @@ class Case(Model):
                 if add.req in added:
                     raise WrongPart(f"adds request {add.req!r} again; use another name with the same `id`", (index,))
                 added.add(add.req)
-            if "config" in info.data and (problem := _unfit(step, info.data["config"])):
+            if {"config", "matrix"} <= info.data.keys() and (problem := _unfit(step, info.data["config"], info.data["matrix"])):
                 raise WrongPart(problem, (index,))
         return one_by_one(steps)
 
@@ -174,7 +174,7 @@ class Case(Model):
                                 yield Variant(self, engine, scheduling, runner, depth, size, which)
 
 
-def _unfit(step: Step, config: Config) -> str | None:
+def _unfit(step: Step, config: Config, matrix: Matrix) -> str | None:
     """Why the engine of `config` cannot do this step; None if it can."""
     names = config.engines
     if step.op == "on" and step.arg not in names:
@@ -186,6 +186,9 @@ def _unfit(step: Step, config: Config) -> str | None:
             return "`handed` needs two engines (config.engines)"
         if isinstance(add.prompt, int) and add.prompt >= config.max_model_len:
             return f"adds a prompt of {add.prompt} tokens; config.max_model_len is {config.max_model_len}"
+        room = (config.num_blocks - 1) * max(matrix.block_size or [config.block_size])  # block 0 is nobody's
+        if isinstance(add.prompt, int) and add.prompt > room and not config.groups:
+            return f"adds a prompt of {add.prompt} tokens, too many for config.num_blocks {config.num_blocks}: there is room for {room}"
     return None
 
 

