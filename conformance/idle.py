@@ -10,8 +10,10 @@ from kvconform.target import Target
 from kvconform.trace import Event, Place, Trace
 
 STALL_STEPS = 60
-COUNTERS = frozenset({"seq", "step", "called_seq", "of_step", "attempt"})
-"""Fields that go up from step to step although nothing happens."""
+COUNTERS = frozenset({"seq", "step", "called_seq", "of_step", "attempt", "digest"})
+"""Fields that go up from step to step although nothing happens; metadata may hold such a number, too."""
+PERIODS = 4
+"""Steps after which a connector may say the same again: one that takes turns asks one request in one step, another in the next."""
 
 
 class Idle:
@@ -37,13 +39,17 @@ class Idle:
         return False
 
     def forget(self) -> None:
-        """Cut the steps after STALL_STEPS off the trace, if each of them says what that one said. The run must not go on: who watches it
-        does not count back."""
-        steps = [self.trace.events[a:b] for (a, _), (b, _) in itertools.pairwise(self.ends[STALL_STEPS - 2 :])]
-        if not steps or any(event.get("error") for event in steps[0]):  # a crash at the shutdown may name the latest error by its number
-            return
-        if all(_alike(steps[0], step) for step in steps[1:]):
+        """Cut the steps after STALL_STEPS off the trace, if each of them says what that one said, or they do so in turns of up to PERIODS.
+        The run must not go on: who watches it does not count back."""
+        if any(map(self._repeats, range(1, PERIODS + 1))):
             self.trace.back_to(self.ends[STALL_STEPS - 1])
+
+    def _repeats(self, period: int) -> bool:
+        ends = self.ends[STALL_STEPS - period - 1 :]
+        steps = [self.trace.events[a:b] for (a, _), (b, _) in itertools.pairwise(ends)]
+        if any(event.get("error") for step in steps[:period] for event in step):  # a crash at the shutdown may name the latest error
+            return False
+        return len(steps) >= period and all(_alike(one, other) for one, other in zip(steps, steps[period:], strict=False))
 
 
 def _alike(one: list[Event], other: list[Event]) -> bool:

@@ -222,11 +222,11 @@ class Patch:
         self.classes = classes
         self._own: list[tuple[type, str, Any]] = []
         self._added: list[tuple[type, str]] = []
+        self._set: list[tuple[type, str, Any]] = []
 
     def __enter__(self) -> Patch:
-        if [each.classes for each in self._parked] == [self.classes]:
-            parked = self._parked.pop()
-            self._own, self._added = parked._own, parked._added
+        if [each.classes for each in self._parked] == [self.classes] and self._parked[0]._in_place():
+            vars(self).update(vars(self._parked.pop()))
             return self
         self._unpark()
         for cls in self.classes:
@@ -259,6 +259,11 @@ class Patch:
             else:
                 self._added.append((cls, name))
             setattr(cls, name, _of_classes(name, original))
+            self._set.append((cls, name, vars(cls)[name]))
+
+    def _in_place(self) -> bool:
+        """Whether nobody has put anything over it: a connector that wraps its own hooks finds them unwrapped in each run."""
+        return all(vars(cls).get(name) is wrapper for cls, name, wrapper in self._set)
 
     def __exit__(self, *exc: object) -> None:
         if self._parks and Probe.active is None and (self._own or self._added):  # not inside another run
@@ -271,8 +276,8 @@ class Patch:
             setattr(cls, name, original)
         for cls, name in self._added:
             delattr(cls, name)
-        self._own.clear()
-        self._added.clear()
+        for done in (self._own, self._added, self._set):
+            done.clear()  # type: ignore[attr-defined]
 
 
 def wrap_instance_hooks(connector: Any) -> None:

@@ -79,8 +79,18 @@ class WrongLate(NeverAnswers):
         return (None, "perhaps") if self.asked == LATE else (None, False)
 
 
-def never_answers(tmp: Path, **more: Any) -> Run:
-    return run_case(f"{__name__}:NeverAnswers", ROUND_TRIP[:2], tmp, **more)
+class TakesTurns(ReferenceConnector):
+    """Says in every other step that the load would be asynchronous."""
+
+    asked = 0
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        self.asked += 1
+        return None, bool(self.asked % 2)
+
+
+def never_answers(tmp: Path, name: str = "NeverAnswers", **more: Any) -> Run:
+    return run_case(f"{__name__}:{name}", ROUND_TRIP[:2], tmp, **more)
 
 
 def silent_pair(tmp: Path) -> Run:
@@ -95,6 +105,7 @@ def silent_pair(tmp: Path) -> Run:
         (never_answers, {"engine": "reference"}),
         (never_answers, {"engine": "reference", "scheduling": "async", "depth": 3}),
         (never_answers, {"engine": "vllm", "scheduling": "async"}),
+        (never_answers, {"engine": "reference", "name": "TakesTurns"}),
         (silent_pair, {}),
     ],
 )
@@ -132,7 +143,10 @@ def test_what_only_a_late_step_says_is_kept(machine: Callable[[float], Clock], t
     ("says", "kept"),
     [
         (lambda step: {"value": "None"}, STALL_STEPS),
-        (lambda step: {"attempt": step, "called_seq": 2 * step, "of_step": step}, STALL_STEPS),
+        (lambda step: {"attempt": step, "called_seq": 2 * step, "of_step": step, "digest": str(step)}, STALL_STEPS),
+        (lambda step: {"value": "none" if step % 3 else "soon"}, STALL_STEPS),
+        (lambda step: {"value": "none" if step % 3 else "soon"} | ({"error": "OSError"} if step == STALL_STEPS - 2 else {}), 100),
+        (lambda step: {"value": "none" if step % 5 else "soon"}, 100),
         (lambda step: {"value": str(min(step, STALL_STEPS))}, STALL_STEPS),
         (lambda step: {"value": str(min(step, STALL_STEPS + 1))}, 100),
         (lambda step: {"value": str(step == 90)}, 100),

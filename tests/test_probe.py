@@ -141,6 +141,26 @@ def test_what_a_parked_class_records_goes_to_the_next_run(no_probe: None) -> Non
             assert len(select(run.events, "hook.called")) == 1
 
 
+def test_a_parked_class_that_wraps_its_own_hooks_does_so_anew_in_each_run(no_probe: None) -> None:
+    before, calls = attributes(Plain), []
+
+    def wrap() -> None:
+        inner = Plain.wait_for_layer_load
+
+        def wrapped(self: Plain, layer_name: str) -> None:
+            calls.append(layer_name)
+            inner(self, layer_name)
+
+        Plain.wait_for_layer_load = wrapped  # type: ignore[method-assign]
+
+    with Patch.parking():
+        for number in range(3):
+            with Patch(Plain):
+                wrap()
+                Plain().wait_for_layer_load(str(number))
+    assert calls == ["0", "1", "2"] and attributes(Plain) == before
+
+
 def test_nothing_is_parked_inside_a_run(trace: Trace) -> None:
     before = attributes(Plain)
     with Patch.parking():

@@ -60,6 +60,24 @@ def test_a_copy_is_equal_and_shares_nothing_that_changes() -> None:
     assert templates.configuration(("test", 2), first, make) is not made
 
 
+def test_a_copied_transfer_configuration_has_the_options_and_the_id_of_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(templates, "_transfers", {})
+    for name in ("a", "b", "c"):
+        options = {"store": name}
+        made = templates.transfer(("key",), options, name, lambda name=name: transfer(name))  # type: ignore[misc]
+        assert differences(made, transfer(name)) == []
+        made.kv_connector_extra_config["store"] = made.engine_id = "mine"
+        assert options == {"store": name}
+    other = templates.transfer(("another key",), {}, "d", lambda: compat.transfer_config("X", "kv_consumer", {}, None, "fail", "d"))
+    assert other.kv_role == "kv_consumer" and len(templates._transfers) == 2
+
+
+def test_no_transfer_configuration_is_kept_while_a_fault_is_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(templates, "_transfers", {})
+    monkeypatch.setattr(faulty, "in_force", lambda: True)
+    assert templates.transfer(("key",), {}, "a", lambda: "made") == "made" and not templates._transfers
+
+
 def test_the_oldest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(templates, "MOST", 2)
     monkeypatch.setattr(templates, "_kept", {})
