@@ -53,6 +53,7 @@ def plain_case(plain: Plain, block_size: int) -> Case:
     again = {"of": "a", "outputs": True, "tokens": plain.common, "then": plain.wanted - plain.common}
     steps += [_add("b", again, 1), {"run": {}}]
     config = {
+        "block_size": block_size,
         "budget": max(64, needed),
         "num_blocks": plain.room * (needed // block_size + 3),
         "max_model_len": 2 * max(total, LONGEST if crowd.tokens else 128),

@@ -79,4 +79,7 @@ def test_a_prompt_that_no_engine_takes_is_no_case(mine: Path) -> None:
     with pytest.raises(SpecError, match="a prompt of 256 tokens; config.max_model_len is 256"):
         load_spec(cases=[str(mine)])
     mine.write_text(mine.read_text().replace("prompt: 256", "prompt: 255"))
+    with pytest.raises(SpecError, match="255 tokens, too many for config.num_blocks 32: there is room for 124"):
+        load_spec(cases=[str(mine)])
+    mine.write_text(mine.read_text() + "\nconfig: {num_blocks: 65}\n")
     load_spec(cases=[str(mine)])
