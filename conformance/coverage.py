@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvconform import sources
-from kvconform.errors import UsageError
+from kvconform.environment import NO_VLLM
+from kvconform.errors import EnvironmentProblem
 from kvconform.load import Spec, load_spec
 
 BASE = "distributed/kv_transfer/kv_connector/v1/base.py"
@@ -59,10 +60,10 @@ class Row:
 
 
 def items() -> Iterator[str]:
-    """Every public method of the connector's base classes, and every field of what it may read. UsageError without a vLLM."""
+    """Every public method of the connector's base classes, and every field of what it may read. EnvironmentProblem without a vLLM."""
     root = sources.vllm_root()
     if root is None:
-        raise UsageError("no vLLM is installed, so there is nothing to list")
+        raise EnvironmentProblem(NO_VLLM)
     for name, file in CLASSES.items():
         tree = ast.parse((root / file).read_text(encoding="utf-8"))
         body = next((node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name), [])

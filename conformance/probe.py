@@ -209,6 +209,9 @@ def _instance_form(cls: type, name: str) -> Callable[..., Any] | None:
     return member if callable(member) else None
 
 
+_NONE = object()
+
+
 class Patch:
     """Patches classes in place while it is entered, and restores every attribute afterwards.
 
@@ -220,9 +223,7 @@ class Patch:
 
     def __init__(self, *classes: type) -> None:
         self.classes = classes
-        self._own: list[tuple[type, str, Any]] = []
-        self._added: list[tuple[type, str]] = []
-        self._set: list[tuple[type, str, Any]] = []
+        self._changed: list[tuple[type, str, Any, Any]] = []  # attribute, what the class itself had (or _NONE), what it has now
 
     def __enter__(self) -> Patch:
         if [each.classes for each in self._parked] == [self.classes] and self._parked[0]._in_place():
@@ -254,30 +255,27 @@ class Patch:
             original = _instance_form(cls, name)
             if original is None or hasattr(original, "_kvconform_original"):
                 continue
-            if name in vars(cls):
-                self._own.append((cls, name, vars(cls)[name]))
-            else:
-                self._added.append((cls, name))
-            setattr(cls, name, _of_classes(name, original))
-            self._set.append((cls, name, vars(cls)[name]))
+            own, wrapper = vars(cls).get(name, _NONE), _of_classes(name, original)
+            setattr(cls, name, wrapper)
+            self._changed.append((cls, name, own, wrapper))
 
     def _in_place(self) -> bool:
         """Whether nobody has put anything over it: a connector that wraps its own hooks finds them unwrapped in each run."""
-        return all(vars(cls).get(name) is wrapper for cls, name, wrapper in self._set)
+        return all(vars(cls).get(name) is wrapper for cls, name, _, wrapper in self._changed)
 
     def __exit__(self, *exc: object) -> None:
-        if self._parks and Probe.active is None and (self._own or self._added):  # not inside another run
+        if self._parks and Probe.active is None and self._changed:  # not inside another run
             self._parked.append(self)
         else:
             self._restore()
 
     def _restore(self) -> None:
-        for cls, name, original in self._own:
-            setattr(cls, name, original)
-        for cls, name in self._added:
-            delattr(cls, name)
-        for done in (self._own, self._added, self._set):
-            done.clear()  # type: ignore[attr-defined]
+        for cls, name, own, _ in self._changed:
+            if own is _NONE:
+                delattr(cls, name)
+            else:
+                setattr(cls, name, own)
+        self._changed.clear()
 
 
 def wrap_instance_hooks(connector: Any) -> None:

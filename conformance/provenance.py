@@ -22,11 +22,8 @@ ROOT = 0x9E3779B97F4A7C15
 def text_id(text: str) -> int:
     """A 64-bit id of a string, the same in every process. Pure."""
     value = ROOT
-    for byte in text.encode():  # mix64, written out: a call takes longer than it
-        value = (value * 257 + byte + 1) & _MASK
-        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-        value ^= value >> 31
+    for byte in text.encode():
+        value = mix64(value * 257 + byte + 1)
     return value
 
 

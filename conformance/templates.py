@@ -61,10 +61,9 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         memo[id(value)] = found
         if kind is dict:
             for name, each in value.items():
-                if type(each) not in _ATOMS:
-                    found[name] = _copied(each, memo)
+                found[name] = _copied(each, memo)
         elif kind is list:
-            found[:] = [each if type(each) in _ATOMS else _copied(each, memo) for each in value]
+            found[:] = [_copied(each, memo) for each in value]
         return found
     if isinstance(value, (dict, list, set)):  # a counter
         memo[id(value)] = found = copy.copy(value)

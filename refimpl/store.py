@@ -152,12 +152,8 @@ class DirectoryStore:
     def _write(path: str, data: bytes) -> None:
         """Atomic: a reader sees the old file or the new one. The ids of process and thread keep two writers of one chunk apart."""
         partial = f"{path}.{os.getpid()}.{threading.get_ident()}.partial"
-        try:
-            file = open(partial, "wb")  # noqa: SIM115
-        except FileNotFoundError:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            file = open(partial, "wb")  # noqa: SIM115
-        with file:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(partial, "wb") as file:
             file.write(data)
         os.replace(partial, path)
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ LAYERS, HEADS, HEAD_DIM = 2, 2, 16
 MODEL = "kvconform/tiny-model"
 
 
+@lru_cache(maxsize=4)
 def run_id(tmp: Path) -> str:
     """16 hex digits that no other run has."""
     return f"{text_id(str(tmp)):016x}"
