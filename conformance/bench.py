@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the time of a warm gate goes, measured on the reference connector in this one process: `python -m kvconform.bench [--every N]`.
+"""Benchmark of the gate and of exploration on the reference connector: `python -m kvconform.bench [--every N]`.
 
-Machines and their loads differ, so what counts are the shares and the ratios within one run; the seconds are there to give them a size.
+Machines and their loads differ, so compare the shares and the ratios within one run; the seconds only give them a size.
 """
 
 from __future__ import annotations
@@ -9,18 +9,26 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import TYPE_CHECKING
 
+from kvconform.files import scratch_root
 from kvconform.load import load_spec
-from kvconform.requirement import Requirement
+
+if TYPE_CHECKING:
+    from kvconform.explore.workload import Workload
 
 CONNECTOR = "kvconform.refimpl.connector:ReferenceConnector"
+CORES = 2
+"""What the bar is about: 200 workloads per second on two cores."""
+ROUNDS = 5
 ENGINES = ("reference", "vllm")
 
 
@@ -42,13 +50,10 @@ class Stopwatch:
 
 @dataclass
 class Gate:
-    """What one measured gate came to: runs made per engine, and all the events of the runs with the connector."""
+    """Result of one measured gate: times, and runs per engine."""
 
     clock: Stopwatch = field(default_factory=Stopwatch)
     runs: dict[str, int] = field(default_factory=dict)
-    events: list[dict[str, Any]] = field(default_factory=list)
-    requirements: list[Requirement] = field(default_factory=list)
-    caps: dict[str, Any] = field(default_factory=dict)
 
 
 def measure_gate(every: int) -> Gate:
@@ -57,7 +62,7 @@ def measure_gate(every: int) -> Gate:
     clock = gate.clock
     with clock("specification"):
         spec = load_spec()
-        gate.requirements = list(spec.requirements.values())
+        requirements = list(spec.requirements.values())
     with clock("import vLLM"):
         from kvconform import compat
         from kvconform.run import Run, run_variant, target_profile
@@ -73,7 +78,6 @@ def measure_gate(every: int) -> Gate:
         target = Target(CONNECTOR, {"store": "{tmp}"})
         with clock("capabilities"):
             profile = target_profile(target, folder / "profile")
-        gate.caps = profile.caps
         for engine in ENGINES:
             variants = [v for case in spec.cases.values() if case.unmet(profile.caps) is None for v in case.variants([engine])][::every]
             for number, variant in enumerate(variants):
@@ -85,11 +89,10 @@ def measure_gate(every: int) -> Gate:
                             promises=profile.promises,
                         )  # fmt: skip
                 with clock(f"{engine}: requirements"):
-                    rows = judge(gate.requirements, runs, profile.caps)
+                    rows = judge(requirements, runs, profile.caps)
                 with clock("report"), (folder / "report.jsonl").open("a", encoding="utf-8") as report:
                     report.writelines(json.dumps(row.to_dict()) + "\n" for row in rows)
                 gate.runs[engine] = gate.runs.get(engine, 0) + len(runs)
-                gate.events += runs["connector"].trace
     return gate
 
 
@@ -110,6 +113,103 @@ def show(gate: Gate, every: int) -> None:
     print(f"  a run on vllm takes {per_run['vllm'] / per_run['reference']:.2f} x the time of one on reference")
 
 
+def loop_ms() -> float:
+    """Milliseconds of processor time of a fixed piece of Python: calls, small dicts, attributes, as a workload is made of."""
+    began = time.process_time()
+    kept: dict[int, tuple[int, str]] = {}
+    for number in range(60_000):
+        kept[number % 97] = max(number, 7), str(number)
+    assert len(kept) == 97
+    return 1000 * (time.process_time() - began)
+
+
+def explore(count: int = 100) -> dict[str, float]:
+    """Milliseconds of processor time per workload, to draw it and for the rest (with a reference connector that stores in memory, and with
+    one that stores in files), how many times a fixed loop the first is, and what two cores would do in a second at that pace; what two
+    processes of a campaign do in a second of wall time; how many workloads hit what was stored; how many failed (must be 0). The workloads
+    are those of `explore --profile small`. Of several rounds the median, each beside a loop of its own: the machine may change its pace."""
+    _workloads(1)  # imports
+    began = time.process_time()
+    workloads = _workloads(count)
+    drawing = 1000 * (time.process_time() - began) / count
+    memory, files = (_Rounds(store, workloads) for store in ("memory:{tmp}", "{tmp}"))
+    each = memory.milliseconds + drawing
+    return {
+        "draw_ms": drawing,
+        "workload_ms": each,
+        "times_the_loop": memory.loops,
+        "per_second_on_2_cores": 1000 * CORES / each,
+        "in_files_ms": files.milliseconds + drawing,
+        "campaign_per_second": campaign(),
+        "hits": memory.hits,
+        "failed": memory.failed + files.failed,
+    }
+
+
+def _workloads(count: int) -> list[Workload]:
+    from kvconform.explore.draw import small
+
+    return list(small(["reference"], ["sync", "async"], None, first_seed=0, count=count))
+
+
+class _Rounds:
+    """Several rounds of the same workloads, in this process. `milliseconds` of a workload and how many `loops` that is, medians; `hits` and
+    `failed` workloads of a round."""
+
+    def __init__(self, store: str, workloads: list[Workload]) -> None:
+        from kvconform.explore.outcome import outcome
+        from kvconform.load import load_spec
+        from kvconform.probe import Patch
+        from kvconform.target import Target
+
+        spec, target = load_spec(), Target(CONNECTOR, {"store": store})
+        rounds: list[tuple[float, float]] = []  # ms of a workload, of the loop
+        hits = failed = 0
+        with tempfile.TemporaryDirectory(prefix="kvconform-", dir=scratch_root()) as name, Patch.parking():  # as a campaign's process does
+            for workload in workloads:  # what a process does once: imports, and each configuration
+                outcome(workload, target, spec, Path(name) / "run")
+            for _ in range(ROUNDS):
+                loop, began = loop_ms(), time.process_time()
+                for workload in workloads:
+                    found = outcome(workload, target, spec, Path(name) / "run")
+                    failed += bool(found.failures or found.error)
+                    hits += "hit" in found.reached
+                rounds.append((1000 * (time.process_time() - began) / len(workloads), (loop + loop_ms()) / 2))
+        self.milliseconds = median(workload for workload, _ in rounds)
+        self.loops = median(workload / loop for workload, loop in rounds)
+        self.hits, self.failed = hits / ROUNDS, failed / ROUNDS
+
+
+def campaign(count: int = 1000, first: int = 200) -> float:
+    """Workloads per second of wall time in which nothing failed, by two processes of a campaign, behind the `first` ones: those start the
+    processes."""
+    from kvconform import settings
+    from kvconform.explore.pool import Pool
+
+    options = {"connector": CONNECTOR, "extra_config": {"store": "memory:{tmp}"}}
+    with tempfile.TemporaryDirectory(prefix="kvconform-", dir=scratch_root()) as name:
+        scratch = Path(name)
+        with Pool(settings.load(options, start=scratch), scratch, CORES) as pool:
+            outcomes = pool.outcomes(_workloads(first + count))
+            for _ in range(first):
+                next(outcomes)
+            began = time.monotonic()
+            failed = sum(bool(found.failures or found.error) for _, found in outcomes)
+            return (count - failed) / (time.monotonic() - began)
+
+
+def starts(rounds: int = 5) -> dict[str, float]:
+    """Seconds until the command line has answered, medians of `rounds`, beside a bare start of the same Python."""
+    commands = {"python_s": ["-c", "pass"], "help_s": ["-m", "kvconform", "--help"], "list_s": ["-m", "kvconform", "list"]}
+    found: dict[str, list[float]] = {name: [] for name in commands}
+    for _ in range(rounds):
+        for name, command in commands.items():
+            began = time.perf_counter()
+            subprocess.run([sys.executable, *command], check=True, stdout=subprocess.DEVNULL)
+            found[name].append(time.perf_counter() - began)
+    return {name: median(seconds) for name, seconds in found.items()}
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Print all benchmarks; returns the exit status."""
     parser = argparse.ArgumentParser(prog="kvconform.bench", description=__doc__)
@@ -117,18 +217,10 @@ def main(arguments: list[str] | None = None) -> int:
     every = max(1, parser.parse_args(arguments).every)
     gate = measure_gate(every)
     show(gate, every)
-    from kvconform import bench_explore, bench_monitors, bench_scheduler, bench_stress, bench_verify
-
-    for title, found in (
-        ("Requirements, on the events of these runs", bench_monitors.measure(gate.events, gate.requirements, gate.caps)),
-        ("Reference scheduler against vLLM's", bench_scheduler.compare()),
-        ("Verification, in a step of the reference engine", bench_verify.measure()),
-        ("A thousand requests at once", bench_stress.stress()),
-        ("Random workloads, small ones on engine reference", bench_explore.measure()),
-    ):
+    for title, found in (("Random workloads of profile small on engine reference", explore()), ("Command line", starts())):
         print(f"\n{title}:")
         for name, value in found.items():
-            print(f"  {name:<24}{value:12.3f}" if isinstance(value, float) else f"  {name:<24}{value!s:>12}")
+            print(f"  {name:<24}{value:12.3f}")
     return 0
 
 

@@ -20,11 +20,10 @@ import pytest
 from kvconform import watchdog
 from kvconform.ci.places import places_of
 from kvconform.errors import KvconformError
-from kvconform.html.story import build
 from kvconform.live.plains import FOLDER as PLAINS
 from kvconform.live.reduce import CLAIMS, REDUCED
 from kvconform.live.select import spec_for
-from kvconform.report import strip, timeline
+from kvconform.report import timeline
 from kvconform.settings import Settings
 from kvconform.suite import Selection, select
 from kvconform.verdict import Verdict, rows_for
@@ -184,7 +183,7 @@ class Worker:
             places=self._places,
         )
         if report.trace is not None:
-            payload["trace"] = [*strip.render(build(report.trace, {})), *timeline.render(report.trace)]
+            payload["trace"] = timeline.render(report.trace)
         return payload
 
 

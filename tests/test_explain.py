@@ -11,9 +11,7 @@ import jsonschema
 import pytest
 
 from kvconform import schema, yamlio
-from kvconform.bench_monitors import measure, synthetic
 from kvconform.errors import UsageError
-from kvconform.events import check_event
 from kvconform.explain import explain
 from kvconform.load import Spec, load_spec
 
@@ -78,10 +76,3 @@ def test_the_specification_can_be_sent_to_a_worker(spec: Spec) -> None:
         _ = req.expressions, req.joins, req.capability_expr
     copy = pickle.loads(pickle.dumps(spec))
     assert copy.requirements == spec.requirements and copy.cases == spec.cases
-
-
-def test_the_benchmark_measures_something(spec: Spec) -> None:
-    events = synthetic(300)
-    assert [problem for event in events for problem in check_event(event) if "is None" not in problem] == []
-    found = measure(events, list(spec.requirements.values()), repeat=1)
-    assert found["events"] == 300 and found["evaluations"] > 300 and found["us_per_evaluation"] > 0
