@@ -27,6 +27,8 @@ import nox
 
 ROOT = Path(__file__).resolve().parent
 NOX = ROOT / ".nox"
+SRC = ROOT / "src"
+"""Holds the link `kvconform` to `conformance/`: with this folder on its path, Python imports the checkout."""
 VLLM = "0.32.0"
 STRAYS = ("torchvision", "torchaudio", "torchcodec")  # of another build than torch+cpu they break `import transformers`, so `import vllm`
 LATER_DROPPED = ("gguf", "diskcache")  # pure Python; releases older than the default import them, its own dependencies lack them
@@ -253,14 +255,3 @@ def catalogued(arguments: list[str]) -> list[str]:
     names = [word.partition("catalogue:")[2] for word in arguments if word.removeprefix("--connector=").startswith("catalogue:")]
     files = [ROOT / "connectors" / f"{name}.toml" for name in names]
     return [item for file in files if file.is_file() for item in tomllib.loads(file.read_text()).get("requires", [])]
-
-
-def package_tree(top: Path) -> Path:
-    """A directory of links that looks like the installed package: mypy does not know setuptools' package-dir mapping."""
-    shutil.rmtree(top, ignore_errors=True)
-    (top / "kvconform").mkdir(parents=True)
-    for item in sorted((ROOT / "conformance").iterdir()):
-        (top / "kvconform" / item.name).symlink_to(item)
-    for name in ("refimpl", "kernels", "connectors", "fixtures", "spec"):
-        (top / "kvconform" / name).symlink_to(ROOT / name)
-    return top

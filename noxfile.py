@@ -10,7 +10,7 @@ a GPU), made once and kept: a stamp inside it says what was installed, so a late
     --install ./mypkg        a connector's package, or any pip requirement; may be repeated
 
 and hands the rest on: to `kvconform run` (conformance, live), `kvconform defects`, pytest (tests), the benchmark (bench),
-kvconform.history or kvconform.versions.
+kvconform.dev.history or kvconform.versions.
 """
 
 from __future__ import annotations
@@ -142,9 +142,8 @@ def gpu(session: nox.Session) -> None:
     if not noxenv.has_gpu():
         session.skip("nvidia-smi lists no GPU: nothing of what needs one was run")
     if "--as-is" in session.posargs:
-        tree = str(noxenv.package_tree(noxenv.NOX / "as-is"))
         for module in (["pytest", "tests/kernels"], ["kvconform.kernels.bench"]):
-            session.run(sys.executable, "-m", *module, env={"PYTHONPATH": tree}, external=True)
+            session.run(sys.executable, "-m", *module, env={"PYTHONPATH": str(noxenv.SRC)}, external=True)
         session.log("--as-is: the kernels' tests and benchmarks were run, and nothing that needs vLLM")
         return
     env, rest = prepare(session)
@@ -158,10 +157,10 @@ def history(session: nox.Session) -> None:
     """Find real bugs in the vLLM releases that have them (`spec/history.yaml`), each release installed as `--vllm` does."""
     base, rest = prepare(session)
     missed = []
-    for release in base.ask("from kvconform.history import main; main(['--releases'])").split():
+    for release in base.ask("from kvconform.dev.history import main; main(['--releases'])").split():
         env = noxenv.install_release(session, base, f"vllm=={release}")
         try:
-            env.run("-m", "kvconform.history", *rest)
+            env.run("-m", "kvconform.dev.history", *rest)
         except CommandFailed:
             missed.append(release)
     if missed:
@@ -173,7 +172,7 @@ def versions(session: nox.Session) -> None:
     """Judge a connector in many vLLM releases (`-- --connector mypkg:Conn --vllm 0.31.0,0.33.0`) and say what changed between them."""
     mine, rest = options(session)
     base, _ = shared(session, None)
-    wanted = mine.vllm or base.ask("from kvconform.versions import RELEASES; print(*RELEASES, sep=',')")
+    wanted = mine.vllm or base.ask("from kvconform.versions.matrix import RELEASES; print(*RELEASES, sep=',')")
     releases = list(dict.fromkeys(name.strip().removeprefix("vllm==") for name in wanted.split(",") if name.strip()))
     noxenv.ENV["VLLM_TARGET_DEVICE"] = "cpu"  # also where there is a GPU: what is compiled was not installed
     found = noxenv.install_matrix(session, base, releases, mine.install)
@@ -188,10 +187,10 @@ def lint(session: nox.Session) -> None:
     env = noxenv.Environment(session, "lint", [sys.version])
     env.install_project("lint", "test", "docs")
     env.run("-m", "ruff", "check", ".")
-    env.run("-m", "mypy", "-p", "kvconform", env={"MYPYPATH": str(noxenv.package_tree(env.path / "tree"))})
+    env.run("-m", "mypy", "-p", "kvconform")
     env.run("-m", "kvconform", "lint", "--strict")
-    env.run("-m", "kvconform.results", "pages", "--check")
-    env.run("-m", "kvconform.docs", "--check")
+    env.run("-m", "kvconform.dev.results", "pages", "--check")
+    env.run("-m", "kvconform.dev.docs", "--check")
     env.site("--quiet")
 
 
@@ -230,5 +229,5 @@ def kernels(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Say where the time of a warm gate goes, and how fast the kernels are."""
     env, rest = prepare(session)
-    env.run("-m", "kvconform.bench", *rest)
+    env.run("-m", "kvconform.dev.bench", *rest)
     env.run("-m", "kvconform.kernels.bench", "--seconds", "0.5")

@@ -3,18 +3,18 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Annotated, Any, NoReturn
 
 import typer
 
-from kvconform.ci.command import command as ci
-from kvconform.compare.command import command as compare
-from kvconform.environment import NO_VLLM
+from kvconform.compat.installed import NO_VLLM
 from kvconform.errors import EnvironmentProblem, KvconformError
 from kvconform.explore.cli import explore
 from kvconform.init.command import command as init
-from kvconform.option import option
+from kvconform.report.ci.command import command as ci
+from kvconform.report.compare.command import command as compare
 from kvconform.snapshots.command import app as snapshot
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     help="Conformance suite for vLLM KV connectors. Exit codes: 0 conformant, 1 not, 2 usage, 3 environment or harness error.",
 )
+option = functools.partial(typer.Option, show_default=False)
 
 Text = str | None
 Texts = list[str] | None
@@ -67,7 +68,8 @@ def run(
     debug: Annotated[bool | None, option("--debug", help="tracebacks, pytest's own output, temporary files stay")] = None,
 ) -> None:
     """Judge a connector (without one: the reference connector)."""
-    from kvconform import session, settings
+    from kvconform.config import settings
+    from kvconform.session import launch
 
     if connector and option_connector:
         raise typer.BadParameter("name the connector once")
@@ -102,7 +104,7 @@ def run(
     again = {"--extra-config": extra_config, "--profile": profile, "--role": role, "--half": half, "--config": config, "--device": device}
     repeated = {"--adapter": adapters, "--case": cases, "--pythonpath": pythonpath}
     given["arguments"] = settings.as_arguments({**again, "--emulate-cuda": emulate_cuda, **repeated})
-    raise typer.Exit(session.run(settings.load(given, file=config)))
+    raise typer.Exit(launch.run(settings.load(given, file=config)))
 
 
 app.command()(explore)
@@ -119,7 +121,7 @@ def merge(
     ] = "kvconform-report",
 ) -> None:
     """Join the reports of all shards of a run into one, with one verdict. Needs no vLLM."""
-    from kvconform import merge as merging
+    from kvconform.report import merge as merging
     from kvconform.report.terminal import make_console
 
     raise typer.Exit(merging.merge(folders, report_dir, make_console()))
@@ -128,16 +130,16 @@ def merge(
 @app.command(name="list")
 def list_(what: Annotated[str, typer.Argument(metavar=f"[{'|'.join(LISTS)}]", show_default=False)] = "requirements") -> None:
     """List the requirements, the cases, the profiles, the catalogue's connectors, or the adapters."""
-    from kvconform import catalog
+    from kvconform import commands
 
-    catalog.show(what)
+    commands.show(what)
 
 
 @app.command()
 def explain(identifier: Annotated[str, typer.Argument(metavar="ID", help="a requirement, a case or a planted defect")]) -> None:
     """Everything that is known about a requirement, a case or a planted defect."""
-    from kvconform.explain import explain as text_of
-    from kvconform.load import load_spec
+    from kvconform.contract.loader import load_spec
+    from kvconform.report.explain import explain as text_of
 
     typer.echo(text_of(load_spec(), identifier), nl=False)
 
@@ -148,9 +150,9 @@ def lint(
     strict: Annotated[bool, option("--strict", help="name also every MUST that no defect violates")] = False,
 ) -> None:
     """Look for mistakes in the specification itself."""
-    from kvconform import catalog
+    from kvconform import commands
 
-    raise typer.Exit(catalog.lint(root, strict=strict))
+    raise typer.Exit(commands.lint(root, strict=strict))
 
 
 @app.command()
@@ -163,25 +165,25 @@ def defects(
     strict: Annotated[bool, option("--strict", help="a MUST that no defect violates is a failure")] = False,
 ) -> None:
     """Does the suite find known defects? Prints the kill matrix. (For kvconform's own development.)"""
-    from kvconform import catalog
+    from kvconform import commands
 
-    raise typer.Exit(catalog.defects(ids or [], workers, report_dir, strict=strict))
+    raise typer.Exit(commands.defects(ids or [], workers, report_dir, strict=strict))
 
 
 @app.command()
 def drift() -> None:
     """Which requirements rest on source that the installed vLLM has changed, and which hooks are new, gone or other? Exit code 1: some."""
-    from kvconform import catalog
+    from kvconform import commands
 
-    raise typer.Exit(catalog.drift())
+    raise typer.Exit(commands.drift())
 
 
 @app.command()
 def version() -> None:
     """Versions of kvconform, vLLM and what the run depends on."""
-    from kvconform import catalog
+    from kvconform import commands
 
-    catalog.versions()
+    commands.versions()
 
 
 app.add_typer(snapshot, name="snapshot", help="Golden snapshots of a connector's metadata, hooks and stored KV.")

@@ -1,10 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors that end a run with one clear sentence and a defined exit code."""
+"""The end of a sentence about a name that does not exist: what may have been meant.
+
+Errors that end a run with one clear sentence and a defined exit code.
+"""
 
 from __future__ import annotations
 
+import difflib
 import sys
+from collections.abc import Iterable
 from pathlib import PurePath
+
+
+def did_you_mean(name: str, known: Iterable[str], most: int = 3) -> str:
+    """`; did you mean a or b?` for the nearest of the known names, or nothing."""
+    close = difflib.get_close_matches(name, list(known), most, 0.5)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
 
 BENEATH = frozenset({"kvconform", "torch", "numpy", "msgspec", "pydantic", "pydantic_core", "safetensors", "zmq"})
 """Packages whose lines say nothing about a connector that raised: ours, and what connectors are built on."""

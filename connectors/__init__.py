@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations of real connectors, by name: data only (kvconform.named)."""
+"""Configurations of real connectors, by name: data only (kvconform.config.catalogue)."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The provenance code: the bytes of a slot as a function of what the slot holds.
 
-A *content id* is a 64-bit integer (see `kvconform.provenance`). For layer `l`, K or V `s` and head `h` it becomes a 48-bit
+A *content id* is a 64-bit integer (see `kvconform.kv.provenance`). For layer `l`, K or V `s` and head `h` it becomes a 48-bit
 fingerprint, written as 12 nibbles into 12 lanes of the head's vector; four further lanes hold the write generation (nonce). All
 values are the integers 0..15, which fp32, fp16, bf16, fp8 e4m3 and uint8 hold exactly. Lanes beyond the 16th repeat the fingerprint.
 """

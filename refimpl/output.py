@@ -10,7 +10,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from kvconform.compat import FINISHED_ERROR, later
+from kvconform.compat.vllm_api import FINISHED_ERROR, later
 from kvconform.refimpl import transfers
 from kvconform.refimpl.engine import Engine
 from kvconform.refimpl.errors import EngineAssertion

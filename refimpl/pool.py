@@ -9,7 +9,7 @@ from vllm.v1.core.block_pool import BlockHashToBlockMap
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock, make_block_hash_with_group_id
 from vllm.v1.request import Request
 
-from kvconform.compat import set_block_hash
+from kvconform.compat.vllm_api import set_block_hash
 
 
 class FreeQueue(FreeKVCacheBlockQueue):

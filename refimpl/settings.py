@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvconform.compat import later
+from kvconform.compat.vllm_api import later
 
 POLICIES = {
     "reuse-freed-first": "Freed blocks, hashed or not, are the first to be handed out again: who still reads them reads another's KV.",

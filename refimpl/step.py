@@ -9,7 +9,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.request import Request
 
-from kvconform.compat_output import block_state, make_scheduler_output, new_request_data
+from kvconform.compat.step import block_state, make_scheduler_output, new_request_data
 from kvconform.refimpl.engine import Engine
 
 

@@ -4,14 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
-from kvconform.compat import PREEMPTIONS_BY_METADATA
+from kvconform.compat.vllm_api import PREEMPTIONS_BY_METADATA
 from kvconform.refimpl.faults import Faults
 from kvconform.refimpl.inspector import Inspector
-
-if TYPE_CHECKING:
-    from kvconform.refimpl.connector import ReferenceConnector
 
 
 class SuiteHooks:
@@ -21,7 +18,7 @@ class SuiteHooks:
 
     def kvconform_inspector(self) -> Inspector:
         """A window into this half: see ``Inspector``."""
-        return Inspector(cast("ReferenceConnector", self))
+        return Inspector()
 
     def kvconform_fail_load(self, req_id: str, positions: Iterable[int] | None = None) -> None:
         """Scheduler half: the next load planned for the request finds the chunks of these token positions gone (None: of all positions)."""
@@ -31,7 +28,7 @@ class SuiteHooks:
         """Releases until 0.19 do not show the metadata to handle_preemptions: what is done there is done here."""
         super().bind_connector_metadata(connector_metadata)  # type: ignore[misc]
         if not PREEMPTIONS_BY_METADATA:
-            cast("ReferenceConnector", self).handle_preemptions(connector_metadata)
+            self.handle_preemptions(connector_metadata)  # type: ignore[attr-defined]
 
     @classmethod
     def kvconform_capabilities(cls, extra_config: dict[str, Any]) -> dict[str, Any]:

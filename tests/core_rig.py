@@ -9,18 +9,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from kvconform.batch import Batch
-from kvconform.case import Case, Variant
-from kvconform.grants import Grant
+from kvconform.config.target import Target
+from kvconform.contract.case import Case, Variant
+from kvconform.contract.trace import Trace
+from kvconform.engine.batch import Batch, Script
+from kvconform.engine.worker import Worker
 from kvconform.kernels.codes import CodeBook
-from kvconform.kvcache import PagedCache
-from kvconform.model import Script
-from kvconform.oracle import Oracle
-from kvconform.provenance import Identity, Registry
-from kvconform.runner import Run, run_variant
-from kvconform.target import Target
-from kvconform.trace import Trace
-from kvconform.worker import Worker
+from kvconform.kv.cache import PagedCache
+from kvconform.kv.oracle import Grant, Oracle
+from kvconform.kv.provenance import Identity, Registry
+from kvconform.run.records import Run
+from kvconform.run.runner import run_variant
 
 Event = dict[str, Any]
 BLOCK = 4

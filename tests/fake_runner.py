@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in for kvconform.run.run_and_judge that needs no vLLM: the connector's extra configuration says what happens.
+"""A stand-in for kvconform.run.case.run_and_judge that needs no vLLM: the connector's extra configuration says what happens.
 
 `fail`: {requirement: [case, ...]}, `exit`, `hang`, `raise`: [case, ...]. Everything else passes.
 """
@@ -13,12 +13,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from kvconform import watchdog
+from kvconform.config.settings import Settings
+from kvconform.contract.loader import Spec
 from kvconform.errors import UsageError
-from kvconform.html.story import story_of
-from kvconform.load import Spec
-from kvconform.settings import Settings
-from kvconform.verdict import Verdict, rows_for
+from kvconform.judge.verdict import Verdict, rows_for
+from kvconform.process import watchdog
+from kvconform.report.html.story import story_of
 
 
 def judge(variant: Any, target: Settings, spec: Spec, *, tmp: Path, requirements: list[str], strict: bool, **_: Any) -> SimpleNamespace:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvconform.results.__main__ import ROOT
+from kvconform.dev.results.__main__ import ROOT
 
 HERE = Path(__file__).parents[1] / ROOT
 HEADER = {

@@ -16,9 +16,8 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from kvconform import compat
-from kvconform.compat_request import build_request
-from kvconform.model import STOP_TOKEN
+from kvconform.compat import vllm_api
+from kvconform.compat.step import STOP_TOKEN, build_request
 from kvconform.refimpl.scheduler import ReferenceScheduler
 
 NOT_SAMPLED = -7  # a draft that nobody proposed: sampled tokens never equal it
@@ -250,8 +249,8 @@ def _configs(setup: Setup) -> tuple[Any, Any]:
     transfer = None
     if setup.connector:
         extra = {} if setup.delivery is None else {"delivery": setup.delivery}
-        transfer = compat.transfer_config(setup.connector, setup.role, extra, "scheduler_rig", setup.failure, "rig")
-    config = compat.build_config(
+        transfer = vllm_api.transfer_config(setup.connector, setup.role, extra, "scheduler_rig", setup.failure, "rig")
+    config = vllm_api.build_config(
         block_size=setup.block_size,
         num_blocks=setup.num_blocks,
         budget=setup.budget,
@@ -269,14 +268,14 @@ def _configs(setup: Setup) -> tuple[Any, Any]:
     config.scheduler_config.long_prefill_token_threshold_adaptive = setup.adaptive
     config.scheduler_config.watermark = setup.watermark
     config.scheduler_config.enable_chunked_prefill = setup.chunked
-    return config, compat.build_cache_config(setup.num_blocks, setup.block_size, 1, 64, ["layer.0"])
+    return config, vllm_api.build_cache_config(setup.num_blocks, setup.block_size, 1, 64, ["layer.0"])
 
 
 def build(engine: str, setup: Setup, policies: frozenset[str] = frozenset(), repaired: bool = True) -> Any:
     """A fresh scheduler: 'reference' or 'vllm' (`repaired`: without the defects that docs/reference-vs-vllm.md lists)."""
     config, cache_config = _configs(setup)
     if engine == "vllm":
-        scheduler = compat.build_scheduler(
+        scheduler = vllm_api.build_scheduler(
             config, cache_config, block_size=setup.block_size, scheduling=setup.scheduling, runner=setup.runner
         )
         return repair(scheduler) if repaired else scheduler

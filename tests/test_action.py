@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvconform.yamlio import parse
+from kvconform.contract.yaml12 import parse
 
 ROOT = Path(__file__).resolve().parent.parent
 ACTION: Any = parse((ROOT / "action.yml").read_text(encoding="utf-8"), "action.yml")

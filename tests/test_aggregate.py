@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from kvconform.aggregate import aggregate
-from kvconform.expected import apply_expected, apply_waivers, unknown_requirements
-from kvconform.profile import Expected, Waiver
-from kvconform.verdict import CRASH, Row, Verdict
+from kvconform.contract.profile import Expected, Waiver, unknown_requirements
+from kvconform.judge.aggregate import aggregate, apply_expected, apply_waivers
+from kvconform.judge.verdict import CRASH, Row, Verdict
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm")
-from kvconform.compat import KVConnectorRole
-from kvconform.probe import Patch, Probe, wrap_instance_hooks
-from kvconform.trace import Trace
-from kvconform.values import short
+from kvconform.compat.vllm_api import KVConnectorRole
+from kvconform.contract.trace import Trace
+from kvconform.observe.call import short
+from kvconform.observe.probe import Patch, Probe, wrap_instance_hooks
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from kvconform.api import inspect_class
-from kvconform.compat import KVConnectorBase_V1
-from kvconform.load import load_spec
-from kvconform.probe import Patch
+from kvconform.compat.vllm_api import KVConnectorBase_V1
+from kvconform.config.target import Target
+from kvconform.contract.loader import load_spec
+from kvconform.observe.probe import Patch
+from kvconform.observe.static_checks import inspect_class
 from kvconform.refimpl.connector import ReferenceConnector
-from kvconform.runner import run_variant
-from kvconform.target import Target
+from kvconform.run.runner import run_variant
 
 Findings = dict[str, tuple[bool, str]]
 

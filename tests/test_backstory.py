@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvconform.backstory import source, tell
-from kvconform.excerpt import EXCERPT, excerpt
+from kvconform.judge.backtrace import EXCERPT, excerpt, source, tell
 
 Event = dict[str, Any]
 

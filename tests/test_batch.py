@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvconform.batch import Batch, Row
+from kvconform.compat.step import STOP_TOKEN
+from kvconform.engine.batch import Batch, Row, Script
 from kvconform.kernels.codes import CodeBook
-from kvconform.model import STOP_TOKEN, Script
-from kvconform.provenance import Chain, Identity
+from kvconform.kv.provenance import Chain, Identity
 
 sys.path.insert(0, str(Path(__file__).parent))
 

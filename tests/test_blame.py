@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from test_verdict import END, FakeRun, lookup, requirement, trace, verdicts
 
-from kvconform.verdict import Verdict
+from kvconform.judge.verdict import Verdict
 
 LOST = (
     {"k": "transfer.failed", "req": "a", "is_async": False, "blocks": [5]},

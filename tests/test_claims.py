@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from kvconform.claims import asks, claimed, mismatches, reasons, unasked, void
-from kvconform.infer import profile_of
-from kvconform.load import load_spec
+from kvconform.config.target import Target
+from kvconform.contract.loader import load_spec
+from kvconform.judge.aggregate import asks, claimed, mismatches, reasons, unasked, void
+from kvconform.judge.verdict import Row, Verdict
 from kvconform.refimpl.connector import ReferenceConnector
-from kvconform.target import Target
-from kvconform.verdict import Row, Verdict
+from kvconform.run.calibration import profile_of
 
 SPEC = load_spec()
 DECLARED = {name: "declared" for name in ("store", "saves", "async_load", "kv_events", "layerwise", "lossy")}

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvconform import catalog, cli
-from kvconform.load import load_spec
+from kvconform import cli, commands
+from kvconform.contract.loader import load_spec
 
 
 def kvconform(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -91,7 +91,7 @@ def test_a_bug_of_our_own(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     def broken() -> None:
         raise RuntimeError("one\ntwo")
 
-    monkeypatch.setattr(catalog, "versions", broken)
+    monkeypatch.setattr(commands, "versions", broken)
     code, _, err = kvconform(capsys, "version")
     assert (code, err) == (3, "kvconform: internal error, RuntimeError: one (--debug shows where)\n")
     with pytest.raises(RuntimeError, match="one"):
@@ -102,17 +102,17 @@ def test_a_command_that_needs_vllm_says_so_where_it_is_missing(capsys: pytest.Ca
     def missing() -> None:
         raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
 
-    monkeypatch.setattr(catalog, "versions", missing)
+    monkeypatch.setattr(commands, "versions", missing)
     code, _, err = kvconform(capsys, "version")
     assert code == 3 and err.startswith("kvconform: vLLM is not installed in this environment; install it")
 
 
 def test_no_vllm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from kvconform import environment
+    from kvconform.compat import installed
 
     monkeypatch.chdir(tmp_path)
     for version, sentence in ((None, "vLLM is not installed"), ("0.11.0", "vLLM 0.11.0 is too old: kvconform supports 0.11.2 to 0.33")):
-        monkeypatch.setattr(environment, "vllm_version", lambda found=version: found)
+        monkeypatch.setattr(installed, "vllm_version", lambda found=version: found)
         code, _, err = kvconform(capsys, "run")
         assert code == 3
         assert sentence in err
@@ -121,7 +121,7 @@ def test_no_vllm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
 def test_every_option_is_a_setting() -> None:
     import inspect
 
-    from kvconform.settings import Settings
+    from kvconform.config.settings import Settings
 
     own = {"connector", "option_connector", "config"}
     assert set(inspect.signature(cli.run).parameters) - own <= set(Settings.model_fields)

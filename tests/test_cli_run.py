@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from kvconform.load import load_spec
-from kvconform.report_models import ReportLine, Summary
-from kvconform.verdict import Verdict
+from kvconform.contract.loader import load_spec
+from kvconform.judge.verdict import Verdict
+from kvconform.report.models import ReportLine, Summary
 
 SPEC = load_spec()
 CASES = [case.id for case in SPEC.cases.values() if len(case.variants(["reference"], ["sync"])) == 1][:4]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kvconform.older adds to a release's classes and does for its scheduler, against stand-ins with that release's interface."""
+"""What kvconform.compat.backports adds to a release's classes and does for its scheduler, against stand-ins with that release's interface."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvconform import compat, compat_output, compat_request, compat_worker, older
+from kvconform.compat import backports, step, vllm_api
 
 
 @dataclass
@@ -42,10 +42,10 @@ class Report31(Report30):
 
 
 def test_fields_that_outputs_lack_say_nothing() -> None:
-    assert older.complete_outputs(Report30, Step11) == {"failed_recving", "preempted_req_ids"}
+    assert backports.complete_outputs(Report30, Step11) == {"failed_recving", "preempted_req_ids"}
     assert not Report30().failed_recving  # type: ignore[attr-defined]
     assert Step11().preempted_req_ids is None  # type: ignore[attr-defined]
-    assert older.complete_outputs(Report31, Step12) == set()
+    assert backports.complete_outputs(Report31, Step12) == set()
     assert Report31({"a"}, {"b"}).failed_recving == {"b"}
 
 
@@ -70,12 +70,12 @@ def request(computed: int, tokens: int, placeholders: int = 0, **more: Any) -> A
 
 def test_until_0_15_a_prefill_that_goes_on_is_marked_before_the_counters_move() -> None:
     scheduler = Scheduler15(short=request(0, 9), whole=request(4, 9), last=request(8, 9), decode=request(9, 9, 1), ahead=request(9, 9))
-    older.mark_chunks(scheduler)
+    backports.mark_chunks(scheduler)
     counts = {"short": 8, "whole": 5, "last": 1, "decode": 1, "ahead": 1}
     scheduler._update_after_schedule(SimpleNamespace(num_scheduled_tokens=counts))
     assert scheduler.seen == {"short": True, "whole": False, "last": False, "decode": False, "ahead": False}
     assert scheduler.requests["short"].num_computed_tokens == 8
-    assert compat.is_chunk(scheduler.requests["short"])
+    assert vllm_api.is_chunk(scheduler.requests["short"])
 
 
 def test_0_11_wants_arrays_of_tokens_and_gets_them() -> None:
@@ -87,11 +87,11 @@ def test_0_11_wants_arrays_of_tokens_and_gets_them() -> None:
     class Arrays:
         sampled_token_ids: list[np.ndarray]
 
-    assert not older.wants_arrays(Lists)
-    assert older.wants_arrays(Arrays)
+    assert not backports.wants_arrays(Lists)
+    assert backports.wants_arrays(Arrays)
     seen: list[Any] = []
     scheduler = SimpleNamespace(update_from_output=lambda output, result: seen.append(result))
-    older.give_arrays(scheduler)
+    backports.give_arrays(scheduler)
     given = SimpleNamespace(sampled_token_ids=[[7, 8], []])
     scheduler.update_from_output("output", given)
     assert [tokens.tolist() for tokens in seen[0].sampled_token_ids] == [[7, 8], []]
@@ -110,7 +110,7 @@ def test_0_11_wants_arrays_of_tokens_and_gets_them() -> None:
 )
 def test_output_in_flight_is_dropped_where_the_release_can(has: dict[str, Any], placeholders: int, dropped: bool) -> None:
     victim = request(9, 9, placeholders, **has)
-    assert older.drop_output(victim, 3) == dropped
+    assert backports.drop_output(victim, 3) == dropped
     assert victim.num_output_placeholders == (0 if dropped else placeholders)
     if dropped and placeholders:
         assert getattr(victim, next(iter(has))) == (True if "discard_latest_async_tokens" in has else placeholders)
@@ -124,9 +124,9 @@ def test_0_11_is_preempted_by_hand() -> None:
         encoder_cache_manager=SimpleNamespace(free=lambda each: freed.append("images")),
         waiting=SimpleNamespace(prepend_request=waiting.append),
     )
-    victim = request(9, 9, status=compat.RequestStatus.RUNNING, num_preemptions=0)
-    older.preempt(scheduler, victim)
-    assert (victim.status, victim.num_computed_tokens, victim.num_preemptions) == (compat.RequestStatus.PREEMPTED, 0, 1)
+    victim = request(9, 9, status=vllm_api.RequestStatus.RUNNING, num_preemptions=0)
+    backports.preempt(scheduler, victim)
+    assert (victim.status, victim.num_computed_tokens, victim.num_preemptions) == (vllm_api.RequestStatus.PREEMPTED, 0, 1)
     assert (freed, waiting) == (["blocks", "images"], [victim])
 
 
@@ -134,9 +134,9 @@ def test_0_17_looks_at_models_in_this_process(monkeypatch: pytest.MonkeyPatch) -
     from vllm.model_executor.models import registry
 
     monkeypatch.setattr(registry, "_run_in_subprocess", None, raising=False)
-    older.inspect_models_here()
+    backports.inspect_models_here()
     assert registry._run_in_subprocess(lambda: 7) == 7
-    assert compat.torch._C._cpu._is_avx512_supported() in (True, False)  # type: ignore[attr-defined]
+    assert vllm_api.torch._C._cpu._is_avx512_supported() in (True, False)  # type: ignore[attr-defined]
 
 
 def test_hooks_that_a_base_class_lacks_do_nothing_and_are_not_recorded() -> None:
@@ -150,7 +150,7 @@ def test_hooks_that_a_base_class_lacks_do_nothing_and_are_not_recorded() -> None
         def bind_gpu_block_pool(self, pool: Any) -> None:
             self.pool = pool
 
-    added = older.complete(Base)
+    added = backports.complete(Base)
     assert "on_new_request" in added
     assert "get_transfer_results" not in added
     assert "set_xfer_handshake_metadata" not in added
@@ -167,13 +167,13 @@ def test_hooks_that_a_base_class_lacks_do_nothing_and_are_not_recorded() -> None
 
 def test_until_0_22_finished_requests_that_wait_for_the_connector_keep_an_engine_going() -> None:
     scheduler = SimpleNamespace(requests={"a": 1, "b": 2}, waiting=["a"], running=[])
-    assert older.holds_finished(scheduler)
-    assert not older.holds_finished(SimpleNamespace(requests={"a": 1}, waiting=[], running=["a"]))
-    assert not older.holds_finished(SimpleNamespace(requests={"a": 1}, waiting=[], skipped_waiting=["a"], running=[]))
+    assert backports.holds_finished(scheduler)
+    assert not backports.holds_finished(SimpleNamespace(requests={"a": 1}, waiting=[], running=["a"]))
+    assert not backports.holds_finished(SimpleNamespace(requests={"a": 1}, waiting=[], skipped_waiting=["a"], running=[]))
 
 
 def test_an_output_keeps_what_its_class_does_not_know() -> None:
-    made = compat_output.make_scheduler_output(
+    made = step.make_scheduler_output(
         scheduled_new_reqs=[], scheduled_cached_reqs=None, num_scheduled_tokens={}, total_num_scheduled_tokens=0,
         scheduled_spec_decode_tokens={}, scheduled_encoder_inputs={}, finished_req_ids=set(), free_encoder_mm_hashes=[], of_tomorrow=7,
     )  # fmt: skip
@@ -181,11 +181,11 @@ def test_an_output_keeps_what_its_class_does_not_know() -> None:
 
 
 def test_a_request_has_what_the_reference_scheduler_keeps_on_it() -> None:
-    made = compat_request.build_request(
+    made = step.build_request(
         "a", [5, 6, 7], max_tokens=2, block_size=4, stop=False, salt=None, lora=None, items=[], priority=0, params=None,
         skip_reading_prefix_cache=False, arrival=0.0,
     )  # fmt: skip
-    assert all(hasattr(made, name) for name in compat_request.LATER_REQUEST_FIELDS)
+    assert all(hasattr(made, name) for name in step.LATER_REQUEST_FIELDS)
 
 
 def test_handle_preemptions_is_called_as_the_release_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,8 +199,8 @@ def test_handle_preemptions_is_called_as_the_release_calls_it(monkeypatch: pytes
         (False, {"handle_preemptions"}, []),
     ):
         seen.clear()
-        monkeypatch.setattr(compat_worker, "PREEMPTIONS_BY_METADATA", by_metadata)
-        monkeypatch.setattr(compat_worker, "UNRECORDED", unrecorded)
-        compat_worker.handle_preemptions(half, output)
-        compat_worker.handle_preemptions(half, quiet)
+        monkeypatch.setattr(step, "PREEMPTIONS_BY_METADATA", by_metadata)
+        monkeypatch.setattr(step, "UNRECORDED", unrecorded)
+        step.handle_preemptions(half, output)
+        step.handle_preemptions(half, quiet)
         assert seen == expected

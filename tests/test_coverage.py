@@ -5,19 +5,20 @@ from __future__ import annotations
 
 import pytest
 
-from kvconform import coverage, sources
-from kvconform.load import load_spec
+from kvconform.compat import installed, interface
+from kvconform.contract.loader import load_spec
+from kvconform.dev import coverage
 
 
-@pytest.mark.skipif(sources.vllm_root() is None, reason="needs vLLM's source")
+@pytest.mark.skipif(installed.vllm_root() is None, reason="needs vLLM's source")
 def test_every_hook_and_field_is_listed() -> None:
-    listed = set(coverage.items())
+    listed = set(interface.items())
     assert {"get_num_new_matched_tokens", "request_finished_all_groups", "role", "reset_cache"} <= listed
     assert {"SchedulerOutput.preempted_req_ids", "NewRequestData.block_ids", "KVConnectorOutput.finished_sending"} <= listed
     assert not any(item.startswith("_") or "__" in item for item in listed)
 
 
-@pytest.mark.skipif(sources.vllm_root() is None, reason="needs vLLM's source")
+@pytest.mark.skipif(installed.vllm_root() is None, reason="needs vLLM's source")
 def test_what_nothing_is_about_is_found() -> None:
     spec = load_spec()
     rows = {row.item: row for row in coverage.table(spec)}

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvconform.crowd import LONGEST, MOST, NOBODY, Crowd, crowd_of
-from kvconform.plain import Plain, plain_case
+from kvconform.run.promises import LONGEST, MOST, NOBODY, Crowd, Plain, crowd_of, plain_case
 
 Event = dict[str, Any]
 

@@ -10,18 +10,21 @@ from pathlib import Path
 
 import pytest
 
+from kvconform.kv import gpu
+
 pytest.importorskip("vllm")
 import torch
 
-import kvconform.compat  # noqa: F401  # before torch is patched
-from kvconform import device
-from kvconform.cuda import OnCuda
-from kvconform.emulation import Note, emulate
+import kvconform.compat.vllm_api  # noqa: F401  # before torch is patched
+from kvconform.config.target import Target
+from kvconform.contract.loader import load_spec
+from kvconform.emulation.emulate import emulate
 from kvconform.emulation.machine import Delay
+from kvconform.emulation.note import Note
 from kvconform.emulation.vllm_on_cuda import vllm_on_cuda
-from kvconform.load import load_spec
-from kvconform.run import CaseReport, run_and_judge
-from kvconform.target import Target
+from kvconform.kv.gpu import OnCuda
+from kvconform.run.case import run_and_judge
+from kvconform.run.records import CaseReport
 
 SPEC = load_spec()
 AFTERWARDS = {"finish", "changed_slots", "_judge", "mismatches", "read", "on_cuda", "shutdown"}
@@ -70,7 +73,7 @@ def test_the_reference_connector_needs_no_streams_of_its_own(tmp_path: Path) -> 
 
 
 def test_work_is_judged_in_order_when_the_step_is_over() -> None:
-    with emulate("compute"), device.opened("cuda", "compute") as cuda:
+    with emulate("compute"), gpu.opened("cuda", "compute") as cuda:
         assert isinstance(cuda, OnCuda)
         memory, seen = cuda.allocate(4), list[float]()
         for value in (1.0, 2.0):
@@ -84,7 +87,7 @@ def test_slow_transfers_sleep_on_every_stream_but_the_compute_stream() -> None:
     slept: list[str] = []
     with emulate(None), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "_sleep", lambda cycles: slept.append(str(torch.cuda.current_stream())))
-        with device.opened("cuda", "transfers"):
+        with gpu.opened("cuda", "transfers"):
             compute, other = torch.cuda.current_stream(), torch.cuda.Stream()
             with torch.cuda.stream(other):
                 pass
@@ -109,7 +112,7 @@ def test_a_slow_compute_stream_sleeps_once_per_step_and_is_waited_for() -> None:
     slept: list[int] = []
     with emulate("compute") as emulated, pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "_sleep", slept.append)
-        with device.opened("cuda", "compute") as cuda:
+        with gpu.opened("cuda", "compute") as cuda:
             memory = cuda.allocate(4)
             for steps in (1, 2):
                 cuda.launch(lambda: memory.add_(1))

@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from kvconform import control_runs
-from kvconform.defect import Defect, load_defects
-from kvconform.defects import difference, examine, examine_apart, main, named
+from kvconform.contract.loader import load_spec
+from kvconform.dev import defects
+from kvconform.dev.defect import Defect, KillMatrix, Outcome, build, load_defects, summary
+from kvconform.dev.defects import difference, examine, examine_apart, main, named
 from kvconform.errors import UsageError
-from kvconform.kill_matrix import KillMatrix, Outcome, build, summary
-from kvconform.load import load_spec
 from kvconform.refimpl import defects as package
 from kvconform.refimpl.connector import ReferenceConnector
 from kvconform.refimpl.faulty import Altered, Fault, connector_of, fault
@@ -190,17 +189,17 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_what_is_no_defect_is_run_too() -> None:
-    planned = control_runs.plan([DEFECTS["float-count"], DEFECTS["engine-finishes-twice"], DEFECTS["keys-by-id"]], SPEC)
+    planned = defects.plan([DEFECTS["float-count"], DEFECTS["engine-finishes-twice"], DEFECTS["keys-by-id"]], SPEC)
     assert {control.connector for control in planned} == {"kvconform.refimpl.connector:ReferenceConnector"}
     runs = [name for control in planned for _, name in control.runs]
     assert len(runs) == len(set(runs)) > len(planned)
-    assert control_runs.sound("kvconform.refimpl.defects.transfer:OwnIds") == "kvconform.refimpl.variants.peer:Peer"
+    assert defects.sound("kvconform.refimpl.defects.transfer:OwnIds") == "kvconform.refimpl.variants.peer:Peer"
 
 
 def test_a_control_run_that_fails_is_a_problem(tmp_path: Path) -> None:
     runs = (("lifecycle.hook-order", "lifecycle.hook-order[reference-sync-v1-d1-b4]"),)
-    bad = control_runs.Control(DEFECTS["float-count"].connector, "{}", "{}", runs)
-    outcome = control_runs.run(bad, SPEC, tmp_path)
+    bad = defects.Control(DEFECTS["float-count"].connector, "{}", "{}", runs)
+    outcome = defects.run(bad, SPEC, tmp_path)
     assert "is no defect, and fails lookup.answer-type in lifecycle.hook-order[" in outcome.problem
     matrix = build([], {}, [], [outcome, Outcome(defect="control")], complete=False)
     assert summary(matrix)[0] == f"{outcome.defect} {outcome.problem}"

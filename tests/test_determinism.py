@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from kvconform.case import Case, Variant
-from kvconform.load import load_spec
+from kvconform.config.target import Target
+from kvconform.contract.case import Case, Variant
+from kvconform.contract.loader import load_spec
 from kvconform.refimpl.connector import ReferenceConnector
-from kvconform.runner import run_variant
-from kvconform.target import Target
+from kvconform.run.runner import run_variant
 
 CASES = ["preemption.many", "speculation.everything", "lifecycle.fail-recompute", "identity.two-images", "lifecycle.thirty-requests"]
 REFERENCE = "kvconform.refimpl.connector:ReferenceConnector"

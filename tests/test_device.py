@@ -8,21 +8,23 @@ from typing import Any
 
 import pytest
 
+from kvconform.kv import gpu
+
 pytest.importorskip("vllm")
 import torch
 
-from kvconform import device
-from kvconform.case import Variant
-from kvconform.device_kinds import SLOW
-from kvconform.emulation import NotEmulated
+from kvconform.config.settings import Settings
+from kvconform.config.target import Target
+from kvconform.contract.case import SLOW, Variant
+from kvconform.contract.loader import load_spec
+from kvconform.emulation.errors import NotEmulated
 from kvconform.errors import EnvironmentProblem, UsageError
-from kvconform.load import load_spec
+from kvconform.kv import device
 from kvconform.refimpl.streamed import StreamedConnector
-from kvconform.refimpl.variants import STREAMED
-from kvconform.run import CaseReport, run_and_judge
-from kvconform.settings import Settings
-from kvconform.smoke import check
-from kvconform.target import Target
+from kvconform.refimpl.variants.registry import STREAMED
+from kvconform.run.case import run_and_judge
+from kvconform.run.records import CaseReport
+from kvconform.run.smoke import check
 
 SPEC = load_spec()
 STREAMS = [case for case in SPEC.cases.values() if case.area == "streams"]
@@ -75,7 +77,7 @@ def test_on_the_cpu_all_is_done_at_once() -> None:
 
 def test_a_slow_compute_stream_waits_until_the_step_ends() -> None:
     seen: list[str] = []
-    with device.opened("emulated", "compute") as emulated:
+    with gpu.opened("emulated", "compute") as emulated:
         emulated.launch(lambda: seen.append("work"), lambda _: seen.append("judged"))
         assert seen == []
         emulated.finish()
@@ -84,7 +86,7 @@ def test_a_slow_compute_stream_waits_until_the_step_ends() -> None:
 
 
 def test_the_harness_waits_for_nobody_and_is_not_noted() -> None:
-    with device.opened("emulated", "transfers") as emulated:
+    with gpu.opened("emulated", "transfers") as emulated:
         memory = emulated.allocate(8)
         assert memory.sum().item() == 0 and emulated.notes() == []
         with emulated.calling():
@@ -152,7 +154,7 @@ def test_not_emulated_has_a_sentence() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_cuda_is_refused() -> None:
-    with pytest.raises(EnvironmentProblem, match="--emulate-cuda does without one"), device.opened("cuda", "compute"):
+    with pytest.raises(EnvironmentProblem, match="--emulate-cuda does without one"), gpu.opened("cuda", "compute"):
         pass
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvconform.diagnosis import describe, spans
-from kvconform.events import EVENTS
-from kvconform.live.compare import describe as describe_live
-from kvconform.load import load_spec
+from kvconform.contract.events import EVENTS
+from kvconform.contract.loader import load_spec
+from kvconform.judge.describe import describe, spans
+from kvconform.live.events import describe as describe_live
 
 sys.path.insert(0, str(Path(__file__).parent))
 

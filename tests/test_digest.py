@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvconform.digest import digest, pickle_round_trip, scheduler_output_digest
+from kvconform.observe.digest import digest, pickle_round_trip, scheduler_output_digest
 
 
 class Color(Enum):
@@ -110,7 +110,7 @@ def test_shape_and_type_count() -> None:
 
 def test_a_digest_does_not_depend_on_the_hash_seed() -> None:
     text = "{'x': {'a', 'b', 'c', 'd', 'e', 'f'}, 'y': frozenset({1, 'z'})}"
-    code = f"from kvconform.digest import digest; print(digest({text}))"
+    code = f"from kvconform.observe.digest import digest; print(digest({text}))"
     environment = {**os.environ, "PYTHONHASHSEED": "77"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == digest({"x": {"a", "b", "c", "d", "e", "f"}, "y": frozenset({1, "z"})})

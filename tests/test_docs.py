@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from kvconform import settings, yamlio
-from kvconform.capabilities import CAPABILITIES, complete
-from kvconform.case import Case
 from kvconform.cli import app
-from kvconform.expr import FUNCTIONS
-from kvconform.requirement import PATTERNS, Requirement
-from kvconform.verdict import Verdict
+from kvconform.config import settings
+from kvconform.contract import yaml12
+from kvconform.contract.capabilities import CAPABILITIES, complete
+from kvconform.contract.case import Case
+from kvconform.contract.expression import FUNCTIONS
+from kvconform.contract.requirement import PATTERNS, Requirement
+from kvconform.judge.verdict import Verdict
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTES = ROOT / "docs" / "results" / "notes"  # parts of the pages above them, which are looked at
@@ -96,7 +97,7 @@ def test_verdicts_are_all_explained() -> None:
 
 
 def test_the_example_of_a_case_is_valid() -> None:
-    data = yamlio.parse(block(CONTRIBUTING, "yaml", "id:"), "CONTRIBUTING.md")
+    data = yaml12.parse(block(CONTRIBUTING, "yaml", "id:"), "CONTRIBUTING.md")
     assert Case.model_validate(data).id == "preemption.in-decode"
 
 
@@ -107,7 +108,7 @@ def test_the_report_of_the_readme_is_part_of_the_whole_one() -> None:
 
 
 def test_the_language_of_checks_is_what_contributing_says() -> None:
-    examples = yamlio.parse(block(CONTRIBUTING, "yaml", "# examples of each pattern"), "CONTRIBUTING.md")
+    examples = yaml12.parse(block(CONTRIBUTING, "yaml", "# examples of each pattern"), "CONTRIBUTING.md")
     plain = {"id": "a.b", "text": "It MUST.", "area": "a"}
     assert {Requirement.model_validate({**plain, **raw}).pattern for raw in examples} == set(PATTERNS) - {"always"}
     (names,) = re.findall(r"the functions (.*?)\. ", CONTRIBUTING, re.S)

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from kvconform.batch import Batch
-from kvconform.load import load_spec
+from kvconform.config.target import Target
+from kvconform.contract.loader import load_spec
+from kvconform.engine.batch import Batch
 from kvconform.refimpl.connector import ReferenceConnector
-from kvconform.run import run_and_judge
-from kvconform.runner import Run
-from kvconform.target import Target
+from kvconform.run.case import run_and_judge
+from kvconform.run.records import Run
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -144,7 +144,7 @@ def test_an_illegal_report_is_never_our_own_fault(hook: str, answer: Any, tmp_pa
 
 def test_our_own_fault_gives_error_rows_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when the innermost frames are a library's: here a broken `rows` deep inside the worker."""
-    scope: dict[str, Any] = {"__name__": "kvconform.batch", "torch": torch}
+    scope: dict[str, Any] = {"__name__": "kvconform.engine.batch", "torch": torch}
     exec("def rows(self, output):\n    torch.nn.functional.cross_entropy(torch.zeros(2, 3), torch.zeros(9, dtype=torch.long))", scope)
     monkeypatch.setattr(Batch, "rows", scope["rows"])
     run = run_case(REFERENCE, ROUND_TRIP, tmp_path / "run")
@@ -180,7 +180,7 @@ class NeverReceives(ReferenceConnector):
 
 
 def test_a_stall_before_a_process_restart_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvconform.idle.STALL_STEPS", 5)
+    monkeypatch.setattr("kvconform.run.driver.STALL_STEPS", 5)
     run = case_of(NeverReceives, tmp_path, RESTART)
     assert run.harness_error is None and not select(run.trace, "engine.crash")
     (stall,) = select(run.trace, "engine.stall")

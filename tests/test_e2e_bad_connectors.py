@@ -81,6 +81,6 @@ def test_the_number_of_workers_does_not_matter(tmp_path: Path) -> None:
 
 
 def test_the_controller_imports_neither_vllm_nor_torch() -> None:
-    code = "import sys, kvconform.cli, kvconform.session; print({'vllm', 'torch', 'numpy'} & set(sys.modules))"
+    code = "import sys, kvconform.cli, kvconform.session.launch; print({'vllm', 'torch', 'numpy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "set()", done.stderr

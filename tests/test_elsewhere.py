@@ -14,11 +14,11 @@ import psutil
 import pytest
 
 pytest.importorskip("vllm")
-from kvconform import watchdog
-from kvconform.case import Variant
-from kvconform.elsewhere import HASH_SEED, ElsewhereError, left_behind, run_elsewhere
-from kvconform.plain import Plain, plain_case
-from kvconform.target import Target
+from kvconform.config.target import Target
+from kvconform.contract.case import Variant
+from kvconform.process import watchdog
+from kvconform.run.isolation import HASH_SEED, ElsewhereError, left_behind, run_elsewhere
+from kvconform.run.promises import Plain, plain_case
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from kvconform import catalog, coverage, evidence, interface, signatures, sources
+from kvconform import commands
+from kvconform.compat import installed, interface
+from kvconform.contract import references, requirement
+from kvconform.contract.loader import Spec, load_spec
+from kvconform.dev import coverage, drift
+from kvconform.dev.lint import lint
 from kvconform.errors import UsageError
-from kvconform.lint import lint
-from kvconform.load import Spec, load_spec
 
 FILE = "v1/core/sched/scheduler.py"
 INTERFACE = """
@@ -57,18 +60,18 @@ def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
         (tmp_path / FILE).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / FILE).write_text(text, encoding="utf-8")
         (tmp_path / "_version.py").write_text("version = '0.32.0+cpu'\n", encoding="utf-8")
-        sources._symbols.cache_clear()
-        sources.vllm_version.cache_clear()
+        installed._symbols.cache_clear()
+        installed.source_version.cache_clear()
 
-    (tmp_path / coverage.BASE).parent.mkdir(parents=True)
-    (tmp_path / coverage.BASE).write_text(INTERFACE, encoding="utf-8")
-    monkeypatch.setattr(sources, "vllm_root", lambda: tmp_path)
-    known = interface.collect("0.32.0")
-    monkeypatch.setattr(interface, "read", lambda: known)
+    (tmp_path / interface.BASE).parent.mkdir(parents=True)
+    (tmp_path / interface.BASE).write_text(INTERFACE, encoding="utf-8")
+    monkeypatch.setattr(installed, "vllm_root", lambda: tmp_path)
+    known = drift.collect_hooks("0.32.0")
+    monkeypatch.setattr(drift, "read_hooks", lambda: known)
     monkeypatch.setattr(coverage, "table", lambda spec: [coverage.Row("reset_cache", [], None)])
     yield install
-    sources._symbols.cache_clear()
-    sources.vllm_version.cache_clear()
+    installed._symbols.cache_clear()
+    installed.source_version.cache_clear()
 
 
 def small(*symbols: str) -> Spec:
@@ -76,7 +79,7 @@ def small(*symbols: str) -> Spec:
     names = ("first", "second", "third")
     some = next(iter(load_spec().requirements.values()))
     found = {
-        name: some.model_copy(update={"id": name, "since": None, "until": None, "source": evidence.Source(file=FILE, symbol=symbol)})
+        name: some.model_copy(update={"id": name, "since": None, "until": None, "source": requirement.Source(file=FILE, symbol=symbol)})
         for name, symbol in zip(names, symbols, strict=False)
     }
     return Spec(requirements=found)
@@ -84,15 +87,15 @@ def small(*symbols: str) -> Spec:
 
 def test_the_text_of_a_symbol(vllm: Callable[[str], None]) -> None:
     vllm(SCHEDULER)
-    assert sources.text(FILE, "Scheduler.schedule") == "@cached\ndef schedule(self):\n    # why\n    return 1"
-    assert sources.text(FILE, "Scheduler.land") == "def land(self): ...\ndef land(self, more): ..."
-    assert sources.text(FILE, "Scheduler.gone") is None and sources.text("v1/gone.py", "Scheduler") is None
+    assert installed.text(FILE, "Scheduler.schedule") == "@cached\ndef schedule(self):\n    # why\n    return 1"
+    assert installed.text(FILE, "Scheduler.land") == "def land(self): ...\ndef land(self, more): ..."
+    assert installed.text(FILE, "Scheduler.gone") is None and installed.text("v1/gone.py", "Scheduler") is None
 
 
 def test_what_changes_a_digest(vllm: Callable[[str], None]) -> None:
     def digests(text: str) -> list[str]:
         vllm(text)
-        return [evidence.digest(sources.text(FILE, f"Scheduler.{name}") or "") for name in ("schedule", "land")]
+        return [references.digest(installed.text(FILE, f"Scheduler.{name}") or "") for name in ("schedule", "land")]
 
     schedule, land = digests(SCHEDULER)
     assert digests("# moved\n\n" + SCHEDULER.replace("# why", "# why   ")) == [schedule, land]
@@ -104,48 +107,48 @@ def test_what_changes_a_digest(vllm: Callable[[str], None]) -> None:
 def test_another_vllm_is_compared(vllm: Callable[[str], None]) -> None:
     spec = small("Scheduler.schedule", "Scheduler.land")
     vllm(SCHEDULER)
-    unread = evidence.drift(spec)
+    unread = drift.drift(spec)
     assert len(unread.unread) == 2 and not unread.same
-    spec.sources = evidence.collect(spec)
-    assert evidence.drift(spec).same == 2
+    spec.sources = drift.collect(spec)
+    assert drift.drift(spec).same == 2
     vllm(SCHEDULER.replace("return 1", "return 2").replace("def land", "def lands"))
-    found = evidence.drift(spec)
+    found = drift.drift(spec)
     assert found.changed == {f"{FILE}: Scheduler.schedule": ["first"]}
     assert found.vanished == {f"{FILE}: Scheduler.land": ["second"]}
     assert found.untouched == ["reset_cache"] and not found.same and found
-    told = evidence.report(found, spec)
+    told = drift.report(found, spec)
     assert all(word in told for word in ("changed", "Scheduler.schedule", "first", "gone", "Scheduler.land", "second", "reset_cache"))
-    assert evidence.collect(spec)[f"{FILE}: Scheduler.land"] == spec.sources[f"{FILE}: Scheduler.land"]
+    assert drift.collect(spec)[f"{FILE}: Scheduler.land"] == spec.sources[f"{FILE}: Scheduler.land"]
 
 
 def test_the_command_fails_when_there_is_something_to_read(
     vllm: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec = small("Scheduler.schedule")
-    monkeypatch.setattr(catalog, "load_spec", lambda: spec)
+    monkeypatch.setattr(commands, "load_spec", lambda: spec)
     monkeypatch.setattr(coverage, "table", lambda spec: [])
     vllm(SCHEDULER)
-    spec.sources = evidence.collect(spec)
-    assert catalog.drift() == 0
+    spec.sources = drift.collect(spec)
+    assert commands.drift() == 0
     vllm(SCHEDULER.replace("return 1", "return 2"))
-    assert catalog.drift() == 1
+    assert commands.drift() == 1
     assert "Scheduler.schedule" in capsys.readouterr().out
 
 
 def test_what_is_not_in_force_is_not_missed(vllm: Callable[[str], None]) -> None:
     spec = small("Scheduler.gone")
     vllm(SCHEDULER)
-    assert evidence.drift(spec).vanished
+    assert drift.drift(spec).vanished
     spec.requirements["first"] = spec.requirements["first"].model_copy(update={"since": "0.33"})
-    assert not evidence.drift(spec).vanished
+    assert not drift.drift(spec).vanished
 
 
 def test_lint_names_what_has_no_digest(vllm: Callable[[str], None]) -> None:
     vllm(SCHEDULER)
     spec = small("Scheduler.schedule", "Scheduler.land")
-    spec.sources = evidence.collect(spec)
+    spec.sources = drift.collect(spec)
     del spec.requirements["second"]
-    spec.requirements["first"] = spec.requirements["first"].model_copy(update={"source": evidence.Source(file=FILE, symbol="Scheduler")})
+    spec.requirements["first"] = spec.requirements["first"].model_copy(update={"source": requirement.Source(file=FILE, symbol="Scheduler")})
     found = [finding.message for finding in lint(spec) if finding.code == "L030"]
     assert len(found) == 3
     assert all(
@@ -154,7 +157,7 @@ def test_lint_names_what_has_no_digest(vllm: Callable[[str], None]) -> None:
 
 
 def test_what_a_signature_says(vllm: Callable[[str], None]) -> None:
-    assert signatures.signatures() == {
+    assert interface.signatures() == {
         "request_finished_all_groups": "abstractmethod (self, request: Request) -> tuple[bool, dict[str, Any] | None]",
         "KVConnectorBase_V1.__init__": "(self, vllm_config)",
         "role": "property (self) -> KVConnectorRole",
@@ -166,19 +169,19 @@ def test_what_a_signature_says(vllm: Callable[[str], None]) -> None:
 def test_another_interface_is_compared(vllm: Callable[[str], None], tmp_path: Path) -> None:
     vllm(SCHEDULER)
     spec = small("Scheduler.schedule", "Scheduler.land")
-    spec.sources = evidence.collect(spec)
+    spec.sources = drift.collect(spec)
     spec.requirements["first"] = spec.requirements["first"].model_copy(update={"touches": ["layout", "fresh"]})
     spec.requirements["second"] = spec.requirements["second"].model_copy(update={"touches": ["save"]})
-    assert not evidence.drift(spec).hooks
+    assert not drift.drift(spec).hooks
     text = INTERFACE.replace("def layout(cls", "def placing(cls").replace("wait=True", "wait=False").replace("def _own", "def fresh")
-    (tmp_path / coverage.BASE).write_text(text, encoding="utf-8")
-    found = evidence.drift(spec)
+    (tmp_path / interface.BASE).write_text(text, encoding="utf-8")
+    found = drift.drift(spec)
     assert found.hooks.new == {"placing": [], "fresh": ["first"]}
     assert found.hooks.gone == {"layout": ["first"]}
     was, now, names = found.hooks.changed["save"]
     assert (was.endswith("wait=True)"), now.endswith("wait=False)"), names) == (True, True, ["second"])
     assert found
-    told = evidence.report(found, spec)
+    told = drift.report(found, spec)
     for words in (
         "without a requirement (1)\n  placing",
         "with a requirement (1)\n  fresh\n    first",
@@ -192,36 +195,36 @@ def test_what_an_older_release_does_not_have_yet(vllm: Callable[[str], None], tm
     vllm(SCHEDULER)
     spec = small("Scheduler.schedule")
     spec.requirements["first"] = spec.requirements["first"].model_copy(update={"touches": ["layout"], "since": "0.32"})
-    (tmp_path / coverage.BASE).write_text(INTERFACE.replace("def layout", "def _layout"), encoding="utf-8")
-    assert interface.drift(spec, interface.read(), "0.32.0").gone == {"layout": ["first"]}
-    assert not interface.drift(spec, interface.read(), "0.31.0")
-    assert interface.drift(small("Scheduler.schedule"), interface.read(), "0.33.0").gone == {"layout": []}
+    (tmp_path / interface.BASE).write_text(INTERFACE.replace("def layout", "def _layout"), encoding="utf-8")
+    assert drift.hook_drift(spec, drift.read_hooks(), "0.32.0").gone == {"layout": ["first"]}
+    assert not drift.hook_drift(spec, drift.read_hooks(), "0.31.0")
+    assert drift.hook_drift(small("Scheduler.schedule"), drift.read_hooks(), "0.33.0").gone == {"layout": []}
 
 
 def test_the_file_of_hooks(vllm: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    hooks = interface.collect("0.32.0")
+    hooks = drift.collect_hooks("0.32.0")
     monkeypatch.undo()
-    monkeypatch.setattr(interface.importlib.resources, "files", lambda package: tmp_path)
-    (tmp_path / "hooks.yaml").write_text(interface.render(hooks), encoding="utf-8")
-    assert interface.read() == hooks
+    monkeypatch.setattr(drift.importlib.resources, "files", lambda package: tmp_path)
+    (tmp_path / "hooks.yaml").write_text(drift.render_hooks(hooks), encoding="utf-8")
+    assert drift.read_hooks() == hooks
     (tmp_path / "hooks.yaml").write_text("- {hook: save}\n", encoding="utf-8")
     with pytest.raises(UsageError, match=r"spec/hooks.yaml: Field required"):
-        interface.read()
+        drift.read_hooks()
     (tmp_path / "hooks.yaml").unlink()
     with pytest.raises(UsageError, match=r"there is no spec/hooks.yaml"):
-        interface.read()
+        drift.read_hooks()
 
 
 def test_every_requirement_has_a_digest() -> None:
     spec = load_spec()
-    assert evidence.cited(spec).keys() == spec.sources.keys()
-    assert sum(map(len, evidence.cited(spec).values())) == len(spec.requirements)
+    assert drift.cited(spec).keys() == spec.sources.keys()
+    assert sum(map(len, drift.cited(spec).values())) == len(spec.requirements)
 
 
-@pytest.mark.skipif((sources.vllm_version() or "").split("+")[0] != "0.32.0", reason="the version that was read is another")
+@pytest.mark.skipif((installed.source_version() or "").split("+")[0] != "0.32.0", reason="the version that was read is another")
 def test_the_digests_are_those_of_the_version_that_was_read() -> None:
     spec = load_spec()
-    assert evidence.render(evidence.collect(spec)) == evidence.render(spec.sources)
-    found = evidence.drift(spec)
+    assert drift.render(drift.collect(spec)) == drift.render(spec.sources)
+    found = drift.drift(spec)
     assert not (found.changed or found.vanished or found.unread or found.hooks)
-    assert interface.render(interface.collect("0.32.0")) == interface.render(interface.read())
+    assert drift.render_hooks(drift.collect_hooks("0.32.0")) == drift.render_hooks(drift.read_hooks())

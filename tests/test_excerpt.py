@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from kvconform.excerpt import EXCERPT, LEAST, excerpt
-from kvconform.load import load_spec
+from kvconform.config.target import Target
+from kvconform.contract.loader import load_spec
+from kvconform.judge.backtrace import EXCERPT, LEAST, excerpt
 from kvconform.refimpl.connector import ReferenceConnector
 from kvconform.report.timeline import render
-from kvconform.run import run_and_judge
-from kvconform.target import Target
+from kvconform.run.case import run_and_judge
 
 Event = dict[str, Any]
 SPEC = load_spec()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvconform.runner import Run
+from kvconform.run.records import Run
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from kvconform.capabilities import CAPABILITIES, complete
+from kvconform.contract.capabilities import CAPABILITIES, complete
+from kvconform.contract.events import CHANNELS, EVENTS, PROVENANCE, channels_of, check_event
+from kvconform.contract.expression import ExprError, compile_capability, compile_expr
 from kvconform.errors import UsageError
-from kvconform.events import CHANNELS, EVENTS, PROVENANCE, channels_of, check_event
-from kvconform.expr import ExprError, compile_capability, compile_expr
 
 LOOKUP = {"tokens": 8, "local": 4, "N": 13, "is_async": False, "req": "a", "type_ok": True, "status": "waiting"}
 

@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from kvconform.case import Config
-from kvconform.grants import Grant
-from kvconform.groups import groups_of
+from kvconform.config.target import Target
+from kvconform.contract.case import Config
+from kvconform.contract.loader import load_spec
 from kvconform.kernels.codes import CodeBook
-from kvconform.kvcache import PagedCache
-from kvconform.load import load_spec
-from kvconform.run import run_and_judge
-from kvconform.target import Target
+from kvconform.kv.cache import PagedCache, groups_of
+from kvconform.kv.oracle import Grant
+from kvconform.run.case import run_and_judge
 
 SPEC = load_spec()
 HYBRID = "kvconform.refimpl.variants.hybrid:HybridConnector"

@@ -10,9 +10,9 @@ import pytest
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs vLLM", allow_module_level=True)
 
-from kvconform.engines.halves import noted
-from kvconform.trace import Trace
-from kvconform.watchdog import HookTimeout
+from kvconform.contract.trace import Trace
+from kvconform.engine.halves import noted
+from kvconform.process.watchdog import HookTimeout
 
 
 @pytest.mark.parametrize(("op", "error"), [("start", "HookTimeout: __init__ did not return within 1 s"), ("shutdown", None)])

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kvconform.history import Entry, entries
-from kvconform.history_page import findings_page, found_in, history_page
-from kvconform.load import Spec, load_spec
+from kvconform.contract.loader import Spec, entries, load_spec
+from kvconform.contract.references import Entry
+from kvconform.dev.history import findings_page, found_in, history_page
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from kvconform.idle import STALL_STEPS, Idle
-from kvconform.load import load_spec
+from kvconform.config.target import Target
+from kvconform.contract.loader import load_spec
+from kvconform.contract.trace import Trace
 from kvconform.refimpl.connector import ReferenceConnector
-from kvconform.runner import Run, run_variant
-from kvconform.target import Target
-from kvconform.trace import Trace
+from kvconform.run.driver import STALL_STEPS, Idle
+from kvconform.run.records import Run
+from kvconform.run.runner import run_variant
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -46,7 +47,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Clock]:
 
     def make(seconds: float) -> Clock:
         clock = Clock(seconds)
-        monkeypatch.setattr("kvconform.idle.time", clock)
+        monkeypatch.setattr("kvconform.run.driver.time", clock)
         return clock
 
     return make

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvconform.grants import slots_of
 from kvconform.kernels.codes import CodeBook
-from kvconform.kvcache import PagedCache
+from kvconform.kv.cache import PagedCache
+from kvconform.kv.oracle import slots_of
 
 sys.path.insert(0, str(Path(__file__).parent))
 

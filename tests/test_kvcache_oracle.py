@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvconform.grants import slots_of
-from kvconform.provenance import Chain, Identity, Origin
+from kvconform.kv.oracle import slots_of
+from kvconform.kv.provenance import Chain, Identity, Origin
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -9,14 +9,13 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from kvconform.case import Layout
-from kvconform.compat_groups import RESOLVES_LAYOUTS
-from kvconform.groups import groups_of
+from kvconform.compat.groups import RESOLVES_LAYOUTS
+from kvconform.config.target import Target
+from kvconform.contract.case import Layout
+from kvconform.contract.loader import load_spec
 from kvconform.kernels.codes import CodeBook
-from kvconform.kvcache import PagedCache
-from kvconform.load import load_spec
-from kvconform.run import run_and_judge
-from kvconform.target import Target
+from kvconform.kv.cache import PagedCache, groups_of
+from kvconform.run.case import run_and_judge
 
 SPEC = load_spec()
 BOOK = CodeBook(2, 2, 16)
@@ -47,7 +46,7 @@ def test_shape_and_strides_are_those_of_vllm(layout: str, kind: str) -> None:
     from vllm.v1.kv_cache_interface import create_kv_cache_views
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
-    from kvconform.compat_groups import build_cache_config
+    from kvconform.compat.groups import build_cache_config
 
     cache = PagedCache(BOOK, BLOCKS, TOKENS, layout=layout, groups=groups_of([kind], layers=2, block_size=TOKENS, heads=2, window=8))  # type: ignore[list-item]
     config = build_cache_config(cache)

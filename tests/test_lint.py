@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from kvconform import coverage, sources
-from kvconform.lint import RULES, Finding, lint, lint_root
-from kvconform.load import load_spec
+from kvconform.compat import installed, interface
+from kvconform.contract.loader import load_spec
+from kvconform.dev.lint import RULES, lint, lint_root
+from kvconform.dev.lint_requirements import Finding
 
 GOOD = {
     "id": "lookup.last-token",
@@ -46,11 +47,11 @@ def small_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     (root / "v1").mkdir(parents=True)
     (root / "_version.py").write_text("version: str\n__version__ = version = '0.32.0+cpu'\n")
     (root / "v1" / "core.py").write_text(CORE)
-    sources.vllm_version.cache_clear()
-    monkeypatch.setattr(sources, "vllm_root", lambda: root)
+    installed.source_version.cache_clear()
+    monkeypatch.setattr(installed, "vllm_root", lambda: root)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     yield
-    sources.vllm_version.cache_clear()
+    installed.source_version.cache_clear()
 
 
 def findings(tmp_path: Path, change: dict[str, Any] | None = None, *, case: dict[str, Any] | None = None, **files: Any) -> list[Finding]:
@@ -217,7 +218,7 @@ def test_a_defect_that_is_nowhere(tmp_path: Path, change: dict[str, Any], words:
 
 
 def test_what_is_touched_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coverage, "items", lambda: iter(["start_load_kv", "NewRequestData.block_ids"]))
+    monkeypatch.setattr(interface, "items", lambda: iter(["start_load_kv", "NewRequestData.block_ids"]))
     read = {"file": "v1/core.py", "symbol": "Scheduler.schedule", "version": "0.32.0", "line": 3, "digest": "0123456789abcdef"}
     touches = {"touches": ["start_load_kv", "NewRequestData.block_ids", "restore_kv_caches"]}
     assert findings(tmp_path, touches, **{"sources__yaml": [read]}) == []

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvconform import yamlio
-from kvconform.case import Case
+from kvconform.contract import yaml12
+from kvconform.contract.case import Case
+from kvconform.contract.loader import SpecError, load_spec
+from kvconform.contract.profile import in_range, select
+from kvconform.contract.requirement import Requirement, version_key
 from kvconform.errors import UsageError
-from kvconform.load import SpecError, load_spec
-from kvconform.profile import in_range, select
-from kvconform.requirement import Requirement, version_key
 
 REQUIREMENT = """\
 - id: lookup.non-negative
@@ -71,7 +71,7 @@ def problems(root: Path) -> list[str]:
     ],
 )
 def test_scalars_are_yaml_1_2(text: str, data: object) -> None:
-    assert yamlio.parse(text, "f.yaml") == data
+    assert yaml12.parse(text, "f.yaml") == data
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_scalars_are_yaml_1_2(text: str, data: object) -> None:
 )
 def test_what_is_refused(text: str, sentence: str) -> None:
     with pytest.raises(UsageError, match="^f.yaml:") as caught:
-        yamlio.parse(text, "f.yaml")
+        yaml12.parse(text, "f.yaml")
     assert sentence in caught.value.message and "\n" not in caught.value.message
 
 
@@ -114,7 +114,7 @@ def test_json_is_yaml(value: Any) -> None:
     """JSON is a subset of YAML 1.2, so what json.dumps says must come back."""
     text = json.dumps(value)
     if "\\ud" not in text:  # surrogate escapes are JSON's own
-        assert yamlio.parse(text, "f") == value
+        assert yaml12.parse(text, "f") == value
 
 
 def test_a_good_specification(tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch:
 
 
 def case(**changes: Any) -> Case:
-    return Case.model_validate({**yamlio.parse(CASE, "case"), **changes})
+    return Case.model_validate({**yaml12.parse(CASE, "case"), **changes})
 
 
 def test_variants() -> None:
@@ -295,7 +295,7 @@ def test_expectations_per_scheduling_and_guards() -> None:
 
 
 def test_versions() -> None:
-    req = Requirement.model_validate({**yamlio.parse(REQUIREMENT, "r")[0], "since": "0.11", "until": "0.33"})
+    req = Requirement.model_validate({**yaml12.parse(REQUIREMENT, "r")[0], "since": "0.11", "until": "0.33"})
     assert [req.in_force(v) for v in ("0.9.2", "0.11.0", "0.32.1rc2+cpu", "0.33.0", "1.0")] == [False, True, True, False, False]
     assert version_key("v0.32.0.dev1") == version_key("0.32") < version_key("0.32.1")
     assert in_range("0.32.0", ">=0.31,<0.33") and not in_range("0.33.0", ">=0.31,<0.33") and in_range("9", None)

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvconform.capabilities import MOST_LOSSY, tolerance
-from kvconform.load import load_spec
+from kvconform.config.target import Target
+from kvconform.contract.capabilities import MOST_LOSSY, tolerance
+from kvconform.contract.loader import load_spec
 from kvconform.refimpl.variants import lossy
 from kvconform.refimpl.variants.lossy import Quantising
-from kvconform.run import run_and_judge
-from kvconform.target import Target
+from kvconform.run.case import run_and_judge
 
 SPEC = load_spec()
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from kvconform.load import load_spec
-from kvconform.lost import lost, note_unfilled
-from kvconform.refimpl.variants import VARIANTS
-from kvconform.run import run_and_judge
-from kvconform.target import Target
+from kvconform.config.target import Target
+from kvconform.contract.loader import load_spec
+from kvconform.judge.engine_bugs import lost, note_unfilled
+from kvconform.refimpl.variants.registry import VARIANTS
+from kvconform.run.case import run_and_judge
 
 SPEC = load_spec()
 START = {"k": "run.start", "block_size": 4}

@@ -11,8 +11,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvconform.evaluate import evaluate
-from kvconform.join import hashable, split
+from kvconform.judge.evaluate import evaluate
+from kvconform.judge.guards import hashable, split
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from kvconform.capabilities import complete
-from kvconform.case import Case
-from kvconform.infer import profile_of
-from kvconform.load import load_spec
-from kvconform.multi import inside
-from kvconform.run import run_and_judge
-from kvconform.runner import run_variant
-from kvconform.target import Target
+from kvconform.config.target import Target, inside
+from kvconform.contract.capabilities import complete
+from kvconform.contract.case import Case
+from kvconform.contract.loader import load_spec
+from kvconform.run.calibration import profile_of
+from kvconform.run.case import run_and_judge
+from kvconform.run.runner import run_variant
 
 REFERENCE = "kvconform.refimpl.connector:ReferenceConnector"
 SPEC = load_spec()

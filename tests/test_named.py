@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from kvconform import named
+from kvconform.config import catalogue
+from kvconform.config.settings import load
 from kvconform.errors import UsageError
+from kvconform.judge.verdict import Row, Verdict
 from kvconform.report.repro import command
-from kvconform.settings import load
-from kvconform.verdict import Row, Verdict
 
 
-@pytest.mark.parametrize("name", named.names())
+@pytest.mark.parametrize("name", catalogue.names())
 def test_every_entry_is_a_configuration(name: str, tmp_path: Path) -> None:
     settings = load({"connector": f"catalogue:{name}"}, start=tmp_path)
-    assert settings.catalogue == f"catalogue:{name}" and settings.connector == named.named(name).connector
-    assert named.named(name).text.endswith(".")
+    assert settings.catalogue == f"catalogue:{name}" and settings.connector == catalogue.named(name).connector
+    assert catalogue.named(name).text.endswith(".")
 
 
 def test_the_command_line_has_the_last_word_and_other_settings_are_not_read(tmp_path: Path) -> None:
@@ -47,13 +47,13 @@ def test_a_name_that_does_not_exist() -> None:
 def test_a_broken_entry_is_told(text: str, tmp_path: Path) -> None:
     (tmp_path / "odd.toml").write_text(text)
     with pytest.raises(UsageError, match="odd.toml of the catalogue is broken: "):
-        named.named("catalogue:odd", tmp_path)
+        catalogue.named("catalogue:odd", tmp_path)
 
 
 def test_an_unknown_setting_of_an_entry_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "odd.toml").write_text('text = "It."\nconnector = "A"\nextra-konfig = {}\n')
-    entry = named.named("odd", tmp_path)
-    monkeypatch.setattr(named, "named", lambda name: entry)
+    entry = catalogue.named("odd", tmp_path)
+    monkeypatch.setattr(catalogue, "named", lambda name: entry)
     with pytest.raises(UsageError, match="unknown setting 'extra-konfig'; did you mean 'extra_config'"):
         load({"connector": "catalogue:odd"})
 
@@ -72,6 +72,6 @@ def test_what_is_installed_comes_from_the_entry(tmp_path: Path, monkeypatch: pyt
 
 
 def test_entries_need_nothing_that_is_not_a_requirement() -> None:
-    for name in named.names():
-        raw = tomllib.loads((named.ROOT / f"{name}.toml").read_text(encoding="utf-8"))
+    for name in catalogue.names():
+        raw = tomllib.loads((catalogue.ROOT / f"{name}.toml").read_text(encoding="utf-8"))
         assert [key for key in raw if key != "family"][:2] == ["text", "connector"]

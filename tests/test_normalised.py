@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvconform.caseitem import normalised
+from kvconform.session.worker import normalised
 
 
 @pytest.mark.parametrize(

@@ -358,7 +358,6 @@ def test_the_documentation_is_built_by_its_session_and_by_lint(sessions: Any, mo
         ("-m", "pytest", "tests/test_site.py", "tests/test_docs.py", "-x"),
     ]  # fmt: skip
     did.clear()
-    monkeypatch.setattr(module.noxenv, "package_tree", lambda path: path)
     monkeypatch.setattr(Built, "path", Path("lint"), raising=False)
     getattr(module.lint, "func", module.lint)(Chosen("lint"))
     assert "docs" in did[0] and ("-m", "mkdocs", "build", "--strict", "--quiet") in did

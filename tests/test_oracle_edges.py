@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 pytest.importorskip("vllm")
-from kvconform.grants import slots_of
-from kvconform.observer import Observer
+from kvconform.kv.oracle import slots_of
+from kvconform.observe.observer import Observer
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -9,15 +9,18 @@ import threading
 import numpy as np
 import pytest
 
+from kvconform.kv import gpu
+
 pytest.importorskip("vllm")
 import torch
 
-from kvconform import device
-from kvconform.emulation import DeviceFault, emulate
+from kvconform.emulation.emulate import emulate
+from kvconform.emulation.errors import DeviceFault
 from kvconform.emulation.settle import settle
+from kvconform.engine.worker import Overlap
 from kvconform.kernels.codes import CodeBook
-from kvconform.kvcache import PagedCache
-from kvconform.overlap import Overlap
+from kvconform.kv import device
+from kvconform.kv.cache import PagedCache
 
 BOOK = CodeBook(1, 1, 16)
 SLOTS = np.array([5, 6])
@@ -44,7 +47,7 @@ class Pass:
 
 
 def test_what_a_step_wrote_is_pending_again_when_the_step_is_over() -> None:
-    with device.opened("emulated", "compute"):
+    with gpu.opened("emulated", "compute"):
         step = Pass()
         step.judge()
         assert step.values() == [1.0, 1.0]
@@ -55,7 +58,7 @@ def test_what_a_step_wrote_is_pending_again_when_the_step_is_over() -> None:
 
 
 def test_who_waits_for_the_compute_stream_gets_what_was_written() -> None:
-    with device.opened("emulated", "compute"):
+    with gpu.opened("emulated", "compute"):
         step = Pass()
         step.judge()
         with device.current.calling():
@@ -73,7 +76,7 @@ def test_who_waits_for_the_compute_stream_gets_what_was_written() -> None:
 
 @pytest.mark.parametrize("how", ["event", "stream", "device", "query", "answer"])
 def test_a_step_whose_end_somebody_has_seen_stays_done(how: str) -> None:
-    with device.opened("emulated", "compute"):
+    with gpu.opened("emulated", "compute"):
         step = Pass()
         with device.current.calling():
             if how == "event":
@@ -94,7 +97,7 @@ def test_a_step_whose_end_somebody_has_seen_stays_done(how: str) -> None:
 
 
 def test_an_event_that_nobody_asked_about_is_reached_later_too() -> None:
-    with device.opened("emulated", "compute"):
+    with gpu.opened("emulated", "compute"):
         step = Pass()
         with device.current.calling():
             event = torch.cuda.current_stream().record_event()
@@ -112,7 +115,7 @@ def test_an_event_that_nobody_asked_about_is_reached_later_too() -> None:
 
 @pytest.mark.parametrize("slow", ["transfers", None])
 def test_nothing_is_taken_back_where_the_compute_stream_is_not_slow(slow: str | None) -> None:
-    with device.opened("emulated", slow):
+    with gpu.opened("emulated", slow):
         step = Pass()
         step.judge()
         assert step.values() == [2.0, 2.0]
@@ -128,10 +131,10 @@ def test_what_fails_when_nobody_waits_any_more_is_nobodys_business() -> None:
     def fail() -> None:
         raise DeviceFault("on purpose")
 
-    with device.opened("emulated", "compute") as opened:
+    with gpu.opened("emulated", "compute") as opened:
         opened.launch(fail)
         opened.launch(fail)
-    with device.opened("emulated", "compute") as opened:
+    with gpu.opened("emulated", "compute") as opened:
         opened.launch(fail)
         opened.launch(fail)
         opened.finish()

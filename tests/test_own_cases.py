@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from kvconform.config.selection import select
+from kvconform.config.settings import load
+from kvconform.contract.loader import SpecError, load_spec
 from kvconform.errors import UsageError
-from kvconform.load import SpecError, load_spec
-from kvconform.settings import load
-from kvconform.suite import select
 
 CASE = """id: mine.one
 area: load

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from kvconform.case import Case, Variant
-from kvconform.events import check_event
-from kvconform.handover import _through_json
-from kvconform.load import load_spec
-from kvconform.requirement import Requirement
-from kvconform.run import run_and_judge
-from kvconform.runner import run_variant
-from kvconform.sides import evaluate_sides
-from kvconform.target import Target
+from kvconform.config.target import Target
+from kvconform.contract.case import Case, Variant
+from kvconform.contract.events import check_event
+from kvconform.contract.loader import load_spec
+from kvconform.contract.requirement import Requirement
+from kvconform.judge.verdict import evaluate_sides
+from kvconform.run.case import run_and_judge
+from kvconform.run.pair import _through_json
+from kvconform.run.runner import run_variant
 
 PEER = "kvconform.refimpl.variants.peer:Peer"
 SPEC = load_spec()

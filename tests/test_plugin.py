@@ -18,8 +18,8 @@ import sys
 def test_nothing_heavy(pytestconfig):
     assert pytestconfig.pluginmanager.hasplugin("kvconform")
     ours = {name for name in sys.modules if name.split(".")[0] == "kvconform"}
-    assert ours == {"kvconform", "kvconform.plugin"}, ours
-    assert not {"vllm", "torch", "rich", "ruamel.yaml", "kvconform.settings"} & set(sys.modules)
+    assert ours == {"kvconform", "kvconform.session", "kvconform.session.plugin"}, ours
+    assert not {"vllm", "torch", "rich", "ruamel.yaml", "kvconform.config.settings"} & set(sys.modules)
     assert pytestconfig.getoption("dist", "no") == "no"
 """
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from kvconform import compat
-from kvconform.compat import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
-from kvconform.probe import Patch, Probe, hook_names, wrap_instance_hooks
+from kvconform.compat import vllm_api
+from kvconform.compat.vllm_api import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
+from kvconform.contract.trace import Trace
+from kvconform.observe.probe import Patch, Probe, hook_names, wrap_instance_hooks
 from kvconform.refimpl.connector import ReferenceConnector
-from kvconform.trace import Trace
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -256,7 +256,7 @@ def test_a_hook_that_a_newer_base_class_has_is_recorded(trace: Trace, monkeypatc
 
         def _private(self) -> None: ...
 
-    monkeypatch.setattr(compat, "hook_classes", lambda: (Newer, *KVConnectorBase_V1.__mro__[:1]))
+    monkeypatch.setattr(vllm_api, "hook_classes", lambda: (Newer, *KVConnectorBase_V1.__mro__[:1]))
     Plain.brand_new_hook = lambda self, value: value + 2  # type: ignore[attr-defined]
     try:
         assert "brand_new_hook" in hook_names() and "_private" not in hook_names()

@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 
-from kvconform.crowd import Crowd
+from kvconform.config.target import Target
 from kvconform.errors import UsageError
-from kvconform.infer import profile_of
-from kvconform.plain import Plain
-from kvconform.promise import Promises
 from kvconform.refimpl.connector import ReferenceConnector
-from kvconform.target import Target
+from kvconform.run.calibration import profile_of
+from kvconform.run.promises import Crowd, Plain, Promises
 
 CAPS = {"store": True, "saves": "all", "chunk_tokens": 4}
 EXAMPLE = "vllm.distributed.kv_transfer.kv_connector.v1.example_connector:ExampleConnector"

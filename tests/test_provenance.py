@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconform.events import PROVENANCE
+from kvconform.contract.events import PROVENANCE
 from kvconform.kernels.codes import CodeBook
-from kvconform.provenance import Chain, Identity, Origin, Registry, diagnose
+from kvconform.kv.provenance import Chain, Identity, Origin, Registry, diagnose
 
 BOOK = CodeBook(2, 2, 16)
 TOKENS = [11, 12, 13, 14, 15, 16]

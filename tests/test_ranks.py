@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from kvconform.case import Case
-from kvconform.compat import KVConnectorOutput
-from kvconform.engines.joined import Joined
-from kvconform.load import load_spec
-from kvconform.run import run_and_judge
-from kvconform.runner import run_variant
-from kvconform.target import Target
-from kvconform.trace import Trace
+from kvconform.compat.vllm_api import KVConnectorOutput
+from kvconform.config.target import Target
+from kvconform.contract.case import Case
+from kvconform.contract.loader import load_spec
+from kvconform.contract.trace import Trace
+from kvconform.observe.ledger import Joined
+from kvconform.run.case import run_and_judge
+from kvconform.run.runner import run_variant
 
 SPEC = load_spec()
 CASES = [case for case in SPEC.cases.values() if case.area == "ranks"]

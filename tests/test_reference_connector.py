@@ -144,7 +144,6 @@ def test_blocks_are_kept_for_the_last_chunk(tmp_path: Path) -> None:
     request.append_output_token_ids(5)
     assert rig.scheduler.request_finished(request, [1, 2]) == (True, None)
     assert [rig.step()[1], rig.step()[1], rig.step()[1]] == [None, {"a"}, None]
-    assert rig.scheduler.kvconform_inspector().gauges() == dict.fromkeys(rig.scheduler.kvconform_inspector().gauges(), 0)
 
 
 # ---- Bounds: one row per mode of the truth tables; k = 3 drafts ----

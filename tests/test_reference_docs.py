@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kvconform import bugs, docs, explain
+from kvconform.contract.loader import Spec, load_spec
+from kvconform.dev import docs
 from kvconform.errors import UsageError
-from kvconform.load import Spec, load_spec
+from kvconform.report import explain
 
 pytest.importorskip("jinja2")
 
@@ -26,7 +27,7 @@ def pages(spec: Spec) -> dict[str, str]:
 
 
 def test_the_pages_are_up_to_date(pages: dict[str, str]) -> None:
-    assert docs.stale(pages) == [], "python -m kvconform.docs"
+    assert docs.stale(pages) == [], "python -m kvconform.dev.docs"
 
 
 def test_a_stale_page_and_one_too_many_are_named(pages: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +70,7 @@ def test_an_area_without_words_is_an_error(spec: Spec, monkeypatch: pytest.Monke
 
 
 def test_every_bug_that_is_named_is_described(spec: Spec) -> None:
-    known = bugs.load()
+    known = docs.load()
     named = {bug for item in (*spec.requirements.values(), *spec.cases.values()) for bug in item.bugs}
     named |= {bug for defect in spec.defects.values() for bug in defect.get("bugs", ())}
     assert named - known.keys() == set()

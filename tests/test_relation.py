@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvconform.relation import RelateMonitor, relate_runs
-from kvconform.requirement import Requirement
+from kvconform.contract.requirement import Requirement
+from kvconform.judge.relation import RelateMonitor, relate_runs
 
 Event = dict[str, Any]
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from kvconform import watchdog
-from kvconform.compat import KVConnectorMetadata
+from kvconform.compat.vllm_api import KVConnectorMetadata
+from kvconform.process import watchdog
 from kvconform.refimpl.connector import ReferenceConnector
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from kvconform.collector import Collector
-from kvconform.events import EVENTS
-from kvconform.load import load_spec
-from kvconform.profile import Expected, Waiver
+from kvconform.config.selection import select
+from kvconform.config.settings import Settings
+from kvconform.contract.events import EVENTS
+from kvconform.contract.loader import load_spec
+from kvconform.contract.profile import Expected, Waiver
+from kvconform.judge.verdict import Verdict, rows_for
 from kvconform.report import jsonl, repro, terminal, timeline
-from kvconform.report_models import FooterLine, HeaderLine
-from kvconform.settings import Settings
-from kvconform.suite import select
-from kvconform.verdict import Verdict, rows_for
+from kvconform.report.collector import Collector
+from kvconform.report.models import FooterLine, HeaderLine
 
 SPEC = load_spec()
 CASES = [case.id for case in SPEC.cases.values() if len(case.variants(["reference"], ["sync"])) == 1][:2]

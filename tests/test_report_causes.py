@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
+from kvconform.judge.verdict import Row, Verdict
 from kvconform.report.causes import SHOWN, by_cause, signature, split
-from kvconform.verdict import Row, Verdict
 
 
 def row(requirement: str, message: str, case: str = "c") -> Row:

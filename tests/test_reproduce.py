@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m kvconform.results reproduce`: findings that still fail, that do not, and that could not be run."""
+"""`python -m kvconform.dev.results reproduce`: findings that still fail, that do not, and that could not be run."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from kvconform.dev.results import finding
+from kvconform.dev.results.__main__ import main
+from kvconform.dev.results.reproduce import LIMIT, chosen, command, reproduce
 from kvconform.errors import UsageError
-from kvconform.results import finding
-from kvconform.results.__main__ import main
-from kvconform.results.reproduce import LIMIT, chosen, command, reproduce
 
 sys.path.insert(0, str(Path(__file__).parent))
 

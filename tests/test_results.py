@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from kvconform.contract.loader import load_spec
+from kvconform.dev.results import digest, finding, page
+from kvconform.dev.results.__main__ import ROOT as RESULTS
+from kvconform.dev.results.__main__ import main, wanted
 from kvconform.errors import UsageError
-from kvconform.load import load_spec
-from kvconform.results import digest, finding, page
-from kvconform.results.__main__ import ROOT as RESULTS
-from kvconform.results.__main__ import main, wanted
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -76,7 +76,7 @@ def test_findings_name_what_exists_and_the_pages_are_as_they_should_be(monkeypat
     monkeypatch.chdir(HERE.parents[1])
     assert finding.read(HERE), "there are findings"
     stale = [name for name, text in wanted(RESULTS, load_spec()).items() if (HERE / name).read_text(encoding="utf-8") != text]
-    assert not stale, "python -m kvconform.results pages"
+    assert not stale, "python -m kvconform.dev.results pages"
 
 
 FINDING = HERE / "findings" / "example-identity.yaml"

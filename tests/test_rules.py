@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvconform import lint_rules, rules
-from kvconform.load import Spec, load_spec
+from kvconform.contract.loader import Spec, load_spec
+from kvconform.dev import lint
 
 RULES = [
     {"rule": "R001", "who": "connector MUST", "title": "an obligation"},
@@ -33,7 +33,7 @@ def spec(tmp_path: Path, requirement: dict[str, Any] | None = None, case: dict[s
 
 
 def found(spec: Spec) -> list[str]:
-    return [number for number, _ in rules.problems(spec)]
+    return [number for number, _ in lint.problems(spec)]
 
 
 def test_covered_rules_are_no_problem(tmp_path: Path) -> None:
@@ -57,9 +57,9 @@ def test_an_unknown_rule_is_found(tmp_path: Path) -> None:
 
 
 def test_a_finding_says_where(tmp_path: Path) -> None:
-    (finding,) = lint_rules.check(spec(tmp_path, None, None, WAIVER))
+    (finding,) = lint.check_rules(spec(tmp_path, None, None, WAIVER))
     assert (finding.code, finding.where) == ("L029", "spec/waivers.yaml:1")
-    (finding,) = lint_rules.check(spec(tmp_path, {"rules": []}))
+    (finding,) = lint.check_rules(spec(tmp_path, {"rules": []}))
     assert finding.where == "spec/rules.yaml:1" and "R001 (an obligation)" in finding.message
 
 

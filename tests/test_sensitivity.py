@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvconform.refimpl.connector import ReferenceConnector
-from kvconform.runner import Run
+from kvconform.run.records import Run
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -16,10 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
+from kvconform.config.settings import Settings, load
 from kvconform.errors import EnvironmentProblem, UsageError
-from kvconform.ports import Ports, is_free
-from kvconform.servers import Servers, clear_all
-from kvconform.settings import Settings, load
+from kvconform.process.servers import Ports, Servers, clear_all, is_free
 
 STORE = """
 import http.server, os, signal, sys
@@ -190,7 +189,7 @@ def test_ports_are_one_processes_own() -> None:
     ports = Ports()
     numbers = [ports.choose(f"p{i}") for i in range(40)]
     assert len(set(numbers)) == 40 and ports.choose("p7") == numbers[7]
-    asked = "from kvconform.ports import _lock; import sys; print(_lock(int(sys.argv[1])) is not None)"
+    asked = "from kvconform.process.servers import _lock; import sys; print(_lock(int(sys.argv[1])) is not None)"
 
     def other() -> str:
         return subprocess.run([sys.executable, "-c", asked, str(numbers[0])], capture_output=True, text=True, timeout=60).stdout.strip()
@@ -203,8 +202,8 @@ def test_ports_are_one_processes_own() -> None:
 PARENT = """
 import signal, sys, time
 from pathlib import Path
-from kvconform.servers import Servers
-from kvconform.settings import load
+from kvconform.process.servers import Servers
+from kvconform.config.settings import load
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what a shell has put into the background, tests included
 servers = Servers(load({}, file=sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[2]))
 servers.up()

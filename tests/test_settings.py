@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from kvconform.config.settings import REFERENCE, load, parse_extra_config
 from kvconform.errors import EnvironmentProblem, UsageError
-from kvconform.settings import REFERENCE, load, parse_extra_config
 
 
 def write(folder: Path, text: str, name: str = "kvconform.toml") -> Path:
@@ -108,25 +108,25 @@ def test_bad_extra_config(text: str, sentence: str) -> None:
 
 
 class TestEnvironment:
-    """kvconform.environment: what is installed."""
+    """kvconform.compat.installed: what is installed."""
 
     @pytest.mark.parametrize(
         ("version", "warns"), [("0.31.0", False), ("0.33.1", False), ("0.34.0rc1", True), ("1.0", True), ("unknown", True)]
     )
     def test_versions(self, monkeypatch: pytest.MonkeyPatch, version: str, warns: bool) -> None:
-        from kvconform import environment
+        from kvconform.compat import installed
 
-        monkeypatch.setattr(environment, "vllm_version", lambda: version)
-        found, warnings = environment.check_vllm()
+        monkeypatch.setattr(installed, "vllm_version", lambda: version)
+        found, warnings = installed.check_vllm()
         assert (found, bool(warnings)) == (version, warns)
 
     @pytest.mark.parametrize(("version", "sentence"), [(None, "vLLM is not installed"), ("0.10.2", "vLLM 0.10.2 is too old")])
     def test_no_good(self, monkeypatch: pytest.MonkeyPatch, version: str | None, sentence: str) -> None:
-        from kvconform import environment
+        from kvconform.compat import installed
 
-        monkeypatch.setattr(environment, "vllm_version", lambda: version)
+        monkeypatch.setattr(installed, "vllm_version", lambda: version)
         with pytest.raises(EnvironmentProblem, match=sentence):
-            environment.check_vllm()
+            installed.check_vllm()
 
     @pytest.mark.parametrize(
         ("connector", "sentence"),
@@ -137,14 +137,14 @@ class TestEnvironment:
         ],
     )
     def test_names(self, connector: str, sentence: str) -> None:
-        from kvconform.environment import check_connector_name
+        from kvconform.config.catalogue import check_connector_name
 
         with pytest.raises(UsageError) as error:
             check_connector_name(connector)
         assert sentence in error.value.message
 
     def test_pythonpath(self, tmp_path: Path) -> None:
-        from kvconform.environment import check_connector_name
+        from kvconform.config.catalogue import check_connector_name
 
         (tmp_path / "only_here.py").write_text("")
         check_connector_name("only_here:C", [str(tmp_path)])
@@ -173,22 +173,22 @@ SELECTIONS: list[tuple[dict[str, Any], str]] = [
 
 
 class TestSelection:
-    """kvconform.suite: from settings to runs."""
+    """kvconform.config.selection: from settings to runs."""
 
     @pytest.mark.parametrize(("values", "sentence"), SELECTIONS)
     def test_mistakes(self, values: dict[str, Any], sentence: str) -> None:
-        from kvconform.load import load_spec
-        from kvconform.settings import Settings
-        from kvconform.suite import select
+        from kvconform.config.selection import select
+        from kvconform.config.settings import Settings
+        from kvconform.contract.loader import load_spec
 
         with pytest.raises(UsageError) as error:
             select(load_spec(), Settings.model_validate(values), "0.32.0")
         assert error.value.message.startswith(sentence)
 
     def test_one_run(self) -> None:
-        from kvconform.load import load_spec
-        from kvconform.settings import Settings
-        from kvconform.suite import select
+        from kvconform.config.selection import select
+        from kvconform.config.settings import Settings
+        from kvconform.contract.loader import load_spec
 
         spec = load_spec()
         wanted = spec.cases["lifecycle.api"].variants()[0].id
@@ -197,9 +197,9 @@ class TestSelection:
         assert found.narrowed
 
     def test_requirements_of_other_versions_are_left_out(self) -> None:
-        from kvconform.load import load_spec
-        from kvconform.settings import Settings
-        from kvconform.suite import select
+        from kvconform.config.selection import select
+        from kvconform.config.settings import Settings
+        from kvconform.contract.loader import load_spec
 
         spec = load_spec()
         for version in ("0.31.0", "0.33.0"):

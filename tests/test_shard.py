@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
-from kvconform.load import load_spec
-from kvconform.settings import Settings
-from kvconform.shard import Shard, cost, parse, part, suite_digest
-from kvconform.suite import select
+from kvconform.config.selection import cost, part, select, suite_digest
+from kvconform.config.settings import Settings, Shard, parse
+from kvconform.contract.loader import load_spec
 
 SPEC = load_spec()
 CASES = [v.case.id for v in select(SPEC, Settings(profile="smoke"), "0.32.0").variants]

@@ -21,8 +21,8 @@ from urllib.parse import unquote
 
 import pytest
 
-from kvconform import yamlio
-from kvconform.events import PROVENANCE
+from kvconform.contract import yaml12
+from kvconform.contract.events import PROVENANCE
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -42,7 +42,7 @@ def load_hooks() -> Any:
 
 
 HOOKS: ModuleType | Any = load_hooks()
-CONFIG = yamlio.parse((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), "mkdocs.yml")
+CONFIG = yaml12.parse((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), "mkdocs.yml")
 LEFT_OUT = tuple(line.strip("/ ") for line in CONFIG["exclude_docs"].split() if line.endswith("/"))
 PAGES = [ROOT / name for name in HOOKS.PAGES] + sorted(
     page for page in DOCS.rglob("*.md") if not page.relative_to(DOCS).as_posix().startswith(LEFT_OUT)

@@ -6,9 +6,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvconform.groups import Group
 from kvconform.kernels.codes import CodeBook
-from kvconform.sliced import SlicedCache
+from kvconform.kv.cache import Group, SlicedCache
 
 BLOCK = 8
 SLOTS = np.arange(2 * BLOCK, 3 * BLOCK)  # of block 2

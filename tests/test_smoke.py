@@ -11,12 +11,12 @@ import pytest
 pytest.importorskip("vllm")
 from pydantic import BaseModel, ValidationError, field_validator
 
+from kvconform.config.target import Target
+from kvconform.contract.loader import load_spec
 from kvconform.errors import UsageError, one_line
-from kvconform.load import load_spec
 from kvconform.refimpl.connector import ReferenceConnector
-from kvconform.run import run_and_judge
-from kvconform.smoke import check
-from kvconform.target import Target
+from kvconform.run.case import run_and_judge
+from kvconform.run.smoke import check
 
 TWO = Target("kvconform.refimpl.defects.answers:TwoArguments", {"store": "{tmp}"})
 

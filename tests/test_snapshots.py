@@ -9,18 +9,17 @@ from pathlib import Path
 import pytest
 import safetensors.numpy
 
-from kvconform.load import load_spec
-from kvconform.settings import load
+from kvconform.config.settings import load
+from kvconform.config.target import Target
+from kvconform.contract.loader import load_spec
 from kvconform.snapshots import texts
 from kvconform.snapshots.canonical import EncodeError
-from kvconform.snapshots.compare import differences
-from kvconform.snapshots.compare_tensors import tensor_differences
+from kvconform.snapshots.compare import differences, tensor_differences
 from kvconform.snapshots.extension import explain
 from kvconform.snapshots.job import Job
 from kvconform.snapshots.normalise import built_in
 from kvconform.snapshots.record import Recording, cells, record
 from kvconform.snapshots.store import Store
-from kvconform.target import Target
 
 CASE = "placeholders.abort-in-flight"
 REFERENCE = "kvconform.refimpl.connector:ReferenceConnector"

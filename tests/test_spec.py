@@ -6,9 +6,9 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from kvconform.examples import outcomes
-from kvconform.lint import lint_root
-from kvconform.load import load_spec
+from kvconform.contract.loader import load_spec
+from kvconform.dev.lint import lint_root
+from kvconform.dev.lint_requirements import outcomes
 
 
 def test_the_specification_is_clean() -> None:
@@ -26,5 +26,5 @@ def test_every_example_of_the_specification() -> None:
 
 
 def test_vllm_is_never_imported() -> None:
-    code = "import sys, kvconform.lint as l, kvconform.explain, kvconform.schema; l.lint_root(); sys.exit('vllm' in sys.modules)"
+    code = "import sys, kvconform.dev.lint as l, kvconform.report.explain, kvconform.dev.schema; l.lint_root(); sys.exit('vllm' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

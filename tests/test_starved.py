@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvconform.starved import starved
+from kvconform.observe.observer import starved
 
 
 def scheduler(request: object, *others: object, free: int, held: Any = ((),), verifying: Any = 0) -> Any:

@@ -11,13 +11,13 @@ from typing import Any
 import jsonschema
 import pytest
 
-from kvconform.collector import Collector
-from kvconform.load import load_spec
+from kvconform.config.selection import select
+from kvconform.config.settings import Settings
+from kvconform.contract.loader import load_spec
+from kvconform.dev.schema import folder
+from kvconform.judge.verdict import Verdict, rows_for
 from kvconform.report import statement
-from kvconform.schema import folder
-from kvconform.settings import Settings
-from kvconform.suite import select
-from kvconform.verdict import Verdict, rows_for
+from kvconform.report.collector import Collector
 
 SPEC = load_spec()
 MUST = [r.id for r in SPEC.requirements.values() if r.kind == "requirement" and r.level == "MUST"][:3]

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("vllm")
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-from kvconform.telemetry import _merge
+from kvconform.observe.telemetry import _merge
 
 
 @dataclass

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kvconform.case import Case, Variant
+from kvconform.config.target import Target
+from kvconform.contract.case import Case, Variant
 from kvconform.kernels.codes import CodeBook
-from kvconform.runner import run_variant
-from kvconform.target import Target
+from kvconform.run.runner import run_variant
 
 pytestmark = pytest.mark.e2e  # three quarters of a minute
 

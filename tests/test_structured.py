@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from kvconform.case import Case
-from kvconform.load import load_spec
-from kvconform.runner import run_variant
-from kvconform.target import Target
+from kvconform.config.target import Target
+from kvconform.contract.case import Case
+from kvconform.contract.loader import load_spec
+from kvconform.run.runner import run_variant
 
 STEPS = [{"add": {"req": "a", "prompt": 9, "structured": True}}, {"step": 2}, {"grammar": "a"}, {"run": {}}]
 

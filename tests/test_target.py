@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from kvconform.config.target import Target
 from kvconform.errors import UsageError
 from kvconform.refimpl.connector import ReferenceConnector
-from kvconform.target import Target
 
 REFERENCE = "kvconform.refimpl.connector:ReferenceConnector"
 

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 from vllm.distributed.kv_events import AllBlocksCleared, BlockStored
 
-from kvconform import compat
-from kvconform.api import bound, inspect_class
-from kvconform.engines import refusals
-from kvconform.hashes import HashBook
-from kvconform.provenance import Identity
+from kvconform.compat import vllm_api
+from kvconform.kv.provenance import Identity
+from kvconform.observe import static_checks
+from kvconform.observe.static_checks import bound, inspect_class
+from kvconform.observe.telemetry import HashBook, _build, _merge, _Metric, _shape
 from kvconform.refimpl.connector import ReferenceConnector
 from kvconform.refimpl.telemetry import ReferenceStats
-from kvconform.telemetry import _build, _merge, _Metric, _shape
 
 
 def request(tokens: list[int], keys: list[bytes], name: str = "a") -> Any:
@@ -94,18 +93,18 @@ def test_the_stand_in_for_metrics_refuses_what_a_metric_refuses() -> None:
 
 
 def test_what_vllm_refuses() -> None:
-    config = compat.build_config(
+    config = vllm_api.build_config(
         block_size=4, num_blocks=8, budget=64, max_seqs=4, max_model_len=64, prefix_caching=True, spec_tokens=0, scheduling="sync",
         runner="v1", policy="fcfs",
-        transfer=compat.transfer_config("ReferenceConnector", "kv_both", {}, "kvconform.refimpl.connector", "fail", "test"),
+        transfer=vllm_api.transfer_config("ReferenceConnector", "kv_both", {}, "kvconform.refimpl.connector", "fail", "test"),
     )  # fmt: skip
-    cache = compat.build_cache_config(8, 4, 2, 16, ["l0"])
-    found = list(refusals.inspect_engine(config, cache, "lifecycle.api"))
+    cache = vllm_api.build_cache_config(8, 4, 2, 16, ["l0"])
+    found = list(static_checks.inspect_engine(config, cache, "lifecycle.api"))
     assert len(found) == len({item for item, _, _ in found}) == 18
     assert [item for item, ok, _ in found if not ok] == []
-    assert refusals.NAME not in compat.KVConnectorFactory._registry
-    assert refusals._refuses("x", ValueError, lambda: None) == ("x", False, "is accepted")
-    assert refusals._refuses("x", ValueError, lambda: {}["k"])[1] is False
+    assert static_checks.NAME not in vllm_api.KVConnectorFactory._registry
+    assert static_checks._refuses("x", ValueError, lambda: None) == ("x", False, "is accepted")
+    assert static_checks._refuses("x", ValueError, lambda: {}["k"])[1] is False
 
 
 class _Overrides(ReferenceConnector):

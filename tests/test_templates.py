@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from kvconform import compat, templates
-from kvconform.compat import SupportsHMA
+from kvconform.compat import vllm_api
+from kvconform.compat.vllm_api import SupportsHMA
+from kvconform.engine import setup
 from kvconform.refimpl import faulty
 from kvconform.refimpl.connector import ReferenceConnector
 
@@ -25,7 +26,7 @@ SIZES: dict[str, Any] = dict(
 
 
 def transfer(store: str) -> Any:
-    return compat.transfer_config(
+    return vllm_api.transfer_config(
         "ReferenceConnector", "kv_both", {"store": store}, "kvconform.refimpl.connector", "recompute", engine_id=store
     )
 
@@ -43,11 +44,11 @@ def differences(one: Any, other: Any, where: str = "", depth: int = 0) -> list[s
 
 def test_a_copy_is_equal_and_shares_nothing_that_changes() -> None:
     def make() -> Any:
-        return compat.build_config(**SIZES, transfer=first)
+        return vllm_api.build_config(**SIZES, transfer=first)
 
     first, second = transfer("a"), transfer("b")
-    made = templates.configuration(("test", 1), first, make)
-    copied = templates.configuration(("test", 1), second, lambda: pytest.fail("made again"))
+    made = setup.cached_config(("test", 1), first, make)
+    copied = setup.cached_config(("test", 1), second, lambda: pytest.fail("made again"))
     assert copied.kv_transfer_config is second and made.kv_transfer_config is first
     second.engine_id, second.kv_connector_extra_config = first.engine_id, first.kv_connector_extra_config
     assert differences(made, copied) == [".instance_id"]
@@ -55,35 +56,35 @@ def test_a_copy_is_equal_and_shares_nothing_that_changes() -> None:
     copied.compilation_config.static_forward_context["layer"] = object()
     copied.model_config.hf_text_config.head_dim = 99
     copied.additional_config["mine"] = 1
-    third = templates.configuration(("test", 1), first, lambda: pytest.fail("made again"))
+    third = setup.cached_config(("test", 1), first, lambda: pytest.fail("made again"))
     assert differences(made, third) == [".instance_id"]
-    assert templates.configuration(("test", 2), first, make) is not made
+    assert setup.cached_config(("test", 2), first, make) is not made
 
 
 def test_a_copied_transfer_configuration_has_the_options_and_the_id_of_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(templates, "_transfers", {})
+    monkeypatch.setattr(setup, "_transfers", {})
     for name in ("a", "b", "c"):
         options = {"store": name}
-        made = templates.transfer(("key",), options, name, lambda name=name: transfer(name))  # type: ignore[misc]
+        made = setup.cached_transfer_config(("key",), options, name, lambda name=name: transfer(name))  # type: ignore[misc]
         assert differences(made, transfer(name)) == []
         made.kv_connector_extra_config["store"] = made.engine_id = "mine"
         assert options == {"store": name}
-    other = templates.transfer(("another key",), {}, "d", lambda: compat.transfer_config("X", "kv_consumer", {}, None, "fail", "d"))
-    assert other.kv_role == "kv_consumer" and len(templates._transfers) == 2
+    other = setup.cached_transfer_config(("another key",), {}, "d", lambda: vllm_api.transfer_config("X", "kv_consumer", {}, None, "fail", "d"))
+    assert other.kv_role == "kv_consumer" and len(setup._transfers) == 2
 
 
-def test_no_transfer_configuration_is_kept_while_a_fault_is_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(templates, "_transfers", {})
+def test_no_transfer_configuration_is_configs_while_a_fault_is_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setup, "_transfers", {})
     monkeypatch.setattr(faulty, "in_force", lambda: True)
-    assert templates.transfer(("key",), {}, "a", lambda: "made") == "made" and not templates._transfers
+    assert setup.cached_transfer_config(("key",), {}, "a", lambda: "made") == "made" and not setup._transfers
 
 
 def test_the_oldest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(templates, "MOST", 2)
-    monkeypatch.setattr(templates, "_kept", {})
+    monkeypatch.setattr(setup, "MOST", 2)
+    monkeypatch.setattr(setup, "_configs", {})
     for number in range(3):
-        templates.configuration(number, None, dict)
-    assert list(templates._kept) == [1, 2]
+        setup.cached_config(number, None, dict)
+    assert list(setup._configs) == [1, 2]
 
 
 class Hybrid(ReferenceConnector, SupportsHMA):
@@ -99,17 +100,17 @@ def test_a_connector_among_siblings_has_a_configuration_of_its_own(tmp_path: Pat
         assert not select(run.trace, "engine.crash") and run.harness_error is None
 
 
-def test_nothing_is_taken_or_kept_while_a_fault_is_planted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_taken_or_configs_while_a_fault_is_planted(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[object] = []
 
     def make() -> Any:
-        made.append(compat.build_config(**SIZES, transfer=transfer("a")))
+        made.append(vllm_api.build_config(**SIZES, transfer=transfer("a")))
         return made[-1]
 
     key = ("test", "fault")
     monkeypatch.setattr(faulty, "in_force", lambda: True)
-    assert templates.configuration(key, transfer("a"), make) is made[0]
+    assert setup.cached_config(key, transfer("a"), make) is made[0]
     monkeypatch.setattr(faulty, "in_force", lambda: False)
-    assert templates.configuration(key, transfer("a"), make) is made[1], "what the fault made was not kept"
+    assert setup.cached_config(key, transfer("a"), make) is made[1], "what the fault made was not kept"
     monkeypatch.setattr(faulty, "in_force", lambda: True)
-    assert templates.configuration(key, transfer("a"), make) is made[2], "and what was kept is not the fault's"
+    assert setup.cached_config(key, transfer("a"), make) is made[2], "and what was kept is not the fault's"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Correct connectors fail nothing, however unusual they are: a requirement that one of them breaks is wrong.
 
-A few cases each, on both engines and schedulings; `python -m kvconform.sweep` runs everything, over many seeds.
+A few cases each, on both engines and schedulings; `python -m kvconform.dev.sweep` runs everything, over many seeds.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from kvconform.case import Variant
-from kvconform.load import load_spec
+from kvconform.config.target import Target
+from kvconform.contract.case import Variant
+from kvconform.contract.loader import load_spec
 from kvconform.refimpl.store import MemoryStore
-from kvconform.refimpl.variants import NOT_RECOMMENDED, VARIANTS
+from kvconform.refimpl.variants.registry import NOT_RECOMMENDED, VARIANTS
 from kvconform.refimpl.variants.tiers import HOST_CHUNKS, Tiers
-from kvconform.run import run_and_judge
-from kvconform.target import Target
+from kvconform.run.case import run_and_judge
 
 SPEC = load_spec()
 CASES = ("chunked.interleaved", "lifecycle.id-reuse", "placeholders.conversation", "preemption.after-load", "speculation.mixed")

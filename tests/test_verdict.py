@@ -6,10 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvconform.capabilities import complete
-from kvconform.report_models import RowLine
-from kvconform.requirement import Requirement
-from kvconform.verdict import CRASH, Row, Verdict, judge, rows_for
+from kvconform.contract.capabilities import complete
+from kvconform.contract.requirement import Requirement
+from kvconform.judge.verdict import CRASH, Row, Verdict, judge, rows_for
+from kvconform.report.models import RowLine
 
 AXES: dict[str, Any] = {"engine": "reference", "scheduling": "sync", "runner": "v1", "depth": 1, "block_size": 4}
 

@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 
-from kvconform import signatures, sources
-from kvconform.aggregate import aggregate
-from kvconform.load import load_spec
-from kvconform.settings import Settings
-from kvconform.suite import select
-from kvconform.verdict import Verdict, new_row
-from kvconform.versions import RELEASES, changes, matrix, observe, page
+from kvconform.compat import installed, interface
+from kvconform.config.selection import select
+from kvconform.config.settings import Settings
+from kvconform.contract.loader import load_spec
+from kvconform.judge.aggregate import aggregate
+from kvconform.judge.verdict import Verdict, new_row
+from kvconform.versions import changes, matrix, observe, page
 from kvconform.versions.__main__ import exit_code, main
 from kvconform.versions.changes import compare, first_difference, grouped, order
-from kvconform.versions.matrix import Release
+from kvconform.versions.matrix import RELEASES, Release
 
 SPEC = load_spec()
 VARIANTS = select(SPEC, Settings(engine="vllm", profile="smoke"), "0.32.0").variants
@@ -263,7 +263,7 @@ def test_a_run_that_is_missing_is_no_answer(tmp_path: Path) -> None:
     assert found.verdict == "error" and exit_code([found]) == 3
 
 
-@pytest.mark.skipif(sources.vllm_root() is None, reason="needs vLLM")
+@pytest.mark.skipif(installed.vllm_root() is None, reason="needs vLLM")
 @pytest.mark.e2e
 def test_a_matrix_of_the_installed_release(tmp_path: Path) -> None:
     arguments = ["--at", f"0.31.0={sys.executable}", "--at", f"0.32.0={sys.executable}", "--at", "0.33.0=/no/such/python"]
@@ -278,11 +278,11 @@ def test_a_matrix_of_the_installed_release(tmp_path: Path) -> None:
     assert "| 0.33.0 | not run |" in (tmp_path / "out" / "versions.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.skipif(sources.vllm_root() is None, reason="needs vLLM")
+@pytest.mark.skipif(installed.vllm_root() is None, reason="needs vLLM")
 def test_signatures_are_those_of_the_class() -> None:
-    from kvconform.compat import KVConnectorBase_V1
+    from kvconform.compat.vllm_api import KVConnectorBase_V1
 
-    found = signatures.signatures()
+    found = interface.signatures()
     for name, member in vars(KVConnectorBase_V1).items():
         function = getattr(member, "__func__", member.fget if isinstance(member, property) else member)
         if name.startswith("_") or not inspect.isfunction(function):

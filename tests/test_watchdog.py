@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvconform import watchdog
+from kvconform.process import watchdog
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_without_start_nothing_is_needed() -> None:
 DYING = """
 import ctypes, os, sys, time
 from pathlib import Path
-from kvconform import watchdog
+from kvconform.process import watchdog
 watchdog.start(0.3, Path(sys.argv[1]), grace=0.3)
 with watchdog.case("some.case[v]"), watchdog.hook("save_kv_layer", step=7):
     {body}

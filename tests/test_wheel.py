@@ -32,7 +32,7 @@ def packaged() -> Iterator[tuple[Path, str]]:
     """Every file of the checkout that belongs in the wheel, with its name there."""
     for folder, mount in MOUNTS.items():
         for path in sorted((ROOT / folder).rglob("*")):
-            if path.is_file() and "__pycache__" not in path.parts and path.name != ".gitkeep":
+            if path.is_file() and not path.is_symlink() and "__pycache__" not in path.parts and path.name != ".gitkeep":
                 yield path, f"{mount}/{path.relative_to(ROOT / folder).as_posix()}"
 
 
@@ -51,8 +51,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, built from a copy: setuptools leaves `build/` behind, and would pack what an older build left there."""
     tmp = tmp_path_factory.mktemp("wheel")
     ignore = shutil.ignore_patterns("__pycache__", "*.pyc")
-    for folder in MOUNTS:
-        shutil.copytree(ROOT / folder, tmp / "source" / folder, ignore=ignore)
+    for folder in (*MOUNTS, "src"):
+        shutil.copytree(ROOT / folder, tmp / "source" / folder, ignore=ignore, symlinks=True)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp / "source" / name)
     python("-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet", "--wheel-dir", str(tmp), str(tmp / "source"), cwd=tmp)
@@ -107,7 +107,7 @@ def test_entry_points(wheel: Path) -> None:
     points = configparser.ConfigParser()
     points.read_string(metadata(wheel, "entry_points.txt"))
     assert points["console_scripts"]["kvconform"] == "kvconform.cli:main"
-    assert points["pytest11"]["kvconform"] == "kvconform.plugin"
+    assert points["pytest11"]["kvconform"] == "kvconform.session.plugin"
 
 
 def test_licence_is_inside(wheel: Path) -> None:
@@ -140,5 +140,5 @@ def test_checkout_is_not_on_the_import_path() -> None:
 
 
 def test_a_shard_made_by_the_wheel_can_be_merged_by_the_checkout(installed: Path, tmp_path: Path) -> None:
-    code = "from kvconform.shard import suite_digest; print(suite_digest())"
+    code = "from kvconform.config.selection import suite_digest; print(suite_digest())"
     assert python("-P", "-c", code, path=installed, cwd=tmp_path).stdout == python("-P", "-c", code, cwd=tmp_path).stdout

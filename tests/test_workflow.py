@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from kvconform.contract.yaml12 import parse
 from kvconform.versions.__main__ import parser
-from kvconform.yamlio import parse
 
 CI = Path(__file__).resolve().parent.parent / "fixtures" / "ci"
 GITHUB = parse((CI / "github-actions.yml").read_text(encoding="utf-8"), "github-actions.yml")

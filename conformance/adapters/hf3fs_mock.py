@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kvconform.adapters import Adapter
+from kvconform.adapters.registry import Adapter
 
 URL = "KVCONFORM_HF3FS_URL"
 """Environment variable: the metadata server."""

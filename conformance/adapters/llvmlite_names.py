@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvconform.adapters import Adapter
+from kvconform.adapters.registry import Adapter
 
 
 def install() -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from kvconform.adapters import Adapter
+from kvconform.adapters.registry import Adapter
 
 _started: list[Any] = []
 """The managers of LMCache that were made and not ended by the adapter."""

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kvconform.adapters import Adapter
 from kvconform.adapters._kernels import any_block_size
-from kvconform.ports import Ports, is_free
+from kvconform.adapters.registry import Adapter
+from kvconform.process.servers import Ports, is_free
 
 _ports = Ports()
 _places: dict[str, int] = {}

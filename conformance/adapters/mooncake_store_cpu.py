@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from kvconform.adapters import Adapter
+from kvconform.adapters.registry import Adapter
 
 _made: list[Any] = []
 _left: list[Any] = []

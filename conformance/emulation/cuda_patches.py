@@ -10,15 +10,13 @@ from typing import Any
 
 import torch
 
-from .context import active
-from .cudart import CudaRuntime
-from .errors import NotEmulated
-from .event import Event, GenericEvent
-from .machine import Queue
-from .patch import Patches
-from .placement import wants_cuda
-from .stream import ExternalStream, GenericStream, Stream, StreamContext
-from .thread import STATE
+from kvconform.emulation.context import STATE, active
+from kvconform.emulation.cudart import CudaRuntime
+from kvconform.emulation.errors import NotEmulated
+from kvconform.emulation.machine import Queue
+from kvconform.emulation.patch import Patches
+from kvconform.emulation.placement import wants_cuda
+from kvconform.emulation.stream import Event, ExternalStream, GenericEvent, GenericStream, Stream, StreamContext
 
 MEMORY = (64 << 30, 80 << 30)  # free and total bytes, made up
 PROPERTIES = {

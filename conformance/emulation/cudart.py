@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from .context import Emulation, active
-from .stream import ExternalStream
+from kvconform.emulation.context import Emulation, active
+from kvconform.emulation.stream import ExternalStream
 
 
 class Result(IntEnum):

@@ -10,10 +10,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from .context import Emulation, active
-from .errors import DeviceFault, NotEmulated
-from .memory import Block, Kind
-from .operation import Operation, operation
+from kvconform.emulation.context import Emulation, active
+from kvconform.emulation.errors import DeviceFault, NotEmulated
+from kvconform.emulation.memory import Block, Kind
+from kvconform.emulation.operation import Operation, operation
 
 REMEMBERED = 4096  # calls whose result's shape is kept
 

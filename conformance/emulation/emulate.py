@@ -8,13 +8,12 @@ from contextlib import ExitStack, contextmanager
 
 import torch._dynamo  # noqa: F401  torch imports it when first asked for a shape, and it would read the patched torch.cuda
 
-from .context import Emulation, _active
-from .cuda_patches import patch_cuda, stream_of
-from .machine import Delay
-from .patch import Patches
-from .tensor_patches import patch_tensors
-from .thread import member
-from .threads import modes, patch_threads
+from kvconform.emulation.context import Emulation, _active, member
+from kvconform.emulation.cuda_patches import patch_cuda, stream_of
+from kvconform.emulation.machine import Delay
+from kvconform.emulation.patch import Patches
+from kvconform.emulation.tensor_patches import patch_tensors
+from kvconform.emulation.threads import modes, patch_threads
 
 
 @contextmanager

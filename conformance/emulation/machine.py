@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Literal, Protocol
 
-from .watch import Watch
+from kvconform.emulation.watch import Watch
 
 Delay = Literal["compute", "transfers"]
 

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from .errors import NotEmulated
-from .machine import Machine, Mark, Queue, Work
-from .note import caller
+from kvconform.emulation.errors import NotEmulated
+from kvconform.emulation.machine import Machine, Mark, Queue, Work
+from kvconform.emulation.note import caller
 
 POISON = 0xCB  # what freed and uninitialised bytes hold
 FILLED = 1 << 24  # larger allocations are not filled with it: they would take real time and memory

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from .context import Emulation, active
-from .dispatch import to_meta
-from .errors import NotEmulated
+from kvconform.emulation.context import Emulation, active
+from kvconform.emulation.dispatch import to_meta
+from kvconform.emulation.errors import NotEmulated
 
 CUDA = torch.device("cuda", 0)
 FROM_HOST = {torch.tensor, torch.as_tensor, torch.asarray}  # build on the host, then copy with a wait

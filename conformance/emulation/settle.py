@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 
-from .context import active
+from kvconform.emulation.context import active
 
 PAUSE = 0.0003  # seconds: the interpreter's lock is free for as long
 LONGEST = 0.5  # seconds; a thread that never blocks is not waited for

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .context import active
-from .memory import Kind
-from .patch import Patches
-from .placement import CUDA, Placement
-from .thread import RAW
+from kvconform.emulation.context import RAW, active
+from kvconform.emulation.memory import Kind
+from kvconform.emulation.patch import Patches
+from kvconform.emulation.placement import CUDA, Placement
 
 if TYPE_CHECKING:
-    from .stream import GenericStream
+    from kvconform.emulation.stream import GenericStream
 
 
 def patch_tensors(patches: Patches) -> None:

@@ -7,11 +7,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from .context import active
-from .dispatch import Dispatch
-from .patch import Patches
-from .placement import Placement
-from .thread import member
+from kvconform.emulation.context import active, member
+from kvconform.emulation.dispatch import Dispatch
+from kvconform.emulation.patch import Patches
+from kvconform.emulation.placement import Placement
 
 
 @contextmanager

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from .context import Emulation
-from .errors import NotEmulated
+from kvconform.emulation.context import Emulation
+from kvconform.emulation.errors import NotEmulated
 
 SOURCE_IN_STREAM_ORDER, SOURCE_ANY = 1, 3
 """Of the driver's CUmemcpySrcAccessOrder."""

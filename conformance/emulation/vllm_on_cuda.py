@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from vllm.v1.kv_cache_interface import KVCacheTensor
 
-from .context import Emulation
-from .errors import NotEmulated
-from .patch import Patches
-from .vllm_copies import Copies
-from .vllm_platform import platform_is_cuda
+from kvconform.emulation.context import Emulation
+from kvconform.emulation.errors import NotEmulated
+from kvconform.emulation.patch import Patches
+from kvconform.emulation.vllm_copies import Copies
+from kvconform.emulation.vllm_platform import platform_is_cuda
 
 MODULES = (
     "vllm._custom_ops",

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workloads made by machine: drawn at random, or all of a kind; run, judged by the same requirements, and shrunk to a case to read."""
+"""Random workloads and abort races, shrunk to a minimal case when they fail."""

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from kvconform.errors import UsageError
-from kvconform.option import option
+
+option = functools.partial(typer.Option, show_default=False)
 
 CONNECTOR = typer.Argument(help="package.module:Class, a registered name, or catalogue:NAME", show_default=False)
 PROFILE = (
@@ -41,7 +43,7 @@ def explore(
     config: Annotated[str | None, option("--config", metavar="FILE", help="settings, instead of kvconform.toml or pyproject.toml")] = None,
 ) -> None:
     """Run machine-made workloads; what fails is shrunk to a case to read, and to run again with `kvconform run --case FILE`."""
-    from kvconform import settings
+    from kvconform.config import settings
     from kvconform.explore.command import run
 
     if connector and option_connector:

@@ -17,19 +17,18 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from kvconform.environment import check_connector_name, check_vllm, lacking
+from kvconform.compat.installed import check_vllm
+from kvconform.config.catalogue import check_connector_name, lacking
+from kvconform.config.settings import Settings
+from kvconform.contract.loader import explained, load_spec
 from kvconform.errors import UsageError
-from kvconform.explore.campaign import Campaign, explore, first, reduce
-from kvconform.explore.corpus import Corpus
-from kvconform.explore.coverage import never
+from kvconform.explore.campaign import Campaign, Corpus, explore, first, reduce
+from kvconform.explore.outcome import never
 from kvconform.explore.pool import Pool
 from kvconform.explore.races import races
 from kvconform.explore.workload import Workload
-from kvconform.history import explained
-from kvconform.load import load_spec
 from kvconform.report.repro import run_of
 from kvconform.report.terminal import make_console
-from kvconform.settings import Settings
 
 SITUATIONS = (
     "hit",

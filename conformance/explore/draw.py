@@ -1,17 +1,87 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workloads drawn at random: engine, requests and schedule. Only what an engine and its clients may do; every draw is a case."""
+"""Workloads drawn at random: engine, requests and schedule. Only what an engine and its clients may do; every draw is a case.
+
+Workloads of two engines over one store, drawn at random: what one engine computes is handed over to the other.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-from kvconform.explore import pairs
 from kvconform.explore.dice import Dice
 from kvconform.explore.requests import Requests
 from kvconform.explore.schedule import NAMES, Schedule
 from kvconform.explore.workload import Data, Workload, make
 from kvconform.refimpl.settings import POLICIES
+
+ENGINES = {"p": "kv_producer", "d": "kv_consumer"}
+ALTERED: list[Data] = [
+    {"remote_request_id": "nobody"},
+    {"remote_engine_id": "nowhere"},
+    {"remote_request_id": None, "remote_block_ids": None},
+]
+
+
+OVER_STORE = "store"
+"""What a connector must be able to do for `over_store`, besides the roles of the engines."""
+
+
+def over_store(dice: Dice, block: int) -> tuple[list[Data], int]:
+    """As `steps`, of two engines that share a store: what one has saved the other loads, and nothing is handed over."""
+    found: list[Data] = []
+    lengths: dict[str, int] = {}
+    for engine, names in (("p", "ab"), ("d", "cde")):
+        found += [{"on": engine}] if engine == "d" else []
+        for name in names[: dice.number(1, len(names))]:
+            if not lengths or dice.one_in(4):
+                lengths[name] = max(2, dice.number(1, 4) * block + dice.pick([-1, 0, 1, 2]))
+                prompt: int | Data = lengths[name]
+            else:
+                source, more = dice.pick(sorted(lengths)), dice.pick([0, block + 1])
+                prompt = {"of": source, "then": more} if more else {"same": source}
+                lengths[name] = lengths[source] + more
+            found.append({"add": {"req": name, "prompt": prompt, "max_tokens": dice.pick([1, 4, 7])}})
+            found += [{"step": dice.number(1, 3)}] * dice.number(0, 1) + [{dice.pick(["abort", "preempt"]): name}] * dice.one_in(6)
+            found += dice.pick([[], [{"run": {}}], [{"run": {}}, {"drop-local": {}}]])
+        found.append({"run": {}})
+    return found, max(lengths.values()) + 7
+
+
+def pair_steps(dice: Dice, block: int) -> tuple[list[Data], int]:
+    """(steps, length of the longest request with its output)."""
+    found: list[Data] = []
+    count, longest = dice.number(1, 2), 0
+    for number in range(1, count + 1):
+        length = max(2, dice.number(1, 4) * block + dice.pick([-1, 0, 1, 2]))
+        longest = max(longest, length)
+        found.append({"add": {"req": f"p{number}", "prompt": length, "max_tokens": 1, "hand_over": True}})
+        found += [{"step": dice.number(1, 2)}] * dice.number(0, 1)
+        found += [{"abort": f"p{number}"}] * dice.one_in(8)
+    if not dice.one_in(8):
+        found.append({"run": {"until": f"p{count}"}})
+    found.append({"on": "d"})
+    for number in range(1, count + 1):
+        handed = {"of": f"p{number}", "alter": dice.pick(ALTERED)} if dice.one_in(8) else f"p{number}"
+        name = f"d{number}"
+        found.append({"add": {"req": name, "prompt": {"same": f"p{number}"}, "max_tokens": dice.pick([1, 4, 7]), "handed": handed}})
+        found += [{"step": dice.number(1, 3)}] * dice.number(0, 1)
+        found += [{dice.pick(["abort", "preempt"]): name}] * dice.one_in(4)
+    if dice.one_in(4):
+        again, longer = _replayed(dice, block)
+        found, longest = found + again, max(longest, longer)
+    return [*found, {"run": {}}], longest + 7
+
+
+def _replayed(dice: Dice, block: int) -> tuple[list[Data], int]:
+    """The first transfer's parameters come again, when it is long over and the producer's blocks have gone to others."""
+    length = dice.number(3, 6) * block
+    return [
+        {"run": {}}, {"drop-local": {}},
+        {"on": "p"}, {"add": {"req": "p9", "prompt": length, "max_tokens": 1}}, {"run": {"until": "p9"}},
+        {"on": "d"}, {"add": {"req": "d9", "prompt": {"same": "p1"}, "max_tokens": 4, "handed": "p1"}},
+    ], length  # fmt: skip
+
 
 THEMES = (*["plain"] * 12, *["failing"] * 3, *["pair"] * 2, "groups", "groups", "ranks", "ranks", "siblings", "restarts", "odd")
 """What is special about a workload, besides its requests and what befalls them. One thing at a time: two are seldom needed."""
@@ -55,8 +125,8 @@ def one(seed: str, engines: list[str], schedulings: list[str], slows: list[str] 
     extra = _special(dice, theme, engine)
     needs = None
     if theme == "pair":
-        needs = pairs.OVER_STORE if dice.one_in(3) else None
-        steps, longest = (pairs.over_store if needs else pairs.steps)(dice, block)
+        needs = OVER_STORE if dice.one_in(3) else None
+        steps, longest = (over_store if needs else pair_steps)(dice, block)
         relations = []
     else:
         requests = Requests(dice, block, drafts, simple=simple)
@@ -107,7 +177,7 @@ def _special(dice: Dice, theme: str, engine: str) -> Data:
     if theme == "failing" and dice.one_in(3):
         extra["load_failure_policy"] = "fail"
     elif theme == "pair":
-        extra["engines"] = dict(pairs.ENGINES)
+        extra["engines"] = dict(ENGINES)
     elif theme == "groups":
         extra["groups"] = list(dice.pick(GROUPS)) if engine == "vllm" else ["latent"]
         if {"sliding", "wide"} & set(extra["groups"]):

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from kvconform.explore.legal import is_legal
+from kvconform.explore.mutate import is_legal
 from kvconform.explore.workload import PLAIN_AXES, Data, Workload
 
 Fails = Callable[[Workload], bool]

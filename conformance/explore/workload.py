@@ -7,8 +7,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from kvconform.case import Case, Variant
-from kvconform.yamlio import flow
+from kvconform.contract.case import Case, Variant
+from kvconform.contract.yaml12 import flow
 
 Data = dict[str, Any]
 AREA = "explore"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import tomllib
@@ -11,13 +12,14 @@ from typing import Annotated, Any
 
 import typer
 
-from kvconform.environment import check_vllm
+from kvconform.compat.installed import check_vllm
 from kvconform.errors import EnvironmentProblem, UsageError
 from kvconform.init import write
 from kvconform.init.find import Found, find, named
 from kvconform.init.origin import Origin, origin
-from kvconform.option import option
 from kvconform.report.repro import THROUGH
+
+option = functools.partial(typer.Option, show_default=False)
 
 SETTINGS = "kvconform.toml"
 PYPROJECT = "pyproject.toml"
@@ -88,14 +90,15 @@ def _configured(repository: Path) -> tuple[str | None, str | None]:
 
 
 def _judge(repository: Path) -> None:
-    from kvconform import session, settings
+    from kvconform.config import settings
+    from kvconform.session import launch
 
     typer.echo("")
     file = repository / SETTINGS if (repository / SETTINGS).is_file() else repository / PYPROJECT
     arguments = ["--profile", "smoke", *(["--config", str(file)] if Path.cwd() != repository else [])]
     given = {"profile": "smoke", "report_dir": str(repository / "kvconform-report"), "arguments": arguments}
     loaded = settings.load(given, file=str(file))
-    code = session.run(loaded)
+    code = launch.run(loaded)
     again = os.environ.get(THROUGH) or "kvconform run"
     typer.echo(f"\nThat was one case per subject. All of them: cd {repository} && {again}")
     raise typer.Exit(code)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engine `live`: all of vLLM with a tiny model, watched from within its processes."""
+"""Engine `live`: the complete vLLM with a tiny model, observed from within its processes."""

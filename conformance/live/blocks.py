@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from kvconform.contract.trace import Event, Trace
 from kvconform.live.book import Book, Finding, poison_value
-from kvconform.live.notes import Granted, Named, StepNote
-from kvconform.trace import Event, Trace
+from kvconform.live.state import Granted, Named, StepNote
 
 WATCHED = 64 << 20
 """Bytes of KV cache up to which all of it is compared with a copy, several times per step."""
@@ -95,7 +95,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 class BlockOracle:
     """Judges the writes of one rank's connector half, and its loads. Emits kv.changed, load.due, kv.wrong and live.load.
 
-    The same events as kvconform.oracle's, of whole blocks: a slot is the first of its block, and a load's partial blocks are not judged.
+    The same events as kvconform.kv.oracle's, of whole blocks: a slot is the first of its block, and a load's partial blocks are not judged.
     """
 
     def __init__(self, trace: Trace, blocks: Blocks, book: Book, *, poison: bool) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from kvconform.live.job import Answer, Ask, Counts, Job, PhaseDone, Play
-from kvconform.live.striking import Striking
+from kvconform.live.outage import Striking
 
 PATIENCE = 45.0
 """Seconds without a token of any request, while some wait, after which nothing is going to happen any more."""

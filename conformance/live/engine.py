@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvconform.adapters import ENVIRONMENT as ADAPTERS
-from kvconform.live.cpu_async import ENVIRONMENT as ASYNC
-from kvconform.live.emulation import ENVIRONMENT as EMULATE
+from kvconform.adapters.registry import ENVIRONMENT as ADAPTERS
+from kvconform.config.target import Target
+from kvconform.contract.scenario import BLOCK_SIZE, Start
 from kvconform.live.job import Job, Outcome, Play
 from kvconform.live.outage import Attendant, seconds
 from kvconform.live.plugin import TRACE
 from kvconform.live.process import Ended, python, run
-from kvconform.live.scenario import BLOCK_SIZE, Start
+from kvconform.live.start import CPU_ASYNC as ASYNC
+from kvconform.live.start import EMULATE as EMULATE
 from kvconform.live.start import ENVIRONMENT
-from kvconform.servers import Servers
-from kvconform.target import Target
+from kvconform.process.servers import Servers
 
 LIMIT = "KVCONFORM_LIVE_SECONDS"
 """Environment variable: seconds that one child may take."""

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvconform.live.child import Child, _answer, _params
-from kvconform.live.job import Ask, Job
-from kvconform.live.workload import FIRST
+from kvconform.live.job import FIRST, Ask, Job
 
 RESET_LIMIT = 30.0
 """Seconds until the connector has let go of all blocks: a producer may keep those that nobody fetched for as long as its lease."""

@@ -17,9 +17,9 @@ from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
-from kvconform.guard import LEFT
 from kvconform.live import process
 from kvconform.live.job import Answer, Ask, Counts, Job
+from kvconform.process.supervisor import LEFT
 
 EXIT_LIMIT = 60.0
 """Seconds that a process may take to end once its engine was shut down."""
@@ -57,7 +57,7 @@ class PairEngine:
         command = process.python("kvconform.live.pair_child", str(tmp / "job.json"), address)
         with self.log.open("ab") as output:
             self._guard = subprocess.Popen(
-                [sys.executable, "-m", "kvconform.guard", "10", *command], stdin=subprocess.PIPE, stdout=output, stderr=output,
+                [sys.executable, "-m", "kvconform.process.supervisor", "10", *command], stdin=subprocess.PIPE, stdout=output, stderr=output,
                 cwd=tmp / "work", env={**environment, process.MARK: self.mark, LEFT: str(self._left)}, start_new_session=True,
             )  # fmt: skip
         self._link: Connection | None = None

@@ -9,22 +9,20 @@ import os
 from pathlib import Path
 from typing import Any
 
-from kvconform.adapters import ENVIRONMENT as ADAPTERS
-from kvconform.case import Variant
-from kvconform.driver import HAND_OVER
+from kvconform.adapters.registry import ENVIRONMENT as ADAPTERS
+from kvconform.config.target import Target
+from kvconform.contract.case import Variant
+from kvconform.contract.scenario import HAND_OVER, Scenario
 from kvconform.live import trace as traces
-from kvconform.live.emulation import ENVIRONMENT as EMULATE
+from kvconform.live.baseline import Plains
 from kvconform.live.engine import BOOK, Made, _path, patience, transfer_of
 from kvconform.live.events import missing, own_events
-from kvconform.live.job import Answer, Ask, Counts, Job, Outcome, PhaseDone, Play
+from kvconform.live.job import Answer, Ask, Counts, Job, Outcome, PhaseDone, Play, plays, tokens
 from kvconform.live.pair_engine import EngineGone, PairEngine
-from kvconform.live.plains import Plains
 from kvconform.live.plugin import TRACE
 from kvconform.live.process import Ended
-from kvconform.live.scenario import Scenario
+from kvconform.live.start import EMULATE as EMULATE
 from kvconform.live.start import ENVIRONMENT
-from kvconform.live.workload import plays, tokens
-from kvconform.target import Target
 
 ROLES = {"p": "kv_producer", "d": "kv_consumer"}
 LENGTHS = (20, 31, 32, 33, 64, 65, 100, 200)
@@ -243,7 +241,7 @@ def _trace(
     parts = {name: traces.collect(pair.tmp / name / "trace", ended=outcome.ended, **start) for name in ROLES}
     first = next((part[0] for part in parts.values() if part), None)
     if first is None:
-        from kvconform.live.run import _bare
+        from kvconform.live.events import _bare
 
         first = _bare(variant, start, Made(outcome, ended["d"], pair.tmp, ""))[0]
     channels = [traces.channels(part) for part in parts.values() if part]

@@ -17,18 +17,18 @@ def register() -> None:
     changes nothing."""
     wanted = os.environ.get
     if wanted("KVCONFORM_ADAPTERS"):
-        from kvconform.adapters import install_from_environment
+        from kvconform.adapters.registry import install_from_environment
 
         install_from_environment()
     if wanted("KVCONFORM_LIVE_ASYNC") == "1":
-        from kvconform.live import cpu_async
+        from kvconform.live import start
 
-        cpu_async.install()
+        start.install_cpu_async()
     if directory := wanted(TRACE):
         from kvconform.live.probe import install
 
         install(directory)
     if wanted("KVCONFORM_LIVE_EMULATE") == "1":
-        from kvconform.live import emulation
+        from kvconform.live import start
 
-        emulation.install()
+        start.install_emulation()

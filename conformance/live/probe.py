@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 _THREADS = torch.get_num_threads()
-from kvconform import compat  # noqa: E402
+from kvconform.compat import vllm_api  # noqa: E402
 
 torch.set_num_threads(_THREADS)  # compat has one thread do it all; here vLLM's own model computes
 
@@ -24,13 +24,13 @@ from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
 from vllm.v1.engine.core import EngineCore  # noqa: E402
 from vllm.v1.worker.gpu_worker import Worker  # noqa: E402
 
-from kvconform.engines.halves import noted  # noqa: E402
+from kvconform.engine.halves import noted  # noqa: E402
 from kvconform.errors import one_line  # noqa: E402
 from kvconform.live.book import CLOSE, Book  # noqa: E402
 from kvconform.live.scheduler_probe import SchedulerProbe  # noqa: E402
-from kvconform.live.stream import StreamTrace  # noqa: E402
+from kvconform.live.trace import StreamTrace  # noqa: E402
 from kvconform.live.worker_probe import Wishes, WorkerProbe  # noqa: E402
-from kvconform.probe import Patch, Probe, wrap_instance_hooks  # noqa: E402
+from kvconform.observe.probe import Patch, Probe, wrap_instance_hooks  # noqa: E402
 
 POISON, BOOK, TOLERANCE = "KVCONFORM_LIVE_POISON", "KVCONFORM_LIVE_BOOK", "KVCONFORM_LIVE_TOLERANCE"
 """Environment: "0" leaves fresh blocks as they are; a file for the KV of a run without connector, which the run with one reads; how far a
@@ -75,7 +75,7 @@ class Recorder:
 
     def patch(self) -> None:
         """Wrap what is called once per engine, and what is called once per step."""
-        factory: Any = compat.KVConnectorFactory
+        factory: Any = vllm_api.KVConnectorFactory
         factory.create_connector = self._create(factory.create_connector)
         _wrap(Scheduler, "__init__", self._scheduler)
         _wrap(EngineCore, "shutdown", self._shutdown)
@@ -95,7 +95,7 @@ class Recorder:
         def create(config: Any, role: Any, kv_cache_config: Any) -> Any:
             if self._constructing:
                 return original(config=config, role=role, kv_cache_config=kv_cache_config)
-            cls: Any = compat.KVConnectorFactory.get_connector_class(config.kv_transfer_config)
+            cls: Any = vllm_api.KVConnectorFactory.get_connector_class(config.kv_transfer_config)
             if cls not in self._patched:
                 self._patched.add(cls)
                 Patch(cls).__enter__()
@@ -132,7 +132,7 @@ class Recorder:
             "run.start", seed=config.model_config.seed or 0, engine="live", case="live",
             scheduling="async" if scheduling.async_scheduling else "sync",
             runner="v2" if getattr(config, "use_v2_model_runner", False) is True else "v1", depth=config.max_concurrent_batches,
-            vllm=compat.VLLM_VERSION, block_size=groups[0].kv_cache_spec.block_size if groups else 0, num_blocks=cache.num_blocks,
+            vllm=vllm_api.VLLM_VERSION, block_size=groups[0].kv_cache_spec.block_size if groups else 0, num_blocks=cache.num_blocks,
             policies=[], connector=None if transfer is None else transfer.kv_connector,
             spec_tokens=config.num_speculative_tokens if config.speculative_config else 0,
             role="kv_both" if transfer is None else transfer.kv_role,
@@ -201,7 +201,7 @@ class Recorder:
         if self._dead:
             return
         self._dead = True
-        from kvconform.runner import _blame
+        from kvconform.engine.fault import _blame
 
         where, hook, cause, last = _blame(error), None, None, self.probe.last_error
         if last is not None and last[1] in (error, error.__cause__, error.__context__):

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from kvconform.leftovers import Shared, name_of, ports_of
+from kvconform.process.supervisor import Shared, name_of, ports_of
 
 MARK = "KVCONFORM_LIVE_RUN"
 """Environment variable: the mark of a run."""

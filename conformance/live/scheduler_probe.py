@@ -8,21 +8,14 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from kvconform.compat import RequestStatus
-from kvconform.engines.joined import Joined
-from kvconform.engines.ledger import Ledger
-from kvconform.engines.queries import counted
-from kvconform.hashes import HashBook
-from kvconform.live.known import Known, Roster
-from kvconform.live.notes import ATTRIBUTE, Granted, Named, StepNote
-from kvconform.live.shape import shape_of
-from kvconform.live.share import Grants, Share
-from kvconform.memory import Memory
-from kvconform.observer import Observer
-from kvconform.probe import Probe
-from kvconform.telemetry import Telemetry
-from kvconform.trace import Event, Trace
-from kvconform.watch import Watch
+from kvconform.compat.vllm_api import RequestStatus
+from kvconform.contract.trace import Event, Trace
+from kvconform.kv.provenance import Memory
+from kvconform.live.state import ATTRIBUTE, Granted, Grants, Known, Named, Roster, Share, StepNote, shape_of
+from kvconform.observe.ledger import Joined, Ledger, counted
+from kvconform.observe.observer import Observer
+from kvconform.observe.probe import Probe
+from kvconform.observe.telemetry import HashBook, Telemetry, Watch
 
 
 class SchedulerProbe:
@@ -45,7 +38,7 @@ class SchedulerProbe:
         inspector = getattr(scheduler.connector, "kvconform_inspector", None)
         self.inspector: Any = inspector() if callable(inspector) else None
         self.pool = scheduler.kv_cache_manager.block_pool
-        sizes: Any = SimpleNamespace(sizes=[group.block_size for group in self.oracle.cache.groups])
+        sizes = [group.block_size for group in self.oracle.cache.groups]
         is_async = bool(config.scheduler_config.async_scheduling)
         self.ledger = Ledger(trace, scheduler, self.pool, self.observer, sizes, is_async=is_async)
         self.flight: deque[tuple[Any, StepNote, list[Share]]] = deque()

@@ -1,13 +1,121 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How vLLM is started in a child process."""
+"""Asynchronous scheduling on a CPU, where vLLM turns it off: its scheduler runs a step ahead, as on a GPU, and the model runner computes at
+once, as it does on a CPU.
+
+The emulated CUDA device (docs/emulation.md) under vLLM's own worker on a CPU, for connectors that refuse to run without a GPU.
+
+vLLM computes on the CPU as ever; the connector's worker half finds a CUDA device, on which the KV cache is. No stream is held back: all
+that a hook queued is done as soon as it may be, and what the compute stream waits for is done when the hook returns. The adversaries
+are the other engines'.
+
+
+How vLLM is started in a child process.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
+from contextlib import ExitStack
 from typing import Any
 
+from kvconform.contract.scenario import BLOCK_SIZE, MAX_MODEL_LEN
 from kvconform.live.job import Job
-from kvconform.live.scenario import BLOCK_SIZE, MAX_MODEL_LEN
+
+CPU_ASYNC = "KVCONFORM_LIVE_ASYNC"
+"""Environment variable: "1" for every process of a run with asynchronous scheduling."""
+
+
+def install_cpu_async() -> None:
+    """Change this process's vLLM for good: the configuration keeps the setting, and the CPU's model runner keeps the sampled tokens
+    itself, instead of leaving them on a device. A second call changes nothing."""
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    if hasattr(CpuPlatform, "kvconform_async"):
+        return
+    platform: Any = CpuPlatform
+    runner: Any = GPUModelRunner
+    check, begin = platform.check_and_update_config.__func__, runner.__init__
+
+    def kept(cls: Any, config: Any) -> None:
+        wanted = config.scheduler_config.async_scheduling
+        check(cls, config)
+        config.scheduler_config.async_scheduling = wanted
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        self.use_async_scheduling = False
+
+    platform.check_and_update_config = classmethod(kept)
+    runner.__init__ = init
+    platform.kvconform_async = True
+
+
+EMULATE = "KVCONFORM_LIVE_EMULATE"
+"""Environment variable: "1" for every process of a run on the emulated device."""
+_open = ExitStack()
+_installed = False
+
+
+def install_emulation() -> None:
+    """Enter the emulation for the rest of this process's life, before a connector is made and after the probe is there, which calls hooks
+    of worker halves on the device. A second call changes nothing."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    import vllm.v1.worker.cpu_worker  # noqa: F401  which puts stand-ins into torch.cuda when it is imported
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    from kvconform.compat.vllm_api import KVConnectorFactory
+    from kvconform.kv.emulated import Emulated
+    from kvconform.kv.gpu import opened
+    from kvconform.observe.probe import Probe, hook_names
+
+    here: Any = _open.enter_context(opened("emulated", None))
+    assert isinstance(here, Emulated) and Probe.active is not None
+    probe = Probe.active
+    for hook in hook_names():
+        probe.on(hook, after=lambda call: here.finish() if call.half == "worker" else None)
+
+    def mark(call: Any) -> None:
+        for value in call.args[0].values() if isinstance(call.arg(0, "kv_caches"), dict) else [call.arg(0, "kv_cache")]:
+            for tensor in value if isinstance(value, (list, tuple)) else [value]:
+                here.cuda.to_device(tensor)
+
+    for hook in ("register_kv_caches", "register_cross_layers_kv_cache"):
+        probe.on(hook, before=mark)
+    _keep(CPUModelRunner)
+    factory: Any = KVConnectorFactory
+    original = factory.create_connector
+
+    @functools.wraps(original)
+    def create(config: Any, role: Any, kv_cache_config: Any) -> Any:
+        if getattr(role, "name", "") != "WORKER":
+            return original(config=config, role=role, kv_cache_config=kv_cache_config)
+        with here.calling():
+            return original(config=config, role=role, kv_cache_config=kv_cache_config)
+
+    factory.create_connector = create
+
+
+def _keep(runner: Any) -> None:
+    """The CPU's model runner makes torch.accelerator do nothing when it is made: put back what the emulation does there."""
+    import torch
+
+    names = ("synchronize", "empty_cache")
+    ours = {name: getattr(torch.accelerator, name) for name in names}
+    begin = runner.__init__
+
+    @functools.wraps(begin)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        for name, function in ours.items():
+            setattr(torch.accelerator, name, function)
+
+    runner.__init__ = init
+
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",

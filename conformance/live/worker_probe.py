@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
+from kvconform.contract.trace import Trace
 from kvconform.live.blocks import WATCHED, BlockOracle, Blocks
 from kvconform.live.book import Book
-from kvconform.live.notes import StepNote, note_of
-from kvconform.live.shape import shape_of
-from kvconform.metadata_observer import MetadataObserver
-from kvconform.probe import Call, Probe
-from kvconform.trace import Trace
+from kvconform.live.state import StepNote, note_of, shape_of
+from kvconform.observe.call import Call
+from kvconform.observe.observer import MetadataObserver
+from kvconform.observe.probe import Probe
 
 
 @dataclass(frozen=True)

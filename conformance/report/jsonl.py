@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from kvconform import __version__
-from kvconform.adapters import titles
-from kvconform.claims import unasked
-from kvconform.collector import CaseNotes, Collector
-from kvconform.report_models import CaseLine, FooterLine, HeaderLine
-from kvconform.shard import suite_digest
-from kvconform.verdict import Row
+from kvconform.adapters.registry import titles
+from kvconform.config.selection import suite_digest
+from kvconform.judge.aggregate import unasked
+from kvconform.judge.verdict import Row
+from kvconform.report.collector import CaseNotes, Collector
+from kvconform.report.models import CaseLine, FooterLine, HeaderLine
 
 NAME = "report.jsonl"
 NOT_JUDGED_BY = {"workers", "report_dir", "trace", "debug", "setup", "teardown", "setup_timeout", "env", "pythonpath", "file", "shard"}

@@ -6,9 +6,9 @@ from __future__ import annotations
 import os
 import shlex
 
-from kvconform.collector import Collector
-from kvconform.settings import Settings
-from kvconform.verdict import Row
+from kvconform.config.settings import Settings
+from kvconform.judge.verdict import Row
+from kvconform.report.collector import Collector
 
 THROUGH = "KVCONFORM_THROUGH"
 """Environment variable: the command that hands its arguments to `kvconform run`, as nox does in an environment of its own."""

@@ -11,12 +11,12 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvconform import __version__, files
-from kvconform.adapters import titles
-from kvconform.aggregate import EXERCISED, Aggregate, called
-from kvconform.collector import Collector
-from kvconform.report_models import Overall, VerdictName
-from kvconform.shard import suite_digest
-from kvconform.verdict import Verdict
+from kvconform.adapters.registry import titles
+from kvconform.config.selection import suite_digest
+from kvconform.judge.aggregate import EXERCISED, Aggregate, called
+from kvconform.judge.verdict import Verdict
+from kvconform.report.collector import Collector
+from kvconform.report.models import Overall, VerdictName
 
 NAME, BADGE = "statement.json", "badge.json"
 COLOURS = {"conformant": "brightgreen", "partial": "yellow", "nonconformant": "red", "error": "lightgrey"}

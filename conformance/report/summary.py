@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 from kvconform import __version__, files
-from kvconform.adapters import titles
-from kvconform.aggregate import Aggregate
-from kvconform.collector import Collector
-from kvconform.report_models import CaseCounts, RequirementCounts, Summary
+from kvconform.adapters.registry import titles
+from kvconform.judge.aggregate import Aggregate
+from kvconform.report.collector import Collector
+from kvconform.report.models import CaseCounts, RequirementCounts, Summary
 
 NAME = "summary.json"
 

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report on the terminal: what was judged, a table per area, each failure once with its evidence, and the answer."""
+"""Progress while the run goes on: a line that changes on a terminal, a line now and then elsewhere.
+
+The report on the terminal: what was judged, a table per area, each failure once with its evidence, and the answer.
+"""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from typing import IO, Any
 
@@ -11,20 +15,59 @@ from rich.box import SIMPLE
 from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
 from kvconform import __version__
-from kvconform.adapters import titles
-from kvconform.aggregate import Aggregate
-from kvconform.claims import mismatches, unasked
-from kvconform.collector import CaseNotes, Collector
-from kvconform.environment import RUNNER_V2
-from kvconform.explain import cases_about, defects_of
+from kvconform.adapters.registry import titles
+from kvconform.compat.installed import RUNNER_V2
+from kvconform.contract.requirement import Requirement
+from kvconform.judge.aggregate import Aggregate, mismatches, unasked
+from kvconform.judge.verdict import Row, Verdict
 from kvconform.report import repro
 from kvconform.report.causes import by_cause
-from kvconform.requirement import Requirement
-from kvconform.verdict import Row, Verdict
+from kvconform.report.collector import CaseNotes, Collector
+from kvconform.report.explain import cases_about, defects_of
+
+EVERY = 15.0
+
+
+class Progress:
+    """`done` counts one run. Quiet before `start` and after `stop`."""
+
+    def __init__(self, console: Console, total: int) -> None:
+        self.console, self.total, self.count = console, total, 0
+        self.failing: set[str] = set()
+        self._bar: Bar | None = None
+        self._last = time.monotonic()
+
+    def start(self) -> None:
+        if self.console.is_terminal:
+            now = TextColumn("{task.fields[now]}")
+            self._bar = Bar(BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), now, console=self.console, transient=True)
+            self._bar.start()
+            self._task = self._bar.add_task("running", total=self.total, now="importing vLLM (6-10 s)")
+        else:
+            self.console.print(f"running {self.total} run{'s' if self.total > 1 else ''} ...", highlight=False)
+
+    def done(self, variant: str, rows: Sequence[Row]) -> None:
+        self.count += 1
+        self.failing |= {row.requirement for row in rows if row.verdict is Verdict.FAIL and row.gating}
+        number = len(self.failing)
+        bad = "no failures" if not number else "1 requirement fails" if number == 1 else f"{number} requirements fail"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self.count, now=f"{bad} · {variant.partition('[')[0]}")
+        elif time.monotonic() - self._last > EVERY:
+            self._last = time.monotonic()
+            self.console.print(f"{self.count}/{self.total} runs, {bad}", highlight=False)
+
+    def stop(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
 
 STYLE = {
     Verdict.PASS: "green", Verdict.FAIL: "bold red", Verdict.ERROR: "bold magenta", Verdict.XFAIL: "yellow", Verdict.XPASS: "bold red",

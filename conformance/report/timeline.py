@@ -9,7 +9,7 @@ from typing import Any
 
 Event = dict[str, Any]
 WIDTH = 118
-_QUIET = {"block", "worker.step_begin", "worker.step_end", "layer.wait", "layer.save", "kv.computed", "meta.bound", "meta.cleared", "gauge"}
+_QUIET = {"block", "worker.step_begin", "worker.step_end", "layer.wait", "layer.save", "kv.computed", "meta.bound", "meta.cleared"}
 
 
 def render(events: Iterable[Event], mark: int | None = None) -> list[str]:

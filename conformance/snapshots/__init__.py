@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Golden snapshots: what a connector's metadata, its hooks and the KV that it stored looked like, kept for comparison across versions."""
+"""Recorded metadata and stored KV of a connector, compared with a later run."""

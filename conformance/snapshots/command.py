@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvconform.option import option
+option = functools.partial(typer.Option, show_default=False)
+
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -62,10 +64,10 @@ def _session(given: dict[str, Any], *, updating: bool, prune: bool) -> int:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # before vLLM is imported
     import pytest
 
-    from kvconform import settings
+    from kvconform.config import settings
     from kvconform.errors import EnvironmentProblem
     from kvconform.report.terminal import make_console
-    from kvconform.session import hermetic
+    from kvconform.session.launch import hermetic
     from kvconform.snapshots.job import Job
     from kvconform.snapshots.plugin import Handed
 

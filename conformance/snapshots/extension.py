@@ -9,8 +9,7 @@ from typing import Any
 
 from syrupy.extensions.single_file import SingleFileSnapshotExtension
 
-from kvconform.snapshots.compare import differences
-from kvconform.snapshots.compare_tensors import tensor_differences
+from kvconform.snapshots.compare import differences, tensor_differences
 from kvconform.snapshots.store import Store
 
 

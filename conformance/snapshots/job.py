@@ -12,17 +12,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvconform.case import Case
-from kvconform.environment import check_vllm, lacking
+from kvconform.compat.installed import check_vllm
+from kvconform.config.catalogue import lacking
+from kvconform.config.settings import Settings
+from kvconform.config.target import Target
+from kvconform.contract.case import Case
+from kvconform.contract.loader import Spec, load_spec
+from kvconform.contract.profile import select as select_profile
 from kvconform.errors import EnvironmentProblem, UsageError
-from kvconform.load import Spec, load_spec
-from kvconform.profile import select as select_profile
-from kvconform.servers import Servers
-from kvconform.settings import Settings
+from kvconform.process.servers import Servers
 from kvconform.snapshots import normalise, texts
 from kvconform.snapshots.record import cells, record, suits
 from kvconform.snapshots.store import Store
-from kvconform.target import Target
 
 PROFILE = "golden"
 
@@ -65,7 +66,7 @@ class Job:
 
     def prepare(self) -> None:
         """Can vLLM and the connector be imported, and the connector be constructed? Raises UsageError or EnvironmentProblem."""
-        from kvconform import smoke
+        from kvconform.run import smoke
 
         sys.path += [folder for folder in self.settings.pythonpath if folder not in sys.path]
         self.settings = self._servers.settle(self.settings)
@@ -89,7 +90,7 @@ class Job:
 
     def files(self, case: Case) -> dict[str, bytes] | None:
         """Record a case: name in the store -> bytes; None if the connector cannot do what it needs. Raises as `record` does."""
-        from kvconform import smoke
+        from kvconform.run import smoke
 
         target: Target = smoke.target_of(self.settings)
         found = []

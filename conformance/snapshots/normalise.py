@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
+from kvconform.contract.requirement import Id, Model
+from kvconform.contract.yaml12 import parse
 from kvconform.errors import UsageError
-from kvconform.requirement import Id, Model
-from kvconform.yamlio import parse
 
 FILE = "spec/normalise.yaml"
 TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (float,), "str": (str,), "bytes": (bytes,)}

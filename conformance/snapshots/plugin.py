@@ -47,7 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     if options.kv_snapshots is None:
         raise pytest.UsageError("name the directory of the snapshots: --kv-snapshots DIR")
-    from kvconform.settings import load
+    from kvconform.config.settings import load
 
     try:
         config.stash[JOB] = Job(load({}), Path(options.kv_snapshots).absolute(), updating=updating)

@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvconform.added import Add, OfPrompt
-from kvconform.driver import Stalled
+from kvconform.contract.steps import Add, OfPrompt
 from kvconform.kernels.codes import FINGERPRINT_LANES, MIN_HEAD_DIM
-from kvconform.provenance import diagnose
+from kvconform.kv.provenance import diagnose
+from kvconform.run.driver import Stalled
 
 if TYPE_CHECKING:
-    from kvconform.driver import Driver
-    from kvconform.grants import Grant
-    from kvconform.oracle import Oracle
-    from kvconform.provenance import Chain
+    from kvconform.kv.oracle import Grant, Oracle
+    from kvconform.kv.provenance import Chain
+    from kvconform.run.driver import Driver
 
 READER = "kvconform_reader"
 

@@ -1,29 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a case with a connector and notes what snapshots are made of: its hooks with their answers, and the KV that can be read back."""
+"""The seed of vLLM's block hashes, which depends on the environment of the process.
+
+Runs a case with a connector and notes what snapshots are made of: its hooks with their answers, and the KV that can be read back.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvconform.blockhashes import fixed_block_hashes
-from kvconform.case import Case, Variant
-from kvconform.compat import hook_classes
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import init_none_hash
+
+from kvconform.compat.vllm_api import hook_classes
+from kvconform.contract.case import Case, Variant
 from kvconform.errors import EnvironmentProblem
-from kvconform.probe import Call
-from kvconform.run import in_its_role, target_profile
-from kvconform.runner import run_variant
+from kvconform.observe.call import Call
+from kvconform.run.calibration import in_its_role, target_profile
+from kvconform.run.runner import run_variant
 from kvconform.snapshots.canonical import EncodeError, lines
 from kvconform.snapshots.normalise import Rule, Rules
 from kvconform.snapshots.readback import Stored, read_back
 
+
+@contextlib.contextmanager
+def fixed_block_hashes() -> Iterator[None]:
+    """While entered, block hashes are those of PYTHONHASHSEED=0, which vLLM seeds them with; releases before 0.31 take a random seed."""
+    before = os.environ.get("PYTHONHASHSEED")
+    os.environ["PYTHONHASHSEED"] = "0"
+    init_none_hash(sha256)
+    try:
+        yield
+    finally:
+        os.environ.pop("PYTHONHASHSEED")
+        if before is not None:
+            os.environ["PYTHONHASHSEED"] = before
+        init_none_hash(sha256)
+
+
 if TYPE_CHECKING:
-    from kvconform.driver import Driver
-    from kvconform.engines.engine import Engine
-    from kvconform.target import Target
+    from kvconform.config.target import Target
+    from kvconform.engine.engine import Engine
+    from kvconform.run.driver import Driver
 
 SIMPLE = (bool, int, float, str, type(None))
 
@@ -99,7 +123,7 @@ def record(variant: Variant, target: Target, rules: list[Rule], *, seed: int, tm
 
 
 class Recorder:
-    """A Watcher (kvconform.driver). Answers are taken down as they are given: later the connector may change what it handed over."""
+    """A Watcher (kvconform.run.driver). Answers are taken down as they are given: later the connector may change what it handed over."""
 
     def __init__(self, rules: Rules, caps: dict[str, Any]) -> None:
         self.rules, self.caps = rules, caps

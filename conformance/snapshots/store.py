@@ -14,8 +14,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvconform import files
+from kvconform.contract.requirement import version_key
 from kvconform.errors import UsageError
-from kvconform.requirement import version_key
 
 INDEX = "index.json"
 NAME = r"^[a-z0-9.-]+/[a-z]+\.(txt|safetensors)$"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvconform.case import Case
+from kvconform.contract.case import Case
 from kvconform.errors import KvconformError
 from kvconform.snapshots.extension import StoreExtension, explain
 from kvconform.snapshots.job import CaseResult, Job

@@ -17,14 +17,14 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-from kvconform.environment import check_connector_name
+from kvconform.config.catalogue import check_connector_name
+from kvconform.config.selection import select
+from kvconform.config.settings import Settings, load, parse_extra_config
+from kvconform.contract.loader import load_spec
+from kvconform.contract.requirement import version_key
 from kvconform.errors import EnvironmentProblem, KvconformError, UsageError
-from kvconform.load import load_spec
-from kvconform.requirement import version_key
-from kvconform.settings import Settings, load, parse_extra_config
-from kvconform.suite import select
-from kvconform.versions import RELEASES, changes, matrix, page
-from kvconform.versions.matrix import Place, Release
+from kvconform.versions import changes, matrix, page
+from kvconform.versions.matrix import RELEASES, Place, Release
 
 
 class Parser(argparse.ArgumentParser):

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from kvconform.aggregate import WORST_FIRST
-from kvconform.load import Spec
+from kvconform.contract.loader import Spec
+from kvconform.judge.aggregate import WORST_FIRST
 from kvconform.versions.matrix import Release
 
 ASPECTS = {

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs kvconform.versions.observe with the Python of each release, some at a time, and reads what it wrote."""
+"""A connector judged in many vLLM releases, and what changed from one release to the next: `python -m kvconform.versions`.
+
+Runs kvconform.versions.observe with the Python of each release, some at a time, and reads what it wrote.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,22 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from kvconform import crash
-from kvconform.aggregate import Aggregate
-from kvconform.collector import CaseNotes, Collector
-from kvconform.environment import runs_on
-from kvconform.load import Spec
-from kvconform.settings import Settings
-from kvconform.suite import select
-from kvconform.verdict import Row, Verdict, new_row
+from kvconform.compat.installed import runs_on
+from kvconform.config.selection import select
+from kvconform.config.settings import Settings
+from kvconform.contract.loader import Spec
+from kvconform.judge.aggregate import Aggregate
+from kvconform.judge.verdict import Row, Verdict, new_row
+from kvconform.process.watchdog import read_note
+from kvconform.report.collector import CaseNotes, Collector
+from kvconform.session import crash
 from kvconform.versions.observe import Job, chosen, lines
-from kvconform.watchdog import read_note
+
+RELEASES = (
+    "0.11.2", "0.12.0", "0.13.0", "0.14.1", "0.16.0", "0.18.1", "0.20.2", "0.23.0", "0.26.0", "0.29.0", "0.31.0", "0.32.0", "0.33.0",
+)  # fmt: skip
+"""The releases that are compared when none are named: those in which the interface or the scheduler's protocol changed."""
+
 
 MEMORY = 1500 * 2**20
 """Bytes that a process needs: vLLM's modules are half of it."""

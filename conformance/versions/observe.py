@@ -18,13 +18,13 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from kvconform import watchdog
-from kvconform.case import Variant
+from kvconform.config.selection import Selection, select
+from kvconform.config.settings import Settings
+from kvconform.contract.case import Variant
+from kvconform.contract.loader import Spec, load_spec
 from kvconform.errors import KvconformError
 from kvconform.files import scratch_root
-from kvconform.load import Spec, load_spec
-from kvconform.settings import Settings
-from kvconform.suite import Selection, select
+from kvconform.process import watchdog
 
 SILENT = ("PASS", "NOT_EXERCISED", "UNSUPPORTED", "UNOBSERVABLE", "DISABLED")
 """Verdicts whose rows say nothing else."""
@@ -52,8 +52,8 @@ class Observer:
     """One process in one release. Writes below a temporary directory and to the file of lines; changes nothing else."""
 
     def __init__(self, job: Job, out: Path) -> None:
-        from kvconform import sources
-        from kvconform.environment import check_vllm
+        from kvconform.compat import installed
+        from kvconform.compat.installed import check_vllm
 
         self.job, self.settings = job, job.settings
         self.vllm, self.warnings = check_vllm()
@@ -61,7 +61,7 @@ class Observer:
         self.selection = select(self.spec, self.settings, self.vllm)
         self.done = {line["variant"] for line in lines(out) if line["type"] == "start"}
         self._out = out.open("a", encoding="utf-8")
-        self._package = sources.vllm_version()
+        self._package = installed.source_version()
         self._target: Any = None
 
     def write(self, kind: str, **data: Any) -> None:
@@ -71,11 +71,12 @@ class Observer:
 
     def main(self) -> None:
         """Everything that is not done yet. KvconformError if the connector or vLLM cannot be used at all."""
-        from kvconform import signatures, smoke
+        from kvconform.compat import interface
+        from kvconform.run import smoke
 
         began = time.monotonic()
         if not self.done:
-            self.write("release", vllm=self.vllm, warnings=self.warnings, signatures=signatures.signatures(), fields=signatures.fields())
+            self.write("release", vllm=self.vllm, warnings=self.warnings, signatures=interface.signatures(), fields=interface.fields())
         self._target = smoke.target_of(self.settings)
         with tempfile.TemporaryDirectory(prefix="kvconform-versions-", dir=scratch_root()) as name:
             tmp = Path(name)
@@ -93,9 +94,11 @@ class Observer:
 
     def run(self, variant: Variant, tmp: Path) -> dict[str, Any]:
         """The verdicts of one run, its hooks step by step, and what the engine does without any connector."""
-        from kvconform.caseitem import normalised
-        from kvconform.run import in_its_role, run_and_judge
-        from kvconform.runner import Run, run_variant
+        from kvconform.run.calibration import in_its_role
+        from kvconform.run.case import run_and_judge
+        from kvconform.run.records import Run
+        from kvconform.run.runner import run_variant
+        from kvconform.session.worker import normalised
 
         plain: dict[str | None, Run] = {}
         report = run_and_judge(

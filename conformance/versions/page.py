@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvconform import __version__
-from kvconform.settings import Settings
+from kvconform.config.settings import Settings
 from kvconform.versions.changes import ASPECTS, Change, Group, as_data
 from kvconform.versions.matrix import Release
 

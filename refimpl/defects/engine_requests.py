@@ -8,11 +8,11 @@ from typing import Any
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.request import Request
 
+from kvconform.engine.worker import Worker
 from kvconform.refimpl import admission, scheduler
 from kvconform.refimpl.engine import Engine
 from kvconform.refimpl.faulty import connector_of, fault, nothing
 from kvconform.refimpl.pool import BlockPool
-from kvconform.worker import Worker
 
 
 @fault(Engine, "add_request")

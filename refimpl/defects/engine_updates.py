@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.v1.request import Request, RequestStatus
 
-from kvconform.compat import FINISHED_ERROR
+from kvconform.compat.vllm_api import FINISHED_ERROR
 from kvconform.refimpl import output as landing
 from kvconform.refimpl import scheduler, transfers
 from kvconform.refimpl.engine import Engine

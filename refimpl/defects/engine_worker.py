@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from kvconform.lifecycle import Own
+from kvconform.engine.lifecycle import Own
 from kvconform.refimpl.faulty import connector_of, fault, nothing
 
 try:

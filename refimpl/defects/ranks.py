@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 
-from kvconform.compat import ModelRunnerOutput
-from kvconform.engines.ranks import Follower
-from kvconform.lifecycle import VllmV1
+from kvconform.compat.vllm_api import ModelRunnerOutput
+from kvconform.engine.lifecycle import VllmV1
+from kvconform.engine.ranks import Follower
 from kvconform.refimpl.connector import ReferenceConnector
 from kvconform.refimpl.faulty import fault
 from kvconform.refimpl.plan import Load, Save

@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
-from kvconform import adapters, smoke
+from kvconform.adapters import registry as adapters
+from kvconform.config.settings import load
+from kvconform.contract.loader import load_spec
 from kvconform.errors import KvconformError
-from kvconform.load import load_spec
-from kvconform.run import CaseReport, run_and_judge
-from kvconform.servers import Servers
-from kvconform.settings import load
-from kvconform.verdict import Verdict
+from kvconform.judge.verdict import Verdict
+from kvconform.process.servers import Servers
+from kvconform.run import smoke
+from kvconform.run.case import run_and_judge
+from kvconform.run.records import CaseReport
 
 SPEC = load_spec()
 PLAIN = "transfer.prompt[vllm-sync-v1-d1-b4]"

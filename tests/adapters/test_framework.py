@@ -14,10 +14,10 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from kvconform import adapters
-from kvconform.adapters import Adapter
+from kvconform.adapters import registry as adapters
+from kvconform.adapters.registry import Adapter
+from kvconform.config.settings import load
 from kvconform.errors import UsageError
-from kvconform.settings import load
 
 
 @pytest.fixture
@@ -72,10 +72,10 @@ def test_an_adapter_for_what_is_not_there(made: list[str], monkeypatch: pytest.M
 
 
 def test_the_report_names_it(made: list[str]) -> None:
-    from kvconform.collector import Collector
-    from kvconform.load import load_spec
+    from kvconform.config.selection import select
+    from kvconform.contract.loader import load_spec
     from kvconform.report import jsonl, terminal
-    from kvconform.suite import select
+    from kvconform.report.collector import Collector
 
     settings = load({"adapters": ["stand-in"], "select": ["lifecycle.api"]}, start=Path("/"))
     spec, out = load_spec(), io.StringIO()
@@ -90,6 +90,6 @@ def test_every_adapter_is_described_and_imports_nothing_before_it_is_installed(n
     adapter = adapters.named(name)
     assert adapter.title and adapter.text.endswith(".")
     loaded = f"{{'torch', 'vllm', {adapter.package!r}}} & {{*sys.modules}}"
-    code = f"import sys; from kvconform import adapters; adapters.named({name!r}); print({loaded})"
+    code = f"import sys; from kvconform.adapters import registry; registry.named({name!r}); print({loaded})"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "set()"

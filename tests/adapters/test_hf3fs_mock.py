@@ -14,13 +14,15 @@ import pytest
 
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.hf3fs.hf3fs_connector", reason="this vLLM has no HF3FS connector")
 
-from kvconform import adapters, smoke
-from kvconform.load import load_spec
-from kvconform.run import CaseReport, run_and_judge
-from kvconform.servers import Servers
-from kvconform.settings import load
-from kvconform.target import Target
-from kvconform.verdict import Verdict
+from kvconform.adapters import registry as adapters
+from kvconform.config.settings import load
+from kvconform.config.target import Target
+from kvconform.contract.loader import load_spec
+from kvconform.judge.verdict import Verdict
+from kvconform.process.servers import Servers
+from kvconform.run import smoke
+from kvconform.run.case import run_and_judge
+from kvconform.run.records import CaseReport
 
 SPEC = load_spec()
 PLAIN = "chunked.boundaries[vllm-sync-v1-d1-b4-slow-compute]"
@@ -99,7 +101,7 @@ def test_the_process_is_as_before(target: Target, tmp_path: Path) -> None:
 )
 def test_what_was_found(case: str, requirement: str, target: Target, tmp_path: Path) -> None:
     """docs/results/findings/hf3fs-*.yaml. Fails when vLLM repairs it: then the finding gets the release that is fine."""
-    from kvconform.compat import VLLM_VERSION
+    from kvconform.compat.vllm_api import VLLM_VERSION
 
     if not VLLM_VERSION.startswith(("0.31", "0.32", "0.33")):
         pytest.skip("not looked at with this vLLM")

@@ -18,12 +18,14 @@ os.environ.update(LMCACHE_TRACK_USAGE="false", LMCACHE_LOG_LEVEL="CRITICAL", LMC
 
 import torch
 
-from kvconform import adapters, smoke
-from kvconform.case import Case
-from kvconform.load import load_spec
-from kvconform.run import CaseReport, run_and_judge
-from kvconform.settings import load
-from kvconform.verdict import Verdict
+from kvconform.adapters import registry as adapters
+from kvconform.config.settings import load
+from kvconform.contract.case import Case
+from kvconform.contract.loader import load_spec
+from kvconform.judge.verdict import Verdict
+from kvconform.run import smoke
+from kvconform.run.case import run_and_judge
+from kvconform.run.records import CaseReport
 
 LAYERS, BLOCKS, HEADS, SIZE, DIM = 2, 6, 2, 4, 16
 

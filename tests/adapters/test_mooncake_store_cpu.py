@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from adapters_rig import judged, noticed, row
 
-from kvconform import adapters
 from kvconform.adapters import mooncake_store_cpu as adapter
-from kvconform.verdict import Verdict
+from kvconform.adapters import registry as adapters
+from kvconform.judge.verdict import Verdict
 
 if torch.cuda.is_available():
     pytest.skip("the adapter stands in for CUDA's events, and there is CUDA", allow_module_level=True)

@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from adapters_rig import PLAIN, judged, noticed, row
 
-from kvconform import adapters
 from kvconform.adapters import nixl_loopback as adapter
+from kvconform.adapters import registry as adapters
 
 ENTRY = "nixl"
 

@@ -16,11 +16,13 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvconform import adapters, smoke
-from kvconform.load import load_spec
-from kvconform.run import CaseReport, run_and_judge
-from kvconform.settings import load
-from kvconform.verdict import Verdict
+from kvconform.adapters import registry as adapters
+from kvconform.config.settings import load
+from kvconform.contract.loader import load_spec
+from kvconform.judge.verdict import Verdict
+from kvconform.run import smoke
+from kvconform.run.case import run_and_judge
+from kvconform.run.records import CaseReport
 
 SPEC = load_spec()
 PLAIN = "transfer.prompt[vllm-sync-v1-d1-b4]"

@@ -12,12 +12,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvconform.ci.annotation import Annotation
-from kvconform.ci.github import LONGEST, command
-from kvconform.ci.gitlab import NAME
-from kvconform.ci.places import in_checkout, places_of
 from kvconform.cli import app
 from kvconform.errors import UsageError
+from kvconform.report.ci.annotation import Annotation, in_checkout, places_of
+from kvconform.report.ci.formats import LONGEST, NAME, command
 
 HEADER = {
     "type": "header", "suite": "0.1.0", "vllm": "0.32.0", "connector": "pkg:Conn", "engines": ["vllm"], "scheduling": ["sync"], "seed": 0,

@@ -11,10 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from kvconform.cli import app
-from kvconform.compare import pages
-from kvconform.compare.changes import compare, kind_of
-from kvconform.compare.reports import read
 from kvconform.errors import UsageError
+from kvconform.report.compare import pages
+from kvconform.report.compare.changes import compare, kind_of
+from kvconform.report.compare.reports import read
 
 HEADER = {
     "type": "header", "suite": "0.1.0", "vllm": "0.32.0", "connector": "pkg:Conn", "engines": ["vllm"], "scheduling": ["sync"],

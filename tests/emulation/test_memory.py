@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvconform.emulation import NotEmulated, emulate
+from kvconform.emulation.emulate import emulate
+from kvconform.emulation.errors import NotEmulated
 
 ADVERSARIES = ("compute", "transfers")
 POISONED = 0xCB

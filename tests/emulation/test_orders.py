@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvconform.emulation import emulate
+from kvconform.emulation.emulate import emulate
 
 STREAMS, CELLS, EVENTS = 3, 4, 2  # stream 0 is the compute stream
 stream, cell, event = st.integers(0, STREAMS - 1), st.integers(0, CELLS - 1), st.integers(0, EVENTS - 1)

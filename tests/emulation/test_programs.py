@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from kvconform.emulation import emulate
+from kvconform.emulation.emulate import emulate
 
 ADVERSARIES = ("compute", "transfers")
 STEPS = 6

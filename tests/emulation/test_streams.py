@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvconform.emulation import DeviceFault, NotEmulated, emulate
+from kvconform.emulation.emulate import emulate
+from kvconform.emulation.errors import DeviceFault, NotEmulated
 from kvconform.emulation.note import shown
 
 ADVERSARIES = ("compute", "transfers")

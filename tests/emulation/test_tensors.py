@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvconform.emulation import NotEmulated, emulate
+from kvconform.emulation.emulate import emulate
+from kvconform.emulation.errors import NotEmulated
 
 DEVICE = torch.device("cuda", 0)
 

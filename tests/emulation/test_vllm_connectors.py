@@ -14,11 +14,12 @@ pytest.importorskip("vllm.v1.simple_kv_offload.copy_backend", reason="this vLLM 
 import torch
 from vllm.v1.simple_kv_offload.copy_backend import DmaCopyBackend
 
+from kvconform.config.target import Target
+from kvconform.contract.loader import load_spec
 from kvconform.emulation.stream import GenericStream
 from kvconform.emulation.vllm_copies import Copies
-from kvconform.load import load_spec
-from kvconform.run import CaseReport, run_and_judge
-from kvconform.target import Target
+from kvconform.run.case import run_and_judge
+from kvconform.run.records import CaseReport
 
 SPEC = load_spec()
 OFFLOADING = ("OffloadingConnector", {"cpu_bytes_to_use": 1_000_000})

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvconform.emulation import NotEmulated, emulate
+from kvconform.emulation.emulate import emulate
+from kvconform.emulation.errors import NotEmulated
 from kvconform.emulation.vllm_copies import INVALID_VALUE, SOURCE_ANY, SOURCE_IN_STREAM_ORDER, Copies
 
 BLOCKS, SIZE = 6, 8  # of bytes

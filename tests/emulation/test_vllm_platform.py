@@ -14,7 +14,7 @@ import torch
 import vllm._custom_ops as ops
 from vllm.platforms import current_platform
 
-from kvconform.emulation import emulate
+from kvconform.emulation.emulate import emulate
 from kvconform.emulation.vllm_on_cuda import vllm_on_cuda
 
 QUESTIONS = ("is_cuda()", "is_cuda_alike()", "is_cpu()", "is_rocm()", "is_xpu()", "is_pin_memory_available()", "device_type")

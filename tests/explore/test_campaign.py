@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from kvconform.cli import main
+from kvconform.config.settings import load
+from kvconform.contract.loader import load_spec
 from kvconform.explore.pool import Pool
 from kvconform.explore.races import races
-from kvconform.load import load_spec
-from kvconform.settings import load
 
 pytestmark = pytest.mark.e2e
 BAD = Path(__file__).parents[1] / "bad_connectors"

@@ -9,12 +9,11 @@ import pytest
 
 from kvconform.errors import UsageError
 from kvconform.explore import command
-from kvconform.explore.corpus import Corpus
-from kvconform.explore.coverage import never, pairs_of
+from kvconform.explore.campaign import Corpus
 from kvconform.explore.dice import Dice
 from kvconform.explore.draw import drawn, small
 from kvconform.explore.mutate import mutated
-from kvconform.explore.outcome import Failure, Outcome
+from kvconform.explore.outcome import Failure, Outcome, never, pairs_of
 from kvconform.explore.workload import Workload
 
 BOTH = ["reference", "vllm"]

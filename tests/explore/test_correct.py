@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from kvconform import yamlio
-from kvconform.case import Case
-from kvconform.explore import correct
-from kvconform.explore.correct import Batch, State, batches, main, run
-from kvconform.refimpl import variants
+from kvconform.contract import yaml12
+from kvconform.contract.case import Case
+from kvconform.dev import explore_correct
+from kvconform.dev.explore_correct import Batch, State, batches, main, run
+from kvconform.refimpl.variants import registry
 
 pytest.importorskip("vllm")
 
@@ -23,14 +23,14 @@ def test_a_correct_connector_fails_nothing() -> None:
 
 
 def test_what_fails_is_kept_as_a_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(variants.VARIANTS, "bad", ("kvconform.refimpl.defects.loads:NoKeywords", {}))
-    monkeypatch.setattr(correct, "ENGINES", ["reference"])
+    monkeypatch.setitem(registry.VARIANTS, "bad", ("kvconform.refimpl.defects.loads:NoKeywords", {}))
+    monkeypatch.setattr(explore_correct, "ENGINES", ["reference"])
     found = run("bad", 3, 12, True)
     assert found.workloads == 12 and found.failures
-    correct._keep(found, tmp_path)
+    explore_correct._keep(found, tmp_path)
     files = list(tmp_path.glob("bad-*.yaml"))
     assert len(files) == len(found.failures) == len(capsys.readouterr().out.splitlines())
-    assert Case.model_validate(yamlio.parse(files[0].read_text(), "x")).engines == ["reference"]
+    assert Case.model_validate(yaml12.parse(files[0].read_text(), "x")).engines == ["reference"]
 
 
 def test_every_variant_has_its_turn_and_a_later_run_goes_on() -> None:

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from kvconform.explore.draw import drawn
-from kvconform.explore.legal import ids_are_free, is_legal, numbers_are_free
-from kvconform.explore.mutate import mutated
+from kvconform.explore.mutate import ids_are_free, is_legal, mutated, numbers_are_free
 from kvconform.explore.shrink import shrink
 from kvconform.explore.workload import Data, Workload, make
 

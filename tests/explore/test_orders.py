@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kvconform.config.target import Target
+from kvconform.contract.loader import load_spec
 from kvconform.explore.outcome import outcome
 from kvconform.explore.races import FAMILIES
 from kvconform.explore.workload import Workload, make
-from kvconform.load import Spec
 from kvconform.refimpl.connector import ReferenceConnector
 from kvconform.refimpl.delay import Countdown
-from kvconform.target import Target
 
 T = TypeVar("T")
 BLOCK, PROMPT, POINTS, LATEST = 4, 9, 4, 2
@@ -71,7 +71,8 @@ def test_a_scripted_queue_delivers_the_first_item_last() -> None:
     assert [queue.poll() for _ in range(4)] == [["b", "c"], [], ["a"], []]
 
 
-def test_no_order_of_completion_breaks_the_reference_connector(spec: Spec, tmp_path: Path) -> None:
+def test_no_order_of_completion_breaks_the_reference_connector(tmp_path: Path) -> None:
+    spec = load_spec()
     # The capabilities are declared: they are the same in every order, and would otherwise be inferred from the first one.
     declared = {"store": True, "saves": "all", "chunk_tokens": BLOCK, "async_load": True}
     extra = {"store": "{tmp}/store", "load": "async", "async_saves": True}

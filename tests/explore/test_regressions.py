@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from kvconform.config.target import Target
+from kvconform.contract.loader import explained, load_spec
+from kvconform.dev.sweep import target_of
 from kvconform.explore.outcome import outcome
 from kvconform.explore.workload import Data, Workload, make
-from kvconform.history import explained
-from kvconform.load import load_spec
-from kvconform.run import run_and_judge
-from kvconform.sweep import target_of
-from kvconform.target import Target
+from kvconform.run.case import run_and_judge
 
 SPEC = load_spec()
 TARGET = Target("kvconform.refimpl.connector:ReferenceConnector", {"store": "{tmp}"})

@@ -9,45 +9,48 @@ from typing import Any
 
 import pytest
 
+from kvconform.dev import defects
+from kvconform.run import case
+
 pytest.importorskip("vllm")
 
-from kvconform.explore import defects
+from kvconform.dev import explore_defects
 
 
 def test_a_defect_is_found_by_what_it_breaks_and_made_small() -> None:
-    found = defects.search("saves-unknown-token", 60.0, 0, True)
+    found = explore_defects.search("saves-unknown-token", 60.0, 0, True)
     assert found.found == "save.plan-bound" and found.left_out is None
     case = json.loads(found.case or "")
     assert found.requests == sum("add" in step for step in case["steps"]) <= 2
 
 
 def test_a_recommendation_counts() -> None:
-    assert defects.search("unlogged-statistics", 60.0, 0, False).found == "stats.logged"
+    assert explore_defects.search("unlogged-statistics", 60.0, 0, False).found == "stats.logged"
 
 
 def test_who_finds_nothing_in_time_says_so() -> None:
-    found = defects.search("loads-over-local-prefix", 0.01, 0, False)
+    found = explore_defects.search("loads-over-local-prefix", 0.01, 0, False)
     assert found.found is None and found.left_out is None and found.workloads < 3
-    assert defects.summarise([found]) == 1
+    assert explore_defects.summarise([found]) == 1
 
 
 @pytest.mark.parametrize(("name", "why"), [("coroutine-hook", "in the class or in vLLM itself"), ("kills-process", "may end the process")])
 def test_what_no_workload_can_show_is_left_out(name: str, why: str) -> None:
-    found = defects.search(name, 60.0, 0, False)
+    found = explore_defects.search(name, 60.0, 0, False)
     assert found.found is None and found.left_out is not None and why in found.left_out
-    assert defects.summarise([found]) == 0, "neither found nor missed"
+    assert explore_defects.summarise([found]) == 0, "neither found nor missed"
 
 
 def test_an_unknown_defect_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert defects.main(["nobody-knows-this", "--out", str(tmp_path / "o")]) == 2
+    assert explore_defects.main(["nobody-knows-this", "--out", str(tmp_path / "o")]) == 2
     assert "there is no defect 'nobody-knows-this'" in capsys.readouterr().err
 
 
 def test_what_no_event_can_have_broken_is_not_broken(tmp_path: Path) -> None:
     """Exploration judges only what `at_stake` leaves: of the rest, the full judgement must say nothing."""
-    from kvconform.evaluate import at_stake
     from kvconform.explore.draw import drawn
-    from kvconform.run import run_and_judge
+    from kvconform.judge.evaluate import at_stake
+    from kvconform.run.case import run_and_judge
 
     spec, left_out, failed = defects.specification(), 0, set()
     for name in ("saves-unknown-token", "pops-on-lookup"):
@@ -63,12 +66,12 @@ def test_what_no_event_can_have_broken_is_not_broken(tmp_path: Path) -> None:
 
 
 def test_a_check_that_cannot_be_evaluated_is_an_error_and_no_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvconform.config.target import Target
     from kvconform.explore import outcome
     from kvconform.explore.draw import small
-    from kvconform.target import Target
 
     row = {"requirement": "lookup.answer-type", "verdict": "ERROR", "message": "it reads x, which is not there"}
-    run = outcome.run_and_judge
+    run = case.run_and_judge
 
     def judged(*args: Any, **kwargs: Any) -> Any:
         report = run(*args, **kwargs)

@@ -8,12 +8,12 @@ from collections import Counter
 
 import pytest
 
-from kvconform import yamlio
+from kvconform.contract import yaml12
+from kvconform.contract.yaml12 import flow
 from kvconform.explore.draw import drawn
 from kvconform.explore.races import FAMILIES, POINTS, races
 from kvconform.explore.shrink import shrink
 from kvconform.explore.workload import Workload, make, text_of
-from kvconform.yamlio import flow
 
 BOTH = ["reference", "vllm"]
 
@@ -102,12 +102,12 @@ def test_races_are_every_point_of_every_situation_once() -> None:
     [({"a": [1, "x y"]}, '{a: [1, "x y"]}'), (True, "true"), ("no", '"no"'), (None, "null"), ("1", '"1"'), (0.5, "0.5"), ("a-b", "a-b")],
 )
 def test_flow_style_reads_back(value: object, text: str) -> None:
-    assert flow(value) == text and yamlio.parse(f"x: {text}\n", "x")["x"] == value
+    assert flow(value) == text and yaml12.parse(f"x: {text}\n", "x")["x"] == value
 
 
 def test_a_file_of_a_case_reads_back() -> None:
     for workload in some(60):
-        data = yamlio.parse(text_of(workload.data, "why\nand how"), "x")
+        data = yaml12.parse(text_of(workload.data, "why\nand how"), "x")
         assert Workload(data, workload.seed).variant().case == workload.variant().case
 
 

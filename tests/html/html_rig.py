@@ -7,15 +7,15 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from kvconform.collector import CaseNotes, Collector
-from kvconform.events import EVENTS
-from kvconform.html import page
-from kvconform.html.story import build, pack
-from kvconform.load import load_spec
+from kvconform.config.selection import select
+from kvconform.config.settings import Settings
+from kvconform.contract.events import EVENTS
+from kvconform.contract.loader import load_spec
+from kvconform.judge.verdict import Verdict, rows_for
 from kvconform.report import jsonl, summary
-from kvconform.settings import Settings
-from kvconform.suite import select
-from kvconform.verdict import Verdict, rows_for
+from kvconform.report.collector import CaseNotes, Collector
+from kvconform.report.html import page
+from kvconform.report.html.story import build, pack
 
 SPEC = load_spec()
 CASE = next(case for case in SPEC.cases.values() if len(case.variants(["reference"], ["sync"])) == 1)

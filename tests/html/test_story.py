@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from kvconform.events import EVENTS
-from kvconform.html.lanes import PIECES
-from kvconform.html.story import LONGEST, build, pack, story_of, unpack
-from kvconform.verdict import Row, Verdict
+from kvconform.contract.events import EVENTS
+from kvconform.judge.verdict import Row, Verdict
+from kvconform.report.html.lanes import PIECES
+from kvconform.report.html.story import LONGEST, build, pack, story_of, unpack
 
 
 def trace(*events: tuple[str, int, dict[str, Any]]) -> list[dict[str, Any]]:

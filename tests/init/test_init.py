@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from kvconform import yamlio
 from kvconform.cli import main
+from kvconform.contract import yaml12
 from kvconform.errors import UsageError
 from kvconform.init import write
 from kvconform.init.find import find
@@ -122,7 +122,7 @@ def test_the_written_test_runs_the_connector(repository: Path) -> None:
 
 
 def jobs(text: str) -> list[dict[str, Any]]:
-    found: Any = yamlio.parse(text, "workflow")
+    found: Any = yaml12.parse(text, "workflow")
     return list(found["jobs"]["kvconform"]["steps"])
 
 
@@ -141,7 +141,7 @@ def test_a_url_is_quoted_in_yaml_and_for_the_shell(repository: Path, url: str) -
     step = jobs(write.workflow(repository, Origin(url, "1e5"))[1])[1]
     assert step["env"] == {"URL": url, "COMMIT": "1e5"} and url not in step["run"]
     (repository / ".gitlab-ci.yml").write_text("", encoding="utf-8")
-    found: Any = yamlio.parse(write.workflow(repository, Origin(url, "1e5"))[1], "gitlab")
+    found: Any = yaml12.parse(write.workflow(repository, Origin(url, "1e5"))[1], "gitlab")
     assert found["variables"] == {"KVCONFORM": url, "KVCONFORM_COMMIT": "1e5"}
 
 
@@ -199,10 +199,10 @@ def test_a_folder_whose_name_is_no_text(tmp_path: Path) -> None:
 def test_gitlab_gets_its_own(repository: Path) -> None:
     (repository / ".gitlab-ci.yml").write_text("", encoding="utf-8")
     name, text = write.workflow(repository, Origin("https://git.example.org/k.git", SHA))
-    found: Any = yamlio.parse(text, name)
+    found: Any = yaml12.parse(text, name)
     assert name == "kvconform.gitlab-ci.yml"
     assert found["variables"] == {"KVCONFORM": "https://git.example.org/k.git", "KVCONFORM_COMMIT": SHA}
-    plain: Any = yamlio.parse(write.workflow(repository, Origin())[1], name)
+    plain: Any = yaml12.parse(write.workflow(repository, Origin())[1], name)
     assert plain["variables"]["KVCONFORM"].startswith("https://") and plain["variables"]["KVCONFORM_COMMIT"]
 
 

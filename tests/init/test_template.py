@@ -14,7 +14,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
-import kvconform.compat  # noqa: E402, F401  # prepares the environment for vLLM
+import kvconform.compat.vllm_api  # noqa: E402, F401  # prepares the environment for vLLM
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = 4

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from kvconform.defect import load_defects
-from kvconform.defects import examine
-from kvconform.live.plains import FOLDER, Plains
-from kvconform.live.run import run_and_judge
-from kvconform.live.scenario import Request, Scenario
-from kvconform.load import load_spec
-from kvconform.target import Target
+from kvconform.config.target import Target
+from kvconform.contract.loader import load_spec
+from kvconform.contract.scenario import Request, Scenario
+from kvconform.dev.defect import load_defects
+from kvconform.dev.defects import examine
+from kvconform.live.baseline import FOLDER, Plains
+from kvconform.run.live_case import run_and_judge
 
 pytest.importorskip("vllm")
 SPEC = load_spec()

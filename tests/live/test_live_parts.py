@@ -10,22 +10,18 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from kvconform import yamlio
+from kvconform.config.settings import Settings
+from kvconform.contract import yaml12
+from kvconform.contract.events import check_event
+from kvconform.contract.loader import SpecError, load_spec
+from kvconform.contract.scenario import MAX_MODEL_LEN, Scenario, Workload
 from kvconform.errors import UsageError
-from kvconform.events import check_event
 from kvconform.fixtures.tiny_llama import make
-from kvconform.live.compare import AMBIGUOUS, compare, describe
-from kvconform.live.events import end_event, missing, own_events
-from kvconform.live.job import Answer, Counts, Outcome, PhaseDone
+from kvconform.live.events import AMBIGUOUS, compare, describe, end_event, missing, own_events
+from kvconform.live.job import Answer, Counts, Outcome, PhaseDone, plays
 from kvconform.live.pair_run import asked
 from kvconform.live.process import Ended
-from kvconform.live.reduce import claim, reduce, text_of
-from kvconform.live.scenario import MAX_MODEL_LEN, Scenario, Workload
-from kvconform.live.seeds import PAIR_REQUESTS, PAIR_STARTS, STARTS, random_pair, random_scenario
-from kvconform.live.select import spec_for
-from kvconform.live.workload import plays
-from kvconform.load import SpecError, load_spec
-from kvconform.settings import Settings
+from kvconform.live.random import PAIR_REQUESTS, PAIR_STARTS, STARTS, claim, random_pair, random_scenario, reduce, spec_for, text_of
 
 SPEC = load_spec(live=True)
 CONVERSATION = SPEC.workloads["conversation"]
@@ -119,7 +115,7 @@ def test_random_pairs_have_what_they_are_for_and_are_asked_without_a_connector_f
     (play,) = asked(found[0], 7)
     assert [ask.id for ask in play.asks] == [f"r{n}" for n in range(PAIR_REQUESTS)] and not any(ask.abort for ask in play.asks)
     smaller = reduce(found[0], lambda scenario: 5 in {request.own for request in scenario.requests})
-    assert Scenario.model_validate(yamlio.parse(text_of(smaller), "x")) == smaller and smaller.pair == "requests"
+    assert Scenario.model_validate(yaml12.parse(text_of(smaller), "x")) == smaller and smaller.pair == "requests"
     assert asked(smaller, 0)[0].asks[0].tokens == play.asks[5].tokens
 
 
@@ -138,7 +134,7 @@ def test_a_workload_is_reduced_to_the_requests_that_it_takes() -> None:
 
     small = reduce(whole, fails, tries=200)
     assert [request.own for request in small.requests] == [17, 71]
-    reread = Scenario.model_validate(yamlio.parse(text_of(small), "x"))
+    reread = Scenario.model_validate(yaml12.parse(text_of(small), "x"))
     assert reread == small and len(text_of(small).splitlines()) < 40
     first = {ask.id: ask.tokens for play in plays(whole, None, 0) for ask in play.asks}
     assert all(first[ask.id] == ask.tokens for play in plays(small, None, 0) for ask in play.asks)

@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvconform.guard import LEFT
 from kvconform.live import process
 from kvconform.live.job import Outcome
+from kvconform.process.supervisor import LEFT
 
 SERVER = "import socket, time; s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen(); open({ready!r}, 'w').close(); time.sleep(300)"
 
@@ -129,7 +129,7 @@ def test_shared_memory_of_somebody_else_is_not_touched(tmp_path: Path) -> None:
 def test_a_guard_tells_what_a_command_has_left(tmp_path: Path) -> None:
     told = tmp_path / "left.json"
     guard = subprocess.Popen(
-        [sys.executable, "-m", "kvconform.guard", "1", sys.executable, "-c", child(tmp_path, "pass")], stdin=subprocess.PIPE,
+        [sys.executable, "-m", "kvconform.process.supervisor", "1", sys.executable, "-c", child(tmp_path, "pass")], stdin=subprocess.PIPE,
         env={**os.environ, LEFT: str(told)},
     )  # fmt: skip
     assert guard.wait(60) == 0

@@ -15,20 +15,17 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from kvconform.events import check_event
-from kvconform.live import engine, striking
+from kvconform.config.settings import Settings
+from kvconform.contract.events import check_event
+from kvconform.contract.loader import SpecError, load_spec
+from kvconform.contract.scenario import Fault, Scenario, Start, lacking, spared
+from kvconform.live import engine, outage
 from kvconform.live.engine import make_run
-from kvconform.live.fault import Fault, lacking, spared
-from kvconform.live.job import Ask, Play
-from kvconform.live.outage import Attendant, Desk, Unanswered
+from kvconform.live.job import Ask, Play, plays
+from kvconform.live.outage import Attendant, Desk, Striking, Unanswered
 from kvconform.live.run import _unhurried
-from kvconform.live.scenario import Scenario, Start
-from kvconform.live.striking import Striking
-from kvconform.live.workload import plays
-from kvconform.load import SpecError, load_spec
+from kvconform.process.servers import Servers
 from kvconform.refimpl.variants.served_store import ServedStore
-from kvconform.servers import Servers
-from kvconform.settings import Settings
 
 SPEC = load_spec(live=True)
 ADDRESS = "127.0.0.1:{port:store}"
@@ -244,8 +241,8 @@ class Watched:
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
     found = Watched()
-    monkeypatch.setattr(striking, "_recorder", lambda: found)
-    monkeypatch.setattr(striking, "Desk", lambda folder: found)
+    monkeypatch.setattr(outage, "_recorder", lambda: found)
+    monkeypatch.setattr(outage, "Desk", lambda folder: found)
     return found
 
 

@@ -12,12 +12,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvconform.contract.scenario import Start
 from kvconform.live import pair_engine, process
 from kvconform.live.engine import patience
 from kvconform.live.job import Answer, Ask, Job
 from kvconform.live.pair_engine import EngineGone, PairEngine
 from kvconform.live.pair_run import Pair
-from kvconform.live.scenario import Start
 
 STAND_IN = """
 import os, subprocess, sys, time

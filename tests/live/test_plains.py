@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kvconform.caseitem import Worker
-from kvconform.live.plains import FOLDER
-from kvconform.live.reduce import REDUCED
-from kvconform.settings import Settings
+from kvconform.config.settings import Settings
+from kvconform.live.baseline import FOLDER
+from kvconform.live.random import REDUCED
+from kvconform.session.worker import Worker
 
 pytest.importorskip("vllm")
 

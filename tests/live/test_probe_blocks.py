@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from kvconform.contract.trace import Trace
 from kvconform.live.blocks import BlockOracle, Blocks
 from kvconform.live.book import Book
-from kvconform.live.notes import Granted, Named, StepNote
-from kvconform.trace import Trace
+from kvconform.live.state import Granted, Named, StepNote
 
 SIZE, LAYERS, NUMBER, WIDTH = 4, 2, 12, 64
 CONTENTS = [(100, 1000), (101, 1001), (102, 1002)]

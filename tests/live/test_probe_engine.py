@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from kvconform.capabilities import complete
-from kvconform.events import check_event
+from kvconform.contract.capabilities import complete
+from kvconform.contract.events import check_event
+from kvconform.contract.loader import load_spec
+from kvconform.judge.verdict import Verdict, judge
 from kvconform.live.trace import channels, collect
-from kvconform.load import load_spec
-from kvconform.verdict import Verdict, judge
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))

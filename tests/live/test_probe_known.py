@@ -6,8 +6,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from kvconform.live.known import Roster, identity_of
-from kvconform.live.shape import shape_of
+from kvconform.live.state import Roster, identity_of, shape_of
 from kvconform.live.trace import _every_rank
 
 

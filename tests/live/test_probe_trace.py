@@ -11,9 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kvconform.events import check_event
-from kvconform.live.stream import StreamTrace
-from kvconform.live.trace import channels, collect, read
+from kvconform.contract.events import check_event
+from kvconform.live.trace import StreamTrace, channels, collect, read
 
 START = dict(
     seed=0, engine="live", case="live", scheduling="sync", runner="v1", depth=1, vllm="0.32.0", block_size=32, num_blocks=8, policies=[],

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands that run nothing: list, lint, version, and the way to `defects`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kvconform import __version__
+from kvconform.adapters import registry as adapters
+from kvconform.compat.installed import NEWEST, OLDEST, vllm_version
+from kvconform.config import catalogue
+from kvconform.contract.loader import Spec, load_spec
+from kvconform.errors import UsageError
+
+KINDS = ("requirements", "cases", "profiles", "connectors", "adapters")
+
+
+def show(what: str) -> None:
+    """Print a list: a table on a terminal, tab-separated lines elsewhere."""
+    if what not in KINDS:
+        raise UsageError(f"list what? {what!r} is none of {', '.join(KINDS)}")
+    columns, rows = _rows(load_spec(), what)
+    if not sys.stdout.isatty():
+        sys.stdout.writelines("\t".join(row) + "\n" for row in rows)
+        return
+    table = Table(box=None, pad_edge=False)
+    for name in columns:
+        table.add_column(name, no_wrap=name != "text", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console(highlight=False, markup=False).print(table)
+
+
+def _rows(spec: Spec, what: str) -> tuple[list[str], list[list[str]]]:
+    if what == "requirements":
+        requirements = sorted(spec.requirements.values(), key=lambda r: (r.area, r.id))
+        rows = [[r.id, r.area, r.level + (" (engine)" if r.kind == "guarantee" else ""), _flat(r.text)] for r in requirements]
+        return ["requirement", "area", "level", "text"], rows
+    if what == "cases":
+        cases: list[Any] = [*spec.cases.values(), *spec.scenarios.values()]
+        return ["case", "area", "runs", "text"], [[c.id, c.area, str(len(c.variants())), _flat(c.text)] for c in cases]
+    if what == "connectors":
+        return ["connector", "text"], [[f"{catalogue.PREFIX}{name}", catalogue.named(name).text] for name in catalogue.names()]
+    if what == "adapters":
+        found = {name: adapters.named(name) for name in adapters.names()}
+        return ["adapter", "title", "text"], [[name, adapter.title, adapter.text] for name, adapter in found.items()]
+    return ["profile", "text"], [[p.id, _flat(p.text)] for p in spec.profiles.values()]
+
+
+def _flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+def lint(root: str | None, *, strict: bool = False) -> int:
+    """Print the findings; exit code 0 without any but warnings, else 1. UsageError if there is no such directory."""
+    from kvconform.dev.lint import lint_root
+
+    if root is not None and not Path(root).is_dir():
+        raise UsageError(f"there is no directory {root}")
+    findings = lint_root(Path(root) if root is not None else None, strict=strict)
+    for finding in findings:
+        print(finding)
+    warnings = sum(finding.warning for finding in findings)
+    counts = [_count(len(findings) - warnings, "finding"), _count(warnings, "warning")]
+    print(", ".join(filter(None, counts)) or "nothing found", file=sys.stderr)
+    return int(len(findings) > warnings)
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'s' if number > 1 else ''}" if number else ""
+
+
+def defects(ids: list[str], jobs: int, report_dir: str | None, *, strict: bool) -> int:
+    """Examine defects and print the kill matrix; see `kvconform.dev.defects.main`."""
+    module = importlib.import_module("kvconform.dev.defects")
+    return int(module.main(ids, jobs=jobs, report_dir=report_dir, strict=strict))
+
+
+def drift() -> int:
+    """Print what the installed vLLM's source says otherwise than what was read; exit code 0 if nothing, else 1."""
+    from kvconform.dev import drift
+
+    spec = load_spec()
+    found = drift.drift(spec)
+    print(drift.report(found, spec), end="")
+    return 1 if found else 0
+
+
+def versions() -> None:
+    """Print name and version of what matters, one per line."""
+    spec = load_spec()
+    found = {
+        "kvconform": f"{__version__} ({len(spec.requirements)} requirements, {len(spec.cases)} cases)",
+        "vllm": f"{vllm_version() or 'not installed'} (supported: {OLDEST} to {NEWEST})",
+        "python": f"{platform.python_version()} ({sys.platform})",
+        **{name: importlib.metadata.version(name) for name in ("pytest", "pytest-xdist", "pydantic")},
+    }
+    for name, value in found.items():
+        print(f"{name:<13}{value}")

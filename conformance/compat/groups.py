@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What depends on the installed vLLM in the shape of the KV: groups, MLA, and the order of a tensor's axes in memory."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from enum import Enum
+from typing import Any
+
+from vllm.v1 import kv_cache_interface
+from vllm.v1.attention.backends import utils
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+
+from kvconform.compat.vllm_api import KV_LAYOUT, KVConnectorFactory, torch
+from kvconform.kv.cache import Group, PagedCache
+
+RESOLVES_LAYOUTS = hasattr(utils, "resolve_kv_cache_layout")
+"""Whether the engine core settles the layout, with a say of the connector (since 0.31)."""
+LAYOUTS = ("LBHNC", "LBNHC", "BLNHC", "BLHNC", "BHLNC", "LHBNC")
+_ALIASES = {"HND": "LBHNC", "NHD": "LBNHC"}
+ITEM = 4  # bytes of a float32
+_KIND = next(field.default for field in fields(MambaSpec) if field.name == "mamba_type")
+MAMBA1: Any = type(_KIND)["MAMBA1"] if isinstance(_KIND, Enum) else "mamba1"
+"""The kind of the recurrent layers: a state of the convolution and one behind it, either (channels, 1)."""
+
+
+def resolve_layout(config: Any, only: str | None) -> str:
+    """Have vLLM settle the layout among `only`, or all, as the connector's class requires; raises what that does. The layout, in the names
+    of kvconform.kv.cache. Changes `config`."""
+    if not RESOLVES_LAYOUTS:
+        return KV_LAYOUT
+    config.cache_config.kv_cache_layout = None
+    return str(utils.resolve_kv_cache_layout(config, [[only] if only else list(LAYOUTS)]).name)
+
+
+def knows_layout(name: str) -> bool:
+    """Whether vLLM has a layout of this name."""
+    return not RESOLVES_LAYOUTS or _ALIASES.get(name, name) in LAYOUTS
+
+
+def make_recurrent(config: Any) -> None:
+    """Have states kept at the ends of blocks, so that they can be shared. Changes `config`."""
+    config.cache_config.mamba_cache_mode = "align"
+    config.cache_config.mamba_block_size = config.cache_config.block_size
+
+
+def make_latent(config: Any) -> None:
+    """Let the model configuration say that the model uses MLA. Changes `config`."""
+    config.model_config.model_arch_config.is_deepseek_mla = True
+
+
+def _spec(group: Group, head_dim: int, heads: int) -> Any:
+    """The KVCacheSpec of a group; `heads`: of the model."""
+    shape: dict[str, Any] = dict(block_size=group.block_size, num_kv_heads=group.heads, head_size=head_dim, dtype=torch.float32)
+    if group.recurrent:
+        page = heads * group.block_size * 2 * head_dim * ITEM
+        state = dict(shapes=((head_dim, 1),) * 2, dtypes=(torch.float32,) * 2, mamba_cache_mode="align", page_size_padded=page)
+        return MambaSpec(block_size=group.block_size, mamba_type=MAMBA1, **state)
+    if group.kind == "latent":
+        return MLAAttentionSpec(**{**shape, "head_size": 2 * head_dim})
+    return FullAttentionSpec(**shape) if group.window is None else SlidingWindowSpec(**shape, sliding_window=group.window)
+
+
+def build_cache_config(cache: PagedCache) -> KVCacheConfig:
+    """The KVCacheConfig of a cache; the layers of several groups lie on the same bytes."""
+    names = [[cache.names[layer] for layer in group.layers] for group in cache.groups]
+    specs = [_spec(group, cache.book.head_dim, cache.book.heads) for group in cache.registered]
+    page, depth = specs[0].page_size_bytes, max(map(len, names))
+    if "layers" in KVCacheTensor.__dataclass_fields__:  # since 0.31
+        tensors = [_placed(cache, group, page * cache.num_blocks) for group in cache.groups]
+    else:
+        shared = [[layers[index] for layers in names if index < len(layers)] for index in range(depth)]
+        tensors = [KVCacheTensor(size=page * cache.num_blocks, shared_by=layers) for layers in shared]
+    groups = []
+    for layers, spec, group in zip(names, specs, cache.groups, strict=True):
+        made = KVCacheGroupSpec(layers, spec)
+        if hasattr(made, "enable_kv_transfer"):
+            made.enable_kv_transfer = group.transfer
+        groups.append(made)
+    config = KVCacheConfig(num_blocks=cache.num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)
+    if hasattr(config, "hash_block_size"):
+        config.hash_block_size = cache.block_size
+    if hasattr(config, "kv_cache_layout"):
+        config.kv_cache_layout = cache.layout
+    return config
+
+
+def _placed(cache: PagedCache, group: Group, region: int) -> KVCacheTensor:
+    """Where the layers of a group lie; `region`: bytes of one layer."""
+    first, *more = [cache.tensors[layer] for layer in group.layers]
+    item = first.element_size()
+    apart = (more[0].storage_offset() - first.storage_offset()) * item if more else region
+    layers = [cache.names[layer] for layer in group.layers]
+    return KVCacheTensor(size=region * len(layers), layers=layers, layer_stride=apart, block_stride=first.stride(0) * item)
+
+
+def registered(cache: PagedCache, config: Any, cache_config: KVCacheConfig, only: str | None) -> dict[str, Any]:
+    """Fields of the event kv.registered."""
+    first = cache.tensors[0]
+    found: dict[str, Any] = dict(
+        required=None, possible=[only] if only else None, layout=cache.layout, told=getattr(cache_config, "kv_cache_layout", None),
+        shape=list(first.shape), strides=list(first.stride()), own_shape=None, own_strides=None,
+    )  # fmt: skip
+    if RESOLVES_LAYOUTS:
+        transfer = config.kv_transfer_config
+        required = transfer and KVConnectorFactory.get_connector_class(transfer).get_required_kvcache_layout(config)
+        found["required"] = _ALIASES.get(required, required)
+        group = cache_config.kv_cache_groups[0]
+        tensor, layout = cache_config.kv_cache_tensors[0], config.cache_config.get_resolved_kv_cache_layout()
+        raw = torch.zeros(tensor.size, dtype=torch.int8)
+        views = kv_cache_interface.create_kv_cache_views(raw, group.kv_cache_spec, cache.num_blocks, layout, tensor)
+        found["own_shape"], found["own_strides"] = list(views[0].shape), list(views[0].stride())
+    return found

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What depends on the installed vLLM in what scheduler and worker hand each other: a step, and what came of it.
+
+What depends on the installed vLLM in the worker: the order and the arguments of a step's hooks in both model runners.
+
+A compiled grammar for structured output that allows every token: what the harness samples is not up to it.
+
+vLLM's own Request, whatever the installed release wants to make one of.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import lru_cache
+from typing import Any
+
+from vllm.forward_context import ForwardContext, set_forward_context
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.core.sched.output import NewRequestData
+from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
+from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
+
+from kvconform.compat.vllm_api import (
+    PREEMPTIONS_BY_METADATA,
+    UNRECORDED,
+    KVConnectorOutput,
+    ModelRunnerOutput,
+    Request,
+    SchedulerOutput,
+    VllmConfig,
+    torch,
+)
+from kvconform.kv.provenance import adapter_number
+
+try:
+    from vllm.v1.core.sched.output import KVConnectorBlockState
+except ImportError:  # until 0.26
+    KVConnectorBlockState = None  # type: ignore[assignment,misc]
+
+_STATE_FIELDS = inspect.signature(KVConnectorBlockState).parameters if KVConnectorBlockState is not None else {}
+
+
+def runner_output(
+    req_ids: Sequence[str] = (), tokens: Sequence[list[int]] = (), reports: KVConnectorOutput | None = None
+) -> ModelRunnerOutput:
+    """The output of a model runner: `tokens` sampled for each request, `reports` of the connector. Until 0.13 the rest had no defaults."""
+    return ModelRunnerOutput(
+        req_ids=list(req_ids),
+        req_id_to_index={req: index for index, req in enumerate(req_ids)},
+        sampled_token_ids=list(tokens),
+        logprobs=None,
+        prompt_logprobs_dict={},
+        pooler_output=[],
+        kv_connector_output=reports,
+    )
+
+
+def new_request_data(request: Any, block_ids: tuple[list[int], ...], prefill: list[int] | None) -> NewRequestData:
+    """NewRequestData of a request; `prefill`: all its tokens, for model runner V2. 0.11 knew no such field."""
+    if prefill is None:
+        return NewRequestData.from_request(request, block_ids)
+    return NewRequestData.from_request(request, block_ids, prefill)
+
+
+def make_scheduler_output(**values: Any) -> SchedulerOutput:
+    """SchedulerOutput. What the installed version wants besides is the empty value of its time; what it does not know yet is set too."""
+    if "num_common_prefix_blocks" in SchedulerOutput.__dataclass_fields__:  # until 0.31, and unused since long before
+        values.setdefault("num_common_prefix_blocks", [])
+    known = SchedulerOutput.__dataclass_fields__
+    made = SchedulerOutput(**{name: value for name, value in values.items() if name in known})
+    for name in values.keys() - known:
+        setattr(made, name, values[name])
+    return made
+
+
+def has_sync_loads(scheduler_output: SchedulerOutput) -> bool:
+    """Whether loads must be there before this step's forward pass. Until 0.28 every load was started before it."""
+    return "has_sync_kv_loads" not in SchedulerOutput.__dataclass_fields__ or scheduler_output.has_sync_kv_loads
+
+
+def block_state(req_ids: set[str], get_block_ids: Any) -> Any:
+    """What build_connector_meta may ask about blocks; None until 0.26, which had no such thing."""
+    if KVConnectorBlockState is None:
+        return None
+    if "block_ids" in _STATE_FIELDS:  # until 0.30: made whether somebody asks or not
+        return KVConnectorBlockState({req_id: get_block_ids(req_id) for req_id in req_ids}, {})
+    return KVConnectorBlockState(req_ids, get_block_ids, boundary_state_offloads={})
+
+
+try:
+    from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
+except ImportError:  # until 0.15
+    from vllm.attention.utils.kv_transfer_utils import maybe_transfer_kv_layer  # type: ignore[no-redef]
+try:
+    from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
+except ImportError:  # until 0.15 model runner V2 knew no connectors
+    ActiveKVConnector = None  # type: ignore[assignment,misc]
+__all__ = ['ActiveKVConnector', 'maybe_transfer_kv_layer']
+
+CAN_DEFER = "defer_finalize" in inspect.signature(KVConnectorModelRunnerMixin.maybe_get_kv_connector_output).parameters
+
+
+@lru_cache(maxsize=64)
+def _parameters(function: Any) -> frozenset[str]:
+    """The names of a function's parameters."""
+    return frozenset(inspect.signature(function).parameters)
+
+
+def forward_context(metadata: Any, config: VllmConfig, **arguments: Any) -> Any:
+    """set_forward_context with those arguments that it takes (`slot_mapping`: since 0.16)."""
+    known = _parameters(set_forward_context)
+    return set_forward_context(metadata, config, **{name: value for name, value in arguments.items() if name in known})
+
+
+def layer_cache(tensor: torch.Tensor) -> Any:
+    """A layer's `kv_cache`: until 0.18 a list with one tensor per virtual engine."""
+    return [tensor] if "virtual_engine" in ForwardContext.__dataclass_fields__ else tensor
+
+
+def handle_preemptions(connector: Any, output: SchedulerOutput) -> None:
+    """Call the hook as model runner V1 of the installed release does."""
+    if PREEMPTIONS_BY_METADATA:
+        connector.handle_preemptions(output.kv_connector_metadata)
+    elif output.preempted_req_ids and "handle_preemptions" not in UNRECORDED:
+        connector.handle_preemptions(output.preempted_req_ids)
+
+
+def collecting(output: SchedulerOutput, *, defer: bool) -> Any:
+    """The context in which model runner V1 computes; `defer`: the save is finished by finish_deferred (since 0.18)."""
+    mixin = KVConnectorModelRunnerMixin.maybe_get_kv_connector_output
+    return mixin(output, defer_finalize=defer) if CAN_DEFER else mixin(output)
+
+
+def finish_deferred() -> None:
+    """What `collecting(defer=True)` left to do after the drafter."""
+    if CAN_DEFER:
+        KVConnectorModelRunnerMixin.finalize_kv_connector()
+
+
+def output_without_forward(collected: KVConnectorOutput) -> ModelRunnerOutput:
+    """The result of a step without a forward pass; what is empty is left out (R201)."""
+    if hasattr(ModelRunnerOutput, "with_kv_conn_output_only"):  # since 0.22
+        return ModelRunnerOutput.with_kv_conn_output_only(collected)
+    return runner_output(reports=None if collected.is_empty() else collected)
+
+
+def finish_forward(active: Any) -> None:
+    """ActiveKVConnector.finish_forward, which releases until 0.30 do not have."""
+    if hasattr(active, "finish_forward"):
+        active.finish_forward()
+
+
+def post_forward(active: Any, output: SchedulerOutput, *, defer: bool = False) -> KVConnectorOutput | None:
+    """ActiveKVConnector.post_forward: until 0.22 of the output, then of its finished request ids. `defer`: the save is finished by
+    finish_step (since 0.33)."""
+    known = _parameters(type(active).post_forward)
+    subject = output if "scheduler_output" in known else output.finished_req_ids
+    found = active.post_forward(subject, defer_finalize=defer) if "defer_finalize" in known else active.post_forward(subject)
+    return found  # type: ignore[no-any-return]
+
+
+def finish_step(active: Any) -> None:
+    """What `post_forward(defer=True)` left to do after the drafter."""
+    if hasattr(active, "finalize_step"):
+        active.finalize_step()
+
+
+def pre_forward(active: Any, output: SchedulerOutput, batch: Any, metadata: Any, load_arguments: dict[str, Any]) -> None:
+    """ActiveKVConnector.pre_forward: until 0.30 of the output, in 0.31 with start_load_kv's arguments, then with what those are made of."""
+    parameters = _parameters(type(active).pre_forward)
+    if "input_batch" in parameters:
+        active.pre_forward(output, batch, metadata)
+    elif len(parameters) > 2:  # and itself
+        active.pre_forward(**{**load_arguments, "scheduler_output": output})
+    else:
+        active.pre_forward(output)
+
+
+class AnyText(StructuredOutputGrammar):
+    """Accepts everything, and never ends. Holds no state."""
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        return True
+
+    def validate_tokens(self, tokens: list[int]) -> list[int]:
+        return tokens
+
+    def rollback(self, num_tokens: int) -> None:
+        pass
+
+    def fill_bitmask(self, bitmask: Any, batch_index: int) -> None:
+        bitmask[batch_index].fill_(-1)
+
+    def is_terminated(self) -> bool:
+        return False
+
+    def reset(self) -> None:
+        pass
+
+
+STOP_TOKEN = 1
+
+
+_WANTS_EOS = "eos_token_id" in inspect.signature(Request.__init__).parameters
+LATER_REQUEST_FIELDS: dict[str, Any] = {  # what the reference scheduler keeps on a request, absent from Request until 0.15, 0.25 and 0.28
+    "is_prefill_chunk": False,
+    "resumable": False,
+    "last_sched_seq": 0,
+    "num_in_flight_tokens": 0,
+    "num_stale_output_tokens": 0,
+    "drop_stale_output": False,
+}
+
+
+@lru_cache(maxsize=64)
+def _hasher(block_size: int) -> Any:
+    return get_request_block_hasher(block_size, sha256)
+
+
+def build_request(
+    req_id: str,
+    tokens: list[int],
+    *,
+    max_tokens: int,
+    block_size: int,
+    stop: bool,
+    salt: str | None,
+    lora: str | None,
+    items: list[dict[str, Any]],
+    priority: int,
+    params: dict[str, Any] | None,
+    skip_reading_prefix_cache: bool,
+    structured: bool = False,
+    arrival: float,
+) -> Request:
+    """vLLM's own Request, as the engine core would make it. `structured`: with a grammar that is still being compiled."""
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        temperature=0,
+        stop_token_ids=[STOP_TOKEN] if stop else None,
+        extra_args={"kv_transfer_params": params} if params is not None else None,
+        structured_outputs=StructuredOutputsParams(regex=".*") if structured else None,
+    )
+    sampling.update_from_generation_config({}, 2)
+    features = [
+        MultiModalFeatureSpec(
+            data=None,
+            modality="image",
+            identifier=str(item["id"]),
+            mm_position=PlaceholderRange(offset=int(item["at"]), length=int(item["length"])),
+        )
+        for item in items
+    ]
+    request = Request(
+        request_id=req_id,
+        prompt_token_ids=list(tokens),
+        sampling_params=sampling,
+        pooling_params=None,
+        arrival_time=arrival,
+        mm_features=features or None,
+        lora_request=LoRARequest(lora, adapter_number(lora), f"/adapters/{lora}") if lora else None,
+        cache_salt=salt,
+        priority=priority,
+        block_hasher=_hasher(block_size),
+        **({"eos_token_id": None} if _WANTS_EOS else {}),
+    )
+    if request.structured_output_request is not None:
+        request.structured_output_request.grammar = Future()
+    if skip_reading_prefix_cache:
+        request.skip_reading_prefix_cache = True
+    for name, value in LATER_REQUEST_FIELDS.items():
+        if not hasattr(request, name):
+            setattr(request, name, value)
+    return request

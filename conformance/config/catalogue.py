@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configurations of real connectors by name: `catalogue:offloading` stands for what `connectors/offloading.toml` says."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import re
+import sys
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kvconform import connectors
+from kvconform.errors import UsageError, did_you_mean
+
+PREFIX = "catalogue:"
+ROOT = Path(connectors.__path__[0])
+
+
+class Named(BaseModel):
+    """An entry: a sentence, what pip has to install beside vLLM, and settings (kvconform.config.settings.Settings)."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+
+    text: str = Field(min_length=1)
+    requires: list[str] = Field(default=[], description="pip requirements")
+    connector: str = Field(min_length=1)
+    family: str = Field(default="", description="whose results are told together; default: the name up to its first dash")
+
+    def group(self, name: str) -> str:
+        """The family of the entry, which is called `name`."""
+        return self.family or name.partition("-")[0]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All but what describes the entry itself."""
+        return {**(self.model_extra or {}), "connector": self.connector}
+
+
+def names(root: Path = ROOT) -> list[str]:
+    """The entries, sorted."""
+    return sorted(path.stem for path in root.glob("*.toml"))
+
+
+def named(name: str, root: Path = ROOT) -> Named:
+    """The entry of a name (with or without `catalogue:`). UsageError in one sentence if there is none, or it is none."""
+    name = name.removeprefix(PREFIX)
+    if name not in names(root):
+        close = did_you_mean(name, names(root)) or "; kvconform list connectors has them"
+        raise UsageError(f"the catalogue has no connector {name!r}{close}")
+    path = root / f"{name}.toml"
+    try:
+        return Named.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+    except (tomllib.TOMLDecodeError, ValidationError) as error:
+        raise UsageError(f"{path.name} of the catalogue is broken: {' '.join(str(error).split())[:300]}") from None
+
+
+_CONNECTOR = re.compile(r"(?:[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:)?[A-Za-z_]\w*")
+
+
+def versions(requires: Sequence[str]) -> dict[str, str | None]:
+    """Of each package that pip requirements name, the installed version, or None."""
+    found: dict[str, str | None] = {}
+    for item in requires:
+        name = re.match(r"[A-Za-z0-9][A-Za-z0-9._-]*", item.strip())
+        if name is None:  # an option
+            continue
+        try:
+            found[name[0]] = importlib.metadata.version(name[0])
+        except importlib.metadata.PackageNotFoundError:
+            found[name[0]] = None
+    return found
+
+
+def lacking(entry: str | None) -> list[str]:
+    """A warning if packages are not installed that an entry of the catalogue requires, if it is one: the connector may do with others."""
+    requires = named(entry).requires if entry is not None else []
+    absent = [name for name, version in versions(requires).items() if version is None]
+    if not absent:
+        return []
+    are = "is" if len(absent) == 1 else "are"
+    install = f"pip install {' '.join(requires)}"
+    return [f"{', '.join(absent)} {are} not installed here: {install}; nox -s conformance -- --connector {entry} does that by itself"]
+
+
+def check_connector_name(connector: str, pythonpath: Sequence[str] = ()) -> None:
+    """UsageError if a connector's name is malformed or its top-level package is nowhere to be found. Imports nothing."""
+    if not _CONNECTOR.fullmatch(connector):
+        hint = connector.rpartition(".")
+        better = f"; did you mean {hint[0]}:{hint[2]}?" if hint[0] and ":" not in connector else ""
+        if better and not hint[2][:1].isupper():  # a module, by its looks
+            better = f"; if {connector} is the module, add its class: {connector}:MyConnector"
+        raise UsageError(f"{connector!r} does not name a connector: write package.module:Class, or a name that vLLM knows{better}")
+    package = connector.partition(":")[0].partition(".")[0]
+    if ":" not in connector or importlib.util.find_spec(package) is not None:
+        return
+    if importlib.machinery.PathFinder.find_spec(package, list(pythonpath)) is None:
+        absent = [folder for folder in pythonpath if not Path(folder).is_dir()]
+        if absent:
+            raise UsageError(
+                f"there is no directory {absent[0]} (--pythonpath), and no package {package!r} anywhere else on this Python's path"
+            )
+        if pythonpath:
+            raise UsageError(
+                f"there is no package {package!r} in {', '.join(pythonpath)} (--pythonpath), nor elsewhere on this Python's path"
+            )
+        raise UsageError(f"there is no package {package!r} on this Python's path: install it into {sys.prefix}, or give --pythonpath DIR")

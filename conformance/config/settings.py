@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of a run: defaults, then the connector's repository (`kvconform.toml`, or `[tool.kvconform]` in pyproject.toml), then the
+command line. Unknown keys and wrong values are UsageErrors that name the place.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from kvconform.adapters import registry as adapters
+from kvconform.config import catalogue as named
+from kvconform.contract.case import SLOW, Device
+from kvconform.contract.profile import Expected
+from kvconform.errors import UsageError
+from kvconform.process.server import ServerSpec
+from kvconform.process.watchdog import DEFAULT_LIMIT
+
+
+@dataclass(frozen=True, order=True)
+class Shard:
+    """Part `number` (from 1) of `count`."""
+
+    number: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+
+def parse(text: str) -> Shard:
+    """`2/4`. ValueError in one sentence for anything else."""
+    found = re.fullmatch(r"([0-9]{1,4})/([0-9]{1,4})", text)
+    shard = Shard(int(found[1]), int(found[2])) if found else Shard(0, 0)
+    if not 1 <= shard.number <= shard.count:
+        raise ValueError("a shard is i/n with 1 <= i <= n, such as 2/4")
+    return shard
+
+
+REFERENCE = "kvconform.refimpl.connector:ReferenceConnector"
+ENGINES = ("reference", "vllm")
+SCHEDULINGS = ("sync", "async")
+
+
+class Settings(BaseModel):
+    """All settings of one run. Paths are absolute once `load` is done."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, validate_default=False)
+
+    connector: str = Field(default=REFERENCE, min_length=1)
+    catalogue: str | None = Field(default=None, description="the name by which it was found")
+    extra_config: dict[str, Any] = {}
+    adapters: list[str] = Field(default=[], description="stand-ins for what the connector lacks here (docs/adapters.md)")
+    role: Literal["kv_both", "kv_producer", "kv_consumer"] | None = None
+    capabilities: dict[str, Any] = Field(default={}, description="declared capabilities, over those that the class declares")
+    half: Literal["both", "scheduler"] = Field(default="both", description="scheduler: judge the scheduler half alone")
+    device: Literal["cpu", "cuda"] = Field(default="cpu", description="where the KV cache is")
+    emulate_cuda: bool = Field(default=False, description="with device cpu: the connector finds a CUDA device, which is emulated")
+    slow: Literal["compute", "transfers", "all"] = Field(default="all", description="streams that are slow, on a device that has streams")
+    engine: Literal["reference", "vllm", "live", "all"] = Field(default="all", description="all: reference and vllm")
+    seeds: int = Field(default=0, ge=0, description="engine live: so many random workloads besides, with seeds from `seed` on")
+    scheduling: Literal["sync", "async", "all"] = "all"
+    select: list[str] = Field(default=[], description="ids, areas or globs of cases and requirements; ids of runs")
+    cases: list[str] = Field(default=[], description="files of cases that the suite does not have; without `select`, only these are run")
+    shard: str | None = Field(default=None, description="i/n: only the i-th of n parts of the selected runs")
+    profile: str = "core"
+    seed: int = 0
+    strict: bool = False
+    workers: int = Field(default=min(2, os.cpu_count() or 1), ge=1, le=256)
+    hook_timeout: float = Field(default=DEFAULT_LIMIT, gt=0)
+    stall_seconds: float = Field(default=2.0, gt=0)
+    report_dir: str = "kvconform-report"
+    trace: str | None = None
+    debug: bool = False
+    disable: list[str] = Field(default=[], description="globs over ids of requirements and cases that are switched off")
+    expected_failures: list[Expected] = []
+    setup: list[str] = Field(default=[], description="shell commands before the first case")
+    teardown: list[str] = Field(default=[], description="shell commands at the end, whatever happened")
+    servers: list[ServerSpec] = Field(default=[], description="servers that each process with the connector needs, one of each per process")
+    setup_timeout: float = Field(default=120.0, gt=0)
+    env: dict[str, str] = Field(default={}, description="environment of the workers and of the commands")
+    pythonpath: list[str] = Field(default=[], description="directories where workers find the connector's package")
+    snapshot_rules: list[dict[str, Any]] = Field(default=[], description="what differs from run to run, as in spec/normalise.yaml")
+    file: str | None = Field(default=None, description="where settings were read from")
+    arguments: list[str] = Field(default=[], description="the options of the command line that a reproduction needs too")
+
+    @field_validator("hook_timeout", "stall_seconds", "setup_timeout", mode="before")
+    @classmethod
+    def _whole_seconds(cls, value: Any) -> Any:
+        return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+    @field_validator("shard")
+    @classmethod
+    def _is_shard(cls, value: str | None) -> str | None:
+        return None if value is None else str(parse(value))
+
+    @field_validator("adapters")
+    @classmethod
+    def _exist(cls, value: list[str]) -> list[str]:
+        for name in value:
+            adapters.named(name)  # UsageError
+        return value
+
+    @property
+    def engines(self) -> list[str]:
+        return list(ENGINES) if self.engine == "all" else [self.engine]
+
+    @property
+    def schedulings(self) -> list[str]:
+        return list(SCHEDULINGS) if self.scheduling == "all" else [self.scheduling]
+
+    @property
+    def target_device(self) -> Device:
+        """The device as a target names it. UsageError for an emulation of what is there."""
+        if self.emulate_cuda and self.device == "cuda":
+            raise UsageError("--emulate-cuda stands in for a GPU: it goes with --device cpu")
+        return "emulated" if self.emulate_cuda else self.device
+
+    @property
+    def slows(self) -> list[str] | None:
+        """Which streams are slow, one after the other (engine live: none ever is); None on a device without streams."""
+        if self.target_device == "cpu":
+            if self.slow != "all":
+                raise UsageError("--slow is about the streams of a device: it goes with --emulate-cuda or --device cuda")
+            return None
+        if self.engine == "live":
+            return []
+        return list(SLOW) if self.slow == "all" else [self.slow]
+
+    @property
+    def base(self) -> Path:
+        """Directory that relative paths and commands refer to: that of the file, else the working directory."""
+        return Path(self.file).parent if self.file else Path.cwd()
+
+
+def load(given: dict[str, Any], *, file: str | None = None, start: Path | None = None) -> Settings:
+    """Merge the settings. `given` are those of the command line (None = not given); `file` names the file instead of searching from
+    `start` (the working directory) upwards. UsageError for anything that is wrong."""
+    own = {key: value for key, value in given.items() if value is not None}
+    if str(own.get("connector", "")).startswith(named.PREFIX):  # it brings its own settings: those found here are another connector's
+        entry = named.named(own["connector"])
+        own = {**entry.settings, **own, "connector": entry.connector, "catalogue": own["connector"]}
+        start = Path("/")
+    path, found = (_read_named(Path(file))) if file else _search((start or Path.cwd()).resolve())
+    settings = _validate(found, str(path)) if path else Settings()
+    given_here = _validate(own, "the command line")
+    merged = settings.model_copy(update={name: getattr(given_here, name) for name in (key.replace("-", "_") for key in own)})
+    merged.expected_failures = settings.expected_failures
+    merged.file = str(path) if path else None
+    if merged.connector == REFERENCE and not merged.extra_config:
+        merged.extra_config = {"store": "{tmp}"}
+    merged.report_dir = str(_absolute(merged.report_dir, Path.cwd() if "report_dir" in own else merged.base))
+    merged.pythonpath = [str(_absolute(p, Path.cwd() if "pythonpath" in own else merged.base)) for p in merged.pythonpath]
+    merged.cases = [str(_absolute(p, Path.cwd() if "cases" in own else merged.base)) for p in merged.cases]
+    if merged.cases and merged.shard:
+        raise UsageError("--case and --shard do not go together: kvconform merge knows the suite's cases only")
+    return merged
+
+
+def _absolute(path: str, base: Path) -> Path:
+    return (base / Path(path).expanduser()).resolve()
+
+
+def _read_named(path: Path) -> tuple[Path, dict[str, Any]]:
+    if not path.is_file():
+        raise UsageError(f"there is no settings file {path}")
+    found = _table(path)
+    if found is None:
+        raise UsageError(f"{path} has no table [tool.kvconform]")
+    return path.resolve(), found
+
+
+def _search(start: Path) -> tuple[Path | None, dict[str, Any]]:
+    """The nearest file with settings, up to the root of the repository."""
+    for folder in (start, *start.parents):
+        for name in ("kvconform.toml", "pyproject.toml"):
+            if (folder / name).is_file():
+                found = _table(folder / name)
+                if found is not None:
+                    return folder / name, found
+        if (folder / ".git").exists():
+            break
+    return None, {}
+
+
+def _table(path: Path) -> dict[str, Any] | None:
+    """The settings in a file; None for a pyproject.toml without any."""
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        if path.name == "pyproject.toml" and "kvconform" not in path.read_bytes().decode(errors="replace"):
+            return None  # broken, but none of our business
+        raise UsageError(f"{path} is not valid TOML: {error}") from None
+    if path.name != "pyproject.toml":
+        return data
+    table = data.get("tool", {}).get("kvconform")
+    return table if isinstance(table, dict) else None
+
+
+def _validate(raw: dict[str, Any], place: str) -> Settings:
+    known = set(Settings.model_fields) - ({"file"} if place == "the command line" else {"file", "arguments", "catalogue"})
+    data = {}
+    for key, value in raw.items():
+        name = key.replace("-", "_")
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            raise UsageError(f"{place}: unknown setting {key!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
+        data[name] = value
+    if isinstance(data.get("expected_failures"), list):
+        data["expected_failures"] = [_dates_as_text(entry) for entry in data["expected_failures"]]
+    try:
+        return Settings.model_validate(data)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in problem["loc"])
+        sentence = problem["msg"].removeprefix("Value error, ")
+        given = "" if problem["type"] in ("missing", "extra_forbidden") else f" (it is {problem['input']!r})"
+        raise UsageError(f"{place}: {where}: {sentence[0].lower()}{sentence[1:]}{given}") from None
+
+
+def _dates_as_text(entry: Any) -> Any:
+    """TOML has dates; the model wants ISO text."""
+    if not isinstance(entry, dict):
+        return entry
+    return {key: value.isoformat() if isinstance(value, date) else value for key, value in entry.items()}
+
+
+def as_arguments(options: Mapping[str, str | bool | Sequence[str] | None]) -> list[str]:
+    """Options as they were given on the command line: a value follows its option, true is the option alone, a list repeats it."""
+    found: list[str] = []
+    for name, value in options.items():
+        if isinstance(value, str):
+            found += [name, value]
+        elif isinstance(value, bool):
+            found += [name] if value else []
+        else:
+            found += [part for each in value or () for part in (name, each)]
+    return found
+
+
+def parse_extra_config(text: str) -> dict[str, Any]:
+    """The value of --extra-config: a JSON object, or `@file` with one. UsageError in one sentence."""
+    name = "--extra-config"
+    if text.startswith("@"):
+        name = text[1:]
+        try:
+            text = Path(name).read_text(encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"--extra-config: {name} cannot be read: {error.strerror or error}") from None
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{name} is not valid JSON: {error.msg} at line {error.lineno} column {error.colno}") from None
+    if not isinstance(value, dict):
+        raise UsageError(f"{name} must be a JSON object, not {json.dumps(value)[:60]}")
+    return value

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connector under test as a child of vLLM's MultiConnector, alone or with siblings of ours.
+
+The connector under test: how it is named, configured and found.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvconform.contract.case import Device
+from kvconform.errors import UsageError, did_you_mean
+
+
+@dataclass
+class Target:
+    """A connector and its configuration. `connector` is `package.module:Class`, a name registered in vLLM's factory, or None.
+
+    `{tmp}` in the strings of `extra_config` stands for the run's own directory, `{block_size}` for the tokens of a block. `capabilities`
+    are the declared ones. `half` is `both`, or `scheduler` to judge the scheduler half alone, with a worker half of ours that does nothing.
+    `device` is where the KV cache is. `adapters` are in force wherever the connector runs.
+    """
+
+    connector: str | None
+    extra_config: dict[str, Any] = field(default_factory=dict)
+    role: str | None = None
+    capabilities: dict[str, Any] = field(default_factory=dict)
+    stall_seconds: float = 2.0
+    hook_timeout: float = 10.0
+    half: str = "both"
+    device: Device = "cpu"
+    adapters: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What vLLM's `kv_connector` is set to: the class or registered name."""
+        return (self.connector or "none").rpartition(":")[2]
+
+    @property
+    def module(self) -> str | None:
+        """What `kv_connector_module_path` is set to; None for registered names."""
+        return (self.connector or "").rpartition(":")[0] or None
+
+    def resolve(self) -> type:
+        """The connector's class. Imports it (and vLLM); UsageError in one sentence if that cannot be."""
+        from kvconform.compat.vllm_api import KVConnectorBase_V1, KVConnectorFactory
+
+        assert self.connector is not None
+        if self.module is None:
+            if self.name not in KVConnectorFactory._registry:
+                known = sorted(KVConnectorFactory._registry)
+                close = did_you_mean(self.name, known).rstrip("?") or f", or one of {', '.join(known)}"
+                raise UsageError(f"vLLM knows no connector named {self.name!r}: give it as package.module:Class{close}.")
+            try:
+                return KVConnectorFactory._registry[self.name]()
+            except Exception as error:  # a registered connector may import anything
+                raise UsageError(f"Connector {self.name} cannot be imported: {_one_line(error)}.") from error
+        try:
+            module = importlib.import_module(self.module)
+        except Exception as error:  # the user's module may raise anything while it is imported
+            raise UsageError(f"Module {self.module} of connector {self.connector} cannot be imported: {_one_line(error)}.") from error
+        cls = getattr(module, self.name, None)
+        if cls is None:
+            raise UsageError(f"Module {self.module} has no attribute {self.name!r}: name the connector's class as package.module:Class.")
+        if not (isinstance(cls, type) and issubclass(cls, KVConnectorBase_V1)):
+            raise UsageError(f"{self.connector} is not a KV connector: it must be a subclass of vLLM's KVConnectorBase_V1.")
+        return cls
+
+    def options(self, tmp: Path, block_size: int) -> dict[str, Any]:
+        """`extra_config` with `{tmp}` replaced, and `{block_size}`: a string that is nothing else becomes the number."""
+        return _substitute(self.extra_config, {"{tmp}": str(tmp), "{block_size}": str(block_size)})  # type: ignore[no-any-return]
+
+    def declared(self, cls: type | None) -> dict[str, Any]:
+        """Declared capabilities: those of the class (`kvconform_capabilities(extra_config)`), overridden by the configuration's."""
+        found: dict[str, Any] = {}
+        offered = getattr(cls, "kvconform_capabilities", None)
+        if callable(offered):
+            found |= offered(dict(self.extra_config))
+        elif isinstance(offered, dict):
+            found |= offered
+        return found | self.capabilities
+
+
+def _substitute(value: Any, given: dict[str, str]) -> Any:
+    if isinstance(value, str):
+        for name, text in given.items():
+            value = int(text) if value == name and text.isdecimal() else value.replace(name, text)
+            if isinstance(value, int):
+                break
+        return value
+    if isinstance(value, dict):
+        return {k: _substitute(v, given) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_substitute(v, given) for v in value]
+    return value
+
+
+def _one_line(error: BaseException) -> str:
+    text = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
+    return text[:300]
+
+
+SIBLINGS = {"idle": "Idle", "winner": "Winner", "holder": "Holder", "fetcher": "Fetcher", "greeter": "Greeter"}
+"""Name in a case -> class in kvconform.refimpl.variants.siblings."""
+
+
+@dataclass
+class MultiTarget(Target):
+    """A target whose connector runs inside of MultiConnector; the probe sees it, not its parent and not its siblings."""
+
+    children: tuple[str, ...] = ("self",)
+
+    @property
+    def name(self) -> str:
+        return "MultiConnector"
+
+    @property
+    def module(self) -> str | None:
+        return None
+
+    def alone(self) -> Target:
+        """The connector without its parent."""
+        return Target(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Target)})
+
+    def resolve(self) -> type:
+        return self.alone().resolve()
+
+    def options(self, tmp: Path, block_size: int) -> dict[str, Any]:
+        return {"connectors": [self._child(name, tmp, block_size) for name in self.children]}
+
+    def _child(self, name: str, tmp: Path, block_size: int) -> dict[str, Any]:
+        role = self.role or "kv_both"
+        if name != "self":
+            return {"kv_connector": SIBLINGS[name], "kv_connector_module_path": "kvconform.refimpl.variants.siblings", "kv_role": role}
+        target = self.alone()
+        own = {"kv_connector": target.name, "kv_role": role, "kv_connector_extra_config": target.options(tmp, block_size)}
+        return own if target.module is None else {**own, "kv_connector_module_path": target.module}
+
+
+def inside(target: Target, children: Sequence[str]) -> MultiTarget:
+    """The same connector among these children."""
+    return MultiTarget(**{field.name: getattr(target, field.name) for field in dataclasses.fields(Target)}, children=tuple(children))

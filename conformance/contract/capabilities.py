@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Capabilities: what a connector declares about itself, so that it is judged only by what it sets out to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from kvconform.errors import UsageError, did_you_mean
+
+_YES_NO = (bool, "true or false")
+
+
+@dataclass(frozen=True, slots=True)
+class Capability:
+    """One capability: the value assumed when nothing is declared; the type of its values, and that in words; one line."""
+
+    default: Any
+    kind: tuple[Any, str]
+    doc: str
+
+    def check(self, name: str, value: Any) -> None:
+        """UsageError unless `value` is of the declared type; nothing is converted."""
+        kind, words = self.kind
+        try:
+            TypeAdapter(kind).validate_python(value, strict=True)
+        except ValidationError:
+            raise UsageError(f"capability {name} is {value!r}; it must be {words}") from None
+
+
+CAPABILITIES: dict[str, Capability] = {
+    "store": Capability(False, _YES_NO, "keeps KV after its request is gone, for later requests to load"),
+    "saves": Capability(
+        "none",
+        (Literal["none", "prompt", "all"], "one of none, prompt, all"),
+        "what it saves: nothing, prompts only, or generated tokens too",
+    ),
+    "chunk_tokens": Capability(
+        1, (Annotated[int, Field(gt=0)], "a whole number above 0"), "granularity of what it promises to return, in tokens"
+    ),
+    "best_effort": Capability(False, _YES_NO, "stores or loads less, or nothing, when it is busy or when it is not worth it"),
+    "synthesises_kv": Capability(False, _YES_NO, "makes KV that no engine computed"),
+    "non_prefix_reuse": Capability(False, _YES_NO, "reuses KV of content that is not a prefix"),
+    "lossy": Capability(
+        False,
+        (bool | float, "true, false or a tolerance such as 0.01"),
+        "returns KV that differs within a tolerance (false, or the tolerance)",
+    ),
+    "async_load": Capability(False, _YES_NO, "answers lookups with an asynchronous load"),
+    "layerwise": Capability(False, _YES_NO, "loads or saves layer by layer"),
+    "hma": Capability(False, _YES_NO, "supports the hybrid memory allocator (several KV cache groups)"),
+    "composite": Capability(False, _YES_NO, "is made of other connectors, as vLLM's MultiConnector is"),
+    "context_parallel": Capability(False, _YES_NO, "works where the tokens of a block are split over ranks (decode context parallelism)"),
+    "fault_injection": Capability(False, _YES_NO, "lets the harness make loads fail"),
+    "kv_events": Capability(False, _YES_NO, "publishes KV events for all that it stores"),
+    "transfer": Capability(False, _YES_NO, "hands KV from a producer to a consumer engine, by the kv_transfer_params of their requests"),
+    "roles": Capability(("kv_both",), (tuple[str, ...] | list[str], "a list of names"), "the kv_role values that it works with"),
+}
+
+
+def complete(declared: dict[str, Any]) -> dict[str, Any]:
+    """All capabilities: the declared ones over the defaults. UsageError for a name or a value that does not exist."""
+    for name, value in declared.items():
+        known = CAPABILITIES.get(name)
+        if known is None:
+            known_are = f"; known are {', '.join(sorted(CAPABILITIES))}"
+            raise UsageError(f"unknown capability {name!r}{did_you_mean(name, CAPABILITIES, 1) or known_are}")
+        known.check(name, value)
+    return {name: declared.get(name, known.default) for name, known in CAPABILITIES.items()}
+
+
+def has(value: Any) -> bool:
+    """Whether a capability's value counts as present when it is named alone (`layerwise`, `!lossy`, `saves`)."""
+    return bool(value) and value != "none"
+
+
+MOST_LOSSY = 1 / 32
+"""The codes that the harness writes into KV memory cannot be told apart beyond 1/30."""
+
+
+def tolerance(lossy: bool | float) -> float:
+    """How far KV that was loaded may be off, as a part of the largest value: what was declared, at most MOST_LOSSY."""
+    return min(float(lossy), MOST_LOSSY)

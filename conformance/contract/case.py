@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cases: small workloads that provoke one situation, as read from spec/cases/<area>/<id>.yaml.
+
+A case only drives the engine; the contract is judged by the requirements on its trace. `steps` and expectations are closed sets: each is
+a map with one key. Their models live in kvconform.contract.steps and kvconform.contract.expectations.
+
+
+The devices that a KV cache can be on, and which of their streams can be slow. Imports nothing: the command line needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_validator
+
+from kvconform.contract.expectations import Expectation
+from kvconform.contract.expression import Expression, compile_capability
+from kvconform.contract.requirement import CapabilityExpr, Id, Model, Relation, Version, in_force
+from kvconform.contract.steps import Step, one_by_one
+from kvconform.errors import WrongPart
+
+Device = Literal["cpu", "cuda", "emulated"]
+Slow = Literal["compute", "transfers"]
+SLOW: tuple[Slow, ...] = ("compute", "transfers")
+
+
+GroupKind = Literal["full", "sliding", "wide", "private", "latent", "state"]
+
+
+Engine = Literal["reference", "vllm", "live"]
+Scheduling = Literal["sync", "async"]
+Runner = Literal["v1", "v2"]
+Role = Literal["kv_both", "kv_producer", "kv_consumer"]
+Layout = Literal["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
+Sibling = Literal["self", "idle", "winner", "holder", "fetcher", "greeter"]
+Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
+
+
+class Config(Model):
+    """The engine that a case wants. Sizes in tokens and blocks; `num_blocks` includes the null block 0."""
+
+    block_size: PositiveInt = 4
+    num_blocks: PositiveInt = 32
+    budget: PositiveInt = Field(default=64, description="max_num_batched_tokens")
+    max_seqs: PositiveInt = 8
+    prefix_caching: bool = True
+    spec_tokens: Annotated[int, Field(ge=0)] = 0
+    load_failure_policy: Literal["recompute", "fail"] = "recompute"
+    role: Role = "kv_both"
+    max_model_len: PositiveInt = 256
+    tensor_parallel: Literal[1, 2] = Field(default=1, description="ranks that the heads are split over")
+    pipeline_parallel: Literal[1, 2] = Field(default=1, description="ranks that the layers are split over")
+    context_parallel: Literal[1, 2] = Field(default=1, description="ranks, the tensor parallel ones, that a block's tokens are split over")
+    delivery: str | None = None
+    long_prefill_threshold: Annotated[int, Field(ge=0)] = Field(default=0, description="long_prefill_token_threshold, 0 = off")
+    engines: dict[Name, Role] = Field(default={}, description="two engines in one run: name -> kv_role; the first one is driven first")
+    groups: list[GroupKind] = Field(default=[], description="KV cache groups of one layer each (engine vllm); one: of all layers")
+    window: PositiveInt = Field(default=8, description="tokens that layers with a sliding window attend to")
+    stats: bool = Field(default=False, description="the engine keeps statistics (log_stats)")
+    layout: Layout | None = Field(default=None, description="the only order of a KV tensor's axes that the attention can do")
+    multi: list[Sibling] = Field(default=[], description="run inside of MultiConnector with these children; `self` is the connector")
+
+    @property
+    def suffix(self) -> str:
+        """What tells the engine ids of one run apart."""
+        return ""
+
+
+class Matrix(Model):
+    """The axes; a case runs on their product. `depth` (steps in flight) matters to async only; sync always has depth 1."""
+
+    scheduling: list[Scheduling] = Field(default=["sync", "async"], min_length=1)
+    runner: list[Runner] = Field(default=["v1"], min_length=1)
+    depth: list[PositiveInt] = Field(default=[2], min_length=1)
+    block_size: list[PositiveInt] | None = Field(default=None, min_length=1, description="default: config.block_size")
+    slow: list[Slow] = Field(default=list(SLOW), min_length=1, description="which streams are slow; matters on a device with streams only")
+
+
+class Case(Model):
+    """One case file."""
+
+    id: Id
+    area: str
+    text: str = Field(min_length=1)
+    rules: list[Annotated[str, Field(pattern=r"^R\d{3}$")]] = []
+    bugs: list[Annotated[str, Field(pattern=r"^B\d{3}$")]] = []
+    since: Version | None = Field(default=None, description="first vLLM version whose engine can be brought there")
+    config: Config = Config()
+    matrix: Matrix = Matrix()
+    engines: list[Engine] = Field(default=["reference", "vllm"], min_length=1)
+    policies: list[str] = []
+    needs: CapabilityExpr = "core"
+    relations: list[Relation] = ["no-connector"]
+    steps: list[Step] = Field(min_length=1)
+    expect: list[Expectation] = []
+    provokes: list[Expectation] = []
+
+    @field_validator("steps")
+    @classmethod
+    def _steps_go_together(cls, steps: list[Step], info: ValidationInfo) -> list[Step]:
+        """The steps, one request each: what is wrong is told of the step as it was written."""
+        added: set[str] = set()
+        for index, step in enumerate(steps):
+            unknown = step.mentions() - added
+            if unknown:
+                raise WrongPart(f"`{step.op}` names request {sorted(unknown)[0]!r}, which no earlier step adds", (index,))
+            for add in step.adds():
+                if add.req in added:
+                    raise WrongPart(f"adds request {add.req!r} again; use another name with the same `id`", (index,))
+                added.add(add.req)
+            if {"config", "matrix"} <= info.data.keys() and (problem := _unfit(step, info.data["config"], info.data["matrix"])):
+                raise WrongPart(problem, (index,))
+        return one_by_one(steps)
+
+    @model_validator(mode="after")
+    def _requests_exist(self) -> Case:
+        added = {step.arg.req for step in self.steps if step.op == "add"}
+        for field in ("expect", "provokes"):
+            for index, expectation in enumerate(getattr(self, field)):
+                unknown = expectation.mentions() - added
+                if unknown:
+                    raise WrongPart(f"{expectation.what} names request {sorted(unknown)[0]!r}, which no step adds", (field, index))
+        return self
+
+    @model_validator(mode="after")
+    def _two_engines(self) -> Case:
+        names = self.config.engines
+        if names and len({add.arg.id or add.arg.req for add in self.steps if add.op == "add"}) < sum(s.op == "add" for s in self.steps):
+            raise ValueError("with two engines every request has an id of its own, as a front end makes them")
+        groups = self.config.groups
+        if len(groups) > 1 and (groups[0] != "full" or "latent" in groups or self.engines != ["vllm"]):
+            raise ValueError("config: several groups begin with a full one, none is latent, and only engine vllm has them")
+        if len(groups) == 1 and groups[0] not in ("full", "latent"):
+            raise ValueError("config: a single group is full or latent")
+        if self.config.context_parallel > 1 and (groups != ["latent"] or self.config.tensor_parallel != self.config.context_parallel):
+            raise ValueError("config: context_parallel splits one latent group, over the tensor parallel ranks")
+        if any(step.op == "add" and getattr(step.arg, "structured", False) for step in self.steps) and self.engines != ["vllm"]:
+            raise ValueError("structured output: only engine vllm has it")
+        if len(names) == 1 or (self.config.multi and "self" not in self.config.multi):
+            raise ValueError("config: engines are two or none; multi has `self` among its children")
+        return self
+
+    @cached_property
+    def needs_expr(self) -> Expression:
+        """What the connector must be able to do, over `cap`: the declared `needs` and what the steps imply."""
+        implied = sorted({need for step in self.steps if (need := step.needs)})
+        implied += ["hma"] if len(self.config.groups) > 1 else []
+        implied += ["!composite"] if self.config.multi else []
+        implied += ["!transfer"] if "greeter" in self.config.multi else []  # which alone would be known to its peers
+        implied += ["context_parallel"] if self.config.context_parallel > 1 else []
+        implied += [f"'{role}' in cap.roles" for role in sorted(set(self.config.engines.values()) - {"kv_both"})]
+        return compile_capability([self.needs, *implied])
+
+    def in_force(self, vllm: str) -> bool:
+        """Whether it is run with this vLLM version."""
+        return in_force(self.since, None, vllm)
+
+    def unmet(self, caps: dict[str, Any]) -> str | None:
+        """The condition that a connector with these capabilities does not meet, or None if the case suits it."""
+        return None if self.needs_expr.bind(caps)({}) else self.needs_expr.source
+
+    def variants(
+        self, engines: Sequence[str] | None = None, schedulings: Sequence[str] | None = None, slow: Sequence[str] | None = None
+    ) -> list[Variant]:
+        """The runs of this case on the engines and schedulings asked for (None: all that the case names), in a fixed order; on a device
+        with streams with each of `slow` that the case names (None: a device without)."""
+        return list(self._variants(engines, schedulings, slow))
+
+    def _variants(self, engines: Sequence[str] | None, schedulings: Sequence[str] | None, slow: Sequence[str] | None) -> Iterator[Variant]:
+        sizes = self.matrix.block_size or [self.config.block_size]
+        for engine in self.engines:
+            for scheduling in self.matrix.scheduling:
+                if (engines is not None and engine not in engines) or (schedulings is not None and scheduling not in schedulings):
+                    continue
+                for runner in self.matrix.runner:
+                    for depth in self.matrix.depth if scheduling == "async" else [1]:
+                        for size in sizes:
+                            for which in [None] if slow is None else [each for each in self.matrix.slow if each in slow]:
+                                yield Variant(self, engine, scheduling, runner, depth, size, which)
+
+
+def _unfit(step: Step, config: Config, matrix: Matrix) -> str | None:
+    """Why the engine of `config` cannot do this step; None if it can."""
+    names = config.engines
+    if step.op == "on" and step.arg not in names:
+        return f"`on` names engine {step.arg!r}; config.engines has {', '.join(names) or 'none'}"
+    if names and (step.op in ("restart", "shutdown") or (step.op == "reset" and step.arg.connector)):
+        return f"`{step.op}` is not possible with two engines over one store: it would be about both"
+    for add in step.adds():
+        if not names and add.handed is not None:
+            return "`handed` needs two engines (config.engines)"
+        if isinstance(add.prompt, int) and add.prompt >= config.max_model_len:
+            return f"adds a prompt of {add.prompt} tokens; config.max_model_len is {config.max_model_len}"
+        room = (config.num_blocks - 1) * max(matrix.block_size or [config.block_size])  # block 0 is nobody's
+        if isinstance(add.prompt, int) and add.prompt > room and not config.groups:
+            return f"adds a prompt of {add.prompt} tokens, too many for config.num_blocks {config.num_blocks}: there is room for {room}"
+    return None
+
+
+def variant_id(case: str, engine: str, scheduling: str, runner: str, depth: int, block_size: int, slow: str | None = None) -> str:
+    """The name of a run: its case and its axes."""
+    return f"{case}[{engine}-{scheduling}-{runner}-d{depth}-b{block_size}{f'-slow-{slow}' if slow else ''}]"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Variant:
+    """One run to be made: a case at one point of its axes. Two variants are equal if their ids are."""
+
+    case: Case
+    engine: str
+    scheduling: str
+    runner: str
+    depth: int
+    block_size: int
+    slow: Slow | None = None
+
+    @property
+    def id(self) -> str:
+        return variant_id(self.case.id, **self.axes)
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        """engine, scheduling, runner, depth and block_size; on a device with streams also which of them are slow."""
+        found = {name: getattr(self, name) for name in ("engine", "scheduling", "runner", "depth", "block_size")}
+        return found | ({"slow": self.slow} if self.slow else {})
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Variant) and self.id == other.id
+
+    def __hash__(self) -> int:
+        return hash(self.id)

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a case may expect of a run, and what it must have provoked: one closed vocabulary of one-key maps, with an optional `when`.
+
+An expectation that does not hold is the case's own finding (`case.expectation` events, requirement `case.expected`). An unmet `provokes`
+entry means that the stimulus did not happen, which is never the connector's fault. Any number or text may be written per scheduling,
+`{sync: 10, async: 11}`; `expectation.at("async")` gives the plain one.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
+
+from kvconform.contract.expression import ExprError, Expression, compile_expr
+from kvconform.contract.requirement import Check, Model, Version, in_force
+
+Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$", description="a request's name within the case")]
+Natural = Annotated[int, Field(ge=0)]
+
+
+class _PerScheduling(Model):
+    """Base of values that differ between sync and async."""
+
+
+class NaturalPer(_PerScheduling):
+    sync: Natural
+    async_: Natural = Field(alias="async")
+
+
+class TextPer(_PerScheduling):
+    sync: str
+    async_: str = Field(alias="async")
+
+
+class BoolPer(_PerScheduling):
+    sync: bool
+    async_: bool = Field(alias="async")
+
+
+class RowsPer(_PerScheduling):
+    sync: list[list[int | None]]
+    async_: list[list[int | None]] = Field(alias="async")
+
+
+Number = Natural | NaturalPer
+Text = str | TextPer
+Flag = bool | BoolPer
+Rows = list[list[int | None]] | RowsPer
+GUARDS = ("when", "since")
+ROW_FIELDS = ("step", "so_C", "C", "S", "P", "N", "inflight", "drafts", "num_output_tokens", "v_before", "v_after", "all_ids")
+
+
+class _Body(Model):
+    """What is expected. `when` and `since` may be written here; they end up beside the body, in the expectation."""
+
+    when: Check | None = None
+    since: Version | None = None
+
+
+class State(_Body):
+    """The scheduler's view of a request now. computed = C, placeholders = P, tokens = N, real = C - P."""
+
+    req: Name
+    status: Text | None = None
+    computed: Number | None = None
+    placeholders: Number | None = None
+    tokens: Number | None = None
+    in_flight: Number | None = None
+    real: Number | None = None
+
+
+class RowsOf(_Body):
+    """The `req.scheduled` events of a request so far: these fields have these values, in order."""
+
+    req: Name
+    fields: list[Literal[ROW_FIELDS]] = Field(min_length=1)  # type: ignore[valid-type]
+    values: Rows
+
+    @model_validator(mode="after")
+    def _widths(self) -> RowsOf:
+        tables = [self.values.sync, self.values.async_] if isinstance(self.values, RowsPer) else [self.values]
+        if any(len(row) != len(self.fields) for table in tables for row in table):
+            raise ValueError(f"every row of values needs {len(self.fields)} numbers, one per field")
+        return self
+
+
+class Outputs(_Body):
+    """What a request produced."""
+
+    req: Name
+    count: Number | None = None
+    finish: Literal["length", "stop", "abort", "error"] | TextPer | None = None
+    same_as: Name | None = None
+    clean: Flag | None = None
+
+
+class AtLeast(_Body):
+    """Something happened to a request at least so many times, or exactly so many times."""
+
+    req: Name | None = None
+    at_least: Number | None = None
+    equal: Number | None = None
+
+    @model_validator(mode="after")
+    def _one_bound(self) -> AtLeast:
+        if self.at_least is not None and self.equal is not None:
+            raise ValueError("at_least and equal exclude each other")
+        return self
+
+
+class OfRequest(AtLeast):
+    """The same, for a request that must be named."""
+
+    req: Name
+
+
+def _counted(value: Any) -> Any:
+    """`preempted: a` means at least once; `loads: 2` means at least twice, of any request."""
+    if isinstance(value, str):
+        return {"req": value, "at_least": 1}
+    if isinstance(value, int) and not isinstance(value, bool):
+        return {"at_least": value}
+    if isinstance(value, dict) and value.keys() <= {"req"}:
+        return {**value, "at_least": 1}
+    return value
+
+
+Counted = Annotated[AtLeast, BeforeValidator(_counted, json_schema_input_type=Name | Natural | AtLeast)]
+
+
+class BaseExpectation(Model):
+    """A map with one key, what is expected, and optional guards: `when`, over cap and cfg, and `since`."""
+
+    when: Check | None = None
+    since: Version | None = Field(default=None, description="first vLLM version whose own scheduler does so")
+
+    @property
+    def what(self) -> str:
+        return next((f.alias or name for name, f in type(self).model_fields.items() if name not in GUARDS))
+
+    @property
+    def arg(self) -> Any:
+        return getattr(self, next(name for name in type(self).model_fields if name not in GUARDS))
+
+    @field_validator("when")
+    @classmethod
+    def _guard(cls, value: str | None) -> str | None:
+        if value is not None:
+            try:
+                compile_expr(value, {})
+            except ExprError as error:
+                raise ValueError(str(error)) from None
+        return value
+
+    @cached_property
+    def when_expr(self) -> Expression | None:
+        return None if self.when is None else compile_expr(self.when, {})
+
+    def applies(self, cap: dict[str, Any], cfg: dict[str, Any]) -> bool:
+        """Whether its guards hold for this connector and run."""
+        if cfg.get("engine") == "vllm" and not in_force(self.since, None, str(cfg["vllm"])):
+            return False
+        return self.when_expr is None or bool(self.when_expr.bind(cap, cfg)({}))
+
+    def mentions(self) -> set[str]:
+        names = {getattr(self.arg, name, None) for name in ("req", "same_as")}
+        return {name for name in names if name is not None}
+
+    def at(self, scheduling: str) -> Any:
+        """The argument with every per-scheduling value replaced by the plain one."""
+        return resolve(self.arg, scheduling)
+
+
+def resolve(value: Any, scheduling: str) -> Any:
+    """A value, or a model with its fields, as it is for `sync` or `async`."""
+    if isinstance(value, _PerScheduling):
+        return getattr(value, "sync" if scheduling == "sync" else "async_")
+    if isinstance(value, Model):
+        changed = {name: resolve(getattr(value, name), scheduling) for name in type(value).model_fields}
+        return value.model_copy(update=changed)
+    return value
+
+
+class StateE(BaseExpectation):
+    state: State
+
+
+class RowsE(BaseExpectation):
+    rows: RowsOf
+
+
+class OutputsE(BaseExpectation):
+    outputs: Outputs
+
+
+class PreemptedE(BaseExpectation):
+    preempted: Counted
+
+
+class ResumedE(BaseExpectation):
+    resumed: Counted
+
+
+class AbortedE(BaseExpectation):
+    aborted: Counted
+
+
+class ChunksE(BaseExpectation):
+    """Steps in which the request's prompt was computed."""
+
+    chunks: Counted
+
+
+class LoadsE(BaseExpectation):
+    """Grants with external tokens."""
+
+    loads: Counted
+
+
+class RejectedE(BaseExpectation):
+    """Drafts rejected."""
+
+    rejected: Counted
+
+
+class ExternalE(BaseExpectation):
+    """External tokens granted to a request, in all."""
+
+    external: OfRequest
+
+
+class FailedLoadsE(BaseExpectation):
+    """Loads reported as failed."""
+
+    failed_loads: Counted = Field(alias="failed-loads")
+
+
+class RepeatedLookupsE(BaseExpectation):
+    """Lookups asked again before memory was granted."""
+
+    repeated_lookups: Counted = Field(alias="repeated-lookups")
+
+
+class LocalHitsE(BaseExpectation):
+    """Tokens found in the local prefix cache at a lookup or grant."""
+
+    local_hits: Counted = Field(alias="local-hits")
+
+
+class FreeBlocksE(BaseExpectation):
+    free_blocks: Number
+
+
+EXPECTATIONS: dict[str, type[BaseExpectation]] = {
+    "state": StateE, "rows": RowsE, "outputs": OutputsE, "preempted": PreemptedE, "resumed": ResumedE, "aborted": AbortedE,
+    "chunks": ChunksE, "loads": LoadsE, "rejected": RejectedE, "external": ExternalE, "failed-loads": FailedLoadsE,
+    "repeated-lookups": RepeatedLookupsE, "local-hits": LocalHitsE, "free_blocks": FreeBlocksE,
+}  # fmt: skip
+
+
+def _what(value: Any) -> str | None:
+    if isinstance(value, BaseExpectation):
+        return value.what
+    keys = [key for key in value if key not in GUARDS] if isinstance(value, dict) else []
+    return keys[0] if len(keys) == 1 else None
+
+
+def _guard_outside(value: Any) -> Any:
+    """`external: {req: a, equal: 8, when: ...}` is the same as `when` beside `external`."""
+    if isinstance(value, dict) and len(value) == 1:
+        key, body = next(iter(value.items()))
+        if isinstance(body, dict) and body.keys() & set(GUARDS):
+            return {key: {k: v for k, v in body.items() if k not in GUARDS}, **{k: body[k] for k in GUARDS if k in body}}
+    return value
+
+
+if TYPE_CHECKING:
+    Expectation = BaseExpectation
+else:
+    Expectation = Annotated[
+        Union[tuple(Annotated[model, Tag(name)] for name, model in EXPECTATIONS.items())],  # noqa: UP007
+        Discriminator(
+            _what,
+            custom_error_type="unknown_expectation",
+            custom_error_message="an expectation is a map with one key (and an optional `when`), one of: " + ", ".join(EXPECTATIONS),
+        ),
+        BeforeValidator(_guard_outside),
+    ]

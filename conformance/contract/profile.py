@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Profiles: named selections of requirements and cases. Waivers: known breaches by the engine itself, per vLLM version."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterable
+from datetime import date
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+
+from kvconform.contract.case import Case
+from kvconform.contract.requirement import CapabilityExpr, Id, Model, Requirement, version_key
+
+_BOUND = re.compile(r"(>=|<=|==|<|>)(\d+(?:\.\d+)*)")
+
+
+class Profile(Model):
+    """A selection. A requirement belongs to it if its area or its id is named (globs), unless excluded; cases likewise."""
+
+    id: Id
+    text: str
+    includes: list[Id] = Field(default=[], description="profiles that this one extends")
+    requirements: list[str] = Field(default=[], description="globs over requirement ids")
+    areas: list[str] = Field(default=[], description="globs over requirement areas")
+    exclude: list[str] = Field(default=[], description="globs over requirement and case ids that do not belong")
+    cases: list[str] = Field(default=[], description="globs over case ids")
+    case_areas: list[str] = Field(default=[], description="globs over case areas")
+    capability: CapabilityExpr = Field(default="core", description="what a connector must declare for the profile to make sense")
+
+    def has_requirement(self, req: Requirement) -> bool:
+        """Whether it names the requirement itself (not through `includes`)."""
+        named = _any(self.requirements, req.id) or _any(self.areas, req.area)
+        return named and not _any(self.exclude, req.id)
+
+    def has_case(self, case: Case) -> bool:
+        """Whether it names the case itself (not through `includes`)."""
+        named = _any(self.cases, case.id) or _any(self.case_areas, case.area)
+        return named and not _any(self.exclude, case.id)
+
+
+def _any(globs: Iterable[str], name: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, glob) for glob in globs)
+
+
+def select(
+    profiles: dict[str, Profile], name: str, requirements: Iterable[Requirement], cases: Iterable[Case]
+) -> tuple[list[str], list[str]]:
+    """The ids of the requirements and cases of profile `name` and of those it includes, in the order given. KeyError if unknown."""
+    chain: list[Profile] = []
+    waiting = [name]
+    while waiting:
+        profile = profiles[waiting.pop()]
+        if profile not in chain:
+            chain.append(profile)
+            waiting.extend(profile.includes)
+    chosen = [req.id for req in requirements if any(profile.has_requirement(req) for profile in chain)]
+    return chosen, [case.id for case in cases if any(profile.has_case(case) for profile in chain)]
+
+
+def _version_range(value: str) -> str:
+    if not all(_BOUND.fullmatch(part.strip()) for part in value.split(",")):
+        raise ValueError(f"{value!r} is not a range of versions such as '>=0.31,<0.33'")
+    return value
+
+
+def in_range(version: str, bounds: str | None) -> bool:
+    """Whether a vLLM version lies in `>=0.31,<0.33`; None means all versions."""
+    if bounds is None:
+        return True
+    have = version_key(version)
+    for part in bounds.split(","):
+        found = _BOUND.fullmatch(part.strip())
+        assert found is not None, bounds
+        want = version_key(found.group(2))
+        if not {">=": have >= want, "<=": have <= want, "==": have == want, "<": have < want, ">": have > want}[found.group(1)]:
+            return False
+    return True
+
+
+def _iso_date(value: str) -> str:
+    date.fromisoformat(value)
+    return value
+
+
+class Expected(Model):
+    """A failure that is known: the requirement (and case, both globs), why, and until when (ISO date, the last day that it holds)."""
+
+    requirement: str
+    case: str = "*"
+    reason: str = Field(min_length=1)
+    link: str | None = None
+    expires: Annotated[str, AfterValidator(_iso_date)] | None = None
+
+    def expired(self, today: date) -> bool:
+        return self.expires is not None and today > date.fromisoformat(self.expires)
+
+    def matches(self, requirement: str, case: str) -> bool:
+        return fnmatch.fnmatchcase(requirement, self.requirement) and fnmatch.fnmatchcase(case, self.case)
+
+
+class Waiver(Expected):
+    """A known failure of the engine, carried by the suite: applies to guarantees on these engines, schedulings and vLLM versions."""
+
+    engines: list[Literal["reference", "vllm", "live"]] = ["vllm"]
+    scheduling: list[Literal["sync", "async"]] = ["sync", "async"]
+    vllm: Annotated[str, AfterValidator(_version_range)] | None = None
+
+    def applies(self, row: dict[str, Any], vllm: str) -> bool:
+        """Whether it covers a row (as a dict) of a run on this vLLM version."""
+        here = row["engine"] in self.engines and row["scheduling"] in self.scheduling
+        return here and in_range(vllm, self.vllm) and self.matches(row["requirement"], row["case"])
+
+
+def unknown_requirements(entries: Iterable[Expected], known: Iterable[str]) -> list[str]:
+    """The requirement globs of entries that match no requirement of the specification at all."""
+    ids = list(known)
+    return [entry.requirement for entry in entries if not fnmatch.filter(ids, entry.requirement)]

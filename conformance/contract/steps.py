@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The requests that a case adds: the argument of the step `add`.
+
+The steps of a case: a closed set of one-key maps. `step.op` is the key as written, `step.arg` the normalised argument.
+
+Each step knows which requests it mentions (so that a typo is found when the file is read) and which capability it needs.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
+
+from pydantic import BeforeValidator, Discriminator, Field, PositiveInt, Tag
+
+from kvconform.contract.expectations import Expectation
+from kvconform.contract.requirement import Model
+
+Req = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$", description="a request's name within the case")]
+Natural = Annotated[int, Field(ge=0)]
+
+
+class SamePrompt(Model):
+    """The prompt of another request."""
+
+    same: Req
+
+
+class OfPrompt(Model):
+    """The first `tokens` tokens of another request (its whole prompt if absent; with `outputs` its output too), `then` new ones."""
+
+    of: Req
+    tokens: PositiveInt | None = None
+    outputs: bool = False
+    then: Natural = 0
+
+
+def _prompt_form(value: Any) -> str:
+    if isinstance(value, SamePrompt) or (isinstance(value, dict) and "same" in value):
+        return "same"
+    return "of" if isinstance(value, (OfPrompt, dict)) else "length"
+
+
+Prompt = Annotated[
+    Annotated[PositiveInt, Tag("length")] | Annotated[SamePrompt, Tag("same")] | Annotated[OfPrompt, Tag("of")],
+    Discriminator(_prompt_form),
+]
+
+
+class MultiModal(Model):
+    """An image or the like at token `at` of the prompt, `length` tokens long; `id` decides whether two are the same."""
+
+    at: Natural
+    length: PositiveInt
+    id: str
+
+
+class Handed(Model):
+    """The parameters that request `of` ended with; `alter` changes values, so that what they refer to does not exist."""
+
+    of: Req
+    alter: dict[str, Any] = {}
+
+
+def _handed(value: Any) -> Any:
+    return {"of": value} if isinstance(value, str) else value
+
+
+HandedFrom = Annotated[Handed, BeforeValidator(_handed, json_schema_input_type=Req | Handed)]
+
+
+class Add(Model):
+    """A new request. `prompt`: its length in tokens, or another request. `drafts`: drafts accepted per verify step, the last repeats."""
+
+    req: Req
+    prompt: Prompt
+    max_tokens: PositiveInt = 4
+    salt: str | None = None
+    lora: str | None = None
+    mm: list[MultiModal] = []
+    priority: int = 0
+    params: dict[str, Any] = Field(default={}, description="kv_transfer_params")
+    hand_over: bool = Field(default=False, description="ask for its KV to be handed over, as a proxy does of a prefill engine")
+    handed: HandedFrom | None = Field(default=None, description="kv_transfer_params: what this request of the other engine ended with")
+    drafts: list[Natural] | None = None
+    stop_at: Natural | None = Field(default=None, description="output index at which the stop token is sampled")
+    skip_reading_prefix_cache: bool = False
+    structured: bool = Field(default=False, description="has a grammar, which is being compiled until step `grammar`; engine vllm only")
+    reloads: Req | None = Field(default=None, description="repeats this request's content: its lookup says how much of it came back")
+    id: str | None = Field(default=None, description="the client's request id; the same id twice is id reuse")
+
+    def mentions(self) -> set[str]:
+        """The other requests that it refers to."""
+        found = {self.reloads} if self.reloads else set()
+        if isinstance(self.prompt, SamePrompt):
+            found.add(self.prompt.same)
+        elif isinstance(self.prompt, OfPrompt):
+            found.add(self.prompt.of)
+        if self.handed is not None:
+            found.add(self.handed.of)
+        return found
+
+
+class AddMany(Model):
+    """`count` requests named req0, req1, ...; lists are cycled through."""
+
+    req: Req
+    count: PositiveInt
+    prompt: PositiveInt | list[PositiveInt]
+    max_tokens: PositiveInt | list[PositiveInt] = 4
+    drafts: list[Natural] | None = None
+
+    def each(self) -> list[Add]:
+        """The requests one by one."""
+
+        def pick(value: int | list[int], index: int) -> int:
+            return value[index % len(value)] if isinstance(value, list) else value
+
+        return [
+            Add(req=f"{self.req}{i}", prompt=pick(self.prompt, i), max_tokens=pick(self.max_tokens, i), drafts=self.drafts)
+            for i in range(self.count)
+        ]
+
+
+class Empty(Model):
+    """No argument: `{}`."""
+
+
+class Run(Model):
+    """Until idle, at most `max` engine iterations (None: the driver's limit). With two engines both run, and `until` ends it when that
+    request has finished, though its engine may still hold its blocks."""
+
+    max: PositiveInt | None = None
+    until: Req | None = None
+
+
+class Reset(Model):
+    """`reset_prefix_cache`: `running` preempts running requests first, `connector` resets the connector's cache too."""
+
+    running: bool = False
+    connector: bool = True
+
+
+class FailLoad(Model):
+    """The next load of this request fails at these token positions."""
+
+    req: Req
+    positions: list[Natural] | Literal["all"] = "all"
+
+
+@lru_cache(maxsize=64)
+def _key_of(kind: type[BaseStep]) -> tuple[str, str]:
+    """The one field of a kind of steps: its name, and the key of the map."""
+    name, field = next(iter(kind.model_fields.items()))
+    return name, field.alias or name
+
+
+class BaseStep(Model):
+    """A map with one key, the operation."""
+
+    @property
+    def op(self) -> str:
+        return _key_of(type(self))[1]
+
+    @property
+    def arg(self) -> Any:
+        return getattr(self, _key_of(type(self))[0])
+
+    @property
+    def needs(self) -> str | None:
+        """The capability that the step implies."""
+        return None
+
+    def mentions(self) -> set[str]:
+        """The requests that it refers to, without the one that it adds."""
+        return set()
+
+    def adds(self) -> list[Add]:
+        """The requests that it adds."""
+        return []
+
+
+def _add_form(value: Any) -> str:
+    return "many" if isinstance(value, AddMany) or (isinstance(value, dict) and "count" in value) else "one"
+
+
+class AddStep(BaseStep):
+    add: Annotated[Annotated[Add, Tag("one")] | Annotated[AddMany, Tag("many")], Discriminator(_add_form)]
+
+    def mentions(self) -> set[str]:
+        return self.add.mentions() if isinstance(self.add, Add) else set()
+
+    def adds(self) -> list[Add]:
+        return [self.add] if isinstance(self.add, Add) else self.add.each()
+
+
+class StepStep(BaseStep):
+    """n engine iterations: schedule, execute, update; async as vLLM's engine core does with its batch queue."""
+
+    step: PositiveInt
+
+
+class RunStep(BaseStep):
+    run: Run
+
+    def mentions(self) -> set[str]:
+        return {self.run.until} if self.run.until else set()
+
+
+class OnStep(BaseStep):
+    """Which engine the steps from here on are about, where there are two."""
+
+    on: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
+
+
+class ScheduleStep(BaseStep):
+    """n times schedule and execute; the outputs stay in the queue."""
+
+    schedule: PositiveInt
+
+
+class LandStep(BaseStep):
+    """Process the n oldest queued outputs."""
+
+    land: PositiveInt
+
+
+class AbortStep(BaseStep):
+    abort: Req
+
+    def mentions(self) -> set[str]:
+        return {self.abort}
+
+
+class GrammarStep(BaseStep):
+    """The grammar of this request has been compiled; until then it was not admitted."""
+
+    grammar: Req
+
+    def mentions(self) -> set[str]:
+        return {self.grammar}
+
+
+class PreemptStep(BaseStep):
+    """Forced, between steps."""
+
+    preempt: Req
+
+    def mentions(self) -> set[str]:
+        return {self.preempt}
+
+
+class DropLocalStep(BaseStep):
+    """Reset the local prefix cache only."""
+
+    drop_local: Empty = Field(alias="drop-local")
+
+
+class ResetStep(BaseStep):
+    reset: Reset
+
+
+class IdleStep(BaseStep):
+    """n steps without work."""
+
+    idle: PositiveInt
+
+
+class RestartStep(BaseStep):
+    """Shut the connector halves down and build new ones over the same store."""
+
+    restart: Literal["engine", "process"]
+
+
+class ShutdownStep(BaseStep):
+    """Shut down, twice."""
+
+    shutdown: Empty
+
+
+class FailLoadStep(BaseStep):
+    fail_load: FailLoad = Field(alias="fail-load")
+
+    @property
+    def needs(self) -> str | None:
+        return "fault_injection"
+
+    def mentions(self) -> set[str]:
+        return {self.fail_load.req}
+
+
+class LookupOnlyStep(BaseStep):
+    """A scheduling attempt that asks the connector but gets no memory."""
+
+    lookup_only: Req = Field(alias="lookup-only")
+
+    def mentions(self) -> set[str]:
+        return {self.lookup_only}
+
+
+class ReorderStep(BaseStep):
+    """Reverse the running batch."""
+
+    reorder: Empty
+
+
+class PauseStep(BaseStep):
+    """The scheduler takes no new requests until `resume`."""
+
+    pause: Empty
+
+
+class ResumeStep(BaseStep):
+    resume: Empty
+
+
+class ExpectStep(BaseStep):
+    """An expectation at this point."""
+
+    expect: Expectation
+
+    def mentions(self) -> set[str]:
+        return self.expect.mentions()
+
+
+STEPS: dict[str, type[BaseStep]] = {
+    "add": AddStep, "on": OnStep, "step": StepStep, "run": RunStep, "schedule": ScheduleStep, "land": LandStep, "abort": AbortStep,
+    "grammar": GrammarStep, "preempt": PreemptStep,
+    "drop-local": DropLocalStep, "reset": ResetStep, "idle": IdleStep, "restart": RestartStep,
+    "shutdown": ShutdownStep, "fail-load": FailLoadStep, "lookup-only": LookupOnlyStep, "reorder": ReorderStep, "pause": PauseStep,
+    "resume": ResumeStep, "expect": ExpectStep,
+}  # fmt: skip
+
+
+def _op(value: Any) -> str | None:
+    """Which step a map is: its key. Also for instances, so that models can be validated again."""
+    if isinstance(value, BaseStep):
+        return value.op
+    return next(iter(value)) if isinstance(value, dict) and len(value) == 1 else None
+
+
+if TYPE_CHECKING:
+    Step = BaseStep
+else:
+    Step = Annotated[
+        Union[tuple(Annotated[model, Tag(name)] for name, model in STEPS.items())],  # noqa: UP007
+        Discriminator(
+            _op,
+            custom_error_type="unknown_step",
+            custom_error_message="a step is a map with one key, one of: " + ", ".join(STEPS),
+        ),
+    ]
+
+
+def one_by_one(steps: list[Step]) -> list[Step]:
+    """The steps with every `add` of many requests replaced by as many `add`s of one."""
+    plain: list[Step] = []
+    for step in steps:
+        if isinstance(step, AddStep) and isinstance(step.add, AddMany):
+            plain.extend(AddStep(add=add) for add in step.adds())
+        else:
+            plain.append(step)
+    return plain

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One entry of `spec/defects.yaml`: a known-bad connector, or a fault of the engine under a correct one.
+
+The kill matrix: which defect is found by which requirement, and which requirement finds none.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from kvconform import __version__
+from kvconform.contract.case import SLOW, Engine, Scheduling, Variant
+from kvconform.contract.loader import Spec
+from kvconform.contract.requirement import Id, Model, Requirement
+from kvconform.errors import UsageError
+from kvconform.process.server import ServerSpec
+from kvconform.refimpl.faulty import Fault
+
+REFERENCE = "kvconform.refimpl.connector:ReferenceConnector"
+Symbol = Annotated[str, Field(pattern=r"^[\w.]+:\w+$", description="package.module:name")]
+
+
+class Defect(Model):
+    """Run on `cases`, it must fail exactly the requirements `fails`; those in `may` can fail too.
+
+    With `engine_fault` the connector is a correct one, and `fails` names guarantees, or consequences of what no guarantee is about: what
+    the engine breaks is not the connector's failure.
+    """
+
+    id: Id
+    text: str = Field(min_length=1, description="what is wrong with it, in one line")
+    connector: Symbol = REFERENCE
+    engine_fault: Symbol | None = Field(default=None, description="a Fault, in force while the cases run")
+    extra_config: dict[str, Any] = {}
+    capabilities: dict[str, Any] = {}
+    servers: list[ServerSpec] = Field(default=[], description="servers that it needs; extra_config may name their ports")
+    bugs: list[Annotated[str, Field(pattern=r"^B\d{3}$")]] = Field(default=[], description="real bugs of this kind")
+    engines: list[Engine] = Field(default=["reference"], min_length=1)
+    scheduling: list[Scheduling] | None = Field(default=None, min_length=1, description="only these of the cases' runs")
+    emulate_cuda: bool = Field(default=False, description="its runs emulate a CUDA device")
+    own_process: bool = Field(default=False, description="it may end the process that it runs in")
+    hook_timeout: float = Field(default=10.0, gt=0, description="seconds that a hook may take")
+    cases: list[Id] = Field(min_length=1)
+    fails: list[Id] = Field(min_length=1)
+    may: list[Id] = []
+
+    @model_validator(mode="after")
+    def _something_is_wrong(self) -> Defect:
+        if self.connector == REFERENCE and self.engine_fault is None:
+            raise ValueError("names neither a connector nor an engine_fault: nothing would be wrong")
+        for names in (self.cases, self.fails, self.may, self.bugs):
+            if len(set(names)) < len(names):
+                raise ValueError("names something twice")
+        if both := set(self.fails) & set(self.may):
+            raise ValueError(f"{min(both)} is in `fails` and in `may`")
+        return self
+
+    @property
+    def live(self) -> bool:
+        """Whether it takes all of vLLM, and with that a minute."""
+        return self.engines == ["live"]
+
+    def fault(self) -> Fault | None:
+        """The engine's fault, imported. UsageError if there is none of that name."""
+        if self.engine_fault is None:
+            return None
+        module, name = self.engine_fault.split(":")
+        try:
+            found = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise UsageError(f"defect {self.id}: {error}") from None
+        if not isinstance(found, Fault):
+            raise UsageError(f"defect {self.id}: {self.engine_fault} is no Fault")
+        return found
+
+    def variants(self, spec: Spec) -> Iterator[Variant]:
+        """All runs of its cases on its engines."""
+        for case in self.cases:
+            yield from driven(spec, case).variants(self.engines, self.scheduling, SLOW if self.emulate_cuda else None)
+
+
+def driven(spec: Spec, name: str) -> Any:
+    """The case of this id, or the scenario of engine live."""
+    return spec.cases[name] if name in spec.cases else spec.scenarios[name]
+
+
+def load_defects(spec: Spec) -> dict[str, Defect]:
+    """The registry. UsageError for an entry that is not a defect, names what does not exist, or runs nothing."""
+    found = {}
+    for name, raw in spec.defects.items():
+        where = spec.places.get(f"defect:{name}", name)
+        try:
+            defect = found[name] = Defect(**raw)
+        except ValidationError as error:
+            first = error.errors()[0]
+            at = ".".join(map(str, first["loc"]))
+            raise UsageError(f"{where}: defect {name}: {at + ': ' if at else ''}{first['msg']}") from None
+        if problem := _problem(defect, spec):
+            raise UsageError(f"{where}: defect {name} {problem}")
+    return found
+
+
+def _problem(defect: Defect, spec: Spec) -> str | None:
+    for case in defect.cases:
+        if case not in spec.cases and case not in spec.scenarios:
+            return f"names {case}, which does not exist"
+    for requirement in (*defect.fails, *defect.may):
+        if requirement not in spec.requirements:
+            return f"names {requirement}, which does not exist"
+    if next(defect.variants(spec), None) is None:
+        return "has no run: none of its cases runs on its engines"
+    fails = [spec.requirements[name] for name in defect.fails]
+    blamed = [requirement.id for requirement in fails if requirement.kind != "guarantee" and not requirement.consequence]
+    if blamed and defect.engine_fault is not None:
+        return f"is the engine's fault, but {blamed[0]} is neither a guarantee nor a consequence"
+    return None
+
+
+NAME = "kill-matrix"
+FAILED = ("FAIL", "ERROR", "XPASS")
+
+
+class Outcome(BaseModel):
+    """What became of one defect. `failed` maps requirements to the runs that failed them, `found` to what the first of them said.
+
+    `passed_by`: what those said that should have failed and did not, and how often. `problem` is empty if all is as listed.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    defect: str
+    failed: dict[str, list[str]] = {}
+    found: dict[str, str] = {}
+    passed_by: dict[str, dict[str, int]] = {}
+    problem: str = ""
+    seconds: float = 0.0
+
+    def take(self, run: str, rows: Iterable[Mapping[str, Any]], wanted: Container[str] = ()) -> None:
+        """Enter the failures among the rows of one run, and of the `wanted` requirements the other verdicts."""
+        for row in rows:
+            if row["requirement"] in wanted and row["verdict"] not in FAILED:
+                verdicts = self.passed_by.setdefault(row["requirement"], {})
+                verdicts[str(row["verdict"])] = verdicts.get(str(row["verdict"]), 0) + 1
+            if row["verdict"] in FAILED:
+                self.failed.setdefault(row["requirement"], []).append(run)
+                self.found.setdefault(row["requirement"], row.get("message", ""))
+
+
+class Kills(BaseModel):
+    """One requirement: the defects that it was listed for and failed (`by`), and others that it failed besides (`also`)."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    id: str
+    kind: str
+    level: str
+    by: list[str] = []
+    also: list[str] = []
+
+    @property
+    def must(self) -> bool:
+        """Whether some defect has to violate it."""
+        return self.level.startswith("MUST")
+
+
+class KillMatrix(BaseModel):
+    """kill-matrix.json. `complete`: all defects were examined, so that an empty row means something. `controls`: what the correct
+    connectors failed that the defects are changes of."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    suite: str = __version__
+    complete: bool
+    defects: list[Outcome]
+    controls: list[Outcome] = []
+    requirements: list[Kills]
+    bugs: dict[str, list[str]] = Field(description="defects that are built after each real bug")
+
+    @property
+    def unkilled(self) -> list[str]:
+        """MUST and MUST NOT requirements and guarantees that no defect violates, as far as examined; empty for a selection."""
+        return [row.id for row in self.requirements if row.must and not row.by] if self.complete else []
+
+    @property
+    def bad(self) -> list[Outcome]:
+        """Defects that were not found as listed."""
+        return [outcome for outcome in self.defects if outcome.problem]
+
+
+def build(
+    outcomes: Sequence[Outcome],
+    known: Mapping[str, Defect],
+    requirements: Sequence[Requirement],
+    controls: Sequence[Outcome] = (),
+    *,
+    complete: bool,
+) -> KillMatrix:
+    """The matrix of these outcomes over these requirements."""
+    rows = [Kills(id=each.id, kind=each.kind, level=each.level) for each in requirements]
+    for row in rows:
+        found = [outcome.defect for outcome in outcomes if row.id in outcome.failed]
+        row.by = [name for name in found if row.id in known[name].fails]
+        row.also = [name for name in found if row.id not in known[name].fails]
+    bugs: dict[str, list[str]] = {}
+    for outcome in outcomes:
+        for bug in known[outcome.defect].bugs:
+            bugs.setdefault(bug, []).append(outcome.defect)
+    bad = [outcome for outcome in controls if outcome.problem]
+    return KillMatrix(complete=complete, defects=list(outcomes), controls=bad, requirements=rows, bugs=dict(sorted(bugs.items())))
+
+
+def summary(matrix: KillMatrix) -> list[str]:
+    """What a reader has to know, a sentence each."""
+    lines = [f"{outcome.defect} {outcome.problem}" for outcome in matrix.controls]
+    lines += [f"{outcome.defect}: {outcome.problem}" for outcome in matrix.bad]
+    lines.append(f"{len(matrix.defects) - len(matrix.bad)} of {len(matrix.defects)} defects are caught as listed")
+    if matrix.complete:
+        for kind, name in (("requirement", "MUST requirements"), ("guarantee", "MUST guarantees")):
+            rows = [row for row in matrix.requirements if row.must and row.kind == kind]
+            missing = [row.id for row in rows if not row.by]
+            lines.append(f"{name} killed: {len(rows) - len(missing)} of {len(rows)}" + "".join(f"\n  no defect: {i}" for i in missing))
+    return lines
+
+
+def print_matrix(matrix: KillMatrix) -> None:
+    """requirement | level | killed by | also failed by; then the summary."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("requirement", "level", "killed by", "also failed by")
+    for column in table.columns:
+        column.overflow = "fold"  # an id cut short is of no use to anybody
+    for row in matrix.requirements:
+        if row.by or row.also or (matrix.complete and row.must):
+            style = "red" if matrix.complete and row.must and not row.by else None
+            table.add_row(row.id, row.level, ", ".join(row.by), ", ".join(row.also), style=style)
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    console.print(table)
+    for line in summary(matrix):
+        console.print(line, markup=False, highlight=False)
+
+
+def markdown(matrix: KillMatrix) -> str:
+    """The same as a page."""
+    lines = ["# Kill matrix", "", *summary(matrix), "", "| requirement | level | killed by | also failed by |", "|---|---|---|---|"]
+    lines += [f"| `{row.id}` | {row.level} | {_codes(row.by)} | {_codes(row.also)} |" for row in matrix.requirements]
+    lines += ["", "| bug | defects |", "|---|---|", *(f"| {bug} | {_codes(names)} |" for bug, names in matrix.bugs.items())]
+    lines += ["", "| defect | seconds | fails | problem |", "|---|---|---|---|"]
+    lines += [f"| `{each.defect}` | {each.seconds} | {_codes(sorted(each.failed))} | {each.problem} |" for each in matrix.defects]
+    return "\n".join(lines) + "\n"
+
+
+def _codes(names: Sequence[str]) -> str:
+    return " ".join(f"`{name}`" for name in names)
+
+
+def write(matrix: KillMatrix, folder: Path) -> None:
+    """kill-matrix.json and kill-matrix.md in `folder`, which is made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{NAME}.json").write_text(matrix.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    (folder / f"{NAME}.md").write_text(markdown(matrix), encoding="utf-8")

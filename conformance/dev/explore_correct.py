@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random workloads on connectors that are correct: whatever one of them fails is an error of the suite's, or of theirs.
+
+`python -m kvconform.dev.explore_correct --state FILE` goes through the reference connector and all variants (kvconform.refimpl.variants.registry), again
+and again with other workloads, and goes on where it stopped. `--small`: workloads of two or three short requests, ten times as many.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import sys
+import tempfile
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from kvconform.dev.defects import specification
+from kvconform.explore.draw import drawn, small
+from kvconform.explore.workload import text_of
+from kvconform.files import scratch_root
+
+HANGS = 30.0
+"""Seconds after which a hook counts as one that never returns."""
+ENGINES = ["reference", "vllm"]
+AHEAD = 8
+"""Batches per process that are under way or wait: those of one variant take several times as long as those of another."""
+
+
+class Batch(BaseModel):
+    """What came of some workloads on one variant. `failures`: (id of the case, its YAML, requirement, message); `guarantees`: those that
+    vLLM broke, and how often."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    variant: str
+    workloads: int = 0
+    unsupported: int = 0
+    failures: list[tuple[str, str, str, str]] = []
+    guarantees: dict[str, int] = {}
+
+
+class State(BaseModel):
+    """The place of a campaign: batches so far, and what they came to."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    batches: int = 0
+    workloads: int = 0
+    unsupported: int = 0
+    failures: int = 0
+    guarantees: dict[str, int] = {}
+    seconds: float = 0.0
+
+    def add(self, batch: Batch) -> None:
+        """Count it."""
+        self.batches += 1
+        self.workloads += batch.workloads
+        self.unsupported += batch.unsupported
+        self.failures += len(batch.failures)
+        self.guarantees = dict(Counter(self.guarantees) + Counter(batch.guarantees))
+
+
+def batches(names: list[str], first: int) -> Iterator[tuple[str, int]]:
+    """(variant, seed) without end: every variant with a seed, then every variant with the next."""
+    for number in itertools.count(first):
+        yield names[number % len(names)], number // len(names)
+
+
+def run(name: str, seed: int, count: int, simple: bool) -> Batch:
+    """Run and judge `count` workloads on a variant, in this process. Recommendations count, but for those that it does not mean to keep."""
+    from kvconform.dev.sweep import target_of
+    from kvconform.explore.outcome import outcome
+    from kvconform.process import watchdog
+    from kvconform.refimpl.variants.registry import NOT_RECOMMENDED
+
+    found, target, draw = Batch(variant=name), target_of(name), small if simple else drawn
+    guarantees: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory(prefix="kvconform-", dir=scratch_root()) as tmp:
+        watchdog.start(HANGS)
+        try:
+            for workload in draw(ENGINES, ["sync", "async"], None, first_seed=seed, count=count):
+                done = outcome(workload, target, specification(), Path(tmp) / "run", strict=True)
+                found.workloads += 1
+                found.unsupported += done.unsupported
+                guarantees.update(done.broken_guarantees)
+                failures = [each for each in done.failures if each.requirement != NOT_RECOMMENDED.get(name)]
+                bad = [(each.requirement, each.message) for each in failures] + ([("harness", done.error)] if done.error else [])
+                text = text_of(workload.data, f"{name}, seed {workload.seed}")
+                found.failures += [(str(workload.data["id"]), text, *each) for each in bad]
+        finally:
+            watchdog.stop()
+    found.guarantees = dict(guarantees)
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print what fails, and a line per minute; 0 if nothing failed, 1 if something did, 2 for an unknown variant."""
+    from kvconform.refimpl.variants.registry import VARIANTS
+
+    parser = argparse.ArgumentParser(prog="kvconform.dev.explore_correct", description=__doc__)
+    parser.add_argument("names", nargs="*", help="variants (default: all)")
+    parser.add_argument("--workloads", type=int, default=100_000, help="with those of earlier runs (default: 100000)")
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--batch", type=int, default=25, help="workloads on one variant at a time (default: 25)")
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--state", type=Path, help="file that keeps the place")
+    parser.add_argument("--out", type=Path, default=Path("kvconform-found"), help="directory for the cases of failures")
+    given = parser.parse_args(arguments)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
+    if unknown := sorted(set(given.names) - set(VARIANTS)):
+        print(f"there is no variant {unknown[0]!r}; there are {', '.join(VARIANTS)}", file=sys.stderr)
+        return 2
+    state = State.model_validate_json(given.state.read_text()) if given.state is not None and given.state.exists() else State()
+    began, said, before = time.monotonic(), 0.0, state.seconds
+    coming = batches(given.names or list(VARIANTS), state.batches)
+
+    def wanted() -> int:
+        """Batches that are still missing."""
+        over = time.monotonic() - began > 60 * given.minutes
+        return 0 if over else -(-(given.workloads - state.workloads) // given.batch)
+
+    for batch in _results(coming, given.jobs, given.batch, given.small, wanted):
+        state.add(batch)
+        _keep(batch, given.out)
+        state.seconds = before + time.monotonic() - began
+        if given.state is not None:
+            given.state.write_text(state.model_dump_json())
+        if time.monotonic() - said > 60:
+            said = time.monotonic()
+            print(_line(state), flush=True)
+    print(_line(state), flush=True)
+    return int(bool(state.failures))
+
+
+def _results(coming: Iterator[tuple[str, int]], jobs: int, count: int, simple: bool, wanted: Callable[[], int]) -> Iterator[Batch]:
+    """What came of the batches, in their order; no process waits for another. `wanted`: how many more; at 0 those that are done by then
+    come yet, and the others are given up."""
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        waiting: deque[Future[Batch]] = deque()
+        try:
+            while (missing := wanted()) > 0:
+                while len(waiting) < min(AHEAD * jobs, missing):
+                    waiting.append(pool.submit(run, *next(coming), count, simple))
+                yield waiting.popleft().result()
+            while waiting and waiting[0].done():
+                yield waiting.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _line(state: State) -> str:
+    broken = ", ".join(f"{name} {count}" for name, count in sorted(state.guarantees.items())) or "none"
+    judged = state.workloads - state.unsupported
+    return f"{state.workloads} workloads ({judged} judged), {state.failures} failures; {state.seconds:.0f} s; guarantees broken: {broken}"
+
+
+def _keep(batch: Batch, folder: Path) -> None:
+    """Print the failures of a batch, and write their cases."""
+    for case, text, requirement, message in batch.failures:
+        print(f"{batch.variant}: {requirement}: {message[:300]}", flush=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{batch.variant}-{requirement}-{case}.yaml").write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

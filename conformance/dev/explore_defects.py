@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does exploration find the known-bad connectors without their cases? `python -m kvconform.dev.explore_defects [ids] --seconds 20`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, nullcontext
+from dataclasses import asdict, dataclass, field
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+from kvconform.contract.loader import Spec
+from kvconform.dev.defect import Defect
+from kvconform.dev.defects import known_defects, served, specification, target_of
+from kvconform.explore.workload import Workload
+from kvconform.files import scratch_root
+
+if TYPE_CHECKING:
+    from kvconform.explore.outcome import Outcome
+
+SHRINK, SHRINK_SECONDS = 150, 60.0
+"""Runs that are spent on making what was found small, and for how long."""
+
+
+@dataclass
+class Search:
+    """What came of the search for one defect. `found`: the requirement, one that the defect fails or may fail, or a consequence. `others`:
+    what else failed before, which is no find. `left_out`: why it was not searched for."""
+
+    defect: str
+    found: str | None = None
+    seconds: float = 0.0
+    workloads: int = 0
+    others: list[str] = field(default_factory=list)
+    requests: int = 0
+    steps: int = 0
+    left_out: str | None = None
+    case: str | None = None
+
+
+def left_out(defect: Defect) -> str | None:
+    """Why exploration cannot be expected to find it here, or None."""
+    if defect.live:
+        return "takes all of vLLM"
+    if defect.own_process:
+        return "may end the process that it runs in"
+    if defect.servers:
+        return "needs a server"
+    if defect.fails == ["case.expected"]:
+        return "does nothing wrong of itself: its case says what else should have come of it"
+    broken = [specification().requirements[name] for name in defect.fails]
+    if all(each.area == "api" or each.event in ("api", "engine.api") for each in broken):
+        return "is wrong in the class or in vLLM itself, which is looked at without any workload"
+    return None
+
+
+def search(name: str, seconds: float, seed: int, shrink: bool) -> Search:
+    """Run drawn workloads until one fails because of the defect, or the time is over; make that one small. `seconds` are the processor's,
+    of the search alone: without the imports and without the shrinking. How busy the machine is besides does not matter."""
+    from kvconform.process import watchdog
+
+    defect, spec = known_defects()[name], specification()
+    found = Search(name, left_out=left_out(defect))
+    if found.left_out is not None:
+        return found
+    with tempfile.TemporaryDirectory(prefix="kvconform-", dir=scratch_root()) as tmp:
+        watchdog.start(defect.hook_timeout)
+        try:
+            _search(defect, spec, found, seconds, seed, shrink, Path(tmp))
+        finally:
+            watchdog.stop()
+    return found
+
+
+def _search(defect: Defect, spec: Spec, found: Search, seconds: float, seed: int, shrink: bool, tmp: Path) -> None:
+    from kvconform.explore.outcome import outcome
+    from kvconform.explore.shrink import shrink as smaller
+    from kvconform.run.calibration import target_profile
+
+    with ExitStack() as stack:
+        options = stack.enter_context(served(defect, tmp))
+        targets = {size: target_of(defect, size, options) for size in (4, 16)}
+        fault = defect.fault()
+        for target in targets.values() if fault is not None else ():
+            target_profile(target, tmp)  # before the engine's fault: see kvconform.dev.defects.examine
+        stack.enter_context(fault.active() if fault is not None else nullcontext())
+
+        def run(workload: Workload, only: list[str] | None = None) -> Outcome:
+            target = targets[workload.data["config"].get("block_size", 4)]
+            return outcome(workload, target, spec, tmp / "run", requirements=only, strict=True)
+
+        requirement: str | None = None
+        began = time.process_time()
+        for workload in _workloads(defect, seed):
+            if time.process_time() - began > seconds:
+                break
+            found.workloads += 1
+            names = _names(run(workload))
+            requirement = next((name for name in names if _listed(defect, spec, name)), None)
+            if requirement is not None:
+                break
+            found.others = sorted({*found.others, *names})
+        found.seconds = round(time.process_time() - began, 1)
+        if requirement is not None:
+            found.found = requirement
+            if shrink:
+                until = time.monotonic() + SHRINK_SECONDS
+
+                def fails(each: Workload) -> bool:
+                    return time.monotonic() < until and requirement in _names(run(each, [requirement or ""]))
+
+                workload, _ = smaller(workload, fails, SHRINK)
+            found.requests, found.steps, *_ = workload.size
+            found.case = json.dumps(workload.data)
+
+
+def _workloads(defect: Defect, seed: int) -> Iterator[Workload]:
+    from kvconform.contract.case import SLOW
+    from kvconform.explore.draw import drawn
+
+    engines: list[str] = [engine for engine in defect.engines if engine != "live"]
+    return drawn(engines, ["sync", "async"], list(SLOW) if defect.emulate_cuda else None, first_seed=seed, count=1_000_000)
+
+
+def _names(found: Outcome) -> list[str]:
+    errors = ["harness"] if found.error else []
+    return [failure.requirement for failure in found.failures] + found.broken_guarantees + errors
+
+
+def _listed(defect: Defect, spec: Spec, requirement: str) -> bool:
+    """Whether the defect is known to break it, or it is a consequence of what was broken. vLLM's own faults are neither."""
+    known = spec.requirements.get(requirement)
+    return requirement in (*defect.fails, *defect.may) or (known is not None and known.consequence)
+
+
+def _print(done: Search) -> None:
+    if done.left_out:
+        text = f"left out: {done.left_out}"
+    elif done.found is None:
+        text = f"NOT FOUND in {done.workloads} workloads, {done.seconds:.0f} s"
+    else:
+        text = f"{done.seconds:.1f} s, {done.workloads} workloads, by {done.found}: {done.requests} requests, {done.steps} steps"
+    if done.others:
+        text += f"; other failures: {', '.join(done.others)}"
+    print(f"{done.defect:<40}{text}", flush=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print a line per defect and the bars at the end; 0 if at least 95 % of those searched for were found, else 1."""
+    parser = argparse.ArgumentParser(prog="kvconform.dev.explore_defects", description=__doc__)
+    parser.add_argument("ids", nargs="*", help="defects (default: all)")
+    parser.add_argument("--seconds", type=float, default=300.0, help="of processor time for the search of one defect (default: 300)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="one defect in N")
+    parser.add_argument("--jobs", type=int, default=1, help="processes (default: 1)")
+    parser.add_argument("--no-shrink", action="store_true", help="leave what was found as large as it is")
+    parser.add_argument("--out", type=Path, help="file for the results, a line of JSON each")
+    given = parser.parse_args(arguments)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
+    names = given.ids or list(known_defects())[:: given.every]
+    if unknown := sorted(set(names) - set(known_defects())):
+        print(f"there is no defect {unknown[0]!r}", file=sys.stderr)
+        return 2
+    results: list[Search] = []
+    for each in _results(names, given.jobs, (given.seconds, given.seed, not given.no_shrink)):
+        results.append(each)
+        _print(each)
+        if given.out is not None:
+            with given.out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(each)) + "\n")
+    return summarise(results)
+
+
+def _results(names: list[str], jobs: int, how: tuple[float, int, bool]) -> Iterator[Search]:
+    """Each in a process of its own: what the connector of one leaves behind (threads, above all) is not the next one's. They are forked
+    from one that has imported vLLM."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["kvconform.run.case", "kvconform.explore.outcome"])
+    with ThreadPoolExecutor(max(1, jobs)) as pool:
+        yield from pool.map(lambda name: _apart(context, name, how), names)
+
+
+def _apart(context: ForkServerContext, name: str, how: tuple[float, int, bool]) -> Search:
+    """The search in another process; `process.died` is among the failures of one that did not answer."""
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(theirs, name, how))
+    process.start()
+    theirs.close()
+    try:
+        found: Search = ours.recv()
+    except EOFError:
+        found = Search(name, others=["process.died"])
+    process.join()
+    return found
+
+
+def _answer(pipe: Connection, name: str, how: tuple[float, int, bool]) -> None:
+    pipe.send(search(name, *how))
+
+
+def summarise(results: list[Search]) -> int:
+    """Print what they come to; 0 if at least 95 % were found."""
+    sought = [each for each in results if each.left_out is None]
+    caught = [each for each in sought if each.found is not None]
+    print(f"\n{len(caught)} of {len(sought)} found; {len(results) - len(sought)} left out")
+    if caught:
+        sizes = median(each.requests for each in caught), median(each.steps for each in caught)
+        print(f"median: {median(each.seconds for each in caught):.1f} s, {sizes[0]:g} requests, {sizes[1]:g} steps")
+    return 0 if len(caught) >= 0.95 * len(sought) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

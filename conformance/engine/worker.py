@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The forward pass that is still running when the next step's hooks are called, as asynchronous scheduling has it on a GPU.
+
+The engine has judged a step when it is over. What the step wrote is then taken back out of the device's memory and written once more
+where the compute stream gets to it: behind whatever the next step's hooks find there, and before that step's own forward pass. Who copies
+KV of the step before without waiting for the compute stream gets what was there earlier. Nobody can have seen the step's end before
+that: it is only done if no host has waited for a place in the compute stream behind the beginning of the forward pass or was told that it
+is reached, and no other stream went on because of it. Events that were recorded there are reached later, too.
+
+
+The worker half of an engine: paged cache, provenance-writing model, and the connector's worker half.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from kvconform.compat.step import runner_output
+from kvconform.compat.vllm_api import ModelRunnerOutput, torch
+from kvconform.contract.trace import Trace
+from kvconform.engine.batch import Batch, Row
+from kvconform.kv import device
+from kvconform.kv.cache import Group, PagedCache
+from kvconform.kv.oracle import OWN, Oracle, slots_of
+from kvconform.kv.provenance import Origin, Registry
+
+
+@dataclass
+class Written:
+    """KV of one layer that the forward pass wrote: slots [n], what they held before [n, ...]."""
+
+    layer: int
+    slots: np.ndarray
+    before: torch.Tensor
+
+
+class Overlap:
+    """What one worker wrote in the current step. On a device whose compute stream is not slow, nothing is kept and nothing happens."""
+
+    def __init__(self, cache: PagedCache) -> None:
+        self.cache, self.device = cache, device.current
+        self._written: list[Written] = []
+        self._held: set[int] = set()  # blocks
+        self._began = 0
+
+    def begin(self) -> None:
+        """A forward pass begins."""
+        self._written, self._began = [], self.device.position()
+
+    def note(self, layer: int, slots: np.ndarray) -> None:
+        """These slots [n] are about to be written. To be called when that is done."""
+        if self.device.overlaps:
+            self._written.append(Written(layer, slots, self.cache.peek(layer, slots)))
+
+    def take_back(self) -> None:
+        """The step has been judged: let it be unfinished once more. Changes the cache's tensors, not its shadow."""
+        written, self._written = self._written, []
+        if not written or not self.device.unseen(self._began):
+            return
+        for part in written:
+            now = self.cache.peek(part.layer, part.slots)
+            self.cache.poke(part.layer, part.slots, part.before)
+            self.device.launch(partial(self.cache.poke, part.layer, part.slots, now))
+            self._held.update((part.slots // self.cache.stride).tolist())
+        self.device.launch(self._held.clear)
+        self.device.postpone(self._began)
+
+    def holds(self, blocks: list[int]) -> bool:
+        """Whether one of `blocks` is part of what was taken back."""
+        return not self._held.isdisjoint(blocks)
+
+    @property
+    def pending(self) -> bool:
+        """Whether anything is taken back now."""
+        return bool(self._held)
+
+
+class AttentionMetadata(SimpleNamespace):
+    """What this model passes as a layer's `attn_metadata`: slot_mapping [tokens] int64, query_start_loc [reqs + 1], seq_lens [reqs],
+    block_table [reqs, blocks], num_actual_tokens."""
+
+
+@dataclass
+class Reads:
+    """What one group's layers write and read in a step, all requests one after the other: slots `written` [tokens], `slots` read [n] and
+    the rows `expected` there [n, layers, heads, width]; `ends` of each request in n, `tops`: the position behind the last that it reads;
+    `source`: which of the step's rows are written."""
+
+    written: np.ndarray
+    source: np.ndarray | slice
+    slots: np.ndarray
+    expected: np.ndarray
+    ends: np.ndarray
+    tops: list[int]
+
+
+class Worker:
+    """Executes SchedulerOutputs. `computed(ids)` tells the harness which content ids now exist in an engine's cache.
+
+    `execute` changes the cache, the batch and the trace.
+    """
+
+    def __init__(
+        self,
+        cache: PagedCache,
+        registry: Registry,
+        trace: Trace,
+        oracle: Oracle,
+        batch: Batch,
+        computed: Callable[[list[int], list[int]], None],
+    ):
+        self.cache, self.registry, self.trace, self.oracle, self.batch = cache, registry, trace, oracle, batch
+        self.computed = computed
+        self.device = device.current
+        self.overlap = Overlap(cache)
+        self.rows: list[Row] = []
+        self.fresh: list[tuple[int, str]] = []
+        self._encoded: np.ndarray = np.empty(0, dtype=np.int64)
+        self._reads: list[Reads] = []
+        self._corruption: dict[str, int] = {}
+        self._nonce = 0
+        self.order = 0
+        self.scheduled: set[str] = set()
+        self._poison([(0, "the null block")])
+
+    # -- poison ----------------------------------------------------------------------------------------------------------------
+    def _poison(self, fresh: list[tuple[int, str]]) -> None:
+        if len(fresh) > len({block for block, _ in fresh}):  # handed out twice: one after the other
+            for each in fresh:
+                self._poison([each])
+            return
+        contents = [self.registry.poison(block, owner) for block, owner in fresh]
+        encoded = self.cache.book.rows(np.array(contents, dtype=np.uint64))
+        blocks = np.array([block for block, _ in fresh], dtype=np.int64)
+        groups = self.cache.group_of[blocks]
+        for number, group in enumerate(self.cache.groups):
+            mine = np.flatnonzero(groups == number)
+            if not len(mine):
+                continue
+            size = 1 if group.recurrent else group.block_size
+            slots = (blocks[mine, None] * self.cache.stride + np.arange(size)).reshape(-1)
+            for layer in group.layers:
+                self.cache.write(layer, slots, np.repeat(encoded[mine, layer], size, axis=0))
+            self.oracle.emptied(slots)
+
+    def poison_fresh(self) -> None:
+        """Poison the blocks that this step's schedule handed out. Runs after handle_preemptions returned, before any load or write."""
+        self.oracle.check_writes("handle_preemptions")
+        if not self.overlap.pending or self.overlap.holds([block for block, _ in self.fresh]):
+            # Poison is no work of a step: a load on another stream may begin as soon as the blocks are the new owner's.
+            self.device.finish()
+        if self.fresh:
+            self._poison(self.fresh)
+        for block, owner in self.fresh:
+            self.trace.emit(
+                "block", op="poison", id=block, group=int(self.cache.group_of[block]), owner=owner, hashed=False, ref=1, in_flight=False
+            )
+        self.fresh = []
+
+    # -- one step --------------------------------------------------------------------------------------------------------------
+    def begin(self, output: Any, fresh: list[tuple[int, str]]) -> None:
+        """Take over a SchedulerOutput; afterwards `rows` says what the forward pass computes."""
+        self.fresh = fresh
+        self.batch.update(output)
+        self.rows = self.batch.rows(output)
+        self._nonce = (self._nonce + 1) & 0xFFFF
+        self._corruption = {}
+        self.order = 0
+        contents = []
+        for row in self.rows:
+            content = row.content()
+            contents.append(content)
+            chain = row.state.chain
+            for offset, value in enumerate(content.tolist()):
+                pos = row.start + offset
+                if pos < row.known:
+                    self.registry.note(value, Origin("token", chain.req, chain.generation, pos, chain.plain[pos], chain.tokens[pos]))
+                else:
+                    self.registry.note(value, Origin("draft", chain.req, chain.generation, pos))
+        if output.total_num_scheduled_tokens:
+            self._encoded = self.cache.book.rows(np.concatenate(contents), self._nonce)
+            self._reads = [self._reads_of(number, group) for number, group in enumerate(self.cache.groups)]
+
+    def _reads_of(self, number: int, group: Group) -> Reads:
+        stride, book, recurrent = self.cache.stride, self.cache.book, group.recurrent
+        spans = [(row, group.first_read(row.start), row.start if recurrent else row.known) for row in self.rows]
+        slots = np.concatenate([slots_of(row.state.tables[number], lo, hi, group.block_size, stride) for row, lo, hi in spans])
+        return Reads(
+            written=np.concatenate([row.by_group[number] for row in self.rows]),
+            source=np.cumsum([row.count for row in self.rows]) - 1 if recurrent else slice(None),
+            slots=slots - slots % stride if recurrent else slots,
+            expected=np.concatenate([row.state.expected(book, row.known)[lo:hi] for row, lo, hi in spans]),
+            ends=np.cumsum([hi - lo for _, lo, hi in spans]),
+            tops=[hi for _, _, hi in spans],
+        )
+
+    def attention_metadata(self) -> tuple[dict[str, AttentionMetadata], dict[str, Any]]:
+        """(attn_metadata, slot_mapping) by layer name, as the forward context carries them."""
+        made = [self._metadata_of(number, group) for number, group in enumerate(self.cache.groups)]
+        by_name = {name: made[self.cache.group(layer)] for layer, name in enumerate(self.cache.names)}
+        return by_name, {name: metadata.slot_mapping for name, metadata in by_name.items()}
+
+    def _metadata_of(self, number: int, group: Group) -> AttentionMetadata:
+        slots = np.concatenate([row.by_group[number] for row in self.rows])
+        tables = [row.state.tables[number] for row in self.rows]
+        table: np.ndarray = np.zeros((len(self.rows), max(map(len, tables))), dtype=np.int32)
+        for index, blocks in enumerate(tables):
+            table[index, : len(blocks)] = blocks
+        mapping = torch.from_numpy(self.cache.mapping(slots, group))
+        return AttentionMetadata(
+            slot_mapping=mapping,
+            num_actual_tokens=len(slots),
+            query_start_loc=torch.from_numpy(np.cumsum([0, *(row.count for row in self.rows)], dtype=np.int32)),
+            seq_lens=torch.from_numpy(np.array([row.start + row.count for row in self.rows], dtype=np.int32)),
+            block_table=torch.from_numpy(table),
+        )
+
+    def write_layer(self, layer: int) -> None:
+        """The KV update of one layer: this step's tokens go to their slots (before the layer's loads are waited for, as in vLLM)."""
+        number = self.cache.group(layer)
+        if not self.cache.groups[number].recurrent:  # a state is read before it is overwritten
+            self._update(layer, number)
+
+    def _update(self, layer: int, number: int) -> None:
+        """Launch it: everything below runs when the compute stream has come there."""
+        self.device.launch(partial(self._write, layer, number), lambda _: self._written(layer, number))
+
+    def _write(self, layer: int, number: int) -> None:
+        group, reads = self.cache.groups[number], self._reads[number]
+        if not group.transfer:  # made anew from the layers that are transferred
+            self.cache.write(layer, reads.slots, reads.expected[:, layer])
+        elif not group.recurrent:
+            self.overlap.note(layer, reads.written)
+        self.cache.write(layer, reads.written, self._encoded[reads.source, layer])
+
+    def _written(self, layer: int, number: int) -> None:
+        if layer == self.cache.groups[number].layers[0]:
+            for row in self.rows:
+                self.oracle.filled(row.by_group[number], OWN, f"{row.state.chain.req}#{row.state.chain.generation}")
+
+    def read_layer(self, layer: int) -> None:
+        """The attention of one layer: read every known position, or those of the layer's window, through the block tables; wrong bytes
+        change the sampled token."""
+        reads = self._reads[self.cache.group(layer)]
+        self.device.launch(
+            lambda: self.cache.differing(layer, reads.slots, reads.expected[:, layer]), lambda found: self._judge(layer, reads, found)
+        )
+        if self.cache.groups[self.cache.group(layer)].recurrent:
+            self._update(layer, self.cache.group(layer))
+
+    def _judge(self, layer: int, reads: Reads, found: torch.Tensor) -> None:
+        wrong = np.flatnonzero(found.cpu().numpy())
+        by_row: dict[int, list[int]] = {}
+        for index in wrong.tolist():
+            by_row.setdefault(int(np.searchsorted(reads.ends, index, side="right")), []).append(index)
+        for number, indices in by_row.items():
+            row = self.rows[number]
+            behind = reads.tops[number] - int(reads.ends[number])  # from an index to a position
+            for index in indices:
+                self.oracle.wrong_read(layer, row.state.chain, index + behind, int(reads.slots[index]))
+            bytes_read = self.cache.read(layer, reads.slots[indices]).contiguous().numpy().tobytes()
+            seed = self._corruption.get(row.state.chain.req, 0)
+            self._corruption[row.state.chain.req] = seed ^ int.from_bytes(hashlib.sha256(bytes_read).digest()[:8], "little")
+
+    @property
+    def corrupt(self) -> set[str]:
+        """Requests whose tokens of this step were sampled from wrong KV."""
+        return set(self._corruption)
+
+    def forward(self, attention: Callable[[str], None]) -> None:
+        """All layers in order: KV update, then `attention(layer_name)`, which the life cycle wraps in the layer hooks."""
+        self.overlap.begin()
+        self.oracle.check_writes("start_load_kv")
+        for layer, name in enumerate(self.cache.names):
+            self.write_layer(layer)
+            attention(name)
+
+    def attend(self, layer_name: str) -> None:
+        """Body of the attention call: judge the connector's writes so far, then read."""
+        self.oracle.check_writes("wait_for_layer_load")
+        self.read_layer(self.cache.names.index(layer_name))
+
+    def sample(self) -> ModelRunnerOutput:
+        """Sample, advance the batch, and build the ModelRunnerOutput of a step with a forward pass."""
+        self.device.finish()
+        ids: list[str] = []
+        tokens: list[list[int]] = []
+        for row in self.rows:
+            chain, state = row.state.chain, row.state
+            corrupt = self._corruption.get(chain.req, 0)
+            ids.append(chain.req)
+            state.valid_end = row.known
+            end = len(chain.ids)
+            self.trace.emit(
+                "kv.computed", req=chain.req, generation=chain.generation, start=row.start, end=row.start + row.count,
+                accepted=row.accepted, rejected=row.drafts - row.accepted,
+            )  # fmt: skip
+            self.computed(chain.ids[row.start : row.known], chain.plain[row.start : row.known])
+            if not row.samples:
+                tokens.append([])
+                continue
+            token = state.script.token(chain, state.prompt_len, corrupt)
+            chain.append(token)
+            tokens.append(chain.tokens[end - row.accepted :])
+        return runner_output(ids, tokens)

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Splits the `where` of `precede` and `respond` so that a trigger finds its partners by hash instead of by scanning.
+
+`e.req == t.req and e.direction == 'send' and e.end >= t.end` becomes a key over e (`e.req`), the same key over t (`t.req`), a filter
+over e alone (`e.direction == 'send'`), and a rest that is evaluated per pair (`e.end >= t.end`).
+
+
+Which hooks a requirement looks at: calls of hooks are two thirds of a trace, and most requirements are about one or two hooks.
+
+Found in the guards: `e.hook == 'x'` that is evaluated before anything that could raise. What is skipped is what the guard turns away.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any, TypeVar
+
+from kvconform.contract.expression import Expression, bind_code, code_of
+from kvconform.contract.requirement import Requirement
+
+T = TypeVar("T")
+CACHED = 4_096
+
+
+def per_requirement(make: Callable[[Requirement], T]) -> Callable[[Requirement], T]:
+    """Cache what `make` returns, by the identity of the requirement: requirements are immutable, and too large to hash."""
+    cache: dict[int, tuple[Requirement, T]] = {}  # holds the requirement too, so that no other one can have its id
+
+    @functools.wraps(make)
+    def cached(req: Requirement) -> T:
+        found = cache.get(id(req))
+        if found is None:
+            if len(cache) >= CACHED:
+                cache.clear()
+            found = cache[id(req)] = req, make(req)
+        return found[1]
+
+    return cached
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """The compiled parts; None where there is nothing to check. Both keys exist or neither does. `of_run`: the run is read."""
+
+    filter: CodeType | None
+    key_e: CodeType | None
+    key_t: CodeType | None
+    rest: CodeType | None
+    of_run: bool
+    _bound: list[Any] = field(default_factory=list, repr=False, compare=False)
+
+    def bind(self, cap: Mapping[str, Any], cfg: Mapping[str, Any]) -> BoundJoin:
+        """The functions; the same ones for the same `cap`, if no constant of the run is read."""
+        if self.of_run:
+            return self._bind(cap, cfg)
+        if not self._bound or self._bound[0] is not cap:
+            self._bound[:] = cap, self._bind(cap, cfg)
+        return self._bound[1]  # type: ignore[no-any-return]
+
+    def _bind(self, cap: Mapping[str, Any], cfg: Mapping[str, Any]) -> BoundJoin:
+        def fix(code: CodeType | None) -> Callable[..., Any] | None:
+            return None if code is None else bind_code(code, cap, cfg)
+
+        key_e, key_t, rest = fix(self.key_e), fix(self.key_t), fix(self.rest)
+        return BoundJoin(
+            fix(self.filter),
+            _nothing if key_e is None else lambda e: hashable(key_e(e)),
+            _nothing if key_t is None else lambda t: hashable(key_t(None, t)),
+            rest,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BoundJoin:
+    """The parts as functions: `filter(e)`, `key_e(e)`, `key_t(t)`, `rest(e, t)`."""
+
+    filter: Callable[..., Any] | None
+    key_e: Callable[[Any], Hashable]
+    key_t: Callable[[Any], Hashable]
+    rest: Callable[..., Any] | None
+
+
+def _nothing(_: Any) -> Hashable:
+    return None
+
+
+def split(where: Expression | None) -> Join:
+    """The parts of a guard over (e, t); with no guard everything matches."""
+    if where is None:
+        return Join(None, None, None, None, False)
+    tree = where.tree
+    parts = tree.values if isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.And) else [tree]
+    filters: list[ast.expr] = []
+    keys: list[tuple[ast.expr, ast.expr]] = []
+    rest: list[ast.expr] = []
+    for part in parts:
+        pair = _equality(part)
+        if pair is not None:
+            keys.append(pair)
+        elif _names(part) == {"e"} and cannot_raise(part):
+            filters.append(part)
+        else:
+            rest.append(part)
+    return Join(
+        _all(filters),
+        code_of(ast.Tuple([e for e, _ in keys], ast.Load())) if keys else None,
+        code_of(ast.Tuple([t for _, t in keys], ast.Load())) if keys else None,
+        _all(rest),
+        any("cfg" in _names(part) for part in parts),
+    )
+
+
+@per_requirement
+def joins_of(req: Requirement) -> dict[str, Join]:
+    """The guards that pair an event with a trigger, split for hashing, by role: before, end, then. Roles without a guard too."""
+    return {role: split(req.expressions.get(role)) for role in ("before", "end", "then")}
+
+
+def _all(parts: list[ast.expr]) -> CodeType | None:
+    if not parts:
+        return None
+    return code_of(parts[0] if len(parts) == 1 else ast.BoolOp(ast.And(), parts))
+
+
+def _equality(part: ast.expr) -> tuple[ast.expr, ast.expr] | None:
+    """(side over e, side over t) of `e.x == t.y`, either way round. Only plain fields: evaluating one early can then not raise."""
+    if isinstance(part, ast.Compare) and len(part.ops) == 1 and isinstance(part.ops[0], ast.Eq):
+        left, right = part.left, part.comparators[0]
+        if _field(left) == "e" and _field(right) == "t":
+            return left, right
+        if _field(left) == "t" and _field(right) == "e":
+            return right, left
+    return None
+
+
+def _field(node: ast.expr) -> str | None:
+    """`e` or `t` if the node is one plain field of it."""
+    plain = isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and isinstance(node.slice, ast.Constant)
+    return node.value.id if plain and node.value.id in ("e", "t") else None  # type: ignore[attr-defined]
+
+
+def _names(node: ast.expr) -> set[str]:
+    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name)} & {"e", "t", "cap", "cfg"}
+
+
+def cannot_raise(part: ast.expr) -> bool:
+    """Whether the part may be evaluated where `and` would have stopped before it: a field's truth, or its (in)equality with a literal."""
+    if isinstance(part, ast.UnaryOp) and isinstance(part.op, ast.Not):
+        return cannot_raise(part.operand)
+    if isinstance(part, ast.Compare) and len(part.ops) == 1 and isinstance(part.ops[0], (ast.Eq, ast.NotEq, ast.Is, ast.IsNot)):
+        return all(_field(side) is not None or isinstance(side, ast.Constant) for side in (part.left, part.comparators[0]))
+    return _field(part) is not None
+
+
+def hashable(value: Any) -> Hashable:
+    """`value` itself if it can be hashed, else an equal-if-equal stand-in."""
+    try:
+        hash(value)
+    except TypeError:
+        return _freeze(value)
+    return value
+
+
+def _freeze(value: Any) -> Hashable:
+    if isinstance(value, list):
+        return ("list", *map(_freeze, value))
+    if isinstance(value, tuple):
+        return tuple(map(_freeze, value))
+    if isinstance(value, dict):
+        return ("dict", frozenset((key, _freeze(item)) for key, item in value.items()))
+    if isinstance(value, (set, frozenset)):
+        return ("set", frozenset(value))
+    return value
+
+
+HOOKED = frozenset({"hook.called", "hook.returned"})
+Role = tuple[str, frozenset[str] | None]
+"""An event kind that is looked at, and the hooks outside of which nothing comes of it (None: any)."""
+@dataclass(frozen=True)
+class Pins:
+    """`kinds` and `calls` (kind and hook): what puts the requirement to the test; without any of these it has nothing to say. `hooks`: by
+    kind, of all its roles."""
+
+    kinds: frozenset[str]
+    calls: frozenset[tuple[str, str]]
+    hooks: dict[str, frozenset[str] | None]
+
+    def triggered(self, seen: frozenset[str], called: frozenset[tuple[str, str]]) -> bool:
+        """Whether one of its triggers is among the kinds, and the (kind, hook), of a trace."""
+        return not (self.kinds.isdisjoint(seen) and self.calls.isdisjoint(called))
+
+
+@per_requirement
+def pins_of(req: Requirement) -> Pins:
+    """Which kinds and hooks can concern the requirement. Not for `relate`."""
+    found = req.expressions
+    assert req.event is not None
+    triggers = [_role(req.event, found.get("where"))]
+    if req.exercised is not None:
+        triggers.append(_role(req.exercised.event, found.get("exercised")))
+    others: list[Role] = []
+    if req.precede is not None:
+        others.append(_role(req.precede.before.event, found.get("before")))
+        others += [_role(req.precede.end.event, found.get("end"))] if req.precede.end is not None else []
+    if req.respond is not None:
+        others += [_role(req.respond.then.event, found.get("then")), _role(req.respond.by.event, found.get("by"))]
+    hooks: dict[str, frozenset[str] | None] = {}
+    for kind, only in (*triggers, *others):
+        before = hooks.get(kind, frozenset())
+        hooks[kind] = None if only is None or before is None else before | only
+    return Pins(
+        frozenset(kind for kind, only in triggers if only is None),
+        frozenset((kind, hook) for kind, only in triggers for hook in only or ()),
+        hooks,
+    )
+
+
+def _role(kind: str, guard: Expression | None) -> Role:
+    if kind not in HOOKED or guard is None:
+        return kind, None
+    tree = guard.tree
+    for part in tree.values if isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.And) else [tree]:
+        if (hooks := _hooks(part)) is not None:
+            return kind, hooks
+        if not cannot_raise(part):
+            break
+    return kind, None
+
+
+def _hooks(part: ast.expr) -> frozenset[str] | None:
+    """The hooks of `e.hook == 'x'` or `e.hook in ('x', 'y')`."""
+    if not isinstance(part, ast.Compare) or len(part.ops) != 1 or ast.unparse(part.left) != "e['hook']":
+        return None
+    other = part.comparators[0]
+    if isinstance(part.ops[0], ast.Eq):
+        texts = [other]
+    elif isinstance(part.ops[0], ast.In) and isinstance(other, (ast.Tuple, ast.List, ast.Set)):
+        texts = other.elts
+    else:
+        return None
+    names = [text.value for text in texts if isinstance(text, ast.Constant) and isinstance(text.value, str)]
+    return frozenset(names) if len(names) == len(texts) else None

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The device of a run, and a real CUDA device under an engine driven by hand.
+
+Kernels that sleep make either the compute stream slow or the others. What the device does is not observed: only wrong bytes show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from kvconform.contract.case import Device, Slow
+from kvconform.emulation.patch import Patches
+from kvconform.errors import EnvironmentProblem
+from kvconform.kv import device
+from kvconform.kv.device import Cpu, T, Timeline, Untold
+
+CYCLES = 20_000_000
+"""How long a slow stream sleeps, in clock cycles: about 10 ms, many times what the copies of a case take."""
+
+
+class OnCuda(Untold):
+    """`work` is queued on the current stream at once, and judged in `finish`, which is the only place where the host waits for it."""
+
+    streamed = True
+
+    def __init__(self, slow: Slow | None) -> None:
+        self.slow = slow
+        self._launched: list[tuple[Callable[[Any], None], Any]] = []
+        self._idle = True
+
+    def allocate(self, elements: int) -> torch.Tensor:
+        return torch.zeros(elements, dtype=torch.float32, device="cuda")
+
+    def upload(self, host: torch.Tensor) -> torch.Tensor:
+        return host.pin_memory().to("cuda", non_blocking=True)
+
+    def launch(self, work: Callable[[], T], judge: Callable[[T], None] | None = None) -> None:
+        if self._idle and self.slow == "compute":
+            torch.cuda._sleep(CYCLES)
+        self._idle = False
+        result = work()
+        if judge is not None:
+            self._launched.append((judge, result))
+
+    def finish(self) -> None:
+        torch.cuda.current_stream().synchronize()
+        self._idle = True
+        launched, self._launched = self._launched, []
+        for judge, result in launched:
+            judge(result)
+
+
+@contextmanager
+def on_cuda(slow: Slow | None) -> Iterator[OnCuda]:
+    """The device. EnvironmentProblem if there is none."""
+    if not torch.cuda.is_available():
+        raise EnvironmentProblem("--device cuda needs a GPU that torch can use; --emulate-cuda does without one")
+    with _sleeping_streams() if slow == "transfers" else nullcontext():
+        yield OnCuda(slow)
+    torch.cuda.synchronize()
+
+
+@contextmanager
+def _sleeping_streams() -> Iterator[None]:
+    """Every other stream than the compute stream sleeps when the connector turns to it by torch.cuda.stream or torch.cuda.set_stream, and
+    when it makes it wait by wait_event, wait_stream or torch.cuda.Event.wait. Streams that are used in other ways are as fast as ever."""
+    compute, set_stream = torch.cuda.current_stream(), torch.cuda.set_stream
+
+    def followed_by_sleep(call: Callable[..., Any], whose: Callable[..., Any]) -> Callable[..., Any]:
+        def sleeping(*args: Any, **kwargs: Any) -> Any:
+            found, stream = call(*args, **kwargs), whose(*args, **kwargs)
+            if stream is not None and stream != compute:
+                before = torch.cuda.current_stream()
+                set_stream(stream)
+                torch.cuda._sleep(CYCLES)
+                set_stream(before)
+            return found
+
+        return sleeping
+
+    patches = Patches()
+    try:
+        for owner, name, whose in (
+            (torch.cuda.StreamContext, "__enter__", lambda self: self.stream),
+            (torch.cuda, "set_stream", lambda stream: stream),
+            (torch.cuda.Stream, "wait_event", lambda self, event: self),
+            (torch.cuda.Stream, "wait_stream", lambda self, stream: self),
+            (torch.cuda.Event, "wait", lambda self, stream=None: stream if stream is not None else torch.cuda.current_stream()),
+        ):
+            patches.set(owner, name, followed_by_sleep(getattr(owner, name), whose))
+        yield
+    finally:
+        patches.restore()
+
+
+@contextmanager
+def opened(kind: Device, slow: Slow | None) -> Iterator[Timeline]:
+    """Make a device of this kind the current one while the block runs, and yield it. `slow`: the streams that are late; None: none.
+
+    There is one device per process: a run inside another run (a calibration) shares the outer run's device.
+    """
+    if device.current.streamed and kind != "cpu":
+        yield device.current
+        return
+    with _open(kind, slow) as made, device.activate(made):
+        yield made
+
+
+def _open(kind: Device, slow: Slow | None) -> AbstractContextManager[Timeline]:
+    if kind == "cpu":
+        return nullcontext(Cpu())
+    if kind == "emulated":
+        from kvconform.kv.emulated import emulated  # imports the emulation, which other devices do without
+
+        return emulated(slow)
+    return on_cuda(slow)

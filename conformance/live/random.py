@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes a random workload that fails smaller: requests are left out as long as it fails in the same way. What is left becomes a scenario
+file, which `kvconform run CONNECTOR --engine live --case FILE` replays.
+
+Random workloads: about a hundred requests over the same axes as the scenarios, the same for the same seed.
+
+What engine live runs: the scenarios in the place of cases, and random workloads if they are asked for.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from kvconform.config.settings import Settings
+from kvconform.contract.loader import Spec, load_spec
+from kvconform.contract.scenario import Request, Scenario, Start
+from kvconform.contract.yaml12 import flow
+from kvconform.errors import UsageError
+
+REDUCED = "KVCONFORM_LIVE_REDUCED"
+"""Environment variable: the directory for the files of reduced workloads; without it none is reduced."""
+CLAIMS = "KVCONFORM_LIVE_CLAIMS"
+"""Environment variable: the directory of a campaign's notes on which workload is made small for what (`claim`)."""
+TRIES = 24
+SECONDS = 600.0
+"""How long a workload is reduced at most; every try starts vLLM."""
+WIDTH = 130
+
+
+def reduce(scenario: Scenario, fails: Callable[[Scenario], bool], *, tries: int = TRIES, seconds: float = SECONDS) -> Scenario:
+    """The smallest scenario found that still `fails`, with some of the requests of this one, in their order. It may be this one itself."""
+    limit = time.monotonic() + seconds
+    if len(scenario.requests) > 1 and tries > 0:  # much that goes wrong does so whatever is asked
+        tries -= 1
+        if fails(alone := _with(scenario, scenario.requests[:1])):
+            return alone
+    kept, size = list(scenario.requests), max(1, len(scenario.requests) // 2)
+    while tries > 0 and time.monotonic() < limit:
+        start, smaller = 0, False
+        while start < len(kept) and tries > 0 and time.monotonic() < limit:
+            rest = kept[:start] + kept[start + size :]
+            if not rest:
+                break
+            tries -= 1
+            if fails(_with(scenario, rest)):
+                kept, smaller = rest, True
+            else:
+                start += size
+        if size == 1 and not smaller:
+            break
+        size = max(1, size // 2)
+    return _with(scenario, kept)
+
+
+def _with(scenario: Scenario, requests: list[Request]) -> Scenario:
+    count = f"{len(requests)} request{'s' if len(requests) != 1 else ''}"
+    return scenario.model_copy(update={"requests": requests, "text": f"What is left of a random workload, {count}."})
+
+
+def claim(folder: Path, requirements: Iterable[str], scenario: str) -> dict[str, str]:
+    """Who makes the failure of each requirement small: the first workload of the campaign that fails it, so {requirement: its id}.
+    Another one that fails the same would cost minutes, and show the same. Writes a note for each into `folder`, which is made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found = {}
+    for requirement in requirements:
+        note = folder / f".{requirement}"
+        try:
+            with note.open("x", encoding="utf-8") as file:
+                file.write(scenario)
+            found[requirement] = scenario
+        except FileExistsError:
+            found[requirement] = note.read_text(encoding="utf-8")
+    return found
+
+
+def write(scenario: Scenario, path: Path) -> None:
+    """The scenario as a YAML file of few lines. Makes the directory."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text_of(scenario), encoding="utf-8")
+
+
+def text_of(scenario: Scenario) -> str:
+    """YAML: what is not a default, several requests to a line."""
+    lines = [f"id: {scenario.id}", f"text: {scenario.text}"]
+    lines += [f"pair: {scenario.pair}"] if scenario.pair else []
+    start = flow(scenario.start.model_dump(exclude_defaults=True))
+    lines += [f"start: {start}"] if start != "{}" else []
+    lines += [f"families: {scenario.families}"] if scenario.families is not None else []
+    lines += [f"due: [{', '.join(scenario.due)}]"] if scenario.due else []
+    lines += ["requests: ["]
+    row = "  "
+    for request in scenario.requests:
+        part = flow(request.model_dump(exclude_defaults=True)) + ", "
+        if len(row) + len(part) > WIDTH:
+            lines.append(row.rstrip())
+            row = "  "
+        row += part
+    return "\n".join([*lines, row.rstrip().rstrip(","), "]"]) + "\n"
+
+
+STARTS: tuple[Start, ...] = (
+    Start(blocks=64),
+    Start(blocks=24, scheduling="async"),
+    Start(blocks=20, budget=96),
+    Start(blocks=32, budget=40, scheduling="async", priority=True),
+    Start(blocks=24, prefix_caching=False),
+    Start(blocks=28, spec_tokens=3),
+    Start(blocks=40, scheduling="async", processes=True),
+    Start(blocks=18, scheduling="async", prefix_caching=False, budget=128, priority=True),
+)
+"""How vLLM is started, one after the other."""
+REQUESTS = 100
+PAIR_STARTS: tuple[Start, ...] = (
+    Start(),
+    Start(blocks=24, scheduling="async"),
+    Start(blocks=20, budget=96),
+    Start(blocks=32, budget=40, scheduling="async", priority=True),
+    Start(blocks=24, prefix_caching=False),
+    Start(blocks=28, spec_tokens=3),
+)
+"""The same of pairs."""
+PAIR_REQUESTS = 40
+"""Of a pair, of which each is computed by one engine and answered by another."""
+FAMILIES = 6
+LONGEST = 300
+
+
+def random_scenario(seed: int) -> Scenario:
+    """The scenario of a seed: live.random-SEED."""
+    source = random.Random(f"kvconform live {seed}")
+    start = STARTS[seed % len(STARTS)]
+    requests: list[Request] = []
+    at = 0
+    for number in range(REQUESTS):
+        at += source.choice((0, 0, 0, 1, 1, 2, 5, 12))
+        family, shared, tail = _prompt(source, requests)
+        requests.append(
+            Request(
+                own=number, at=at, family=family, shared=shared, tail=tail,
+                out=source.choice((1, 2, 4, 8, 16, 24)), abort=source.randrange(1, 12) if source.random() < 0.12 else None,
+                priority=source.randrange(3) if start.priority else 0, reset=source.random() < 0.04,
+            )
+        )  # fmt: skip
+    return Scenario(
+        id=f"live.random-{seed}", text=f"A random workload of {REQUESTS} requests.", start=start, requests=requests, families=seed,
+        due=["loads"],
+    )  # fmt: skip
+
+
+def random_pair(seed: int) -> Scenario:
+    """The scenario of a seed for a producer and a consumer: pair.random-SEED."""
+    source = random.Random(f"kvconform pair {seed}")
+    start = PAIR_STARTS[seed % len(PAIR_STARTS)]
+    requests: list[Request] = []
+    wave = 0
+    for number in range(PAIR_REQUESTS):
+        begins = bool(requests) and source.random() < 0.35
+        wave += begins
+        family, shared, tail = _prompt(source, requests)
+        ends = source.random()
+        requests.append(
+            Request(
+                own=number, at=wave, family=family, shared=shared, tail=tail, out=source.choice((1, 2, 4, 8, 16, 24)),
+                abort=source.choice((1, 2, 3, 4, 6, 8, 12, 20, 50)) if ends < 0.15 else None,
+                early=source.choice((1, 2, 3)) if ends > 0.95 else None, priority=source.randrange(3) if start.priority else 0,
+                reset=begins and source.random() < 0.3,
+            )
+        )  # fmt: skip
+    return Scenario(
+        id=f"pair.random-{seed}", text=f"A random workload of {PAIR_REQUESTS} requests for a producer and a consumer.", pair="requests",
+        start=start, requests=requests, families=seed, due=["loads"],
+    )  # fmt: skip
+
+
+def _prompt(source: random.Random, requests: list[Request]) -> tuple[int, int, int]:
+    """(family, tokens of it, tokens of its own); sometimes those of a request that has none of its own: the same prompt again."""
+    earlier = source.choice(requests) if requests and source.random() < 0.2 else None
+    if earlier is not None and not earlier.tail:  # the same prompt again
+        return earlier.family, earlier.shared, 0
+    family = source.randrange(FAMILIES)
+    shared = source.choice((0, 32, 64, 96, 128, 160, source.randrange(1, 200), source.randrange(1, 260)))
+    tail = source.choice((0, 0, 1, 7, 32, source.randrange(1, LONGEST - shared)))
+    return family, shared, tail if shared else max(1, tail)
+
+
+RANDOM = re.compile(r"^(?:live|pair)\.random-(\d+)(?:\[.*\])?$")
+"""How a seed is named in -k."""
+
+
+def spec_for(settings: Settings) -> Spec:
+    """The specification for a run with these settings. UsageError for --seeds with another engine, and what load_spec raises."""
+    live = settings.engine == "live"
+    if settings.seeds and not live:
+        raise UsageError("--seeds is about the random workloads of the live engine: it goes with --engine live")
+    if live and settings.device == "cuda":
+        raise UsageError("the live engine computes on the CPU: --device cuda does not go with it (--emulate-cuda does)")
+    spec = load_spec(cases=settings.cases, live=live)
+    named = [name for entry in (*settings.select, settings.trace or "") for name in RANDOM.findall(entry)] if live else []
+    for seed in (*range(settings.seed, settings.seed + settings.seeds), *map(int, named)):
+        for scenario in (random_scenario(seed), random_pair(seed)):
+            spec.cases[scenario.id] = scenario  # type: ignore[assignment]
+    return spec

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One server process: started, waited for, asked to forget, made to stand still, killed, started again, ended.
+
+What a connector's configuration says about a server that it needs: data only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import psutil
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from kvconform.errors import EnvironmentProblem
+
+PORT = re.compile(r"\{port:([a-z][a-z0-9-]*)\}")
+"""`{port:NAME}`: a free TCP port of this machine, the same wherever the name is used in one process."""
+
+
+class Call(BaseModel):
+    """One of: a TCP address that must accept a connection, a URL that must answer without an error, a shell command that must succeed."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    tcp: str | None = Field(default=None, description="host:port")
+    http: str | None = Field(default=None, description="URL")
+    method: str = Field(default="GET", description="of the request to `http`")
+    body: dict[str, Any] | None = Field(default=None, description="of the request to `http`, as JSON")
+    command: str | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Call:
+        if sum(given is not None for given in (self.tcp, self.http, self.command)) != 1:
+            raise ValueError("give one of tcp, http and command")
+        if self.body is not None and (self.http is None or self.method == "GET"):
+            raise ValueError('a body goes with http, and with a method that sends one (method = "POST")')
+        return self
+
+
+class ServerSpec(BaseModel):
+    """A server. Strings may hold `{port:NAME}`, `{python}` (the interpreter) and `{server_tmp}` (a directory of the servers')."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str = Field(pattern=r"^[a-z][a-z0-9-]*$")
+    command: str | list[str] = Field(description="runs until it is stopped: a shell command, or a program with its arguments")
+    ready: Call = Field(description="what shows that it can be used")
+    clear: Call | None = Field(default=None, description="makes it forget all KV; done before each run, when no engine uses it")
+    lose: Call | None = Field(default=None, description="the same under an engine that uses it, for live.store-lost (default: clear)")
+    stop: str | None = Field(default=None, description="shell command that asks it to end")
+    timeout: float = Field(default=60.0, gt=0, description="seconds until it has to be ready")
+    grace: float = Field(default=5.0, ge=0, description="seconds between being asked to end and being killed")
+
+    @property
+    def losing(self) -> Call | None:
+        """What makes it forget while it is used, if anything does."""
+        return self.lose or self.clear
+
+    @field_validator("timeout", "grace", mode="before")
+    @classmethod
+    def _whole_seconds(cls, value: Any) -> Any:
+        return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def port_names(value: Any) -> set[str]:
+    """The names of ports that the strings of a value mention."""
+    if isinstance(value, str):
+        return set(PORT.findall(value))
+    if isinstance(value, dict):
+        return set().union(*(port_names(item) for item in value.values()))
+    if isinstance(value, (list, tuple)):
+        return set().union(*(port_names(item) for item in value))
+    return set()
+
+
+def filled(value: Any, ports: dict[str, int], words: dict[str, str]) -> Any:
+    """The value with ports and `words` put into its strings. KeyError for a port that has no number."""
+    if isinstance(value, str):
+        text = PORT.sub(lambda found: str(ports[found[1]]), value)
+        if found := PORT.fullmatch(value):
+            return ports[found[1]]  # alone, it is a number: that is what options want
+        for word, meaning in words.items():
+            text = text.replace("{" + word + "}", meaning)
+        return text
+    if isinstance(value, dict):
+        return {key: filled(item, ports, words) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [filled(item, ports, words) for item in value]
+    return value
+
+
+POLL = 0.05
+CALL_LIMIT = 10.0
+
+
+class Server:
+    """`spec` has its placeholders filled. Its output goes to `log`, which is kept; its commands run in `base` with `environment`."""
+
+    def __init__(self, spec: ServerSpec, log: Path, base: Path, environment: dict[str, str]) -> None:
+        self.spec, self.log, self.base, self.environment = spec, log, base, environment
+        self._guard: subprocess.Popen[bytes] | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether its command has not ended."""
+        return self._guard is not None and self._guard.poll() is None
+
+    def start(self) -> None:
+        """Start it and wait until it is ready. EnvironmentProblem in one sentence if it does not get there; nothing is left then."""
+        if self.running:
+            return
+        command = ["/bin/sh", "-c", self.spec.command] if isinstance(self.spec.command, str) else list(self.spec.command)
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as output:
+            output.write(f"$ {self.spec.command if isinstance(self.spec.command, str) else ' '.join(command)}\n".encode())
+            output.flush()
+            self._guard = subprocess.Popen(
+                [sys.executable, "-m", "kvconform.process.supervisor", str(self.spec.grace), *command],
+                stdin=subprocess.PIPE, stdout=output, stderr=output, cwd=self.base, env=self.environment, start_new_session=True,
+            )  # fmt: skip
+        until = time.monotonic() + self.spec.timeout
+        while not self._call(self.spec.ready):
+            if not self.running:
+                self._failed(f"ended with status {self._guard.returncode} before it was ready")
+            if time.monotonic() > until:
+                self._failed(f"was not ready within {self.spec.timeout:g} s")
+            time.sleep(POLL)
+
+    def _failed(self, what: str) -> None:
+        self.kill()
+        lines = [line for line in self.log.read_text("utf-8", "replace").splitlines() if line.strip() and not line.startswith("$ ")]
+        words = f": {lines[-1].strip()[:200]}" if lines else ""
+        raise EnvironmentProblem(f"server {self.spec.name} {what}{words} (its output: {self.log})")
+
+    def clear(self) -> None:
+        """Make it forget what it stored; nothing uses it. EnvironmentProblem if it does not."""
+        self._forget(self.spec.clear)
+
+    def lose(self) -> None:
+        """A fault: the same while an engine uses it."""
+        self._forget(self.spec.losing)
+
+    def _forget(self, call: Call | None) -> None:
+        if call is not None and not self._call(call):
+            raise EnvironmentProblem(f"server {self.spec.name} cannot be cleared: {_words(call)} failed (its output: {self.log})")
+
+    def freeze(self) -> None:
+        """Its processes stand still: connections to it are accepted, and nobody answers. No error if it does not run."""
+        for process in self._processes():
+            with contextlib.suppress(psutil.Error):
+                process.suspend()
+
+    def thaw(self) -> None:
+        """What stands still goes on. No error if nothing does."""
+        for process in self._processes():
+            with contextlib.suppress(psutil.Error):
+                process.resume()
+
+    def _processes(self) -> list[psutil.Process]:
+        """All of it but the guard, which has to hear of the end."""
+        with contextlib.suppress(psutil.Error):
+            return psutil.Process(self._guard.pid).children(recursive=True) if self._guard is not None and self.running else []
+        return []
+
+    def kill(self) -> None:
+        """End it at once, as a crash would. No error if it does not run."""
+        self._end(b"k")
+
+    def stop(self) -> str | None:
+        """Ask it to end, and end it; returns a sentence if the stop command failed. No error if it does not run."""
+        self.thaw()
+        if not self.running:
+            self._end(b"")
+            return None
+        problem = None
+        if self.spec.stop is not None and not self._shell(self.spec.stop):
+            problem = f"stop command `{self.spec.stop}` of server {self.spec.name} failed"
+        self._end(b"")
+        return problem
+
+    def _end(self, word: bytes) -> None:
+        guard, self._guard = self._guard, None
+        if guard is None:
+            return
+        assert guard.stdin is not None
+        with contextlib.suppress(OSError):
+            guard.stdin.write(word)
+            guard.stdin.flush()
+        with contextlib.suppress(OSError):
+            guard.stdin.close()
+        try:
+            guard.wait(self.spec.grace + 25)
+        except subprocess.TimeoutExpired:  # the command dies with it
+            guard.kill()
+            guard.wait(5)
+
+    # -- calls -----------------------------------------------------------------------------------------------------------------
+    def _call(self, call: Call) -> bool:
+        if call.command is not None:
+            return self._shell(call.command)
+        if call.tcp is not None:
+            host, _, port = call.tcp.rpartition(":")
+            with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=1):
+                return True
+            return False
+        assert call.http is not None
+        body = None if call.body is None else json.dumps(call.body).encode()
+        request = urllib.request.Request(call.http, body, {"Content-Type": "application/json"} if body else {}, method=call.method)
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a server of ours is never behind a proxy
+        with contextlib.suppress(OSError, urllib.error.URLError), opener.open(request, timeout=CALL_LIMIT) as answer:
+            return bool(answer.status < 400)
+        return False
+
+    def _shell(self, command: str) -> bool:
+        with self.log.open("ab") as output, contextlib.suppress(subprocess.TimeoutExpired):
+            done = subprocess.run(
+                command, shell=True, cwd=self.base, env=self.environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                timeout=CALL_LIMIT,
+            )  # fmt: skip
+            return done.returncode == 0
+        return False
+
+
+def _words(call: Call) -> str:
+    return f"{call.method} {call.http}" if call.http else f"`{call.command}`" if call.command else f"connecting to {call.tcp}"

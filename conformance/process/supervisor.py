@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a server's command and sees to it that nothing of it outlives the process that wanted it, however that one ends.
+
+`python -m kvconform.process.supervisor GRACE COMMAND...` with a pipe as standard input. The command runs as a child, in a session of its own. When the
+pipe is closed, or the parent is gone, or the command ends, all that it started is ended: asked first, killed after GRACE seconds; at once
+if a `k` came through the pipe. Processes that the command sent into the background are adopted (Linux) and ended too.
+
+
+What a program leaves behind when it has ended: processes, ports that these listen on, and shared memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import psutil
+
+FOLDER = "/dev/shm"
+MAPPED = re.compile(rf"^{FOLDER}/\S+")
+
+
+def alive(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Those that are neither gone nor zombies."""
+    found = []
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def name_of(process: psutil.Process) -> str:
+    """Its command line, or its number."""
+    with contextlib.suppress(psutil.Error):
+        return " ".join(process.cmdline())[:120] or process.name()
+    return str(process.pid)
+
+
+def ports_of(process: psutil.Process) -> list[int]:
+    """The TCP ports that it listens on."""
+    with contextlib.suppress(psutil.Error, AttributeError):
+        return [c.laddr.port for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    return []
+
+
+class Shared:
+    """Files in /dev/shm that a program has mapped. What was there before it, or is somebody else's too (a server's, a daemon's), is not its
+    own."""
+
+    def __init__(self) -> None:
+        self._before = _listed()
+        self._seen: set[str] = set()
+
+    def look(self, processes: Iterable[psutil.Process]) -> None:
+        """Take note of what these have mapped now."""
+        for process in processes:
+            self._seen |= _mapped(process.pid)
+
+    def left(self, processes: Sequence[psutil.Process]) -> list[str]:
+        """Paths that are still there, sorted. `processes`: what is left of the program."""
+        self.look(processes)
+        own = {path for path in self._seen - self._before if os.path.exists(path)}
+        mine = {process.pid for process in processes}
+        for pid in psutil.pids() if own else []:
+            if pid not in mine:
+                own -= _mapped(pid)
+        return sorted(own)
+
+
+def _listed() -> set[str]:
+    with contextlib.suppress(OSError):
+        return {f"{FOLDER}/{name}" for name in os.listdir(FOLDER)}
+    return set()
+
+
+def _mapped(pid: int) -> set[str]:
+    found: set[str] = set()
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines():
+            name = line[line.find("/") :] if FOLDER in line else ""
+            if MAPPED.match(name) and not name.endswith("(deleted)"):
+                found.add(name)
+    return found
+
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PATIENCE = 0.2
+"""Seconds between two looks at the parent and the command."""
+LEFT = "KVCONFORM_GUARD_LEFT"
+"""Environment variable: a file, for what a command that ended by itself has left (JSON): processes, ports, files in /dev/shm."""
+LEAVE = 5.0
+"""Seconds that what the command started has to end, once the command has."""
+
+
+def _prctl(option: int, value: int) -> None:
+    """Linux's prctl; elsewhere nothing."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def dies_with_parent() -> None:
+    """This process is killed when the thread that started it ends (Linux)."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _not_ours(*_: object) -> None:
+    """The parent decides when it is over. (To ignore the signal would make the command ignore it, too.)"""
+
+
+def _tree(session: int) -> list[psutil.Process]:
+    """All that is ours: descendants, and who is in the command's session."""
+    found = {process.pid: process for process in psutil.Process().children(recursive=True)}
+    for process in psutil.process_iter():
+        with contextlib.suppress(OSError, psutil.Error):
+            if os.getsid(process.pid) == session:
+                found[process.pid] = process
+    return list(found.values())
+
+
+def end(session: int, grace: float) -> None:
+    """End everything, again and again until nothing is left: what is being ended may start something."""
+    if grace > 0:
+        for process in (asked := _tree(session)):
+            with contextlib.suppress(psutil.Error):
+                process.terminate()
+        psutil.wait_procs(asked, timeout=grace)
+    for _ in range(20):
+        left = [process for process in _tree(session) if process.status() != psutil.STATUS_ZOMBIE]
+        if not left:
+            return
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(left, timeout=1)
+
+
+def main(grace: float, command: list[str]) -> int:
+    """Returns the command's status, 0 if it was ended on demand."""
+    parent = os.getppid()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _not_ours)
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    told, shared = os.environ.pop(LEFT, None), Shared()  # not for guards that the command starts
+    child = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=dies_with_parent, restore_signals=True
+    )  # fmt: skip
+    while child.poll() is None and os.getppid() == parent:
+        if told:
+            shared.look(_tree(child.pid))
+        readable, _, _ = select.select([0], [], [], PATIENCE)
+        if readable:
+            grace = 0.0 if os.read(0, 1) == b"k" else grace
+            end(child.pid, grace)
+            child.poll()
+            return 0
+    if told and child.poll() is not None:
+        _tell(child.pid, told, shared)
+    end(child.pid, grace)
+    return child.wait()
+
+
+def _tell(session: int, told: str, shared: Shared) -> None:
+    """Write down what is left, after a while."""
+    until = time.monotonic() + LEAVE
+    while (left := alive(_tree(session))) and time.monotonic() < until:
+        time.sleep(0.1)
+    files = shared.left(left)
+    with open(told, "w", encoding="utf-8") as file:
+        ports = sorted({port for process in left for port in ports_of(process)})
+        json.dump({"processes": [name_of(process) for process in left], "ports": ports, "files": files}, file)
+
+
+if __name__ == "__main__":
+    sys.exit(main(float(sys.argv[1]), sys.argv[2:]))

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entry point of a fresh interpreter that makes one run: `python -m kvconform.run.child FOLDER` (started by kvconform.run.isolation)."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from kvconform.files import replace
+from kvconform.process import watchdog
+from kvconform.process.supervisor import dies_with_parent
+
+
+def main(folder: Path) -> None:
+    """Make the run that `job.json` in `folder` describes, and write it to `answer.json`.
+
+    Ends the process at once, whatever threads the connector has left.
+    """
+    dies_with_parent()
+    job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
+    sys.path[:] = [*job["path"], *(each for each in sys.path if each not in job["path"])]  # where the connector's package is
+    from kvconform.config.target import Target
+    from kvconform.contract.case import Case, Variant
+    from kvconform.run.calibration import promises_of
+    from kvconform.run.runner import run_variant
+
+    variant = Variant(Case.model_validate(job["case"], strict=False), **job["axes"])
+    target, tmp = Target(**job["target"]), Path(job["tmp"])
+    promises = None if job["declared"] is None else promises_of(target, tmp / "calibration", job["caps"], declared=job["declared"])
+    watchdog.start(job["limit"], folder / "note")
+    run = run_variant(
+        variant, target, seed=job["seed"], tmp=tmp, relation=job["relation"], caps=job["caps"], promises=promises, may_fork=True
+    )
+    watchdog.stop()
+    replace(folder / "answer.json", json.dumps(run.to_dict()))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

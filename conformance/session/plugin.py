@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pytest plugin (entry point `pytest11`). Loaded by every pytest run where kvconform is installed, so it imports nothing heavy and does
+nothing until `--connector` is given."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WORKER = "kvconform-worker"
+CONTROLLER = "kvconform-controller"
+PRESET = "kvconform-preset"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--connector` switches the plugin on; the other options are those of `kvconform run`, with a prefix that collides with nobody's."""
+    group = parser.getgroup("kvconform", "conformance of vLLM KV connectors (pytest --pyargs kvconform --connector ...)")
+    group.addoption("--connector", metavar="PKG.MOD:CLASS", help="judge this KV connector (or a name registered in vLLM's factory)")
+    group.addoption("--extra-config", metavar="JSON|@FILE", help="its kv_connector_extra_config; {tmp} is a directory of each case's own")
+    group.addoption("--kvconform-config", metavar="FILE", help="settings file instead of kvconform.toml or pyproject.toml")
+    group.addoption("--kvconform-engine", choices=("reference", "vllm", "live", "all"), help="engines to run on (default: all)")
+    group.addoption("--kvconform-scheduling", choices=("sync", "async", "all"), help="scheduling to run with (default: all)")
+    group.addoption("--kvconform-select", action="append", metavar="ID", help="only these cases or requirements")
+    group.addoption("--kvconform-shard", metavar="I/N", help="only this part of the runs; kvconform merge joins the parts")
+    group.addoption("--kvconform-profile", metavar="NAME", help="profile to judge by (default: core)")
+    group.addoption("--kvconform-report-dir", metavar="DIR", help="where reports go (default: kvconform-report)")
+    group.addoption("--kvconform-seed", type=int, metavar="N", help="seed of prompts and tokens")
+    group.addoption("--kvconform-strict", action="store_true", default=None, help="SHOULD and MAY count too")
+    group.addoption("--kvconform-hook-timeout", type=float, metavar="SECONDS", help="time limit per hook (default: 10)")
+
+
+def _active(config: pytest.Config) -> bool:
+    return bool(config.getoption("connector", None))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_cmdline_main(config: pytest.Config) -> Iterator[None]:
+    """Cases run in worker processes, also without -n; a dead worker is always replaced."""
+    option = config.option
+    xdist = config.pluginmanager.hasplugin("xdist") and not hasattr(config, "workerinput")
+    if _active(config) and xdist and not config.getoption("usepdb", False) and not config.getoption("collectonly", False):
+        if not option.numprocesses and not option.tx:
+            option.numprocesses = 1
+        if option.maxworkerrestart is None:
+            option.maxworkerrestart = "1000"
+    return (yield)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Become the controller or a worker, or both if there are no worker processes."""
+    if not _active(config):
+        return
+    handed = getattr(config, "workerinput", {}).get("kvconform")
+    if handed is None:
+        if hasattr(config, "workerinput"):
+            return
+        controller = _controller(config)
+        config.pluginmanager.register(controller, CONTROLLER)
+        handed = controller.for_worker()
+        if config.getoption("dist", "no") != "no":
+            return
+    from kvconform.config.settings import Settings
+    from kvconform.session.worker import MAIN, Worker
+
+    data = json.loads(handed)
+    name = getattr(config, "workerinput", {}).get("workerid", MAIN)
+    logs = Path(data["logs"]) if data["logs"] else None
+    worker = Worker(Settings.model_validate(data["settings"]), data["vllm"], Path(data["scratch"]), name, logs)
+    config.pluginmanager.register(worker, WORKER)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Of the package, collect the cases alone: snapshots have a plugin of their own, and the links lead to folders without tests."""
+    here = Path(__file__).parent
+    return True if _active(config) and collection_path.parent == here.parent and collection_path != here else None
+
+
+def _controller(config: pytest.Config) -> Any:
+    """The controller: that of `kvconform run`, or one with the settings merged here. pytest.UsageError for bad ones."""
+    preset = config.pluginmanager.get_plugin(PRESET)
+    if preset is not None:
+        return preset.controller
+    from kvconform.config.settings import load, parse_extra_config
+    from kvconform.errors import KvconformError
+    from kvconform.report.terminal import make_console
+    from kvconform.session.controller import Controller
+
+    names = ("engine", "scheduling", "select", "shard", "profile", "report_dir", "seed", "strict", "hook_timeout")
+    given = {name: config.getoption(f"kvconform_{name}") for name in names}
+    try:
+        extra = config.getoption("extra_config")
+        given |= {"connector": config.getoption("connector"), "extra_config": parse_extra_config(extra) if extra else None}
+        if isinstance(config.option.numprocesses, int) and config.option.numprocesses:
+            given["workers"] = config.option.numprocesses
+        return Controller(load(given, file=config.getoption("kvconform_config")), make_console(sys.stdout))
+    except KvconformError as error:
+        raise pytest.UsageError(error.message) from None
