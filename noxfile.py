@@ -35,7 +35,9 @@ nox.options.default_venv_backend = "none"
 
 def load(name: str) -> Any:
     """A module of this directory, which is on nobody's import path."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).resolve().parent / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(
+        name, Path(__file__).resolve().parent / f"{name}.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -43,12 +45,18 @@ def load(name: str) -> Any:
 
 
 noxenv = load("noxenv")
-KERNELS = ("torch==2.13.0", "triton>=3.6", "numpy")  # the default vLLM's torch; where pip finds a CPU build, it prefers that
+KERNELS = (
+    "torch==2.13.0",
+    "triton>=3.6",
+    "numpy",
+)  # the default vLLM's torch; where pip finds a CPU build, it prefers that
 
 
 def options(session: nox.Session) -> tuple[argparse.Namespace, list[str]]:
     """(what is for nox, what is not) of the arguments after `--`."""
-    parser = argparse.ArgumentParser(prog=f"nox -s {session.name} --", allow_abbrev=False, add_help=False)
+    parser = argparse.ArgumentParser(
+        prog=f"nox -s {session.name} --", allow_abbrev=False, add_help=False
+    )
     parser.add_argument("--vllm")
     parser.add_argument("--install", action="append", default=[])
     mine, rest = parser.parse_known_args(session.posargs)
@@ -66,7 +74,9 @@ def shared(session: nox.Session, wanted: str | None, *extras: str) -> tuple[Any,
     noxenv.install_vllm(env, chosen, gpu)
     env.install_project("test", *extras)
     if not gpu:
-        noxenv.ENV["VLLM_TARGET_DEVICE"] = "cpu"  # a release wheel of vLLM would otherwise look for CUDA and find no platform
+        noxenv.ENV["VLLM_TARGET_DEVICE"] = (
+            "cpu"  # a release wheel of vLLM would otherwise look for CUDA and find no platform
+        )
     return env, env.done["vllm"][0] if gpu or chosen == default else chosen
 
 
@@ -78,11 +88,23 @@ def prepare(session: nox.Session, *packages: str) -> tuple[Any, list[str]]:
     if chosen != env.done["vllm"][0]:
         env = noxenv.install_release(session, env, chosen)
     session.log("vLLM package: {} ({})".format(*env.done["vllm"]))
-    if session.name in ("conformance", "gpu", "init", "live"):  # how its report says that a run is repeated
-        given = [*(["--vllm", mine.vllm] if mine.vllm else []), *(word for item in mine.install for word in ("--install", item))]
-        there = Path(session.invoked_from) == noxenv.ROOT and session.name != "init"  # which says it for another directory
+    if session.name in (
+        "conformance",
+        "gpu",
+        "init",
+        "live",
+    ):  # how its report says that a run is repeated
+        given = [
+            *(["--vllm", mine.vllm] if mine.vllm else []),
+            *(word for item in mine.install for word in ("--install", item)),
+        ]
+        there = (
+            Path(session.invoked_from) == noxenv.ROOT and session.name != "init"
+        )  # which says it for another directory
         elsewhere = [] if there else ["-f", str(noxenv.ROOT / "noxfile.py")]
-        noxenv.ENV["KVCONFORM_THROUGH"] = shlex.join(["nox", *elsewhere, "-s", "conformance", "--", *given])
+        noxenv.ENV["KVCONFORM_THROUGH"] = shlex.join(
+            ["nox", *elsewhere, "-s", "conformance", "--", *given]
+        )
     return (noxenv.install_connector(session, env, mine.install) if mine.install else env), rest
 
 
@@ -97,7 +119,9 @@ def conformance(session: nox.Session) -> None:
 def init(session: nox.Session) -> None:
     """In a connector's repository: write its settings, a workflow and a test, and judge it (`-- ../mypkg`, or `-- --template ../new`)."""
     here = Path(session.invoked_from)
-    packages = [word for word in options(session)[1] or ["."] if (here / word / "pyproject.toml").is_file()]
+    packages = [
+        word for word in options(session)[1] or ["."] if (here / word / "pyproject.toml").is_file()
+    ]
     env, rest = prepare(session, *(str((here / word).resolve()) for word in packages))
     env.kvconform("init", *rest)
 
@@ -122,7 +146,16 @@ def tests(session: nox.Session) -> None:
     The long ones come first (tests/conftest.py), and who has nothing left takes from the others: no core waits for the last test."""
     env, rest = prepare(session)
     processes = str(min(4, (os.cpu_count() or 1) + 1))
-    env.run("-m", "pytest", "-n", processes, "--dist", "worksteal", "--durations=20", *(rest or ["--ignore=tests/kernels"]))
+    env.run(
+        "-m",
+        "pytest",
+        "-n",
+        processes,
+        "--dist",
+        "worksteal",
+        "--durations=20",
+        *(rest or ["--ignore=tests/kernels"]),
+    )
 
 
 @nox.session
@@ -143,8 +176,12 @@ def gpu(session: nox.Session) -> None:
         session.skip("nvidia-smi lists no GPU: nothing of what needs one was run")
     if "--as-is" in session.posargs:
         for module in (["pytest", "tests/kernels"], ["kvconform.kernels.bench"]):
-            session.run(sys.executable, "-m", *module, env={"PYTHONPATH": str(noxenv.SRC)}, external=True)
-        session.log("--as-is: the kernels' tests and benchmarks were run, and nothing that needs vLLM")
+            session.run(
+                sys.executable, "-m", *module, env={"PYTHONPATH": str(noxenv.SRC)}, external=True
+            )
+        session.log(
+            "--as-is: the kernels' tests and benchmarks were run, and nothing that needs vLLM"
+        )
         return
     env, rest = prepare(session)
     env.run("-m", "pytest", "tests/kernels")
@@ -172,9 +209,17 @@ def versions(session: nox.Session) -> None:
     """Judge a connector in many vLLM releases (`-- --connector mypkg:Conn --vllm 0.31.0,0.33.0`) and say what changed between them."""
     mine, rest = options(session)
     base, _ = shared(session, None)
-    wanted = mine.vllm or base.ask("from kvconform.versions.matrix import RELEASES; print(*RELEASES, sep=',')")
-    releases = list(dict.fromkeys(name.strip().removeprefix("vllm==") for name in wanted.split(",") if name.strip()))
-    noxenv.ENV["VLLM_TARGET_DEVICE"] = "cpu"  # also where there is a GPU: what is compiled was not installed
+    wanted = mine.vllm or base.ask(
+        "from kvconform.versions.matrix import RELEASES; print(*RELEASES, sep=',')"
+    )
+    releases = list(
+        dict.fromkeys(
+            name.strip().removeprefix("vllm==") for name in wanted.split(",") if name.strip()
+        )
+    )
+    noxenv.ENV["VLLM_TARGET_DEVICE"] = (
+        "cpu"  # also where there is a GPU: what is compiled was not installed
+    )
     found = noxenv.install_matrix(session, base, releases, mine.install)
     plan = noxenv.NOX / "versions.json"
     plan.write_text(json.dumps(found, indent=1), encoding="utf-8")
@@ -222,7 +267,13 @@ def kernels(session: nox.Session) -> None:
     if "kernels" not in env.done:
         env.must_pip("install", *KERNELS)
         env.mark("kernels", list(KERNELS))
-    env.run("-m", "pytest", "tests/kernels", *session.posargs, env={} if noxenv.has_gpu() else {"TRITON_INTERPRET": "1"})
+    env.run(
+        "-m",
+        "pytest",
+        "tests/kernels",
+        *session.posargs,
+        env={} if noxenv.has_gpu() else {"TRITON_INTERPRET": "1"},
+    )
 
 
 @nox.session

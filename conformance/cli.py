@@ -32,7 +32,9 @@ Texts = list[str] | None
 LISTS = ("requirements", "cases", "profiles", "connectors", "adapters")
 
 
-CONNECTOR = typer.Argument(help="package.module:Class, or a name registered in vLLM's factory", show_default=False)
+CONNECTOR = typer.Argument(
+    help="package.module:Class, or a name registered in vLLM's factory", show_default=False
+)
 EXTRA = "kv_connector_extra_config; {tmp} is a directory of each run's own"
 SELECT = "only these cases (with all requirements), or, without any, only these requirements: ids, areas, globs; repeat, or a,b"
 ENGINE = "engines to run on; live: all of vLLM, docs/live.md [all: reference and vllm]"
@@ -43,29 +45,97 @@ ROLES = "kv_both|kv_producer|kv_consumer"
 def run(
     connector: Annotated[Text, CONNECTOR] = None,
     option_connector: Annotated[Text, option("--connector", hidden=True)] = None,
-    extra_config: Annotated[Text, option("--extra-config", metavar="JSON|@FILE", help=EXTRA)] = None,
-    device: Annotated[Text, option("--device", metavar="cpu|cuda", help="where the KV cache is [cpu]")] = None,
-    emulate_cuda: Annotated[bool | None, option("--emulate-cuda", help="a CUDA device, emulated on the CPU (docs/emulation.md)")] = None,
-    adapters: Annotated[Texts, option("--adapter", metavar="NAME", help="stand-in for what it lacks here: kvconform list adapters")] = None,
-    slow: Annotated[Text, option("--slow", metavar="compute|transfers|all", help="streams of the device that are slow [all]")] = None,
-    engine: Annotated[Text, option("--engine", metavar="reference|vllm|live|all", help=ENGINE)] = None,
-    seeds: Annotated[int | None, option("--seeds", metavar="N", help="engine live: N random workloads besides [0]")] = None,
-    scheduling: Annotated[Text, option("--scheduling", metavar="sync|async|all", help="scheduling to run with [all]")] = None,
+    extra_config: Annotated[
+        Text, option("--extra-config", metavar="JSON|@FILE", help=EXTRA)
+    ] = None,
+    device: Annotated[
+        Text, option("--device", metavar="cpu|cuda", help="where the KV cache is [cpu]")
+    ] = None,
+    emulate_cuda: Annotated[
+        bool | None,
+        option("--emulate-cuda", help="a CUDA device, emulated on the CPU (docs/emulation.md)"),
+    ] = None,
+    adapters: Annotated[
+        Texts,
+        option(
+            "--adapter",
+            metavar="NAME",
+            help="stand-in for what it lacks here: kvconform list adapters",
+        ),
+    ] = None,
+    slow: Annotated[
+        Text,
+        option(
+            "--slow",
+            metavar="compute|transfers|all",
+            help="streams of the device that are slow [all]",
+        ),
+    ] = None,
+    engine: Annotated[
+        Text, option("--engine", metavar="reference|vllm|live|all", help=ENGINE)
+    ] = None,
+    seeds: Annotated[
+        int | None,
+        option("--seeds", metavar="N", help="engine live: N random workloads besides [0]"),
+    ] = None,
+    scheduling: Annotated[
+        Text, option("--scheduling", metavar="sync|async|all", help="scheduling to run with [all]")
+    ] = None,
     select: Annotated[Texts, option("-k", metavar="ID...", help=SELECT)] = None,
-    cases: Annotated[Texts, option("--case", metavar="FILE", help="a case of your own: only this, without -k (repeat)")] = None,
-    shard: Annotated[Text, option("--shard", metavar="I/N", help="only this part of the runs; kvconform merge joins the parts")] = None,
+    cases: Annotated[
+        Texts,
+        option("--case", metavar="FILE", help="a case of your own: only this, without -k (repeat)"),
+    ] = None,
+    shard: Annotated[
+        Text,
+        option(
+            "--shard",
+            metavar="I/N",
+            help="only this part of the runs; kvconform merge joins the parts",
+        ),
+    ] = None,
     profile: Annotated[Text, option("--profile", help="profile to judge by [core]")] = None,
-    report_dir: Annotated[Text, option("--report-dir", metavar="DIR", help="where reports go [kvconform-report]")] = None,
+    report_dir: Annotated[
+        Text, option("--report-dir", metavar="DIR", help="where reports go [kvconform-report]")
+    ] = None,
     strict: Annotated[bool | None, option("--strict", help="SHOULD and MAY count too")] = None,
-    workers: Annotated[int | None, option("--workers", "-n", metavar="N", help="worker processes [2, or 1 on one CPU]")] = None,
-    seed: Annotated[int | None, option("--seed", metavar="N", help="seed of prompts and tokens [0]")] = None,
-    trace: Annotated[Text, option("--trace", metavar="CASE", help="run this case only, and print its timeline")] = None,
-    role: Annotated[Text, option("--role", metavar=ROLES, help="kv_role, instead of the cases' own")] = None,
-    half: Annotated[Text, option("--half", metavar="both|scheduler", help="scheduler: its worker half cannot run here [both]")] = None,
-    hook_timeout: Annotated[float | None, option("--hook-timeout", metavar="SECONDS", help="time limit per hook [10]")] = None,
-    pythonpath: Annotated[Texts, option("--pythonpath", metavar="DIR", help="where the connector's package is (repeat)")] = None,
-    config: Annotated[Text, option("--config", metavar="FILE", help="settings, instead of kvconform.toml or pyproject.toml")] = None,
-    debug: Annotated[bool | None, option("--debug", help="tracebacks, pytest's own output, temporary files stay")] = None,
+    workers: Annotated[
+        int | None,
+        option("--workers", "-n", metavar="N", help="worker processes [2, or 1 on one CPU]"),
+    ] = None,
+    seed: Annotated[
+        int | None, option("--seed", metavar="N", help="seed of prompts and tokens [0]")
+    ] = None,
+    trace: Annotated[
+        Text, option("--trace", metavar="CASE", help="run this case only, and print its timeline")
+    ] = None,
+    role: Annotated[
+        Text, option("--role", metavar=ROLES, help="kv_role, instead of the cases' own")
+    ] = None,
+    half: Annotated[
+        Text,
+        option(
+            "--half",
+            metavar="both|scheduler",
+            help="scheduler: its worker half cannot run here [both]",
+        ),
+    ] = None,
+    hook_timeout: Annotated[
+        float | None, option("--hook-timeout", metavar="SECONDS", help="time limit per hook [10]")
+    ] = None,
+    pythonpath: Annotated[
+        Texts,
+        option("--pythonpath", metavar="DIR", help="where the connector's package is (repeat)"),
+    ] = None,
+    config: Annotated[
+        Text,
+        option(
+            "--config", metavar="FILE", help="settings, instead of kvconform.toml or pyproject.toml"
+        ),
+    ] = None,
+    debug: Annotated[
+        bool | None, option("--debug", help="tracebacks, pytest's own output, temporary files stay")
+    ] = None,
 ) -> None:
     """Judge a connector (without one: the reference connector)."""
     from kvconform.config import settings
@@ -78,7 +148,9 @@ def run(
         raise typer.BadParameter("-k names nothing")
     given: dict[str, Any] = {
         "connector": connector or option_connector,
-        "extra_config": settings.parse_extra_config(extra_config) if extra_config is not None else None,
+        "extra_config": settings.parse_extra_config(extra_config)
+        if extra_config is not None
+        else None,
         "device": device,
         "emulate_cuda": emulate_cuda,
         "adapters": adapters or None,
@@ -101,9 +173,18 @@ def run(
         "pythonpath": pythonpath or None,
         "debug": debug,
     }
-    again = {"--extra-config": extra_config, "--profile": profile, "--role": role, "--half": half, "--config": config, "--device": device}
+    again = {
+        "--extra-config": extra_config,
+        "--profile": profile,
+        "--role": role,
+        "--half": half,
+        "--config": config,
+        "--device": device,
+    }
     repeated = {"--adapter": adapters, "--case": cases, "--pythonpath": pythonpath}
-    given["arguments"] = settings.as_arguments({**again, "--emulate-cuda": emulate_cuda, **repeated})
+    given["arguments"] = settings.as_arguments(
+        {**again, "--emulate-cuda": emulate_cuda, **repeated}
+    )
     raise typer.Exit(launch.run(settings.load(given, file=config)))
 
 
@@ -115,9 +196,17 @@ app.command(name="init")(init)
 
 @app.command()
 def merge(
-    folders: Annotated[list[str], typer.Argument(metavar="DIR...", help="report directories, one per shard", show_default=False)],
+    folders: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="DIR...", help="report directories, one per shard", show_default=False
+        ),
+    ],
     report_dir: Annotated[
-        str, option("--report-dir", metavar="DIR", help="where the joint report goes [kvconform-report]")
+        str,
+        option(
+            "--report-dir", metavar="DIR", help="where the joint report goes [kvconform-report]"
+        ),
     ] = "kvconform-report",
 ) -> None:
     """Join the reports of all shards of a run into one, with one verdict. Needs no vLLM."""
@@ -128,7 +217,11 @@ def merge(
 
 
 @app.command(name="list")
-def list_(what: Annotated[str, typer.Argument(metavar=f"[{'|'.join(LISTS)}]", show_default=False)] = "requirements") -> None:
+def list_(
+    what: Annotated[
+        str, typer.Argument(metavar=f"[{'|'.join(LISTS)}]", show_default=False)
+    ] = "requirements",
+) -> None:
     """List the requirements, the cases, the profiles, the catalogue's connectors, or the adapters."""
     from kvconform import commands
 
@@ -136,7 +229,11 @@ def list_(what: Annotated[str, typer.Argument(metavar=f"[{'|'.join(LISTS)}]", sh
 
 
 @app.command()
-def explain(identifier: Annotated[str, typer.Argument(metavar="ID", help="a requirement, a case or a planted defect")]) -> None:
+def explain(
+    identifier: Annotated[
+        str, typer.Argument(metavar="ID", help="a requirement, a case or a planted defect")
+    ],
+) -> None:
     """Everything that is known about a requirement, a case or a planted defect."""
     from kvconform.contract.loader import load_spec
     from kvconform.report.explain import explain as text_of
@@ -146,8 +243,15 @@ def explain(identifier: Annotated[str, typer.Argument(metavar="ID", help="a requ
 
 @app.command()
 def lint(
-    root: Annotated[Text, typer.Argument(metavar="[DIR]", help="default: the built-in specification", show_default=False)] = None,
-    strict: Annotated[bool, option("--strict", help="name also every MUST that no defect violates")] = False,
+    root: Annotated[
+        Text,
+        typer.Argument(
+            metavar="[DIR]", help="default: the built-in specification", show_default=False
+        ),
+    ] = None,
+    strict: Annotated[
+        bool, option("--strict", help="name also every MUST that no defect violates")
+    ] = False,
 ) -> None:
     """Look for mistakes in the specification itself."""
     from kvconform import commands
@@ -158,11 +262,23 @@ def lint(
 @app.command()
 def defects(
     ids: Annotated[
-        Texts, typer.Argument(metavar="[ID]...", help="defects, or requirements (all of theirs) [all]", show_default=False)
+        Texts,
+        typer.Argument(
+            metavar="[ID]...",
+            help="defects, or requirements (all of theirs) [all]",
+            show_default=False,
+        ),
     ] = None,
-    workers: Annotated[int, option("--workers", "-n", metavar="N", help="worker processes [one per CPU, at most 4]")] = 0,
-    report_dir: Annotated[Text, option("--report-dir", metavar="DIR", help="where kill-matrix.json and .md go")] = None,
-    strict: Annotated[bool, option("--strict", help="a MUST that no defect violates is a failure")] = False,
+    workers: Annotated[
+        int,
+        option("--workers", "-n", metavar="N", help="worker processes [one per CPU, at most 4]"),
+    ] = 0,
+    report_dir: Annotated[
+        Text, option("--report-dir", metavar="DIR", help="where kill-matrix.json and .md go")
+    ] = None,
+    strict: Annotated[
+        bool, option("--strict", help="a MUST that no defect violates is a failure")
+    ] = False,
 ) -> None:
     """Does the suite find known defects? Prints the kill matrix. (For kvconform's own development.)"""
     from kvconform import commands
@@ -186,7 +302,11 @@ def version() -> None:
     commands.versions()
 
 
-app.add_typer(snapshot, name="snapshot", help="Golden snapshots of a connector's metadata, hooks and stored KV.")
+app.add_typer(
+    snapshot,
+    name="snapshot",
+    help="Golden snapshots of a connector's metadata, hooks and stored KV.",
+)
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
@@ -206,7 +326,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         typer.echo("kvconform: interrupted", err=True)
         status = 3
     except Exception as error:
-        if hasattr(error, "exit_code") and hasattr(error, "show"):  # of the option parser: unknown options and the like
+        if hasattr(error, "exit_code") and hasattr(
+            error, "show"
+        ):  # of the option parser: unknown options and the like
             error.show()
             status = 2
         elif debug:
@@ -216,6 +338,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
             status = EnvironmentProblem.code
         else:
             first = (str(error).splitlines() or [""])[0]
-            typer.echo(f"kvconform: internal error, {type(error).__name__}: {first} (--debug shows where)", err=True)
+            typer.echo(
+                f"kvconform: internal error, {type(error).__name__}: {first} (--debug shows where)",
+                err=True,
+            )
             status = 3
     sys.exit(status if isinstance(status, int) else 0)

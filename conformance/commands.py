@@ -42,16 +42,25 @@ def show(what: str) -> None:
 def _rows(spec: Spec, what: str) -> tuple[list[str], list[list[str]]]:
     if what == "requirements":
         requirements = sorted(spec.requirements.values(), key=lambda r: (r.area, r.id))
-        rows = [[r.id, r.area, r.level + (" (engine)" if r.kind == "guarantee" else ""), _flat(r.text)] for r in requirements]
+        rows = [
+            [r.id, r.area, r.level + (" (engine)" if r.kind == "guarantee" else ""), _flat(r.text)]
+            for r in requirements
+        ]
         return ["requirement", "area", "level", "text"], rows
     if what == "cases":
         cases: list[Any] = [*spec.cases.values(), *spec.scenarios.values()]
-        return ["case", "area", "runs", "text"], [[c.id, c.area, str(len(c.variants())), _flat(c.text)] for c in cases]
+        return ["case", "area", "runs", "text"], [
+            [c.id, c.area, str(len(c.variants())), _flat(c.text)] for c in cases
+        ]
     if what == "connectors":
-        return ["connector", "text"], [[f"{catalogue.PREFIX}{name}", catalogue.named(name).text] for name in catalogue.names()]
+        return ["connector", "text"], [
+            [f"{catalogue.PREFIX}{name}", catalogue.named(name).text] for name in catalogue.names()
+        ]
     if what == "adapters":
         found = {name: adapters.named(name) for name in adapters.names()}
-        return ["adapter", "title", "text"], [[name, adapter.title, adapter.text] for name, adapter in found.items()]
+        return ["adapter", "title", "text"], [
+            [name, adapter.title, adapter.text] for name, adapter in found.items()
+        ]
     return ["profile", "text"], [[p.id, _flat(p.text)] for p in spec.profiles.values()]
 
 
@@ -101,7 +110,10 @@ def versions() -> None:
         "kvconform": f"{__version__} ({len(spec.requirements)} requirements, {len(spec.cases)} cases)",
         "vllm": f"{vllm_version() or 'not installed'} (supported: {OLDEST} to {NEWEST})",
         "python": f"{platform.python_version()} ({sys.platform})",
-        **{name: importlib.metadata.version(name) for name in ("pytest", "pytest-xdist", "pydantic")},
+        **{
+            name: importlib.metadata.version(name)
+            for name in ("pytest", "pytest-xdist", "pydantic")
+        },
     }
     for name, value in found.items():
         print(f"{name:<13}{value}")

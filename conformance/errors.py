@@ -18,7 +18,9 @@ def did_you_mean(name: str, known: Iterable[str], most: int = 3) -> str:
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
-BENEATH = frozenset({"kvconform", "torch", "numpy", "msgspec", "pydantic", "pydantic_core", "safetensors", "zmq"})
+BENEATH = frozenset(
+    {"kvconform", "torch", "numpy", "msgspec", "pydantic", "pydantic_core", "safetensors", "zmq"}
+)
 """Packages whose lines say nothing about a connector that raised: ours, and what connectors are built on."""
 
 VLLM = "vllm"
@@ -77,10 +79,18 @@ def place_of(error: BaseException, connector: type | None = None) -> str:
     own = "" if connector is None else _package(connector.__module__)
     found, frame = "", error.__traceback__
     while frame is not None:
-        package, code = _package(str(frame.tb_frame.f_globals.get("__name__", ""))), frame.tb_frame.f_code
+        package, code = (
+            _package(str(frame.tb_frame.f_globals.get("__name__", ""))),
+            frame.tb_frame.f_code,
+        )
         file = PurePath(code.co_filename)
         ours = package == own or (package != VLLM and INSTALLED.isdisjoint(file.parts))
-        if package and (ours or not own or own == VLLM) and package not in BENEATH and package not in sys.stdlib_module_names:
+        if (
+            package
+            and (ours or not own or own == VLLM)
+            and package not in BENEATH
+            and package not in sys.stdlib_module_names
+        ):
             found = f" ({file.name}:{frame.tb_lineno}, in {code.co_name})"
         frame = frame.tb_next
     return found
@@ -94,7 +104,11 @@ def one_line(error: BaseException) -> str:
     """Type and text of an error, and of its cause, in one line of at most 300 characters: of a configuration that vLLM refuses what its
     validators said, not how many."""
     problems = getattr(error, "errors", None) if type(error).__name__ == "ValidationError" else None
-    said = "; ".join(str(problem.get("msg")) for problem in problems()) if callable(problems) else str(error)
+    said = (
+        "; ".join(str(problem.get("msg")) for problem in problems())
+        if callable(problems)
+        else str(error)
+    )
     text = (said if isinstance(error, Panic) else f"{type(error).__name__}: {said}").splitlines()[0]
     if error.__cause__ is not None and not isinstance(error, Panic):
         text += f" (from {type(error.__cause__).__name__}: {error.__cause__}".splitlines()[0] + ")"

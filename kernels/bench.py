@@ -73,7 +73,9 @@ def host_time(call: Callable[[], object], times: int = 200) -> float:
     return spent / times
 
 
-def measure(bench: Bench, case: Case, source: torch.Tensor, target: torch.Tensor, rounds: int, each: float) -> Row:
+def measure(
+    bench: Bench, case: Case, source: torch.Tensor, target: torch.Tensor, rounds: int, each: float
+) -> Row:
     """Time a case in turns with the copy, at least 3 times and at most `rounds` times or about `each` seconds; the best of each counts."""
     device = bench.device
     case.call()
@@ -93,13 +95,30 @@ def measure(bench: Bench, case: Case, source: torch.Tensor, target: torch.Tensor
         single = torch.zeros(1, device=device)
         launches = host_time(case.call) / host_time(single.zero_)
     name = str(bench.dtype).removeprefix("torch.")
-    return Row(case.kernel, case.by, bench.layout.name, name, bench.tokens, bench.nbytes / 1e6, best, moved / best / 1e9, ratio, launches)
+    return Row(
+        case.kernel,
+        case.by,
+        bench.layout.name,
+        name,
+        bench.tokens,
+        bench.nbytes / 1e6,
+        best,
+        moved / best / 1e9,
+        ratio,
+        launches,
+    )
 
 
 def run(
-    device: torch.device, layouts: Sequence[str], tokens: Sequence[int], dtypes: Sequence[torch.dtype], rounds: int, each: float,
-    memory: int, kernels: Sequence[str] = (),
-) -> tuple[list[Row], list[str]]:  # fmt: skip
+    device: torch.device,
+    layouts: Sequence[str],
+    tokens: Sequence[int],
+    dtypes: Sequence[torch.dtype],
+    rounds: int,
+    each: float,
+    memory: int,
+    kernels: Sequence[str] = (),
+) -> tuple[list[Row], list[str]]:
     """(measurements, what was left out and why). `kernels`: only these; none: all."""
     rows: list[Row] = []
     notes: list[str] = []
@@ -113,7 +132,12 @@ def run(
                 source = torch.ones(bench.nbytes, dtype=torch.uint8, device=device)
                 target = torch.zeros_like(source)
                 name = str(dtype).removeprefix("torch.")
-                for case in (*bench.kernels(), *bench.torch_index(), *bench.vllm(), *bench.lmcache()):
+                for case in (
+                    *bench.kernels(),
+                    *bench.torch_index(),
+                    *bench.vllm(),
+                    *bench.lmcache(),
+                ):
                     if isinstance(case, str):
                         notes.append(case)
                     elif not kernels or case.kernel in kernels:
@@ -121,7 +145,18 @@ def run(
                 if not kernels or "copy" in kernels:
                     copy = min(timed(partial(target.copy_, source), device) for _ in range(3))
                     rows.append(
-                        Row("copy", "torch", layout, name, count, bench.nbytes / 1e6, copy, 2 * bench.nbytes / copy / 1e9, 1.0, None)
+                        Row(
+                            "copy",
+                            "torch",
+                            layout,
+                            name,
+                            count,
+                            bench.nbytes / 1e6,
+                            copy,
+                            2 * bench.nbytes / copy / 1e9,
+                            1.0,
+                            None,
+                        )
                     )
                 del bench, source, target
                 if device.type == "cuda":
@@ -133,8 +168,12 @@ def machine(device: torch.device) -> dict[str, Any]:
     """What the numbers were measured on, without the machine's name."""
     made = triton.__version__ if AVAILABLE else None
     return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {platform.machine()}",
-        "capability": torch.cuda.get_device_capability(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability(),
+        "device": torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"CPU, {platform.machine()}",
+        "capability": torch.cuda.get_device_capability(device)
+        if device.type == "cuda"
+        else torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "triton": made,
@@ -146,27 +185,54 @@ def machine(device: torch.device) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print a table, write the JSON file and the plot that were asked for; returns the exit status."""
     parser = argparse.ArgumentParser(prog="kvconform.kernels.bench", description=__doc__)
-    numbers, names = (lambda text: tuple(int(part) for part in text.split(","))), (lambda text: tuple(text.split(",")))
+    numbers, names = (
+        (lambda text: tuple(int(part) for part in text.split(","))),
+        (lambda text: tuple(text.split(","))),
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--tokens", type=numbers, help=f"default: {TOKENS['cuda']} on CUDA, {TOKENS['cpu']} on the CPU")
-    parser.add_argument("--layouts", type=names, default=LAYOUTS, help=f"default: {','.join(LAYOUTS)}")
+    parser.add_argument(
+        "--tokens",
+        type=numbers,
+        help=f"default: {TOKENS['cuda']} on CUDA, {TOKENS['cpu']} on the CPU",
+    )
+    parser.add_argument(
+        "--layouts", type=names, default=LAYOUTS, help=f"default: {','.join(LAYOUTS)}"
+    )
     parser.add_argument("--dtypes", type=names, default=("bfloat16",), help="default: bfloat16")
     parser.add_argument("--kernels", type=names, default=(), help="only these; copy counts as one")
-    parser.add_argument("--rounds", type=int, default=30, help="how often a call is timed at most (default: 30)")
-    parser.add_argument("--seconds", type=float, default=2.0, help="for about how long one is timed (default: 2)")
-    parser.add_argument("--threads", type=int, default=THREADS, help=f"of torch, on the CPU (default: {THREADS})")
+    parser.add_argument(
+        "--rounds", type=int, default=30, help="how often a call is timed at most (default: 30)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=2.0, help="for about how long one is timed (default: 2)"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=THREADS, help=f"of torch, on the CPU (default: {THREADS})"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the measurements there")
     parser.add_argument("--plot", metavar="FILE.svg", help="draw them there (needs matplotlib)")
     given = parser.parse_args(arguments)
     device = torch.device(given.device)
     if INTERPRETED:
-        print("TRITON_INTERPRET=1 is set: nothing that is measured under the interpreter means anything", file=sys.stderr)
+        print(
+            "TRITON_INTERPRET=1 is set: nothing that is measured under the interpreter means anything",
+            file=sys.stderr,
+        )
         return 2
     if device.type == "cpu":
         torch.set_num_threads(given.threads)
     dtypes = [getattr(torch, name) for name in given.dtypes]
     tokens = given.tokens or TOKENS[device.type]
-    rows, notes = run(device, given.layouts, tokens, dtypes, given.rounds, given.seconds, MEMORY[device.type], given.kernels)
+    rows, notes = run(
+        device,
+        given.layouts,
+        tokens,
+        dtypes,
+        given.rounds,
+        given.seconds,
+        MEMORY[device.type],
+        given.kernels,
+    )
     about = machine(device)
     found = [asdict(row) for row in rows]
     bench_show.table(found, about, notes)

@@ -41,8 +41,15 @@ class Bench:
     32 layers of 8 heads of 128 elements, or of one latent head of 576. `nbytes`: of the tokens' KV.
     """
 
-    def __init__(self, layout: str, tokens: int, dtype: torch.dtype, device: torch.device, layers: int = 32) -> None:
-        self.layout, self.tokens, self.dtype, self.device = Layout.named(layout), tokens, dtype, device
+    def __init__(
+        self, layout: str, tokens: int, dtype: torch.dtype, device: torch.device, layers: int = 32
+    ) -> None:
+        self.layout, self.tokens, self.dtype, self.device = (
+            Layout.named(layout),
+            tokens,
+            dtype,
+            device,
+        )
         heads, dim = (1, 576) if self.layout.sides == 1 else (8, 128)
         pages = -(-tokens // SIZE)
         self.tensors = self.layout.allocate(layers, pages + SPARE, heads, SIZE, dim, dtype, device)
@@ -104,7 +111,9 @@ class Bench:
         except (ImportError, AttributeError, RuntimeError):
             yield "vLLM's reshape_and_cache_flash is not installed"
             return
-        sides = [tensor.unbind(0 if self.layout.name == "kv-first" else 1) for tensor in self.tensors]
+        sides = [
+            tensor.unbind(0 if self.layout.name == "kv-first" else 1) for tensor in self.tensors
+        ]
         keys, values = self.rows[:, :, :, 0].contiguous(), self.rows[:, :, :, 1].contiguous()
         one = torch.ones(1, dtype=torch.float32, device=self.device)
 
@@ -117,7 +126,11 @@ class Bench:
     def lmcache(self) -> Iterator[Case | str]:
         """LMCache's `multi_layer_kv_transfer`, where it is installed and takes this layout; a line where it is not."""
         formats = {"kv-first": "NL_X_TWO_NB_BS_NH_HS", "kv-second": "NL_X_NB_TWO_BS_NH_HS"}
-        if self.layout.name not in formats or self.dtype.itemsize != 2 or self.device.type != "cuda":
+        if (
+            self.layout.name not in formats
+            or self.dtype.itemsize != 2
+            or self.device.type != "cuda"
+        ):
             return
         try:
             ops: Any = importlib.import_module("lmcache.c_ops")
@@ -126,14 +139,24 @@ class Bench:
         except (ImportError, AttributeError):
             yield "LMCache's kernels are not installed, or of another interface than this knows"
             return
-        pointers = torch.tensor([tensor.data_ptr() for tensor in self.tensors], dtype=torch.int64, device=self.device)
+        pointers = torch.tensor(
+            [tensor.data_ptr() for tensor in self.tensors], dtype=torch.int64, device=self.device
+        )
         paged = self.paged
         chunk = self.rows.view(2, len(self.tensors), self.tokens, paged.heads * paged.dim)
 
         def call(way: Any) -> None:
             ops.multi_layer_kv_transfer(
-                chunk, pointers, self.slots, self.device, paged.slots, way, kind, block_size=SIZE, head_size=paged.dim
-            )  # fmt: skip
+                chunk,
+                pointers,
+                self.slots,
+                self.device,
+                paged.slots,
+                way,
+                kind,
+                block_size=SIZE,
+                head_size=paged.dim,
+            )
 
         yield Case("gather", "LMCache multi_layer_kv_transfer", 2, lambda: call(ways.D2H))
         yield Case("scatter", "LMCache multi_layer_kv_transfer", 2, lambda: call(ways.H2D))

@@ -14,9 +14,17 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
     """A row of the table."""
     launches = "" if row["launches"] is None else f"{row['launches']:.1f}"
     return (
-        row["kernel"], row["by"], row["layout"], row["dtype"], str(row["tokens"]), f"{row['mbytes']:.0f}", f"{row['seconds'] * 1e3:.3f}",
-        f"{row['gbps']:.1f}", f"{row['ratio']:.2f}", launches,
-    )  # fmt: skip
+        row["kernel"],
+        row["by"],
+        row["layout"],
+        row["dtype"],
+        str(row["tokens"]),
+        f"{row['mbytes']:.0f}",
+        f"{row['seconds'] * 1e3:.3f}",
+        f"{row['gbps']:.1f}",
+        f"{row['ratio']:.2f}",
+        launches,
+    )
 
 
 def heading(about: dict[str, Any]) -> str:
@@ -46,7 +54,10 @@ def table(rows: list[dict[str, Any]], about: dict[str, Any], notes: list[str]) -
 
 def save(name: str, rows: list[dict[str, Any]], about: dict[str, Any], notes: list[str]) -> None:
     """Write all of it to a JSON file."""
-    Path(name).write_text(json.dumps({"about": about, "notes": notes, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    Path(name).write_text(
+        json.dumps({"about": about, "notes": notes, "rows": rows}, indent=1) + "\n",
+        encoding="utf-8",
+    )
 
 
 def plot(name: str, rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
@@ -62,7 +73,9 @@ def plot(name: str, rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
         return
     mpl.rcParams["svg.hashsalt"] = "kvconform"
     kernels = list(dict.fromkeys(row["kernel"] for row in rows if row["kernel"] != "copy"))
-    figure, panels = plt.subplots(1, len(kernels), figsize=(3.2 * len(kernels), 3.6), sharey=True, squeeze=False)
+    figure, panels = plt.subplots(
+        1, len(kernels), figsize=(3.2 * len(kernels), 3.6), sharey=True, squeeze=False
+    )
     for panel, kernel in zip(panels[0], kernels, strict=True):
         lines: dict[str, list[tuple[int, float]]] = {}
         for row in rows:
@@ -70,7 +83,13 @@ def plot(name: str, rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
                 kind = "" if row["by"] in ("torch", "triton") else f", {row['by']}"
                 lines.setdefault(f"{row['layout']}{kind}", []).append((row["tokens"], row["ratio"]))
         for label, points in lines.items():
-            panel.plot(*zip(*sorted(points), strict=True), marker="o", markersize=3, linewidth=1, label=label)
+            panel.plot(
+                *zip(*sorted(points), strict=True),
+                marker="o",
+                markersize=3,
+                linewidth=1,
+                label=label,
+            )
         panel.axhline(1.0, color="black", linewidth=0.6)
         panel.set_xscale("log", base=2)
         panel.set_title(kernel, fontsize=9)

@@ -36,13 +36,19 @@ def whole(slots: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     follows = torch.zeros(count + 1, dtype=torch.int64)
     torch.cumsum((slots[1:] == slots[:-1] + 1).to(torch.int64), 0, out=follows[1:count])
     runs = follows[size - 1 : count] - follows[: count - size + 1] == size - 1
-    begins = (runs & (slots[: count - size + 1] >= 0) & (slots[: count - size + 1] % size == 0)).nonzero().flatten()
+    begins = (
+        (runs & (slots[: count - size + 1] >= 0) & (slots[: count - size + 1] % size == 0))
+        .nonzero()
+        .flatten()
+    )
     single = slots >= 0
     single[(begins[:, None] + torch.arange(size)).flatten()] = False
     return begins, single.nonzero().flatten()
 
 
-def in_threads(work: Callable[[T], torch.Tensor], parts: Sequence[T], nbytes: int) -> list[torch.Tensor]:
+def in_threads(
+    work: Callable[[T], torch.Tensor], parts: Sequence[T], nbytes: int
+) -> list[torch.Tensor]:
     """`work` of each part, in as many threads as torch uses, if together they read many bytes.
 
     Each thread then has torch's operations to itself: were each shared out instead, all threads would wait for the last one dozens of
@@ -55,22 +61,31 @@ def in_threads(work: Callable[[T], torch.Tensor], parts: Sequence[T], nbytes: in
         with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             return list(pool.map(work, parts))
     finally:
-        torch.set_num_threads(threads)  # threads that others start take over the number that was set last
+        torch.set_num_threads(
+            threads
+        )  # threads that others start take over the number that was set last
 
 
 def widened(stack: Stack) -> Stack | None:
     """The stack with its rows as the integers of `lanes.UNITS`; None where their distances do not permit it."""
     bits = stack.bits
     each = lanes.UNITS[bits.element_size()].itemsize // bits.element_size()
-    strides = [stride if length > 1 else each for length, stride in zip(bits.shape[:-1], bits.stride()[:-1], strict=True)]
+    strides = [
+        stride if length > 1 else each
+        for length, stride in zip(bits.shape[:-1], bits.stride()[:-1], strict=True)
+    ]
     try:  # the distance along an axis of one element says nothing, but torch looks at it
-        bits = bits.as_strided(bits.shape, (*strides, bits.stride(-1))).view(lanes.UNITS[bits.element_size()])
+        bits = bits.as_strided(bits.shape, (*strides, bits.stride(-1))).view(
+            lanes.UNITS[bits.element_size()]
+        )
     except RuntimeError:
         return None
     return replace(stack, bits=bits)
 
 
-def wrong_blocks(stack: Stack, dtype: torch.dtype, blocks: torch.Tensor, content: torch.Tensor) -> torch.Tensor:
+def wrong_blocks(
+    stack: Stack, dtype: torch.dtype, blocks: torch.Tensor, content: torch.Tensor
+) -> torch.Tensor:
     """Indices [k] of those of blocks [m] whose slots do not hold the codes of content [m, block size] in all layers of the stack, which is
     `widened`; reported together with some that do. Changes nothing. dim must be a multiple of 4."""
     order = sorted(range(5), key=lambda axis: (-stack.bits.stride(axis), axis))
@@ -78,7 +93,10 @@ def wrong_blocks(stack: Stack, dtype: torch.dtype, blocks: torch.Tensor, content
     cache = stack.bits.permute(*order, 5)
     _, _, heads, size, sides, _ = stack.bits.shape
     keys = (
-        lanes.keys(stack.numbers, heads, sides, content.device)[:, None, :, None, :].expand(-1, 1, -1, size, -1).permute(order).contiguous()
+        lanes.keys(stack.numbers, heads, sides, content.device)[:, None, :, None, :]
+        .expand(-1, 1, -1, size, -1)
+        .permute(order)
+        .contiguous()
     )
     width = cache.numel() // cache.shape[axis] * cache.element_size()
     together = 1 if width >= LARGE else PIECE // width
@@ -87,14 +105,21 @@ def wrong_blocks(stack: Stack, dtype: torch.dtype, blocks: torch.Tensor, content
     comparisons: dict[tuple[int, int], Comparison] = {}
     found = []
     for mine in torch.arange(len(blocks)).split(batch):
-        ids = content[mine][None, :, None, :, None].expand(-1, -1, -1, -1, sides).permute(order).contiguous()
+        ids = (
+            content[mine][None, :, None, :, None]
+            .expand(-1, -1, -1, -1, sides)
+            .permute(order)
+            .contiguous()
+        )
         codes = spare.codes(ids, keys)
         for number, some in enumerate(mine.split(together)):
             pieces = cache if together == 1 else spare.copy(cache, axis, blocks[some])
             geometry = (len(mine), len(some))
             if geometry not in comparisons:
                 comparisons[geometry] = Comparison(pieces, codes, axis, len(some), together)
-            if not comparisons[geometry].holds(int(blocks[some[0]]) if together == 1 else 0, number):
+            if not comparisons[geometry].holds(
+                int(blocks[some[0]]) if together == 1 else 0, number
+            ):
                 found.append(some)
     return torch.cat(found) if found else blocks.new_empty(0)
 
@@ -105,15 +130,28 @@ class Spare:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self._piece = torch.empty(0, dtype=lanes.UNITS[dtype.itemsize])
-        self._prints, self._shifted = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
-        self._index, self._codes = torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=lanes.TABLES[dtype.itemsize])
+        self._prints, self._shifted = (
+            torch.empty(0, dtype=torch.int64),
+            torch.empty(0, dtype=torch.int64),
+        )
+        self._index, self._codes = (
+            torch.empty(0, dtype=torch.int32),
+            torch.empty(0, dtype=lanes.TABLES[dtype.itemsize]),
+        )
 
     def codes(self, content: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """`lanes.quads` [..., units] of content ids and keys, whose shapes are broadcast to [...]. Valid until the next call."""
-        prints = torch.bitwise_xor(content, keys, out=self._prints.resize_(np.broadcast_shapes(content.shape, keys.shape)))
-        mix_array_(prints.numpy().view(np.uint64), self._shifted.resize_(prints.shape).numpy().view(np.uint64))
+        prints = torch.bitwise_xor(
+            content, keys, out=self._prints.resize_(np.broadcast_shapes(content.shape, keys.shape))
+        )
+        mix_array_(
+            prints.numpy().view(np.uint64),
+            self._shifted.resize_(prints.shape).numpy().view(np.uint64),
+        )
         wanted = 4 * prints.numel()
-        return lanes.quads(prints, self.dtype, self._index.resize_(wanted), self._codes.resize_(wanted))
+        return lanes.quads(
+            prints, self.dtype, self._index.resize_(wanted), self._codes.resize_(wanted)
+        )
 
     def copy(self, cache: torch.Tensor, axis: int, blocks: torch.Tensor) -> torch.Tensor:
         """Blocks [m] of the cache, one after the other. Valid until the next call."""
@@ -132,11 +170,15 @@ class Comparison:
     By numpy, whose comparisons write a byte for each unit and are the faster for it.
     """
 
-    def __init__(self, cache: torch.Tensor, codes: torch.Tensor, axis: int, count: int, step: int) -> None:
+    def __init__(
+        self, cache: torch.Tensor, codes: torch.Tensor, axis: int, count: int, step: int
+    ) -> None:
         piece = cache.narrow(axis, 0, count)
         each, width = codes.shape[-1] // 4, piece.shape[-1]
         shape, strides = _rows(piece)
-        marks = codes.narrow(axis, 0, count).reshape(*shape[:-1], 4 * each).stride()  # a view: codes have gaps where the piece has, at most
+        marks = (
+            codes.narrow(axis, 0, count).reshape(*shape[:-1], 4 * each).stride()
+        )  # a view: codes have gaps where the piece has, at most
         run, steps = shape, strides
         if shape[-2] > 1 and strides[-2] == width:
             run, steps = (*shape[:-2], shape[-2] * width), (*strides[:-2], 1)
@@ -151,9 +193,16 @@ class Comparison:
         self._repeats = flat[..., 3 * each :]
         self._nonce = self._differs[..., 3 * each : 4 * each]
         self._units: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-        for unit in (*range(3 * each), *range(6 * each, min(7 * each, width))):  # one by one, so that numpy's inner loop is over rows
-            have = cache.as_strided((pieces, *shape[:-1]), (leap, *strides[:-1]), begin + unit).numpy()
-            want = codes.as_strided((places, *shape[:-1]), (jump, *marks[:-1]), mark + unit % (3 * each)).numpy()
+        for unit in (
+            *range(3 * each),
+            *range(6 * each, min(7 * each, width)),
+        ):  # one by one, so that numpy's inner loop is over rows
+            have = cache.as_strided(
+                (pieces, *shape[:-1]), (leap, *strides[:-1]), begin + unit
+            ).numpy()
+            want = codes.as_strided(
+                (places, *shape[:-1]), (jump, *marks[:-1]), mark + unit % (3 * each)
+            ).numpy()
             self._units.append((have, want, self._differs[..., unit]))
 
     def holds(self, piece: int, code: int) -> bool:
@@ -168,8 +217,16 @@ class Comparison:
 def _rows(piece: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(shape, strides) [..., row, width] of a piece [..., width]: rows that follow one another in memory on one axis, in the same order."""
     width = piece.shape[-1]
-    axes = [(length, stride) for length, stride in zip(piece.shape[:-1], piece.stride()[:-1], strict=True) if length > 1]
+    axes = [
+        (length, stride)
+        for length, stride in zip(piece.shape[:-1], piece.stride()[:-1], strict=True)
+        if length > 1
+    ]
     rows, step = axes.pop() if axes else (1, width)
     while axes and axes[-1][1] == rows * step:
         rows *= axes.pop()[0]
-    return (*(length for length, _ in axes), rows, width), (*(stride for _, stride in axes), step, 1)
+    return (*(length for length, _ in axes), rows, width), (
+        *(stride for _, stride in axes),
+        step,
+        1,
+    )

@@ -51,10 +51,15 @@ class CodeBook:
 
     def __post_init__(self) -> None:
         if self.head_dim < MIN_HEAD_DIM:
-            raise ValueError(f"head_dim must be at least {MIN_HEAD_DIM} to hold fingerprint and nonce, got {self.head_dim}")
+            raise ValueError(
+                f"head_dim must be at least {MIN_HEAD_DIM} to hold fingerprint and nonce, got {self.head_dim}"
+            )
         keys = np.array(
             [
-                [[mix64(1 + (layer * 2 + kv) * 4096 + head) for head in range(self.heads)] for kv in range(2)]
+                [
+                    [mix64(1 + (layer * 2 + kv) * 4096 + head) for head in range(self.heads)]
+                    for kv in range(2)
+                ]
                 for layer in range(self.layers)
             ],
             dtype=np.uint64,
@@ -75,14 +80,20 @@ class CodeBook:
         """Content ids [n] uint64 to rows [n, layers, heads, 2 * head_dim] uint8; `nonce` (16 bits) fills the nonce lanes. Pure."""
         prints = self.fingerprints(content)
         shifts = np.arange(FINGERPRINT_LANES, dtype=np.uint64) * np.uint64(4)
-        lanes = ((prints[..., None] >> shifts) & np.uint64(15)).astype(np.uint8)  # [n, layers, 2, heads, 12]
+        lanes = ((prints[..., None] >> shifts) & np.uint64(15)).astype(
+            np.uint8
+        )  # [n, layers, 2, heads, 12]
         out = np.empty((*prints.shape, self.head_dim), dtype=np.uint8)
         out[..., :FINGERPRINT_LANES] = lanes
-        out[..., FINGERPRINT_LANES:MIN_HEAD_DIM] = [(nonce >> (4 * i)) & 15 for i in range(NONCE_LANES)]
+        out[..., FINGERPRINT_LANES:MIN_HEAD_DIM] = [
+            (nonce >> (4 * i)) & 15 for i in range(NONCE_LANES)
+        ]
         for lane in range(MIN_HEAD_DIM, self.head_dim):
             out[..., lane] = lanes[..., lane % FINGERPRINT_LANES]
         n = len(content)
-        return np.ascontiguousarray(out.transpose(0, 1, 3, 2, 4)).reshape(n, self.layers, self.heads, self.width)
+        return np.ascontiguousarray(out.transpose(0, 1, 3, 2, 4)).reshape(
+            n, self.layers, self.heads, self.width
+        )
 
     def content_mask(self) -> np.ndarray:
         """Boolean [2 * head_dim]: lanes that carry content (not the nonce)."""
@@ -96,6 +107,8 @@ class CodeBook:
         head = values[:FINGERPRINT_LANES]
         if not np.all((head >= 0) & (head <= 15) & (head == np.floor(head))):
             return None
-        if np.any(values[MIN_HEAD_DIM:] != head[np.arange(MIN_HEAD_DIM, len(values)) % FINGERPRINT_LANES]):
+        if np.any(
+            values[MIN_HEAD_DIM:] != head[np.arange(MIN_HEAD_DIM, len(values)) % FINGERPRINT_LANES]
+        ):
             return None
         return int(sum(int(v) << (4 * i) for i, v in enumerate(head)))

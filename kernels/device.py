@@ -38,9 +38,22 @@ else:
 INTERPRETED = AVAILABLE and os.environ.get("TRITON_INTERPRET") == "1"
 """The kernels run in Triton's interpreter, on the CPU: for tests."""
 __all__ = [
-    "AVAILABLE", "EACH", "INTERPRETED", "Cut", "choose", "distance", "encode", "expected", "lanes_of", "mix", "on", "program", "slots_of",
-    "tl", "triton",
-]  # fmt: skip
+    "AVAILABLE",
+    "EACH",
+    "INTERPRETED",
+    "Cut",
+    "choose",
+    "distance",
+    "encode",
+    "expected",
+    "lanes_of",
+    "mix",
+    "on",
+    "program",
+    "slots_of",
+    "tl",
+    "triton",
+]
 ROW_BYTES = 128
 """How much of a row a program's warps access at once: whole lines, of four rows, so that few threads compute the same row's code."""
 TILE_BYTES = 16384
@@ -59,7 +72,11 @@ def choose(device: torch.device, backend: str | None) -> bool:
         raise ValueError(f'a backend is "torch" or "triton", not {backend!r}')
     able = AVAILABLE and (device.type == "cuda" or INTERPRETED)
     if backend == "triton" and not able:
-        raise ValueError("Triton is not installed" if not AVAILABLE else f"Triton cannot run on {device} (TRITON_INTERPRET=1 is not set)")
+        raise ValueError(
+            "Triton is not installed"
+            if not AVAILABLE
+            else f"Triton cannot run on {device} (TRITON_INTERPRET=1 is not set)"
+        )
     return able and (backend == "triton" or device.type == "cuda")
 
 
@@ -85,7 +102,9 @@ class Cut:
         """For `rows` rows of `dim` elements."""
         most = min(ROW_BYTES // itemsize, 1 << (dim - 1).bit_length())
         lanes = most
-        while dim % lanes and lanes * itemsize > 64:  # 96 elements are three times 32 rather than twice 64
+        while (
+            dim % lanes and lanes * itemsize > 64
+        ):  # 96 elements are three times 32 rather than twice 64
             lanes //= 2
         if dim % lanes:
             lanes = most
@@ -118,7 +137,9 @@ def encode(nibble, KIND: tl.constexpr):
     if KIND == 0:
         return nibble
     else:
-        bits = ((nibble | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0).to(tl.int32, bitcast=True)
+        bits = ((nibble | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0).to(
+            tl.int32, bitcast=True
+        )
         if KIND == 1:
             bits = tl.maximum((bits >> 20) - 960, 0)
         if KIND == 2:
@@ -131,7 +152,9 @@ def encode(nibble, KIND: tl.constexpr):
 @triton.jit
 def eight(low, high, begin):
     """Eight nibbles (uint32) of codes from nibble `begin` (0, 4 or 8) on, the first after the last; `low` has eight, `high` four."""
-    return tl.where(begin == 0, low, tl.where(begin == 4, (low >> 16) | (high << 16), high | (low << 16)))
+    return tl.where(
+        begin == 0, low, tl.where(begin == 4, (low >> 16) | (high << 16), high | (low << 16))
+    )
 
 
 @triton.jit
@@ -188,5 +211,9 @@ def slots_of(ids, item, count, SIZE: tl.constexpr, BLOCKS: tl.constexpr):
 def distance(slot, limit, block_stride, slot_stride, SIZE: tl.constexpr):
     """(elements from the layer's first to the slot's first, whether the slot exists)."""
     exists = (slot >= 0) & (slot < limit)
-    near = tl.where(exists, slot, 0).to(tl.uint32)  # a cache has fewer than 2^31 slots, and 64-bit division is slow
-    return (near // SIZE).to(tl.int64) * block_stride + (near % SIZE).to(tl.int64) * slot_stride, exists
+    near = tl.where(exists, slot, 0).to(
+        tl.uint32
+    )  # a cache has fewer than 2^31 slots, and 64-bit division is slow
+    return (near // SIZE).to(tl.int64) * block_stride + (near % SIZE).to(
+        tl.int64
+    ) * slot_stride, exists

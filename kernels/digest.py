@@ -21,7 +21,9 @@ from kvconform.kernels.rows import PIECE, wider
 WORD = 8
 
 
-def digest(paged: Paged, blocks: torch.Tensor | None = None, backend: str | None = None) -> torch.Tensor:
+def digest(
+    paged: Paged, blocks: torch.Tensor | None = None, backend: str | None = None
+) -> torch.Tensor:
     """Digests [n, layers, sides] int64 (bits of an unsigned number) of blocks [n] int64, or of all.
 
     Those of padding (negative blocks) are 0. Changes nothing. ValueError for ids of another shape, dtype or device, and on the CPU for a
@@ -30,7 +32,9 @@ def digest(paged: Paged, blocks: torch.Tensor | None = None, backend: str | None
     if blocks is None:
         blocks = torch.arange(paged.blocks, device=paged.device)
     blocks = paged.check_blocks(blocks)
-    out = torch.zeros(len(blocks), len(paged.numbers), paged.sides, dtype=torch.int64, device=paged.device)
+    out = torch.zeros(
+        len(blocks), len(paged.numbers), paged.sides, dtype=torch.int64, device=paged.device
+    )
     (digest_triton if choose(paged.device, backend) else digest_torch)(paged, blocks, out)
     return out
 
@@ -38,7 +42,9 @@ def digest(paged: Paged, blocks: torch.Tensor | None = None, backend: str | None
 @lru_cache(maxsize=16)
 def weights(heads: int, size: int, words: int, device: torch.device) -> torch.Tensor:
     """Weights [heads, size, words] int64."""
-    return (mix64(torch.arange(1, heads * size * words + 1, device=device)) | 1).view(heads, size, words)
+    return (mix64(torch.arange(1, heads * size * words + 1, device=device)) | 1).view(
+        heads, size, words
+    )
 
 
 def digest_torch(paged: Paged, blocks: torch.Tensor, out: torch.Tensor) -> None:
@@ -69,13 +75,33 @@ def digest_triton(paged: Paged, blocks: torch.Tensor, out: torch.Tensor) -> None
             wide = words_of(launch)
             lanes = 1 << (wide.shape[-1] - 1).bit_length()
             lanes = min(lanes, 512 // wide.element_size())
-            tile = max(1, min(1 << (paged.size - 1).bit_length(), 8192 // (lanes * wide.element_size())))
+            tile = max(
+                1, min(1 << (paged.size - 1).bit_length(), 8192 // (lanes * wide.element_size()))
+            )
             block, head, slot, side, lane = strides_of(wide)
             digest_kernel[(len(blocks) * paged.sides, len(launch.where))](
-                wide, launch.where, blocks, out, paged.blocks, block, head, slot, side, lane, paged.heads, wide.shape[-1], words,
-                len(paged.numbers), launch.start, wide.element_size() // paged.itemsize, wide.element_size(), paged.sides, paged.size, tile,
+                wide,
+                launch.where,
+                blocks,
+                out,
+                paged.blocks,
+                block,
+                head,
+                slot,
+                side,
+                lane,
+                paged.heads,
+                wide.shape[-1],
+                words,
+                len(paged.numbers),
+                launch.start,
+                wide.element_size() // paged.itemsize,
+                wide.element_size(),
+                paged.sides,
+                paged.size,
+                tile,
                 lanes,
-            )  # fmt: skip
+            )
 
 
 def words_of(launch: Launch) -> torch.Tensor:
@@ -86,10 +112,28 @@ def words_of(launch: Launch) -> torch.Tensor:
 
 @triton.jit(do_not_specialize=["limit", "heads", "layers", "start"])
 def digest_kernel(
-    cache, where, blocks, out, limit, block_stride, head_stride, slot_stride, side_stride,
-    lane_stride, heads, dim, words, layers, start, RATIO: tl.constexpr, BYTES: tl.constexpr,
-    SIDES: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr,
-) -> None:  # fmt: skip
+    cache,
+    where,
+    blocks,
+    out,
+    limit,
+    block_stride,
+    head_stride,
+    slot_stride,
+    side_stride,
+    lane_stride,
+    heads,
+    dim,
+    words,
+    layers,
+    start,
+    RATIO: tl.constexpr,
+    BYTES: tl.constexpr,
+    SIDES: tl.constexpr,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    LANES: tl.constexpr,
+) -> None:
     """Grid: (blocks times sides, layers). Elements are BYTES wide, RATIO of the cache's; narrow ones are parts of a word. RATIO divides
     the layers' distances."""
     item = tl.program_id(0) // SIDES
@@ -99,7 +143,9 @@ def digest_kernel(
     block = tl.load(blocks + item)
     exists = (block >= 0) & (block < limit)
     last = tl.where(exists, SIZE, 0)
-    here = cache + origin + tl.where(exists, block, 0) * block_stride + side.to(tl.int64) * side_stride
+    here = (
+        cache + origin + tl.where(exists, block, 0) * block_stride + side.to(tl.int64) * side_stride
+    )
     total = tl.zeros([TILE, LANES], tl.uint64)
     for head in range(heads):
         for first in range(0, SIZE, TILE):
@@ -107,8 +153,13 @@ def digest_kernel(
             for begin in range(0, dim, LANES):
                 lane = begin + tl.arange(0, LANES)
                 mask = (slot < last)[:, None] & (lane < dim)[None, :]
-                place = slot.to(tl.int64)[:, None] * slot_stride + lane.to(tl.int64)[None, :] * lane_stride
-                bits = tl.load(here + tl.cast(head, tl.int64) * head_stride + place, mask=mask, other=0)
+                place = (
+                    slot.to(tl.int64)[:, None] * slot_stride
+                    + lane.to(tl.int64)[None, :] * lane_stride
+                )
+                bits = tl.load(
+                    here + tl.cast(head, tl.int64) * head_stride + place, mask=mask, other=0
+                )
                 if BYTES == 1:
                     value = bits.to(tl.uint8, bitcast=True).to(tl.uint64)
                 elif BYTES == 2:

@@ -30,7 +30,9 @@ def mix64_(values: torch.Tensor, spare: torch.Tensor | None = None) -> torch.Ten
     spare = torch.empty_like(values) if spare is None else spare
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 0)):
         torch.bitwise_right_shift(values, shift, out=spare)
-        values.bitwise_xor_(spare.bitwise_and_((1 << (64 - shift)) - 1))  # the sign must not come in from the left
+        values.bitwise_xor_(
+            spare.bitwise_and_((1 << (64 - shift)) - 1)
+        )  # the sign must not come in from the left
         if factor:
             values.mul_(factor - (1 << 64))
     return values
@@ -59,17 +61,26 @@ def values(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 def table(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """[65536], a group each: 16 bits of a fingerprint or the nonce to the bits of its four lanes."""
     number = torch.arange(1 << 16, device=device)
-    lanes = torch.stack([values(dtype, device)[(number >> (4 * lane)) & 15] for lane in range(GROUP)], 1)
+    lanes = torch.stack(
+        [values(dtype, device)[(number >> (4 * lane)) & 15] for lane in range(GROUP)], 1
+    )
     return lanes.view(TABLES[dtype.itemsize]).flatten()
 
 
 def groups(prints: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Fingerprints [...] to units [..., 3 * units of a group]: the first 12 lanes of each row."""
     index = prints.view(torch.uint16).view(*prints.shape, 4)[..., :3].to(torch.int32)
-    return table(dtype, prints.device).index_select(0, index.flatten()).view(UNITS[dtype.itemsize]).view(*prints.shape, -1)
+    return (
+        table(dtype, prints.device)
+        .index_select(0, index.flatten())
+        .view(UNITS[dtype.itemsize])
+        .view(*prints.shape, -1)
+    )
 
 
-def quads(prints: torch.Tensor, dtype: torch.dtype, index: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def quads(
+    prints: torch.Tensor, dtype: torch.dtype, index: torch.Tensor, out: torch.Tensor
+) -> torch.Tensor:
     """Fingerprints [...], contiguous, to units [..., 4 * units of a group]: the first 12 lanes of each row, and four of no meaning.
 
     They are written to `out` (of dtype `TABLES`), by way of `index` (int32), both one axis of 4 elements for each fingerprint.
@@ -80,7 +91,13 @@ def quads(prints: torch.Tensor, dtype: torch.dtype, index: torch.Tensor, out: to
 
 
 def rows(
-    content: torch.Tensor, numbers: Sequence[int], heads: int, sides: int, dim: int, dtype: torch.dtype, nonce: int = 0
+    content: torch.Tensor,
+    numbers: Sequence[int],
+    heads: int,
+    sides: int,
+    dim: int,
+    dtype: torch.dtype,
+    nonce: int = 0,
 ) -> torch.Tensor:
     """Content ids [n] int64 to the bits [n, layers, heads, sides, dim] that they have in a cache of `dtype`. Pure.
 
@@ -93,7 +110,9 @@ def rows(
     each = twelve.shape[-1] // 3
     order = torch.arange(dim // GROUP * each, device=content.device)
     out = twelve.index_select(-1, order % (3 * each))
-    out[..., 3 * each : 4 * each] = table(dtype, content.device)[[nonce & 0xFFFF]].view(UNITS[dtype.itemsize])
+    out[..., 3 * each : 4 * each] = table(dtype, content.device)[[nonce & 0xFFFF]].view(
+        UNITS[dtype.itemsize]
+    )
     return out.view(BITS[dtype.itemsize])
 
 
@@ -101,7 +120,9 @@ def plain(prints: torch.Tensor, dim: int, dtype: torch.dtype, nonce: int = 0) ->
     """Fingerprints [...] to bits [..., dim], lane by lane: the definition. Pure."""
     lane = torch.arange(dim, device=prints.device)
     nibbles = (prints[..., None] >> (lane % FINGERPRINT_LANES * 4)) & 15
-    nibbles[..., FINGERPRINT_LANES:MIN_HEAD_DIM] = (nonce >> (torch.arange(NONCE_LANES, device=prints.device) * 4)) & 15
+    nibbles[..., FINGERPRINT_LANES:MIN_HEAD_DIM] = (
+        nonce >> (torch.arange(NONCE_LANES, device=prints.device) * 4)
+    ) & 15
     return values(dtype, prints.device)[nibbles]
 
 

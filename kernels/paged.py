@@ -13,7 +13,13 @@ from kvconform.kernels.layout import Layout
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """By size of an element: the integers that its bits are handled as (there is hardly any arithmetic on fp8, and NaN differs from itself)."""
-KINDS = {torch.uint8: 0, torch.float8_e4m3fn: 1, torch.float16: 2, torch.bfloat16: 3, torch.float32: 4}
+KINDS = {
+    torch.uint8: 0,
+    torch.float8_e4m3fn: 1,
+    torch.float16: 2,
+    torch.bfloat16: 3,
+    torch.float32: 4,
+}
 """The dtypes of a cache, by the number that the Triton kernels know them by."""
 
 
@@ -53,7 +59,12 @@ class Paged:
     calls of the kernels with this object use the memory that the tensors have now: make a new one when they are reallocated.
     """
 
-    def __init__(self, layers: Sequence[torch.Tensor], layout: str | Layout, numbers: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        layers: Sequence[torch.Tensor],
+        layout: str | Layout,
+        numbers: Sequence[int] | None = None,
+    ) -> None:
         """`layers`: one tensor per layer, as `layout` says. `numbers`: of these layers in the model, by default 0, 1, ...: they go into the
         codes. ValueError for tensors of different shape, dtype or device, for another dtype than `KINDS` has, and for sizes that no
         kernel takes (dim below 16, more than 2^31 - 1 slots, 4096 heads or more)."""
@@ -66,14 +77,20 @@ class Paged:
         first = layers[0]
         self.dtype, self.device = first.dtype, first.device
         if self.dtype not in KINDS:
-            raise ValueError(f"a cache of {self.dtype} is not supported: {', '.join(str(dtype) for dtype in KINDS)} are")
+            raise ValueError(
+                f"a cache of {self.dtype} is not supported: {', '.join(str(dtype) for dtype in KINDS)} are"
+            )
         for layer in layers:
             if (layer.shape, layer.dtype, layer.device) != (first.shape, first.dtype, first.device):
-                raise ValueError("all layers of a paged cache must have one shape, one dtype and one device")
+                raise ValueError(
+                    "all layers of a paged cache must have one shape, one dtype and one device"
+                )
         views = [self.layout.view(layer.view(BITS[self.itemsize])) for layer in layers]
         self.blocks, self.heads, self.size, self.sides, self.dim = views[0].shape
         if self.dim < MIN_HEAD_DIM:
-            raise ValueError(f"a head must have at least {MIN_HEAD_DIM} elements to hold a code, not {self.dim}")
+            raise ValueError(
+                f"a head must have at least {MIN_HEAD_DIM} elements to hold a code, not {self.dim}"
+            )
         if self.slots >= 1 << 31:
             raise ValueError(f"a cache must have fewer than 2^31 slots, not {self.slots}")
         if self.heads >= 4096:
@@ -106,8 +123,16 @@ class Paged:
         for number, view in enumerate(views):
             group = groups[-1] if groups else []
             before = [views[i] for i in group[-2:]]
-            same = bool(before) and before[-1].stride() == view.stride() and _storage(before[-1]) == _storage(view)
-            if same and (len(before) < 2 or _gap(before[0], before[1]) == _gap(before[1], view)) and _gap(before[-1], view) >= 0:
+            same = (
+                bool(before)
+                and before[-1].stride() == view.stride()
+                and _storage(before[-1]) == _storage(view)
+            )
+            if (
+                same
+                and (len(before) < 2 or _gap(before[0], before[1]) == _gap(before[1], view))
+                and _gap(before[-1], view) >= 0
+            ):
                 group.append(number)
             else:
                 groups.append([number])
@@ -115,7 +140,9 @@ class Paged:
         for group in groups:
             first = views[group[0]]
             step = _gap(first, views[group[1]]) if len(group) > 1 else 0
-            bits = first.as_strided((len(group), *first.shape), (step, *first.stride()), first.storage_offset())
+            bits = first.as_strided(
+                (len(group), *first.shape), (step, *first.stride()), first.storage_offset()
+            )
             stacks.append(Stack(bits, group[0], self.numbers[group[0] : group[-1] + 1]))
         return stacks
 
@@ -123,14 +150,20 @@ class Paged:
         launches = []
         begin = 0
         for end in range(1, len(views) + 1):
-            if end < len(views) and views[end].stride() == views[begin].stride() and not _bytes(views[begin], views[end]) % self.itemsize:
+            if (
+                end < len(views)
+                and views[end].stride() == views[begin].stride()
+                and not _bytes(views[begin], views[end]) % self.itemsize
+            ):
                 continue
             base = views[begin]
             away = [_bytes(base, view) // self.itemsize for view in views[begin:end]]
             align = 16
             while any(distance % align for distance in away):
                 align //= 2
-            table = torch.tensor(list(zip(away, self.numbers[begin:end], strict=True)), dtype=torch.int64)
+            table = torch.tensor(
+                list(zip(away, self.numbers[begin:end], strict=True)), dtype=torch.int64
+            )
             launches.append(Launch(base, table.to(self.device), begin, align))
             begin = end
         return launches
@@ -148,7 +181,9 @@ class Paged:
         if ids.dim() != 1 or ids.dtype != torch.int64:
             raise ValueError(f"{what} must be one axis of int64, not {ids.dim()} of {ids.dtype}")
         if ids.device != self.device:
-            raise ValueError(f"{what} must be on the cache's device, {self.device}, not on {ids.device}")
+            raise ValueError(
+                f"{what} must be on the cache's device, {self.device}, not on {ids.device}"
+            )
         if ids.device.type == "cpu" and len(ids) and int(ids.max()) >= limit:
             raise ValueError(f"{one} {int(ids.max())} does not exist: the cache has {limit}")
         return ids.contiguous()
@@ -158,9 +193,13 @@ class Paged:
         if content.dtype == torch.uint64:
             content = content.view(torch.int64)
         if content.shape != (count,) or content.dtype != torch.int64:
-            raise ValueError(f"content must be {count} ids of int64 or uint64, not {tuple(content.shape)} of {content.dtype}")
+            raise ValueError(
+                f"content must be {count} ids of int64 or uint64, not {tuple(content.shape)} of {content.dtype}"
+            )
         if content.device != self.device:
-            raise ValueError(f"content must be on the cache's device, {self.device}, not on {content.device}")
+            raise ValueError(
+                f"content must be on the cache's device, {self.device}, not on {content.device}"
+            )
         return content.contiguous()
 
     def validate(self, slots: torch.Tensor) -> None:
@@ -171,7 +210,10 @@ class Paged:
 
 def strides_of(bits: torch.Tensor) -> tuple[int, ...]:
     """Strides of a tensor, 0 for axes of one entry: theirs mean nothing, and a compiler could not see past them that rows are aligned."""
-    return tuple(0 if length == 1 else stride for length, stride in zip(bits.shape, bits.stride(), strict=True))
+    return tuple(
+        0 if length == 1 else stride
+        for length, stride in zip(bits.shape, bits.stride(), strict=True)
+    )
 
 
 def _storage(view: torch.Tensor) -> int:

@@ -10,7 +10,13 @@ from kvconform.kernels.paged import Paged
 from kvconform.kernels.write import write_torch, write_triton
 
 
-def poison(paged: Paged, blocks: torch.Tensor, content: torch.Tensor, nonce: int = 0, backend: str | None = None) -> None:
+def poison(
+    paged: Paged,
+    blocks: torch.Tensor,
+    content: torch.Tensor,
+    nonce: int = 0,
+    backend: str | None = None,
+) -> None:
     """Fill all slots of blocks [n] int64, in all layers, with the code of the block's `content` [n] (int64, or uint64).
 
     Negative blocks are padding and are skipped. Changes the cache and nothing else. Errors, and what is not waited for, as of

@@ -25,7 +25,11 @@ def pieces(paged: Paged, slots: torch.Tensor) -> Iterator[tuple[Stack, torch.Ten
     deep = max(1, PIECE // (paged.slot_bytes * min(step, len(index))))
     for stack in paged.stacks:
         for layer in range(0, len(stack.numbers), deep):
-            layers = Stack(stack.bits[layer : layer + deep], stack.start + layer, stack.numbers[layer : layer + deep])
+            layers = Stack(
+                stack.bits[layer : layer + deep],
+                stack.start + layer,
+                stack.numbers[layer : layer + deep],
+            )
             for mine in index.split(step):
                 yield layers, mine
 
@@ -44,7 +48,10 @@ def _permits(tensor: torch.Tensor, width: int) -> bool:
         return False
     size = tensor.element_size()
     places = (tensor.shape[-1], tensor.storage_offset(), *tensor.stride()[:-1])
-    return all(place * size % width == 0 for place in places) and tensor.untyped_storage().data_ptr() % width == 0
+    return (
+        all(place * size % width == 0 for place in places)
+        and tensor.untyped_storage().data_ptr() % width == 0
+    )
 
 
 def split(bits: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,7 +65,9 @@ def fetch(bits: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     blocks, places = split(bits, slots)
     (wide,) = wider(bits)
     rows = wide.new_empty(len(slots), wide.shape[0], *wide.shape[2:3], *wide.shape[4:])
-    torch.ops.aten.index.Tensor_out(wide, [None, blocks, None, places], out=rows)  # `wide[...]` would choose an order of its own
+    torch.ops.aten.index.Tensor_out(
+        wide, [None, blocks, None, places], out=rows
+    )  # `wide[...]` would choose an order of its own
     return rows.view(bits.dtype)
 
 

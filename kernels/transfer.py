@@ -11,7 +11,9 @@ from kvconform.kernels.paged import BITS, Paged
 from kvconform.kernels.rows import split, wider
 
 
-def gather(paged: Paged, slots: torch.Tensor, out: torch.Tensor | None = None, backend: str | None = None) -> torch.Tensor:
+def gather(
+    paged: Paged, slots: torch.Tensor, out: torch.Tensor | None = None, backend: str | None = None
+) -> torch.Tensor:
     """Rows [layers, n, heads, sides, dim] of slots [n] int64, contiguous, in the cache's dtype; into `out` where it is given.
 
     Rows of padding (negative slots) become zeros. Changes `out` only. ValueError for tensors of another shape, dtype, device or order,
@@ -27,22 +29,30 @@ def gather(paged: Paged, slots: torch.Tensor, out: torch.Tensor | None = None, b
     return out
 
 
-def scatter(paged: Paged, slots: torch.Tensor, rows: torch.Tensor, backend: str | None = None) -> None:
+def scatter(
+    paged: Paged, slots: torch.Tensor, rows: torch.Tensor, backend: str | None = None
+) -> None:
     """Write rows [layers, n, heads, sides, dim], contiguous and of the cache's dtype, to slots [n] int64: what `gather` took.
 
     Negative slots are padding and are skipped; of a slot that comes twice it is not said which row it gets. Changes the cache only.
     Errors as of `gather`; then nothing is written. On CUDA slots beyond the last are skipped.
     """
     slots = paged.check_slots(slots)
-    bits = _contiguous(paged, rows, (len(paged.numbers), len(slots), paged.heads, paged.sides, paged.dim))
+    bits = _contiguous(
+        paged, rows, (len(paged.numbers), len(slots), paged.heads, paged.sides, paged.dim)
+    )
     (scatter_triton if choose(paged.device, backend) else scatter_torch)(paged, slots, bits)
 
 
 def _contiguous(paged: Paged, rows: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     if tuple(rows.shape) != shape or rows.dtype != paged.dtype:
-        raise ValueError(f"rows must be {shape} of {paged.dtype}, not {tuple(rows.shape)} of {rows.dtype}")
+        raise ValueError(
+            f"rows must be {shape} of {paged.dtype}, not {tuple(rows.shape)} of {rows.dtype}"
+        )
     if rows.device != paged.device:
-        raise ValueError(f"rows must be on the cache's device, {paged.device}, not on {rows.device}")
+        raise ValueError(
+            f"rows must be on the cache's device, {paged.device}, not on {rows.device}"
+        )
     if not rows.is_contiguous():
         raise ValueError("rows must be contiguous")
     return rows.view(BITS[paged.itemsize])
@@ -56,7 +66,9 @@ def gather_torch(paged: Paged, slots: torch.Tensor, out: torch.Tensor) -> None:
         blocks, places = split(stack.bits, known)
         wide, rows = wider(stack.bits, out)
         for layer, bits in enumerate(wide):
-            torch.ops.aten.index.Tensor_out(bits, [blocks, None, places], out=rows[stack.start + layer])
+            torch.ops.aten.index.Tensor_out(
+                bits, [blocks, None, places], out=rows[stack.start + layer]
+            )
     absent = missing.nonzero().flatten()
     if len(absent):
         out.index_fill_(1, absent, 0)
@@ -87,7 +99,11 @@ def scatter_triton(paged: Paged, slots: torch.Tensor, rows: torch.Tensor) -> Non
 def merged(paged: Paged, stride: tuple[int, ...]) -> tuple[int, int]:
     """(sides, dim) of a cache of these strides, with K and V taken for one row where they lie side by side."""
     _, _, _, side, lane = stride
-    return (1, paged.sides * paged.dim) if lane == 1 and (paged.sides == 1 or side == paged.dim) else (paged.sides, paged.dim)
+    return (
+        (1, paged.sides * paged.dim)
+        if lane == 1 and (paged.sides == 1 or side == paged.dim)
+        else (paged.sides, paged.dim)
+    )
 
 
 def _transfer(paged: Paged, slots: torch.Tensor, rows: torch.Tensor, into: bool) -> None:
@@ -101,18 +117,58 @@ def _transfer(paged: Paged, slots: torch.Tensor, rows: torch.Tensor, into: bool)
             sides, dim = merged(paged, launch.strides)
             cut = Cut.of(count, dim, paged.itemsize)
             transfer_kernel[(cut.programs(count, paged.heads, sides), len(launch.where))](
-                launch.base, launch.where, slots, rows[launch.start :], count, paged.slots, block, head, slot, side, lane, row,
-                sides * dim, paged.heads, dim, sides, paged.size, launch.align, cut.tile, cut.lanes, cut.chunks, cut.even, into,
-            )  # fmt: skip
+                launch.base,
+                launch.where,
+                slots,
+                rows[launch.start :],
+                count,
+                paged.slots,
+                block,
+                head,
+                slot,
+                side,
+                lane,
+                row,
+                sides * dim,
+                paged.heads,
+                dim,
+                sides,
+                paged.size,
+                launch.align,
+                cut.tile,
+                cut.lanes,
+                cut.chunks,
+                cut.even,
+                into,
+            )
 
 
 @triton.jit(do_not_specialize=["count", "limit", "heads"])
 def transfer_kernel(
-    cache, where, slots, rows, count, limit, block_stride, head_stride, slot_stride,
-    side_stride, lane_stride, row_stride, row_head_stride, heads, dim, SIDES: tl.constexpr,
-    SIZE: tl.constexpr, ALIGN: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr, CHUNKS: tl.constexpr, EVEN: tl.constexpr,
+    cache,
+    where,
+    slots,
+    rows,
+    count,
+    limit,
+    block_stride,
+    head_stride,
+    slot_stride,
+    side_stride,
+    lane_stride,
+    row_stride,
+    row_head_stride,
+    heads,
+    dim,
+    SIDES: tl.constexpr,
+    SIZE: tl.constexpr,
+    ALIGN: tl.constexpr,
+    TILE: tl.constexpr,
+    LANES: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    EVEN: tl.constexpr,
     INTO: tl.constexpr,
-) -> None:  # fmt: skip
+) -> None:
     """Grid as of `write_kernel`. INTO the cache, or out of it."""
     tile, side, head = program(heads, SIDES)
     layer = tl.program_id(1).to(tl.int64)
@@ -120,8 +176,20 @@ def transfer_kernel(
     item = tile * TILE + tl.arange(0, TILE)
     slot = slots_of(slots, item, count, SIZE, False)
     away, exists = distance(slot, limit, block_stride, slot_stride, SIZE)
-    here = cache + origin + head.to(tl.int64) * head_stride + side.to(tl.int64) * side_stride + away[:, None]
-    there = rows + layer * count * row_stride + head * row_head_stride + side * dim + item.to(tl.int64)[:, None] * row_stride
+    here = (
+        cache
+        + origin
+        + head.to(tl.int64) * head_stride
+        + side.to(tl.int64) * side_stride
+        + away[:, None]
+    )
+    there = (
+        rows
+        + layer * count * row_stride
+        + head * row_head_stride
+        + side * dim
+        + item.to(tl.int64)[:, None] * row_stride
+    )
     for chunk in tl.static_range(0, CHUNKS):
         lane = (chunk * LANES + tl.arange(0, LANES)).to(tl.int64)[None, :]
         known = exists[:, None] if EVEN else exists[:, None] & (lane < dim)
@@ -129,4 +197,6 @@ def transfer_kernel(
         if INTO:
             tl.store(here + lane * lane_stride, tl.load(there + lane, mask=known), mask=known)
         else:
-            tl.store(there + lane, tl.load(here + lane * lane_stride, mask=known, other=0), mask=listed)
+            tl.store(
+                there + lane, tl.load(here + lane * lane_stride, mask=known, other=0), mask=listed
+            )

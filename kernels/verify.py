@@ -12,7 +12,19 @@ import torch
 from kvconform.kernels import lanes
 from kvconform.kernels.blocks import in_threads, whole, widened, wrong_blocks
 from kvconform.kernels.codes import NONCE_LANES
-from kvconform.kernels.device import EACH, Cut, choose, distance, expected, lanes_of, on, program, slots_of, tl, triton
+from kvconform.kernels.device import (
+    EACH,
+    Cut,
+    choose,
+    distance,
+    expected,
+    lanes_of,
+    on,
+    program,
+    slots_of,
+    tl,
+    triton,
+)
 from kvconform.kernels.paged import Paged, Stack
 from kvconform.kernels.rows import fetch, pieces
 
@@ -67,7 +79,9 @@ class Verdict:
         return Mismatch(index, *reversed(places))
 
 
-def verify(paged: Paged, slots: torch.Tensor, content: torch.Tensor, backend: str | None = None) -> Verdict:
+def verify(
+    paged: Paged, slots: torch.Tensor, content: torch.Tensor, backend: str | None = None
+) -> Verdict:
     """Compare slots [n] int64, in all layers, heads and sides, with the codes of `content` [n] (int64, or uint64).
 
     Bits are compared: -0.0 is not 0.0. The nonce lanes are not. Negative slots are padding and are skipped. Changes nothing.
@@ -83,7 +97,13 @@ def verify(paged: Paged, slots: torch.Tensor, content: torch.Tensor, backend: st
     return Verdict(found, (len(paged.numbers), paged.heads, paged.sides, paged.dim))
 
 
-def verify_torch(paged: Paged, slots: torch.Tensor, content: torch.Tensor, found: torch.Tensor, quick: bool = True) -> None:
+def verify_torch(
+    paged: Paged,
+    slots: torch.Tensor,
+    content: torch.Tensor,
+    found: torch.Tensor,
+    quick: bool = True,
+) -> None:
     """`verify` in plain torch, for arguments that have been checked; adds to `found`.
 
     `quick`: look first whether a piece is right as a whole, which is what it is most of the time; the result is the same without.
@@ -97,12 +117,16 @@ def verify_torch(paged: Paged, slots: torch.Tensor, content: torch.Tensor, found
     if quick and paged.device.type == "cpu" and paged.dim % lanes.GROUP == 0:
         left = _sweep(paged, slots, content)
     for stack, mine in pieces(paged, left):
-        prints = lanes.fingerprints(content[mine], lanes.keys(stack.numbers, paged.heads, paged.sides, paged.device))
+        prints = lanes.fingerprints(
+            content[mine], lanes.keys(stack.numbers, paged.heads, paged.sides, paged.device)
+        )
         have = fetch(stack.bits, slots[mine])
         if quick and paged.dim % lanes.GROUP == 0 and _agrees(have, prints, paged.dtype):
             continue
         have = fetch(stack.bits, slots[mine])  # the quick look has overwritten it
-        wrong = (have != lanes.plain(prints, paged.dim, paged.dtype)) & lanes.content_lanes(paged.dim, paged.device)
+        wrong = (have != lanes.plain(prints, paged.dim, paged.dtype)) & lanes.content_lanes(
+            paged.dim, paged.device
+        )
         found[2 + mine] += wrong.flatten(1).sum(1)
         each = wrong[0].numel()
         places = wrong.flatten().nonzero().flatten()
@@ -165,7 +189,9 @@ def _any(bits: torch.Tensor) -> bool:
     return bool(bits.view(torch.uint8).max()) if bits.numel() else False
 
 
-def verify_triton(paged: Paged, slots: torch.Tensor, content: torch.Tensor, found: torch.Tensor) -> None:
+def verify_triton(
+    paged: Paged, slots: torch.Tensor, content: torch.Tensor, found: torch.Tensor
+) -> None:
     """`verify` by the Triton kernel, for arguments that have been checked; adds to `found`."""
     count = len(slots)
     if not count:
@@ -176,19 +202,64 @@ def verify_triton(paged: Paged, slots: torch.Tensor, content: torch.Tensor, foun
             grid = (cut.programs(count, paged.heads, paged.sides), len(launch.where))
             block, head, slot, side, lane = launch.strides
             verify_kernel[grid](
-                launch.base, launch.where, slots, content, found, count, paged.slots, block, head, slot, side, lane, paged.heads,
-                paged.dim, len(paged.numbers), launch.start, paged.kind, paged.sides, paged.size, launch.align, cut.tile, cut.lanes,
-                cut.chunks, cut.even, EACH[paged.itemsize], LAST,
-            )  # fmt: skip
+                launch.base,
+                launch.where,
+                slots,
+                content,
+                found,
+                count,
+                paged.slots,
+                block,
+                head,
+                slot,
+                side,
+                lane,
+                paged.heads,
+                paged.dim,
+                len(paged.numbers),
+                launch.start,
+                paged.kind,
+                paged.sides,
+                paged.size,
+                launch.align,
+                cut.tile,
+                cut.lanes,
+                cut.chunks,
+                cut.even,
+                EACH[paged.itemsize],
+                LAST,
+            )
 
 
 @triton.jit(do_not_specialize=["count", "limit", "heads", "layers", "start"])
 def verify_kernel(
-    cache, where, slots, content, found, count, limit, block_stride, head_stride,
-    slot_stride, side_stride, lane_stride, heads, dim, layers, start, KIND: tl.constexpr,
-    SIDES: tl.constexpr, SIZE: tl.constexpr, ALIGN: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr, CHUNKS: tl.constexpr,
-    EVEN: tl.constexpr, EACH: tl.constexpr, LAST: tl.constexpr,
-) -> None:  # fmt: skip
+    cache,
+    where,
+    slots,
+    content,
+    found,
+    count,
+    limit,
+    block_stride,
+    head_stride,
+    slot_stride,
+    side_stride,
+    lane_stride,
+    heads,
+    dim,
+    layers,
+    start,
+    KIND: tl.constexpr,
+    SIDES: tl.constexpr,
+    SIZE: tl.constexpr,
+    ALIGN: tl.constexpr,
+    TILE: tl.constexpr,
+    LANES: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    EVEN: tl.constexpr,
+    EACH: tl.constexpr,
+    LAST: tl.constexpr,
+) -> None:
     """Grid as of `write_kernel`. A program whose tile is right touches nothing but the tile."""
     tile, side, head = program(heads, SIDES)
     layer = tl.program_id(1).to(tl.int64)
@@ -203,18 +274,48 @@ def verify_kernel(
     wrong = tl.zeros([TILE], tl.int32)
     for chunk in tl.static_range(0, CHUNKS):
         differs, _ = differences(
-            here, exists, beyond, ids, number, side, head, chunk, lane_stride, dim, count, KIND, LANES, EVEN, EACH
-        )  # fmt: skip
+            here,
+            exists,
+            beyond,
+            ids,
+            number,
+            side,
+            head,
+            chunk,
+            lane_stride,
+            dim,
+            count,
+            KIND,
+            LANES,
+            EVEN,
+            EACH,
+        )
         wrong = tl.maximum(wrong, tl.max(tl.max(differs, axis=2), axis=1))
     if tl.max(wrong, axis=0) > 0:  # rare, so all is done again rather than kept in registers
         wrong = tl.zeros([TILE], tl.int32)
         least = tl.full([TILE], 1 << 30, tl.int32)
         for chunk in tl.static_range(0, CHUNKS):
             differs, lane = differences(
-                here, exists, beyond, ids, number, side, head, chunk, lane_stride, dim, count, KIND, LANES, EVEN, EACH
-            )  # fmt: skip
+                here,
+                exists,
+                beyond,
+                ids,
+                number,
+                side,
+                head,
+                chunk,
+                lane_stride,
+                dim,
+                count,
+                KIND,
+                LANES,
+                EVEN,
+                EACH,
+            )
             wrong += tl.sum(tl.sum(differs, axis=2), axis=1)
-            least = tl.minimum(least, tl.min(tl.min(tl.where(differs > 0, lane, 1 << 30), axis=2), axis=1))
+            least = tl.minimum(
+                least, tl.min(tl.min(tl.where(differs > 0, lane, 1 << 30), axis=2), axis=1)
+            )
         tl.atomic_add(found + 2 + item, wrong.to(tl.int64), mask=wrong > 0)
         tl.atomic_add(found, tl.sum(wrong, axis=0).to(tl.int64))
         row = ((item.to(tl.int64) * layers + start + layer) * heads + head) * SIDES + side
@@ -223,9 +324,22 @@ def verify_kernel(
 
 @triton.jit
 def differences(
-    here, exists, beyond, ids, number, side, head, chunk, lane_stride, dim, count, KIND: tl.constexpr, LANES: tl.constexpr,
-    EVEN: tl.constexpr, EACH: tl.constexpr,
-):  # fmt: skip
+    here,
+    exists,
+    beyond,
+    ids,
+    number,
+    side,
+    head,
+    chunk,
+    lane_stride,
+    dim,
+    count,
+    KIND: tl.constexpr,
+    LANES: tl.constexpr,
+    EVEN: tl.constexpr,
+    EACH: tl.constexpr,
+):
     """([rows, groups, EACH] int32: 1 where an element of this chunk differs, lanes [1, groups, EACH]). In rows of slots `beyond` the last,
     all elements do."""
     group = chunk * (LANES // EACH) + tl.arange(0, LANES // EACH)
@@ -235,5 +349,8 @@ def differences(
     none = count * 0  # the nonce: its lanes are not compared
     want = expected(ids, number, side, head, group, none, KIND, EACH).to(have.dtype)
     lives = tl.where(((lane < 12) | (lane >= 16)) & (lane < dim), -1, 0)
-    bits = (((have ^ want).to(tl.int32) & tl.where(exists, -1, 0)[:, None, None]) | tl.where(beyond, -1, 0)[:, None, None]) & lives
+    bits = (
+        ((have ^ want).to(tl.int32) & tl.where(exists, -1, 0)[:, None, None])
+        | tl.where(beyond, -1, 0)[:, None, None]
+    ) & lives
     return tl.where(bits != 0, 1, 0), lane

@@ -7,12 +7,30 @@ from __future__ import annotations
 import torch
 
 from kvconform.kernels import lanes
-from kvconform.kernels.device import EACH, Cut, choose, distance, expected, lanes_of, on, program, slots_of, tl, triton
+from kvconform.kernels.device import (
+    EACH,
+    Cut,
+    choose,
+    distance,
+    expected,
+    lanes_of,
+    on,
+    program,
+    slots_of,
+    tl,
+    triton,
+)
 from kvconform.kernels.paged import Paged
 from kvconform.kernels.rows import pieces, put
 
 
-def write(paged: Paged, slots: torch.Tensor, content: torch.Tensor, nonce: int = 0, backend: str | None = None) -> None:
+def write(
+    paged: Paged,
+    slots: torch.Tensor,
+    content: torch.Tensor,
+    nonce: int = 0,
+    backend: str | None = None,
+) -> None:
     """Fill slots [n] int64, in all layers, heads and sides, with the codes of `content` [n] (int64, or uint64).
 
     The values are those of `codes.CodeBook.rows`; `nonce` (16 bits) goes into the nonce lanes. Negative slots are padding and are skipped.
@@ -29,11 +47,15 @@ def write(paged: Paged, slots: torch.Tensor, content: torch.Tensor, nonce: int =
 def write_torch(paged: Paged, slots: torch.Tensor, content: torch.Tensor, nonce: int = 0) -> None:
     """`write` in plain torch, for arguments that have been checked."""
     for stack, mine in pieces(paged, slots):
-        codes = lanes.rows(content[mine], stack.numbers, paged.heads, paged.sides, paged.dim, paged.dtype, nonce)
+        codes = lanes.rows(
+            content[mine], stack.numbers, paged.heads, paged.sides, paged.dim, paged.dtype, nonce
+        )
         put(stack.bits, slots[mine], codes)
 
 
-def write_triton(paged: Paged, slots: torch.Tensor, content: torch.Tensor, nonce: int = 0, blocks: bool = False) -> None:
+def write_triton(
+    paged: Paged, slots: torch.Tensor, content: torch.Tensor, nonce: int = 0, blocks: bool = False
+) -> None:
     """`write` by the Triton kernel, for arguments that have been checked. `blocks`: `slots` are blocks, all of whose slots are meant."""
     count = len(slots) * (paged.size if blocks else 1)
     if not count:
@@ -44,19 +66,60 @@ def write_triton(paged: Paged, slots: torch.Tensor, content: torch.Tensor, nonce
             grid = (cut.programs(count, paged.heads, paged.sides), len(launch.where))
             block, head, slot, side, lane = launch.strides
             write_kernel[grid](
-                launch.base, launch.where, slots, content, count, paged.slots, block, head, slot, side, lane, paged.heads, paged.dim,
-                nonce & 0xFFFF, paged.kind, paged.sides, paged.size, blocks, launch.align, cut.tile, cut.lanes, cut.chunks, cut.even,
+                launch.base,
+                launch.where,
+                slots,
+                content,
+                count,
+                paged.slots,
+                block,
+                head,
+                slot,
+                side,
+                lane,
+                paged.heads,
+                paged.dim,
+                nonce & 0xFFFF,
+                paged.kind,
+                paged.sides,
+                paged.size,
+                blocks,
+                launch.align,
+                cut.tile,
+                cut.lanes,
+                cut.chunks,
+                cut.even,
                 EACH[paged.itemsize],
-            )  # fmt: skip
+            )
 
 
 @triton.jit(do_not_specialize=["count", "limit", "heads", "nonce"])
 def write_kernel(
-    cache, where, slots, content, count, limit, block_stride, head_stride, slot_stride,
-    side_stride, lane_stride, heads, dim, nonce, KIND: tl.constexpr, SIDES: tl.constexpr, SIZE: tl.constexpr,
-    BLOCKS: tl.constexpr, ALIGN: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr, CHUNKS: tl.constexpr, EVEN: tl.constexpr,
+    cache,
+    where,
+    slots,
+    content,
+    count,
+    limit,
+    block_stride,
+    head_stride,
+    slot_stride,
+    side_stride,
+    lane_stride,
+    heads,
+    dim,
+    nonce,
+    KIND: tl.constexpr,
+    SIDES: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    TILE: tl.constexpr,
+    LANES: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    EVEN: tl.constexpr,
     EACH: tl.constexpr,
-) -> None:  # fmt: skip
+) -> None:
     """Grid: (programs of `Cut.programs`, layers). Offsets are 64-bit: caches have more than 2^31 elements."""
     tile, side, head = program(heads, SIDES)
     layer = tl.program_id(1).to(tl.int64)
@@ -66,7 +129,13 @@ def write_kernel(
     slot = slots_of(slots, item, count, SIZE, BLOCKS)
     away, exists = distance(slot, limit, block_stride, slot_stride, SIZE)
     ids = tl.load(content + (item // SIZE if BLOCKS else item), mask=item < count, other=0)
-    here = cache + origin + head.to(tl.int64) * head_stride + side.to(tl.int64) * side_stride + away[:, None, None]
+    here = (
+        cache
+        + origin
+        + head.to(tl.int64) * head_stride
+        + side.to(tl.int64) * side_stride
+        + away[:, None, None]
+    )
     exists = exists[:, None, None]
     for chunk in tl.static_range(0, CHUNKS):
         group = chunk * (LANES // EACH) + tl.arange(0, LANES // EACH)

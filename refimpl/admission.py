@@ -22,7 +22,11 @@ def admit_waiting(engine: Engine, step: Step) -> None:
     Who holds blocks comes first. A request that cannot go on now is skipped and keeps its place; one that finds no memory ends it.
     """
     settings, holding, others = engine.settings, list[Request](), list[Request]()
-    while step.token_budget > 0 and step.input_budget > settings.draft_slots and len(engine.running) < settings.max_running:
+    while (
+        step.token_budget > 0
+        and step.input_budget > settings.draft_slots
+        and len(engine.running) < settings.max_running
+    ):
         queue = engine.kv_holding_waiting or (engine.waiting if engine.pause_level == 0 else None)
         if not queue:
             break
@@ -32,7 +36,9 @@ def admit_waiting(engine: Engine, step: Step) -> None:
             break
         queue.popleft()
         if outcome == "skip":
-            (holding if request.num_computed_tokens > 0 or request.status == LOADING else others).append(request)
+            (
+                holding if request.num_computed_tokens > 0 or request.status == LOADING else others
+            ).append(request)
     engine.kv_holding_waiting.prepend_requests(holding)
     engine.waiting.prepend_requests(others)
 
@@ -43,7 +49,9 @@ def _is_ready(engine: Engine, request: Request) -> bool:
         if request.request_id not in engine.finished_recving_kv_req_ids:
             return False
         _finish_load(engine, request)
-        request.status = RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
+        request.status = (
+            RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
+        )
     # Tokens that are still to be delivered would come twice if the request ran again before them.
     return not request.num_stale_output_tokens or request.drop_stale_output
 
@@ -53,7 +61,9 @@ def _finish_load(engine: Engine, request: Request) -> None:
     manager, request_id = engine.kv_cache_manager, request.request_id
     if request_id in engine.failed_recving_kv_req_ids and not request.num_computed_tokens:
         manager.free(request)
-        engine.inflight_prefills.discard(request)  # it starts anew: its reservation must not stand in its own way
+        engine.inflight_prefills.discard(
+            request
+        )  # it starts anew: its reservation must not stand in its own way
     else:
         manager.cache_blocks(request, request.num_computed_tokens)
     # If everything was loaded, the last token is computed again, in place, for its logits (R024).
@@ -67,15 +77,24 @@ def _look_up(engine: Engine, request: Request) -> tuple[KVCacheBlocks, int, int,
     blocks, local, _ = engine.kv_cache_manager.get_computed_blocks(request)
     if engine.connector is None:
         return blocks, local, 0, False
-    external, is_async = _checked_answer(engine.connector.get_num_new_matched_tokens(request, local), request)
-    if request.skip_reading_prefix_cache or (external is not None and "ignore-hits" in engine.settings.policies):
+    external, is_async = _checked_answer(
+        engine.connector.get_num_new_matched_tokens(request, local), request
+    )
+    if request.skip_reading_prefix_cache or (
+        external is not None and "ignore-hits" in engine.settings.policies
+    ):
         external, is_async = 0, False
     if external is None:
         return None
     if local + external > request.num_tokens:
-        raise EngineAssertion("R022", f"{request.request_id}: {external} tokens beyond {local}, the request has {request.num_tokens}")
+        raise EngineAssertion(
+            "R022",
+            f"{request.request_id}: {external} tokens beyond {local}, the request has {request.num_tokens}",
+        )
     if is_async and external <= 0:
-        raise EngineAssertion("R026", f"{request.request_id}: an asynchronous load of {external} tokens")
+        raise EngineAssertion(
+            "R026", f"{request.request_id}: an asynchronous load of {external} tokens"
+        )
     return blocks, local, external, is_async
 
 
@@ -85,7 +104,9 @@ def _checked_answer(answer: Any, request: Request) -> tuple[int | None, bool]:
         tokens, is_async = answer
         return (None if tokens is None else operator.index(tokens)), bool(is_async)
     except (TypeError, ValueError) as error:
-        raise EngineAssertion("R029", f"{request.request_id}: lookup answered {answer!r}, not (int or None, bool)") from error
+        raise EngineAssertion(
+            "R029", f"{request.request_id}: lookup answered {answer!r}, not (int or None, bool)"
+        ) from error
 
 
 def _admit(engine: Engine, step: Step, request: Request) -> str:
@@ -117,7 +138,10 @@ def _admit(engine: Engine, step: Step, request: Request) -> str:
         delay_cache_blocks=is_async,
         full_sequence_must_fit=settings.reserve_full_prompt,
         # An asynchronous load holds its blocks without making progress: it must leave enough for who is already on the way.
-        reserved_blocks=settings.spec_step_blocks + sum(map(manager.blocks_to_complete, engine.inflight_prefills)) if is_async else 0,
+        reserved_blocks=settings.spec_step_blocks
+        + sum(map(manager.blocks_to_complete, engine.inflight_prefills))
+        if is_async
+        else 0,
         has_scheduled_reqs=bool(engine.running),
     )
     if granted is None:
@@ -125,7 +149,11 @@ def _admit(engine: Engine, step: Step, request: Request) -> str:
     table = manager.get_blocks(request.request_id)
     if connector is not None:
         connector.update_state_after_alloc(request, table, external)
-        if external > 0 and not request.num_preemptions and hasattr(connector, "get_external_cache_hit_sources"):  # since 0.32
+        if (
+            external > 0
+            and not request.num_preemptions
+            and hasattr(connector, "get_external_cache_hit_sources")
+        ):  # since 0.32
             connector.get_external_cache_hit_sources(request, external)
         if not request.num_computed_tokens:  # it was looked up
             _count_query(engine, request, local, external)
@@ -149,7 +177,9 @@ def _count_query(engine: Engine, request: Request, local: int, external: int) ->
     """Count a lookup that led to an admission; not that of a request that reads no cache, whose answer was thrown away."""
     if engine.connector_prefix_cache_stats is not None and not request.skip_reading_prefix_cache:
         tokens, again = request.num_tokens - local, request.num_preemptions > 0
-        engine.connector_prefix_cache_stats.record(num_tokens=tokens, num_hits=external, preempted=again)
+        engine.connector_prefix_cache_stats.record(
+            num_tokens=tokens, num_hits=external, preempted=again
+        )
 
 
 def _chunk(engine: Engine, step: Step, request: Request, computed: int) -> tuple[int | None, int]:
@@ -157,7 +187,12 @@ def _chunk(engine: Engine, step: Step, request: Request, computed: int) -> tuple
     settings, drafts = engine.settings, 0
     budget = min(step.token_budget, step.input_budget - settings.draft_slots)
     new_tokens = request.num_tokens - computed
-    if settings.num_spec and new_tokens == 1 and not step.has_prefill and (step.running or computed > 0):
+    if (
+        settings.num_spec
+        and new_tokens == 1
+        and not step.has_prefill
+        and (step.running or computed > 0)
+    ):
         # One token beside decoding requests: pad it with drafts that will be rejected, so that all rows have one length.
         wide = 1 + settings.num_spec
         if computed + wide + 1 <= settings.max_model_len and not 0 < step.long_prefill < wide:
@@ -169,5 +204,8 @@ def _chunk(engine: Engine, step: Step, request: Request, computed: int) -> tuple
     if new_tokens > budget and not settings.chunked_prefill:
         return None, 0
     if new_tokens <= 0:
-        raise EngineAssertion("R023", f"{request.request_id}: {computed} of {request.num_tokens} tokens computed, none left to run")
+        raise EngineAssertion(
+            "R023",
+            f"{request.request_id}: {computed} of {request.num_tokens} tokens computed, none left to run",
+        )
     return min(new_tokens, budget), drafts

@@ -28,14 +28,18 @@ class Copying:
     def _load(self, load: Load, layers: Iterable[str]) -> None:
         """Fill the granted slots, or say which blocks could not be filled. Never less than either."""
         for piece in load.pieces:
-            if not self._store.has(piece.key) or not all([self._load_layer(piece, layer) for layer in layers]):
+            if not self._store.has(piece.key) or not all(
+                [self._load_layer(piece, layer) for layer in layers]
+            ):
                 self._store.drop(piece.key)
                 self._invalid |= piece.blocks(self._block_size)
                 self._bad |= piece.blocks(self._block_size)
 
     def _load_layer(self, piece: Piece, layer: str) -> bool:
         data = self._store.get(piece.key, layer)
-        return data is not None and write_slots(self._layers[layer], piece.slots, data, piece.first, self._share)
+        return data is not None and write_slots(
+            self._layers[layer], piece.slots, data, piece.first, self._share
+        )
 
     def _save(self, epoch: int, save: Save, layers: Iterable[str]) -> None:
         for layer in layers:
@@ -49,7 +53,9 @@ class Copying:
     def _save_layer(self, epoch: int, save: Save, layer: str, kv_layer: torch.Tensor) -> None:
         if self._is_sound(save):
             for piece in save.pieces:
-                self._store.put(epoch, piece.key, layer, read_slots(kv_layer, piece.slots, self._share))
+                self._store.put(
+                    epoch, piece.key, layer, read_slots(kv_layer, piece.slots, self._share)
+                )
 
     def _is_sound(self, save: Save) -> bool:
         """KV computed upon a failed load is garbage, whichever request computed it."""

@@ -31,9 +31,17 @@ if TYPE_CHECKING:
 def check_integrity(engine: Engine) -> None:
     """Raise IntegrityError for the first invariant that does not hold. Valid between steps; a connector's own holds (touch) are allowed."""
     _check_blocks(engine)
-    places = Counter(r.request_id for queue in (engine.running, engine.waiting, engine.kv_holding_waiting) for r in queue)
-    for request_id in (places.keys() | engine.kv_cache_manager.tables.keys()) - engine.requests.keys():
-        raise IntegrityError(f"request {request_id}", "is queued or holds blocks and does not exist")
+    places = Counter(
+        r.request_id
+        for queue in (engine.running, engine.waiting, engine.kv_holding_waiting)
+        for r in queue
+    )
+    for request_id in (
+        places.keys() | engine.kv_cache_manager.tables.keys()
+    ) - engine.requests.keys():
+        raise IntegrityError(
+            f"request {request_id}", "is queued or holds blocks and does not exist"
+        )
     for request in engine.requests.values():
         _check_request(engine, request, places[request.request_id])
 
@@ -44,9 +52,16 @@ def _check_blocks(engine: Engine) -> None:
     owners.update(block.block_id for _, blocks in engine.deferred_frees for block in blocks)
     queue = {block.block_id for block in pool.free_block_queue.get_all_free_blocks()}
     for block in pool.blocks[1:]:
-        name, free, owned = f"block {block.block_id}", block.block_id in queue, owners[block.block_id]
+        name, free, owned = (
+            f"block {block.block_id}",
+            block.block_id in queue,
+            owners[block.block_id],
+        )
         if free != (block.ref_cnt == 0) or block.ref_cnt < owned:
-            raise IntegrityError(name, f"held {block.ref_cnt} times, in {owned} tables, {'' if free else 'not '}in the free queue")
+            raise IntegrityError(
+                name,
+                f"held {block.ref_cnt} times, in {owned} tables, {'' if free else 'not '}in the free queue",
+            )
         if block.block_hash is not None and not pool.is_cached(block):
             raise IntegrityError(name, "has a hash that the prefix cache does not know")
         # Two requests share a block through the prefix cache only; a block leaves it while held only when a load fails for good.
@@ -58,18 +73,30 @@ def _check_blocks(engine: Engine) -> None:
 
 def _check_request(engine: Engine, request: Request, places: int) -> None:
     name, manager = f"request {request.request_id}", engine.kv_cache_manager
-    table, cached = manager.tables.get(request.request_id, []), manager.num_cached.get(request.request_id, 0)
+    table, cached = (
+        manager.tables.get(request.request_id, []),
+        manager.num_cached.get(request.request_id, 0),
+    )
     computed, placeholders = request.num_computed_tokens, request.num_output_placeholders
     in_flight, stale = request.num_in_flight_tokens, request.num_stale_output_tokens
     wrong = {
         f"{request.status.name}, in {places} queues": places != (not request.is_finished()),
-        f"in the running list as {request.status.name}": request in engine.running and request.status != RequestStatus.RUNNING,
-        f"holds a block twice: {[block.block_id for block in table]}": len({block.block_id for block in table}) != len(table),
-        f"{computed} computed tokens in {len(table)} blocks": not request.is_finished() and computed > len(table) * manager.block_size,
+        f"in the running list as {request.status.name}": request in engine.running
+        and request.status != RequestStatus.RUNNING,
+        f"holds a block twice: {[block.block_id for block in table]}": len(
+            {block.block_id for block in table}
+        )
+        != len(table),
+        f"{computed} computed tokens in {len(table)} blocks": not request.is_finished()
+        and computed > len(table) * manager.block_size,
         f"{cached} blocks published of {len(table)}, {len(request.block_hashes)} hashes": cached
         > min(len(table), len(request.block_hashes)),
-        f"{placeholders} placeholders, {in_flight} tokens in flight, {stale} of them stale": min(placeholders, in_flight, stale) < 0,
-        f"{placeholders} placeholders though scheduling is synchronous": placeholders and not engine.settings.is_async,
+        f"{placeholders} placeholders, {in_flight} tokens in flight, {stale} of them stale": min(
+            placeholders, in_flight, stale
+        )
+        < 0,
+        f"{placeholders} placeholders though scheduling is synchronous": placeholders
+        and not engine.settings.is_async,
         # With a connector, a negative answer to a lookup (R025) gets here.
         f"{computed} computed tokens": computed < 0 and engine.connector is None,
     }
@@ -95,28 +122,45 @@ class Engine:
         runner: str = "v1",
         policies: frozenset[str] = frozenset(),
     ) -> None:
-        self.settings = Settings(vllm_config, kv_cache_config, block_size, async_scheduling, runner, policies)
+        self.settings = Settings(
+            vllm_config, kv_cache_config, block_size, async_scheduling, runner, policies
+        )
         self.connector, self.num_spec_tokens = connector, self.settings.num_spec
         # Asked once (R162): whether tokens that were in flight at a preemption are dropped, for their KV was promised to somebody.
-        self.requires_kv_delivery = connector.requires_kv_delivery if connector is not None else False
+        self.requires_kv_delivery = (
+            connector.requires_kv_delivery if connector is not None else False
+        )
         self.kv_cache_manager = KVManager(self.settings)
         if connector is not None:
             connector.bind_kv_cache_manager(self.kv_cache_manager)
 
-        self.requests: dict[str, Request] = {}  # also finished ones whose blocks a transfer still holds
+        self.requests: dict[
+            str, Request
+        ] = {}  # also finished ones whose blocks a transfer still holds
         self.waiting = WaitingQueue(self.settings.priority)
-        self.kv_holding_waiting = WaitingQueue(self.settings.priority)  # loading, or loaded: served before `waiting`
+        self.kv_holding_waiting = WaitingQueue(
+            self.settings.priority
+        )  # loading, or loaded: served before `waiting`
         self.running: list[Request] = []
         self.pause_level = 0  # 1: nothing new starts, what holds blocks goes on; 2: nothing runs
-        self.finished_req_ids, self.preempted_req_ids = set[str](), set[str]()  # since the last step
+        self.finished_req_ids, self.preempted_req_ids = (
+            set[str](),
+            set[str](),
+        )  # since the last step
         self.scheduled_before: set[str] = set()  # in the last step
         self.finished_recving_kv_req_ids, self.failed_recving_kv_req_ids = set[str](), set[str]()
-        self.inflight_prefills: set[Request] = set()  # loading or in the middle of their prompt: their blocks are spoken for
-        self.in_flight: dict[int, tuple[SchedulerOutput, dict[str, Request]]] = {}  # id(output) -> who was scheduled
+        self.inflight_prefills: set[Request] = (
+            set()
+        )  # loading or in the middle of their prompt: their blocks are spoken for
+        self.in_flight: dict[
+            int, tuple[SchedulerOutput, dict[str, Request]]
+        ] = {}  # id(output) -> who was scheduled
         # Deferred frees (R150): blocks wait until every step that may write them has landed. Both counters count steps with tokens.
         self.scheduled_steps = self.landed_steps = 0
         self.deferred_frees: deque[tuple[int, list[KVCacheBlock]]] = deque()
-        self.connector_prefix_cache_stats: Any = None  # vLLM's PrefixCacheStats, where somebody wants to know
+        self.connector_prefix_cache_stats: Any = (
+            None  # vLLM's PrefixCacheStats, where somebody wants to know
+        )
         self.denied_once: set[Request] = set()  # policy deny-first-alloc
         self.preempted_between_steps = False
 
@@ -134,7 +178,9 @@ class Engine:
     def has_finished_requests(self) -> bool:
         """Whether a finish is still to be announced, or a finished request's blocks are still held for a transfer."""
         alive = len(self.running) + len(self.waiting) + len(self.kv_holding_waiting)
-        return bool(self.finished_req_ids) or (self.connector is not None and len(self.requests) > alive)
+        return bool(self.finished_req_ids) or (
+            self.connector is not None and len(self.requests) > alive
+        )
 
     def has_requests(self) -> bool:
         """Whether the engine has to go on stepping (R151, R224)."""
@@ -151,22 +197,41 @@ class Engine:
         """Queue a request. EngineAssertion if its id is in use."""
         if request.request_id in self.requests:
             raise EngineAssertion("R060", f"duplicate request id {request.request_id}")
-        if request.resumable or request.pooling_params is not None or request.structured_output_request is not None:
-            raise ValueError(f"The reference engine runs plain generation only; {request.request_id} wants more.")
+        if (
+            request.resumable
+            or request.pooling_params is not None
+            or request.structured_output_request is not None
+        ):
+            raise ValueError(
+                f"The reference engine runs plain generation only; {request.request_id} wants more."
+            )
         self.waiting.add_request(request)
         self.requests[request.request_id] = request
         if self.connector is not None:
             self.connector.on_new_request(request)
 
-    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
+    ) -> list[Request]:
         """End requests from outside (abort, error), in the order given; None: all. Returns those that were not finished yet."""
-        ids = [request_ids] if isinstance(request_ids, str) else list(self.requests if request_ids is None else dict.fromkeys(request_ids))
-        ending = [request for request in map(self.requests.get, ids) if request is not None and not request.is_finished()]
+        ids = (
+            [request_ids]
+            if isinstance(request_ids, str)
+            else list(self.requests if request_ids is None else dict.fromkeys(request_ids))
+        )
+        ending = [
+            request
+            for request in map(self.requests.get, ids)
+            if request is not None and not request.is_finished()
+        ]
         self.leave_queues(set(ending))
         for request in ending:
             request_id = request.request_id
             # A load that is under way writes into the blocks: they are freed when it reports (R126).
-            loading = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS and request_id not in self.finished_recving_kv_req_ids
+            loading = (
+                request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+                and request_id not in self.finished_recving_kv_req_ids
+            )
             self.finished_recving_kv_req_ids.discard(request_id)
             self.failed_recving_kv_req_ids.discard(request_id)
             request.status = finished_status
@@ -200,7 +265,10 @@ class Engine:
     def forget(self, request: Request) -> None:
         """Free a finished request's blocks and drop it. EngineAssertion if it is not finished."""
         if not request.is_finished():
-            raise EngineAssertion("R146", f"{request.request_id} is {request.status.name}, not finished: its blocks cannot be freed")
+            raise EngineAssertion(
+                "R146",
+                f"{request.request_id} is {request.status.name}, not finished: its blocks cannot be freed",
+            )
         self.free_blocks(request)
         del self.requests[request.request_id]
 
@@ -225,7 +293,9 @@ class Engine:
         request.num_computed_tokens = request.num_output_placeholders = 0
         request.spec_token_ids = []
         # What is in flight is stale (R161): delivered without moving the counters, or dropped. Once dropped it stays dropped.
-        request.drop_stale_output = drop_stale or (request.drop_stale_output and request.num_stale_output_tokens > 0)
+        request.drop_stale_output = drop_stale or (
+            request.drop_stale_output and request.num_stale_output_tokens > 0
+        )
         request.num_stale_output_tokens = request.num_in_flight_tokens
         request.num_preemptions += 1
         self.waiting.prepend_requests([request])
@@ -244,7 +314,9 @@ class Engine:
         self.preempted_between_steps = True
         return True
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
         """Empty the local prefix cache and, if asked, the connector's. False if blocks are in use or the connector failed.
 
         With `reset_running_requests` everything that runs is preempted first and may resume in the next step (R153); RuntimeError if blocks
@@ -256,7 +328,9 @@ class Engine:
             self.scheduled_before = set()
         done = self.kv_cache_manager.block_pool.reset_prefix_cache()
         if reset_running_requests and not done:
-            raise RuntimeError("The KV cache was not reset: blocks are still held though everything that runs was preempted (R172).")
+            raise RuntimeError(
+                "The KV cache was not reset: blocks are still held though everything that runs was preempted (R172)."
+            )
         if reset_connector and self.connector is not None:
             done = self.connector.reset_cache() is not False and done
         return done

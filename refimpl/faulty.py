@@ -48,7 +48,9 @@ class Fault:
         try:
             with ExitStack() as stack:
                 for each in self.replacements:
-                    stack.enter_context(patch.object(each.owner, each.name, each.bound(), create=each.create))
+                    stack.enter_context(
+                        patch.object(each.owner, each.name, each.bound(), create=each.create)
+                    )
                 yield
         finally:
             _active.remove(self)

@@ -30,7 +30,15 @@ class Inspector:
         return entries
 
 
-def _entry(op: str, transfer: Load | Save, timing: str, counters: tuple[int, int, int, int]) -> dict[str, Any]:
+def _entry(
+    op: str, transfer: Load | Save, timing: str, counters: tuple[int, int, int, int]
+) -> dict[str, Any]:
     key = transfer.pieces[-1].key if transfer.pieces else ""
-    where = {"req": transfer.req, "start": transfer.start, "end": transfer.end, "timing": timing, "key": key}
+    where = {
+        "req": transfer.req,
+        "start": transfer.start,
+        "end": transfer.end,
+        "timing": timing,
+        "key": key,
+    }
     return {"op": op, **where, **dict(zip("CSNP", counters, strict=True))}

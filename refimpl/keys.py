@@ -34,10 +34,18 @@ def digest(*parts: bytes | str) -> bytes:
 def root_key(vllm_config: VllmConfig) -> bytes:
     """The start of every chain: KV of another model, number format or sharding never shares a key."""
     model: Any = getattr(vllm_config, "model_config", None)
-    names = [str(getattr(model, name, None)) for name in ("model", "revision", "dtype", "quantization")]
+    names = [
+        str(getattr(model, name, None)) for name in ("model", "revision", "dtype", "quantization")
+    ]
     cache_dtype = str(getattr(vllm_config.cache_config, "cache_dtype", None))
     slices = vllm_config.parallel_config.decode_context_parallel_size  # of the tokens of a block
-    return digest(FORMAT, *names, cache_dtype, str(vllm_config.parallel_config.world_size), *([f"cp{slices}"] if slices > 1 else []))
+    return digest(
+        FORMAT,
+        *names,
+        cache_dtype,
+        str(vllm_config.parallel_config.world_size),
+        *([f"cp{slices}"] if slices > 1 else []),
+    )
 
 
 def request_key(root: bytes, request: Request) -> bytes:
@@ -61,7 +69,9 @@ def chunk_extras(request: Request, start: int, end: int) -> list[bytes | str]:
     return extras
 
 
-def extend_keys(keys: list[str], root: bytes, request: Request, chunk_tokens: int, end: int) -> Sequence[str]:
+def extend_keys(
+    keys: list[str], root: bytes, request: Request, chunk_tokens: int, end: int
+) -> Sequence[str]:
     """Append the keys of the full chunks within ``[0, end)`` that ``keys`` lacks; returns ``keys``. ``end`` must not exceed the
     known tokens."""
     parent = bytes.fromhex(keys[-1]) if keys else request_key(root, request)

@@ -19,8 +19,14 @@ class KVManager:
     """
 
     def __init__(self, settings: Settings) -> None:
-        self.settings, self.block_size, self.enable_caching = settings, settings.block_size, settings.prefix_caching
-        self.block_pool = BlockPool(settings.num_blocks, settings.prefix_caching, settings.policies, settings.block_size)
+        self.settings, self.block_size, self.enable_caching = (
+            settings,
+            settings.block_size,
+            settings.prefix_caching,
+        )
+        self.block_pool = BlockPool(
+            settings.num_blocks, settings.prefix_caching, settings.policies, settings.block_size
+        )
         self.tables: dict[str, list[KVCacheBlock]] = {}
         self.num_cached: dict[str, int] = {}
         self.empty_kv_cache_blocks = KVCacheBlocks(((),))
@@ -42,7 +48,11 @@ class KVManager:
                 if (found := self.block_pool.get_cached_block(block_hash)) is None:
                     break
                 hits += found
-        return (KVCacheBlocks((hits,)) if hits else self.empty_kv_cache_blocks), len(hits) * self.block_size, 0
+        return (
+            (KVCacheBlocks((hits,)) if hits else self.empty_kv_cache_blocks),
+            len(hits) * self.block_size,
+            0,
+        )
 
     def missing_blocks(self, request_id: str, tokens: int) -> int:
         """How many blocks the request's table lacks to have slots for positions [0, tokens); negative if it has more."""
@@ -50,8 +60,17 @@ class KVManager:
 
     def blocks_to_complete(self, request: Request) -> int:
         """Blocks that the request still lacks to hold all its known tokens and, with drafts, one verification step."""
-        drafts = 1 + self.settings.num_spec + self.settings.num_lookahead if self.settings.num_spec else 0
-        return max(0, self.missing_blocks(request.request_id, min(request.num_tokens, self.settings.max_model_len) + drafts))
+        drafts = (
+            1 + self.settings.num_spec + self.settings.num_lookahead
+            if self.settings.num_spec
+            else 0
+        )
+        return max(
+            0,
+            self.missing_blocks(
+                request.request_id, min(request.num_tokens, self.settings.max_model_len) + drafts
+            ),
+        )
 
     def allocate_slots(
         self,
@@ -81,10 +100,19 @@ class KVManager:
 
         if wanted > 0 or admission:
             # Hits that nobody holds come out of the free blocks too.
-            spare = self.block_pool.get_num_free_blocks() - sum(block.ref_cnt == 0 for block in hits)
+            spare = self.block_pool.get_num_free_blocks() - sum(
+                block.ref_cnt == 0 for block in hits
+            )
             spare -= self.settings.watermark_blocks if has_scheduled_reqs and admission else 0
-            whole = self.missing_blocks(request_id, min(request.num_tokens, max_len)) if full_sequence_must_fit else 0
-            if max(0, whole - len(hits)) > spare or max(0, wanted - len(hits)) > spare - reserved_blocks:
+            whole = (
+                self.missing_blocks(request_id, min(request.num_tokens, max_len))
+                if full_sequence_must_fit
+                else 0
+            )
+            if (
+                max(0, whole - len(hits)) > spare
+                or max(0, wanted - len(hits)) > spare - reserved_blocks
+            ):
                 return None
 
         table = self.tables.setdefault(request_id, [])
@@ -93,7 +121,11 @@ class KVManager:
             table.extend(hits)
             self.num_cached[request_id] = len(hits)
         if num_external_computed_tokens > 0:
-            table.extend(self.block_pool.get_new_blocks(max(0, self.missing_blocks(request_id, local + num_external_computed_tokens))))
+            table.extend(
+                self.block_pool.get_new_blocks(
+                    max(0, self.missing_blocks(request_id, local + num_external_computed_tokens))
+                )
+            )
         added = self.block_pool.get_new_blocks(max(0, self.missing_blocks(request_id, slots)))
         table.extend(added)
         if not delay_cache_blocks:
@@ -104,7 +136,9 @@ class KVManager:
         """Publish the request's whole blocks below position `num_tokens`."""
         cached, full = self.num_cached.get(request.request_id, 0), num_tokens // self.block_size
         if self.enable_caching and full > cached:
-            self.block_pool.cache_full_blocks(request, self.tables[request.request_id], cached, full, self.block_size)
+            self.block_pool.cache_full_blocks(
+                request, self.tables[request.request_id], cached, full, self.block_size
+            )
             self.num_cached[request.request_id] = full
 
     def pop_blocks_for_free(self, request: Request) -> list[KVCacheBlock]:

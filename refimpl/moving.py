@@ -34,6 +34,10 @@ class Moving:
     def put(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
         """Write the rows; changes the layer."""
         if self._paged is not None:
-            scatter(self._paged, slots, rows.view(1, len(slots), self._paged.heads, self._paged.sides, self._paged.dim))
+            scatter(
+                self._paged,
+                slots,
+                rows.view(1, len(slots), self._paged.heads, self._paged.sides, self._paged.dim),
+            )
         else:
             self._view[slots // self._view.shape[2], :, slots % self._view.shape[2]] = rows

@@ -37,7 +37,10 @@ class Options:
         """Raises ValueError for an unknown option or an impossible value."""
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
-        given: dict[str, Any] = {"store": f"memory:{transfer.engine_id}", "chunk_tokens": Share.of(vllm_config).block_size}
+        given: dict[str, Any] = {
+            "store": f"memory:{transfer.engine_id}",
+            "chunk_tokens": Share.of(vllm_config).block_size,
+        }
         given.update(transfer.kv_connector_extra_config)
         unknown = sorted(set(given) - set(cls.__dataclass_fields__))
         if unknown:

@@ -16,7 +16,9 @@ from kvconform.refimpl.engine import Engine
 from kvconform.refimpl.errors import EngineAssertion
 
 
-def land(engine: Engine, output: SchedulerOutput, result: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
+def land(
+    engine: Engine, output: SchedulerOutput, result: ModelRunnerOutput
+) -> dict[int, EngineCoreOutputs]:
     """Apply the result of the oldest step in flight. Returns the clients' outputs by client index.
 
     Order (R204): deferred frees, failed loads, sampled tokens (request_finished), requests that fail, update_connector_output, finished
@@ -25,9 +27,13 @@ def land(engine: Engine, output: SchedulerOutput, result: ModelRunnerOutput) -> 
     if engine.settings.defer_frees and output.total_num_scheduled_tokens:
         engine.landed_steps += 1
         while engine.deferred_frees and engine.deferred_frees[0][0] <= engine.landed_steps:
-            engine.kv_cache_manager.block_pool.free_blocks(reversed(engine.deferred_frees.popleft()[1]))
+            engine.kv_cache_manager.block_pool.free_blocks(
+                reversed(engine.deferred_frees.popleft()[1])
+            )
     reported = result.kv_connector_output
-    failed = transfers.failed_loads(engine, reported, output.num_scheduled_tokens) if reported else set()
+    failed = (
+        transfers.failed_loads(engine, reported, output.num_scheduled_tokens) if reported else set()
+    )
 
     scheduled = engine.in_flight.pop(id(output), (output, engine.requests))[1]
     outputs: dict[int, list[EngineCoreOutput]] = defaultdict(list)
@@ -40,16 +46,28 @@ def land(engine: Engine, output: SchedulerOutput, result: ModelRunnerOutput) -> 
         is_stale = request.num_stale_output_tokens > 0
         if is_stale:
             request.num_stale_output_tokens -= tokens
-        if request_id in failed or request.is_finished() or (is_stale and request.drop_stale_output):
+        if (
+            request_id in failed
+            or request.is_finished()
+            or (is_stale and request.drop_stale_output)
+        ):
             continue
-        sampled = result.sampled_token_ids[result.req_id_to_index[request_id]] if result.sampled_token_ids else []
+        sampled = (
+            result.sampled_token_ids[result.req_id_to_index[request_id]]
+            if result.sampled_token_ids
+            else []
+        )
         if not sampled:
             continue
         rejected = len(output.scheduled_spec_decode_tokens.get(request_id, ())) - (len(sampled) - 1)
         if rejected:
             request.num_computed_tokens -= rejected if request.num_computed_tokens > 0 else 0
-            request.num_output_placeholders -= rejected if request.num_output_placeholders > 0 else 0
-        item = EngineCoreOutput(request_id=request_id, new_token_ids=_append(engine, request, sampled, is_stale))
+            request.num_output_placeholders -= (
+                rejected if request.num_output_placeholders > 0 else 0
+            )
+        item = EngineCoreOutput(
+            request_id=request_id, new_token_ids=_append(engine, request, sampled, is_stale)
+        )
         outputs[request.client_index].append(item)
         if request.is_finished():
             stopped.add(request)
@@ -61,12 +79,21 @@ def land(engine: Engine, output: SchedulerOutput, result: ModelRunnerOutput) -> 
     if failed and not engine.settings.recompute_failed_loads:
         for request in engine.finish_requests(sorted(failed), FINISHED_ERROR):
             reason = request.get_finished_reason()
-            outputs[request.client_index].append(EngineCoreOutput(request_id=request.request_id, new_token_ids=[], finish_reason=reason))
+            outputs[request.client_index].append(
+                EngineCoreOutput(
+                    request_id=request.request_id, new_token_ids=[], finish_reason=reason
+                )
+            )
     if engine.connector is not None:
         if reported:
             transfers.finished(engine, engine.connector, reported)
         stats = engine.connector.get_kv_connector_stats()
-        if stats is not None and not stats.is_empty() and reported and reported.kv_connector_stats is not None:
+        if (
+            stats is not None
+            and not stats.is_empty()
+            and reported
+            and reported.kv_connector_stats is not None
+        ):
             reported.kv_connector_stats.aggregate(stats)
         list(engine.connector.take_events() or ())
     return {client: EngineCoreOutputs(outputs=items) for client, items in outputs.items()}
@@ -82,8 +109,13 @@ def _append(engine: Engine, request: Request, sampled: list[int], is_stale: bool
     if engine.settings.is_async:
         request.num_output_placeholders -= 0 if is_stale else count
         if request.num_output_placeholders < 0:
-            raise EngineAssertion("R161", f"{request.request_id}: more tokens than placeholders ({request.num_output_placeholders})")
-        engine.kv_cache_manager.cache_blocks(request, request.num_computed_tokens - request.num_output_placeholders)
+            raise EngineAssertion(
+                "R161",
+                f"{request.request_id}: more tokens than placeholders ({request.num_output_placeholders})",
+            )
+        engine.kv_cache_manager.cache_blocks(
+            request, request.num_computed_tokens - request.num_output_placeholders
+        )
     return sampled[:count]
 
 
@@ -94,6 +126,9 @@ def _stops(engine: Engine, request: Request, token: int) -> bool:
         request.status = RequestStatus.FINISHED_STOPPED
     elif token in (params.stop_token_ids or ()):
         request.status, request.stop_reason = RequestStatus.FINISHED_STOPPED, token
-    elif request.num_tokens >= engine.settings.max_model_len or request.num_output_tokens >= request.max_tokens:
+    elif (
+        request.num_tokens >= engine.settings.max_model_len
+        or request.num_output_tokens >= request.max_tokens
+    ):
         request.status = RequestStatus.FINISHED_LENGTH_CAPPED
     return request.is_finished()

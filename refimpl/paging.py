@@ -37,7 +37,10 @@ class Share(NamedTuple):
 
 def slots_of(table: Sequence[int], start: int, end: int, block_size: int) -> tuple[int, ...]:
     """Slots of the positions ``[start, end)``. IndexError when the table is too short: such tokens have no KV."""
-    return tuple(table[position // block_size] * block_size + position % block_size for position in range(start, end))
+    return tuple(
+        table[position // block_size] * block_size + position % block_size
+        for position in range(start, end)
+    )
 
 
 def blocks_first(layer: torch.Tensor) -> torch.Tensor:
@@ -54,11 +57,15 @@ def read_slots(layer: torch.Tensor, slots: Sequence[int], share: Share | None = 
     blocks, offsets = _index(layer, here)
     rows = layer[blocks, :, offsets].contiguous()
     if len(here) < len(slots):
-        rows = rows.new_zeros(len(slots), *rows.shape[1:]).index_copy_(0, mine.to(rows.device), rows)
+        rows = rows.new_zeros(len(slots), *rows.shape[1:]).index_copy_(
+            0, mine.to(rows.device), rows
+        )
     return rows.view(torch.uint8).cpu().numpy().tobytes()
 
 
-def write_slots(layer: torch.Tensor, slots: Sequence[int], data: bytes, first: int, share: Share | None = None) -> bool:
+def write_slots(
+    layer: torch.Tensor, slots: Sequence[int], data: bytes, first: int, share: Share | None = None
+) -> bool:
     """Copy the rows ``[first, first + len(slots))`` of a chunk into the layer, those of this rank. False, and nothing changes, when the
     chunk has too few of them."""
     layer = blocks_first(layer)
@@ -67,7 +74,11 @@ def write_slots(layer: torch.Tensor, slots: Sequence[int], data: bytes, first: i
     wanted = data[first * width : (first + len(slots)) * width]
     if len(wanted) != len(slots) * width or len(data) % width:
         return False
-    rows = torch.frombuffer(bytearray(wanted), dtype=torch.uint8).view(layer.dtype).view(len(slots), *row)
+    rows = (
+        torch.frombuffer(bytearray(wanted), dtype=torch.uint8)
+        .view(layer.dtype)
+        .view(len(slots), *row)
+    )
     mine, here = _here(slots, share)
     blocks, offsets = _index(layer, here)
     layer[blocks, :, offsets] = (rows if len(here) == len(slots) else rows[mine]).to(layer.device)

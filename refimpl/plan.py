@@ -24,12 +24,17 @@ class Piece:
         return {slot // block_size for slot in self.slots}
 
 
-def cut(keys: Sequence[str], table: Sequence[int], start: int, end: int, chunk: int, block_size: int) -> tuple[Piece, ...]:
+def cut(
+    keys: Sequence[str], table: Sequence[int], start: int, end: int, chunk: int, block_size: int
+) -> tuple[Piece, ...]:
     """The positions ``[start, end)``, cut at chunk boundaries. ``keys``: of all chunks from position 0; ``table``: block ids from
     position 0."""
     cuts = [max(start, index * chunk) for index in range(start // chunk, -(-end // chunk))] + [end]
     spans = [(low, high) for low, high in pairwise(cuts) if low < high]
-    return tuple(Piece(keys[low // chunk], low % chunk, slots_of(table, low, high, block_size)) for low, high in spans)
+    return tuple(
+        Piece(keys[low // chunk], low % chunk, slots_of(table, low, high, block_size))
+        for low, high in spans
+    )
 
 
 @dataclass(frozen=True)

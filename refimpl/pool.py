@@ -6,7 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from vllm.v1.core.block_pool import BlockHashToBlockMap
-from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock, make_block_hash_with_group_id
+from vllm.v1.core.kv_cache_utils import (
+    FreeKVCacheBlockQueue,
+    KVCacheBlock,
+    make_block_hash_with_group_id,
+)
 from vllm.v1.request import Request
 
 from kvconform.compat.vllm_api import set_block_hash
@@ -35,22 +39,39 @@ class BlockPool:
     blocks, have vLLM's names, and vLLM's types: blocks, free_block_queue, cached_block_hash_to_block, touch, free_blocks, ...
     """
 
-    def __init__(self, num_blocks: int, caching: bool, policies: frozenset[str], block_size: int) -> None:
-        self.enable_caching, self.num_gpu_blocks, self.hash_block_size = caching, num_blocks, block_size
+    def __init__(
+        self, num_blocks: int, caching: bool, policies: frozenset[str], block_size: int
+    ) -> None:
+        self.enable_caching, self.num_gpu_blocks, self.hash_block_size = (
+            caching,
+            num_blocks,
+            block_size,
+        )
         self.blocks = [KVCacheBlock(i) for i in range(num_blocks)]
         self.null_block, self.blocks[0].is_null = self.blocks[0], True
         self.free_block_queue = FreeQueue(self.blocks[1:])
-        self.cached_block_hash_to_block = BlockHashToBlockMap()  # hash with group -> blocks with these bytes, oldest first
-        self.cached_block_hashes_by_block: dict[int, set[bytes]] = {}  # further hashes of a block: there are none here
-        self._all_first, self._permute = "reuse-freed-first" in policies, "permute-blocks" in policies
+        self.cached_block_hash_to_block = (
+            BlockHashToBlockMap()
+        )  # hash with group -> blocks with these bytes, oldest first
+        self.cached_block_hashes_by_block: dict[
+            int, set[bytes]
+        ] = {}  # further hashes of a block: there are none here
+        self._all_first, self._permute = (
+            "reuse-freed-first" in policies,
+            "permute-blocks" in policies,
+        )
 
     def get_num_free_blocks(self) -> int:
         """Blocks that can be handed out, hashed ones included."""
         return self.free_block_queue.num_free_blocks
 
-    def get_cached_block(self, block_hash: bytes, kv_cache_group_ids: Sequence[int] = (0,)) -> list[KVCacheBlock] | None:
+    def get_cached_block(
+        self, block_hash: bytes, kv_cache_group_ids: Sequence[int] = (0,)
+    ) -> list[KVCacheBlock] | None:
         """The oldest cached block with this hash, in a list, or None. State is not changed."""
-        found = self.cached_block_hash_to_block.get_one_block(make_block_hash_with_group_id(block_hash, kv_cache_group_ids[0]))
+        found = self.cached_block_hash_to_block.get_one_block(
+            make_block_hash_with_group_id(block_hash, kv_cache_group_ids[0])
+        )
         return [found] if found else None
 
     def is_cached(self, block: KVCacheBlock) -> bool:
@@ -90,7 +111,13 @@ class BlockPool:
             self.free_block_queue.push_front(block)
 
     def cache_full_blocks(
-        self, request: Request, blocks: list[KVCacheBlock], start: int, end: int, block_size: int, group: int = 0
+        self,
+        request: Request,
+        blocks: list[KVCacheBlock],
+        start: int,
+        end: int,
+        block_size: int,
+        group: int = 0,
     ) -> None:
         """Publish `blocks[start:end]` of `request` under the request's own hashes."""
         for i in range(start, end):

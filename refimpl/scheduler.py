@@ -24,7 +24,11 @@ class ReferenceScheduler(Engine):
 
     def schedule(self) -> SchedulerOutput:
         """Decide the next step: running requests first, then, unless somebody was preempted, waiting ones. C of each advances here."""
-        step = Step(self.settings.token_budget if self.pause_level < 2 else 0, self.settings.input_budget, self._long_prefill())
+        step = Step(
+            self.settings.token_budget if self.pause_level < 2 else 0,
+            self.settings.input_budget,
+            self._long_prefill(),
+        )
         self._schedule_running(step)
         if not step.preempted and not self.preempted_between_steps and self.pause_level < 2:
             admit_waiting(self, step)
@@ -39,15 +43,24 @@ class ReferenceScheduler(Engine):
 
     def _long_prefill(self) -> int:
         """The longest chunk (tokens) that leaves something for the others; 0: no limit, as for a request that is alone."""
-        settings, count = self.settings, len(self.running) + len(self.waiting) + len(self.kv_holding_waiting)
+        settings, count = (
+            self.settings,
+            len(self.running) + len(self.waiting) + len(self.kv_holding_waiting),
+        )
         if not settings.long_prefill or (count <= 1 and "split-prefill" not in settings.policies):
             return 0
-        return max(settings.long_prefill, settings.input_budget // count) if settings.long_prefill_adaptive else settings.long_prefill
+        return (
+            max(settings.long_prefill, settings.input_budget // count)
+            if settings.long_prefill_adaptive
+            else settings.long_prefill
+        )
 
     def _schedule_running(self, step: Step) -> None:
         """Give every running request its next tokens, in order, preempting from the end of the list when memory is short."""
         draft_slots, index = self.settings.draft_slots, 0
-        while index < len(self.running) and step.token_budget > 0 and step.input_budget > draft_slots:
+        while (
+            index < len(self.running) and step.token_budget > 0 and step.input_budget > draft_slots
+        ):
             request = self.running[index]
             index += 1
             new_tokens = self._next_tokens(request, step)
@@ -57,12 +70,19 @@ class ReferenceScheduler(Engine):
             if blocks is None:
                 break
             if step.preempted:
-                index = self.running.index(request) + 1  # with priorities, a victim may have stood before it
+                index = (
+                    self.running.index(request) + 1
+                )  # with priorities, a victim may have stood before it
             step.running.append(request)
             step.has_prefill |= request.is_prefill_chunk
             step.take(request.request_id, blocks, new_tokens, draft_slots)
             if request.spec_token_ids:
-                drafts = new_tokens + request.num_computed_tokens - request.num_tokens - request.num_output_placeholders
+                drafts = (
+                    new_tokens
+                    + request.num_computed_tokens
+                    - request.num_tokens
+                    - request.num_output_placeholders
+                )
                 if drafts > 0:
                     step.drafts[request.request_id] = request.spec_token_ids[:drafts]
                 request.spec_token_ids = []
@@ -70,20 +90,36 @@ class ReferenceScheduler(Engine):
     def _next_tokens(self, request: Request, step: Step) -> int:
         """How many tokens a running request may have now; 0 or less if none."""
         computed, placeholders = request.num_computed_tokens, request.num_output_placeholders
-        if placeholders and computed + 2 - placeholders >= request.num_prompt_tokens + request.max_tokens:
+        if (
+            placeholders
+            and computed + 2 - placeholders >= request.num_prompt_tokens + request.max_tokens
+        ):
             return 0  # what is in flight reaches max_tokens even if every draft is rejected
         tokens = request.num_tokens_with_spec + placeholders - computed
         if 0 < step.long_prefill < tokens:
             tokens = step.long_prefill
-        return min(tokens, step.token_budget, step.input_budget - self.settings.draft_slots, self.settings.max_model_len - computed - 1)
+        return min(
+            tokens,
+            step.token_budget,
+            step.input_budget - self.settings.draft_slots,
+            self.settings.max_model_len - computed - 1,
+        )
 
     def _allocate(self, request: Request, new_tokens: int, step: Step) -> KVCacheBlocks | None:
         """Slots for a running request, preempting others until there is room. None: it cannot run in this step, nor can those behind it."""
         lookahead = self.settings.num_lookahead
-        while (blocks := self.kv_cache_manager.allocate_slots(request, new_tokens, num_lookahead_tokens=lookahead)) is None:
+        while (
+            blocks := self.kv_cache_manager.allocate_slots(
+                request, new_tokens, num_lookahead_tokens=lookahead
+            )
+        ) is None:
             if self.connector is not None and self.connector.has_pending_block_frees():
                 return None
-            victim = max(self.running, key=lambda r: (r.priority, r.arrival_time)) if self.settings.priority else self.running[-1]
+            victim = (
+                max(self.running, key=lambda r: (r.priority, r.arrival_time))
+                if self.settings.priority
+                else self.running[-1]
+            )
             if not self.frees_at_once(victim):
                 return None  # its blocks would come back too late: let its step land first (R160)
             self.running.remove(victim)
@@ -107,7 +143,9 @@ class ReferenceScheduler(Engine):
             request.num_computed_tokens += tokens
             request.num_in_flight_tokens += tokens
             request.last_sched_seq = self.scheduled_steps
-            request.is_prefill_chunk = request.num_computed_tokens < request.num_tokens + request.num_output_placeholders
+            request.is_prefill_chunk = (
+                request.num_computed_tokens < request.num_tokens + request.num_output_placeholders
+            )
             if request.is_prefill_chunk:
                 continue
             self.inflight_prefills.discard(request)
@@ -118,13 +156,17 @@ class ReferenceScheduler(Engine):
         self.finished_req_ids = set()
         self.preempted_req_ids = set()
 
-    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
         """Land a step: the tokens that it sampled, the drafts that it rejected, the transfers that finished or failed."""
         return land(self, scheduler_output, model_runner_output)
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Drafts for the next step (synchronous scheduling); ignored for requests that are gone or in the middle of their prompt."""
-        for request_id, drafts in zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True):
+        for request_id, drafts in zip(
+            draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True
+        ):
             request = self.requests.get(request_id)
             if request is not None and not request.is_finished():
                 request.spec_token_ids = [] if request.is_prefill_chunk else drafts

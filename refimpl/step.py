@@ -25,12 +25,16 @@ class Step:
     resumed: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     tokens: dict[str, int] = field(default_factory=dict)
-    blocks: dict[str, KVCacheBlocks] = field(default_factory=dict)  # new at the end of the table; the whole table for new and resumed
+    blocks: dict[str, KVCacheBlocks] = field(
+        default_factory=dict
+    )  # new at the end of the table; the whole table for new and resumed
     drafts: dict[str, list[int]] = field(default_factory=dict)
     has_prefill: bool = False
     has_sync_loads: bool = False
 
-    def take(self, request_id: str, blocks: KVCacheBlocks, new_tokens: int, draft_slots: int) -> None:
+    def take(
+        self, request_id: str, blocks: KVCacheBlocks, new_tokens: int, draft_slots: int
+    ) -> None:
         """Book tokens and blocks."""
         self.tokens[request_id], self.blocks[request_id] = new_tokens, blocks
         self.token_budget -= new_tokens
@@ -58,15 +62,29 @@ def build_output(engine: Engine, step: Step) -> SchedulerOutput:
     cached = step.running if v2 else step.running + step.resumed
     added = [step.blocks[request.request_id] for request in cached]
     output = make_scheduler_output(
-        scheduled_new_reqs=[new_request_data(r, step.blocks[r.request_id].get_block_ids(), r._all_token_ids if v2 else None) for r in new],
+        scheduled_new_reqs=[
+            new_request_data(
+                r, step.blocks[r.request_id].get_block_ids(), r._all_token_ids if v2 else None
+            )
+            for r in new
+        ],
         scheduled_cached_reqs=CachedRequestData(
             req_ids=[request.request_id for request in cached],
             resumed_req_ids=set() if v2 else {request.request_id for request in step.resumed},
             new_token_ids=[],
-            all_token_ids={} if v2 else {r.request_id: r.all_token_ids.copy() for r in cached if r.request_id not in before},
-            new_block_ids=[None if blocks is manager.empty_kv_cache_blocks else blocks.get_block_ids() for blocks in added],
+            all_token_ids={}
+            if v2
+            else {
+                r.request_id: r.all_token_ids.copy() for r in cached if r.request_id not in before
+            },
+            new_block_ids=[
+                None if blocks is manager.empty_kv_cache_blocks else blocks.get_block_ids()
+                for blocks in added
+            ],
             num_computed_tokens=[request.num_computed_tokens for request in cached],
-            num_output_tokens=[request.num_output_tokens + request.num_output_placeholders for request in cached],
+            num_output_tokens=[
+                request.num_output_tokens + request.num_output_placeholders for request in cached
+            ],
         ),
         num_scheduled_tokens=step.tokens,
         total_num_scheduled_tokens=sum(step.tokens.values()),

@@ -76,7 +76,9 @@ class MemoryStore:
 
     def drop(self, key: str) -> None:
         self._shelf.committed.pop(key, None)
-        self._shelf.data = {where: data for where, data in self._shelf.data.items() if where[0] != key}
+        self._shelf.data = {
+            where: data for where, data in self._shelf.data.items() if where[0] != key
+        }
 
     def keys(self) -> Iterator[str]:
         return iter(sorted(filter(self.has, self._shelf.committed)))
@@ -94,7 +96,11 @@ class DirectoryStore:
     shard."""
 
     def __init__(self, root: Path, rank: int = 0, world: int = 1) -> None:
-        self._root, self._rank, self._ranks = str(root), rank, range(world)  # text: every hook asks for something here
+        self._root, self._rank, self._ranks = (
+            str(root),
+            rank,
+            range(world),
+        )  # text: every hook asks for something here
         self._epoch = f"{root}/epoch"
 
     def epoch(self) -> int:
@@ -119,7 +125,11 @@ class DirectoryStore:
 
     def get(self, key: str, layer: str) -> bytes | None:
         try:
-            return Path(self._chunk(self.epoch(), key), self._file(layer)).read_bytes() if self.has(key) else None
+            return (
+                Path(self._chunk(self.epoch(), key), self._file(layer)).read_bytes()
+                if self.has(key)
+                else None
+            )
         except FileNotFoundError:
             return None
 
@@ -130,7 +140,13 @@ class DirectoryStore:
         shutil.rmtree(chunk, ignore_errors=True)
 
     def keys(self) -> Iterator[str]:
-        return iter(sorted(path.name for path in Path(self._root, str(self.epoch())).glob("*") if self.has(path.name)))
+        return iter(
+            sorted(
+                path.name
+                for path in Path(self._root, str(self.epoch())).glob("*")
+                if self.has(path.name)
+            )
+        )
 
     def _chunk(self, epoch: int, key: str) -> str:
         return f"{self._root}/{epoch}/{key}"
@@ -161,4 +177,8 @@ class DirectoryStore:
 def open_store(where: str, rank: int = 0, world: int = 1) -> Store:
     """``memory:NAME`` or a directory; ``rank`` of ``world`` workers that each keep a shard of every chunk."""
     scheme, _, name = where.partition(":")
-    return MemoryStore(name, rank, world) if scheme == "memory" else DirectoryStore(Path(where), rank, world)
+    return (
+        MemoryStore(name, rank, world)
+        if scheme == "memory"
+        else DirectoryStore(Path(where), rank, world)
+    )

@@ -67,8 +67,14 @@ class StreamedConnector(ReferenceConnector):
         self._fence()
         if isinstance(kv_connector_metadata, ReferenceMetadata):
             for storing in self._stores:
-                if storing.save is not None and storing.save.req in kv_connector_metadata.dropped and not storing.save.final:
-                    storing.save = None  # KV of a request that lost its blocks half-way is worth nothing
+                if (
+                    storing.save is not None
+                    and storing.save.req in kv_connector_metadata.dropped
+                    and not storing.save.final
+                ):
+                    storing.save = (
+                        None  # KV of a request that lost its blocks half-way is worth nothing
+                    )
 
     def _fence(self) -> None:
         torch.cuda.current_stream().wait_stream(self._store_stream)
@@ -100,13 +106,21 @@ class StreamedConnector(ReferenceConnector):
     def _fill(self, transfer: Transfer, piece: Piece, name: str) -> None:
         dtype, row = self._layers[name].dtype, self._moving[name].row
         data, width = self._store.get(piece.key, name), math.prod(row) * dtype.itemsize
-        wanted = b"" if data is None else data[piece.first * width : (piece.first + len(piece.slots)) * width]
+        wanted = (
+            b""
+            if data is None
+            else data[piece.first * width : (piece.first + len(piece.slots)) * width]
+        )
         if len(wanted) < len(piece.slots) * width:
             self._store.drop(piece.key)
             self._invalid |= piece.blocks(self._block_size)
             self._bad |= piece.blocks(self._block_size)
             return
-        host = torch.frombuffer(bytearray(wanted), dtype=torch.uint8).view(dtype).view(len(piece.slots), *row)
+        host = (
+            torch.frombuffer(bytearray(wanted), dtype=torch.uint8)
+            .view(dtype)
+            .view(len(piece.slots), *row)
+        )
         self._copy_in(transfer, piece, name, host.pin_memory())
 
     def _copy_in(self, transfer: Transfer, piece: Piece, name: str, host: Tensor) -> None:
@@ -119,14 +133,18 @@ class StreamedConnector(ReferenceConnector):
 
     def _slots(self, transfer: Transfer, piece: Piece, device: torch.device) -> Tensor:
         """A piece's slots on the device: as tokens of its memory, whose blocks are those of the scheduler or a whole part of them."""
-        index = transfer.hosts[piece.key, f"slots {len(transfer.hosts)}"] = torch.tensor(piece.slots).pin_memory()
+        index = transfer.hosts[piece.key, f"slots {len(transfer.hosts)}"] = torch.tensor(
+            piece.slots
+        ).pin_memory()
         return index.to(device, non_blocking=True)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         for arrived in self._arrivals.pop(layer_name, ()):
             torch.cuda.current_stream().wait_event(arrived)
 
-    def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
         metadata = self._metadata()
         if self.options.layerwise and metadata.saves:
             self._hooked.add(layer_name)
@@ -135,11 +153,18 @@ class StreamedConnector(ReferenceConnector):
     def wait_for_save(self) -> None:
         metadata = self._metadata()
         if metadata is not self._saved:
-            self._copy_out(metadata.epoch, metadata.saves, [name for name in self._layers if name not in self._hooked], last=True)
+            self._copy_out(
+                metadata.epoch,
+                metadata.saves,
+                [name for name in self._layers if name not in self._hooked],
+                last=True,
+            )
         self._hooked.clear()
         self._saved = metadata
 
-    def _copy_out(self, epoch: int, saves: Sequence[Save], layers: Sequence[str], *, last: bool = False) -> None:
+    def _copy_out(
+        self, epoch: int, saves: Sequence[Save], layers: Sequence[str], *, last: bool = False
+    ) -> None:
         """Queue the copies of some layers behind what the compute stream has been given so far. ``last``: the chunks are complete then."""
         self._wait_for_compute()
         for save in saves:
@@ -156,7 +181,9 @@ class StreamedConnector(ReferenceConnector):
         self._store_stream.wait_stream(torch.cuda.current_stream())
 
     def _download(self, storing: Storing, piece: Piece, name: str, rows: Tensor) -> None:
-        host = storing.hosts[piece.key, name] = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+        host = storing.hosts[piece.key, name] = torch.empty(
+            rows.shape, dtype=rows.dtype, pin_memory=True
+        )
         host.copy_(rows, non_blocking=True)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -175,7 +202,9 @@ class StreamedConnector(ReferenceConnector):
         """In the order of the copies: the layers that hooks copied come before the rest, which completes the chunk."""
         for (key, name), host in storing.hosts.items():
             if name in self._layers:
-                self._store.put(storing.epoch, key, name, host.contiguous().view(torch.uint8).numpy().tobytes())
+                self._store.put(
+                    storing.epoch, key, name, host.contiguous().view(torch.uint8).numpy().tobytes()
+                )
         if storing.save is None:
             return
         for piece in storing.save.pieces if self._is_sound(storing.save) else ():

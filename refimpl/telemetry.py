@@ -12,8 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Counter
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorHandshakeMetadata, KVConnectorRole
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorRole,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from kvconform.refimpl.paging import Share
@@ -35,7 +42,12 @@ class ReferenceStats(KVConnectorStats):
         self.data.clear()
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        return ReferenceStats({name: self.data.get(name, 0) + other.data.get(name, 0) for name in {**self.data, **other.data}})
+        return ReferenceStats(
+            {
+                name: self.data.get(name, 0) + other.data.get(name, 0)
+                for name in {**self.data, **other.data}
+            }
+        )
 
     def reduce(self) -> dict[str, int | float]:
         return dict(self.data)
@@ -50,7 +62,9 @@ class ReferenceMetrics(KVConnectorPromMetrics):
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for name, count in transfer_stats_data.items():
             if name not in self._counters:
-                self._counters[name] = self._counter_cls(f"kvconform_{name}", f"{name} so far", self._labelnames)
+                self._counters[name] = self._counter_cls(
+                    f"kvconform_{name}", f"{name} so far", self._labelnames
+                )
             self._counters[name].labels(*self.per_engine_labelvalues[engine_idx]).inc(count)
 
     def __init__(self, *args: Any) -> None:
@@ -76,12 +90,21 @@ class _Chunk:
 
     def stored(self) -> BlockStored:
         """The event; older releases know an adapter by its number only."""
-        name = {"lora_name": self.lora and self.lora.lora_name} if "lora_name" in BlockStored.__struct_fields__ else {}
+        name = (
+            {"lora_name": self.lora and self.lora.lora_name}
+            if "lora_name" in BlockStored.__struct_fields__
+            else {}
+        )
         number = self.lora and self.lora.lora_int_id
         return BlockStored(
-            block_hashes=self.hashes, parent_block_hash=self.parent, token_ids=self.tokens, block_size=len(self.tokens), lora_id=number,
-            medium=MEDIUM, **name,
-        )  # fmt: skip
+            block_hashes=self.hashes,
+            parent_block_hash=self.parent,
+            token_ids=self.tokens,
+            block_size=len(self.tokens),
+            lora_id=number,
+            medium=MEDIUM,
+            **name,
+        )
 
 
 class Telemetry(KVConnectorBase_V1):
@@ -110,9 +133,15 @@ class Telemetry(KVConnectorBase_V1):
                 start = numbers[piece.key] * chunk
                 if len(request.block_hashes) * size < start + chunk:
                     break  # the engine hashes blocks only where somebody wants hashes
-                ends = [maybe_convert_block_hash(request.block_hashes[at // size - 1]) for at in (start, start + chunk) if at]
+                ends = [
+                    maybe_convert_block_hash(request.block_hashes[at // size - 1])
+                    for at in (start, start + chunk)
+                    if at
+                ]
                 tokens = list(request.all_token_ids[start : start + chunk])
-                self._planned[piece.key] = _Chunk(ends[-1:], ends[0] if start else None, tokens, request.lora_request)
+                self._planned[piece.key] = _Chunk(
+                    ends[-1:], ends[0] if start else None, tokens, request.lora_request
+                )
         return bool(pieces)
 
     def _notice_reset(self) -> None:
@@ -127,7 +156,9 @@ class Telemetry(KVConnectorBase_V1):
         """Scheduler half: a lookup found the first of these chunks gone; those that were announced are taken back if gone, too."""
         for key in keys:
             if key in self._announced and not self._store.has(key):
-                self._events.append(BlockRemoved(block_hashes=self._announced.pop(key).hashes, medium=MEDIUM))
+                self._events.append(
+                    BlockRemoved(block_hashes=self._announced.pop(key).hashes, medium=MEDIUM)
+                )
                 self._count("chunks_removed")
 
     def take_events(self) -> Iterable[KVCacheEvent]:
@@ -149,23 +180,34 @@ class Telemetry(KVConnectorBase_V1):
         return ReferenceStats(counts) if counts else None
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> KVConnectorStats | None:
         return ReferenceStats(dict(data or {}))
 
     @classmethod
-    def build_prom_metrics(cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any) -> Any:
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+    ) -> Any:
         return ReferenceMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
-        for name, moves in (("chunks_read", connector_metadata.loads), ("chunks_written", connector_metadata.saves)):
+        for name, moves in (
+            ("chunks_read", connector_metadata.loads),
+            ("chunks_written", connector_metadata.saves),
+        ):
             pieces = sum(len(move.pieces) for move in moves)
             if pieces:
                 self._count(name, pieces)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return ReferenceHandshake(self.options.store) if self.role == KVConnectorRole.WORKER else None
+        return (
+            ReferenceHandshake(self.options.store) if self.role == KVConnectorRole.WORKER else None
+        )
 
-    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]) -> None:
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
         """After the start, and again after a sleep; empty where the workers have nothing to say."""
         self._peers = dict(metadata)

@@ -32,7 +32,9 @@ class Tracked:
     tables: list[list[int]] = field(default_factory=list)
 
 
-def scheduled(output: SchedulerOutput) -> Iterator[tuple[str, int, Sequence[Sequence[int]] | None, bool]]:
+def scheduled(
+    output: SchedulerOutput,
+) -> Iterator[tuple[str, int, Sequence[Sequence[int]] | None, bool]]:
     """(request, C, block ids, whether they replace its table) of all requests of a step.
 
     A *new* entry may be a request that resumes (model runner V2); a cached one may come without blocks in the very step that
@@ -41,7 +43,9 @@ def scheduled(output: SchedulerOutput) -> Iterator[tuple[str, int, Sequence[Sequ
     for new in output.scheduled_new_reqs:
         yield new.req_id, new.num_computed_tokens, new.block_ids, True
     cached = output.scheduled_cached_reqs
-    for req_id, computed, blocks in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True):
+    for req_id, computed, blocks in zip(
+        cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
+    ):
         yield req_id, computed, blocks, req_id in cached.resumed_req_ids
 
 

@@ -36,7 +36,9 @@ RESTART = [*ROUND_TRIP[:2], {"restart": "process"}, ROUND_TRIP[3], {"run": {}}]
 """The same over a restart in a new process."""
 
 
-def output(*, new: Any = (), cached: Any = (), finished: Any = (), drafts: dict[str, int] | None = None) -> SimpleNamespace:
+def output(
+    *, new: Any = (), cached: Any = (), finished: Any = (), drafts: dict[str, int] | None = None
+) -> SimpleNamespace:
     """What the worker reads of a SchedulerOutput.
 
     `new`: (req, tokens, table, computed, count[, prefill tokens]). `cached`: dicts with req, blocks, computed, count, outputs[, tokens if
@@ -54,7 +56,10 @@ def output(*, new: Any = (), cached: Any = (), finished: Any = (), drafts: dict[
     return SimpleNamespace(
         scheduled_new_reqs=[
             SimpleNamespace(
-                req_id=req, prompt_token_ids=tokens, block_ids=(table,), num_computed_tokens=computed,
+                req_id=req,
+                prompt_token_ids=tokens,
+                block_ids=(table,),
+                num_computed_tokens=computed,
                 prefill_token_ids=more[0] if more else None,
             )
             for req, tokens, table, computed, _, *more in new
@@ -64,7 +69,7 @@ def output(*, new: Any = (), cached: Any = (), finished: Any = (), drafts: dict[
         num_scheduled_tokens=counts,
         total_num_scheduled_tokens=sum(counts.values()),
         scheduled_spec_decode_tokens={req: [-1] * count for req, count in (drafts or {}).items()},
-    )  # fmt: skip
+    )
 
 
 @dataclass
@@ -83,15 +88,32 @@ class Machine:
         self.cache = PagedCache(self.book, self.blocks, BLOCK)
         self.oracle = Oracle(self.cache, self.registry, self.trace, lambda: self.tables)
         self.batch = Batch(BLOCK, self.lookup)
-        self.worker = Worker(self.cache, self.registry, self.trace, self.oracle, self.batch, lambda ids, plain: None)
+        self.worker = Worker(
+            self.cache, self.registry, self.trace, self.oracle, self.batch, lambda ids, plain: None
+        )
 
     def lookup(self, req: str) -> tuple[int, Identity, Script]:
-        return self.generations.get(req, 0), self.identities.get(req, Identity()), self.scripts.setdefault(req, Script())
+        return (
+            self.generations.get(req, 0),
+            self.identities.get(req, Identity()),
+            self.scripts.setdefault(req, Script()),
+        )
 
-    def grant(self, req: str, table: list[int], start: int, end: int, *, is_async: bool = False) -> Grant:
+    def grant(
+        self, req: str, table: list[int], start: int, end: int, *, is_async: bool = False
+    ) -> Grant:
         """Open a grant as the observer does."""
         transfer = f"{req}#{self.generations.get(req, 0)}.{len(self.oracle.grants) + 1}"
-        made = Grant(transfer, req, self.generations.get(req, 0), start, end, is_async, [table], self.cache.groups)
+        made = Grant(
+            transfer,
+            req,
+            self.generations.get(req, 0),
+            start,
+            end,
+            is_async,
+            [table],
+            self.cache.groups,
+        )
         self.oracle.grants.append(made)
         self.tables[req] = table
         return made
@@ -101,7 +123,9 @@ class Machine:
         for layer in layers:
             here = self.cache.tensors[layer][slot // BLOCK, :, slot % BLOCK]
             if value is None:
-                here[:, [12, 13, 14, 15, 28, 29, 30, 31]] = (here[:, [12, 13, 14, 15, 28, 29, 30, 31]] + 1) % 16
+                here[:, [12, 13, 14, 15, 28, 29, 30, 31]] = (
+                    here[:, [12, 13, 14, 15, 28, 29, 30, 31]] + 1
+                ) % 16
             else:
                 here[:] = value
 
@@ -119,9 +143,14 @@ class Machine:
         self.cache.tensors[layer][slot // BLOCK, :, slot % BLOCK] = torch.from_numpy(row).float()
 
     def step(
-        self, made: SimpleNamespace, *, fresh: Any = (), before: Callable[[], None] | None = None,
-        attention: Callable[[int], None] | None = None, after: Callable[[], None] | None = None,
-    ) -> dict[str, list[int]]:  # fmt: skip
+        self,
+        made: SimpleNamespace,
+        *,
+        fresh: Any = (),
+        before: Callable[[], None] | None = None,
+        attention: Callable[[int], None] | None = None,
+        after: Callable[[], None] | None = None,
+    ) -> dict[str, list[int]]:
         """One step with a forward pass; `before`, `attention(layer)` and `after` are the connector's doing. Returns sampled tokens."""
         worker = self.worker
         self.trace.step += 1
@@ -153,22 +182,45 @@ class Machine:
 
 def select(trace: list[Event], kind: str, **where: Any) -> list[Event]:
     """Events of a kind with these field values."""
-    return [e for e in trace if e["k"] == kind and all(e[name] == value for name, value in where.items())]
+    return [
+        e
+        for e in trace
+        if e["k"] == kind and all(e[name] == value for name, value in where.items())
+    ]
 
 
 def make_case(steps: list[dict[str, Any]], **more: Any) -> Case:
     """A case of these steps; `more` are its other keys."""
-    return Case.model_validate({"id": "test.case", "area": "test", "text": "A test.", **more, "steps": steps}, strict=False)
+    return Case.model_validate(
+        {"id": "test.case", "area": "test", "text": "A test.", **more, "steps": steps}, strict=False
+    )
 
 
 def run_case(
-    connector: str | None, steps: list[dict[str, Any]], tmp: Path, *, engine: str = "reference", scheduling: str = "sync",
-    runner: str = "v1", depth: int = 2, relation: str = "connector", extra: dict[str, Any] | None = None, seed: int = 0,
-    may_fork: bool = False, **more: Any,
-) -> Run:  # fmt: skip
+    connector: str | None,
+    steps: list[dict[str, Any]],
+    tmp: Path,
+    *,
+    engine: str = "reference",
+    scheduling: str = "sync",
+    runner: str = "v1",
+    depth: int = 2,
+    relation: str = "connector",
+    extra: dict[str, Any] | None = None,
+    seed: int = 0,
+    may_fork: bool = False,
+    **more: Any,
+) -> Run:
     """Run a case with a connector (`module:Class`, or None)."""
     case = make_case(steps, **more)
-    variant = Variant(case, engine, scheduling, runner, depth if scheduling == "async" else 1, case.config.block_size)
+    variant = Variant(
+        case,
+        engine,
+        scheduling,
+        runner,
+        depth if scheduling == "async" else 1,
+        case.config.block_size,
+    )
     target = Target(connector, {"store": "{tmp}"} if extra is None else extra, stall_seconds=0.1)
     return run_variant(variant, target, seed=seed, tmp=tmp, relation=relation, may_fork=may_fork)
 

@@ -20,7 +20,9 @@ class Polls(ReferenceConnector):
         super().__init__(*args, **kwargs)
         if Polls.asked is None:
             Polls.asked = queue.Queue()
-            threading.Thread(target=_answers, args=(Polls.asked,), name="polls", daemon=True).start()
+            threading.Thread(
+                target=_answers, args=(Polls.asked,), name="polls", daemon=True
+            ).start()
         answered = threading.Event()
         Polls.asked.put(answered)
         if not answered.wait(5):

@@ -21,7 +21,16 @@ from kvconform.process import watchdog
 from kvconform.report.html.story import story_of
 
 
-def judge(variant: Any, target: Settings, spec: Spec, *, tmp: Path, requirements: list[str], strict: bool, **_: Any) -> SimpleNamespace:
+def judge(
+    variant: Any,
+    target: Settings,
+    spec: Spec,
+    *,
+    tmp: Path,
+    requirements: list[str],
+    strict: bool,
+    **_: Any,
+) -> SimpleNamespace:
     """What a connector with this configuration would have come to."""
     orders: dict[str, Any] = target.extra_config
     case = variant.case.id
@@ -36,15 +45,31 @@ def judge(variant: Any, target: Settings, spec: Spec, *, tmp: Path, requirements
             while True:
                 with contextlib.suppress(watchdog.HookTimeout):
                     time.sleep(60)
-    rows = rows_for([spec.requirements[name] for name in requirements], variant, Verdict.PASS, "", strict=strict)
+    rows = rows_for(
+        [spec.requirements[name] for name in requirements], variant, Verdict.PASS, "", strict=strict
+    )
     timelines = {}
     for row in rows:
         row.exercised, row.message = 1, None
         if case in orders.get("fail", {}).get(row.requirement, []):
             row.verdict, row.count, row.step, row.req, row.event = Verdict.FAIL, 1, 2, "a", 5
-            row.message, row.evidence = f"wrong bytes in {tmp}/store by <object at 0x7f00deadbeef>", "v1/core.py: Scheduler.schedule"
-            timelines[row.requirement] = [{"k": "engine.stall", "seq": 5, "step": 2, "steps": 60, "waiting_on": ["a"], "seconds": 0}]
-    trace: list[dict[str, Any]] = [{"k": "engine.lifecycle", "seq": 0, "step": 0, "op": "start", "pid": 0, "error": None}]
+            row.message, row.evidence = (
+                f"wrong bytes in {tmp}/store by <object at 0x7f00deadbeef>",
+                "v1/core.py: Scheduler.schedule",
+            )
+            timelines[row.requirement] = [
+                {
+                    "k": "engine.stall",
+                    "seq": 5,
+                    "step": 2,
+                    "steps": 60,
+                    "waiting_on": ["a"],
+                    "seconds": 0,
+                }
+            ]
+    trace: list[dict[str, Any]] = [
+        {"k": "engine.lifecycle", "seq": 0, "step": 0, "op": "start", "pid": 0, "error": None}
+    ]
     return SimpleNamespace(
         rows=[row.to_dict() for row in rows],
         unmet=["preempted: a"] if case in orders.get("unmet", []) else [],

@@ -33,8 +33,12 @@ def batch(number: int) -> tuple[int, int]:
 
     @seed(number)
     @settings(
-        max_examples=BATCH, database=None, deadline=None, phases=[Phase.generate, Phase.shrink], suppress_health_check=list(HealthCheck)
-    )  # fmt: skip
+        max_examples=BATCH,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+    )
     @given(workloads())
     def same(workload: tuple[Any, list[Any]]) -> None:
         nonlocal steps, entries
@@ -50,7 +54,12 @@ def batch(number: int) -> tuple[int, int]:
 def main(arguments: list[str] | None = None) -> int:
     """0 if nothing differed, 1 if something did."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=1_000_000, help="of the reference scheduler, with those of earlier runs")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=1_000_000,
+        help="of the reference scheduler, with those of earlier runs",
+    )
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--state", type=Path, help="file that keeps the place")
     given_ = parser.parse_args(arguments)
@@ -65,10 +74,17 @@ def main(arguments: list[str] | None = None) -> int:
         except AssertionError:
             traceback.print_exc()
             return 1
-        found = {"batches": found["batches"] + 1, "steps": found["steps"] + steps, "entries": found["entries"] + entries}
+        found = {
+            "batches": found["batches"] + 1,
+            "steps": found["steps"] + steps,
+            "entries": found["entries"] + entries,
+        }
         if given_.state is not None:
             given_.state.write_text(json.dumps(found))
-        print(f"{found['steps']} steps, {found['entries']} entries, {found['batches'] * BATCH} workloads: equal", flush=True)
+        print(
+            f"{found['steps']} steps, {found['entries']} entries, {found['batches'] * BATCH} workloads: equal",
+            flush=True,
+        )
     return 0
 
 

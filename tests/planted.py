@@ -32,7 +32,9 @@ class OneByte(ReferenceConnector):
 
     def _save_layer(self, epoch: int, save: Any, layer: str, kv_layer: Any) -> None:
         for piece in save.pieces:
-            data = np.frombuffer(read_slots(kv_layer, piece.slots, self._share), dtype=np.float32).copy()
+            data = np.frombuffer(
+                read_slots(kv_layer, piece.slots, self._share), dtype=np.float32
+            ).copy()
             rows = data.reshape(len(piece.slots), 2, -1)
             rows[0, 1, 3] = (rows[0, 1, 3] + 1) % 16
             self._store.put(epoch, piece.key, layer, data.tobytes())

@@ -11,7 +11,9 @@ from kvconform.refimpl.connector import ReferenceConnector
 class ReportsSendToo(ReferenceConnector):
     held: ClassVar[set[str]] = set()  # of both halves
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         holds, params = super().request_finished(request, block_ids)
         if request.request_id in self._loading:
             self.held.add(request.request_id)

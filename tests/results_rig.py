@@ -11,10 +11,25 @@ from kvconform.dev.results.__main__ import ROOT
 
 HERE = Path(__file__).parents[1] / ROOT
 HEADER = {
-    "type": "header", "suite": "0.1", "vllm": "0.32.0", "connector": "x", "engines": ["vllm"], "scheduling": ["sync"], "seed": 0,
-    "profile": "core", "capabilities": {}, "adapters": ["a stand-in"],
-}  # fmt: skip
-ROW = {"type": "row", "case": "chunked.abort", "scheduling": "sync", "runner": "v1", "depth": 1, "block_size": 4}
+    "type": "header",
+    "suite": "0.1",
+    "vllm": "0.32.0",
+    "connector": "x",
+    "engines": ["vllm"],
+    "scheduling": ["sync"],
+    "seed": 0,
+    "profile": "core",
+    "capabilities": {},
+    "adapters": ["a stand-in"],
+}
+ROW = {
+    "type": "row",
+    "case": "chunked.abort",
+    "scheduling": "sync",
+    "runner": "v1",
+    "depth": 1,
+    "block_size": 4,
+}
 FOOTER = {"type": "footer", "counts": {}, "verdict": "nonconformant"}
 
 
@@ -26,7 +41,13 @@ def report(folder: Path, rows: list[dict[str, Any]], *, end: bool = True) -> Pat
 
 
 ROWS = [
-    {"requirement": "save.confirmed", "engine": "vllm", "verdict": "FAIL", "exercised": 3, "count": 1},
+    {
+        "requirement": "save.confirmed",
+        "engine": "vllm",
+        "verdict": "FAIL",
+        "exercised": 3,
+        "count": 1,
+    },
     {"requirement": "save.confirmed", "engine": "reference", "verdict": "PASS", "exercised": 2},
     {"requirement": "load.only-grant", "engine": "vllm", "verdict": "PASS", "exercised": 5},
     {"requirement": "lookup.identity", "engine": "vllm", "verdict": "NOT_EXERCISED"},

@@ -11,7 +11,11 @@ from functools import cache
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    SupportsHMA,
+)
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -58,9 +62,13 @@ class Ask:
     max_tokens: int = 8
     accepted: tuple[int, ...] = ()  # drafts accepted in successive verifications; then none
     stop_at: int | None = None  # output index at which the stop token is sampled
-    answers: tuple[Any, ...] = ()  # of successive lookups: None, (tokens in the store, asynchronous), or ("raw", answer); the last repeats
+    answers: tuple[
+        Any, ...
+    ] = ()  # of successive lookups: None, (tokens in the store, asynchronous), or ("raw", answer); the last repeats
     load_steps: int = 1  # steps that an asynchronous load takes
-    failures: tuple[Any, ...] = ()  # of successive loads: None, "request", or the positions (in blocks from the first loaded) that fail
+    failures: tuple[
+        Any, ...
+    ] = ()  # of successive loads: None, "request", or the positions (in blocks from the first loaded) that fail
     send_steps: int = 0  # > 0: request_finished takes the blocks over for so many steps
     skip_reading: bool = False
     priority: int = 0
@@ -123,7 +131,9 @@ class ScriptedConnector(KVConnectorBase_V1):
             result = answer[1]
         else:
             stored, is_async = answer
-            tokens = max(0, min(stored, request.num_tokens - (0 if is_async else 1)) - num_computed_tokens)
+            tokens = max(
+                0, min(stored, request.num_tokens - (0 if is_async else 1)) - num_computed_tokens
+            )
             result = (tokens, is_async and tokens > 0)
         self.last_local[request.request_id] = num_computed_tokens
         self.note("match", request, local=num_computed_tokens, result=repr(result))
@@ -133,40 +143,75 @@ class ScriptedConnector(KVConnectorBase_V1):
         self.note("loaded_groups", request)
         return super().get_loaded_kv_cache_group_ids(request)
 
-    def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Request, blocks: Any, num_external_tokens: int
+    ) -> None:
         table = blocks.get_block_ids()[0]
         self.note("alloc", request, table=table, external=num_external_tokens)
         if num_external_tokens > 0:
-            ask, first = self.asks[request.request_id], self.last_local[request.request_id] // self.block_size
+            ask, first = (
+                self.asks[request.request_id],
+                self.last_local[request.request_id] // self.block_size,
+            )
             count = self.load_count[request.request_id]
             self.load_count[request.request_id] += 1
             failure = ask.failures[count] if count < len(ask.failures) else None
-            last = -(-(self.last_local[request.request_id] + num_external_tokens) // self.block_size)
+            last = -(
+                -(self.last_local[request.request_id] + num_external_tokens) // self.block_size
+            )
             is_async = answered_async(ask, self.lookups[request.request_id])
             if is_async:
                 self.loading.add(request.request_id)
-            self.loads.append(Load(request.request_id, table[first:last], ask.load_steps, failure, is_async))
+            self.loads.append(
+                Load(request.request_id, table[first:last], ask.load_steps, failure, is_async)
+            )
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         state = scheduler_output.kv_connector_block_state
-        tables = {req: state.get_block_ids(req) for req in sorted(scheduler_output.num_scheduled_tokens)}
+        tables = {
+            req: state.get_block_ids(req) for req in sorted(scheduler_output.num_scheduled_tokens)
+        }
         requests = ((req, self.requests[req]) for req in tables)
-        states = {req: (r.num_computed_tokens, r.num_output_placeholders, r.num_tokens, r.num_in_flight_tokens) for req, r in requests}
-        self.note("meta", None, output=picture(scheduler_output), tables=tables, states=states, unknown=state.get_block_ids("nobody"))
+        states = {
+            req: (
+                r.num_computed_tokens,
+                r.num_output_placeholders,
+                r.num_tokens,
+                r.num_in_flight_tokens,
+            )
+            for req, r in requests
+        }
+        self.note(
+            "meta",
+            None,
+            output=picture(scheduler_output),
+            tables=tables,
+            states=states,
+            unknown=state.get_block_ids("nobody"),
+        )
         return KVConnectorMetadata()
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self.loading -= connector_output.finished_recving or set()
         self.note(
-            "update", None, received=sorted(connector_output.finished_recving or ()), sent=sorted(connector_output.finished_sending or ())
+            "update",
+            None,
+            received=sorted(connector_output.finished_recving or ()),
+            sent=sorted(connector_output.finished_sending or ()),
         )
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         return self.finish(request, [block_ids])
 
-    def finish(self, request: Request, tables: list[list[int]]) -> tuple[bool, dict[str, Any] | None]:
+    def finish(
+        self, request: Request, tables: list[list[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
         ask = self.asks[request.request_id]
-        takes = ask.send_steps > 0 and request.request_id not in self.loading  # one hold only (R127)
+        takes = (
+            ask.send_steps > 0 and request.request_id not in self.loading
+        )  # one hold only (R127)
         self.note("finished", request, tables=tables, takes=takes)
         if takes:
             self.sends[request.request_id] = ask.send_steps
@@ -189,12 +234,16 @@ class ScriptedConnector(KVConnectorBase_V1):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None: ...
     def wait_for_layer_load(self, layer_name: str) -> None: ...
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None: ...
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None: ...
     def wait_for_save(self) -> None: ...
 
 
 class ScriptedHMAConnector(ScriptedConnector, SupportsHMA):
-    def request_finished_all_groups(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         return self.finish(request, list(block_ids))
 
 
@@ -226,12 +275,29 @@ def picture(output: Any) -> dict[str, Any]:
     return copy.deepcopy(
         {
             "new": [
-                (r.req_id, r.prompt_token_ids, r.block_ids, r.num_computed_tokens, r.prefill_token_ids) for r in output.scheduled_new_reqs
+                (
+                    r.req_id,
+                    r.prompt_token_ids,
+                    r.block_ids,
+                    r.num_computed_tokens,
+                    r.prefill_token_ids,
+                )
+                for r in output.scheduled_new_reqs
             ],
-            "cached": list(zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, cached.num_output_tokens, strict=True)),
+            "cached": list(
+                zip(
+                    cached.req_ids,
+                    cached.new_block_ids,
+                    cached.num_computed_tokens,
+                    cached.num_output_tokens,
+                    strict=True,
+                )
+            ),
             "resumed": sorted(cached.resumed_req_ids),
             "new_tokens": cached.new_token_ids,
-            "all_tokens": {req: list(tokens) for req, tokens in sorted(cached.all_token_ids.items())},
+            "all_tokens": {
+                req: list(tokens) for req, tokens in sorted(cached.all_token_ids.items())
+            },
             "tokens": list(output.num_scheduled_tokens.items()),
             "total": output.total_num_scheduled_tokens,
             "drafts": dict(output.scheduled_spec_decode_tokens),
@@ -249,7 +315,9 @@ def _configs(setup: Setup) -> tuple[Any, Any]:
     transfer = None
     if setup.connector:
         extra = {} if setup.delivery is None else {"delivery": setup.delivery}
-        transfer = vllm_api.transfer_config(setup.connector, setup.role, extra, "scheduler_rig", setup.failure, "rig")
+        transfer = vllm_api.transfer_config(
+            setup.connector, setup.role, extra, "scheduler_rig", setup.failure, "rig"
+        )
     config = vllm_api.build_config(
         block_size=setup.block_size,
         num_blocks=setup.num_blocks,
@@ -268,18 +336,30 @@ def _configs(setup: Setup) -> tuple[Any, Any]:
     config.scheduler_config.long_prefill_token_threshold_adaptive = setup.adaptive
     config.scheduler_config.watermark = setup.watermark
     config.scheduler_config.enable_chunked_prefill = setup.chunked
-    return config, vllm_api.build_cache_config(setup.num_blocks, setup.block_size, 1, 64, ["layer.0"])
+    return config, vllm_api.build_cache_config(
+        setup.num_blocks, setup.block_size, 1, 64, ["layer.0"]
+    )
 
 
-def build(engine: str, setup: Setup, policies: frozenset[str] = frozenset(), repaired: bool = True) -> Any:
+def build(
+    engine: str, setup: Setup, policies: frozenset[str] = frozenset(), repaired: bool = True
+) -> Any:
     """A fresh scheduler: 'reference' or 'vllm' (`repaired`: without the defects that docs/reference-vs-vllm.md lists)."""
     config, cache_config = _configs(setup)
     if engine == "vllm":
         scheduler = vllm_api.build_scheduler(
-            config, cache_config, block_size=setup.block_size, scheduling=setup.scheduling, runner=setup.runner
+            config,
+            cache_config,
+            block_size=setup.block_size,
+            scheduling=setup.scheduling,
+            runner=setup.runner,
         )
         return repair(scheduler) if repaired else scheduler
-    connector = globals()[setup.connector](config, KVConnectorRole.SCHEDULER, cache_config) if setup.connector else None
+    connector = (
+        globals()[setup.connector](config, KVConnectorRole.SCHEDULER, cache_config)
+        if setup.connector
+        else None
+    )
     return ReferenceScheduler(
         config,
         cache_config,
@@ -296,7 +376,11 @@ def repair(scheduler: Any) -> Any:
 
     docs/reference-vs-vllm.md explains each; test_reference_scheduler_differences.py shows each on a scheduler that is not mended.
     """
-    finish, finish_load, cut_back = scheduler.finish_requests, scheduler._update_waiting_for_remote_kv, scheduler._handle_invalid_blocks
+    finish, finish_load, cut_back = (
+        scheduler.finish_requests,
+        scheduler._update_waiting_for_remote_kv,
+        scheduler._handle_invalid_blocks,
+    )
 
     def finish_in_order(request_ids: Any, status: RequestStatus) -> list[Request]:
         if status != RequestStatus.FINISHED_ERROR:
@@ -308,12 +392,21 @@ def repair(scheduler: Any) -> Any:
         if not scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]:
             scheduler._inflight_prefills.discard(request)
 
-    def cut_back_and_drop(invalid_block_ids: set[int], num_scheduled_tokens: dict[str, int]) -> set[str]:
+    def cut_back_and_drop(
+        invalid_block_ids: set[int], num_scheduled_tokens: dict[str, int]
+    ) -> set[str]:
         affected = cut_back(invalid_block_ids, num_scheduled_tokens)
-        for request in scheduler.running if scheduler.recompute_kv_load_failures and hasattr(scheduler, "decode_stagger") else ():
+        for request in (
+            scheduler.running
+            if scheduler.recompute_kv_load_failures and hasattr(scheduler, "decode_stagger")
+            else ()
+        ):
             if request.request_id in affected:
                 request.num_output_placeholders, request.spec_token_ids = 0, []
-                request.num_stale_output_tokens, request.drop_stale_output = request.num_in_flight_tokens, True
+                request.num_stale_output_tokens, request.drop_stale_output = (
+                    request.num_in_flight_tokens,
+                    True,
+                )
         return affected
 
     scheduler.finish_requests = finish_in_order
@@ -331,7 +424,9 @@ class Rig:
     policies: frozenset[str] = frozenset()
     repaired: bool = True
     trace: list[Any] = field(default_factory=list)
-    story: list[str] = field(default_factory=list)  # the same in the words of reference_timelines.txt
+    story: list[str] = field(
+        default_factory=list
+    )  # the same in the words of reference_timelines.txt
 
     def __post_init__(self) -> None:
         self.s = build(self.engine, self.setup, self.policies, self.repaired)
@@ -425,12 +520,21 @@ class Rig:
                 continue
             drafts, accepted = len(output.scheduled_spec_decode_tokens.get(req, ())), 0
             if drafts:
-                accepted = min(drafts, ask.accepted[self.verified[req]] if self.verified[req] < len(ask.accepted) else 0)
+                accepted = min(
+                    drafts,
+                    ask.accepted[self.verified[req]]
+                    if self.verified[req] < len(ask.accepted)
+                    else 0,
+                )
                 self.verified[req] += 1
             tokens = []
             for _ in range(accepted + 1):
                 index = self.sampled[req]
-                tokens.append(STOP_TOKEN if index == ask.stop_at else 100 + (sum(ask.prompt) * 31 + index * 7) % 1000)
+                tokens.append(
+                    STOP_TOKEN
+                    if index == ask.stop_at
+                    else 100 + (sum(ask.prompt) * 31 + index * 7) % 1000
+                )
                 self.sampled[req] += 1
             sampled.append(tokens)
         result = ModelRunnerOutput(
@@ -448,13 +552,20 @@ class Rig:
         if self.connector is None:
             return None
         sending, receiving, failed = OrderedNames(), OrderedNames(), OrderedNames()
-        report = KVConnectorOutput(finished_sending=sending, finished_recving=receiving, invalid_block_ids=set(), failed_recving=failed)
+        report = KVConnectorOutput(
+            finished_sending=sending,
+            finished_recving=receiving,
+            invalid_block_ids=set(),
+            failed_recving=failed,
+        )
         for load in list(self.connector.loads):
             load.left -= 1
             if load.is_async and load.left > 0:
                 continue
             if isinstance(load.failure, tuple):
-                report.invalid_block_ids |= {load.blocks[i % len(load.blocks)] for i in load.failure}
+                report.invalid_block_ids |= {
+                    load.blocks[i % len(load.blocks)] for i in load.failure
+                }
             elif load.failure == "request" and load.is_async:
                 report.failed_recving.add(load.req)
             if load.is_async:
@@ -472,14 +583,22 @@ class Rig:
         result = copy.copy(result)
         emitted = self.s.update_from_output(output, result)
         lines = [
-            (o.request_id, list(o.new_token_ids), str(o.finish_reason), o.stop_reason, o.kv_transfer_params)
+            (
+                o.request_id,
+                list(o.new_token_ids),
+                str(o.finish_reason),
+                o.stop_reason,
+                o.kv_transfer_params,
+            )
             for client in sorted(emitted)
             for o in emitted[client].outputs
         ]
         self.trace.append(("land", self.landed, lines))
         if self.setup.spec and self.setup.scheduling == "sync" and output.num_scheduled_tokens:
             ids = list(output.num_scheduled_tokens)
-            self.s.update_draft_token_ids(DraftTokenIds(ids, [[NOT_SAMPLED] * self.setup.spec for _ in ids]))
+            self.s.update_draft_token_ids(
+                DraftTokenIds(ids, [[NOT_SAMPLED] * self.setup.spec for _ in ids])
+            )
         self.look("landed")
 
     # -- observation --
@@ -493,16 +612,35 @@ class Rig:
             s.check_integrity()
             cached = {req: count for req, count in manager.num_cached.items() if count}
         else:
-            cached = {req: count for req, count in manager.coordinator.single_type_managers[0].num_cached_block.items() if count}
+            cached = {
+                req: count
+                for req, count in manager.coordinator.single_type_managers[
+                    0
+                ].num_cached_block.items()
+                if count
+            }
         self.trace.append(
             (
                 when,
-                [(*state_of(request), manager.get_block_ids(req)[0]) for req, request in sorted(s.requests.items())],
+                [
+                    (*state_of(request), manager.get_block_ids(req)[0])
+                    for req, request in sorted(s.requests.items())
+                ],
                 [r.request_id for r in s.running],
                 [r.request_id for r in s.kv_holding_waiting],
                 [r.request_id for r in s.waiting],
-                ("blocks", queue, [(b.ref_cnt, b.block_hash) for b in pool.blocks[1:]], sorted(cached.items())),
-                ("flags", s.has_requests(), s.has_finished_requests(), s.get_num_unfinished_requests()),
+                (
+                    "blocks",
+                    queue,
+                    [(b.ref_cnt, b.block_hash) for b in pool.blocks[1:]],
+                    sorted(cached.items()),
+                ),
+                (
+                    "flags",
+                    s.has_requests(),
+                    s.has_finished_requests(),
+                    s.get_num_unfinished_requests(),
+                ),
             )
         )
         if self.connector is not None:
@@ -515,9 +653,13 @@ class Rig:
         step, req = self.steps, state[0] if state else ""
         c, p, n, f = (state[i][1] for i in (2, 3, 4, 5)) if state else (0, 0, 0, 0)
         if hook == "match":
-            self.story.append(f"{step} match {req} {state[1].lower()} N{n} local{values['local']} -> {_dense(values['result'])}")
+            self.story.append(
+                f"{step} match {req} {state[1].lower()} N{n} local{values['local']} -> {_dense(values['result'])}"
+            )
         elif hook == "alloc":
-            self.story.append(f"{step} alloc {req} C{c} external{values['external']} {_dense(values['table'])}")
+            self.story.append(
+                f"{step} alloc {req} C{c} external{values['external']} {_dense(values['table'])}"
+            )
         elif hook == "finished":
             line = f"end {req} C{c} P{p} F{f} N{n} {_dense(values['tables'][0])} {state[1].lower()} takes={values['takes']}"
             self.story.append(line)
@@ -525,13 +667,24 @@ class Rig:
             output = values["output"]
             kinds = {req: ("new", blocks[0]) for req, _, blocks, _, _ in output["new"]}
             for req, blocks, _, _ in output["cached"]:
-                kinds[req] = ("resumed" if req in output["resumed"] else "cached", blocks and blocks[0])
+                kinds[req] = (
+                    "resumed" if req in output["resumed"] else "cached",
+                    blocks and blocks[0],
+                )
             for req, (kind, blocks) in kinds.items():
                 c, p, n, f = values["states"][req]
                 drafts, tokens = len(output["drafts"].get(req, ())), dict(output["tokens"])[req]
-                self.story.append(f"{step} {kind} {req} C{c}+{tokens} P{p} F{f} N{n} drafts{drafts} {_dense(blocks)}")
-            total, finished, preempted = output["total"], _dense(output["finished"]), _dense(output["preempted"])
-            self.story.append(f"{step} step {total} tokens finished{finished} preempted{preempted} sync_loads={output['sync_loads']}")
+                self.story.append(
+                    f"{step} {kind} {req} C{c}+{tokens} P{p} F{f} N{n} drafts{drafts} {_dense(blocks)}"
+                )
+            total, finished, preempted = (
+                output["total"],
+                _dense(output["finished"]),
+                _dense(output["preempted"]),
+            )
+            self.story.append(
+                f"{step} step {total} tokens finished{finished} preempted{preempted} sync_loads={output['sync_loads']}"
+            )
 
 
 def _dense(value: Any) -> str:

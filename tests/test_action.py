@@ -18,7 +18,9 @@ from kvconform.contract.yaml12 import parse
 
 ROOT = Path(__file__).resolve().parent.parent
 ACTION: Any = parse((ROOT / "action.yml").read_text(encoding="utf-8"), "action.yml")
-REUSED: Any = parse((ROOT / ".github/workflows/connector.yml").read_text(encoding="utf-8"), "connector.yml")
+REUSED: Any = parse(
+    (ROOT / ".github/workflows/connector.yml").read_text(encoding="utf-8"), "connector.yml"
+)
 GITLAB: Any = parse((ROOT / "fixtures/ci/gitlab.yml").read_text(encoding="utf-8"), "gitlab.yml")
 SAID = '#!/bin/sh\necho "$0 $*" >> said\n'
 NOX = """#!{python}
@@ -40,9 +42,12 @@ def repository(tmp_path: Path) -> Path:
     """A connector's repository, with programs to go in front of the path in `bin`."""
     (tmp_path / "bin").mkdir()
     for name, text in (
-        ("nox", NOX.format(python=sys.executable)), ("pip", SAID), ("git", SAID),
-        ("kvconform", f'#!/bin/sh\nexec {sys.executable} -m kvconform "$@"\n'), ("python", f'#!/bin/sh\nexec {sys.executable} "$@"\n'),
-    ):  # fmt: skip
+        ("nox", NOX.format(python=sys.executable)),
+        ("pip", SAID),
+        ("git", SAID),
+        ("kvconform", f'#!/bin/sh\nexec {sys.executable} -m kvconform "$@"\n'),
+        ("python", f'#!/bin/sh\nexec {sys.executable} "$@"\n'),
+    ):
         (tmp_path / "bin" / name).write_text(text, encoding="utf-8")
         (tmp_path / "bin" / name).chmod(0o755)
     return tmp_path
@@ -51,17 +56,31 @@ def repository(tmp_path: Path) -> Path:
 def settings(repository: Path, *, fails: bool) -> None:
     bad = '\n[extra_config]\nfail = {"hook.no-raise" = ["lifecycle.api"]}\n' if fails else ""
     select = 'select = ["lifecycle.api"]\nscheduling = "sync"\n'
-    (repository / "kvconform.toml").write_text(f'connector = "json:Fake"\n{select}{bad}', encoding="utf-8")
+    (repository / "kvconform.toml").write_text(
+        f'connector = "json:Fake"\n{select}{bad}', encoding="utf-8"
+    )
 
 
 def shell(here: Path, command: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    modules = os.pathsep.join([str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    modules = os.pathsep.join(
+        [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    )
     more = {"PATH": f"{here / 'bin'}:{os.environ['PATH']}", "NO_COLOR": "1"}
     if not (here / "bin" / "nox").is_symlink():  # a stand-in
         more |= {"KVCONFORM_RUNNER": "fake_runner:judge", "PYTHONPATH": modules}
-    more |= {"RUNNER_OS": "Linux", "GITHUB_OUTPUT": str(here / "output"), "GITHUB_STEP_SUMMARY": str(here / "summary.md")}
+    more |= {
+        "RUNNER_OS": "Linux",
+        "GITHUB_OUTPUT": str(here / "output"),
+        "GITHUB_STEP_SUMMARY": str(here / "summary.md"),
+    }
     return subprocess.run(
-        ["bash", "-e", "-c", command], cwd=here, env={**os.environ, **env, **more}, timeout=240, capture_output=True, text=True, check=False
+        ["bash", "-e", "-c", command],
+        cwd=here,
+        env={**os.environ, **env, **more},
+        timeout=240,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
@@ -76,8 +95,12 @@ def act(here: Path, **inputs: str) -> subprocess.CompletedProcess[str]:
     done = None
     for step in ACTION["runs"]["steps"]:
         if "run" in step:
-            done = shell(here, step["run"], {name: filled(value) for name, value in step["env"].items()})
-            assert "${{" not in step["run"], "an expression in a command can be made to run anything"
+            done = shell(
+                here, step["run"], {name: filled(value) for name, value in step["env"].items()}
+            )
+            assert "${{" not in step["run"], (
+                "an expression in a command can be made to run anything"
+            )
             if done.returncode and not step.get("continue-on-error"):
                 return done
     assert done is not None
@@ -85,7 +108,9 @@ def act(here: Path, **inputs: str) -> subprocess.CompletedProcess[str]:
 
 
 def outputs(here: Path) -> list[tuple[str, str]]:
-    found = [line.partition("=") for line in (here / "output").read_text(encoding="utf-8").splitlines()]
+    found = [
+        line.partition("=") for line in (here / "output").read_text(encoding="utf-8").splitlines()
+    ]
     return [(name, value) for name, _, value in found]
 
 
@@ -103,7 +128,12 @@ def test_a_good_connector(repository: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert verdicts(repository) == ["conformant"]
     assert "✅ CONFORMANT" in (repository / "summary.md").read_text(encoding="utf-8")
-    assert json.loads((repository / "kvconform-report" / "badge.json").read_text(encoding="utf-8"))["label"] == "KV connector"
+    assert (
+        json.loads((repository / "kvconform-report" / "badge.json").read_text(encoding="utf-8"))[
+            "label"
+        ]
+        == "KV connector"
+    )
 
 
 @pytest.mark.e2e
@@ -120,14 +150,19 @@ def test_a_bad_connector_and_a_baseline(repository: Path) -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.skipif(not Path(sys.prefix).is_relative_to(ROOT / ".nox"), reason="nox would install another vLLM: runs within nox -s tests")
+@pytest.mark.skipif(
+    not Path(sys.prefix).is_relative_to(ROOT / ".nox"),
+    reason="nox would install another vLLM: runs within nox -s tests",
+)
 def test_the_template_with_nox_itself(repository: Path) -> None:
     """Green as it is; red with a fault in it, which is annotated at the hook. What is judged is what nox has installed of it."""
     (repository / "bin" / "nox").unlink()
     (repository / "bin" / "nox").symlink_to(Path(sys.executable).parent / "nox")
     shutil.copytree(ROOT / "fixtures" / "template", repository, dirs_exist_ok=True)
     settings = (repository / "kvconform.toml").read_text(encoding="utf-8")
-    (repository / "kvconform.toml").write_text(settings.replace('pythonpath = ["."]\n', ""), encoding="utf-8")
+    (repository / "kvconform.toml").write_text(
+        settings.replace('pythonpath = ["."]\n', ""), encoding="utf-8"
+    )
     args = "-k lifecycle.last-token,lifecycle.api --engine reference --scheduling sync"
     done = act(repository, args=args)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -136,11 +171,16 @@ def test_the_template_with_nox_itself(repository: Path) -> None:
     text = file.read_text(encoding="utf-8")
     right = "self._plan_load(tracked, computed - self._granted.pop(req_id, 0), "
     assert right in text
-    file.write_text(text.replace(right, "self._plan_load(tracked, 0, "), encoding="utf-8")  # writes over blocks that are shared
+    file.write_text(
+        text.replace(right, "self._plan_load(tracked, 0, "), encoding="utf-8"
+    )  # writes over blocks that are shared
     done = act(repository, args=args)
     assert done.returncode == 1
     line = text[: text.index("def start_load_kv")].count("\n") + 1
-    assert f"::error file=folder_connector/connector.py,line={line},title=kvconform%3A load.only-grant::" in done.stdout, done.stdout
+    assert (
+        f"::error file=folder_connector/connector.py,line={line},title=kvconform%3A load.only-grant::"
+        in done.stdout
+    ), done.stdout
 
 
 PACKAGE = '[project]\nname = "acme"\n'
@@ -150,9 +190,16 @@ IN_PYPROJECT = f'[tool.kvconform]\nconnector = "json:Fake"\n{FEW}'
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(
-    "files", [{"pyproject.toml": IN_PYPROJECT}, {"pyproject.toml": PACKAGE + IN_PYPROJECT}, {"kvconform.toml": FEW, "setup.py": ""}]
+    "files",
+    [
+        {"pyproject.toml": IN_PYPROJECT},
+        {"pyproject.toml": PACKAGE + IN_PYPROJECT},
+        {"kvconform.toml": FEW, "setup.py": ""},
+    ],
 )
-def test_settings_are_found_and_what_is_a_package_is_installed(repository: Path, files: dict[str, str]) -> None:
+def test_settings_are_found_and_what_is_a_package_is_installed(
+    repository: Path, files: dict[str, str]
+) -> None:
     """Where no settings are named they are where kvconform looks for them; where none name a connector, nothing was judged."""
     for name, text in files.items():
         (repository / name).write_text(text, encoding="utf-8")
@@ -170,18 +217,34 @@ def test_paths_may_be_absolute(repository: Path, tmp_path_factory: pytest.TempPa
     settings(repository, fails=False)
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     (repository / "kvconform.toml").rename(elsewhere / "mine.toml")
-    assert act(repository, config=str(elsewhere / "mine.toml"), **{"report-dir": str(elsewhere / "report")}).returncode == 0
+    assert (
+        act(
+            repository,
+            config=str(elsewhere / "mine.toml"),
+            **{"report-dir": str(elsewhere / "report")},
+        ).returncode
+        == 0
+    )
     assert (elsewhere / "report" / "summary.json").is_file()
 
 
 def test_the_cache_has_a_path_and_a_key_that_it_takes(repository: Path) -> None:
     """Neither a dot in the path (as `uses: ./.kvconform` gives) nor a comma in the key; the key changes with what is installed."""
     step = next(step for step in ACTION["runs"]["steps"] if step.get("id") == "cache")
-    uses = next(step for step in ACTION["runs"]["steps"] if step.get("uses", "").startswith("actions/cache@"))
-    assert uses["with"] == {"path": "${{ steps.cache.outputs.path }}", "key": "${{ steps.cache.outputs.key }}"}
+    uses = next(
+        step
+        for step in ACTION["runs"]["steps"]
+        if step.get("uses", "").startswith("actions/cache@")
+    )
+    assert uses["with"] == {
+        "path": "${{ steps.cache.outputs.path }}",
+        "key": "${{ steps.cache.outputs.key }}",
+    }
     keys = []
     for vllm in ("vllm>=0.31,<0.32", "vllm>=0.31,<0.33", "vllm>=0.31,<0.32"):
-        done = shell(repository, step["run"], {"KVCONFORM": f"{ROOT.parent}/././{ROOT.name}", "VLLM": vllm})
+        done = shell(
+            repository, step["run"], {"KVCONFORM": f"{ROOT.parent}/././{ROOT.name}", "VLLM": vllm}
+        )
         assert done.returncode == 0, done.stderr
         found = dict(outputs(repository))
         assert found["path"] == f"{ROOT}/.nox"
@@ -199,7 +262,9 @@ def test_what_others_have_written_is_pinned_to_a_commit() -> None:
 
 def gitlab(here: Path) -> subprocess.CompletedProcess[str]:
     job = GITLAB["kvconform"]
-    env = {name: str(value) for name, value in GITLAB["variables"].items()} | {"VLLM": job["parallel"]["matrix"][0]["VLLM"][0]}
+    env = {name: str(value) for name, value in GITLAB["variables"].items()} | {
+        "VLLM": job["parallel"]["matrix"][0]["VLLM"][0]
+    }
     return shell(here, "\n".join(job["script"]), env)
 
 
@@ -214,8 +279,15 @@ def test_gitlab(repository: Path) -> None:
 
 
 def test_the_reusable_workflow_gives_the_action_only_inputs_that_it_has() -> None:
-    (step,) = [step for step in REUSED["jobs"]["judge"]["steps"] if step.get("uses") == "./.kvconform"]
+    (step,) = [
+        step for step in REUSED["jobs"]["judge"]["steps"] if step.get("uses") == "./.kvconform"
+    ]
     assert set(step["with"]) <= set(ACTION["inputs"])
     asked = set(REUSED.get("on", REUSED.get(True))["workflow_call"]["inputs"])
-    used = set(re.findall(r"inputs\.([\w-]+)", (ROOT / ".github/workflows/connector.yml").read_text(encoding="utf-8")))
+    used = set(
+        re.findall(
+            r"inputs\.([\w-]+)",
+            (ROOT / ".github/workflows/connector.yml").read_text(encoding="utf-8"),
+        )
+    )
     assert used == asked

@@ -32,7 +32,9 @@ def trace() -> Any:
 
 
 ONE = KVConnectorRole.WORKER
-RESULTS = SimpleNamespace(finished_sending=set(), finished_recving={"a"}, failed_recving=frozenset())
+RESULTS = SimpleNamespace(
+    finished_sending=set(), finished_recving={"a"}, failed_recving=frozenset()
+)
 VALUES: list[tuple[str, Any, bool]] = [
     ("get_finished", (None, {"a"}), True),
     ("get_finished", ({"a"}, ["b"]), False),
@@ -81,12 +83,18 @@ def test_what_a_hook_returns_is_judged(hook: str, value: Any, legal: bool, trace
 
 
 @pytest.mark.parametrize(
-    ("params", "msgpack_ok", "aliased"), [({"x": [1, "y", None]}, True, False), ({"x": object()}, False, False), ("own", True, True)]
+    ("params", "msgpack_ok", "aliased"),
+    [({"x": [1, "y", None]}, True, False), ({"x": object()}, False, False), ("own", True, True)],
 )
-def test_transfer_parameters_must_serialise_and_be_fresh(params: Any, msgpack_ok: bool, aliased: bool, trace: Trace) -> None:
+def test_transfer_parameters_must_serialise_and_be_fresh(
+    params: Any, msgpack_ok: bool, aliased: bool, trace: Trace
+) -> None:
     request = SimpleNamespace(kv_transfer_params={"given": 1})
     made = Plain()
-    made.request_finished = lambda *args: (False, request.kv_transfer_params if params == "own" else params)  # type: ignore[method-assign]
+    made.request_finished = lambda *args: (
+        False,
+        request.kv_transfer_params if params == "own" else params,
+    )  # type: ignore[method-assign]
     with Patch(Plain):
         wrap_instance_hooks(made)
         made.request_finished(request, [])

@@ -87,7 +87,13 @@ class PropertyHook(ReferenceConnector):
 def test_a_good_class_has_no_findings() -> None:
     for cls in (ReferenceConnector, Anything, MoreOptional, Wrapped):
         assert failed(cls) == {}, cls
-    assert {"constructor", "abstract-methods", "class-methods", "start-load-kwargs", "signature:get_finished"} <= set(findings(Wrapped))
+    assert {
+        "constructor",
+        "abstract-methods",
+        "class-methods",
+        "start-load-kwargs",
+        "signature:get_finished",
+    } <= set(findings(Wrapped))
 
 
 @pytest.mark.parametrize(
@@ -96,7 +102,11 @@ def test_a_good_class_has_no_findings() -> None:
         (TwoArguments, "constructor", "no parameter named kv_cache_config"),
         (NeedsMore, "constructor", "cannot be called with (vllm_config, role, kv_cache_config)"),
         (NoKwargs, "start-load-kwargs", "takes no **kwargs"),
-        (OldSignature, "signature:update_state_after_alloc", "3 arguments (request, blocks, num_external_tokens)"),
+        (
+            OldSignature,
+            "signature:update_state_after_alloc",
+            "3 arguments (request, blocks, num_external_tokens)",
+        ),
         (MoreRequired, "signature:get_finished", "1 argument (finished_req_ids)"),
         (InstanceQuestion, "class-methods", "get_required_kvcache_layout is not a class method"),
         (RaisingQuestion, "class-methods", "KeyError: 'server"),
@@ -124,7 +134,18 @@ def test_the_probe_does_not_hide_the_shape(cls: type) -> None:
 
 def test_the_api_case_emits_the_findings(tmp_path: Path) -> None:
     variant = load_spec().cases["lifecycle.api"].variants(["reference"])[0]
-    run = run_variant(variant, Target("kvconform.refimpl.connector:ReferenceConnector", {"store": "{tmp}"}), seed=0, tmp=tmp_path)
+    run = run_variant(
+        variant,
+        Target("kvconform.refimpl.connector:ReferenceConnector", {"store": "{tmp}"}),
+        seed=0,
+        tmp=tmp_path,
+    )
     found = {e["item"]: e["ok"] for e in run.trace if e["k"] == "api"}
-    assert [item for item, ok in found.items() if not ok] == ["hybrid-kept"]  # it is for one group, and vLLM knows that
-    assert found.keys() == findings(ReferenceConnector).keys() | {"bind-hooks", "multi-layout", "hybrid-kept"}
+    assert [item for item, ok in found.items() if not ok] == [
+        "hybrid-kept"
+    ]  # it is for one group, and vLLM knows that
+    assert found.keys() == findings(ReferenceConnector).keys() | {
+        "bind-hooks",
+        "multi-layout",
+        "hybrid-kept",
+    }

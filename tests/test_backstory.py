@@ -12,15 +12,26 @@ from kvconform.judge.backtrace import EXCERPT, excerpt, source, tell
 Event = dict[str, Any]
 
 
-def trace(*events: Event, pos: int, origin: str, found: str = "other_position", **start: Any) -> list[Event]:
+def trace(
+    *events: Event, pos: int, origin: str, found: str = "other_position", **start: Any
+) -> list[Event]:
     """A run with blocks of 4 tokens that ends with wrong bytes at `pos` of request b."""
     first = {"k": "run.start", "block_size": 4, "groups": 1, "context_ranks": 1, **start}
     wrong = {"k": "kv.wrong", "step": 99, "req": "b", "pos": pos, "found": found, "origin": origin}
-    return [{"step": 0, **event, "seq": number} for number, event in enumerate((first, *events, wrong))]
+    return [
+        {"step": 0, **event, "seq": number} for number, event in enumerate((first, *events, wrong))
+    ]
 
 
 def scheduled(step: int, req: str, *table: int, kind: str = "cached", generation: int = 0) -> Event:
-    return {"k": "req.scheduled", "step": step, "req": req, "generation": generation, "kind": kind, "table": list(table)}
+    return {
+        "k": "req.scheduled",
+        "step": step,
+        "req": req,
+        "generation": generation,
+        "kind": kind,
+        "table": list(table),
+    }
 
 
 def preempted(step: int, req: str) -> Event:
@@ -28,13 +39,18 @@ def preempted(step: int, req: str) -> Event:
 
 
 STORY = (
-    scheduled(1, "a", 1, 2, 3, kind="new"), preempted(4, "a"), scheduled(6, "a", 4, 5, 6, 7, kind="resumed"), scheduled(9, "a", 4, 5, 6, 7)
-)  # fmt: skip
+    scheduled(1, "a", 1, 2, 3, kind="new"),
+    preempted(4, "a"),
+    scheduled(6, "a", 4, 5, 6, 7, kind="resumed"),
+    scheduled(9, "a", 4, 5, 6, 7),
+)
 FIRST = "token 7 at position 0 of request a"
 
 
 def test_the_origin_names_request_and_position() -> None:
-    assert source({"k": "kv.wrong", "origin": "token 7 at position 12 of request a (incarnation 1)"}) == ("a", 12)
+    assert source(
+        {"k": "kv.wrong", "origin": "token 7 at position 12 of request a (incarnation 1)"}
+    ) == ("a", 12)
     assert source({"k": "kv.wrong", "origin": "zeros: nobody ever wrote this slot"}) is None
     assert source({"k": "load.due", "origin": "token 7 at position 12 of request a"}) is None
 
@@ -45,21 +61,41 @@ def test_a_save_by_a_table_to_which_a_resumption_was_appended() -> None:
     assert req == "a" and text.startswith(
         "block 4 held it from step 6 on, as block 0 of the table of request a; appended to the table from"
     )
-    assert "before the preemption in step 4, it is block 3" in text and "appends a resumed request's blocks" in text
+    assert (
+        "before the preemption in step 4, it is block 3" in text
+        and "appends a resumed request's blocks" in text
+    )
 
 
 def test_a_save_by_the_table_from_before_the_preemption() -> None:
-    run = trace(scheduled(1, "a", 1, 2, 3, kind="new"), preempted(4, "a"), scheduled(6, "a", 3, 5, kind="resumed"), pos=8, origin=FIRST)
+    run = trace(
+        scheduled(1, "a", 1, 2, 3, kind="new"),
+        preempted(4, "a"),
+        scheduled(6, "a", 3, 5, kind="resumed"),
+        pos=8,
+        origin=FIRST,
+    )
     _, text = tell(run, run[-1]) or ("", "")
-    assert "block 3 held it from step 6 on" in text and "it was block 2 of that table before the preemption in step 4" in text
+    assert (
+        "block 3 held it from step 6 on" in text
+        and "it was block 2 of that table before the preemption in step 4" in text
+    )
 
 
-def test_what_is_read_in_the_step_of_the_resumption_was_loaded_by_the_table_from_before_the_preemption() -> None:
+def test_what_is_read_in_the_step_of_the_resumption_was_loaded_by_the_table_from_before_the_preemption() -> (
+    None
+):
     """Nobody can have saved it from there: it came there in the same step."""
-    mine = (scheduled(1, "b", 1, 2, 3, kind="new"), preempted(4, "b"), scheduled(99, "b", 5, 6, 2, 3, kind="resumed"))
+    mine = (
+        scheduled(1, "b", 1, 2, 3, kind="new"),
+        preempted(4, "b"),
+        scheduled(99, "b", 5, 6, 2, 3, kind="resumed"),
+    )
     run = trace(*mine, pos=8, origin="token 7 at position 4 of request b")
     req, text = tell(run, run[-1]) or ("", "")
-    assert req == "b" and text.startswith("block 2 is block 2 of the request's table from step 99 on; it was block 1 of it before the")
+    assert req == "b" and text.startswith(
+        "block 2 is block 2 of the request's table from step 99 on; it was block 1 of it before the"
+    )
     assert "preemption in step 4: a load that goes by the old table" in text and "save" not in text
 
 
@@ -75,12 +111,20 @@ def test_the_saver_may_be_another_request_with_the_same_prefix() -> None:
         (STORY[:1], 12, FIRST),  # never preempted
         (STORY, 13, FIRST),  # not the same place of the block
         (STORY, 20, FIRST),  # where neither table has that block
-        ((scheduled(0, "a", 9, 8, 7), preempted(0, "a"), scheduled(6, "a", 1, generation=1)), 12, FIRST),  # another request of that id
+        (
+            (scheduled(0, "a", 9, 8, 7), preempted(0, "a"), scheduled(6, "a", 1, generation=1)),
+            12,
+            FIRST,
+        ),  # another request of that id
     ],
 )
-def test_otherwise_only_who_held_it_is_said(events: tuple[Event, ...], pos: int, origin: str) -> None:
+def test_otherwise_only_who_held_it_is_said(
+    events: tuple[Event, ...], pos: int, origin: str
+) -> None:
     run = trace(*events, pos=pos, origin=origin)
-    assert (tell(run, run[-1]) or ("", ""))[1].startswith("block 1 of request a held position 0 from step ")
+    assert (tell(run, run[-1]) or ("", ""))[1].startswith(
+        "block 1 of request a held position 0 from step "
+    )
 
 
 def test_nothing_is_said_where_tables_do_not_tell() -> None:
@@ -97,10 +141,14 @@ def test_the_excerpt_shows_preemption_resumption_and_save_of_the_origin() -> Non
     many = [scheduled(10 + step, "b", 9) for step in range(EXCERPT + 5)]
     saved = {"k": "plan", "step": 9, "op": "save", "req": "a", "start": 12, "end": 16}
     elsewhere = {"k": "plan", "step": 9, "op": "save", "req": "a", "start": 16, "end": 20}
-    many.insert(10, scheduled(40, "a", 4, 5, 6, 7, 8, kind="resumed"))  # in the midst of what is about the reader
+    many.insert(
+        10, scheduled(40, "a", 4, 5, 6, 7, 8, kind="resumed")
+    )  # in the midst of what is about the reader
     run = trace(*STORY, saved, elsewhere, *many, pos=12, origin=FIRST)
     shown = excerpt(run, run[-1]["seq"], "b")
     assert shown[:4] == [*run[1:4], run[5]] and shown[-1] is run[-1] and len(shown) == 5 + EXCERPT
-    assert [event["seq"] for event in shown] == sorted(event["seq"] for event in shown) and many[10]["step"] in [e["step"] for e in shown]
+    assert [event["seq"] for event in shown] == sorted(event["seq"] for event in shown) and many[
+        10
+    ]["step"] in [e["step"] for e in shown]
     without = trace(*STORY, saved, *many, pos=12, origin="zeros")
     assert len(excerpt(without, without[-1]["seq"], "b")) == EXCERPT

@@ -27,7 +27,14 @@ class Rig:
 
     def __init__(self, **scripts: Script) -> None:
         self.scripts, self.generations = scripts, dict[str, int]()
-        self.batch = Batch(4, lambda r: (self.generations.get(r, 0), Identity(), self.scripts.setdefault(r, Script())))
+        self.batch = Batch(
+            4,
+            lambda r: (
+                self.generations.get(r, 0),
+                Identity(),
+                self.scripts.setdefault(r, Script()),
+            ),
+        )
 
     def step(self, **kwargs: Any) -> dict[str, Row]:
         made = output(**kwargs)
@@ -36,18 +43,35 @@ class Rig:
         for row in rows.values():
             row.state.valid_end = row.known
             if row.samples:
-                row.state.chain.append(row.state.script.token(row.state.chain, row.state.prompt_len))
+                row.state.chain.append(
+                    row.state.script.token(row.state.chain, row.state.prompt_len)
+                )
         return rows
 
-    def start(self, req: str = "a", tokens: list[int] = PROMPT, table: tuple[int, ...] = (1, 2), **kwargs: Any) -> Row:
+    def start(
+        self,
+        req: str = "a",
+        tokens: list[int] = PROMPT,
+        table: tuple[int, ...] = (1, 2),
+        **kwargs: Any,
+    ) -> Row:
         return self.step(new=[(req, tokens, list(table), 0, len(tokens))], **kwargs)[req]
 
     def tokens(self, req: str = "a") -> list[int]:
         return self.batch.requests[req].chain.tokens
 
 
-def cached(req: str, computed: int, count: int, outputs: int, blocks: list[int] | None = None, **more: Any) -> dict[str, Any]:
-    return {"req": req, "computed": computed, "count": count, "outputs": outputs, "blocks": blocks, **more}
+def cached(
+    req: str, computed: int, count: int, outputs: int, blocks: list[int] | None = None, **more: Any
+) -> dict[str, Any]:
+    return {
+        "req": req,
+        "computed": computed,
+        "count": count,
+        "outputs": outputs,
+        "blocks": blocks,
+        **more,
+    }
 
 
 def test_prefill_and_decode() -> None:
@@ -70,7 +94,11 @@ def test_a_chunk_samples_nothing() -> None:
 def test_new_blocks_extend_the_table() -> None:
     rig = Rig()
     rig.start()
-    rig.step(cached=[cached("a", 6, 1, 1), ])  # fmt: skip
+    rig.step(
+        cached=[
+            cached("a", 6, 1, 1),
+        ]
+    )
     rig.step(cached=[cached("a", 7, 1, 2)])
     assert rig.step(cached=[cached("a", 8, 1, 3, [9])])["a"].slots.tolist() == [36]
     assert rig.batch.requests["a"].table == [1, 2, 9]
@@ -176,7 +204,11 @@ def test_an_id_used_again_is_not_a_resumption() -> None:
     rig.start()
     rig.generations["a"] = 1
     rig.step(new=[("a", PROMPT[:3], [5], 0, 3)])
-    assert rig.tokens()[:3] == PROMPT[:3] and len(rig.tokens()) == 4 and rig.batch.requests["a"].prompt_len == 3
+    assert (
+        rig.tokens()[:3] == PROMPT[:3]
+        and len(rig.tokens()) == 4
+        and rig.batch.requests["a"].prompt_len == 3
+    )
 
 
 def test_a_step_beyond_the_known_tokens_is_our_own_fault() -> None:
@@ -214,7 +246,11 @@ ASYNC_DRAFTS = [(0, 0, 6), (6, 6, 8), (10, 8, 9), (12, 9, 13), (13, 13, 15), (17
 @pytest.mark.parametrize("scheduling", ["sync", "async"])
 def test_decoding(engine: str, scheduling: str, tmp_path: Path) -> None:
     run = run_case(
-        None, [{"add": {"req": "a", "prompt": 10, "max_tokens": 6}}, {"run": {}}], tmp_path, engine=engine, scheduling=scheduling
+        None,
+        [{"add": {"req": "a", "prompt": 10, "max_tokens": 6}}, {"run": {}}],
+        tmp_path,
+        engine=engine,
+        scheduling=scheduling,
     )
     check_ok(run)
     rows = [(e["C"], e["v_before"], e["v_after"]) for e in select(run.trace, "req.scheduled")]
@@ -222,10 +258,19 @@ def test_decoding(engine: str, scheduling: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("engine", ["reference", "vllm"])
-@pytest.mark.parametrize(("scheduling", "expected"), [("sync", SYNC_DRAFTS), ("async", ASYNC_DRAFTS)])
-def test_drafts(engine: str, scheduling: str, expected: list[tuple[int, int, int]], tmp_path: Path) -> None:
-    steps = [{"add": {"req": "a", "prompt": 6, "max_tokens": 20, "drafts": [1, 0, 3, 1, 0]}}, {"run": {}}]
-    run = run_case(None, steps, tmp_path, engine=engine, scheduling=scheduling, config={"spec_tokens": 3})
+@pytest.mark.parametrize(
+    ("scheduling", "expected"), [("sync", SYNC_DRAFTS), ("async", ASYNC_DRAFTS)]
+)
+def test_drafts(
+    engine: str, scheduling: str, expected: list[tuple[int, int, int]], tmp_path: Path
+) -> None:
+    steps = [
+        {"add": {"req": "a", "prompt": 6, "max_tokens": 20, "drafts": [1, 0, 3, 1, 0]}},
+        {"run": {}},
+    ]
+    run = run_case(
+        None, steps, tmp_path, engine=engine, scheduling=scheduling, config={"spec_tokens": 3}
+    )
     check_ok(run)
     rows = [(e["C"], e["v_before"], e["v_after"]) for e in select(run.trace, "req.scheduled")]
     assert rows[: len(expected)] == expected

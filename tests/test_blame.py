@@ -32,7 +32,10 @@ def test_a_comparison_with_a_run_that_lost_track_is_not_judged() -> None:
     other = FakeRun(trace({"k": "sample", "req": "b", "generation": 0, "index": 0, "token": 5}))
     sample = {"k": "sample", "req": "b", "generation": 0, "index": 0, "token": 6}
     assert verdicts([req], sample, runs={"no-connector": other})[req.id].verdict is Verdict.FAIL
-    assert verdicts([req], sample, *LOST, runs={"no-connector": other})[req.id].verdict is Verdict.UNSUPPORTED
+    assert (
+        verdicts([req], sample, *LOST, runs={"no-connector": other})[req.id].verdict
+        is Verdict.UNSUPPORTED
+    )
 
 
 def test_a_broken_prohibition_explains_consequences_too() -> None:

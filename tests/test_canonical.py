@@ -99,21 +99,48 @@ Pair = namedtuple("Pair", "left right")
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        (None, "none"), (True, "true"), (3, "3"), (-1.5, "-1.5"), (float("inf"), "inf"), ("a\nb", '"a\\nb"'), ("3", '"3"'),
-        (b"abc", "bytes[3] ba7816bf8f01cfea"), (Colour.RED, "Colour.RED"), ([1, 2], "[1, 2]"), ((1, 2), "tuple[1, 2]"),
-        (deque([1]), "deque[1]"), ({10, 9, 1}, "set[1, 9, 10]"), (frozenset(), "set[]"), ({}, "map()"), ([], "[]"),
-        ({"a": 1, 2: 3}, 'map\n  2: 3\n  "a": 1'), (Pair(1, 2), "Pair\n  left: 1\n  right: 2"),
-        (Record("a", (1, 2)), 'Record\n  req: "a"\n  slots: tuple[1, 2]'), (Struct("a"), 'Struct\n  req: "a"\n  end: 3'),
-        (Model(req="a"), 'Model\n  req: "a"'), (Plain(), 'Plain\n  a: "x"\n  b: 1'), (Slotted(), "Slotted\n  one: 1"),
+        (None, "none"),
+        (True, "true"),
+        (3, "3"),
+        (-1.5, "-1.5"),
+        (float("inf"), "inf"),
+        ("a\nb", '"a\\nb"'),
+        ("3", '"3"'),
+        (b"abc", "bytes[3] ba7816bf8f01cfea"),
+        (Colour.RED, "Colour.RED"),
+        ([1, 2], "[1, 2]"),
+        ((1, 2), "tuple[1, 2]"),
+        (deque([1]), "deque[1]"),
+        ({10, 9, 1}, "set[1, 9, 10]"),
+        (frozenset(), "set[]"),
+        ({}, "map()"),
+        ([], "[]"),
+        ({"a": 1, 2: 3}, 'map\n  2: 3\n  "a": 1'),
+        (Pair(1, 2), "Pair\n  left: 1\n  right: 2"),
+        (Record("a", (1, 2)), 'Record\n  req: "a"\n  slots: tuple[1, 2]'),
+        (Struct("a"), 'Struct\n  req: "a"\n  end: 3'),
+        (Model(req="a"), 'Model\n  req: "a"'),
+        (Plain(), 'Plain\n  a: "x"\n  b: 1'),
+        (Slotted(), "Slotted\n  one: 1"),
         (torch.zeros(2, dtype=torch.bfloat16), "tensor bfloat16 [2] df3f619804a92fdb"),
-        (np.zeros(2, dtype=np.int8), "array int8 [2] 96a296d224f285c6"), (np.int64(3), "int64 3"), (torch.float16, "torch.float16"),
-        (Attrs("a"), 'Attrs\n  req: "a"'), (Mangled(), "Mangled\n  _Mangled__own: 7"), ({True, 2}, "set[2, true]"),
-        (Open(req="a", more=1), 'Open\n  req: "a"\n  more: 1'), (named(), 'Named\n  "a": 1\n  .owner: "b"'),  # type: ignore[call-arg]
-        (uuid.UUID(int=5), "{uuid}"), (datetime.datetime(2026, 1, 1), "{time}"), (datetime.timedelta(seconds=5), "5.0 s"),
-        ("\ud800", '"\\ud800"'), ("a\u2028b", '"a\\u2028b"'),
-        (Path("/somewhere/run-1/a"), 'path "{tmp}/a"'), (len, "builtins.len"), (range(3), "range(0, 3)"),
+        (np.zeros(2, dtype=np.int8), "array int8 [2] 96a296d224f285c6"),
+        (np.int64(3), "int64 3"),
+        (torch.float16, "torch.float16"),
+        (Attrs("a"), 'Attrs\n  req: "a"'),
+        (Mangled(), "Mangled\n  _Mangled__own: 7"),
+        ({True, 2}, "set[2, true]"),
+        (Open(req="a", more=1), 'Open\n  req: "a"\n  more: 1'),
+        (named(), 'Named\n  "a": 1\n  .owner: "b"'),  # type: ignore[call-arg]
+        (uuid.UUID(int=5), "{uuid}"),
+        (datetime.datetime(2026, 1, 1), "{time}"),
+        (datetime.timedelta(seconds=5), "5.0 s"),
+        ("\ud800", '"\\ud800"'),
+        ("a\u2028b", '"a\\u2028b"'),
+        (Path("/somewhere/run-1/a"), 'path "{tmp}/a"'),
+        (len, "builtins.len"),
+        (range(3), "range(0, 3)"),
     ],
-)  # fmt: skip
+)
 def test_values(value: Any, expected: str) -> None:
     assert text(value) == expected
 
@@ -130,7 +157,10 @@ def test_values(value: Any, expected: str) -> None:
             {"arrival_time": 12.5, "max_time": 3, "created_at": 1.5},
             'map\n  "arrival_time": {time}\n  "created_at": {time}\n  "max_time": 3',
         ),
-        ({"ttl_seconds": 5.0, "version": "1.2.3.4"}, 'map\n  "ttl_seconds": 5.0\n  "version": "1.2.3.4"'),
+        (
+            {"ttl_seconds": 5.0, "version": "1.2.3.4"},
+            'map\n  "ttl_seconds": 5.0\n  "version": "1.2.3.4"',
+        ),
         ({"pid": 12, "rapid": 3}, 'map\n  "pid": {process}\n  "rapid": 3'),
         ({"side_channel_port": 5600}, 'map\n  "side_channel_port": {port}'),
     ],
@@ -140,7 +170,9 @@ def test_what_differs_from_run_to_run_is_left_out(value: Any, expected: str) -> 
 
 
 def test_a_connector_may_declare_rules_of_its_own() -> None:
-    own = validated([{"id": "session", "text": "random", "field": "session", "becomes": "{session}"}], "here")
+    own = validated(
+        [{"id": "session", "text": "random", "field": "session", "becomes": "{session}"}], "here"
+    )
     for value in ("r4nd0m", ["r1", "r2"], None, threading.Lock()):
         assert text({"session": value}, Rules(own)) == 'map\n  "session": {session}'
 
@@ -149,8 +181,14 @@ def test_a_connector_may_declare_rules_of_its_own() -> None:
     ("rule", "sentence"),
     [
         ({"id": "a", "text": "b", "becomes": "c"}, "here: rule 1: has either"),
-        ({"id": "a", "text": "b", "pattern": "(", "becomes": "c"}, "rule 1: pattern: is no regular expression"),
-        ({"id": "a", "text": "b", "pattern": "x", "becomes": "c", "typ": 1}, "rule 1: typ: Extra inputs"),
+        (
+            {"id": "a", "text": "b", "pattern": "(", "becomes": "c"},
+            "rule 1: pattern: is no regular expression",
+        ),
+        (
+            {"id": "a", "text": "b", "pattern": "x", "becomes": "c", "typ": 1},
+            "rule 1: typ: Extra inputs",
+        ),
     ],
 )
 def test_a_wrong_rule_is_an_error(rule: dict[str, Any], sentence: str) -> None:
@@ -181,13 +219,25 @@ def _cycle() -> list[Any]:
         (Record("a", [threading.Event()]), r"x\.slots\[0\]"),  # type: ignore[arg-type]
     ],
 )
-def test_what_has_no_canonical_form_is_an_error_that_names_the_place(value: Any, sentence: str) -> None:
+def test_what_has_no_canonical_form_is_an_error_that_names_the_place(
+    value: Any, sentence: str
+) -> None:
     with pytest.raises(EncodeError, match=sentence):
         text(value)
 
 
-scalars = st.none() | st.booleans() | st.integers(-99, 99) | st.text("ab1", max_size=3) | st.binary(max_size=2)
-values = st.recursive(scalars, lambda v: st.lists(v, max_size=3) | st.dictionaries(scalars, v, max_size=3) | st.tuples(v, v), max_leaves=8)
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers(-99, 99)
+    | st.text("ab1", max_size=3)
+    | st.binary(max_size=2)
+)
+values = st.recursive(
+    scalars,
+    lambda v: st.lists(v, max_size=3) | st.dictionaries(scalars, v, max_size=3) | st.tuples(v, v),
+    max_leaves=8,
+)
 
 
 def same(a: Any, b: Any) -> bool:
@@ -198,7 +248,9 @@ def same(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, dict):
         keyed = {(type(k), k): v for k, v in b.items()}
-        return len(a) == len(b) and all((type(k), k) in keyed and same(v, keyed[type(k), k]) for k, v in a.items())
+        return len(a) == len(b) and all(
+            (type(k), k) in keyed and same(v, keyed[type(k), k]) for k, v in a.items()
+        )
     return bool(a == b)
 
 

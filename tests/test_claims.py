@@ -16,7 +16,9 @@ from kvconform.refimpl.connector import ReferenceConnector
 from kvconform.run.calibration import profile_of
 
 SPEC = load_spec()
-DECLARED = {name: "declared" for name in ("store", "saves", "async_load", "kv_events", "layerwise", "lossy")}
+DECLARED = {
+    name: "declared" for name in ("store", "saves", "async_load", "kv_events", "layerwise", "lossy")
+}
 
 
 class Undeclared(ReferenceConnector):
@@ -50,26 +52,50 @@ def test_only_what_the_connector_says_itself_is_a_claim() -> None:
     assert claimed(caps, dict.fromkeys(DECLARED, "inferred")) == []
 
 
-@pytest.mark.parametrize("verdict", [Verdict.NOT_EXERCISED, Verdict.UNSUPPORTED, Verdict.DISABLED, Verdict.UNOBSERVABLE])
+@pytest.mark.parametrize(
+    "verdict", [Verdict.NOT_EXERCISED, Verdict.UNSUPPORTED, Verdict.DISABLED, Verdict.UNOBSERVABLE]
+)
 def test_a_claim_whose_cases_are_skipped_is_void(verdict: Verdict) -> None:
     caps = {"async_load": True, "lossy": 0.1}
-    rows = [row("recv.completes", "lifecycle.async-load", verdict), row("load.content", "chunked.abort", Verdict.PASS)]
-    assert void(caps, DECLARED, rows, SPEC) == ["async_load"]  # nothing can show that somebody is lossy
+    rows = [
+        row("recv.completes", "lifecycle.async-load", verdict),
+        row("load.content", "chunked.abort", Verdict.PASS),
+    ]
+    assert void(caps, DECLARED, rows, SPEC) == [
+        "async_load"
+    ]  # nothing can show that somebody is lossy
     assert void(caps, dict.fromkeys(DECLARED, "inferred"), rows, SPEC) == []
 
 
 @pytest.mark.parametrize(
-    ("name", "shown"), [("kv_events", ("events.complete", "chunked.abort")), ("async_load", ("load.content", "lifecycle.async-load"))]
+    ("name", "shown"),
+    [
+        ("kv_events", ("events.complete", "chunked.abort")),
+        ("async_load", ("load.content", "lifecycle.async-load")),
+    ],
 )
 def test_one_requirement_or_one_case_shows_it(name: str, shown: tuple[str, str]) -> None:
     assert void({name: True}, DECLARED, [row(*shown, Verdict.PASS)], SPEC) == []
-    assert void({name: True}, DECLARED, [row("load.content", "chunked.abort", Verdict.PASS)], SPEC) == [name]
+    assert void(
+        {name: True}, DECLARED, [row("load.content", "chunked.abort", Verdict.PASS)], SPEC
+    ) == [name]
 
 
 def test_every_capability_that_can_be_claimed_alone_is_asked_for_somewhere() -> None:
-    conditions = [r.capability_expr.source for r in SPEC.requirements.values() if r.kind == "requirement"]
+    conditions = [
+        r.capability_expr.source for r in SPEC.requirements.values() if r.kind == "requirement"
+    ]
     conditions += [case.needs_expr.source for case in SPEC.cases.values()]
-    for name in ("store", "saves", "async_load", "hma", "fault_injection", "kv_events", "transfer", "roles"):
+    for name in (
+        "store",
+        "saves",
+        "async_load",
+        "hma",
+        "fault_injection",
+        "kv_events",
+        "transfer",
+        "roles",
+    ):
         assert any(asks(condition, name) for condition in conditions), name
 
 
@@ -87,12 +113,20 @@ def test_reasons_are_one_sentence() -> None:
         ({"async_load": True}, "async_load", "seen to be no and not yes"),
         ({"best_effort": True}, "best_effort", ""),
         ({"saves": "all"}, "saves", ""),
-        ({"chunk_tokens": 16}, "chunk_tokens", "40 of 41 tokens came back, more than whole chunks of 16"),
+        (
+            {"chunk_tokens": 16},
+            "chunk_tokens",
+            "40 of 41 tokens came back, more than whole chunks of 16",
+        ),
         ({"chunk_tokens": 4}, "chunk_tokens", ""),
     ],
 )
-def test_what_is_seen_to_be_otherwise_is_said(declared: dict[str, Any], name: str, says: str, tmp_path: Path) -> None:
-    profile = profile_of(Target(f"{__name__}:Undeclared", {"store": "{tmp}/store"}, capabilities=declared), tmp_path)
+def test_what_is_seen_to_be_otherwise_is_said(
+    declared: dict[str, Any], name: str, says: str, tmp_path: Path
+) -> None:
+    profile = profile_of(
+        Target(f"{__name__}:Undeclared", {"store": "{tmp}/store"}, capabilities=declared), tmp_path
+    )
     assert profile.caps[name] == declared[name]
     assert profile.sources[name] == ("declared" if not says else f"declared, but {says}")
     assert mismatches(profile.sources) == ([f"{name} is declared, but {says}"] if says else [])
@@ -108,13 +142,17 @@ class Breaks(Undeclared):
 def test_what_a_run_that_broke_off_says_is_not_taken_for_silence(tmp_path: Path) -> None:
     profile = profile_of(Target(f"{__name__}:Breaks", {"store": "{tmp}"}), tmp_path)
     assert profile.caps["store"] is False
-    assert mismatches(profile.sources) == ["store is inferred, from a plain run that broke off: RuntimeError: no space"]
+    assert mismatches(profile.sources) == [
+        "store is inferred, from a plain run that broke off: RuntimeError: no space"
+    ]
 
 
 class NeverComes(Undeclared):
     """Announces asynchronous loads, and never says that one is over."""
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         tokens, _ = super().get_num_new_matched_tokens(request, num_computed_tokens)
         return tokens, bool(tokens)
 
@@ -124,9 +162,17 @@ class NeverComes(Undeclared):
 
 def test_loads_that_are_announced_and_never_come_are_judged(tmp_path: Path) -> None:
     """A connector that breaks off in the plain run because of its bug is asked about loads all the same."""
-    profile = profile_of(Target(f"{__name__}:NeverComes", {"store": "{tmp}"}, stall_seconds=0.1), tmp_path)
-    assert (profile.caps["store"], profile.caps["async_load"], profile.caps["saves"]) == (True, True, "prompt")
-    assert mismatches(profile.sources) == ["store is inferred, from a plain run that broke off: nothing went on"]
+    profile = profile_of(
+        Target(f"{__name__}:NeverComes", {"store": "{tmp}"}, stall_seconds=0.1), tmp_path
+    )
+    assert (profile.caps["store"], profile.caps["async_load"], profile.caps["saves"]) == (
+        True,
+        True,
+        "prompt",
+    )
+    assert mismatches(profile.sources) == [
+        "store is inferred, from a plain run that broke off: nothing went on"
+    ]
 
 
 def test_what_is_not_asked_is_told() -> None:

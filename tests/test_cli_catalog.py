@@ -27,7 +27,9 @@ def test_list(capsys: pytest.CaptureFixture[str], what: str) -> None:
     ids = [line.split("\t")[0] for line in out.splitlines()]
     assert code == 0
     spec = load_spec()
-    assert sorted(ids) == sorted([*getattr(spec, what), *(spec.scenarios if what == "cases" else ())])
+    assert sorted(ids) == sorted(
+        [*getattr(spec, what), *(spec.scenarios if what == "cases" else ())]
+    )
 
 
 def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,14 +61,32 @@ def test_lint_of_broken_yaml(capsys: pytest.CaptureFixture[str], tmp_path: Path)
         ),
         (("list", "bugs"), "kvconform: list what? 'bugs' is none of requirements, cases, profiles"),
         (("lint", "/no/such/directory"), "kvconform: there is no directory /no/such/directory"),
-        (("run", "--engine", "fast"), "kvconform: the command line: engine: input should be 'reference', 'vllm', 'live' or 'all' (it is"),
-        (("run", "-n", "0"), "kvconform: the command line: workers: input should be greater than or equal to 1 (it is 0)"),
-        (("run", "--extra-config", "@nowhere.json"), "kvconform: --extra-config: nowhere.json cannot be read: No such file or directory"),
-        (("run", "mypkg.conn"), "if mypkg.conn is the module, add its class: mypkg.conn:MyConnector"),
+        (
+            ("run", "--engine", "fast"),
+            "kvconform: the command line: engine: input should be 'reference', 'vllm', 'live' or 'all' (it is",
+        ),
+        (
+            ("run", "-n", "0"),
+            "kvconform: the command line: workers: input should be greater than or equal to 1 (it is 0)",
+        ),
+        (
+            ("run", "--extra-config", "@nowhere.json"),
+            "kvconform: --extra-config: nowhere.json cannot be read: No such file or directory",
+        ),
+        (
+            ("run", "mypkg.conn"),
+            "if mypkg.conn is the module, add its class: mypkg.conn:MyConnector",
+        ),
         (("run", "mypkg.conn.MyConnector"), "did you mean mypkg.conn:MyConnector?"),
         (("run", "not a name"), "kvconform: 'not a name' does not name a connector"),
-        (("run", "-k", "hook.terminatos"), "kvconform: there is no case or requirement 'hook.terminatos'; did you mean hook.terminates"),
-        (("run", "-k", "identiti"), "kvconform: there is no area 'identiti'; did you mean identity?"),
+        (
+            ("run", "-k", "hook.terminatos"),
+            "kvconform: there is no case or requirement 'hook.terminatos'; did you mean hook.terminates",
+        ),
+        (
+            ("run", "-k", "identiti"),
+            "kvconform: there is no area 'identiti'; did you mean identity?",
+        ),
         (("run", "-k", "qqqq"), "kvconform: there is no area 'qqqq'; there are "),
         (("run", "-k", ""), "Error: Invalid value: -k names nothing"),
         (("run", "-k", " , "), "Error: Invalid value: -k names nothing"),
@@ -79,7 +99,11 @@ def test_lint_of_broken_yaml(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     ],
 )
 def test_mistakes(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: tuple[str, ...], sentence: str
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    arguments: tuple[str, ...],
+    sentence: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     code, out, err = kvconform(capsys, *arguments)
@@ -87,31 +111,45 @@ def test_mistakes(
     assert sentence in err
 
 
-def test_a_bug_of_our_own(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_of_our_own(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken() -> None:
         raise RuntimeError("one\ntwo")
 
     monkeypatch.setattr(commands, "versions", broken)
     code, _, err = kvconform(capsys, "version")
-    assert (code, err) == (3, "kvconform: internal error, RuntimeError: one (--debug shows where)\n")
+    assert (code, err) == (
+        3,
+        "kvconform: internal error, RuntimeError: one (--debug shows where)\n",
+    )
     with pytest.raises(RuntimeError, match="one"):
         kvconform(capsys, "version", "--debug")
 
 
-def test_a_command_that_needs_vllm_says_so_where_it_is_missing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_that_needs_vllm_says_so_where_it_is_missing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def missing() -> None:
         raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
 
     monkeypatch.setattr(commands, "versions", missing)
     code, _, err = kvconform(capsys, "version")
-    assert code == 3 and err.startswith("kvconform: vLLM is not installed in this environment; install it")
+    assert code == 3 and err.startswith(
+        "kvconform: vLLM is not installed in this environment; install it"
+    )
 
 
-def test_no_vllm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_no_vllm(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     from kvconform.compat import installed
 
     monkeypatch.chdir(tmp_path)
-    for version, sentence in ((None, "vLLM is not installed"), ("0.11.0", "vLLM 0.11.0 is too old: kvconform supports 0.11.2 to 0.33")):
+    for version, sentence in (
+        (None, "vLLM is not installed"),
+        ("0.11.0", "vLLM 0.11.0 is too old: kvconform supports 0.11.2 to 0.33"),
+    ):
         monkeypatch.setattr(installed, "vllm_version", lambda found=version: found)
         code, _, err = kvconform(capsys, "run")
         assert code == 3

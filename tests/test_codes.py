@@ -35,7 +35,9 @@ def test_content_layer_half_and_head_give_distinct_fingerprints(content: list[in
 
 
 @given(IDS, st.integers(0, 0xFFFF), st.integers(0, 0xFFFF))
-def test_the_nonce_is_masked_in_content_and_visible_in_bytes(content: int, first: int, second: int) -> None:
+def test_the_nonce_is_masked_in_content_and_visible_in_bytes(
+    content: int, first: int, second: int
+) -> None:
     for book in (BOOK, WIDE):
         one, two = rows(book, content, nonce=first), rows(book, content, nonce=second)
         mask = book.content_mask()
@@ -48,7 +50,9 @@ def test_the_mask_leaves_out_the_nonce_lanes_of_both_halves_and_nothing_else() -
 
 
 @given(IDS, st.integers(0, 2), st.integers(0, 1), st.integers(0, 1))
-def test_a_vector_is_read_back_to_its_fingerprint(content: int, layer: int, half: int, head: int) -> None:
+def test_a_vector_is_read_back_to_its_fingerprint(
+    content: int, layer: int, half: int, head: int
+) -> None:
     row = rows(BOOK, content)[0, layer, head]
     expected = BOOK.fingerprints(np.array([content], dtype=np.uint64))[0, layer, half, head]
     assert BOOK.read_print(row[half * 16 : half * 16 + 16]) == int(expected)
@@ -82,10 +86,15 @@ def test_a_changed_nonce_is_still_the_same_content(lane: int) -> None:
 @given(st.lists(IDS, min_size=1, max_size=20))
 def test_the_array_form_mixes_as_the_scalar_one_does(content: list[int]) -> None:
     prints = BOOK.fingerprints(np.array(content, dtype=np.uint64))
-    keys = [[[mix64(1 + (layer * 2 + kv) * 4096 + head) for head in range(2)] for kv in range(2)] for layer in range(3)]
+    keys = [
+        [[mix64(1 + (layer * 2 + kv) * 4096 + head) for head in range(2)] for kv in range(2)]
+        for layer in range(3)
+    ]
     for index, value in enumerate(content):
         for layer, kv, head in np.ndindex(3, 2, 2):
-            assert int(prints[index, layer, kv, head]) == mix64(value ^ keys[layer][kv][head]) & (2**48 - 1)
+            assert int(prints[index, layer, kv, head]) == mix64(value ^ keys[layer][kv][head]) & (
+                2**48 - 1
+            )
 
 
 def test_the_code_is_frozen() -> None:

@@ -36,7 +36,9 @@ class Reset12:
 class Reset13:
     """Since 0.13."""
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
         return reset_running_requests and reset_connector
 
 
@@ -48,13 +50,18 @@ def test_a_reset_asks_for_what_the_release_knows() -> None:
     assert not vllm_api.reset_caches(Reset13(), running=True, connector=False)
 
 
-@pytest.mark.parametrize(("scheduler", "asked"), [(Reset11(), "running"), (Reset11(), "connector"), (Reset12(), "connector")])
+@pytest.mark.parametrize(
+    ("scheduler", "asked"),
+    [(Reset11(), "running"), (Reset11(), "connector"), (Reset12(), "connector")],
+)
 def test_a_reset_that_the_release_cannot_do_is_refused(scheduler: Any, asked: str) -> None:
     with pytest.raises(NotImplementedError, match=f"knows no reset_{asked}"):
         vllm_api.reset_caches(scheduler, running=asked == "running", connector=asked == "connector")
 
 
-def test_until_0_12_a_transfer_configuration_has_no_failure_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_until_0_12_a_transfer_configuration_has_no_failure_policy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     arguments = ("Nobody", "kv_both", {}, None, "recompute", "engine-1")
     assert vllm_api.transfer_config(*arguments).kv_load_failure_policy == "recompute"
 
@@ -66,7 +73,12 @@ def test_until_0_12_a_transfer_configuration_has_no_failure_policy(monkeypatch: 
 
 
 def test_until_0_14_drafts_come_from_n_grams(monkeypatch: pytest.MonkeyPatch) -> None:
-    for release, method in (((0, 11, 2), "ngram"), ((0, 14, 1), "ngram"), ((0, 15), "draft_model"), ((0, 33), "draft_model")):
+    for release, method in (
+        ((0, 11, 2), "ngram"),
+        ((0, 14, 1), "ngram"),
+        ((0, 15), "draft_model"),
+        ((0, 33), "draft_model"),
+    ):
         monkeypatch.setattr(vllm_api, "_RELEASE", release)
         assert vllm_api._drafter(3)["method"] == method
         assert vllm_api._drafter(3)["num_speculative_tokens"] == 3
@@ -78,7 +90,11 @@ class Scheduler16:
     num_spec_tokens = 0
 
     def __init__(self, request: Any) -> None:
-        self.running, self.preempted, self.prev_step_scheduled_req_ids = [request], list[Any](), {"a"}
+        self.running, self.preempted, self.prev_step_scheduled_req_ids = (
+            [request],
+            list[Any](),
+            {"a"},
+        )
 
     def _preempt_request(self, request: Any, timestamp: float) -> None:
         self.preempted.append(request)
@@ -89,12 +105,16 @@ class Scheduler27(Scheduler16):
 
     requires_kv_delivery = True
 
-    def _preempt_request(self, request: Any, timestamp: float, drop_stale_output: bool = False) -> None:
+    def _preempt_request(
+        self, request: Any, timestamp: float, drop_stale_output: bool = False
+    ) -> None:
         self.preempted.append(drop_stale_output)
 
 
 def test_until_0_26_output_in_flight_is_dropped_as_a_reset_drops_it() -> None:
-    request: Any = SimpleNamespace(request_id="a", num_output_placeholders=1, discard_latest_async_tokens=False)
+    request: Any = SimpleNamespace(
+        request_id="a", num_output_placeholders=1, discard_latest_async_tokens=False
+    )
     scheduler = Scheduler16(request)
     assert vllm_api.force_preemption(scheduler, request)
     assert scheduler.preempted == [request]
@@ -104,7 +124,9 @@ def test_until_0_26_output_in_flight_is_dropped_as_a_reset_drops_it() -> None:
 
 
 def test_a_victim_whose_output_cannot_be_dropped_is_left_alone() -> None:
-    request: Any = SimpleNamespace(request_id="a", num_output_placeholders=2, discard_latest_async_tokens=False)
+    request: Any = SimpleNamespace(
+        request_id="a", num_output_placeholders=2, discard_latest_async_tokens=False
+    )
     scheduler = Scheduler16(request)
     assert not vllm_api.force_preemption(scheduler, request)
     assert scheduler.running == [request]
@@ -192,7 +214,9 @@ def test_an_expectation_begins_with_a_release_on_vllms_own_engine_only() -> None
     assert expectation.what == "outputs"
 
 
-def test_a_newer_release_runs_with_a_warning_and_an_older_one_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_newer_release_runs_with_a_warning_and_an_older_one_not_at_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def checked(version: str) -> tuple[str, list[str]]:
         monkeypatch.setattr(installed, "vllm_version", lambda: version)
         return installed.check_vllm()

@@ -64,16 +64,32 @@ class Scheduler15:
 def request(computed: int, tokens: int, placeholders: int = 0, **more: Any) -> Any:
     """A request with these counters."""
     return SimpleNamespace(
-        num_computed_tokens=computed, num_tokens=tokens, num_output_placeholders=placeholders, is_prefill_chunk=None, **more
+        num_computed_tokens=computed,
+        num_tokens=tokens,
+        num_output_placeholders=placeholders,
+        is_prefill_chunk=None,
+        **more,
     )
 
 
 def test_until_0_15_a_prefill_that_goes_on_is_marked_before_the_counters_move() -> None:
-    scheduler = Scheduler15(short=request(0, 9), whole=request(4, 9), last=request(8, 9), decode=request(9, 9, 1), ahead=request(9, 9))
+    scheduler = Scheduler15(
+        short=request(0, 9),
+        whole=request(4, 9),
+        last=request(8, 9),
+        decode=request(9, 9, 1),
+        ahead=request(9, 9),
+    )
     backports.mark_chunks(scheduler)
     counts = {"short": 8, "whole": 5, "last": 1, "decode": 1, "ahead": 1}
     scheduler._update_after_schedule(SimpleNamespace(num_scheduled_tokens=counts))
-    assert scheduler.seen == {"short": True, "whole": False, "last": False, "decode": False, "ahead": False}
+    assert scheduler.seen == {
+        "short": True,
+        "whole": False,
+        "last": False,
+        "decode": False,
+        "ahead": False,
+    }
     assert scheduler.requests["short"].num_computed_tokens == 8
     assert vllm_api.is_chunk(scheduler.requests["short"])
 
@@ -108,12 +124,16 @@ def test_0_11_wants_arrays_of_tokens_and_gets_them() -> None:
         ({"async_tokens_to_discard": 0}, 4, True),  # 0.22 to 0.26
     ],
 )
-def test_output_in_flight_is_dropped_where_the_release_can(has: dict[str, Any], placeholders: int, dropped: bool) -> None:
+def test_output_in_flight_is_dropped_where_the_release_can(
+    has: dict[str, Any], placeholders: int, dropped: bool
+) -> None:
     victim = request(9, 9, placeholders, **has)
     assert backports.drop_output(victim, 3) == dropped
     assert victim.num_output_placeholders == (0 if dropped else placeholders)
     if dropped and placeholders:
-        assert getattr(victim, next(iter(has))) == (True if "discard_latest_async_tokens" in has else placeholders)
+        assert getattr(victim, next(iter(has))) == (
+            True if "discard_latest_async_tokens" in has else placeholders
+        )
 
 
 def test_0_11_is_preempted_by_hand() -> None:
@@ -126,7 +146,11 @@ def test_0_11_is_preempted_by_hand() -> None:
     )
     victim = request(9, 9, status=vllm_api.RequestStatus.RUNNING, num_preemptions=0)
     backports.preempt(scheduler, victim)
-    assert (victim.status, victim.num_computed_tokens, victim.num_preemptions) == (vllm_api.RequestStatus.PREEMPTED, 0, 1)
+    assert (victim.status, victim.num_computed_tokens, victim.num_preemptions) == (
+        vllm_api.RequestStatus.PREEMPTED,
+        0,
+        1,
+    )
     assert (freed, waiting) == (["blocks", "images"], [victim])
 
 
@@ -156,7 +180,11 @@ def test_hooks_that_a_base_class_lacks_do_nothing_and_are_not_recorded() -> None
     assert "set_xfer_handshake_metadata" not in added
     half: Any = Base()
     results = half.get_transfer_results({"a"})
-    assert (results.finished_sending, results.finished_recving, results.failed_recving) == ({"sent"}, set(), set())
+    assert (results.finished_sending, results.finished_recving, results.failed_recving) == (
+        {"sent"},
+        set(),
+        set(),
+    )
     half.set_xfer_handshake_metadata_pp_aware({(0, 1): "m"})
     assert half.told == {1: "m"}
     half.bind_kv_cache_manager(SimpleNamespace(block_pool="pool"))
@@ -168,27 +196,50 @@ def test_hooks_that_a_base_class_lacks_do_nothing_and_are_not_recorded() -> None
 def test_until_0_22_finished_requests_that_wait_for_the_connector_keep_an_engine_going() -> None:
     scheduler = SimpleNamespace(requests={"a": 1, "b": 2}, waiting=["a"], running=[])
     assert backports.holds_finished(scheduler)
-    assert not backports.holds_finished(SimpleNamespace(requests={"a": 1}, waiting=[], running=["a"]))
-    assert not backports.holds_finished(SimpleNamespace(requests={"a": 1}, waiting=[], skipped_waiting=["a"], running=[]))
+    assert not backports.holds_finished(
+        SimpleNamespace(requests={"a": 1}, waiting=[], running=["a"])
+    )
+    assert not backports.holds_finished(
+        SimpleNamespace(requests={"a": 1}, waiting=[], skipped_waiting=["a"], running=[])
+    )
 
 
 def test_an_output_keeps_what_its_class_does_not_know() -> None:
     made = step.make_scheduler_output(
-        scheduled_new_reqs=[], scheduled_cached_reqs=None, num_scheduled_tokens={}, total_num_scheduled_tokens=0,
-        scheduled_spec_decode_tokens={}, scheduled_encoder_inputs={}, finished_req_ids=set(), free_encoder_mm_hashes=[], of_tomorrow=7,
-    )  # fmt: skip
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=None,
+        num_scheduled_tokens={},
+        total_num_scheduled_tokens=0,
+        scheduled_spec_decode_tokens={},
+        scheduled_encoder_inputs={},
+        finished_req_ids=set(),
+        free_encoder_mm_hashes=[],
+        of_tomorrow=7,
+    )
     assert made.of_tomorrow == 7
 
 
 def test_a_request_has_what_the_reference_scheduler_keeps_on_it() -> None:
     made = step.build_request(
-        "a", [5, 6, 7], max_tokens=2, block_size=4, stop=False, salt=None, lora=None, items=[], priority=0, params=None,
-        skip_reading_prefix_cache=False, arrival=0.0,
-    )  # fmt: skip
+        "a",
+        [5, 6, 7],
+        max_tokens=2,
+        block_size=4,
+        stop=False,
+        salt=None,
+        lora=None,
+        items=[],
+        priority=0,
+        params=None,
+        skip_reading_prefix_cache=False,
+        arrival=0.0,
+    )
     assert all(hasattr(made, name) for name in step.LATER_REQUEST_FIELDS)
 
 
-def test_handle_preemptions_is_called_as_the_release_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_handle_preemptions_is_called_as_the_release_calls_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen: list[Any] = []
     half = SimpleNamespace(handle_preemptions=seen.append)
     output: Any = SimpleNamespace(kv_connector_metadata="meta", preempted_req_ids={"a"})

@@ -13,8 +13,17 @@ from kvconform.dev import coverage
 @pytest.mark.skipif(installed.vllm_root() is None, reason="needs vLLM's source")
 def test_every_hook_and_field_is_listed() -> None:
     listed = set(interface.items())
-    assert {"get_num_new_matched_tokens", "request_finished_all_groups", "role", "reset_cache"} <= listed
-    assert {"SchedulerOutput.preempted_req_ids", "NewRequestData.block_ids", "KVConnectorOutput.finished_sending"} <= listed
+    assert {
+        "get_num_new_matched_tokens",
+        "request_finished_all_groups",
+        "role",
+        "reset_cache",
+    } <= listed
+    assert {
+        "SchedulerOutput.preempted_req_ids",
+        "NewRequestData.block_ids",
+        "KVConnectorOutput.finished_sending",
+    } <= listed
     assert not any(item.startswith("_") or "__" in item for item in listed)
 
 

@@ -13,7 +13,15 @@ Event = dict[str, Any]
 def rows(*steps: dict[str, int]) -> list[Event]:
     """Steps as request -> computed + scheduled tokens."""
     return [
-        {"k": "req.scheduled", "req": req, "generation": 0, "C": 0, "S": end, "N": 1000, "step": step}
+        {
+            "k": "req.scheduled",
+            "req": req,
+            "generation": 0,
+            "C": 0,
+            "S": end,
+            "N": 1000,
+            "step": step,
+        }
         for step, entries in enumerate(steps)
         for req, end in entries.items()
     ]
@@ -22,11 +30,20 @@ def rows(*steps: dict[str, int]) -> list[Event]:
 def crowd(events: list[Event], **lookup: Any) -> Crowd:
     for seq, event in enumerate(events):
         event["seq"] = seq
-    return crowd_of(events, ("a", 0), {"req": "b", "generation": 0, "local": 0, "step": 9, **lookup})
+    return crowd_of(
+        events, ("a", 0), {"req": "b", "generation": 0, "local": 0, "step": 9, **lookup}
+    )
 
 
 def alloc(req: str, external: int, step: int, is_async: bool = False) -> Event:
-    return {"k": "alloc", "req": req, "generation": 0, "external": external, "is_async": is_async, "step": step}
+    return {
+        "k": "alloc",
+        "req": req,
+        "generation": 0,
+        "external": external,
+        "is_async": is_async,
+        "step": step,
+    }
 
 
 def test_requests_stand_before_beside_or_after_the_source() -> None:
@@ -48,5 +65,12 @@ def test_the_crowd_is_part_of_the_workload() -> None:
     steps = plain_case(Plain(10, 2, 10, 12, Crowd((5,), (6, 7), (8,), (9,), 4)), 4).steps
     added = [step.arg.req for step in steps if step.op == "add"]
     assert added == ["p0", "p1", "q0", "q1", "a", "r0", "r1", "r2", "w", "s0", "b"]
-    assert [step.op for step in steps[-4:]] == ["run", "add", "add", "run"]  # asked for again in one step with the load
-    assert [step.arg.req for step in plain_case(Plain(10, 2, 10, 12), 4).steps if step.op == "add"] == ["a", "b"]
+    assert [step.op for step in steps[-4:]] == [
+        "run",
+        "add",
+        "add",
+        "run",
+    ]  # asked for again in one step with the load
+    assert [
+        step.arg.req for step in plain_case(Plain(10, 2, 10, 12), 4).steps if step.op == "add"
+    ] == ["a", "b"]

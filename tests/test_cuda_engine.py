@@ -31,10 +31,17 @@ AFTERWARDS = {"finish", "changed_slots", "_judge", "mismatches", "read", "on_cud
 """Where the host may wait: when the compute stream has been waited for, and at the end."""
 
 
-def judged(connector: str, delay: Delay | None, engine: str, scheduling: str, tmp_path: Path) -> tuple[CaseReport, list[Note]]:
+def judged(
+    connector: str, delay: Delay | None, engine: str, scheduling: str, tmp_path: Path
+) -> tuple[CaseReport, list[Note]]:
     variant = SPEC.cases["streams.save-then-load"].variants([engine], [scheduling], ["compute"])[0]
     declared = {"store": True, "saves": "all", "chunk_tokens": 4}
-    target = Target(connector, {"store": "{tmp}/store", "async_saves": True}, capabilities=declared, device="cuda")
+    target = Target(
+        connector,
+        {"store": "{tmp}/store", "async_saves": True},
+        capabilities=declared,
+        device="cuda",
+    )
     with emulate(delay) as cuda, vllm_on_cuda(cuda):
         return run_and_judge(variant, target, SPEC, seed=0, tmp=tmp_path / "run"), cuda.notes
 
@@ -47,8 +54,12 @@ def failed(report: CaseReport) -> set[str]:
 @pytest.mark.parametrize("delay", [None, "compute", "transfers"])
 @pytest.mark.parametrize("engine", ["reference", "vllm"])
 @pytest.mark.parametrize("scheduling", ["sync", "async"])
-def test_a_correct_connector_passes_and_nobody_waits(delay: Delay | None, engine: str, scheduling: str, tmp_path: Path) -> None:
-    report, notes = judged("kvconform.refimpl.streamed:StreamedConnector", delay, engine, scheduling, tmp_path)
+def test_a_correct_connector_passes_and_nobody_waits(
+    delay: Delay | None, engine: str, scheduling: str, tmp_path: Path
+) -> None:
+    report, notes = judged(
+        "kvconform.refimpl.streamed:StreamedConnector", delay, engine, scheduling, tmp_path
+    )
     assert failed(report) == set() and not report.unmet
     assert {note.kind for note in notes} == {"sync"}
     assert {note.where.rpartition(" in ")[2] for note in notes} <= AFTERWARDS
@@ -62,13 +73,19 @@ def test_a_correct_connector_passes_and_nobody_waits(delay: Delay | None, engine
         ("PublishesTooEarly", "transfers", "load.content"),
     ],
 )
-def test_a_missing_wait_is_wrong_bytes(defect: str, delay: Delay, requirement: str, tmp_path: Path) -> None:
-    report, _ = judged(f"kvconform.refimpl.defects.streams:{defect}", delay, "reference", "sync", tmp_path)
+def test_a_missing_wait_is_wrong_bytes(
+    defect: str, delay: Delay, requirement: str, tmp_path: Path
+) -> None:
+    report, _ = judged(
+        f"kvconform.refimpl.defects.streams:{defect}", delay, "reference", "sync", tmp_path
+    )
     assert requirement in failed(report)
 
 
 def test_the_reference_connector_needs_no_streams_of_its_own(tmp_path: Path) -> None:
-    report, _ = judged("kvconform.refimpl.connector:ReferenceConnector", "compute", "reference", "async", tmp_path)
+    report, _ = judged(
+        "kvconform.refimpl.connector:ReferenceConnector", "compute", "reference", "async", tmp_path
+    )
     assert failed(report) == set()
 
 
@@ -77,7 +94,10 @@ def test_work_is_judged_in_order_when_the_step_is_over() -> None:
         assert isinstance(cuda, OnCuda)
         memory, seen = cuda.allocate(4), list[float]()
         for value in (1.0, 2.0):
-            cuda.launch(lambda value=value: memory.fill_(value).sum(), lambda total: seen.append(total.item()))
+            cuda.launch(
+                lambda value=value: memory.fill_(value).sum(),
+                lambda total: seen.append(total.item()),
+            )
         assert seen == [] and memory.is_cuda
         cuda.finish()
         assert seen == [4.0, 8.0]
@@ -86,7 +106,9 @@ def test_work_is_judged_in_order_when_the_step_is_over() -> None:
 def test_slow_transfers_sleep_on_every_stream_but_the_compute_stream() -> None:
     slept: list[str] = []
     with emulate(None), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "_sleep", lambda cycles: slept.append(str(torch.cuda.current_stream())))
+        patch.setattr(
+            torch.cuda, "_sleep", lambda cycles: slept.append(str(torch.cuda.current_stream()))
+        )
         with gpu.opened("cuda", "transfers"):
             compute, other = torch.cuda.current_stream(), torch.cuda.Stream()
             with torch.cuda.stream(other):

@@ -23,11 +23,22 @@ from kvconform.refimpl.faulty import Altered, Fault, connector_of, fault
 
 SPEC = load_spec()
 DEFECTS = load_defects(SPEC)
-MODULES = [importlib.import_module(f"{package.__name__}.{found.name}") for found in pkgutil.iter_modules(package.__path__)]
-PLAIN: dict[str, Any] = {"id": "d", "text": "t", "connector": "m:C", "cases": ["lifecycle.hook-order"], "fails": ["hook.no-raise"]}
+MODULES = [
+    importlib.import_module(f"{package.__name__}.{found.name}")
+    for found in pkgutil.iter_modules(package.__path__)
+]
+PLAIN: dict[str, Any] = {
+    "id": "d",
+    "text": "t",
+    "connector": "m:C",
+    "cases": ["lifecycle.hook-order"],
+    "fails": ["hook.no-raise"],
+}
 
 
-@pytest.mark.parametrize("name", ["float-count", "loads-over-local-prefix", "engine-preempts-in-silence"])
+@pytest.mark.parametrize(
+    "name", ["float-count", "loads-over-local-prefix", "engine-preempts-in-silence"]
+)
 def test_a_defect_is_caught_by_the_requirements_that_name_it(name: str, tmp_path: Path) -> None:
     outcome = examine(DEFECTS[name], SPEC, tmp_path)
     assert (outcome.problem, set(DEFECTS[name].fails) <= set(outcome.failed)) == ("", True)
@@ -39,10 +50,16 @@ def test_a_defect_that_is_none_is_noticed(tmp_path: Path) -> None:
 
 
 def test_every_defective_class_and_fault_is_in_the_registry() -> None:
-    listed = {defect.connector for defect in DEFECTS.values()} | {defect.engine_fault for defect in DEFECTS.values()}
+    listed = {defect.connector for defect in DEFECTS.values()} | {
+        defect.engine_fault for defect in DEFECTS.values()
+    }
     for module in MODULES:
         for name, found in vars(module).items():
-            bad = isinstance(found, type) and issubclass(found, ReferenceConnector) and found.__module__ == module.__name__
+            bad = (
+                isinstance(found, type)
+                and issubclass(found, ReferenceConnector)
+                and found.__module__ == module.__name__
+            )
             if (bad or isinstance(found, Fault)) and name[0] != "_":
                 assert f"{module.__name__}:{name}" in listed
 
@@ -92,7 +109,11 @@ def test_a_registry_that_names_what_does_not_exist(change: dict[str, Any], words
 
 
 def test_a_fault_that_does_not_exist() -> None:
-    for symbol in ("kvconform.nope:x", "kvconform.refimpl.faulty:nope", "kvconform.refimpl.faulty:fault"):
+    for symbol in (
+        "kvconform.nope:x",
+        "kvconform.refimpl.faulty:nope",
+        "kvconform.refimpl.faulty:fault",
+    ):
         with pytest.raises(UsageError):
             Defect(**PLAIN | {"engine_fault": symbol}).fault()
 
@@ -121,7 +142,9 @@ def test_a_fault_is_in_force_for_a_while_only() -> None:
 
 
 def test_a_fault_can_be_that_something_is_there() -> None:
-    with fault(_Adder, "mul", create=True)(lambda missing, adder, a, b: (missing(adder, a, b), a * b)).active():
+    with fault(_Adder, "mul", create=True)(
+        lambda missing, adder, a, b: (missing(adder, a, b), a * b)
+    ).active():
         assert _Adder().mul(2, 3) == (None, 6)  # type: ignore[attr-defined]
     assert not hasattr(_Adder, "mul")
 
@@ -147,30 +170,58 @@ def test_an_outcome_that_is_not_as_listed_is_a_problem() -> None:
 
 def test_what_was_never_at_stake_is_told_from_what_passed(tmp_path: Path) -> None:
     defect = Defect(**PLAIN | {"fails": ["hook.no-raise", "reset.answer"]})
-    verdicts = {"hook.no-raise": {"PASS": 1, "NOT_EXERCISED": 1}, "reset.answer": {"NOT_EXERCISED": 2}}
+    verdicts = {
+        "hook.no-raise": {"PASS": 1, "NOT_EXERCISED": 1},
+        "reset.answer": {"NOT_EXERCISED": 2},
+    }
     wanted = "not caught by hook.no-raise; reset.answer was NOT_EXERCISED in all 2 runs of lifecycle.hook-order"
     assert difference(defect, set(), verdicts) == wanted
     assert difference(defect, {"reset.answer"}, verdicts) == "not caught by hook.no-raise"
-    sound = Defect(**PLAIN | {"connector": "kvconform.refimpl.variants.loading:Undecided", "fails": ["reset.answer"]})
+    sound = Defect(
+        **PLAIN
+        | {"connector": "kvconform.refimpl.variants.loading:Undecided", "fails": ["reset.answer"]}
+    )
     outcome = examine(sound, SPEC, tmp_path)
-    assert outcome.problem.startswith("reset.answer was NOT_EXERCISED in ") and list(outcome.passed_by) == ["reset.answer"]
+    assert outcome.problem.startswith("reset.answer was NOT_EXERCISED in ") and list(
+        outcome.passed_by
+    ) == ["reset.answer"]
 
 
 def test_a_requirement_stands_for_its_defects() -> None:
     assert named(["float-count"]) == ["float-count"]
     found = named(["load.only-grant", "loads-over-local-prefix"])
-    assert found == [name for name, each in DEFECTS.items() if "load.only-grant" in each.fails] and len(found) > 1
-    with pytest.raises(UsageError, match=r"^there is no defect or requirement 'flat-count'; did you mean float-count"):
+    assert (
+        found == [name for name, each in DEFECTS.items() if "load.only-grant" in each.fails]
+        and len(found) > 1
+    )
+    with pytest.raises(
+        UsageError,
+        match=r"^there is no defect or requirement 'flat-count'; did you mean float-count",
+    ):
         named(["flat-count"])
     with pytest.raises(UsageError, match=r"^there is no defect or requirement 'zzzz'$"):
         named(["zzzz"])
 
 
 def test_the_matrix_says_what_nothing_kills() -> None:
-    requirements = [SPEC.requirements[name] for name in ("hook.no-raise", "lookup.identity", "engine.meta-once", "lookup.repeatable")]
-    outcomes = [Outcome(defect="d", failed={"hook.no-raise": ["v"], "lookup.identity": ["v"]}, problem="also fails lookup.identity")]
-    matrix = build(outcomes, {"d": Defect(**PLAIN | {"bugs": ["B001"]})}, requirements, complete=True)
-    assert matrix.unkilled == ["lookup.identity", "engine.meta-once"]  # a SHOULD needs no defect; one that was not listed kills nothing
+    requirements = [
+        SPEC.requirements[name]
+        for name in ("hook.no-raise", "lookup.identity", "engine.meta-once", "lookup.repeatable")
+    ]
+    outcomes = [
+        Outcome(
+            defect="d",
+            failed={"hook.no-raise": ["v"], "lookup.identity": ["v"]},
+            problem="also fails lookup.identity",
+        )
+    ]
+    matrix = build(
+        outcomes, {"d": Defect(**PLAIN | {"bugs": ["B001"]})}, requirements, complete=True
+    )
+    assert matrix.unkilled == [
+        "lookup.identity",
+        "engine.meta-once",
+    ]  # a SHOULD needs no defect; one that was not listed kills nothing
     assert matrix.bugs == {"B001": ["d"]}
     text = "\n".join(summary(matrix))
     assert "0 of 1 defects" in text
@@ -183,17 +234,29 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["nope"]) == 2
     assert main(["float-count"], jobs=1, report_dir=str(tmp_path / "report")) == 0
     assert "1 of 1 defects are caught as listed" in capsys.readouterr().out
-    matrix = KillMatrix.model_validate(json.loads((tmp_path / "report" / "kill-matrix.json").read_text()))
+    matrix = KillMatrix.model_validate(
+        json.loads((tmp_path / "report" / "kill-matrix.json").read_text())
+    )
     assert [row.id for row in matrix.requirements if row.by] == ["lookup.answer-type"]
-    assert "| `lookup.answer-type` | MUST | `float-count` |" in (tmp_path / "report" / "kill-matrix.md").read_text()
+    assert (
+        "| `lookup.answer-type` | MUST | `float-count` |"
+        in (tmp_path / "report" / "kill-matrix.md").read_text()
+    )
 
 
 def test_what_is_no_defect_is_run_too() -> None:
-    planned = defects.plan([DEFECTS["float-count"], DEFECTS["engine-finishes-twice"], DEFECTS["keys-by-id"]], SPEC)
-    assert {control.connector for control in planned} == {"kvconform.refimpl.connector:ReferenceConnector"}
+    planned = defects.plan(
+        [DEFECTS["float-count"], DEFECTS["engine-finishes-twice"], DEFECTS["keys-by-id"]], SPEC
+    )
+    assert {control.connector for control in planned} == {
+        "kvconform.refimpl.connector:ReferenceConnector"
+    }
     runs = [name for control in planned for _, name in control.runs]
     assert len(runs) == len(set(runs)) > len(planned)
-    assert defects.sound("kvconform.refimpl.defects.transfer:OwnIds") == "kvconform.refimpl.variants.peer:Peer"
+    assert (
+        defects.sound("kvconform.refimpl.defects.transfer:OwnIds")
+        == "kvconform.refimpl.variants.peer:Peer"
+    )
 
 
 def test_a_control_run_that_fails_is_a_problem(tmp_path: Path) -> None:

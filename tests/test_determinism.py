@@ -17,7 +17,13 @@ from kvconform.contract.loader import load_spec
 from kvconform.refimpl.connector import ReferenceConnector
 from kvconform.run.runner import run_variant
 
-CASES = ["preemption.many", "speculation.everything", "lifecycle.fail-recompute", "identity.two-images", "lifecycle.thirty-requests"]
+CASES = [
+    "preemption.many",
+    "speculation.everything",
+    "lifecycle.fail-recompute",
+    "identity.two-images",
+    "lifecycle.thirty-requests",
+]
 REFERENCE = "kvconform.refimpl.connector:ReferenceConnector"
 SYNC, ASYNC = {"store": "{tmp}"}, {"store": "{tmp}", "load": "async", "async_saves": True}
 
@@ -41,7 +47,10 @@ def trace(variant: Variant, extra: dict[str, object], tmp: Path, seed: int = 0) 
 
 
 def all_traces(tmp: Path) -> dict[str, str]:
-    return {v.id: trace(v, ASYNC if n % 3 == 0 else SYNC, tmp / str(n)) for n, v in enumerate(variants())}
+    return {
+        v.id: trace(v, ASYNC if n % 3 == 0 else SYNC, tmp / str(n))
+        for n, v in enumerate(variants())
+    }
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +64,9 @@ def same(one: dict[str, str], two: dict[str, str]) -> None:
     for name in one:
         if one[name] != two[name]:  # the first event that differs, not two long strings
             pairs = zip(json.loads(one[name]), json.loads(two[name]), strict=False)
-            raise AssertionError(f"{name}: {next((pair for pair in pairs if pair[0] != pair[1]), 'one is longer')}")
+            raise AssertionError(
+                f"{name}: {next((pair for pair in pairs if pair[0] != pair[1]), 'one is longer')}"
+            )
 
 
 def test_twice_in_one_process(first: dict[str, str], tmp_path: Path) -> None:
@@ -71,16 +82,33 @@ def test_in_another_process_with_another_hash_seed(first: dict[str, str], tmp_pa
     )
     seed = "2718" if os.environ.get("PYTHONHASHSEED") != "2718" else "1"
     environment = {**os.environ, "PYTHONHASHSEED": seed}
-    subprocess.run([sys.executable, "-c", code, __file__, str(tmp_path)], env=environment, check=True, capture_output=True, timeout=120)
+    subprocess.run(
+        [sys.executable, "-c", code, __file__, str(tmp_path)],
+        env=environment,
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
     same(first, json.loads((tmp_path / "traces").read_text()))
 
 
-def test_engines_that_know_each_other_by_id_say_the_same_wherever_the_run_keeps_its_files(tmp_path: Path) -> None:
+def test_engines_that_know_each_other_by_id_say_the_same_wherever_the_run_keeps_its_files(
+    tmp_path: Path,
+) -> None:
     """Ids of engines are made of the run's directory, and a peer has them in its metadata."""
-    case = next(c for c in load_spec().cases.values() if c.config.engines and any(s.op == "add" and s.arg.mentions() for s in c.steps))
+    case = next(
+        c
+        for c in load_spec().cases.values()
+        if c.config.engines and any(s.op == "add" and s.arg.mentions() for s in c.steps)
+    )
     for scheduling in ("sync", "async"):
         variant = next(v for v in case.variants(["reference"]) if v.scheduling == scheduling)
-        runs = [run_variant(variant, Target("kvconform.refimpl.variants.peer:Peer"), seed=0, tmp=tmp_path / name) for name in ("a", "bcd")]
+        runs = [
+            run_variant(
+                variant, Target("kvconform.refimpl.variants.peer:Peer"), seed=0, tmp=tmp_path / name
+            )
+            for name in ("a", "bcd")
+        ]
         assert any(e["k"] == "pair.params" for e in runs[0].trace) and runs[0].harness_error is None
         assert json.dumps(runs[0].trace) == json.dumps(runs[1].trace)
 
@@ -99,13 +127,31 @@ class KeepsOverReset(ReferenceConnector):
 
 def test_what_a_reset_should_have_forgotten_is_counted(tmp_path: Path) -> None:
     add = {"req": "a", "prompt": 13, "max_tokens": 2}
-    steps = [{"add": add}, {"run": {}}, {"reset": {}}, {"add": {**add, "req": "b", "prompt": {"same": "a"}}}, {"run": {}}]
+    steps = [
+        {"add": add},
+        {"run": {}},
+        {"reset": {}},
+        {"add": {**add, "req": "b", "prompt": {"same": "a"}}},
+        {"run": {}},
+    ]
     counted = []
     for name in (f"{__name__}:KeepsOverReset", REFERENCE):
-        case = Case.model_validate({"id": "test.reset", "area": "test", "text": "A test.", "steps": steps}, strict=False)
-        run = run_variant(case.variants(["reference"])[0], Target(name, dict(SYNC)), seed=0, tmp=tmp_path / str(len(counted)))
+        case = Case.model_validate(
+            {"id": "test.reset", "area": "test", "text": "A test.", "steps": steps}, strict=False
+        )
+        run = run_variant(
+            case.variants(["reference"])[0],
+            Target(name, dict(SYNC)),
+            seed=0,
+            tmp=tmp_path / str(len(counted)),
+        )
         last = [e for e in run.trace if e["k"] == "lookup"][-1]
-        counted.append([last[k] for k in ("req", "tokens", "ever_computed", "computed_before_reset", "after_reset")])
+        counted.append(
+            [
+                last[k]
+                for k in ("req", "tokens", "ever_computed", "computed_before_reset", "after_reset")
+            ]
+        )
     assert counted == [["b", 12, 13, 12, True], ["b", 0, 13, 0, True]]
 
 

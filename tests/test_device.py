@@ -66,7 +66,11 @@ def judged(connector: str, tmp_path: Path, variant: Variant, **extra: Any) -> Ca
 
 
 def verdicts(report: CaseReport) -> dict[str, str]:
-    return {row["requirement"]: row["verdict"] for row in report.rows if row.get("kind", "requirement") == "requirement"}
+    return {
+        row["requirement"]: row["verdict"]
+        for row in report.rows
+        if row.get("kind", "requirement") == "requirement"
+    }
 
 
 def test_on_the_cpu_all_is_done_at_once() -> None:
@@ -93,7 +97,11 @@ def test_the_harness_waits_for_nobody_and_is_not_noted() -> None:
             assert memory.is_cuda and torch.cuda.is_available()
             memory.cpu()
         (note,) = emulated.notes()
-        assert note["what"] == "sync" and "test_device.py" in note["text"] and str(Path(__file__).parent.parent) not in note["text"]
+        assert (
+            note["what"] == "sync"
+            and "test_device.py" in note["text"]
+            and str(Path(__file__).parent.parent) not in note["text"]
+        )
 
 
 @pytest.mark.parametrize("name", STREAMED)
@@ -104,45 +112,70 @@ def test_streams_that_wait_pass_everything(name: str, slow: str, tmp_path: Path)
         report = judged(connector, tmp_path / str(number), runs(case.id, slow), **extra)
         found = verdicts(report)
         assert report.harness_error is None and not report.unmet
-        assert {req for req, verdict in found.items() if verdict in ("FAIL", "BLOCKED", "ERROR")} == set()
+        assert {
+            req for req, verdict in found.items() if verdict in ("FAIL", "BLOCKED", "ERROR")
+        } == set()
         at_stake = "streams.save-after-write" if slow == "compute" else "streams.load-before-use"
         assert found[at_stake] == "PASS"
 
 
 def test_on_the_cpu_streams_cannot_be_judged(tmp_path: Path) -> None:
-    target = Target("kvconform.refimpl.connector:ReferenceConnector", {"store": "{tmp}"}, capabilities=DECLARED)
+    target = Target(
+        "kvconform.refimpl.connector:ReferenceConnector", {"store": "{tmp}"}, capabilities=DECLARED
+    )
     variant = next(iter(STREAMS[0].variants(["reference"], ["sync"])))
     found = verdicts(run_and_judge(variant, target, SPEC, seed=0, tmp=tmp_path))
-    assert found["streams.save-after-write"] == found["streams.hooks-do-not-wait"] == "UNOBSERVABLE" and found["save.owned"] == "PASS"
+    assert (
+        found["streams.save-after-write"] == found["streams.hooks-do-not-wait"] == "UNOBSERVABLE"
+        and found["save.owned"] == "PASS"
+    )
 
 
 def test_the_same_run_gives_the_same_trace(tmp_path: Path) -> None:
-    variant, waits = runs("streams.save-then-load", "compute"), "kvconform.refimpl.defects.streams:WaitsInTheHook"
-    first, second = (judged(waits, tmp_path / part, variant, layerwise=True, async_saves=True).trace for part in ("a", "b"))
+    variant, waits = (
+        runs("streams.save-then-load", "compute"),
+        "kvconform.refimpl.defects.streams:WaitsInTheHook",
+    )
+    first, second = (
+        judged(waits, tmp_path / part, variant, layerwise=True, async_saves=True).trace
+        for part in ("a", "b")
+    )
     assert first == second and any(event["k"] == "device.note" for event in first or ())
 
 
 def test_an_early_read_is_told(tmp_path: Path) -> None:
     report = judged(
-        "kvconform.refimpl.defects.streams:SavesTooEarly", tmp_path, runs("streams.save-then-load", "compute"), async_saves=True
+        "kvconform.refimpl.defects.streams:SavesTooEarly",
+        tmp_path,
+        runs("streams.save-then-load", "compute"),
+        async_saves=True,
     )
     assert verdicts(report)["streams.save-after-write"] == "FAIL"
-    notes = [event for event in report.trace or () if event["k"] == "device.note" and event["what"] == "read_early"]
+    notes = [
+        event
+        for event in report.trace or ()
+        if event["k"] == "device.note" and event["what"] == "read_early"
+    ]
     assert notes and "moving.py" in notes[0]["text"]
 
 
 @pytest.mark.parametrize("name", ["Graphs", "Tries"])
-def test_what_cannot_be_emulated_is_unsupported(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_emulated_is_unsupported(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     report = judged(f"{__name__}:{name}", tmp_path, runs("streams.save-then-load", "compute"))
     assert {row["verdict"] for row in report.rows} == {"UNSUPPORTED"}
     assert all("The CUDA emulation has no" in row["message"] for row in report.rows)
 
 
-def test_a_connector_that_never_works_there_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connector_that_never_works_there_is_told_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     with pytest.raises(
-        EnvironmentProblem, match=r"Graphs cannot run on the emulated device \(docs/emulation.md\): The CUDA emulation has no"
+        EnvironmentProblem,
+        match=r"Graphs cannot run on the emulated device \(docs/emulation.md\): The CUDA emulation has no",
     ):
         check(Target(f"{__name__}:Graphs", {"store": "{tmp}"}, device="emulated"), tmp_path, 120.0)
 
@@ -154,7 +187,10 @@ def test_not_emulated_has_a_sentence() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_cuda_is_refused() -> None:
-    with pytest.raises(EnvironmentProblem, match="--emulate-cuda does without one"), gpu.opened("cuda", "compute"):
+    with (
+        pytest.raises(EnvironmentProblem, match="--emulate-cuda does without one"),
+        gpu.opened("cuda", "compute"),
+    ):
         pass
 
 
@@ -169,8 +205,14 @@ def test_slow_streams_want_a_device_with_streams() -> None:
 
 
 def test_who_needs_cuda_is_told_of_the_emulation(tmp_path: Path) -> None:
-    with pytest.raises(EnvironmentProblem, match="it needs CUDA, which --emulate-cuda stands in for"):
-        check(Target("kvconform.refimpl.streamed:StreamedConnector", {"store": "{tmp}"}), tmp_path, 120.0)
+    with pytest.raises(
+        EnvironmentProblem, match="it needs CUDA, which --emulate-cuda stands in for"
+    ):
+        check(
+            Target("kvconform.refimpl.streamed:StreamedConnector", {"store": "{tmp}"}),
+            tmp_path,
+            120.0,
+        )
 
 
 class WildIndex(StreamedConnector):
@@ -180,17 +222,28 @@ class WildIndex(StreamedConnector):
         return super()._slots(transfer, piece, device) + 100_000
 
 
-def test_a_fault_of_queued_work_is_the_connectors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_queued_work_is_the_connectors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     for slow in SLOW:
-        report = judged(f"{__name__}:WildIndex", tmp_path / slow, runs("streams.save-then-load", slow))
+        report = judged(
+            f"{__name__}:WildIndex", tmp_path / slow, runs("streams.save-then-load", slow)
+        )
         assert report.harness_error is None
-        (row,) = [row for row in report.rows if row["verdict"] == "FAIL" and row["requirement"] == "hook.no-raise"]
+        (row,) = [
+            row
+            for row in report.rows
+            if row["verdict"] == "FAIL" and row["requirement"] == "hook.no-raise"
+        ]
         assert "DeviceFault" in row["message"] and "out of bounds" in row["message"]
 
 
 def test_the_axis_of_slow_streams() -> None:
-    assert Settings().slows is None and Settings(emulate_cuda=True).slows == ["compute", "transfers"]
+    assert Settings().slows is None and Settings(emulate_cuda=True).slows == [
+        "compute",
+        "transfers",
+    ]
     assert Settings(device="cuda", slow="transfers").slows == ["transfers"]
     variants = SPEC.cases["streams.save-then-load"].variants(["vllm"], ["sync"], SLOW)
     assert [v.id.partition("-b4")[2] for v in variants] == ["-slow-compute]", "-slow-transfers]"]

@@ -23,67 +23,204 @@ Event = dict[str, Any]
 
 @pytest.mark.parametrize(
     ("numbers", "text"),
-    [([], ""), ([3], "3"), ([3, 4, 5], "3-5"), ([9, 1, 2, 4], "1-2, 4, 9"), (range(0, 20, 2), "0, 2, 4, 6, 8, 10, ...")],
+    [
+        ([], ""),
+        ([3], "3"),
+        ([3, 4, 5], "3-5"),
+        ([9, 1, 2, 4], "1-2, 4, 9"),
+        (range(0, 20, 2), "0, 2, 4, 6, 8, 10, ..."),
+    ],
 )
 def test_spans(numbers: Any, text: str) -> None:
     assert spans(numbers) == text
 
 
 WRONG = {
-    "k": "kv.wrong", "req": "b", "layer": 1, "kv": "v", "pos": 12, "count": 3, "block": 7, "via": "external", "found": "other_request",
+    "k": "kv.wrong",
+    "req": "b",
+    "layer": 1,
+    "kv": "v",
+    "pos": 12,
+    "count": 3,
+    "block": 7,
+    "via": "external",
+    "found": "other_request",
     "origin": "token 5 at position 3 of request a",
-}  # fmt: skip
+}
 CHANGED = {
-    "k": "kv.changed", "after_hook": "start_load_kv", "layer": 0, "req": ["b"], "shared": [4, 5], "over_computed": [], "null_block": [],
-    "unallocated": [44], "other_request": [], "tail": [],
-}  # fmt: skip
-DUE = {"k": "load.due", "req": "b", "local": 4, "granted": 8, "missing": [7, 8, 11], "wrong": [], "reported_failed": False}
-END = {"k": "run.end", "unfinished": ["a"], "free_blocks": 3, "free_blocks_at_start": 5, "request_objects_alive": ["a", "b"], "threads": 0}
-HOOK = {"k": "hook.returned", "hook": "save_kv_layer", "layer": "l0", "error": "OSError", "error_text": "OSError: full", "value": "None"}
-LOOKUP = {"k": "lookup", "req": "b", "N": 13, "local": 4, "tokens": 8, "is_async": True, "ever_computed": 9, "ever_plain": 11}
-PLAN = {"k": "plan", "op": "save", "start": 4, "end": 12, "req": "b", "timing": "before_forward", "C": 1, "S": 2, "P": 3, "N": 9}
+    "k": "kv.changed",
+    "after_hook": "start_load_kv",
+    "layer": 0,
+    "req": ["b"],
+    "shared": [4, 5],
+    "over_computed": [],
+    "null_block": [],
+    "unallocated": [44],
+    "other_request": [],
+    "tail": [],
+}
+DUE = {
+    "k": "load.due",
+    "req": "b",
+    "local": 4,
+    "granted": 8,
+    "missing": [7, 8, 11],
+    "wrong": [],
+    "reported_failed": False,
+}
+END = {
+    "k": "run.end",
+    "unfinished": ["a"],
+    "free_blocks": 3,
+    "free_blocks_at_start": 5,
+    "request_objects_alive": ["a", "b"],
+    "threads": 0,
+}
+HOOK = {
+    "k": "hook.returned",
+    "hook": "save_kv_layer",
+    "layer": "l0",
+    "error": "OSError",
+    "error_text": "OSError: full",
+    "value": "None",
+}
+LOOKUP = {
+    "k": "lookup",
+    "req": "b",
+    "N": 13,
+    "local": 4,
+    "tokens": 8,
+    "is_async": True,
+    "ever_computed": 9,
+    "ever_plain": 11,
+}
+PLAN = {
+    "k": "plan",
+    "op": "save",
+    "start": 4,
+    "end": 12,
+    "req": "b",
+    "timing": "before_forward",
+    "C": 1,
+    "S": 2,
+    "P": 3,
+    "N": 9,
+}
 
 
 @pytest.mark.parametrize(
     ("event", "words"),
     [
-        (WRONG, ["V of positions 12-14 of request b", "layer 1", "block 7", "loaded by the connector", "other request", WRONG["origin"]]),
-        ({**WRONG, "count": 1, "kv": "both", "via": "local"}, ["K and V of position 12 of", "local prefix cache"]),
+        (
+            WRONG,
+            [
+                "V of positions 12-14 of request b",
+                "layer 1",
+                "block 7",
+                "loaded by the connector",
+                "other request",
+                WRONG["origin"],
+            ],
+        ),
+        (
+            {**WRONG, "count": 1, "kv": "both", "via": "local"},
+            ["K and V of position 12 of", "local prefix cache"],
+        ),
         ({**WRONG, "via": "own"}, ["computed by the request itself"]),
-        (CHANGED, ["start_load_kv", "slots 4-5 belong to the local prefix cache hit", "slots 44 belong to no request", "for b"]),
+        (
+            CHANGED,
+            [
+                "start_load_kv",
+                "slots 4-5 belong to the local prefix cache hit",
+                "slots 44 belong to no request",
+                "for b",
+            ],
+        ),
         ({**CHANGED, "req": []}, ["for nobody"]),
-        (DUE, ["8 tokens granted to b from position 4", "positions 7-8, 11 were never written", "no failure was reported"]),
+        (
+            DUE,
+            [
+                "8 tokens granted to b from position 4",
+                "positions 7-8, 11 were never written",
+                "no failure was reported",
+            ],
+        ),
         ({**DUE, "missing": [11]}, ["position 11 was never written"]),
         ({**WRONG, "group": 1}, ["layer 1 of KV cache group 1, block 7"]),
         ({**CHANGED, "group": 0}, ["(layer 0 of KV cache group 0, for b)"]),
         (
             {**DUE, "by_group": [[1, 4, [7, 8, 11], [0, 5, 6]]]},
-            ["never written", "KV cache group 1 (4 tokens per block) lacks 7-8, 11 in blocks 5-6 of its table [0, 5, 6]"],
+            [
+                "never written",
+                "KV cache group 1 (4 tokens per block) lacks 7-8, 11 in blocks 5-6 of its table [0, 5, 6]",
+            ],
         ),
         (
-            {"k": "alloc", "req": "b", "external": 8, "local": 4, "blocks": [1], "tables": [[4, 0, [1]], [4, 6, [0]]]},
+            {
+                "k": "alloc",
+                "req": "b",
+                "external": 8,
+                "local": 4,
+                "blocks": [1],
+                "tables": [[4, 0, [1]], [4, 6, [0]]],
+            },
             ["[0] of KV cache group 1"],
         ),
         ({**DUE, "missing": []}, ["the load of b was due"]),
         (END, ["requests a are still there", "3 blocks are free, 5", "Request objects of a, b"]),
-        ({**END, "unfinished": [], "free_blocks": 5, "request_objects_alive": []}, ["nothing was left over"]),
+        (
+            {**END, "unfinished": [], "free_blocks": 5, "request_objects_alive": []},
+            ["nothing was left over"],
+        ),
         ({**END, "threads": 2}, ["2 threads are still running after the shutdown"]),
         (HOOK, ["save_kv_layer for l0 raised OSError: full"]),
         ({**HOOK, "error": None, "layer": None, "value": "3"}, ["save_kv_layer returned 3"]),
-        (LOOKUP, ["b (13 tokens, 4 of them local)", "8 tokens (asynchronous)", "9 tokens", "11 under any"]),
+        (
+            LOOKUP,
+            [
+                "b (13 tokens, 4 of them local)",
+                "8 tokens (asynchronous)",
+                "9 tokens",
+                "11 under any",
+            ],
+        ),
         ({**LOOKUP, "tokens": None}, ["answered None"]),
         ({**LOOKUP, "tokens": 8.0}, ["answered 8.0, a float"]),
-        ({**LOOKUP, "is_async": False, "tokens": 9}, ["answered 9 tokens, which leaves nothing to compute; 9 tokens"]),
-        ({**LOOKUP, "is_async": False, "tokens": 10}, ["answered 10 tokens, more than the request has"]),
+        (
+            {**LOOKUP, "is_async": False, "tokens": 9},
+            ["answered 9 tokens, which leaves nothing to compute; 9 tokens"],
+        ),
+        (
+            {**LOOKUP, "is_async": False, "tokens": 10},
+            ["answered 10 tokens, more than the request has"],
+        ),
         ({**LOOKUP, "computed_before_reset": 6}, ["6 tokens are from before a reset of its cache"]),
-        ({"k": "hook.called", "hook": "wait_for_save", "half": "worker", "bound": False}, ["wait_for_save", "no step's metadata"]),
+        (
+            {"k": "hook.called", "hook": "wait_for_save", "half": "worker", "bound": False},
+            ["wait_for_save", "no step's metadata"],
+        ),
         (PLAN, ["save positions 4-11 of b (before forward)", "C=1, S=2, P=3 and N=9"]),
-        ({"k": "engine.crash", "error": "AssertionError: x", "hook": "shutdown"}, ["AssertionError: x (in shutdown)"]),
+        (
+            {"k": "engine.crash", "error": "AssertionError: x", "hook": "shutdown"},
+            ["AssertionError: x (in shutdown)"],
+        ),
         ({"k": "engine.stall", "waiting_on": []}, ["waiting: nobody"]),
-        ({"k": "hold", "req": "a", "direction": "recv", "cause": "async load"}, ["holding a (recv) since async load"]),
-        ({"k": "transfer.reported", "req": "a", "direction": "send", "held": False}, ["finished_sending named a", "was not waiting"]),
-        ({"k": "transfer.failed", "blocks": [1, 2], "outside_grant": []}, ["blocks 1-2", "none were in no load"]),
-        ({"k": "engine.lifecycle", "op": "shutdown", "error": "OSError"}, ["shutdown raised OSError"]),
+        (
+            {"k": "hold", "req": "a", "direction": "recv", "cause": "async load"},
+            ["holding a (recv) since async load"],
+        ),
+        (
+            {"k": "transfer.reported", "req": "a", "direction": "send", "held": False},
+            ["finished_sending named a", "was not waiting"],
+        ),
+        (
+            {"k": "transfer.failed", "blocks": [1, 2], "outside_grant": []},
+            ["blocks 1-2", "none were in no load"],
+        ),
+        (
+            {"k": "engine.lifecycle", "op": "shutdown", "error": "OSError"},
+            ["shutdown raised OSError"],
+        ),
     ],
 )
 def test_the_sentence_says_what_where_and_whose(event: Event, words: list[str]) -> None:
@@ -96,18 +233,39 @@ def test_every_event_of_real_runs_and_of_the_examples_can_be_told(tmp_path: Path
     """What `describe` reads must be there: on real events, and for every event kind on which a requirement can fail."""
     run = run_case(REFERENCE, ROUND_TRIP, tmp_path)
     told = {e["k"]: describe(e) for e in run.trace}
-    assert {"lookup", "alloc", "load.due", "hook.returned", "run.end", "meta.built", "plan"} <= {k for k, text in told.items() if text}
+    assert {"lookup", "alloc", "load.due", "hook.returned", "run.end", "meta.built", "plan"} <= {
+        k for k, text in told.items() if text
+    }
     assert {kind for kind, text in told.items() if text} <= set(EVENTS)
     requirements = load_spec().requirements.values()
-    silent = {r.event for r in requirements if r.event and r.event not in SELF_EVIDENT and describe_dummy(r.event) is None}
+    silent = {
+        r.event
+        for r in requirements
+        if r.event and r.event not in SELF_EVIDENT and describe_dummy(r.event) is None
+    }
     assert not silent
 
 
 SELF_EVIDENT = {
-    "hook.called", "layer.wait", "layer.save", "step.scheduled", "req.scheduled", "req.state", "req.updated", "req.finished",
-    "worker.step_begin", "worker.step_end", "block", "kv.computed", "release", "sample", "run.start", "meta.cleared",
-    "hashes", "request.new",
-}  # fmt: skip
+    "hook.called",
+    "layer.wait",
+    "layer.save",
+    "step.scheduled",
+    "req.scheduled",
+    "req.state",
+    "req.updated",
+    "req.finished",
+    "worker.step_begin",
+    "worker.step_end",
+    "block",
+    "kv.computed",
+    "release",
+    "sample",
+    "run.start",
+    "meta.cleared",
+    "hashes",
+    "request.new",
+}
 """Kinds whose fields say enough by themselves; guarantees of the engine, mostly."""
 
 

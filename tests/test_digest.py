@@ -75,16 +75,27 @@ CHANGES: list[tuple[str, Callable[[], Any], Callable[[Any], Any]]] = [
     ("array in object", lambda: {"a": np.arange(4)}, lambda v: v["a"].__setitem__(0, 9)),
     ("object array", lambda: np.array([[1], None], dtype=object), lambda v: v[0].append(2)),
     ("scalar array", lambda: [np.float32(1)], lambda v: v.__setitem__(0, np.float32(2))),
-    *((f"tensor {t}", lambda t=t: tensor(t), lambda v: v.__setitem__(0, 3)) for t in (torch.float32, torch.bfloat16, torch.int64)),
+    *(
+        (f"tensor {t}", lambda t=t: tensor(t), lambda v: v.__setitem__(0, 3))
+        for t in (torch.float32, torch.bfloat16, torch.int64)
+    ),
     ("tensor bool", lambda: tensor(torch.bool), lambda v: v.__setitem__(0, False)),
     ("scalar tensor", lambda: torch.tensor(1.5), lambda v: v.fill_(2)),
     ("transposed tensor", lambda: torch.arange(6).view(2, 3).T, lambda v: v.__setitem__((0, 1), 9)),
-    ("tensor with gradient", lambda: Nested(torch.ones(2, requires_grad=True)), lambda v: v.inner.data.zero_()),
-]  # fmt: skip
+    (
+        "tensor with gradient",
+        lambda: Nested(torch.ones(2, requires_grad=True)),
+        lambda v: v.inner.data.zero_(),
+    ),
+]
 
 
-@pytest.mark.parametrize(("make", "change"), [case[1:] for case in CHANGES], ids=[case[0] for case in CHANGES])
-def test_a_change_is_seen_and_a_copy_is_the_same(make: Callable[[], Any], change: Callable[[Any], Any]) -> None:
+@pytest.mark.parametrize(
+    ("make", "change"), [case[1:] for case in CHANGES], ids=[case[0] for case in CHANGES]
+)
+def test_a_change_is_seen_and_a_copy_is_the_same(
+    make: Callable[[], Any], change: Callable[[Any], Any]
+) -> None:
     value = make()
     before = digest(value)
     assert digest(make()) == before
@@ -104,7 +115,18 @@ def test_reading_changes_nothing_and_odd_objects_are_no_obstacle() -> None:
 
 def test_shape_and_type_count() -> None:
     one = torch.arange(4)
-    made = [digest(v) for v in (one, one.view(2, 2), one.int(), one.numpy(), [0, 1, 2, 3], (0, 1, 2, 3), {0, 1, 2, 3})]
+    made = [
+        digest(v)
+        for v in (
+            one,
+            one.view(2, 2),
+            one.int(),
+            one.numpy(),
+            [0, 1, 2, 3],
+            (0, 1, 2, 3),
+            {0, 1, 2, 3},
+        )
+    ]
     assert len(set(made)) == len(made)
 
 
@@ -112,14 +134,22 @@ def test_a_digest_does_not_depend_on_the_hash_seed() -> None:
     text = "{'x': {'a', 'b', 'c', 'd', 'e', 'f'}, 'y': frozenset({1, 'z'})}"
     code = f"from kvconform.observe.digest import digest; print(digest({text}))"
     environment = {**os.environ, "PYTHONHASHSEED": "77"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == digest({"x": {"a", "b", "c", "d", "e", "f"}, "y": frozenset({1, "z"})})
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == digest(
+        {"x": {"a", "b", "c", "d", "e", "f"}, "y": frozenset({1, "z"})}
+    )
 
 
 def test_pickling_says_why_not() -> None:
     copied, reason = pickle_round_trip(Nested(1, [np.arange(2)]))
     assert reason is None and copied.inner == 1
-    for bad, text in ((Nested(threading.Lock()), "lock"), (Nested(lambda: 1), "lambda"), (Raises(), "ValueError: no")):
+    for bad, text in (
+        (Nested(threading.Lock()), "lock"),
+        (Nested(lambda: 1), "lambda"),
+        (Raises(), "ValueError: no"),
+    ):
         copied, reason = pickle_round_trip(bad)
         assert copied is None and reason is not None and text in reason and "\n" not in reason
 
@@ -132,14 +162,28 @@ class Raises:
 def output() -> SimpleNamespace:
     """What of a SchedulerOutput the digest reads."""
     return SimpleNamespace(
-        scheduled_new_reqs=[SimpleNamespace(req_id="a", prompt_token_ids=[1], block_ids=([1],), num_computed_tokens=0)],
+        scheduled_new_reqs=[
+            SimpleNamespace(
+                req_id="a", prompt_token_ids=[1], block_ids=([1],), num_computed_tokens=0
+            )
+        ],
         scheduled_cached_reqs=SimpleNamespace(
-            req_ids=["b"], resumed_req_ids={"b"}, new_token_ids=[], all_token_ids={"b": [1, 2]}, new_block_ids=[([2],)],
-            num_computed_tokens=[4], num_output_tokens=[1],
+            req_ids=["b"],
+            resumed_req_ids={"b"},
+            new_token_ids=[],
+            all_token_ids={"b": [1, 2]},
+            new_block_ids=[([2],)],
+            num_computed_tokens=[4],
+            num_output_tokens=[1],
         ),
-        num_scheduled_tokens={"a": 1, "b": 1}, total_num_scheduled_tokens=2, scheduled_spec_decode_tokens={"b": [3]},
-        finished_req_ids={"z"}, preempted_req_ids={"y"}, new_block_ids_to_zero=[1], kv_connector_metadata=None,
-    )  # fmt: skip
+        num_scheduled_tokens={"a": 1, "b": 1},
+        total_num_scheduled_tokens=2,
+        scheduled_spec_decode_tokens={"b": [3]},
+        finished_req_ids={"z"},
+        preempted_req_ids={"y"},
+        new_block_ids_to_zero=[1],
+        kv_connector_metadata=None,
+    )
 
 
 MUTATIONS: dict[str, Callable[[SimpleNamespace], Any]] = {
@@ -183,7 +227,9 @@ def test_a_tangle_of_objects_takes_no_time_and_has_one_digest() -> None:
 
     for number in range(40):
         logging.getLogger(f"kvconform.tangle.{number}")
-    assert digest(logging.getLogger("kvconform.tangle.1")) == digest(logging.getLogger("kvconform.tangle.1"))
+    assert digest(logging.getLogger("kvconform.tangle.1")) == digest(
+        logging.getLogger("kvconform.tangle.1")
+    )
 
 
 def test_an_object_that_is_there_twice_is_not_the_same_as_two() -> None:

@@ -19,7 +19,9 @@ from kvconform.judge.verdict import Verdict
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTES = ROOT / "docs" / "results" / "notes"  # parts of the pages above them, which are looked at
-PAGES = sorted(page for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")] if page.parent != NOTES)
+PAGES = sorted(
+    page for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")] if page.parent != NOTES
+)
 GUIDE = (ROOT / "docs" / "guide-connector-authors.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -37,7 +39,9 @@ def block(text: str, language: str, first: str) -> str:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8"))
-    assert not [target for target in targets if "://" not in target and not (page.parent / target).exists()]
+    assert not [
+        target for target in targets if "://" not in target and not (page.parent / target).exists()
+    ]
 
 
 def test_the_test_command_is_what_ci_runs() -> None:
@@ -48,7 +52,11 @@ def test_the_test_command_is_what_ci_runs() -> None:
 
 
 def test_sessions_that_are_named_exist() -> None:
-    sessions = set(re.findall(r"^@nox.session\ndef (\w+)", (ROOT / "noxfile.py").read_text(encoding="utf-8"), re.M))
+    sessions = set(
+        re.findall(
+            r"^@nox.session\ndef (\w+)", (ROOT / "noxfile.py").read_text(encoding="utf-8"), re.M
+        )
+    )
     for page in (README, CONTRIBUTING, GUIDE):
         for command in re.findall(r"nox -s ([a-z ]+)", page):
             assert sessions.issuperset(command.split()), command
@@ -61,10 +69,23 @@ def test_commands_and_options_that_are_named_exist() -> None:
     commands = group.commands  # type: ignore[attr-defined]
     fenced = "".join(re.findall(r"^ *```.*?^ *```", README + CONTRIBUTING + GUIDE, re.M | re.S))
     assert set(re.findall(r"^kvconform ([a-z]+)", fenced, re.M)) <= set(commands)
-    known = {option for name in ("run", "ci", "init") for parameter in commands[name].params for option in parameter.opts}
+    known = {
+        option
+        for name in ("run", "ci", "init")
+        for parameter in commands[name].params
+        for option in parameter.opts
+    }
     known |= {"--help", "--vllm", "--install"}
     usage = README.split("## Usage")[1].split("\n## ")[0]
-    others = {"--port", "--daemon", "--stop", "--yes", "--extra-index-url", "--no-deps", "--data"}  # of pip, and of a server in an example
+    others = {
+        "--port",
+        "--daemon",
+        "--stop",
+        "--yes",
+        "--extra-index-url",
+        "--no-deps",
+        "--data",
+    }  # of pip, and of a server in an example
     named = set(re.findall(r"(?<![\w-])(--[a-z][a-z-]+)", usage + GUIDE)) - others
     assert named
     assert named <= known
@@ -93,7 +114,9 @@ def test_capabilities_are_all_described() -> None:
 
 def test_verdicts_are_all_explained() -> None:
     section = GUIDE.split("## Read the result")[1].split("\n## ")[0]
-    assert set(re.findall(r"\*\*([A-Z_]+)\*\*", section)) | {"PASS"} == {verdict.value for verdict in Verdict}
+    assert set(re.findall(r"\*\*([A-Z_]+)\*\*", section)) | {"PASS"} == {
+        verdict.value for verdict in Verdict
+    }
 
 
 def test_the_example_of_a_case_is_valid() -> None:
@@ -102,15 +125,28 @@ def test_the_example_of_a_case_is_valid() -> None:
 
 
 def test_the_report_of_the_readme_is_part_of_the_whole_one() -> None:
-    whole = [line.rstrip("│ ") for line in (ROOT / "docs" / "example-connector-report.txt").read_text(encoding="utf-8").splitlines()]
+    whole = [
+        line.rstrip("│ ")
+        for line in (ROOT / "docs" / "example-connector-report.txt")
+        .read_text(encoding="utf-8")
+        .splitlines()
+    ]
     shown = README.split("<!-- REPORT -->")[1].split("```")[1].strip().splitlines()
-    assert not [line for line in shown if line.rstrip("│ ") not in whole and not line.strip("│ ").startswith(("...", "╭", "╰"))]
+    assert not [
+        line
+        for line in shown
+        if line.rstrip("│ ") not in whole and not line.strip("│ ").startswith(("...", "╭", "╰"))
+    ]
 
 
 def test_the_language_of_checks_is_what_contributing_says() -> None:
-    examples = yaml12.parse(block(CONTRIBUTING, "yaml", "# examples of each pattern"), "CONTRIBUTING.md")
+    examples = yaml12.parse(
+        block(CONTRIBUTING, "yaml", "# examples of each pattern"), "CONTRIBUTING.md"
+    )
     plain = {"id": "a.b", "text": "It MUST.", "area": "a"}
-    assert {Requirement.model_validate({**plain, **raw}).pattern for raw in examples} == set(PATTERNS) - {"always"}
+    assert {Requirement.model_validate({**plain, **raw}).pattern for raw in examples} == set(
+        PATTERNS
+    ) - {"always"}
     (names,) = re.findall(r"the functions (.*?)\. ", CONTRIBUTING, re.S)
     assert set(re.findall(r"`(\w+)`", names)) == set(FUNCTIONS)
 
@@ -123,6 +159,13 @@ def test_decisions_are_numbered_once() -> None:
 
 def test_every_python_file_names_its_licence() -> None:
     folders = ("conformance", "refimpl", "kernels", "fixtures", "spec", "tests")
-    files = [ROOT / "noxfile.py", *(path for folder in folders for path in (ROOT / folder).rglob("*.py"))]
-    unmarked = [path for path in files if "SPDX-License-Identifier: Apache-2.0" not in path.read_text(encoding="utf-8")[:200]]
+    files = [
+        ROOT / "noxfile.py",
+        *(path for folder in folders for path in (ROOT / folder).rglob("*.py")),
+    ]
+    unmarked = [
+        path
+        for path in files
+        if "SPDX-License-Identifier: Apache-2.0" not in path.read_text(encoding="utf-8")[:200]
+    ]
     assert not unmarked

@@ -42,7 +42,9 @@ def case_of(cls: type, tmp_path: Path, steps: Steps = ROUND_TRIP, **more: Any) -
 class RaisesInTorch(ReferenceConnector):
     """The innermost frames of its error are a library's."""
 
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None: ...
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None: ...
 
     def wait_for_save(self) -> None:
         torch.nn.functional.cross_entropy(torch.zeros(2, 3), torch.zeros(9, dtype=torch.long))
@@ -51,7 +53,9 @@ class RaisesInTorch(ReferenceConnector):
 class AnswersZeroAsync(ReferenceConnector):
     """Says that nothing is to be loaded, asynchronously."""
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         return 0, True
 
 
@@ -123,7 +127,9 @@ class NamesStrangers(ReferenceConnector):
         (NamesStrangers, "engine", None),
     ],
 )
-def test_a_crash_is_blamed_on_who_caused_it(cls: type, where: str, hook: str | None, engine: str, tmp_path: Path) -> None:
+def test_a_crash_is_blamed_on_who_caused_it(
+    cls: type, where: str, hook: str | None, engine: str, tmp_path: Path
+) -> None:
     run = case_of(cls, tmp_path, engine=engine)
     assert crash(run) == (where, hook)
     assert run.harness_error is None
@@ -133,29 +139,50 @@ def test_a_crash_is_blamed_on_who_caused_it(cls: type, where: str, hook: str | N
 
 
 @pytest.mark.parametrize("answer", [None, 3, [1], ({"a"},), (["a"], None), ({1, "b"}, {2})])
-@pytest.mark.parametrize("hook", ["get_finished", "get_block_ids_with_load_errors", "get_transfer_results", "request_finished"])
-def test_an_illegal_report_is_never_our_own_fault(hook: str, answer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "hook",
+    ["get_finished", "get_block_ids_with_load_errors", "get_transfer_results", "request_finished"],
+)
+def test_an_illegal_report_is_never_our_own_fault(
+    hook: str, answer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ReferenceConnector, hook, lambda self, *args: answer)
     run = run_case(REFERENCE, ROUND_TRIP[:2], tmp_path)
     assert run.harness_error is None
-    laundered = hook == "get_finished" and answer == (["a"], None)  # the base class makes sets of lists
-    assert laundered or any(not e["value_ok"] or e["error"] for e in select(run.trace, "hook.returned"))
+    laundered = hook == "get_finished" and answer == (
+        ["a"],
+        None,
+    )  # the base class makes sets of lists
+    assert laundered or any(
+        not e["value_ok"] or e["error"] for e in select(run.trace, "hook.returned")
+    )
 
 
-def test_our_own_fault_gives_error_rows_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_own_fault_gives_error_rows_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also when the innermost frames are a library's: here a broken `rows` deep inside the worker."""
     scope: dict[str, Any] = {"__name__": "kvconform.engine.batch", "torch": torch}
-    exec("def rows(self, output):\n    torch.nn.functional.cross_entropy(torch.zeros(2, 3), torch.zeros(9, dtype=torch.long))", scope)
+    exec(
+        "def rows(self, output):\n    torch.nn.functional.cross_entropy(torch.zeros(2, 3), torch.zeros(9, dtype=torch.long))",
+        scope,
+    )
     monkeypatch.setattr(Batch, "rows", scope["rows"])
     run = run_case(REFERENCE, ROUND_TRIP, tmp_path / "run")
     assert crash(run) == ("harness", None)
     assert run.harness_error is not None and "cross_entropy" in run.harness_error
     spec = load_spec()
     variant = spec.cases["placeholders.decode-timeline"].variants(["reference"], ["sync"])[0]
-    target = Target(REFERENCE, {"store": "{tmp}"}, capabilities={"store": True, "saves": "all", "chunk_tokens": 4, "async_load": False})
+    target = Target(
+        REFERENCE,
+        {"store": "{tmp}"},
+        capabilities={"store": True, "saves": "all", "chunk_tokens": 4, "async_load": False},
+    )
     report = run_and_judge(variant, target, spec, seed=0, tmp=tmp_path / "judge")
     assert report.harness_error is not None
-    assert {row["verdict"] for row in report.rows} == {"ERROR"} and len(report.rows) == len(spec.requirements)
+    assert {row["verdict"] for row in report.rows} == {"ERROR"} and len(report.rows) == len(
+        spec.requirements
+    )
 
 
 class BeforeRestart(ReferenceConnector):
@@ -169,17 +196,23 @@ def test_a_crash_before_a_process_restart_is_the_connectors(tmp_path: Path) -> N
     run = case_of(BeforeRestart, tmp_path, RESTART)
     assert crash(run) == ("hook", "wait_for_save")
     assert run.harness_error is None
-    assert select(run.trace, "req.scheduled", req="a") and not select(run.trace, "engine.lifecycle", op="restart")
+    assert select(run.trace, "req.scheduled", req="a") and not select(
+        run.trace, "engine.lifecycle", op="restart"
+    )
 
 
 class NeverReceives(ReferenceConnector):
     """Loads for ever."""
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         return None, False
 
 
-def test_a_stall_before_a_process_restart_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stall_before_a_process_restart_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("kvconform.run.driver.STALL_STEPS", 5)
     run = case_of(NeverReceives, tmp_path, RESTART)
     assert run.harness_error is None and not select(run.trace, "engine.crash")
@@ -210,7 +243,9 @@ def test_tokens_belong_to_the_variant_so_that_stores_cannot_mix_runs_up(tmp_path
     assert [e["tokens"] for e in select(again.trace, "lookup")] == [0, 12]
     shared = {"store": "memory:test-driver"}
     for scheduling in ("sync", "async"):
-        run = run_case(REFERENCE, ROUND_TRIP, tmp_path / scheduling, extra=shared, scheduling=scheduling)
+        run = run_case(
+            REFERENCE, ROUND_TRIP, tmp_path / scheduling, extra=shared, scheduling=scheduling
+        )
         assert [e["tokens"] for e in select(run.trace, "lookup")] == [0, 12]
 
 
@@ -227,7 +262,10 @@ def test_a_reused_id_is_another_incarnation_also_for_promises(tmp_path: Path) ->
     run = run_case(REFERENCE, steps, tmp_path)
     check_ok(run)
     assert all(e["holds"] for e in select(run.trace, "case.expectation"))
-    assert [(e["generation"], e["v_final"]) for e in select(run.trace, "req.finished")] == [(0, 14), (1, 7)]
+    assert [(e["generation"], e["v_final"]) for e in select(run.trace, "req.finished")] == [
+        (0, 14),
+        (1, 7),
+    ]
 
 
 def test_a_case_must_be_sound() -> None:
@@ -238,8 +276,14 @@ def test_a_case_must_be_sound() -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_synchronous_engine_ends_a_step_before_the_next(engine: str, tmp_path: Path) -> None:
     """What a case has scheduled and not landed is the step that `run` goes on with: two in flight are asynchronous scheduling's."""
-    steps: Steps = [{"add": {"req": "a", "prompt": 16, "max_tokens": 2}}, {"schedule": 1}, {"run": {}}]
+    steps: Steps = [
+        {"add": {"req": "a", "prompt": 16, "max_tokens": 2}},
+        {"schedule": 1},
+        {"run": {}},
+    ]
     run = run_case(REFERENCE, steps, tmp_path, engine=engine, config={"budget": 6})
     check_ok(run)
     running = [event for event in select(run.trace, "req.updated") if event["status"] == "RUNNING"]
-    assert [event["C"] for event in running][:3] == [6, 12, 16] and all(event["C"] - event["P"] < event["N"] for event in running)
+    assert [event["C"] for event in running][:3] == [6, 12, 16] and all(
+        event["C"] - event["P"] < event["N"] for event in running
+    )

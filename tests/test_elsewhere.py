@@ -34,9 +34,13 @@ class Connector(ReferenceConnector):
 '''
 
 
-def test_finds_a_package_that_only_pythonpath_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finds_a_package_that_only_pythonpath_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "only_here_g8.py").write_text(CONNECTOR)
-    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])  # as a worker does with --pythonpath and the setting
+    monkeypatch.setattr(
+        sys, "path", [*sys.path, str(tmp_path)]
+    )  # as a worker does with --pythonpath and the setting
     variant = Variant(plain_case(Plain(9, 1, 9, 9), 4), "reference", "sync", "v1", 1, 4)
     target = Target("only_here_g8:Connector", extra_config={"store": "{tmp}"})
     run = run_elsewhere(variant, target, seed=0, tmp=tmp_path / "run", caps=None)
@@ -45,8 +49,13 @@ def test_finds_a_package_that_only_pythonpath_names(tmp_path: Path, monkeypatch:
     assert any(e["k"] == "run.end" and e["quiesced"] for e in run.trace)
 
 
-def test_an_interpreter_that_dies_at_its_end_has_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dies = CONNECTOR + "\n\nimport atexit, os, signal\n\natexit.register(os.kill, os.getpid(), signal.SIGKILL)\n"
+def test_an_interpreter_that_dies_at_its_end_has_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dies = (
+        CONNECTOR
+        + "\n\nimport atexit, os, signal\n\natexit.register(os.kill, os.getpid(), signal.SIGKILL)\n"
+    )
     (tmp_path / "dies_at_its_end.py").write_text(
         f"import os\nif os.environ.get('PYTHONHASHSEED') == '{HASH_SEED}':\n" + indent(dies, "    ")
     )
@@ -56,12 +65,18 @@ def test_an_interpreter_that_dies_at_its_end_has_answered(tmp_path: Path, monkey
     assert run_elsewhere(variant, target, seed=0, tmp=tmp_path / "run", caps=None).trace
 
 
-def test_an_interpreter_that_dies_before_it_has_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "dies_at_once.py").write_text(f"{CONNECTOR}\n\nimport os, signal\n\nos.kill(os.getpid(), signal.SIGKILL)\n")
+def test_an_interpreter_that_dies_before_it_has_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "dies_at_once.py").write_text(
+        f"{CONNECTOR}\n\nimport os, signal\n\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    )
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     variant = Variant(plain_case(Plain(9, 1, 9, 9), 4), "reference", "sync", "v1", 1, 4)
     with pytest.raises(ElsewhereError, match="another hash seed"):
-        run_elsewhere(variant, Target("dies_at_once:Connector"), seed=0, tmp=tmp_path / "run", caps=None)
+        run_elsewhere(
+            variant, Target("dies_at_once:Connector"), seed=0, tmp=tmp_path / "run", caps=None
+        )
 
 
 @pytest.fixture
@@ -75,9 +90,13 @@ def left_thread(tmp_path: Path) -> Iterator[None]:
     Polls.asked = None
 
 
-@pytest.mark.parametrize(("steps", "relation"), [(RESTART, "connector"), (ROUND_TRIP, "second-process")])
+@pytest.mark.parametrize(
+    ("steps", "relation"), [(RESTART, "connector"), (ROUND_TRIP, "second-process")]
+)
 @pytest.mark.usefixtures("left_thread")
-def test_a_process_with_a_connectors_threads_is_not_forked(steps: list[Any], relation: str, tmp_path: Path) -> None:
+def test_a_process_with_a_connectors_threads_is_not_forked(
+    steps: list[Any], relation: str, tmp_path: Path
+) -> None:
     run = run_case("elsewhere_rig:Polls", steps, tmp_path / "run", relation=relation)
     check_ok(run)
     assert run.relation == relation
@@ -107,7 +126,9 @@ def test_a_hook_that_hangs_in_the_first_process_is_seen(tmp_path: Path) -> None:
     finally:
         watchdog.stop()
     assert run.harness_error is None
-    assert [(e["where"], e["hook"]) for e in select(run.trace, "engine.crash")] == [("hook", "wait_for_save")]
+    assert [(e["where"], e["hook"]) for e in select(run.trace, "engine.crash")] == [
+        ("hook", "wait_for_save")
+    ]
 
 
 @pytest.mark.parametrize(("steps", "relation"), [(RESTART, "connector"), (ROUND_TRIP, "hash-seed")])
@@ -123,7 +144,9 @@ def test_who_waits_for_a_process_that_hangs_for_good_ends_like_it(
         raise Ended(status)
 
     parent, leave = os.getpid(), os._exit
-    monkeypatch.setattr(os, "_exit", lambda status: ends(status) if os.getpid() == parent else leave(status))
+    monkeypatch.setattr(
+        os, "_exit", lambda status: ends(status) if os.getpid() == parent else leave(status)
+    )
     watchdog.start(0.5, tmp_path / "note", grace=0.5)
     try:
         with pytest.raises(Ended):
@@ -146,11 +169,20 @@ subprocess.Popen(["sleep", "1000.125"])
 """
 
 
-def test_what_a_connector_prints_and_leaves_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_connector_prints_and_leaves_does_not_matter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = f"if __import__('os').environ.get('PYTHONHASHSEED') == '{HASH_SEED}':\n"
     (tmp_path / "talks.py").write_text(CONNECTOR + "\n\n" + script + indent(TALKS, "    "))
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     variant = Variant(plain_case(Plain(9, 1, 9, 9), 4), "reference", "sync", "v1", 1, 4)
     target = Target("talks:Connector", extra_config={"store": "{tmp}"})
-    assert run_elsewhere(variant, target, seed=0, tmp=tmp_path / "run", caps=None).harness_error is None
-    assert not [each for each in psutil.process_iter() if each.status() != psutil.STATUS_ZOMBIE and "1000.125" in each.cmdline()]
+    assert (
+        run_elsewhere(variant, target, seed=0, tmp=tmp_path / "run", caps=None).harness_error
+        is None
+    )
+    assert not [
+        each
+        for each in psutil.process_iter()
+        if each.status() != psutil.STATUS_ZOMBIE and "1000.125" in each.cmdline()
+    ]

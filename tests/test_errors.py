@@ -55,7 +55,9 @@ def through(*modules: tuple[str, str]) -> BaseException:
     with pytest.raises(KeyError) as caught:
         scope["f"]()
     assert caught.value.__traceback__ is not None
-    return caught.value.with_traceback(caught.value.__traceback__.tb_next)  # without this file's own place
+    return caught.value.with_traceback(
+        caught.value.__traceback__.tb_next
+    )  # without this file's own place
 
 
 SITE = "/env/lib/python3.11/site-packages"
@@ -64,17 +66,43 @@ SITE = "/env/lib/python3.11/site-packages"
 @pytest.mark.parametrize(
     "modules, place",
     [
-        ([("acme.conn", "/src/acme/conn.py"), ("redis.client", f"{SITE}/redis/client.py")], " (conn.py:3, in f)"),
-        ([("acme.conn", "/src/acme/conn.py"), ("vllm.utils", "/src/vllm/vllm/utils.py")], " (conn.py:3, in f)"),
-        ([("acme.conn", f"{SITE}/acme/conn.py"), ("acme.client", f"{SITE}/acme/client.py")], " (client.py:2, in f)"),
-        ([("acme.conn", "/src/acme/conn.py"), ("helper", "/src/helper.py")], " (helper.py:2, in f)"),
-        ([("vllm.base", f"{SITE}/vllm/base.py"), ("redis.client", "/usr/lib/python3/dist-packages/redis/client.py")], ""),
+        (
+            [("acme.conn", "/src/acme/conn.py"), ("redis.client", f"{SITE}/redis/client.py")],
+            " (conn.py:3, in f)",
+        ),
+        (
+            [("acme.conn", "/src/acme/conn.py"), ("vllm.utils", "/src/vllm/vllm/utils.py")],
+            " (conn.py:3, in f)",
+        ),
+        (
+            [("acme.conn", f"{SITE}/acme/conn.py"), ("acme.client", f"{SITE}/acme/client.py")],
+            " (client.py:2, in f)",
+        ),
+        (
+            [("acme.conn", "/src/acme/conn.py"), ("helper", "/src/helper.py")],
+            " (helper.py:2, in f)",
+        ),
+        (
+            [
+                ("vllm.base", f"{SITE}/vllm/base.py"),
+                ("redis.client", "/usr/lib/python3/dist-packages/redis/client.py"),
+            ],
+            "",
+        ),
     ],
 )
-def test_another_packages_lines_are_not_the_connectors(modules: list[tuple[str, str]], place: str) -> None:
+def test_another_packages_lines_are_not_the_connectors(
+    modules: list[tuple[str, str]], place: str
+) -> None:
     assert place_of(through(*modules), type("Conn", (), {"__module__": "acme.conn"})) == place
 
 
 def test_a_connector_of_vllm_has_no_package_of_its_own() -> None:
-    error = through(("vllm.shim", f"{SITE}/vllm/shim.py"), ("lmcache.adapter", f"{SITE}/lmcache/adapter.py"))
-    assert place_of(error, type("Conn", (), {"__module__": "vllm.shim"})) == place_of(error) == " (adapter.py:2, in f)"
+    error = through(
+        ("vllm.shim", f"{SITE}/vllm/shim.py"), ("lmcache.adapter", f"{SITE}/lmcache/adapter.py")
+    )
+    assert (
+        place_of(error, type("Conn", (), {"__module__": "vllm.shim"}))
+        == place_of(error)
+        == " (adapter.py:2, in f)"
+    )

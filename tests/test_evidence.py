@@ -79,7 +79,14 @@ def small(*symbols: str) -> Spec:
     names = ("first", "second", "third")
     some = next(iter(load_spec().requirements.values()))
     found = {
-        name: some.model_copy(update={"id": name, "since": None, "until": None, "source": requirement.Source(file=FILE, symbol=symbol)})
+        name: some.model_copy(
+            update={
+                "id": name,
+                "since": None,
+                "until": None,
+                "source": requirement.Source(file=FILE, symbol=symbol),
+            }
+        )
         for name, symbol in zip(names, symbols, strict=False)
     }
     return Spec(requirements=found)
@@ -87,15 +94,26 @@ def small(*symbols: str) -> Spec:
 
 def test_the_text_of_a_symbol(vllm: Callable[[str], None]) -> None:
     vllm(SCHEDULER)
-    assert installed.text(FILE, "Scheduler.schedule") == "@cached\ndef schedule(self):\n    # why\n    return 1"
-    assert installed.text(FILE, "Scheduler.land") == "def land(self): ...\ndef land(self, more): ..."
-    assert installed.text(FILE, "Scheduler.gone") is None and installed.text("v1/gone.py", "Scheduler") is None
+    assert (
+        installed.text(FILE, "Scheduler.schedule")
+        == "@cached\ndef schedule(self):\n    # why\n    return 1"
+    )
+    assert (
+        installed.text(FILE, "Scheduler.land") == "def land(self): ...\ndef land(self, more): ..."
+    )
+    assert (
+        installed.text(FILE, "Scheduler.gone") is None
+        and installed.text("v1/gone.py", "Scheduler") is None
+    )
 
 
 def test_what_changes_a_digest(vllm: Callable[[str], None]) -> None:
     def digests(text: str) -> list[str]:
         vllm(text)
-        return [references.digest(installed.text(FILE, f"Scheduler.{name}") or "") for name in ("schedule", "land")]
+        return [
+            references.digest(installed.text(FILE, f"Scheduler.{name}") or "")
+            for name in ("schedule", "land")
+        ]
 
     schedule, land = digests(SCHEDULER)
     assert digests("# moved\n\n" + SCHEDULER.replace("# why", "# why   ")) == [schedule, land]
@@ -117,7 +135,18 @@ def test_another_vllm_is_compared(vllm: Callable[[str], None]) -> None:
     assert found.vanished == {f"{FILE}: Scheduler.land": ["second"]}
     assert found.untouched == ["reset_cache"] and not found.same and found
     told = drift.report(found, spec)
-    assert all(word in told for word in ("changed", "Scheduler.schedule", "first", "gone", "Scheduler.land", "second", "reset_cache"))
+    assert all(
+        word in told
+        for word in (
+            "changed",
+            "Scheduler.schedule",
+            "first",
+            "gone",
+            "Scheduler.land",
+            "second",
+            "reset_cache",
+        )
+    )
     assert drift.collect(spec)[f"{FILE}: Scheduler.land"] == spec.sources[f"{FILE}: Scheduler.land"]
 
 
@@ -148,11 +177,14 @@ def test_lint_names_what_has_no_digest(vllm: Callable[[str], None]) -> None:
     spec = small("Scheduler.schedule", "Scheduler.land")
     spec.sources = drift.collect(spec)
     del spec.requirements["second"]
-    spec.requirements["first"] = spec.requirements["first"].model_copy(update={"source": requirement.Source(file=FILE, symbol="Scheduler")})
+    spec.requirements["first"] = spec.requirements["first"].model_copy(
+        update={"source": requirement.Source(file=FILE, symbol="Scheduler")}
+    )
     found = [finding.message for finding in lint(spec) if finding.code == "L030"]
     assert len(found) == 3
     assert all(
-        any(words in message for message in found) for words in ("first: ", "Scheduler.land any more", "Scheduler.schedule any more")
+        any(words in message for message in found)
+        for words in ("first: ", "Scheduler.land any more", "Scheduler.schedule any more")
     )
 
 
@@ -170,16 +202,28 @@ def test_another_interface_is_compared(vllm: Callable[[str], None], tmp_path: Pa
     vllm(SCHEDULER)
     spec = small("Scheduler.schedule", "Scheduler.land")
     spec.sources = drift.collect(spec)
-    spec.requirements["first"] = spec.requirements["first"].model_copy(update={"touches": ["layout", "fresh"]})
-    spec.requirements["second"] = spec.requirements["second"].model_copy(update={"touches": ["save"]})
+    spec.requirements["first"] = spec.requirements["first"].model_copy(
+        update={"touches": ["layout", "fresh"]}
+    )
+    spec.requirements["second"] = spec.requirements["second"].model_copy(
+        update={"touches": ["save"]}
+    )
     assert not drift.drift(spec).hooks
-    text = INTERFACE.replace("def layout(cls", "def placing(cls").replace("wait=True", "wait=False").replace("def _own", "def fresh")
+    text = (
+        INTERFACE.replace("def layout(cls", "def placing(cls")
+        .replace("wait=True", "wait=False")
+        .replace("def _own", "def fresh")
+    )
     (tmp_path / interface.BASE).write_text(text, encoding="utf-8")
     found = drift.drift(spec)
     assert found.hooks.new == {"placing": [], "fresh": ["first"]}
     assert found.hooks.gone == {"layout": ["first"]}
     was, now, names = found.hooks.changed["save"]
-    assert (was.endswith("wait=True)"), now.endswith("wait=False)"), names) == (True, True, ["second"])
+    assert (was.endswith("wait=True)"), now.endswith("wait=False)"), names) == (
+        True,
+        True,
+        ["second"],
+    )
     assert found
     told = drift.report(found, spec)
     for words in (
@@ -191,17 +235,27 @@ def test_another_interface_is_compared(vllm: Callable[[str], None], tmp_path: Pa
         assert words in told
 
 
-def test_what_an_older_release_does_not_have_yet(vllm: Callable[[str], None], tmp_path: Path) -> None:
+def test_what_an_older_release_does_not_have_yet(
+    vllm: Callable[[str], None], tmp_path: Path
+) -> None:
     vllm(SCHEDULER)
     spec = small("Scheduler.schedule")
-    spec.requirements["first"] = spec.requirements["first"].model_copy(update={"touches": ["layout"], "since": "0.32"})
-    (tmp_path / interface.BASE).write_text(INTERFACE.replace("def layout", "def _layout"), encoding="utf-8")
+    spec.requirements["first"] = spec.requirements["first"].model_copy(
+        update={"touches": ["layout"], "since": "0.32"}
+    )
+    (tmp_path / interface.BASE).write_text(
+        INTERFACE.replace("def layout", "def _layout"), encoding="utf-8"
+    )
     assert drift.hook_drift(spec, drift.read_hooks(), "0.32.0").gone == {"layout": ["first"]}
     assert not drift.hook_drift(spec, drift.read_hooks(), "0.31.0")
-    assert drift.hook_drift(small("Scheduler.schedule"), drift.read_hooks(), "0.33.0").gone == {"layout": []}
+    assert drift.hook_drift(small("Scheduler.schedule"), drift.read_hooks(), "0.33.0").gone == {
+        "layout": []
+    }
 
 
-def test_the_file_of_hooks(vllm: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_file_of_hooks(
+    vllm: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     hooks = drift.collect_hooks("0.32.0")
     monkeypatch.undo()
     monkeypatch.setattr(drift.importlib.resources, "files", lambda package: tmp_path)
@@ -221,10 +275,15 @@ def test_every_requirement_has_a_digest() -> None:
     assert sum(map(len, drift.cited(spec).values())) == len(spec.requirements)
 
 
-@pytest.mark.skipif((installed.source_version() or "").split("+")[0] != "0.32.0", reason="the version that was read is another")
+@pytest.mark.skipif(
+    (installed.source_version() or "").split("+")[0] != "0.32.0",
+    reason="the version that was read is another",
+)
 def test_the_digests_are_those_of_the_version_that_was_read() -> None:
     spec = load_spec()
     assert drift.render(drift.collect(spec)) == drift.render(spec.sources)
     found = drift.drift(spec)
     assert not (found.changed or found.vanished or found.unread or found.hooks)
-    assert drift.render_hooks(drift.collect_hooks("0.32.0")) == drift.render_hooks(drift.read_hooks())
+    assert drift.render_hooks(drift.collect_hooks("0.32.0")) == drift.render_hooks(
+        drift.read_hooks()
+    )

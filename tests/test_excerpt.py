@@ -26,7 +26,9 @@ class PinsFirst(ReferenceConnector):
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self._pool = gpu_block_pool
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         if (pool := self.__dict__.pop("_pool", None)) is not None:
             pool.touch([pool.blocks[block] for block in block_ids])
         return super().request_finished(request, block_ids)
@@ -35,7 +37,9 @@ class PinsFirst(ReferenceConnector):
 def timeline(case: str, connector: str, tmp: Path, engine: str) -> list[str]:
     """The excerpt of the failure of end.baseline, as it is printed."""
     variant = SPEC.cases[case].variants([engine], ["sync"])[0]
-    report = run_and_judge(variant, Target(connector, {"store": "memory:{tmp}"}), SPEC, seed=0, tmp=tmp)
+    report = run_and_judge(
+        variant, Target(connector, {"store": "memory:{tmp}"}), SPEC, seed=0, tmp=tmp
+    )
     assert report.harness_error is None
     return render(report.timelines["end.baseline"])
 
@@ -45,7 +49,9 @@ def test_a_request_that_is_kept_alive_is_shown(tmp_path: Path, engine: str) -> N
     lines = timeline("lifecycle.lookup-then-abort", LOOKUPS, tmp_path, engine)
     lives = [line.split()[1:3] for line in lines]
     assert ["lookup", "b"] in lives and ["state", "b"] in lives and ["finished", "req=b"] in lives
-    assert not [line for line in lines if " c " in line or "req=c" in line], "the request that ran last has nothing to do with it"
+    assert not [line for line in lines if " c " in line or "req=c" in line], (
+        "the request that ran last has nothing to do with it"
+    )
     assert "request objects still alive: b" in lines[-2]
 
 
@@ -53,11 +59,15 @@ def test_a_request_that_is_kept_alive_is_shown(tmp_path: Path, engine: str) -> N
 def test_the_request_whose_blocks_are_not_free_is_shown(tmp_path: Path, engine: str) -> None:
     lines = timeline("lifecycle.lookup-then-abort", f"{__name__}:PinsFirst", tmp_path, engine)
     lives = [line.split()[1:3] for line in lines]
-    assert ["alloc", "a"] in lives and ["finished", "req=a"] in lives and ["state", "b"] not in lives
+    assert (
+        ["alloc", "a"] in lives and ["finished", "req=a"] in lives and ["state", "b"] not in lives
+    )
     assert "blocks not free" in lines[-2]
 
 
-def trace(*events: Event, alive: tuple[str, ...] = (), known: tuple[str, ...] = (), free: int = 5) -> list[Event]:
+def trace(
+    *events: Event, alive: tuple[str, ...] = (), known: tuple[str, ...] = (), free: int = 5
+) -> list[Event]:
     """A run of 40 steps after these events. 5 blocks were free at its start."""
     steps = [{"k": "step.scheduled"}, {"k": "req.scheduled", "req": "z"}] * 40
     end = {"k": "run.end", "engine_requests": list(known), "request_objects_alive": list(alive)}
@@ -71,7 +81,10 @@ def shown(run: list[Event]) -> list[str]:
 
 
 def life(req: str, lookups: int = 1) -> list[Event]:
-    return [*({"k": "lookup", "req": req, "attempt": number} for number in range(lookups)), {"k": "req.finished", "req": req, "tables": []}]
+    return [
+        *({"k": "lookup", "req": req, "attempt": number} for number in range(lookups)),
+        {"k": "req.finished", "req": req, "tables": []},
+    ]
 
 
 def block(op: str, number: int, ref: int, owner: str | None = None) -> Event:
@@ -90,7 +103,9 @@ def test_requests_of_the_engine_and_those_kept_alive() -> None:
 
 def test_where_nothing_is_left_over_all_requests_are_shown() -> None:
     run = trace(*life("a"))
-    assert shown(run) == ["z"] * (EXCERPT // 2) and len(excerpt(run, run[-1]["seq"], None)) == EXCERPT
+    assert (
+        shown(run) == ["z"] * (EXCERPT // 2) and len(excerpt(run, run[-1]["seq"], None)) == EXCERPT
+    )
 
 
 def test_of_a_long_life_the_beginning_and_the_end_are_shown() -> None:
@@ -109,9 +124,30 @@ def test_of_many_requests_the_first_ones_are_shown() -> None:
     ("events", "who"),
     [
         ([block("alloc", 1, 1, "a"), finished("a", 1), block("free", 1, 1)], ["a"]),
-        ([block("alloc", 1, 1, "a"), finished("a", 1), block("free", 1, 1), finished("b", 1), block("free", 1, 1)], ["a", "b"]),
-        ([block("alloc", 1, 1, "a"), finished("a", 1), block("free", 1, 0), finished("b", 1), block("free", 1, 1)], ["b"]),  # a local hit
-        ([block("alloc", 1, 1, "a"), finished("a", 0, 1), block("free", 1, 0)], []),  # the null block is nobody's
+        (
+            [
+                block("alloc", 1, 1, "a"),
+                finished("a", 1),
+                block("free", 1, 1),
+                finished("b", 1),
+                block("free", 1, 1),
+            ],
+            ["a", "b"],
+        ),
+        (
+            [
+                block("alloc", 1, 1, "a"),
+                finished("a", 1),
+                block("free", 1, 0),
+                finished("b", 1),
+                block("free", 1, 1),
+            ],
+            ["b"],
+        ),  # a local hit
+        (
+            [block("alloc", 1, 1, "a"), finished("a", 0, 1), block("free", 1, 0)],
+            [],
+        ),  # the null block is nobody's
         ([block("alloc", 1, 1, "a"), block("free", 1, 0), block("alloc", 1, 1, "b")], ["b"]),
         ([block("alloc", 1, 1, "a"), {"k": "engine.lifecycle", "op": "restart"}], []),
         ([block("alloc", 1, 1, "nobody")], []),

@@ -39,10 +39,19 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run_case(REFERENCE, STEPS, tmp_path_factory.mktemp("given"), config=CONFIG)
 
 
-def evaluate(expectation: Expectation, tmp_path: Path, *, at_end: bool = True, **more: Any) -> tuple[bool, str]:
+def evaluate(
+    expectation: Expectation, tmp_path: Path, *, at_end: bool = True, **more: Any
+) -> tuple[bool, str]:
     """(holds, detail) of one expectation."""
     steps = STEPS if at_end else [*STEPS[:4], {"expect": expectation}, *STEPS[4:]]
-    run = run_case(REFERENCE, steps, tmp_path, config=CONFIG, **({"expect": [expectation]} if at_end else {}), **more)
+    run = run_case(
+        REFERENCE,
+        steps,
+        tmp_path,
+        config=CONFIG,
+        **({"expect": [expectation]} if at_end else {}),
+        **more,
+    )
     assert run.harness_error is None, run.harness_error
     (event,) = select(run.trace, "case.expectation")
     assert event["what"] == next(iter(expectation))
@@ -50,8 +59,12 @@ def evaluate(expectation: Expectation, tmp_path: Path, *, at_end: bool = True, *
 
 
 def test_the_run_is_what_the_numbers_below_count(given: Run) -> None:
-    assert select(given.trace, "req.state", req="a", reason="preempt") and select(given.trace, "req.finished", status="FINISHED_ABORTED")
-    assert next((e["C"], e["S"], e["N"]) for e in select(given.trace, "req.scheduled", req="c")) == (12, 7, 19)
+    assert select(given.trace, "req.state", req="a", reason="preempt") and select(
+        given.trace, "req.finished", status="FINISHED_ABORTED"
+    )
+    assert next(
+        (e["C"], e["S"], e["N"]) for e in select(given.trace, "req.scheduled", req="c")
+    ) == (12, 7, 19)
 
 
 HOLDS: list[Expectation] = [
@@ -112,7 +125,17 @@ def test_what_does_not_hold(expectation: Expectation, text: str, tmp_path: Path)
 @pytest.mark.parametrize(
     ("state", "problem"),
     [
-        ({"req": "a", "status": "preempted", "computed": 0, "placeholders": 0, "real": 0, "in_flight": 0}, None),
+        (
+            {
+                "req": "a",
+                "status": "preempted",
+                "computed": 0,
+                "placeholders": 0,
+                "real": 0,
+                "in_flight": 0,
+            },
+            None,
+        ),
         ({"req": "a", "status": "running"}, "status of a is preempted, expected running"),
         ({"req": "a", "tokens": 3}, "tokens of a is"),
         ({"req": "b", "computed": 9999}, "computed of b is"),
@@ -124,16 +147,31 @@ def test_the_state_at_a_point(state: Expectation, problem: str | None, tmp_path:
 
 
 def test_a_request_that_is_gone_has_no_state(tmp_path: Path) -> None:
-    assert evaluate({"state": {"req": "a", "status": "running"}}, tmp_path) == (False, "request a does not exist any more")
+    assert evaluate({"state": {"req": "a", "status": "running"}}, tmp_path) == (
+        False,
+        "request a does not exist any more",
+    )
 
 
 def test_a_guard_that_does_not_hold_skips_the_expectation(tmp_path: Path) -> None:
-    expect = [{"loads": {"equal": 7, "when": "cap.lossy"}}, {"loads": {"at_least": 1, "when": "cfg.scheduling == 'sync'"}}]
+    expect = [
+        {"loads": {"equal": 7, "when": "cap.lossy"}},
+        {"loads": {"at_least": 1, "when": "cfg.scheduling == 'sync'"}},
+    ]
     run = run_case(REFERENCE, STEPS, tmp_path, config=CONFIG, expect=expect)
     assert [e["holds"] for e in select(run.trace, "case.expectation")] == [True]
 
 
 def test_a_stimulus_that_did_not_happen_is_no_event(tmp_path: Path) -> None:
-    run = run_case(REFERENCE, STEPS, tmp_path, config=CONFIG, provokes=[{"preempted": "a"}, {"preempted": "b"}, {"loads": 9}])
-    assert run.unmet == ["preempted: preemptions of b: 0, expected at least 1", "loads: loads: 1, expected at least 9"]
+    run = run_case(
+        REFERENCE,
+        STEPS,
+        tmp_path,
+        config=CONFIG,
+        provokes=[{"preempted": "a"}, {"preempted": "b"}, {"loads": 9}],
+    )
+    assert run.unmet == [
+        "preempted: preemptions of b: 0, expected at least 1",
+        "loads: loads: 1, expected at least 9",
+    ]
     assert not select(run.trace, "case.expectation")

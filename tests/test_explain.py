@@ -25,13 +25,19 @@ def spec() -> Spec:
 def test_everything_can_be_explained(spec: Spec) -> None:
     for name, req in spec.requirements.items():
         text = explain(spec, name)
-        assert text.startswith(f"{name} (") and " ".join(req.text.split())[:40] in text and "Check" in text
-        assert "None" not in text.replace("None", "", sum(part.count("None") for part in (str(req.model_dump()),)))
+        assert (
+            text.startswith(f"{name} (")
+            and " ".join(req.text.split())[:40] in text
+            and "Check" in text
+        )
+        assert "None" not in text.replace(
+            "None", "", sum(part.count("None") for part in (str(req.model_dump()),))
+        )
     for name, case in spec.cases.items():
         text = explain(spec, name)
-        assert all(f"  {step.op}: " in text for step in case.steps) and "reference-sync" in text.replace("vllm-", "reference-").replace(
-            "async", "sync"
-        )
+        assert all(
+            f"  {step.op}: " in text for step in case.steps
+        ) and "reference-sync" in text.replace("vllm-", "reference-").replace("async", "sync")
 
 
 def test_a_requirement_names_its_defects_and_they_can_be_explained(spec: Spec) -> None:
@@ -39,7 +45,9 @@ def test_a_requirement_names_its_defects_and_they_can_be_explained(spec: Spec) -
     assert "  loads-over-local-prefix: " in explain(spec, "load.only-grant")
     for name, entry in spec.defects.items():
         text = explain(spec, name)
-        assert text.startswith(f"{name} (planted defect)\n") and all(f"\n  {wanted}: " in text for wanted in entry["fails"])
+        assert text.startswith(f"{name} (planted defect)\n") and all(
+            f"\n  {wanted}: " in text for wanted in entry["fails"]
+        )
         assert "defined       spec/defects.yaml:" in text
 
 
@@ -59,7 +67,10 @@ def test_the_schemas_are_current() -> None:
     assert schema.stale() == [], "run python -m kvconform.dev.schema"
 
 
-@pytest.mark.parametrize(("name", "folder"), [("case", "cases"), ("requirement", "requirements"), ("profiles", None), ("waivers", None)])
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [("case", "cases"), ("requirement", "requirements"), ("profiles", None), ("waivers", None)],
+)
 def test_the_specification_satisfies_the_schemas(name: str, folder: str | None) -> None:
     root = importlib.resources.files("kvconform.spec")
     validator = jsonschema.Draft202012Validator(json.loads(schema.generate(name)))

@@ -12,11 +12,21 @@ from kvconform.contract.events import CHANNELS, EVENTS, PROVENANCE, channels_of,
 from kvconform.contract.expression import ExprError, compile_capability, compile_expr
 from kvconform.errors import UsageError
 
-LOOKUP = {"tokens": 8, "local": 4, "N": 13, "is_async": False, "req": "a", "type_ok": True, "status": "waiting"}
+LOOKUP = {
+    "tokens": 8,
+    "local": 4,
+    "N": 13,
+    "is_async": False,
+    "req": "a",
+    "type_ok": True,
+    "status": "waiting",
+}
 
 
 def value(text: str, e: dict[str, Any] = LOOKUP, **scope: str | None) -> Any:
-    return compile_expr(text, {"e": "lookup", **scope}).bind(complete({"store": True}), {"depth": 2})(e)
+    return compile_expr(text, {"e": "lookup", **scope}).bind(
+        complete({"store": True}), {"depth": 2}
+    )(e)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +94,12 @@ def test_refusals(text: str, sentence: str, column: int) -> None:
 
 def test_fields_of_the_trigger_are_those_of_its_kind() -> None:
     scope: dict[str, str | None] = {"e": "hold", "t": "alloc"}
-    assert compile_expr("e.req == t.req and t.external", scope).bind()({"req": "a"}, {"req": "a", "external": 3}) == 3
+    assert (
+        compile_expr("e.req == t.req and t.external", scope).bind()(
+            {"req": "a"}, {"req": "a", "external": 3}
+        )
+        == 3
+    )
     with pytest.raises(ExprError, match="event hold has no field 'external'"):
         compile_expr("e.external", scope)
 
@@ -103,7 +118,9 @@ def test_no_builtins_are_in_reach() -> None:
 def test_reads_and_values_for_messages() -> None:
     found = compile_expr("e.tokens >= t.tokens", {"e": "lookup", "t": "lookup"})
     assert found.reads == (("e", "tokens"), ("t", "tokens"))
-    assert found.values({"tokens": 1}, {"tokens": "x" * 200}).startswith("e.tokens=1, t.tokens='xxx")
+    assert found.values({"tokens": 1}, {"tokens": "x" * 200}).startswith(
+        "e.tokens=1, t.tokens='xxx"
+    )
     assert len(found.values({"tokens": 1}, {"tokens": "x" * 200})) < 120
     assert not found.constant and compile_expr("1 > 2", {"e": "lookup"}).constant
 
@@ -159,15 +176,32 @@ def test_the_event_list_is_consistent() -> None:
     assert len(set(PROVENANCE)) == len(PROVENANCE) == 15
     assert {kind.channel for kind in EVENTS.values()} == set(CHANNELS)
     assert channels_of({"lookup", "run.end", "kv.wrong"}) == {"sched", "kv"}
-    assert all(code.rstrip("?") in set("sibflda") and kind.doc.endswith(".") for kind in EVENTS.values() for code in kind.fields.values())
+    assert all(
+        code.rstrip("?") in set("sibflda") and kind.doc.endswith(".")
+        for kind in EVENTS.values()
+        for code in kind.fields.values()
+    )
     assert all(capability.doc for capability in CAPABILITIES.values())
 
 
 def test_check_event() -> None:
-    good = {"k": "hold", "seq": 1, "step": 1, "req": "a", "generation": 0, "direction": "send", "transfer": None, "cause": "finish"}
+    good = {
+        "k": "hold",
+        "seq": 1,
+        "step": 1,
+        "req": "a",
+        "generation": 0,
+        "direction": "send",
+        "transfer": None,
+        "cause": "finish",
+    }
     assert check_event(good) == []
     assert check_event({**good, "cause": None, "req": 3, "extra": 1}) == [
-        "hold: req is 3, not str", "hold: cause is None", "hold: unknown field extra",
-    ]  # fmt: skip
-    assert check_event({"k": "hold", "seq": 1}) != [] and check_event({"k": "nope"}) == ["unknown event 'nope'"]
+        "hold: req is 3, not str",
+        "hold: cause is None",
+        "hold: unknown field extra",
+    ]
+    assert check_event({"k": "hold", "seq": 1}) != [] and check_event({"k": "nope"}) == [
+        "unknown event 'nope'"
+    ]
     assert check_event({**good, "generation": True}) == ["hold: generation is True, not int"]

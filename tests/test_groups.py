@@ -38,7 +38,9 @@ def test_the_layers_of_all_groups_lie_on_the_same_bytes() -> None:
 def test_what_changed_is_a_change_of_the_layer_whose_block_it_is() -> None:
     made = cache()
     made.group_of[3] = 1
-    made.tensors[0][3, 0, 2] = 1.0  # written as if it were layer 0's: head 0, token 2 of 4; of 8 tokens with one head it is the same one
+    made.tensors[0][3, 0, 2] = (
+        1.0  # written as if it were layer 0's: head 0, token 2 of 4; of 8 tokens with one head it is the same one
+    )
     assert made.foreign(0).tolist() == []
     assert made.foreign(1).tolist() == [3 * 8 + 2]
     assert made.foreign(1).tolist() == []
@@ -68,7 +70,16 @@ def test_a_grant_wants_nothing_before_the_window_and_nothing_of_a_group_that_is_
 
 
 def test_a_grant_with_one_group_wants_every_position() -> None:
-    grant = Grant("t", "a", 0, 4, 10, False, [[1, 2, 3]], groups_of([], layers=2, block_size=4, heads=2, window=8))
+    grant = Grant(
+        "t",
+        "a",
+        0,
+        4,
+        10,
+        False,
+        [[1, 2, 3]],
+        groups_of([], layers=2, block_size=4, heads=2, window=8),
+    )
     assert (grant.shared, grant.blocks) == ({1}, {2, 3})
     grant.written[0] = True
     assert grant.missing() == list(range(4, 10))
@@ -83,7 +94,12 @@ def test_a_connector_for_several_groups_fails_nothing(case: str, load: str, tmp_
         for each in SPEC.cases[case].variants()[0 if load == "sync" else -1 :]
     ]
     assert [run.harness_error for run in runs] == [None] * len(runs)
-    assert [row["requirement"] for run in runs for row in run.rows if row["verdict"] in ("FAIL", "ERROR", "BLOCKED")] == []
+    assert [
+        row["requirement"]
+        for run in runs
+        for row in run.rows
+        if row["verdict"] in ("FAIL", "ERROR", "BLOCKED")
+    ] == []
     assert [sentence for run in runs for sentence in run.unmet] == []
     assert load == "sync" or any(row["verdict"] == "PASS" for row in runs[0].rows)
 
@@ -91,20 +107,34 @@ def test_a_connector_for_several_groups_fails_nothing(case: str, load: str, tmp_
 def test_a_connector_for_one_group_is_not_judged_by_these_cases(tmp_path: Path) -> None:
     variant = SPEC.cases["groups.reload"].variants()[0]
     report = run_and_judge(
-        variant, Target("kvconform.refimpl.connector:ReferenceConnector", {"store": "{tmp}/s"}), SPEC, seed=0, tmp=tmp_path
+        variant,
+        Target("kvconform.refimpl.connector:ReferenceConnector", {"store": "{tmp}/s"}),
+        SPEC,
+        seed=0,
+        tmp=tmp_path,
     )
-    assert {row["verdict"] for row in report.rows} == {"UNSUPPORTED"} and "hma" in report.rows[0]["message"]
+    assert {row["verdict"] for row in report.rows} == {"UNSUPPORTED"} and "hma" in report.rows[0][
+        "message"
+    ]
 
 
 def test_vllm_does_not_start_one_that_claims_otherwise(tmp_path: Path) -> None:
     variant = SPEC.cases["groups.reload"].variants()[0]
-    target = Target("kvconform.refimpl.connector:ReferenceConnector", {"store": "{tmp}/s"}, capabilities={"hma": True})
+    target = Target(
+        "kvconform.refimpl.connector:ReferenceConnector",
+        {"store": "{tmp}/s"},
+        capabilities={"hma": True},
+    )
     report = run_and_judge(variant, target, SPEC, seed=0, tmp=tmp_path)
-    assert "lifecycle.constructs" in {row["requirement"] for row in report.rows if row["verdict"] == "FAIL"}
+    assert "lifecycle.constructs" in {
+        row["requirement"] for row in report.rows if row["verdict"] == "FAIL"
+    }
 
 
 @pytest.mark.parametrize("groups", [["sliding", "full"], ["full", "latent"], ["sliding"]])
 def test_groups_that_no_engine_has_are_no_case(groups: list[str]) -> None:
     case = SPEC.cases["groups.reload"].model_dump(exclude_unset=True, by_alias=True)
     with pytest.raises(ValidationError, match="config: (several groups|a single group)"):
-        type(SPEC.cases["groups.reload"]).model_validate({**case, "config": {**Config().model_dump(), "groups": groups}}, strict=False)
+        type(SPEC.cases["groups.reload"]).model_validate(
+            {**case, "config": {**Config().model_dump(), "groups": groups}}, strict=False
+        )

@@ -15,8 +15,13 @@ from kvconform.engine.halves import noted
 from kvconform.process.watchdog import HookTimeout
 
 
-@pytest.mark.parametrize(("op", "error"), [("start", "HookTimeout: __init__ did not return within 1 s"), ("shutdown", None)])
-def test_a_constructor_that_hangs_has_failed_and_a_shutdown_is_seen_as_a_hook(op: str, error: str | None) -> None:
+@pytest.mark.parametrize(
+    ("op", "error"),
+    [("start", "HookTimeout: __init__ did not return within 1 s"), ("shutdown", None)],
+)
+def test_a_constructor_that_hangs_has_failed_and_a_shutdown_is_seen_as_a_hook(
+    op: str, error: str | None
+) -> None:
     trace = Trace()
     with pytest.raises(HookTimeout), noted(trace, op):
         raise HookTimeout("__init__" if op == "start" else op, 1.0)

@@ -30,7 +30,9 @@ def test_entries_of_a_release_ignore_the_local_version(spec: Spec) -> None:
     assert history.of_release(known, "0.1.0") == []
 
 
-def test_an_entry_that_names_what_does_not_exist(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_that_names_what_does_not_exist(
+    spec: Spec, monkeypatch: pytest.MonkeyPatch
+) -> None:
     entry = {
         "id": "x",
         "bug": "B001",

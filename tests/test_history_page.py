@@ -25,7 +25,11 @@ def known(spec: Spec) -> list[Entry]:
 
 
 def line(name: str, release: str, **found: str) -> dict[str, object]:
-    return {"id": name, "release": release, "found": {key.replace("__", "."): value for key, value in found.items()}}
+    return {
+        "id": name,
+        "release": release,
+        "found": {key.replace("__", "."): value for key, value in found.items()},
+    }
 
 
 def test_releases_are_in_order_and_the_newest_line_counts(known: list[Entry]) -> None:
@@ -50,18 +54,26 @@ def test_only_what_was_found_is_on_the_page(known: list[Entry]) -> None:
 
 
 def test_a_finding_shows_its_case_and_its_guarantee(known: list[Entry], spec: Spec) -> None:
-    lines = [line("reset-raises", "0.33.0", engine__reset__returns="step 3: never done"), line(known[0].id, "0.33.0", lookup__truth="x")]
+    lines = [
+        line("reset-raises", "0.33.0", engine__reset__returns="step 3: never done"),
+        line(known[0].id, "0.33.0", lookup__truth="x"),
+    ]
     page = findings_page(known, lines, spec, ROOT / "spec/cases/findings")
     assert "id: finding.reset-in-flight" in page
     assert spec.requirements["engine.reset-returns"].text in page
     assert known[0].id not in page, "a connector's bug is no finding about vLLM"
 
 
-def test_the_pages_in_the_repository_are_about_what_the_specification_names(known: list[Entry]) -> None:
+def test_the_pages_in_the_repository_are_about_what_the_specification_names(
+    known: list[Entry],
+) -> None:
     page = (ROOT / "docs/history.md").read_text(encoding="utf-8")
     for entry in known:
-        assert f"## {entry.id} ({entry.bug})\n\n{entry.text}\n" in page, f"docs/history.md is stale: {entry.id}"
+        assert f"## {entry.id} ({entry.bug})\n\n{entry.text}\n" in page, (
+            f"docs/history.md is stale: {entry.id}"
+        )
         for release in entry.releases:
-            assert f"\n- vLLM {release}: " in page.partition(f"## {entry.id} ")[2].partition("\n## ")[0], (
-                f"{entry.id} was not run on {release}"
-            )
+            assert (
+                f"\n- vLLM {release}: "
+                in page.partition(f"## {entry.id} ")[2].partition("\n## ")[0]
+            ), f"{entry.id} was not run on {release}"

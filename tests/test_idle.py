@@ -56,7 +56,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Clock]:
 class NeverAnswers(ReferenceConnector):
     """Is asked again and again."""
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         return None, False
 
 
@@ -65,9 +67,15 @@ class AnswersLate(ReferenceConnector):
 
     asked = 0
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         self.asked += 1
-        return super().get_num_new_matched_tokens(request, num_computed_tokens) if self.asked > LATE else (None, False)
+        return (
+            super().get_num_new_matched_tokens(request, num_computed_tokens)
+            if self.asked > LATE
+            else (None, False)
+        )
 
 
 class WrongLate(NeverAnswers):
@@ -85,7 +93,9 @@ class TakesTurns(ReferenceConnector):
 
     asked = 0
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         self.asked += 1
         return None, bool(self.asked % 2)
 
@@ -96,7 +106,12 @@ def never_answers(tmp: Path, name: str = "NeverAnswers", **more: Any) -> Run:
 
 def silent_pair(tmp: Path) -> Run:
     variant = load_spec().cases["transfer.altered"].variants(["reference"])[-1]
-    target = Target("kvconform.refimpl.defects.transfer:SilentFailure", {}, capabilities={"async_load": True}, stall_seconds=0.1)
+    target = Target(
+        "kvconform.refimpl.defects.transfer:SilentFailure",
+        {},
+        capabilities={"async_load": True},
+        stall_seconds=0.1,
+    )
     return run_variant(variant, target, seed=0, tmp=tmp)
 
 
@@ -111,7 +126,10 @@ def silent_pair(tmp: Path) -> Run:
     ],
 )
 def test_a_stall_gives_the_same_trace_on_a_slow_machine(
-    run: Callable[..., Run], options: dict[str, Any], machine: Callable[[float], Clock], tmp_path: Path
+    run: Callable[..., Run],
+    options: dict[str, Any],
+    machine: Callable[[float], Clock],
+    tmp_path: Path,
 ) -> None:
     traces, naps = [], []
     for seconds in (FAST, SLOW):
@@ -121,7 +139,10 @@ def test_a_stall_gives_the_same_trace_on_a_slow_machine(
     assert naps[0] > naps[1] + 40  # steps that nothing came of
     assert json.dumps(traces[0]) == json.dumps(traces[1])
     assert [e["seq"] for e in traces[0]] == list(range(len(traces[0])))
-    assert [e["k"] for e in traces[0] if e["k"] in ("engine.stall", "run.end")][:2] == ["engine.stall", "run.end"]
+    assert [e["k"] for e in traces[0] if e["k"] in ("engine.stall", "run.end")][:2] == [
+        "engine.stall",
+        "run.end",
+    ]
     assert traces[0][-1]["k"] in ("engine.lifecycle", "hook.returned")  # it was shut down
 
 
@@ -133,7 +154,9 @@ def test_who_takes_its_time_is_no_stall(machine: Callable[[float], Clock], tmp_p
     assert [e["tokens"] for e in select(run.trace, "lookup")] == [None] * LATE + [0, 12]
 
 
-def test_what_only_a_late_step_says_is_kept(machine: Callable[[float], Clock], tmp_path: Path) -> None:
+def test_what_only_a_late_step_says_is_kept(
+    machine: Callable[[float], Clock], tmp_path: Path
+) -> None:
     machine(FAST)
     run = run_case(f"{__name__}:WrongLate", ROUND_TRIP[:2], tmp_path)
     assert len(select(run.trace, "engine.stall")) == 1
@@ -144,9 +167,23 @@ def test_what_only_a_late_step_says_is_kept(machine: Callable[[float], Clock], t
     ("says", "kept"),
     [
         (lambda step: {"value": "None"}, STALL_STEPS),
-        (lambda step: {"attempt": step, "called_seq": 2 * step, "of_step": step, "digest": str(step)}, STALL_STEPS),
+        (
+            lambda step: {
+                "attempt": step,
+                "called_seq": 2 * step,
+                "of_step": step,
+                "digest": str(step),
+            },
+            STALL_STEPS,
+        ),
         (lambda step: {"value": "none" if step % 3 else "soon"}, STALL_STEPS),
-        (lambda step: {"value": "none" if step % 3 else "soon"} | ({"error": "OSError"} if step == STALL_STEPS - 2 else {}), 100),
+        (
+            lambda step: (
+                {"value": "none" if step % 3 else "soon"}
+                | ({"error": "OSError"} if step == STALL_STEPS - 2 else {})
+            ),
+            100,
+        ),
         (lambda step: {"value": "none" if step % 5 else "soon"}, 100),
         (lambda step: {"value": str(min(step, STALL_STEPS))}, STALL_STEPS),
         (lambda step: {"value": str(min(step, STALL_STEPS + 1))}, 100),
@@ -156,7 +193,9 @@ def test_what_only_a_late_step_says_is_kept(machine: Callable[[float], Clock], t
         (lambda step: {"value": "None", "error": "OSError"}, 100),
     ],
 )
-def test_only_steps_that_say_nothing_new_are_forgotten(says: Callable[[int], dict[str, Any]], kept: int) -> None:
+def test_only_steps_that_say_nothing_new_are_forgotten(
+    says: Callable[[int], dict[str, Any]], kept: int
+) -> None:
     trace = Trace()
     idle = Idle(trace, Target(None, half="scheduler"))
     for step in range(1, 101):

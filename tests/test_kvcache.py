@@ -74,13 +74,18 @@ def test_a_block_is_poisoned_in_the_step_of_its_new_owner_and_not_before() -> No
     made.step(output(new=[("a", TOKENS, [1, 2, 3], 0, 12)]))
     before = made.cache.tensors[0][1:4].clone()
     made.step(output(new=[("b", [1], [5], 0, 1)], finished=["a"]))
-    assert torch.equal(made.cache.tensors[0][1:4], before)  # freed, but readable: a connector may still be reading it
+    assert torch.equal(
+        made.cache.tensors[0][1:4], before
+    )  # freed, but readable: a connector may still be reading it
     made.step(output(new=[("c", [1, 2, 3, 4, 5], [1, 2], 0, 5)]), fresh=[(1, "c"), (2, "c")])
     assert [e["id"] for e in made.events("block", op="poison")] == [1, 2]
     poison = {o.pos for o in made.registry.origins.values() if o.kind == "poison" and o.req == "c"}
     assert poison == {1, 2}
     assert torch.equal(made.cache.tensors[0][3], before[2])
-    assert made.cache.mismatches(0, np.array([9]), made.cache.read(0, np.array([10])).numpy()).size == 0  # the rest of block 2
+    assert (
+        made.cache.mismatches(0, np.array([9]), made.cache.read(0, np.array([10])).numpy()).size
+        == 0
+    )  # the rest of block 2
 
 
 def test_what_handle_preemptions_writes_is_judged_before_the_poison() -> None:
@@ -90,7 +95,9 @@ def test_what_handle_preemptions_writes_is_judged_before_the_poison() -> None:
     made.worker.begin(output(new=[("c", [1], [5], 0, 1)]), [(5, "c")])
     made.put(20, 3)
     made.worker.poison_fresh()
-    assert [(e["after_hook"], e["unallocated"]) for e in made.events("kv.changed")] == [("handle_preemptions", [20])] * 2
+    assert [(e["after_hook"], e["unallocated"]) for e in made.events("kv.changed")] == [
+        ("handle_preemptions", [20])
+    ] * 2
 
 
 def test_a_connector_may_move_the_tensors_to_shared_memory() -> None:

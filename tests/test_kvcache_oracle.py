@@ -48,13 +48,17 @@ def machine() -> Machine:
         (44, "unallocated", []),
     ],
 )
-def test_a_write_is_classified_by_where_it_goes(machine: Machine, slot: int, kind: str | None, req: list[str]) -> None:
+def test_a_write_is_classified_by_where_it_goes(
+    machine: Machine, slot: int, kind: str | None, req: list[str]
+) -> None:
     machine.put(slot, 3, layers=(1,))
     machine.oracle.check_writes("start_load_kv")
     (event,) = machine.events("kv.changed")
     assert (event["layer"], event["after_hook"], event["req"]) == (1, "start_load_kv", req)
     assert event["transfer"] == [f"{r}#0.1" for r in req]
-    assert {name: event[name] for name in OUTSIDE} == {name: [slot] if name == kind else [] for name in OUTSIDE}
+    assert {name: event[name] for name in OUTSIDE} == {
+        name: [slot] if name == kind else [] for name in OUTSIDE
+    }
 
 
 def test_a_tail_that_was_computed_is_not_free_to_write(machine: Machine) -> None:
@@ -68,7 +72,12 @@ def test_the_same_bytes_with_another_nonce_are_a_write(machine: Machine) -> None
     machine.put(36)
     machine.oracle.check_writes("start_load_kv")
     assert [e["other_request"] for e in machine.events("kv.changed")] == [[36], [36]]
-    assert machine.cache.mismatches(0, np.array([36]), machine.batch.requests["b"].expected(machine.book, 1)[:, 0]).size == 0
+    assert (
+        machine.cache.mismatches(
+            0, np.array([36]), machine.batch.requests["b"].expected(machine.book, 1)[:, 0]
+        ).size
+        == 0
+    )
 
 
 def load_step(machine: Machine, **kwargs: object) -> None:
@@ -77,7 +86,9 @@ def load_step(machine: Machine, **kwargs: object) -> None:
     machine.step(output(new=[a]), fresh=[(2, "a"), (3, "a"), (4, "a")], **kwargs)  # type: ignore[arg-type]
 
 
-def loader(machine: Machine, start: int = 4, end: int = 9, layers: tuple[int, ...] = (0, 1)) -> None:
+def loader(
+    machine: Machine, start: int = 4, end: int = 9, layers: tuple[int, ...] = (0, 1)
+) -> None:
     chain = machine.batch.requests["a"].chain
     machine.load(chain, start, end, slots_of([1, 2, 3, 4], start, end, BLOCK), layers)
 
@@ -87,7 +98,9 @@ def shared(machine: Machine) -> Machine:
     """`a`'s first block holds what it must, as a local hit would."""
     chain = Chain("first", 0, Identity())
     for pos, token in enumerate(TOKENS):
-        machine.registry.note(chain.append(token), Origin("token", "first", 0, pos, chain.plain[pos], token))
+        machine.registry.note(
+            chain.append(token), Origin("token", "first", 0, pos, chain.plain[pos], token)
+        )
     rows = machine.book.rows(chain.array(0, 4))
     for layer in (0, 1):
         machine.cache.write(layer, np.arange(4, 8), rows[:, layer])
@@ -101,7 +114,13 @@ def shared(machine: Machine) -> Machine:
 def test_a_load_in_time_is_right(shared: Machine) -> None:
     load_step(shared, before=lambda: loader(shared))
     (due,) = shared.events("load.due")
-    assert (due["missing"], due["wrong"], due["granted"], due["local"], due["reported_failed"]) == ([], [], 5, 4, False)
+    assert (due["missing"], due["wrong"], due["granted"], due["local"], due["reported_failed"]) == (
+        [],
+        [],
+        5,
+        4,
+        False,
+    )
     assert not shared.events("kv.wrong") and not shared.worker.corrupt
 
 
@@ -123,8 +142,12 @@ def test_a_load_that_arrives_after_the_read_is_late_and_not_missing(shared: Mach
     load_step(shared, after=lambda: loader(shared))
     assert shared.events("load.due")[0]["missing"] == []
     late = shared.events("kv.wrong")
-    assert {(e["found"], e["via"], e["transfer_sync"]) for e in late} == {("not_yet_loaded", "external", True)}
-    assert sorted((e["layer"], e["pos"]) for e in late) == [(layer, pos) for layer in (0, 1) for pos in range(4, 9)]
+    assert {(e["found"], e["via"], e["transfer_sync"]) for e in late} == {
+        ("not_yet_loaded", "external", True)
+    }
+    assert sorted((e["layer"], e["pos"]) for e in late) == [
+        (layer, pos) for layer in (0, 1) for pos in range(4, 9)
+    ]
 
 
 def test_only_the_layer_that_was_late_is_blamed(shared: Machine) -> None:
@@ -150,7 +173,9 @@ def test_bytes_that_arrive_in_a_later_step_were_late(shared: Machine) -> None:
     shared.oracle.check_writes("start_load_kv")
     assert due["missing"] == [8]
     late = shared.events("kv.wrong")
-    assert {(e["found"], e["transfer"], e["transfer_sync"]) for e in late} == {("not_yet_loaded", "a#0.1", False)}
+    assert {(e["found"], e["transfer"], e["transfer_sync"]) for e in late} == {
+        ("not_yet_loaded", "a#0.1", False)
+    }
     assert not any(e[kind] for e in shared.events("kv.changed") for kind in OUTSIDE)
     loader(shared, 4, 5, layers=(1,))
     shared.put(8)  # the same slot again: nobody waits for it any more
@@ -214,7 +239,10 @@ def test_wrong_bytes_of_a_load_are_named_once_as_one_range(shared: Machine) -> N
     assert [(e["layer"], e["pos"], e["count"], e["found"], e["kv"]) for e in events] == [
         (layer, 4, 5, "other_position", "both") for layer in (0, 1)
     ]
-    assert all(e["via"] == "external" and e["transfer"] == "a#0.1" and e["slot"] == 8 and e["block"] == 2 for e in events)
+    assert all(
+        e["via"] == "external" and e["transfer"] == "a#0.1" and e["slot"] == 8 and e["block"] == 2
+        for e in events
+    )
     assert shared.events("load.due")[0]["wrong"] == [4, 5, 6, 7, 8]
 
 
@@ -228,25 +256,37 @@ def test_ranges_end_where_something_else_begins(shared: Machine) -> None:
 
     load_step(shared, before=mixed)
     assert [(e["pos"], e["count"], e["found"]) for e in shared.events("kv.wrong", layer=0)] == [
-        (4, 1, "other_position"), (5, 1, "never_computed"), (7, 1, "other_position"),
-    ]  # fmt: skip
+        (4, 1, "other_position"),
+        (5, 1, "never_computed"),
+        (7, 1, "other_position"),
+    ]
 
 
 # -- reads ----------------------------------------------------------------------------------------------------------------------
 
 
-SHARER = output(new=[("c", [*TOKENS[:8], 1, 2], [1, 2, 5], 8, 2)])  # has a local hit of `a`'s first two blocks
+SHARER = output(
+    new=[("c", [*TOKENS[:8], 1, 2], [1, 2, 5], 8, 2)]
+)  # has a local hit of `a`'s first two blocks
 
 
 def decode(machine: Machine, req: str, computed: int, outputs: int) -> None:
-    machine.step(output(cached=[{"req": req, "blocks": None, "computed": computed, "count": 1, "outputs": outputs}]))
+    machine.step(
+        output(
+            cached=[
+                {"req": req, "blocks": None, "computed": computed, "count": 1, "outputs": outputs}
+            ]
+        )
+    )
 
 
 def test_only_the_first_reader_of_a_filling_is_reported(shared: Machine) -> None:
     """Layer by layer, as a layer-wise connector loads: what is written for layer 1 is no new filling of layer 0."""
 
     def wrong(layer: int) -> None:
-        shared.load(shared.batch.requests["a"].chain, 3, 8, slots_of([1, 2, 3, 4], 4, 9, BLOCK), (layer,))
+        shared.load(
+            shared.batch.requests["a"].chain, 3, 8, slots_of([1, 2, 3, 4], 4, 9, BLOCK), (layer,)
+        )
 
     load_step(shared, attention=wrong)
     first = len(shared.events("kv.wrong"))
@@ -267,9 +307,14 @@ def test_where_the_bytes_came_from(shared: Machine) -> None:
         shared.put(slot, 7)
     shared.oracle.check_writes("start_load_kv")
     decode(shared, "a", 12, 1)
-    assert [(e["pos"], e["via"], e["transfer"], e["transfer_sync"]) for e in shared.events("kv.wrong", layer=0)] == [
-        (0, "local", None, None), (4, "external", "a#0.1", True), (9, "own", None, None),
-    ]  # fmt: skip
+    assert [
+        (e["pos"], e["via"], e["transfer"], e["transfer_sync"])
+        for e in shared.events("kv.wrong", layer=0)
+    ] == [
+        (0, "local", None, None),
+        (4, "external", "a#0.1", True),
+        (9, "own", None, None),
+    ]
 
 
 def test_a_sharer_of_a_loaded_block_read_it_locally(shared: Machine) -> None:
@@ -277,7 +322,9 @@ def test_a_sharer_of_a_loaded_block_read_it_locally(shared: Machine) -> None:
     shared.put(8, 7)
     shared.oracle.check_writes("start_load_kv")
     shared.step(SHARER)
-    assert {(e["req"], e["via"], e["transfer"], e["transfer_sync"]) for e in shared.events("kv.wrong")} == {("c", "local", "a#0.1", True)}
+    assert {
+        (e["req"], e["via"], e["transfer"], e["transfer_sync"]) for e in shared.events("kv.wrong")
+    } == {("c", "local", "a#0.1", True)}
 
 
 def test_wrong_bytes_change_the_sampled_token(machine: Machine) -> None:

@@ -10,9 +10,16 @@ from kvconform.config.catalogue import lacking, versions
 
 
 def test_what_is_not_installed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert versions(["--no-deps", "pytest>=1", "no-such-package==2"]) == {"pytest": pytest.__version__, "no-such-package": None}
-    monkeypatch.setattr(catalogue, "versions", lambda requires: dict.fromkeys(["lmcache", "aiofile"], None))
+    assert versions(["--no-deps", "pytest>=1", "no-such-package==2"]) == {
+        "pytest": pytest.__version__,
+        "no-such-package": None,
+    }
+    monkeypatch.setattr(
+        catalogue, "versions", lambda requires: dict.fromkeys(["lmcache", "aiofile"], None)
+    )
     (sentence,) = lacking("catalogue:lmcache-v1")
-    assert sentence.startswith("lmcache, aiofile are not installed here: pip install --no-deps lmcache==")
+    assert sentence.startswith(
+        "lmcache, aiofile are not installed here: pip install --no-deps lmcache=="
+    )
     monkeypatch.setattr(catalogue, "versions", lambda requires: {"lmcache": "1"})
     assert lacking("catalogue:lmcache-v1") == lacking(None) == []

@@ -36,8 +36,19 @@ class Scheduler:
     def schedule(self): ...
 """
 BAD = "kvconform.refimpl.defects.preemption:AppendsOnResume"
-DEFECT = {"id": "known", "text": "Bad.", "connector": BAD, "cases": ["lifecycle.one"], "fails": ["lookup.last-token"]}
-CASE = {"id": "lifecycle.one", "area": "lifecycle", "text": "One.", "steps": [{"add": {"req": "a", "prompt": 3}}]}
+DEFECT = {
+    "id": "known",
+    "text": "Bad.",
+    "connector": BAD,
+    "cases": ["lifecycle.one"],
+    "fails": ["lookup.last-token"],
+}
+CASE = {
+    "id": "lifecycle.one",
+    "area": "lifecycle",
+    "text": "One.",
+    "steps": [{"add": {"req": "a", "prompt": 3}}],
+}
 
 
 @pytest.fixture(autouse=True)
@@ -54,15 +65,30 @@ def small_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     installed.source_version.cache_clear()
 
 
-def findings(tmp_path: Path, change: dict[str, Any] | None = None, *, case: dict[str, Any] | None = None, **files: Any) -> list[Finding]:
+def findings(
+    tmp_path: Path,
+    change: dict[str, Any] | None = None,
+    *,
+    case: dict[str, Any] | None = None,
+    **files: Any,
+) -> list[Finding]:
     import json
 
-    data = {"requirements/lookup.yaml": [{k: v for k, v in {**GOOD, **(change or {})}.items() if v is not None}]}
+    data = {
+        "requirements/lookup.yaml": [
+            {k: v for k, v in {**GOOD, **(change or {})}.items() if v is not None}
+        ]
+    }
     data["cases/lifecycle/lifecycle.one.yaml"] = {**CASE, **(case or {})}  # type: ignore[assignment]
-    for name, content in {**data, **{name.replace("__", "."): content for name, content in files.items()}}.items():
+    for name, content in {
+        **data,
+        **{name.replace("__", "."): content for name, content in files.items()},
+    }.items():
         path = tmp_path / "spec" / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content if isinstance(content, str) else json.dumps(content, indent=0), encoding="utf-8")
+        path.write_text(
+            content if isinstance(content, str) else json.dumps(content, indent=0), encoding="utf-8"
+        )
     return [finding for finding in lint_root(tmp_path / "spec") if finding.code != "L020"]
 
 
@@ -87,16 +113,32 @@ def test_a_clean_specification(tmp_path: Path) -> None:
         ("L008", {"bad": [GOOD["bad"][0], GOOD["good"][0]]}, "bad[1] is accepted"),  # type: ignore[index]
         ("L008", {"bad": [{"k": "lookup", "tokens": 0}]}, "bad[0] is accepted (never triggered)"),
         ("L009", {"good": []}, "no good example"),
-        ("L010", {"good": GOOD["bad"]}, "good[0] is rejected: `e.local + e.tokens < e.N` is false: e.local=4"),
-        ("L011", {"good": [{"k": "lookup", "tokens": 3, "local": 4, "N": 8, "M": 1}]}, "lookup has no field 'M'"),
+        (
+            "L010",
+            {"good": GOOD["bad"]},
+            "good[0] is rejected: `e.local + e.tokens < e.N` is false: e.local=4",
+        ),
+        (
+            "L011",
+            {"good": [{"k": "lookup", "tokens": 3, "local": 4, "N": 8, "M": 1}]},
+            "lookup has no field 'M'",
+        ),
         ("L011", {"bad": [{"k": "look"}]}, "unknown event 'look'"),
         ("L011", {"bad": [{"tokens": 3}]}, "is no event"),
-        ("L012", {"bad": [{"k": "lookup", "tokens": 4, "local": 4}]}, "bad[0]: the check of lookup.last-token cannot be evaluated"),
+        (
+            "L012",
+            {"bad": [{"k": "lookup", "tokens": 4, "local": 4}]},
+            "bad[0]: the check of lookup.last-token cannot be evaluated",
+        ),
         ("L013", {"good": [{"k": "lookup", "tokens": 0}]}, "no good example triggers"),
         ("L015", {"bugs": ["B132", "B133"]}, "there is no bug B133"),
         ("L017", {"rules": ["R230", "R231", "R001", "R000"]}, "there is no rule R231"),
         ("L018", {"source": None}, "names no source"),
-        ("L019", {"source": {"file": "v1/core.py", "symbol": "Scheduler.step"}}, "v1/core.py of vLLM 0.32.0+cpu has no Scheduler.step"),
+        (
+            "L019",
+            {"source": {"file": "v1/core.py", "symbol": "Scheduler.step"}},
+            "v1/core.py of vLLM 0.32.0+cpu has no Scheduler.step",
+        ),
         ("L019", {"source": {"file": "v1/nope.py", "symbol": "X"}}, "has no file v1/nope.py"),
         ("L023", {"since": "0.33", "until": "0.33.0"}, "since 0.33 is not before until 0.33.0"),
         ("L024", {"rules": ["R023", "R023"]}, "R023 is named twice"),
@@ -113,14 +155,24 @@ def test_requirements(tmp_path: Path, code: str, change: dict[str, Any], words: 
 @pytest.mark.parametrize(
     "change",
     [
-        {"source": {"file": "v1/core.py", "symbol": symbol}} for symbol in ("LIMIT", "Scheduler", "Scheduler.name", "Scheduler.land")
+        {"source": {"file": "v1/core.py", "symbol": symbol}}
+        for symbol in ("LIMIT", "Scheduler", "Scheduler.name", "Scheduler.land")
     ]
     + [
-        {"source": {"file": "v1/gone.py", "symbol": "X"}, "since": "0.33"},  # not in force in the installed vLLM
+        {
+            "source": {"file": "v1/gone.py", "symbol": "X"},
+            "since": "0.33",
+        },  # not in force in the installed vLLM
         {"source": {"file": "v1/gone.py", "symbol": "X"}, "until": "0.32"},
-        {"always": None, "never": True, "where": "e.tokens is None", "good": [], "bad": [{"k": "lookup", "tokens": None}]},
+        {
+            "always": None,
+            "never": True,
+            "where": "e.tokens is None",
+            "good": [],
+            "bad": [{"k": "lookup", "tokens": None}],
+        },
     ],
-)  # fmt: skip
+)
 def test_what_is_no_breach(tmp_path: Path, change: dict[str, Any]) -> None:
     assert findings(tmp_path, change) == []
 
@@ -128,14 +180,21 @@ def test_what_is_no_breach(tmp_path: Path, change: dict[str, Any]) -> None:
 def test_rules_that_nothing_covers(tmp_path: Path) -> None:
     rules = [{"rule": "R023", "who": "connector MUST", "title": "one"}]
     assert findings(tmp_path, **{"rules__yaml": rules}) == []
-    (found,) = findings(tmp_path, **{"rules__yaml": [*rules, {"rule": "R024", "who": "engine", "title": "two"}]})
-    assert found.code == "L029" and "no requirement or guarantee covers rule R024 (two)" in found.message
+    (found,) = findings(
+        tmp_path, **{"rules__yaml": [*rules, {"rule": "R024", "who": "engine", "title": "two"}]}
+    )
+    assert (
+        found.code == "L029"
+        and "no requirement or guarantee covers rule R024 (two)" in found.message
+    )
 
 
 def test_sources_without_digest_and_digests_without_source(tmp_path: Path) -> None:
     read = {"file": "v1/core.py", "version": "0.32.0", "line": 3, "digest": "0123456789abcdef"}
     assert findings(tmp_path, **{"sources__yaml": [{**read, "symbol": "Scheduler.schedule"}]}) == []
-    (lacking, unused) = findings(tmp_path, **{"sources__yaml": [{**read, "symbol": "Scheduler.land"}]})
+    (lacking, unused) = findings(
+        tmp_path, **{"sources__yaml": [{**read, "symbol": "Scheduler.land"}]}
+    )
     assert lacking.code == unused.code == "L030"
     assert "v1/core.py: Scheduler.schedule has no digest" in lacking.message
     assert "no requirement rests on v1/core.py: Scheduler.land" in unused.message
@@ -155,15 +214,37 @@ def test_relations_and_keyed_examples(tmp_path: Path) -> None:
     assert findings(tmp_path, {**change, "good": pair, "bad": wrong}) == []
     assert findings(tmp_path, {**change, "good": [pair, pair], "bad": [wrong]}) == []
     assert codes(findings(tmp_path, {**change, "good": wrong, "bad": pair})) == {"L008", "L010"}
-    assert codes(findings(tmp_path, {**change, "good": pair, "bad": [[{**sample, "tok": 1}], []]})) == {"L011"}
+    assert codes(
+        findings(tmp_path, {**change, "good": pair, "bad": [[{**sample, "tok": 1}], []]})
+    ) == {"L011"}
 
 
 def test_examples_can_set_constants(tmp_path: Path) -> None:
     event = {"k": "lookup", "tokens": 1}
-    change = {"always": "cap.store and cfg.depth == 3", "good": [[{"cap": {"store": True}}, {"k": "run.start", "depth": 3}, event]]}
-    assert findings(tmp_path, {**change, "bad": [[{"cap": {"store": False}}, {"k": "run.start", "depth": 3}, event], event]}) == []
+    change = {
+        "always": "cap.store and cfg.depth == 3",
+        "good": [[{"cap": {"store": True}}, {"k": "run.start", "depth": 3}, event]],
+    }
     assert (
-        findings(tmp_path, {"capability": "!store", "always": "not cap.store", "good": [event], "bad": [[{"cap": {"store": True}}, event]]})
+        findings(
+            tmp_path,
+            {
+                **change,
+                "bad": [[{"cap": {"store": False}}, {"k": "run.start", "depth": 3}, event], event],
+            },
+        )
+        == []
+    )
+    assert (
+        findings(
+            tmp_path,
+            {
+                "capability": "!store",
+                "always": "not cap.store",
+                "good": [event],
+                "bad": [[{"cap": {"store": True}}, event]],
+            },
+        )
         == []
     )
 
@@ -171,32 +252,55 @@ def test_examples_can_set_constants(tmp_path: Path) -> None:
 def test_cases(tmp_path: Path) -> None:
     assert codes(findings(tmp_path, case={"area": "chunked"})) == {"L002"}
     assert codes(findings(tmp_path, case={"rules": ["R999"], "bugs": ["B000"]})) == {"L015", "L017"}
-    long = "\n".join(f"#{n}" for n in range(30)) + "\nid: lifecycle.two\narea: lifecycle\ntext: x\nsteps:\n  - add: {req: a, prompt: 3}\n"
+    long = (
+        "\n".join(f"#{n}" for n in range(30))
+        + "\nid: lifecycle.two\narea: lifecycle\ntext: x\nsteps:\n  - add: {req: a, prompt: 3}\n"
+    )
     file = "cases/lifecycle/lifecycle.two__yaml"
     assert findings(tmp_path, **{file: long + "  - run: {}\n" * 5}) == []
     found = findings(tmp_path, **{file: long + "  - run: {}\n" * 6})
-    assert [(finding.code, finding.where) for finding in found] == [("L014", "spec/cases/lifecycle/lifecycle.two.yaml:1")]
+    assert [(finding.code, finding.where) for finding in found] == [
+        ("L014", "spec/cases/lifecycle/lifecycle.two.yaml:1")
+    ]
 
 
 def test_profiles_waivers_and_defects(tmp_path: Path) -> None:
     core = {"id": "core", "text": "x", "areas": ["*"], "case_areas": ["*"]}
     assert findings(tmp_path, **{"profiles__yaml": [core]}) == []
-    for change in ({"includes": ["nope"]}, {"areas": ["nope"]}, {"case_areas": ["nope"]}, {"exclude": ["nope.*"]}):
+    for change in (
+        {"includes": ["nope"]},
+        {"areas": ["nope"]},
+        {"case_areas": ["nope"]},
+        {"exclude": ["nope.*"]},
+    ):
         assert codes(findings(tmp_path, **{"profiles__yaml": [{**core, **change}]})) == {"L021"}
     waiver = {"requirement": "lookup.last-token", "reason": "known"}
     plain: dict[str, Any] = {"profiles__yaml": [core], "waivers__yaml": [waiver]}
     assert codes(findings(tmp_path, **plain)) == {"L022"}  # a requirement cannot be waived
     assert findings(tmp_path, {"kind": "guarantee"}, **plain) == []
-    assert codes(findings(tmp_path, {"kind": "guarantee"}, **{"waivers__yaml": [{**waiver, "case": "nope"}]})) == {"L022"}
+    assert codes(
+        findings(tmp_path, {"kind": "guarantee"}, **{"waivers__yaml": [{**waiver, "case": "nope"}]})
+    ) == {"L022"}
     empty: dict[str, Any] = {"profiles__yaml": [], "waivers__yaml": []}
-    assert codes(findings(tmp_path, **empty, **{"defects__yaml": [DEFECT | {"fails": ["nope"]}]})) == {"L026"}
+    assert codes(
+        findings(tmp_path, **empty, **{"defects__yaml": [DEFECT | {"fails": ["nope"]}]})
+    ) == {"L026"}
 
 
 def test_defects(tmp_path: Path) -> None:
     assert findings(tmp_path, **{"defects__yaml": [DEFECT]}) == []
-    for change in ({"requirements": ["lookup.last-token"]}, {"fails": []}, {"connector": "no colon"}, {"cases": ["lifecycle.two"]}):
+    for change in (
+        {"requirements": ["lookup.last-token"]},
+        {"fails": []},
+        {"connector": "no colon"},
+        {"cases": ["lifecycle.two"]},
+    ):
         assert codes(findings(tmp_path, **{"defects__yaml": [DEFECT | change]})) == {"L027"}
-    assert codes(findings(tmp_path, **{"defects__yaml": [{k: v for k, v in DEFECT.items() if k != "connector"}]})) == {"L027"}
+    assert codes(
+        findings(
+            tmp_path, **{"defects__yaml": [{k: v for k, v in DEFECT.items() if k != "connector"}]}
+        )
+    ) == {"L027"}
     for entries, expected in (([DEFECT], set()), ([], {"L028"})):
         findings(tmp_path, **{"defects__yaml": entries})
         assert codes(lint(load_spec(tmp_path / "spec"), strict=True)) & {"L028"} == expected
@@ -205,11 +309,23 @@ def test_defects(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"case": ["lifecycle.one"]}, "defect known: case: there is no such field; did you mean cases?"),
-        ({"connector": "kvconform.refimpl.defects.preemption:AppendOnResume"}, "has no AppendOnResume; did you mean AppendsOnResume"),
-        ({"connector": "kvconform.refimpl.defects.nowhere:Bad"}, "there is no module kvconform.refimpl.defects.nowhere"),
+        (
+            {"case": ["lifecycle.one"]},
+            "defect known: case: there is no such field; did you mean cases?",
+        ),
+        (
+            {"connector": "kvconform.refimpl.defects.preemption:AppendOnResume"},
+            "has no AppendOnResume; did you mean AppendsOnResume",
+        ),
+        (
+            {"connector": "kvconform.refimpl.defects.nowhere:Bad"},
+            "there is no module kvconform.refimpl.defects.nowhere",
+        ),
         ({"connector": "nowhere.at.all:Bad"}, "there is no module nowhere.at.all"),
-        ({"engine_fault": "kvconform.refimpl.defects.engine_hooks:nope"}, "kvconform.refimpl.defects.engine_hooks has no nope"),
+        (
+            {"engine_fault": "kvconform.refimpl.defects.engine_hooks:nope"},
+            "kvconform.refimpl.defects.engine_hooks has no nope",
+        ),
     ],
 )
 def test_a_defect_that_is_nowhere(tmp_path: Path, change: dict[str, Any], words: str) -> None:
@@ -218,14 +334,27 @@ def test_a_defect_that_is_nowhere(tmp_path: Path, change: dict[str, Any], words:
 
 
 def test_what_is_touched_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interface, "items", lambda: iter(["start_load_kv", "NewRequestData.block_ids"]))
-    read = {"file": "v1/core.py", "symbol": "Scheduler.schedule", "version": "0.32.0", "line": 3, "digest": "0123456789abcdef"}
+    monkeypatch.setattr(
+        interface, "items", lambda: iter(["start_load_kv", "NewRequestData.block_ids"])
+    )
+    read = {
+        "file": "v1/core.py",
+        "symbol": "Scheduler.schedule",
+        "version": "0.32.0",
+        "line": 3,
+        "digest": "0123456789abcdef",
+    }
     touches = {"touches": ["start_load_kv", "NewRequestData.block_ids", "restore_kv_caches"]}
     assert findings(tmp_path, touches, **{"sources__yaml": [read]}) == []
     for name in ("start_load_k", "NewRequestData.blocks"):
         (found,) = findings(tmp_path, {"touches": [name]}, **{"sources__yaml": [read]})
         assert found.code == "L031" and f"touches {name}, which is no hook" in found.message
-    assert findings(tmp_path, {"touches": ["nope"]}, **{"sources__yaml": [read | {"version": "0.30.0"}]}) == []
+    assert (
+        findings(
+            tmp_path, {"touches": ["nope"]}, **{"sources__yaml": [read | {"version": "0.30.0"}]}
+        )
+        == []
+    )
 
 
 def test_waivers_that_end(tmp_path: Path) -> None:
@@ -233,12 +362,19 @@ def test_waivers_that_end(tmp_path: Path) -> None:
 
     def found(*days: int) -> list[Finding]:
         ends = [(date.today() + timedelta(days=each)).isoformat() for each in days]
-        waivers = [{"requirement": "lookup.last-token", "reason": "known", "expires": each} for each in ends]
+        waivers = [
+            {"requirement": "lookup.last-token", "reason": "known", "expires": each}
+            for each in ends
+        ]
         return findings(tmp_path, {"kind": "guarantee"}, **{"waivers__yaml": waivers})
 
     assert found(31) == []
-    assert [(each.code, each.warning, each.where) for each in found(90, 29)] == [("L032", True, "spec/waivers.yaml:7")]
-    assert [(each.code, each.warning, each.where) for each in found(90, 90, -1)] == [("L032", False, "spec/waivers.yaml:12")]
+    assert [(each.code, each.warning, each.where) for each in found(90, 29)] == [
+        ("L032", True, "spec/waivers.yaml:7")
+    ]
+    assert [(each.code, each.warning, each.where) for each in found(90, 90, -1)] == [
+        ("L032", False, "spec/waivers.yaml:12")
+    ]
 
 
 def test_what_no_case_exercises(tmp_path: Path) -> None:

@@ -30,7 +30,11 @@ class Undeclared(Quantising):
 def failed(cls: type, tmp_path: Path) -> set[str]:
     case = SPEC.cases["placeholders.conversation"]
     report = run_and_judge(
-        case.variants(["reference"])[0], Target(f"{cls.__module__}:{cls.__name__}", {"store": "{tmp}/store"}), SPEC, seed=0, tmp=tmp_path
+        case.variants(["reference"])[0],
+        Target(f"{cls.__module__}:{cls.__name__}", {"store": "{tmp}/store"}),
+        SPEC,
+        seed=0,
+        tmp=tmp_path,
     )
     assert report.harness_error is None
     assert any(row["requirement"] == "load.content" and row.get("exercised") for row in report.rows)
@@ -44,7 +48,9 @@ def test_a_byte_per_number_is_off_by_half_a_level() -> None:
     assert not np.frombuffer(lossy.unsqueeze(lossy.squeeze(bytes(16))), np.float32).any()
 
 
-def test_what_is_within_the_stated_tolerance_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_within_the_stated_tolerance_is_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert failed(Quantising, tmp_path / "declared") == set()
     assert "load.content" in failed(Undeclared, tmp_path / "undeclared")
     monkeypatch.setattr(lossy, "LEVELS", 9)
@@ -52,4 +58,9 @@ def test_what_is_within_the_stated_tolerance_is_right(tmp_path: Path, monkeypatc
 
 
 def test_the_tolerance_has_a_limit() -> None:
-    assert [tolerance(value) for value in (False, 0.01, 0.5, True)] == [0.0, 0.01, MOST_LOSSY, MOST_LOSSY]
+    assert [tolerance(value) for value in (False, 0.01, 0.5, True)] == [
+        0.0,
+        0.01,
+        MOST_LOSSY,
+        MOST_LOSSY,
+    ]

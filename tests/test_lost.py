@@ -25,7 +25,14 @@ def numbered(*events: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def rollback(computed: int, placeholders: int, known: int) -> dict[str, Any]:
-    return {"k": "req.state", "req": "a", "reason": "rollback", "C": computed, "P": placeholders, "N": known}
+    return {
+        "k": "req.state",
+        "req": "a",
+        "reason": "rollback",
+        "C": computed,
+        "P": placeholders,
+        "N": known,
+    }
 
 
 def alloc(*shared: int) -> dict[str, Any]:
@@ -63,7 +70,9 @@ def test_tokens_in_flight_that_are_not_taken_back(event: dict[str, Any], at: int
         ([{"k": "block", "op": "alloc", "id": 5}], []),  # somebody else's by now
     ],
 )
-def test_blocks_that_are_served_unfilled(between: list[dict[str, Any]], unfilled: list[int]) -> None:
+def test_blocks_that_are_served_unfilled(
+    between: list[dict[str, Any]], unfilled: list[int]
+) -> None:
     trace = numbered(START, FAILED, *between, alloc(4, 5), STEP)
     note_unfilled(trace)
     assert trace[-2]["unfilled"] == unfilled
@@ -86,18 +95,31 @@ def test_output_that_is_added_to_a_finished_request(kind: str) -> None:
     assert found is not None
     assert found[0] == 2
     assert "which had finished" in found[1]
-    assert lost(numbered(ended(2, "sample"), ended(3), ended(3, "sample"), ended(5, kind, generation=1))) is None
+    assert (
+        lost(
+            numbered(ended(2, "sample"), ended(3), ended(3, "sample"), ended(5, kind, generation=1))
+        )
+        is None
+    )
 
 
-@pytest.mark.parametrize("case", ["finding.preempted-after-failed-load", "finding.failed-load-async"])
+@pytest.mark.parametrize(
+    "case", ["finding.preempted-after-failed-load", "finding.failed-load-async"]
+)
 def test_what_vllm_breaks_is_no_failure_of_the_connector(case: str, tmp_path: Path) -> None:
     connector, options = VARIANTS["sync"]
     variant, *_ = SPEC.cases[case].variants(["vllm"])
-    report = run_and_judge(variant, Target(connector, {"store": "{tmp}/store", **options}), SPEC, seed=0, tmp=tmp_path)
+    report = run_and_judge(
+        variant, Target(connector, {"store": "{tmp}/store", **options}), SPEC, seed=0, tmp=tmp_path
+    )
     verdicts = {(row.get("kind", "requirement"), row["verdict"]) for row in report.rows}
     assert report.harness_error is None
     assert ("guarantee", "FAIL") in verdicts
-    assert not verdicts & {("requirement", "FAIL"), ("requirement", "BLOCKED"), ("requirement", "ERROR")}
+    assert not verdicts & {
+        ("requirement", "FAIL"),
+        ("requirement", "BLOCKED"),
+        ("requirement", "ERROR"),
+    }
     if SPEC.cases[case].relations:  # else nothing is compared that could differ
         assert any("not judged" in (row.get("message") or "") for row in report.rows)
 

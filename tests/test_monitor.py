@@ -19,7 +19,9 @@ def requirement(**pattern: Any) -> Requirement:
 
 
 def run(req: Requirement, *events: Event) -> Monitor:
-    return evaluate([req], [{"seq": seq, "step": 0, **event} for seq, event in enumerate(events)])[req.id]
+    return evaluate([req], [{"seq": seq, "step": 0, **event} for seq, event in enumerate(events)])[
+        req.id
+    ]
 
 
 def held(req: str = "a", direction: str = "send", **more: Any) -> Event:
@@ -31,7 +33,14 @@ def released(req: str = "a", **more: Any) -> Event:
 
 
 def reported(req: str = "a", direction: str = "send", **more: Any) -> Event:
-    return {"k": "transfer.reported", "req": req, "direction": direction, "generation": 0, "rank": 0, **more}
+    return {
+        "k": "transfer.reported",
+        "req": req,
+        "direction": direction,
+        "generation": 0,
+        "rank": 0,
+        **more,
+    }
 
 
 END: Event = {"k": "run.end", "crashed": False}
@@ -39,36 +48,64 @@ END: Event = {"k": "run.end", "crashed": False}
 
 def test_always_and_never() -> None:
     always = requirement(event="lookup", where="e.tokens is not None", always="e.tokens >= 0")
-    found = run(always, {"k": "lookup", "tokens": None}, {"k": "lookup", "tokens": 3}, {"k": "lookup", "tokens": -4, "req": "a"}, held())
+    found = run(
+        always,
+        {"k": "lookup", "tokens": None},
+        {"k": "lookup", "tokens": 3},
+        {"k": "lookup", "tokens": -4, "req": "a"},
+        held(),
+    )
     assert (found.exercised, found.count) == (2, 1)
     violation = found.violations[0]
     assert (violation.seq, violation.event, violation.req) == (2, 2, "a")
     assert violation.message == "`e.tokens >= 0` is false: e.tokens=-4"
     never = requirement(event="lookup", never="e.tokens == 3")
-    assert run(never, {"k": "lookup", "tokens": 3}).violations[0].message == "`e.tokens == 3` is true: e.tokens=3"
+    assert (
+        run(never, {"k": "lookup", "tokens": 3}).violations[0].message
+        == "`e.tokens == 3` is true: e.tokens=3"
+    )
     at_all = requirement(event="engine.stall", never=True)
     assert run(at_all, {"k": "engine.stall"}).count == 1 and run(at_all, held()).exercised == 0
 
 
 def test_count() -> None:
-    req = requirement(event="transfer.reported", where="e.direction == 'recv'", count={"per": "(e.transfer, e.rank)", "max": 1})
+    req = requirement(
+        event="transfer.reported",
+        where="e.direction == 'recv'",
+        count={"per": "(e.transfer, e.rank)", "max": 1},
+    )
     one = reported(direction="recv", transfer="t1")
-    assert run(req, one, {**one, "rank": 1}, reported(transfer="t1"), reported(transfer="t1")).count == 0
+    assert (
+        run(req, one, {**one, "rank": 1}, reported(transfer="t1"), reported(transfer="t1")).count
+        == 0
+    )
     found = run(req, one, one, one)
-    assert found.count == 2 and "2 times transfer.reported for e.transfer='t1', e.rank=0, at most 1" in found.violations[0].message
+    assert (
+        found.count == 2
+        and "2 times transfer.reported for e.transfer='t1', e.rank=0, at most 1"
+        in found.violations[0].message
+    )
     least = requirement(event="transfer.reported", count={"per": "e.req", "min": 2})
     found = run(least, reported("a"), reported("b"), reported("b"), END)
     assert [(v.req, v.seq, v.event) for v in found.violations] == [("a", 3, 0)]
     must_occur = requirement(event="sample", count={"min": 1})
     assert run(must_occur, END).count == 1 and run(must_occur, {"k": "sample"}, END).count == 0
     unhashable = requirement(event="alloc", count={"per": "e.blocks", "max": 1})
-    assert run(unhashable, {"k": "alloc", "blocks": [1, [2]]}, {"k": "alloc", "blocks": [1, [2]]}).count == 1
+    assert (
+        run(
+            unhashable, {"k": "alloc", "blocks": [1, [2]]}, {"k": "alloc", "blocks": [1, [2]]}
+        ).count
+        == 1
+    )
 
 
 SAME = "e.req == t.req and e.direction == t.direction"
 PRECEDE = requirement(
     event="transfer.reported",
-    precede={"before": {"event": "hold", "where": SAME}, "end": {"event": "release", "where": "e.req == t.req"}},
+    precede={
+        "before": {"event": "hold", "where": SAME},
+        "end": {"event": "release", "where": "e.req == t.req"},
+    },
 )
 
 
@@ -88,18 +125,30 @@ PRECEDE = requirement(
 )
 def test_precede(events: list[Event], violations: int) -> None:
     found = run(PRECEDE, *events)
-    assert found.count == violations and found.exercised == sum(event["k"] == "transfer.reported" for event in events)
+    assert found.count == violations and found.exercised == sum(
+        event["k"] == "transfer.reported" for event in events
+    )
 
 
 def test_precede_says_why() -> None:
     assert "without hold" in run(PRECEDE, reported()).violations[0].message
     found = run(PRECEDE, held(), released(), reported()).violations[0]
-    assert "was over before it" in found.message and found.trigger is not None and found.trigger["seq"] == 2
+    assert (
+        "was over before it" in found.message
+        and found.trigger is not None
+        and found.trigger["seq"] == 2
+    )
 
 
 RESPOND = requirement(
     event="hold",
-    respond={"then": {"event": "transfer.reported", "where": "e.req == t.req and e.direction == t.direction"}, "by": "run.end"},
+    respond={
+        "then": {
+            "event": "transfer.reported",
+            "where": "e.req == t.req and e.direction == t.direction",
+        },
+        "by": "run.end",
+    },
 )
 
 
@@ -133,9 +182,15 @@ def test_respond_points_at_the_trigger_and_blames_the_deadline() -> None:
 def test_respond_with_a_guarded_deadline() -> None:
     req = requirement(
         event="transfer.failed",
-        respond={"then": {"event": "transfer.reported"}, "by": {"event": "worker.step_end", "where": "e.forward and t.is_async"}},
+        respond={
+            "then": {"event": "transfer.reported"},
+            "by": {"event": "worker.step_end", "where": "e.forward and t.is_async"},
+        },
     )
-    failed, end = {"k": "transfer.failed", "is_async": True}, {"k": "worker.step_end", "forward": True}
+    failed, end = (
+        {"k": "transfer.failed", "is_async": True},
+        {"k": "worker.step_end", "forward": True},
+    )
     assert run(req, failed, {**end, "forward": False}, reported(), end).count == 0
     assert run(req, failed, end, reported()).count == 1
     assert run(req, {**failed, "is_async": False}, end).count == 0
@@ -143,7 +198,9 @@ def test_respond_with_a_guarded_deadline() -> None:
 
 def test_a_check_that_raises_is_an_error_and_stops_nobody_else() -> None:
     bad = requirement(event="lookup", always="e.tokens > 0")
-    good = Requirement.model_validate({**bad.model_dump(exclude_none=True), "id": "x.good", "always": "e.local == 0"})
+    good = Requirement.model_validate(
+        {**bad.model_dump(exclude_none=True), "id": "x.good", "always": "e.local == 0"}
+    )
     events = [
         {"k": "lookup", "seq": 7, "step": 1, "tokens": None, "local": 0},
         {"k": "lookup", "seq": 8, "step": 1, "tokens": 1, "local": 1},
@@ -159,17 +216,36 @@ def test_a_check_that_raises_is_an_error_and_stops_nobody_else() -> None:
 
 def test_related_runs_have_no_monitor() -> None:
     with pytest.raises(ValueError, match="relates two runs"):
-        monitor_for(requirement(relate={"runs": ["connector", "no-connector"], "event": "sample", "project": "e.token"}))
+        monitor_for(
+            requirement(
+                relate={
+                    "runs": ["connector", "no-connector"],
+                    "event": "sample",
+                    "project": "e.token",
+                }
+            )
+        )
 
 
 def test_a_rule_whose_event_is_its_breach_is_exercised_by_another_event() -> None:
-    req = requirement(event="kv.wrong", never="e.found == 'poison'", exercised={"event": "load.due", "where": "e.granted > 0"})
+    req = requirement(
+        event="kv.wrong",
+        never="e.found == 'poison'",
+        exercised={"event": "load.due", "where": "e.granted > 0"},
+    )
     due, wrong = {"k": "load.due", "granted": 4}, {"k": "kv.wrong", "found": "poison"}
     assert run(req, due, due, {**due, "granted": 0}).exercised == 2
     assert run(req, due, wrong).count == 1 and run(req).exercised == 0
     assert req.kinds == {"kv.wrong", "load.due"}
-    same = requirement(event="hold", where="e.direction == 'send'", never="e.generation", exercised={"event": "hold"})
-    assert run(same, held(), held(direction="recv")).exercised == 3  # a match of its own guard, and two at stake
+    same = requirement(
+        event="hold",
+        where="e.direction == 'send'",
+        never="e.generation",
+        exercised={"event": "hold"},
+    )
+    assert (
+        run(same, held(), held(direction="recv")).exercised == 3
+    )  # a match of its own guard, and two at stake
     with pytest.raises(ValueError, match="unknown event"):
         requirement(event="hold", never=True, exercised={"event": "held"})
     relate = {"runs": ["connector", "repeat"], "event": "hold", "project": "e.req"}

@@ -22,10 +22,14 @@ def test_rows_out_and_in(shape: tuple[int, ...], kernels: bool) -> None:
     assert rows.shape == (4, *moving.row) and rows.numpy().tobytes() == read_slots(layer, SLOTS)
     other = torch.zeros_like(layer)
     Moving(other, kernels).put(slots, rows)
-    assert read_slots(other, SLOTS) == read_slots(layer, SLOTS) and int((other != 0).sum()) == int((rows != 0).sum())
+    assert read_slots(other, SLOTS) == read_slots(layer, SLOTS) and int((other != 0).sum()) == int(
+        (rows != 0).sum()
+    )
 
 
 def test_a_layer_that_is_not_contiguous() -> None:
-    pool = torch.arange(2 * 1792, dtype=torch.float32).view(7, 2, 2, 4, 32)  # blocks, layers, heads, slots, values
+    pool = torch.arange(2 * 1792, dtype=torch.float32).view(
+        7, 2, 2, 4, 32
+    )  # blocks, layers, heads, slots, values
     layer, slots = pool[:, 1], torch.tensor(SLOTS)
     assert torch.equal(Moving(layer, True).take(slots), Moving(layer, False).take(slots))

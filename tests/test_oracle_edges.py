@@ -39,7 +39,9 @@ def test_a_failed_block_excuses_itself_and_no_other(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize(("still_open", "kind"), [(True, "tail"), (False, "over_computed")])
-def test_a_tail_is_free_to_write_while_its_load_is_under_way(machine: Machine, still_open: bool, kind: str) -> None:
+def test_a_tail_is_free_to_write_while_its_load_is_under_way(
+    machine: Machine, still_open: bool, kind: str
+) -> None:
     machine.oracle.grants[0].open = still_open
     machine.put(3 * BLOCK, 3, layers=(0,))
     machine.oracle.check_writes("start_load_kv")
@@ -49,7 +51,9 @@ def test_a_tail_is_free_to_write_while_its_load_is_under_way(machine: Machine, s
 
 
 def test_every_failure_of_the_same_claim_counts(machine: Machine) -> None:
-    seen = SimpleNamespace(trace=machine.trace, oracle=machine.oracle, failed=[], failed_claims={}, activity=0)
+    seen = SimpleNamespace(
+        trace=machine.trace, oracle=machine.oracle, failed=[], failed_claims={}, activity=0
+    )
     for attempt in (1, 2, 3):
         grant = machine.grant("a", [1, 2, 3, 4], 0, 8)
         for block in (1, 2):  # the second report of a failure is no second failure
@@ -61,13 +65,29 @@ def test_every_failure_of_the_same_claim_counts(machine: Machine) -> None:
 
 def test_a_store_that_nothing_touched_has_not_shrunk(tmp_path: Path) -> None:
     steps = [
-        {"add": {"req": "a", "prompt": 14, "max_tokens": 3}}, {"run": {}}, {"drop-local": {}},
-        {"add": {"req": "b", "prompt": {"same": "a"}, "max_tokens": 3}}, {"run": {}},
-    ]  # fmt: skip
-    run = run_case("kvconform.refimpl.defects.lookup:PopsOnLookup", steps, tmp_path, policies=["deny-first-alloc"])
-    lookups = [(e["repeat"], e["prev_tokens"], e["tokens"], e["store_may_have_shrunk"]) for e in select(run.trace, "lookup", req="b")]
+        {"add": {"req": "a", "prompt": 14, "max_tokens": 3}},
+        {"run": {}},
+        {"drop-local": {}},
+        {"add": {"req": "b", "prompt": {"same": "a"}, "max_tokens": 3}},
+        {"run": {}},
+    ]
+    run = run_case(
+        "kvconform.refimpl.defects.lookup:PopsOnLookup",
+        steps,
+        tmp_path,
+        policies=["deny-first-alloc"],
+    )
+    lookups = [
+        (e["repeat"], e["prev_tokens"], e["tokens"], e["store_may_have_shrunk"])
+        for e in select(run.trace, "lookup", req="b")
+    ]
     assert lookups == [(False, None, 12, True), (True, 12, 0, False)]
     steps.insert(4, {"step": 1})  # the same when something was stored between
     steps.insert(3, {"add": {"req": "z", "prompt": 9, "max_tokens": 9}})
-    run = run_case("kvconform.refimpl.defects.lookup:PopsOnLookup", steps, tmp_path / "other", policies=["deny-first-alloc"])
+    run = run_case(
+        "kvconform.refimpl.defects.lookup:PopsOnLookup",
+        steps,
+        tmp_path / "other",
+        policies=["deny-first-alloc"],
+    )
     assert {e["store_may_have_shrunk"] for e in select(run.trace, "lookup", req="b")} == {True}

@@ -35,7 +35,9 @@ class Pass:
         self.cache.write(0, SLOTS, np.full((2, 1, 32), before, dtype=np.float32))
         self.overlap.begin()
         device.current.launch(lambda: self.overlap.note(0, SLOTS))
-        device.current.launch(lambda: self.cache.write(0, SLOTS, np.full((2, 1, 32), after, dtype=np.float32)))
+        device.current.launch(
+            lambda: self.cache.write(0, SLOTS, np.full((2, 1, 32), after, dtype=np.float32))
+        )
 
     def judge(self) -> None:
         """The end of the step."""
@@ -51,7 +53,11 @@ def test_what_a_step_wrote_is_pending_again_when_the_step_is_over() -> None:
         step = Pass()
         step.judge()
         assert step.values() == [1.0, 1.0]
-        assert step.overlap.pending and step.overlap.holds([0, 1]) and not step.overlap.holds([0, 2, 3])
+        assert (
+            step.overlap.pending
+            and step.overlap.holds([0, 1])
+            and not step.overlap.holds([0, 2, 3])
+        )
         device.current.finish()
         assert step.values() == [2.0, 2.0] and not step.overlap.pending
         assert step.cache.foreign(0).tolist() == []  # nobody but the engine wrote
@@ -105,7 +111,10 @@ def test_an_event_that_nobody_asked_about_is_reached_later_too() -> None:
         step.judge()
         assert step.overlap.pending
         with device.current.calling():
-            host, side = torch.zeros(step.cache.tensors[0].shape, pin_memory=True), torch.cuda.Stream()
+            host, side = (
+                torch.zeros(step.cache.tensors[0].shape, pin_memory=True),
+                torch.cuda.Stream(),
+            )
             side.wait_event(event)
             with torch.cuda.stream(side):
                 host.copy_(step.cache.tensors[0], non_blocking=True)

@@ -27,7 +27,9 @@ RESULTS = sorted((Path(__file__).parents[1] / "docs" / "results" / "cases").glob
 @pytest.fixture
 def mine(tmp_path: Path) -> Path:
     path = tmp_path / "mine.yaml"
-    path.write_text(CASE.replace("provokes: [{loads: 0}]\n", "expect: [{outputs: {req: a, count: 1}}]\n"))
+    path.write_text(
+        CASE.replace("provokes: [{loads: 0}]\n", "expect: [{outputs: {req: a, count: 1}}]\n")
+    )
     return path
 
 
@@ -43,7 +45,9 @@ def test_with_k_it_can_be_named_beside_others(mine: Path) -> None:
     assert {variant.case.id for variant in found.variants} == {"mine.one", "chunked.abort"}
 
 
-def test_a_relative_path_is_from_where_it_was_given(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_path_is_from_where_it_was_given(
+    mine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(mine.parent)
     assert load({"cases": ["mine.yaml"]}).cases == [str(mine)]
 
@@ -79,7 +83,9 @@ def test_a_prompt_that_no_engine_takes_is_no_case(mine: Path) -> None:
     with pytest.raises(SpecError, match="a prompt of 256 tokens; config.max_model_len is 256"):
         load_spec(cases=[str(mine)])
     mine.write_text(mine.read_text().replace("prompt: 256", "prompt: 255"))
-    with pytest.raises(SpecError, match="255 tokens, too many for config.num_blocks 32: there is room for 124"):
+    with pytest.raises(
+        SpecError, match="255 tokens, too many for config.num_blocks 32: there is room for 124"
+    ):
         load_spec(cases=[str(mine)])
     mine.write_text(mine.read_text() + "\nconfig: {num_blocks: 65}\n")
     load_spec(cases=[str(mine)])

@@ -32,8 +32,12 @@ def variants(case: Case) -> list[Variant]:
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_a_correct_peer_fails_nothing(case: Case, options: dict[str, Any], tmp_path: Path) -> None:
-    for number, variant in enumerate(variants(case) if not options else case.variants(["reference"])):
-        report = run_and_judge(variant, Target(PEER, options), SPEC, seed=number, tmp=tmp_path / str(number))
+    for number, variant in enumerate(
+        variants(case) if not options else case.variants(["reference"])
+    ):
+        report = run_and_judge(
+            variant, Target(PEER, options), SPEC, seed=number, tmp=tmp_path / str(number)
+        )
         assert report.harness_error is None
         assert [row for row in report.rows if row["verdict"] == "FAIL"] == []
         assert report.unmet == [] or options
@@ -41,7 +45,9 @@ def test_a_correct_peer_fails_nothing(case: Case, options: dict[str, Any], tmp_p
 
 def test_every_event_of_a_pair_is_as_listed_and_says_whose_it_is(tmp_path: Path) -> None:
     variant = variants(SPEC.cases["transfer.prompt"])[0]
-    run = run_variant(variant, Target(PEER, {}, capabilities={"transfer": True}), seed=0, tmp=tmp_path)
+    run = run_variant(
+        variant, Target(PEER, {}, capabilities={"transfer": True}), seed=0, tmp=tmp_path
+    )
     assert [problem for event in run.trace for problem in check_event(event)] == []
     assert {event.get("on") for event in run.trace} == {None, "p", "d"}
     assert {event["k"] for event in run.trace if "on" not in event} <= {"run.start", "run.engines"}
@@ -49,26 +55,40 @@ def test_every_event_of_a_pair_is_as_listed_and_says_whose_it_is(tmp_path: Path)
 
 def test_a_pair_gives_the_same_trace_again(tmp_path: Path) -> None:
     variant = variants(SPEC.cases["transfer.tight"])[1]
-    first, second = (run_variant(variant, Target(PEER, {}), seed=3, tmp=tmp_path).trace for _ in range(2))
+    first, second = (
+        run_variant(variant, Target(PEER, {}), seed=3, tmp=tmp_path).trace for _ in range(2)
+    )
     assert first == second
 
 
 def test_one_engine_runs_have_no_engine_field(tmp_path: Path) -> None:
     variant = variants(SPEC.cases["lifecycle.last-token"])[0]
     target = Target("kvconform.refimpl.connector:ReferenceConnector", {"store": "{tmp}"})
-    assert all("on" not in event for event in run_variant(variant, target, seed=0, tmp=tmp_path).trace)
+    assert all(
+        "on" not in event for event in run_variant(variant, target, seed=0, tmp=tmp_path).trace
+    )
 
 
 def test_each_engine_is_judged_by_its_own_share() -> None:
     rule = Requirement.model_validate(
         {
-            "id": "x.y", "text": "It MUST.", "event": "req.scheduled",
-            "precede": {"before": {"event": "step.scheduled", "where": "e.step == t.step"}, "end": {"event": "run.end"}},
+            "id": "x.y",
+            "text": "It MUST.",
+            "event": "req.scheduled",
+            "precede": {
+                "before": {"event": "step.scheduled", "where": "e.step == t.step"},
+                "end": {"event": "run.end"},
+            },
         }
-    )  # fmt: skip
+    )
     trace = [
         {"k": "run.start", "seq": 0, "step": 0},
-        {"k": "run.engines", "seq": 1, "step": 0, "engines": {"p": "kv_producer", "d": "kv_consumer"}},
+        {
+            "k": "run.engines",
+            "seq": 1,
+            "step": 0,
+            "engines": {"p": "kv_producer", "d": "kv_consumer"},
+        },
         {"k": "step.scheduled", "seq": 2, "step": 1, "on": "p"},
         {"k": "req.scheduled", "seq": 3, "step": 1, "on": "d", "req": "a"},
     ]
@@ -79,7 +99,12 @@ def test_each_engine_is_judged_by_its_own_share() -> None:
 
 @pytest.mark.parametrize(
     ("params", "problem"),
-    [({"a": [1, (2,)]}, None), ({"a": {1: 2}}, "a arrived changed"), ({"a": b"x"}, "TypeError"), ({"a": float("nan")}, "ValueError")],
+    [
+        ({"a": [1, (2,)]}, None),
+        ({"a": {1: 2}}, "a arrived changed"),
+        ({"a": b"x"}, "TypeError"),
+        ({"a": float("nan")}, "ValueError"),
+    ],
 )
 def test_parameters_travel_as_json(params: dict[str, Any], problem: str | None) -> None:
     found = _through_json(params)[1]
@@ -92,14 +117,26 @@ def test_parameters_travel_as_json(params: dict[str, Any], problem: str | None) 
         ({"steps": [{"on": "q"}]}, "`on` names engine 'q'"),
         ({"config": {"engines": {"p": "kv_both"}}}, "two or none"),
         ({"steps": [{"restart": "engine"}]}, "not possible with two engines"),
-        ({"config": {}, "steps": [{"add": {"req": "a", "prompt": 3}}, {"add": {"req": "b", "prompt": 3, "handed": "a"}}]}, "needs two"),
+        (
+            {
+                "config": {},
+                "steps": [
+                    {"add": {"req": "a", "prompt": 3}},
+                    {"add": {"req": "b", "prompt": 3, "handed": "a"}},
+                ],
+            },
+            "needs two",
+        ),
     ],
 )
 def test_cases_that_cannot_be_driven_are_refused(change: dict[str, Any], sentence: str) -> None:
     base: dict[str, Any] = {
-        "id": "x.y", "area": "x", "text": "x", "config": {"engines": {"p": "kv_producer", "d": "kv_consumer"}},
+        "id": "x.y",
+        "area": "x",
+        "text": "x",
+        "config": {"engines": {"p": "kv_producer", "d": "kv_consumer"}},
         "steps": [{"run": {}}],
-    }  # fmt: skip
+    }
     with pytest.raises(ValidationError, match=sentence):
         Case.model_validate({**base, **change}, strict=False)
 
@@ -109,5 +146,7 @@ def test_a_connector_of_one_role_is_run_in_it(tmp_path: Path) -> None:
     variant = variants(SPEC.cases["lifecycle.last-token"])[0]
     report = run_and_judge(variant, target, SPEC, seed=0, tmp=tmp_path / "x", keep_trace=True)
     assert report.trace is not None and report.trace[0]["role"] == "kv_consumer"
-    paired = run_and_judge(variants(SPEC.cases["transfer.prompt"])[0], target, SPEC, seed=0, tmp=tmp_path / "y")
+    paired = run_and_judge(
+        variants(SPEC.cases["transfer.prompt"])[0], target, SPEC, seed=0, tmp=tmp_path / "y"
+    )
     assert {row["verdict"] for row in paired.rows} == {"UNSUPPORTED"}

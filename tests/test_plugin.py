@@ -10,7 +10,12 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(HERE), "KVCONFORM_RUNNER": "fake_runner:judge", "NO_COLOR": "1"}
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": str(HERE),
+    "KVCONFORM_RUNNER": "fake_runner:judge",
+    "NO_COLOR": "1",
+}
 
 INERT = """
 import sys
@@ -25,8 +30,20 @@ def test_nothing_heavy(pytestconfig):
 
 
 def pytest_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=ENVIRONMENT, timeout=240)
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:hypothesispytest",
+        *arguments,
+    ]
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=folder, env=ENVIRONMENT, timeout=240
+    )
 
 
 def test_inert_without_connector(tmp_path: Path) -> None:
@@ -38,19 +55,45 @@ def test_inert_without_connector(tmp_path: Path) -> None:
 def test_without_a_connector_there_is_a_sentence(tmp_path: Path) -> None:
     done = pytest_in(tmp_path, "-q", "--pyargs", "kvconform")
     assert done.returncode == 2
-    assert "name the connector: pytest --pyargs kvconform --connector package.module:Class" in done.stdout
+    assert (
+        "name the connector: pytest --pyargs kvconform --connector package.module:Class"
+        in done.stdout
+    )
 
 
 def test_pytest_runs_it_too(tmp_path: Path) -> None:
     orders = json.dumps({"exit": ["lifecycle.abort-waiting"]})
-    arguments = ("--pyargs", "kvconform", "--connector", "json:Fake", "--kvconform-engine", "reference", "--extra-config", orders)
-    done = pytest_in(tmp_path, *arguments, "--kvconform-scheduling", "sync", "-k", "lifecycle.abort", "--junitxml", "out.xml")
+    arguments = (
+        "--pyargs",
+        "kvconform",
+        "--connector",
+        "json:Fake",
+        "--kvconform-engine",
+        "reference",
+        "--extra-config",
+        orders,
+    )
+    done = pytest_in(
+        tmp_path,
+        *arguments,
+        "--kvconform-scheduling",
+        "sync",
+        "-k",
+        "lifecycle.abort",
+        "--junitxml",
+        "out.xml",
+    )
     assert done.returncode == 1, done.stdout
     assert "hook.keeps-process" in done.stdout
     assert "NOT CONFORMANT" in done.stdout
     assert (tmp_path / "out.xml").exists()
-    rows = [json.loads(line) for line in (tmp_path / "kvconform-report" / "report.jsonl").read_text().splitlines()]
-    assert {row["case"] for row in rows if row.get("verdict") == "FAIL"} == {"lifecycle.abort-waiting"}
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "kvconform-report" / "report.jsonl").read_text().splitlines()
+    ]
+    assert {row["case"] for row in rows if row.get("verdict") == "FAIL"} == {
+        "lifecycle.abort-waiting"
+    }
     assert len({row["case"] for row in rows if row["type"] == "row"}) > 3
 
 

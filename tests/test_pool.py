@@ -20,7 +20,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from core_rig import ROUND_TRIP, check_ok, run_case
 
-READ = ("blocks", "null_block", "num_gpu_blocks", "enable_caching", "hash_block_size", "free_block_queue", "cached_block_hash_to_block")
+READ = (
+    "blocks",
+    "null_block",
+    "num_gpu_blocks",
+    "enable_caching",
+    "hash_block_size",
+    "free_block_queue",
+    "cached_block_hash_to_block",
+)
 
 
 class WalksThePool(ReferenceConnector):
@@ -30,7 +38,12 @@ class WalksThePool(ReferenceConnector):
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self._pool = gpu_block_pool
-        assert all(isinstance(getattr(VllmPool(4, True, 4), name), type(getattr(gpu_block_pool, name)).__mro__[-2]) for name in READ)
+        assert all(
+            isinstance(
+                getattr(VllmPool(4, True, 4), name), type(getattr(gpu_block_pool, name)).__mro__[-2]
+            )
+            for name in READ
+        )
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         cached, free = self._pool.cached_block_hash_to_block, self._pool.free_block_queue
@@ -39,7 +52,14 @@ class WalksThePool(ReferenceConnector):
         walked, node = 0, free.fake_free_list_head.next_free_block
         while node is not free.fake_free_list_tail:
             walked, node = walked + 1, node.next_free_block
-        self.seen.append((type(self._pool).__module__, len(hashed), len(cached), walked - self._pool.get_num_free_blocks()))
+        self.seen.append(
+            (
+                type(self._pool).__module__,
+                len(hashed),
+                len(cached),
+                walked - self._pool.get_num_free_blocks(),
+            )
+        )
         return super().build_connector_meta(scheduler_output)
 
 
@@ -47,7 +67,9 @@ class WalksThePool(ReferenceConnector):
 def test_what_connectors_read_of_the_pool_is_there(engine: str, tmp_path: Path) -> None:
     WalksThePool.seen.clear()
     check_ok(run_case(f"{__name__}:WalksThePool", ROUND_TRIP, tmp_path, engine=engine))
-    assert {row[0].split(".")[0] for row in WalksThePool.seen} == {"kvconform" if engine == "reference" else "vllm"}
+    assert {row[0].split(".")[0] for row in WalksThePool.seen} == {
+        "kvconform" if engine == "reference" else "vllm"
+    }
     assert all(hashed == cached and not rest for _, hashed, cached, rest in WalksThePool.seen)
     assert max(hashed for _, hashed, _, _ in WalksThePool.seen) > 0
 
@@ -71,7 +93,13 @@ def test_blocks_with_one_hash_are_told_apart() -> None:
 def test_unhashed_blocks_are_handed_out_first() -> None:
     pool = BlockPool(6, True, frozenset(), 4)
     pool.free_blocks(reversed(pool.get_new_blocks(2)))
-    assert [block.block_id for block in pool.free_block_queue.get_all_free_blocks()] == [2, 1, 3, 4, 5]
+    assert [block.block_id for block in pool.free_block_queue.get_all_free_blocks()] == [
+        2,
+        1,
+        3,
+        4,
+        5,
+    ]
     pool.touch([pool.blocks[1]])
     assert pool.get_num_free_blocks() == 4
     assert [block.block_id for block in pool.get_new_blocks(4)] == [2, 3, 4, 5]

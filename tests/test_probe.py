@@ -35,16 +35,22 @@ class Plain(KVConnectorBase_V1):
 
     def wait_for_layer_load(self, layer_name: str) -> None: ...
 
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
         raise LookupError(f"no {layer_name}\nat all")
 
     def wait_for_save(self) -> None:
         self.handle_preemptions(KVConnectorMetadata())
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         return 0, type(self) is Plain
 
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None: ...
+    def update_state_after_alloc(
+        self, request: Any, blocks: Any, num_external_tokens: int
+    ) -> None: ...
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return KVConnectorMetadata()
@@ -81,7 +87,9 @@ def test_the_class_is_restored_exactly(cls: type) -> None:
     with Patch(cls):
         assert attributes(cls) != before
         for name in hook_names():
-            assert name == "request_finished_all_groups" or hasattr(getattr(cls, name), "_kvconform_original")
+            assert name == "request_finished_all_groups" or hasattr(
+                getattr(cls, name), "_kvconform_original"
+            )
     assert attributes(cls) == before and sorted(vars(cls)) == sorted(order)
 
 
@@ -121,13 +129,21 @@ def test_a_parked_class_stays_patched_until_others_are(no_probe: None) -> None:
     with Patch.parking():
         with Patch(Plain):
             patched = attributes(Plain)
-        assert attributes(Plain) == patched != before and Plain().get_num_new_matched_tokens(None, 0) == (0, True)
+        assert attributes(Plain) == patched != before and Plain().get_num_new_matched_tokens(
+            None, 0
+        ) == (0, True)
         with Patch(Plain):
             assert attributes(Plain) == patched
-        with Patch(ReferenceConnector, Child):  # a connector that wraps the other one, say, whose calls are not to be recorded
+        with Patch(
+            ReferenceConnector, Child
+        ):  # a connector that wraps the other one, say, whose calls are not to be recorded
             assert attributes(Plain) == before and attributes(Child) != child
         assert attributes(Plain) == before and attributes(ReferenceConnector) != other
-    assert (attributes(Plain), attributes(Child), attributes(ReferenceConnector)) == (before, child, other)
+    assert (attributes(Plain), attributes(Child), attributes(ReferenceConnector)) == (
+        before,
+        child,
+        other,
+    )
 
 
 def test_what_a_parked_class_records_goes_to_the_next_run(no_probe: None) -> None:
@@ -182,7 +198,11 @@ def test_the_type_is_the_connectors_own(trace: Trace) -> None:
     with Patch(Plain):
         made = Plain()
         assert type(made) is Plain and made.get_num_new_matched_tokens(None, 0) == (0, True)
-        assert list(inspect.signature(Plain.get_num_new_matched_tokens).parameters) == ["self", "request", "num_computed_tokens"]
+        assert list(inspect.signature(Plain.get_num_new_matched_tokens).parameters) == [
+            "self",
+            "request",
+            "num_computed_tokens",
+        ]
     assert select(trace.events, "hook.returned")[0]["value"] == "(0, True)"
 
 
@@ -191,21 +211,33 @@ def test_hooks_that_are_no_instance_methods_are_recorded_and_called_as_before(tr
         assert Plain().get_finished_count() == 7
         assert Child().take_events() == ["Child"]
         assert Plain().take_events() == ["Plain"]
-    assert {e["hook"] for e in select(trace.events, "hook.called")} == {"get_finished_count", "take_events"}
+    assert {e["hook"] for e in select(trace.events, "hook.called")} == {
+        "get_finished_count",
+        "take_events",
+    }
 
 
 def test_depth_counts_hooks_that_call_hooks(trace: Trace) -> None:
     heard = []
     Probe.active.on("wait_for_save", after=lambda call: heard.append(call.depth))  # type: ignore[union-attr]
-    Probe.active.on("start_load_kv", before=lambda call: heard.append(-1), after=lambda call: heard.append(call.depth))  # type: ignore[union-attr]
+    Probe.active.on(
+        "start_load_kv",
+        before=lambda call: heard.append(-1),
+        after=lambda call: heard.append(call.depth),
+    )  # type: ignore[union-attr]
     with Patch(Plain):
         Plain().start_load_kv(None)
         Plain().wait_for_layer_load("x")
     calls = [(e["k"], e["hook"], e["depth"]) for e in trace.events]
     names = ["start_load_kv", "wait_for_save", "handle_preemptions"]
     nested = [("hook.called", name, depth) for depth, name in enumerate(names)]
-    assert calls[:6] == nested + [("hook.returned", name, 2 - depth) for depth, name in enumerate(reversed(names))]
-    assert calls[6:] == [("hook.called", "wait_for_layer_load", 0), ("hook.returned", "wait_for_layer_load", 0)]
+    assert calls[:6] == nested + [
+        ("hook.returned", name, 2 - depth) for depth, name in enumerate(reversed(names))
+    ]
+    assert calls[6:] == [
+        ("hook.called", "wait_for_layer_load", 0),
+        ("hook.returned", "wait_for_layer_load", 0),
+    ]
     assert heard == [-1, 0]  # listeners hear outermost calls only
 
 
@@ -214,9 +246,15 @@ def test_an_exception_is_recorded_and_passed_on(trace: Trace) -> None:
         Plain(KVConnectorRole.WORKER).save_kv_layer("l0", None, None)
     (event,) = select(trace.events, "hook.returned")
     assert (event["error"], event["layer"], event["half"]) == ("LookupError", "l0", "worker")
-    assert event["error_text"].startswith("LookupError: no l0 (test_probe.py:") and event["error_text"].endswith(", in save_kv_layer)")
+    assert event["error_text"].startswith("LookupError: no l0 (test_probe.py:") and event[
+        "error_text"
+    ].endswith(", in save_kv_layer)")
     probe = Probe.active
-    assert probe is not None and probe.last_error is not None and probe.last_error[::2] == ("save_kv_layer", event["seq"])
+    assert (
+        probe is not None
+        and probe.last_error is not None
+        and probe.last_error[::2] == ("save_kv_layer", event["seq"])
+    )
     with Patch(Plain):
         Plain().wait_for_layer_load("x")
     assert trace.events[-1]["depth"] == 0
@@ -230,7 +268,13 @@ def test_bound_tells_whether_metadata_is_bound(trace: Trace) -> None:
         worker.clear_connector_metadata()
         worker.wait_for_layer_load("x")
         Plain().wait_for_layer_load("x")
-    assert [e["bound"] for e in select(trace.events, "hook.called")] == [False, True, True, False, None]
+    assert [e["bound"] for e in select(trace.events, "hook.called")] == [
+        False,
+        True,
+        True,
+        False,
+        None,
+    ]
 
 
 def test_before_the_base_constructor_ran_nothing_is_recorded(trace: Trace) -> None:
@@ -246,10 +290,14 @@ def test_hooks_on_the_instance_are_recorded_once(trace: Trace) -> None:
         wrap_instance_hooks(made)
         wrap_instance_hooks(made)
         assert made.wait_for_layer_load("x") == "own x"  # type: ignore[func-returns-value]
-    assert [(e["hook"], e["depth"]) for e in select(trace.events, "hook.called")] == [("wait_for_layer_load", 0)]
+    assert [(e["hook"], e["depth"]) for e in select(trace.events, "hook.called")] == [
+        ("wait_for_layer_load", 0)
+    ]
 
 
-def test_a_hook_that_a_newer_base_class_has_is_recorded(trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hook_that_a_newer_base_class_has_is_recorded(
+    trace: Trace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Newer(KVConnectorBase_V1):
         def brand_new_hook(self, value: int) -> int:
             return value + 1
@@ -280,7 +328,9 @@ class OnTheInstance(ReferenceConnector):
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         made = super().build_connector_meta(scheduler_output)
-        scheduler_output.num_scheduled_tokens["a"] = scheduler_output.num_scheduled_tokens.pop("a", 0)
+        scheduler_output.num_scheduled_tokens["a"] = scheduler_output.num_scheduled_tokens.pop(
+            "a", 0
+        )
         return made
 
 
@@ -294,10 +344,27 @@ def test_a_run_records_every_hook_and_leaves_the_class_alone(engine: str, tmp_pa
     returned = {e["called_seq"] for e in select(run.trace, "hook.returned")}
     assert {e["seq"] for e in select(run.trace, "hook.called")} == returned
     worker = {e["hook"] for e in called if e["half"] == "worker"}
-    assert worker >= {"register_kv_caches", "handle_preemptions", "bind_connector_metadata", "start_load_kv", "wait_for_layer_load"}
-    assert worker >= {"save_kv_layer", "wait_for_save", "get_transfer_results", "get_block_ids_with_load_errors", "shutdown"}
+    assert worker >= {
+        "register_kv_caches",
+        "handle_preemptions",
+        "bind_connector_metadata",
+        "start_load_kv",
+        "wait_for_layer_load",
+    }
+    assert worker >= {
+        "save_kv_layer",
+        "wait_for_save",
+        "get_transfer_results",
+        "get_block_ids_with_load_errors",
+        "shutdown",
+    }
     scheduler = {e["hook"] for e in called if e["half"] == "scheduler"}
-    assert scheduler >= {"get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta", "request_finished"}
+    assert scheduler >= {
+        "get_num_new_matched_tokens",
+        "update_state_after_alloc",
+        "build_connector_meta",
+        "request_finished",
+    }
     assert scheduler >= {"on_new_request", "update_connector_output", "shutdown"}
 
 

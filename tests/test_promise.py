@@ -40,7 +40,9 @@ def promised(
 
     source = SimpleNamespace(all_token_ids=list(range(known)))
     request = SimpleNamespace(all_token_ids=[t if t < common else -t for t in range(wanted)])
-    found = Promises({**CAPS, **caps}, back is None, calibrate).promised(source, list(range(prompt)), request, 4, final)
+    found = Promises({**CAPS, **caps}, back is None, calibrate).promised(
+        source, list(range(prompt)), request, 4, final
+    )
     if asked:
         assert asked == [(Plain(prompt, known - prompt, shared, wanted), 4)]
     return found
@@ -49,7 +51,10 @@ def promised(
 @pytest.mark.parametrize(
     ("arguments", "tokens"),
     [
-        ({"known": 30, "wanted": 40}, 28),  # the last token's KV may be in flight at the finish: 29 are certain
+        (
+            {"known": 30, "wanted": 40},
+            28,
+        ),  # the last token's KV may be in flight at the finish: 29 are certain
         ({"known": 29, "wanted": 40}, 28),
         ({"known": 28, "wanted": 40}, 24),
         ({"known": 30, "wanted": 17}, 16),
@@ -63,7 +68,10 @@ def promised(
         ({"known": 30, "wanted": 40, "chunk_tokens": 16}, 16),
         ({"known": 30, "wanted": 40, "chunk_tokens": 1}, 29),
         ({"known": 30, "wanted": 40, "common": 0}, 0),
-        ({"known": 30, "wanted": 40, "back": 20, "shared": 29}, 20),  # calibrated, with as much in common as was final
+        (
+            {"known": 30, "wanted": 40, "back": 20, "shared": 29},
+            20,
+        ),  # calibrated, with as much in common as was final
         ({"known": 30, "wanted": 40, "back": 99, "shared": 29}, 29),
         ({"known": 30, "wanted": 40, "common": 15, "back": 12, "shared": 15}, 12),
         ({"known": 30, "wanted": 40, "back": 20, "saves": "prompt", "shared": 10}, 10),
@@ -86,7 +94,9 @@ class Undeclared(ReferenceConnector):
 class StoresNothing(Undeclared):
     """Finds nothing, ever."""
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         return 0, False
 
 
@@ -106,25 +116,49 @@ class CrashesLater(Undeclared):
             raise OSError("gone")
 
 
-def learned(cls: str | type, tmp_path: Path, extra: dict[str, Any] | None = None, **declared: Any) -> Any:
+def learned(
+    cls: str | type, tmp_path: Path, extra: dict[str, Any] | None = None, **declared: Any
+) -> Any:
     name = cls if isinstance(cls, str) else f"{__name__}:{cls.__name__}"
-    return profile_of(Target(name, extra if extra is not None else {"store": "{tmp}"}, capabilities=declared), tmp_path)
+    return profile_of(
+        Target(name, extra if extra is not None else {"store": "{tmp}"}, capabilities=declared),
+        tmp_path,
+    )
 
 
 def test_vllms_example_connector_saves_prompts(tmp_path: Path) -> None:
     profile = learned(EXAMPLE, tmp_path, {"shared_storage_path": "{tmp}"})
-    assert (profile.caps["store"], profile.caps["saves"], profile.caps["async_load"]) == (True, "prompt", False)
-    assert (profile.sources["store"], profile.sources["saves"], profile.sources["lossy"]) == ("inferred", "inferred", "default")
+    assert (profile.caps["store"], profile.caps["saves"], profile.caps["async_load"]) == (
+        True,
+        "prompt",
+        False,
+    )
+    assert (profile.sources["store"], profile.sources["saves"], profile.sources["lossy"]) == (
+        "inferred",
+        "inferred",
+        "default",
+    )
     assert not profile.promises.declared
 
 
 @pytest.mark.parametrize(
     ("options", "saves", "is_async"),
-    [({}, "all", False), ({"load": "async"}, "all", True), ({"save_decode": False}, "prompt", False), ({"chunk_tokens": 8}, "all", False)],
+    [
+        ({}, "all", False),
+        ({"load": "async"}, "all", True),
+        ({"save_decode": False}, "prompt", False),
+        ({"chunk_tokens": 8}, "all", False),
+    ],
 )
-def test_what_the_reference_connector_would_be_taken_for(options: dict[str, Any], saves: str, is_async: bool, tmp_path: Path) -> None:
+def test_what_the_reference_connector_would_be_taken_for(
+    options: dict[str, Any], saves: str, is_async: bool, tmp_path: Path
+) -> None:
     profile = learned(Undeclared, tmp_path, {"store": "{tmp}", **options})
-    assert (profile.caps["store"], profile.caps["saves"], profile.caps["async_load"]) == (True, saves, is_async)
+    assert (profile.caps["store"], profile.caps["saves"], profile.caps["async_load"]) == (
+        True,
+        saves,
+        is_async,
+    )
     assert profile.caps["fault_injection"] is True and profile.caps["hma"] is False
 
 
@@ -160,12 +194,19 @@ def test_who_says_that_it_does_its_best_is_not_held_to_a_formula(tmp_path: Path)
     assert not profile.promises.declared
 
 
-@pytest.mark.parametrize(("cls", "store", "saves"), [(StoresNothing, False, "none"), (CrashesLater, True, "prompt")])
-def test_who_brings_nothing_back_promises_nothing(cls: type, store: bool, saves: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("cls", "store", "saves"), [(StoresNothing, False, "none"), (CrashesLater, True, "prompt")]
+)
+def test_who_brings_nothing_back_promises_nothing(
+    cls: type, store: bool, saves: str, tmp_path: Path
+) -> None:
     """Who has claimed something is asked about it all the same."""
     profile = learned(cls, tmp_path)
     assert (profile.caps["store"], profile.caps["saves"]) == (store, saves)
-    source, request = SimpleNamespace(all_token_ids=list(range(30))), SimpleNamespace(all_token_ids=list(range(30)))
+    source, request = (
+        SimpleNamespace(all_token_ids=list(range(30))),
+        SimpleNamespace(all_token_ids=list(range(30))),
+    )
     assert profile.promises.promised(source, list(range(10)), request, 4, 29) == 0
 
 
@@ -173,16 +214,27 @@ def test_a_store_that_outlives_its_run_is_not_taken_for_a_better_one(tmp_path: P
     """Every calibration has tokens of its own, else the second one would find what the first one stored."""
     profile = learned(InMemory, tmp_path, {"save_decode": False})
     assert profile.caps["saves"] == "prompt"
-    assert [profile.promises.calibrate(Plain(41, outputs, 64, 66), 4) for outputs in (24, 25)] == [40, 40]
+    assert [profile.promises.calibrate(Plain(41, outputs, 64, 66), 4) for outputs in (24, 25)] == [
+        40,
+        40,
+    ]
 
 
 def test_declared_capabilities_override_what_would_be_learned(tmp_path: Path) -> None:
-    profile = learned(Undeclared, tmp_path, saves="prompt", chunk_tokens=8, store=True, async_load=False)
+    profile = learned(
+        Undeclared, tmp_path, saves="prompt", chunk_tokens=8, store=True, async_load=False
+    )
     assert (profile.caps["saves"], profile.sources["saves"]) == ("prompt", "declared")
     assert profile.promises.declared
-    assert len(list(tmp_path.iterdir())) == 1  # nothing was left to find out but whether chunks are as large as that
+    assert (
+        len(list(tmp_path.iterdir())) == 1
+    )  # nothing was left to find out but whether chunks are as large as that
     only = learned(Undeclared, tmp_path, saves="none")
-    assert (only.caps["saves"], only.caps["store"], only.sources["store"]) == ("none", True, "inferred")
+    assert (only.caps["saves"], only.caps["store"], only.sources["store"]) == (
+        "none",
+        True,
+        "inferred",
+    )
     assert not only.promises.declared
 
 

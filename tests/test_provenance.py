@@ -28,14 +28,18 @@ class World:
     def chain(self, req: str, generation: int, tokens: list[int], salt: str | None = None) -> Chain:
         made = Chain(req, generation, Identity.of(salt))
         for pos, token in enumerate(tokens):
-            self.registry.note(made.append(token), Origin("token", req, generation, pos, made.plain[-1], token))
+            self.registry.note(
+                made.append(token), Origin("token", req, generation, pos, made.plain[-1], token)
+            )
         return made
 
     def row(self, content: int, layer: int = 0) -> np.ndarray:
         """[heads, width] of one content id."""
         return BOOK.rows(np.array([content], dtype=np.uint64), nonce=7)[0, layer].astype(np.float32)
 
-    def diagnose(self, row: np.ndarray, *, pos: int = 3, loading: bool = False, kin: set[int] | None = None) -> tuple[str, str, str]:
+    def diagnose(
+        self, row: np.ndarray, *, pos: int = 3, loading: bool = False, kin: set[int] | None = None
+    ) -> tuple[str, str, str]:
         return diagnose(self.registry, row, 0, self.reader, pos, loading=loading, kin=kin)
 
     @property
@@ -76,15 +80,27 @@ CASES: dict[str, tuple[Wrong, tuple[str, ...]]] = {
     "never_computed": (lambda w: np.zeros((2, 32), dtype=np.float32), ("nobody",)),
     "poison": (lambda w: w.row(w.registry.poison(9, "z")), ("block 9",)),
     "not_yet_loaded": (lambda w: w.row(w.registry.poison(9, "a")), ("block 9",)),
-    "other_request": (lambda w: w.row(w.chain("b", 0, [1, 2, 3, 4]).ids[3]), ("token 4", "position 3", "request b")),
-    "other_identity": (lambda w: w.row(w.chain("b", 0, TOKENS).ids[3]), ("token 14", "position 3", "request b")),
+    "other_request": (
+        lambda w: w.row(w.chain("b", 0, [1, 2, 3, 4]).ids[3]),
+        ("token 4", "position 3", "request b"),
+    ),
+    "other_identity": (
+        lambda w: w.row(w.chain("b", 0, TOKENS).ids[3]),
+        ("token 14", "position 3", "request b"),
+    ),
     "other_position": (lambda w: w.row(w.reader.ids[2]), ("token 13", "position 2", "request a")),
     "rejected_draft": (draft, ("draft", "position 3", "request a")),
     "past_end": (past_end, ("token 17", "position 6", "request a")),
-    "stale_generation": (lambda w: w.row(w.chain("a", 0, [1, 2, 3, 4]).ids[3]), ("token 4", "position 3", "request a", "same id")),
+    "stale_generation": (
+        lambda w: w.row(w.chain("a", 0, [1, 2, 3, 4]).ids[3]),
+        ("token 4", "position 3", "request a", "same id"),
+    ),
     "torn": (torn, ("mixture", "token 13", "token 14", "request a")),
     "other_layer": (lambda w: w.row(w.reader.ids[3], layer=1), ("right token", "layer 1")),
-    "other_group": (lambda w: w.row(w.reader.ids[3], layer=1), ("right token", "layer 1", "another block table")),
+    "other_group": (
+        lambda w: w.row(w.reader.ids[3], layer=1),
+        ("right token", "layer 1", "another block table"),
+    ),
     "kv_swapped": (swapped, ("right token", "K and V")),
     "head_swapped": (lambda w: w.right[::-1].copy(), ("right token", "head")),
     "unknown": (unknown, ("no engine",)),
@@ -189,19 +205,30 @@ IMAGE = {"at": 2, "length": 2, "id": "img"}
         ({"items": [{**IMAGE, "id": "other"}]}, 2),
     ],
 )
-def test_identity_changes_the_ids_from_where_it_begins_on(extras: dict[str, object], first: int) -> None:
+def test_identity_changes_the_ids_from_where_it_begins_on(
+    extras: dict[str, object], first: int
+) -> None:
     plain, with_it = ids(TOKENS), ids(TOKENS, **extras)
-    assert [a == b for a, b in zip(plain, with_it, strict=True)] == [pos < first for pos in range(len(TOKENS))]
+    assert [a == b for a, b in zip(plain, with_it, strict=True)] == [
+        pos < first for pos in range(len(TOKENS))
+    ]
 
 
 def test_identities_differ_from_each_other() -> None:
     made = [
         ids(TOKENS, **extras)[-1]
         for extras in (
-            {}, {"salt": "x"}, {"salt": "y"}, {"lora": "x"}, {"salt": "x", "lora": "x"},
-            {"items": [IMAGE]}, {"items": [{**IMAGE, "at": 3}]}, {"items": [{**IMAGE, "id": "other"}]}, {"items": [{**IMAGE, "length": 3}]},
+            {},
+            {"salt": "x"},
+            {"salt": "y"},
+            {"lora": "x"},
+            {"salt": "x", "lora": "x"},
+            {"items": [IMAGE]},
+            {"items": [{**IMAGE, "at": 3}]},
+            {"items": [{**IMAGE, "id": "other"}]},
+            {"items": [{**IMAGE, "length": 3}]},
         )
-    ]  # fmt: skip
+    ]
     assert len(set(made)) == len(made)
 
 

@@ -43,7 +43,9 @@ def target(name: str) -> Target:
 def test_a_correct_connector_fails_nothing(case: Case, name: str, tmp_path: Path) -> None:
     if case.config.context_parallel > 1 and name in ("plain", "decoy"):
         pytest.skip("does not say that it can do that")
-    for number, variant in enumerate([*case.variants(["reference"])[-1:], *case.variants(["vllm"])[:1]]):
+    for number, variant in enumerate(
+        [*case.variants(["reference"])[-1:], *case.variants(["vllm"])[:1]]
+    ):
         report = run_and_judge(variant, target(name), SPEC, seed=number, tmp=tmp_path / str(number))
         assert report.harness_error is None
         assert [row for row in report.rows if row["verdict"] == "FAIL"] == []
@@ -52,9 +54,15 @@ def test_a_correct_connector_fails_nothing(case: Case, name: str, tmp_path: Path
 def test_a_load_is_over_when_the_last_rank_is_done(tmp_path: Path) -> None:
     variant = SPEC.cases["ranks.async-load"].variants(["vllm"])[0]
     trace = run_variant(variant, target("drifting"), seed=0, tmp=tmp_path).trace
-    reports = {e["rank"]: e for e in trace if e["k"] == "transfer.reported" and e["req"] == "c" and e["direction"] == "recv"}
+    reports = {
+        e["rank"]: e
+        for e in trace
+        if e["k"] == "transfer.reported" and e["req"] == "c" and e["direction"] == "recv"
+    }
     joined = next(e for e in trace if e["k"] == "ranks.joined" and "c" in e["received"])
-    released = next(e for e in trace if e["k"] == "release" and e["req"] == "c" and e["direction"] == "recv")
+    released = next(
+        e for e in trace if e["k"] == "release" and e["req"] == "c" and e["direction"] == "recv"
+    )
     assert set(reports) == {0, 1} and reports[0]["step"] < reports[1]["step"] == joined["step"]
     assert released["seq"] > joined["seq"]
 
@@ -70,7 +78,9 @@ def joined(count: int | None) -> tuple[Trace, Joined]:
 
 def test_errors_of_any_rank_count_and_failures_wait_for_all() -> None:
     trace, engine = joined(None)
-    engine.join([report(), report(invalid_block_ids={3}, failed_recving={"a"}, finished_recving={"a"})])
+    engine.join(
+        [report(), report(invalid_block_ids={3}, failed_recving={"a"}, finished_recving={"a"})]
+    )
     engine.join([report(finished_recving={"a"}), report()])
     first, second = trace.events
     assert (first["invalid"], first["received"], first["failed"]) == ([3], [], [])
@@ -86,6 +96,8 @@ def test_the_connectors_count_is_the_one_that_matters() -> None:
 
 def test_a_report_that_the_engine_drops_is_late_and_one_that_it_invents_early() -> None:
     trace, engine = joined(None)
-    engine._aggregator = SimpleNamespace(aggregate=lambda results, rank: report(finished_sending={"b"}))  # type: ignore[assignment]
+    engine._aggregator = SimpleNamespace(
+        aggregate=lambda results, rank: report(finished_sending={"b"})
+    )  # type: ignore[assignment]
     engine.join([report(finished_recving={"a"}), report(finished_recving={"a"})])
     assert (trace.events[-1]["early"], trace.events[-1]["late"]) == (["send b"], ["recv a"])

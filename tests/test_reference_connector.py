@@ -32,7 +32,11 @@ class Rig:
     """One engine's two halves over tensors of our own. ``forward`` writes KV that depends on all tokens up to a position."""
 
     def __init__(self, store: str, **options: Any) -> None:
-        transfer = KVTransferConfig(kv_connector="X", kv_role="kv_both", kv_connector_extra_config={"store": store, **options})
+        transfer = KVTransferConfig(
+            kv_connector="X",
+            kv_role="kv_both",
+            kv_connector_extra_config={"store": store, **options},
+        )
         config: Any = SimpleNamespace(
             kv_transfer_config=transfer,
             cache_config=SimpleNamespace(block_size=BLOCK, cache_dtype="auto"),
@@ -46,10 +50,18 @@ class Rig:
         self.worker.register_kv_caches(self.layers)
 
     def admit(self, request: Request, table: list[int], external: int, local: int = 0) -> None:
-        self.scheduler.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: (table,)), external)  # type: ignore[arg-type]
+        self.scheduler.update_state_after_alloc(
+            request, SimpleNamespace(get_block_ids=lambda: (table,)), external
+        )  # type: ignore[arg-type]
         request.num_computed_tokens = local + external
 
-    def step(self, request: Request | None = None, count: int = 0, table: list[int] | None = None, new: bool = False) -> tuple[Any, ...]:
+    def step(
+        self,
+        request: Request | None = None,
+        count: int = 0,
+        table: list[int] | None = None,
+        new: bool = False,
+    ) -> tuple[Any, ...]:
         """One step that schedules ``count`` tokens of ``request``; returns (metadata, sent, received, invalid blocks)."""
         cached = CachedRequestData.make_empty()
         output = SchedulerOutput.make_empty()
@@ -57,7 +69,9 @@ class Rig:
             entry = NewRequestData.from_request(request, (table or [],))
             output.scheduled_new_reqs.append(entry)
         elif request is not None:
-            cached = CachedRequestData([request.request_id], set(), [], {}, [None], [request.num_computed_tokens], [0])
+            cached = CachedRequestData(
+                [request.request_id], set(), [], {}, [None], [request.num_computed_tokens], [0]
+            )
         output.scheduled_cached_reqs = cached
         if request is not None:
             output.num_scheduled_tokens[request.request_id] = count
@@ -72,7 +86,9 @@ class Rig:
         sent, received = worker.get_finished(set())
         invalid = worker.get_block_ids_with_load_errors()
         worker.clear_connector_metadata()
-        self.scheduler.update_connector_output(KVConnectorOutput(sent, received, invalid_block_ids=invalid))
+        self.scheduler.update_connector_output(
+            KVConnectorOutput(sent, received, invalid_block_ids=invalid)
+        )
         return metadata, sent, received, invalid
 
     def forward(self, request: Request, table: list[int], count: int) -> None:
@@ -88,7 +104,10 @@ class Rig:
         """Positions below ``end`` whose KV is not what the forward pass would have written."""
         slots = [(position, table[position // BLOCK], position % BLOCK) for position in range(end)]
         return [
-            p for p, block, offset in slots for name, layer in self.layers.items() if layer[block, 0, offset, 0] != kv(request, p, name)
+            p
+            for p, block, offset in slots
+            for name, layer in self.layers.items()
+            if layer[block, 0, offset, 0] != kv(request, p, name)
         ]
 
 
@@ -98,7 +117,14 @@ def kv(request: Request, position: int, layer: str) -> float:
 
 @pytest.mark.parametrize("where", ["memory", "directory"])
 @pytest.mark.parametrize(
-    "options", [{}, {"layerwise": True}, {"chunk_tokens": 3}, {"chunk_tokens": 8}, {"load": "async", "async_saves": True}]
+    "options",
+    [
+        {},
+        {"layerwise": True},
+        {"chunk_tokens": 3},
+        {"chunk_tokens": 8},
+        {"load": "async", "async_saves": True},
+    ],
 )
 def test_what_was_stored_comes_back(where: str, options: dict[str, Any], tmp_path: Path) -> None:
     rig = Rig(f"memory:{tmp_path}" if where == "memory" else str(tmp_path), **options)
@@ -108,7 +134,10 @@ def test_what_was_stored_comes_back(where: str, options: dict[str, Any], tmp_pat
     for _ in range(2):
         rig.step()
     tokens, is_async = rig.scheduler.get_num_new_matched_tokens(second, 0)
-    assert (tokens, is_async) == (8 if options.get("chunk_tokens") == 8 else 12, options.get("load") == "async")
+    assert (tokens, is_async) == (
+        8 if options.get("chunk_tokens") == 8 else 12,
+        options.get("load") == "async",
+    )
     table = [9, 8, 7, 6]
     rig.admit(second, table, tokens or 0)
     if is_async:
@@ -132,7 +161,9 @@ def test_a_lost_chunk_is_reported_and_nothing_computed_upon_it_is_stored(tmp_pat
     second.num_computed_tokens = 4  # the engine falls back to the first bad block
     rig.step(second, 8)
     assert rig.wrong(second, [4, 5, 6], 12) == []
-    assert rig.scheduler.get_num_new_matched_tokens(request_of([*range(9), 20, 21, 22, 23], "c"), 0) == (12, False)
+    assert rig.scheduler.get_num_new_matched_tokens(
+        request_of([*range(9), 20, 21, 22, 23], "c"), 0
+    ) == (12, False)
 
 
 def test_blocks_are_kept_for_the_last_chunk(tmp_path: Path) -> None:
@@ -167,8 +198,12 @@ def test_a_save_ends_where_known_computed_tokens_end(
     assert connector._save_bound(request_of(list(range(known))), computed, scheduled) == bound
 
 
-@pytest.mark.parametrize(("computed", "known", "bound"), [(17, 18, 17), (18, 18, 17), (21, 18, 17), (6, 21, 6)])
-def test_a_finished_request_lacks_its_last_token(tmp_path: Path, computed: int, known: int, bound: int) -> None:
+@pytest.mark.parametrize(
+    ("computed", "known", "bound"), [(17, 18, 17), (18, 18, 17), (21, 18, 17), (6, 21, 6)]
+)
+def test_a_finished_request_lacks_its_last_token(
+    tmp_path: Path, computed: int, known: int, bound: int
+) -> None:
     request = request_of(list(range(known)))
     request.num_computed_tokens = computed
     assert Rig(str(tmp_path)).scheduler._finish_bound(request) == bound

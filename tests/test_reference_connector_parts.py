@@ -27,11 +27,15 @@ BLOCK = 4
 
 def request_of(tokens: list[int], req_id: str = "a", **identity: Any) -> Request:
     features = identity.pop("mm", None)
-    return Request(req_id, tokens, SamplingParams(max_tokens=8), None, mm_features=features, **identity)
+    return Request(
+        req_id, tokens, SamplingParams(max_tokens=8), None, mm_features=features, **identity
+    )
 
 
 def image(identifier: str, offset: int, length: int = 2) -> Any:
-    return SimpleNamespace(identifier=identifier, mm_position=SimpleNamespace(offset=offset, length=length))
+    return SimpleNamespace(
+        identifier=identifier, mm_position=SimpleNamespace(offset=offset, length=length)
+    )
 
 
 def lora(name: str, path: str, number: int = 1) -> Any:
@@ -41,17 +45,33 @@ def lora(name: str, path: str, number: int = 1) -> Any:
 # ---- Keys ----
 
 
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=24), st.lists(st.integers(0, 9), min_size=1, max_size=24), st.integers(1, 6))
-def test_two_requests_share_the_keys_of_their_common_whole_chunks(one: list[int], two: list[int], chunk: int) -> None:
-    keys = [extend_keys([], b"root", request_of(tokens), chunk, len(tokens)) for tokens in (one, two)]
-    common = next((i for i, (x, y) in enumerate(zip(one, two, strict=False)) if x != y), min(len(one), len(two)))
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=24),
+    st.lists(st.integers(0, 9), min_size=1, max_size=24),
+    st.integers(1, 6),
+)
+def test_two_requests_share_the_keys_of_their_common_whole_chunks(
+    one: list[int], two: list[int], chunk: int
+) -> None:
+    keys = [
+        extend_keys([], b"root", request_of(tokens), chunk, len(tokens)) for tokens in (one, two)
+    ]
+    common = next(
+        (i for i, (x, y) in enumerate(zip(one, two, strict=False)) if x != y),
+        min(len(one), len(two)),
+    )
     shared = [x == y for x, y in zip(*keys, strict=False)]
     assert shared == [index < common // chunk for index in range(len(shared))]
 
 
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=30), st.integers(1, 7), st.data())
-def test_extending_the_chain_in_steps_gives_the_same_keys(tokens: list[int], chunk: int, data: st.DataObject) -> None:
-    request, steps = request_of(tokens), sorted(data.draw(st.lists(st.integers(0, len(tokens)), max_size=4)))
+def test_extending_the_chain_in_steps_gives_the_same_keys(
+    tokens: list[int], chunk: int, data: st.DataObject
+) -> None:
+    request, steps = (
+        request_of(tokens),
+        sorted(data.draw(st.lists(st.integers(0, len(tokens)), max_size=4))),
+    )
     keys: list[str] = []
     for end in [*steps, len(tokens)]:
         extend_keys(keys, b"root", request, chunk, end)
@@ -72,7 +92,10 @@ IDENTITIES: list[dict[str, Any]] = [
 
 
 def test_every_part_of_an_identity_changes_the_keys() -> None:
-    keys = {extend_keys([], b"root", request_of([1, 2, 3, 4], **identity), 4, 4)[0] for identity in IDENTITIES}
+    keys = {
+        extend_keys([], b"root", request_of([1, 2, 3, 4], **identity), 4, 4)[0]
+        for identity in IDENTITIES
+    }
     assert len(keys) == len(IDENTITIES)
 
 
@@ -83,18 +106,24 @@ def test_what_is_no_identity_does_not_change_the_keys() -> None:
 
 
 def test_a_key_is_the_same_in_every_process() -> None:
-    assert extend_keys([], b"root", request_of([1, 2], cache_salt="s"), 2, 2)[0].startswith("f53fde9bda1ff9d7")
+    assert extend_keys([], b"root", request_of([1, 2], cache_salt="s"), 2, 2)[0].startswith(
+        "f53fde9bda1ff9d7"
+    )
 
 
 # ---- Ranges and paging ----
 
 
 @given(st.integers(1, 9), st.integers(1, 5), st.integers(0, 40), st.integers(0, 40))
-def test_pieces_tile_the_range_and_respect_chunks(chunk: int, block_size: int, start: int, length: int) -> None:
+def test_pieces_tile_the_range_and_respect_chunks(
+    chunk: int, block_size: int, start: int, length: int
+) -> None:
     end, table = start + length, list(range(100, 200))
     keys = [f"k{index}" for index in range(end // chunk + 1)]
     pieces = cut(keys, table, start, end, chunk, block_size)
-    assert [slot for piece in pieces for slot in piece.slots] == list(slots_of(table, start, end, block_size))
+    assert [slot for piece in pieces for slot in piece.slots] == list(
+        slots_of(table, start, end, block_size)
+    )
     position = start
     for piece in pieces:
         assert piece.key == keys[position // chunk]
@@ -152,14 +181,20 @@ def test_a_store_under_way_at_a_reset_never_appears(ranks: list[Store]) -> None:
 
 
 @pytest.mark.parametrize("moment", ["makedirs", "open", "replace"])
-def test_a_reset_while_a_file_is_written_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+def test_a_reset_while_a_file_is_written_keeps_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
     """A thread writes, another one empties the store: found by random workloads on the variant `threads`."""
     store, other = DirectoryStore(tmp_path), DirectoryStore(tmp_path)
     owner = builtins if moment == "open" else os
     original, done = getattr(owner, moment), []
 
     def interrupted(path: Any, *args: Any, **kwargs: Any) -> Any:
-        if ("partial" in str(path) or moment == "makedirs") and "epoch" not in str(path) and not done:
+        if (
+            ("partial" in str(path) or moment == "makedirs")
+            and "epoch" not in str(path)
+            and not done
+        ):
             done.append(path)
             other.reset()
             if moment == "makedirs":  # it was there when it was made, and not when it was looked at
@@ -175,7 +210,9 @@ def test_a_reset_while_a_file_is_written_keeps_nothing(tmp_path: Path, monkeypat
     assert list(other.keys()) == []
 
 
-def test_what_an_earlier_epoch_still_writes_changes_no_chunk_of_this_one(ranks: list[Store]) -> None:
+def test_what_an_earlier_epoch_still_writes_changes_no_chunk_of_this_one(
+    ranks: list[Store],
+) -> None:
     ranks[1].reset()
     for store in ranks:
         store.put(1, "k", "layer", b"new")

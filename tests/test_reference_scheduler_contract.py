@@ -14,14 +14,21 @@ from vllm.v1.request import RequestStatus
 from kvconform.refimpl.errors import EngineAssertion, IntegrityError
 from kvconform.refimpl.settings import POLICIES
 
-sys.path.insert(0, str(Path(__file__).parent))  # vLLM imports the scripted connector by the rig's module name
+sys.path.insert(
+    0, str(Path(__file__).parent)
+)  # vLLM imports the scripted connector by the rig's module name
 
 from scheduler_rig import Ask, Rig, Setup, build
 
 PROMPT = tuple(range(12))
 
 
-def rig(setup: Setup | None = None, *asks: Ask, policies: tuple[str, ...] = (), engine: str = "reference") -> Rig:
+def rig(
+    setup: Setup | None = None,
+    *asks: Ask,
+    policies: tuple[str, ...] = (),
+    engine: str = "reference",
+) -> Rig:
     made = Rig(engine, setup or Setup(), frozenset(policies))
     for ask in asks:
         made.add(ask)
@@ -68,7 +75,9 @@ def test_an_illegal_answer_to_a_lookup_ends_the_engine(answer: Any, rule: str) -
     ],
 )
 @pytest.mark.parametrize("engine", ["reference", "vllm"])
-def test_a_report_that_nobody_waits_for_ends_the_engine(report: dict[str, set[str]], when: str, rule: str, engine: str) -> None:
+def test_a_report_that_nobody_waits_for_ends_the_engine(
+    report: dict[str, set[str]], when: str, rule: str, engine: str
+) -> None:
     made = rig(None, Ask("r0", PROMPT, max_tokens=20 if when == "running" else 1), engine=engine)
     made.step()
     output, result = made.schedule()
@@ -118,7 +127,14 @@ def test_liberties_do_not_change_the_output(policy: str, scheduling: str) -> Non
     """Whatever the engine takes the liberty to do, a client sees the same tokens, and every block comes back."""
     setup = Setup(scheduling=scheduling, num_blocks=9, budget=16, max_seqs=2)
     asks = [
-        Ask(f"r{i}", tuple(range(50 * (i // 2), 50 * (i // 2) + 10 + i)), 6, answers=((4, bool(i % 2)),), load_steps=2) for i in range(5)
+        Ask(
+            f"r{i}",
+            tuple(range(50 * (i // 2), 50 * (i // 2) + 10 + i)),
+            6,
+            answers=((4, bool(i % 2)),),
+            load_steps=2,
+        )
+        for i in range(5)
     ]
     plain, liberal = rig(setup, *asks), rig(setup, *asks, policies=(policy,))
     for made in (plain, liberal):
@@ -126,7 +142,10 @@ def test_liberties_do_not_change_the_output(policy: str, scheduling: str) -> Non
         assert not made.s.has_requests()
         pool = made.s.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == len(pool.blocks) - 1
-    tokens = [{req: list(request.output_token_ids) for req, request in made.requests.items()} for made in (plain, liberal)]
+    tokens = [
+        {req: list(request.output_token_ids) for req, request in made.requests.items()}
+        for made in (plain, liberal)
+    ]
     assert tokens[0] == tokens[1]
     assert plain.story != liberal.story
 
@@ -136,7 +155,9 @@ def lines(made: Rig, kind: str) -> list[str]:
 
 
 def test_deny_first_alloc_repeats_every_lookup_once() -> None:
-    made = rig(None, Ask("r0", PROMPT, 2, answers=((8, False),)), policies=("deny-first-alloc",)).run()
+    made = rig(
+        None, Ask("r0", PROMPT, 2, answers=((8, False),)), policies=("deny-first-alloc",)
+    ).run()
     assert [line.split()[0] for line in lines(made, "match")] == ["1", "2"]
     assert len(lines(made, "alloc")) == 1
 
@@ -160,7 +181,12 @@ def test_reuse_freed_first_hands_out_what_was_just_freed() -> None:
 
 def test_split_prefill_cuts_inside_blocks() -> None:
     made = rig(None, Ask("r0", PROMPT, 2), policies=("split-prefill",)).run()
-    assert [line.split()[3] for line in made.story if line.split()[1] in ("new", "cached")][:4] == ["C0+3", "C3+3", "C6+3", "C9+3"]
+    assert [line.split()[3] for line in made.story if line.split()[1] in ("new", "cached")][:4] == [
+        "C0+3",
+        "C3+3",
+        "C6+3",
+        "C9+3",
+    ]
 
 
 def test_reverse_batch_lists_a_step_backwards() -> None:
@@ -178,7 +204,10 @@ def test_forced_preemption_is_a_preemption() -> None:
     assert lines(made, "step")[1] == "2 step 1 tokens finished[] preempted['a'] sync_loads=False"
     made.run()
     assert len(lines(made, "resumed")) == 1
-    assert {req: request.num_output_tokens for req, request in made.requests.items()} == {"a": 4, "b": 4}
+    assert {req: request.num_output_tokens for req, request in made.requests.items()} == {
+        "a": 4,
+        "b": 4,
+    }
     assert not made.s.preempt("a")
 
 
@@ -193,12 +222,19 @@ def test_forced_preemption_waits_for_a_step_in_flight_of_a_consumer() -> None:
 
 @pytest.mark.parametrize("engine", ["reference", "vllm"])
 def test_abort_of_everything(engine: str) -> None:
-    waiting, loading = Ask("c", tuple(range(80, 92))), Ask("b", tuple(range(50, 62)), answers=((8, True),), load_steps=2)
+    waiting, loading = (
+        Ask("c", tuple(range(80, 92))),
+        Ask("b", tuple(range(50, 62)), answers=((8, True),), load_steps=2),
+    )
     made = rig(Setup(max_seqs=1), Ask("a", PROMPT), loading, waiting, engine=engine)
     made.step()
     made.s.finish_requests(None, RequestStatus.FINISHED_ABORTED)
     made.look("abort")
-    assert sorted(line.split()[1] for line in made.story if line.startswith("end")) == ["a", "b", "c"]
+    assert sorted(line.split()[1] for line in made.story if line.startswith("end")) == [
+        "a",
+        "b",
+        "c",
+    ]
     made.run()
     assert not made.s.has_requests()
 
@@ -221,17 +257,34 @@ def test_pause_levels() -> None:
 @pytest.mark.parametrize(
     ("spoil", "subject"),
     [
-        (lambda s: s.kv_cache_manager.block_pool.touch([s.kv_cache_manager.block_pool.blocks[9]]) or _release(s, 9), "block 9"),
+        (
+            lambda s: (
+                s.kv_cache_manager.block_pool.touch([s.kv_cache_manager.block_pool.blocks[9]])
+                or _release(s, 9)
+            ),
+            "block 9",
+        ),
         (lambda s: setattr(s.kv_cache_manager.block_pool.blocks[1], "ref_cnt", 0), "block 1"),
-        (lambda s: s.kv_cache_manager.tables["r0"].append(s.kv_cache_manager.block_pool.blocks[9]), "block 9"),
-        (lambda s: s.kv_cache_manager.tables["r0"].append(s.kv_cache_manager.tables["r0"][0]), "block 1"),
+        (
+            lambda s: s.kv_cache_manager.tables["r0"].append(
+                s.kv_cache_manager.block_pool.blocks[9]
+            ),
+            "block 9",
+        ),
+        (
+            lambda s: s.kv_cache_manager.tables["r0"].append(s.kv_cache_manager.tables["r0"][0]),
+            "block 1",
+        ),
         (lambda s: s.kv_cache_manager.tables["r0"].pop(), "request r0"),
         (lambda s: s.kv_cache_manager.tables.update(ghost=[]), "request ghost"),
         (lambda s: s.running.clear(), "request r0"),
         (lambda s: s.waiting.append(s.requests["r0"]), "request r0"),
         (lambda s: setattr(s.requests["r0"], "num_output_placeholders", -1), "request r0"),
         (lambda s: s.kv_cache_manager.num_cached.update(r0=9), "request r0"),
-        (lambda s: s.kv_cache_manager.block_pool.cached_block_hash_to_block._cache.clear(), "block 1"),
+        (
+            lambda s: s.kv_cache_manager.block_pool.cached_block_hash_to_block._cache.clear(),
+            "block 1",
+        ),
     ],
 )
 def test_broken_books_are_noticed(spoil: Any, subject: str) -> None:

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # vLLM imports the scripted connector by the rig's module name
+sys.path.insert(
+    0, str(Path(__file__).parent)
+)  # vLLM imports the scripted connector by the rig's module name
 
 from scheduler_rig import Ask, Rig, Setup
 
@@ -26,17 +28,24 @@ def pair(setup: Setup, *asks: Ask) -> tuple[Rig, Rig]:
 
 
 def test_requests_that_fail_together_end_in_the_order_of_their_ids() -> None:
-    asks = [Ask(f"r{i}", tuple(range(100 * i, 100 * i + 12)), answers=((8, False),), failures=((0,),)) for i in (3, 1, 2)]
+    asks = [
+        Ask(f"r{i}", tuple(range(100 * i, 100 * i + 12)), answers=((8, False),), failures=((0,),))
+        for i in (3, 1, 2)
+    ]
     ours, theirs = pair(Setup(failure="fail"), *asks)
     for rig in (ours, theirs):
         rig.run()
-    ends = [[line.split()[1] for line in rig.story if line.startswith("end")] for rig in (ours, theirs)]
+    ends = [
+        [line.split()[1] for line in rig.story if line.startswith("end")] for rig in (ours, theirs)
+    ]
     assert ends[0] == ["r1", "r2", "r3"]
     assert sorted(ends[1]) == ends[0]  # the order of a set of strings: another one in every process
 
 
 def test_a_failed_load_does_not_reserve_blocks_against_its_own_retry() -> None:
-    setup = Setup(num_blocks=9)  # 8 blocks: room for one load of 6 blocks, not for the load and its own reservation
+    setup = Setup(
+        num_blocks=9
+    )  # 8 blocks: room for one load of 6 blocks, not for the load and its own reservation
     ask = Ask("r0", tuple(range(24)), 3, answers=((24, True),), failures=("request",))
     ours, theirs = pair(setup, ask)
     for rig in (ours, theirs):
@@ -55,7 +64,9 @@ def test_tokens_computed_on_a_failed_synchronous_load_do_not_count() -> None:
         for _ in range(3):
             rig.step()
     assert "3 cached r0 C4+8 P0 F1 N12 drafts0 None" in ours.story
-    assert "3 cached r0 C4+10 P2 F1 N12 drafts0 None" in theirs.story  # two placeholders for tokens that never come
+    assert (
+        "3 cached r0 C4+10 P2 F1 N12 drafts0 None" in theirs.story
+    )  # two placeholders for tokens that never come
     for rig in (ours, theirs):
         rig.run()
     assert "P0 F0 N16" in next(line for line in ours.story if line.startswith("end"))
@@ -64,7 +75,10 @@ def test_tokens_computed_on_a_failed_synchronous_load_do_not_count() -> None:
 
 def test_padding_gives_way_to_the_limit_for_long_prefills() -> None:
     setup = Setup(spec=3, long_prefill=3)
-    asks = Ask("a", tuple(range(9)), 9), Ask("b", tuple(range(9)), 9, answers=((8, True),), load_steps=5)
+    asks = (
+        Ask("a", tuple(range(9)), 9),
+        Ask("b", tuple(range(9)), 9, answers=((8, True),), load_steps=5),
+    )
     ours, theirs = pair(setup, *asks)
     ours.run()
     assert not ours.s.has_requests()

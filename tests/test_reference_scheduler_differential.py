@@ -17,7 +17,9 @@ from typing import Any
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).parent))  # vLLM imports the scripted connector by the rig's module name
+sys.path.insert(
+    0, str(Path(__file__).parent)
+)  # vLLM imports the scripted connector by the rig's module name
 
 from scheduler_rig import Ask, Rig, Setup, difference
 
@@ -54,7 +56,9 @@ def setups(draw: Any) -> Setup:
         role=draw(st.sampled_from(["kv_both", "kv_producer", "kv_consumer"])),
         failure=draw(st.sampled_from(["recompute", "fail"])),
         policy=draw(st.sampled_from(["fcfs", "fcfs", "priority"])),
-        connector=draw(st.sampled_from(["ScriptedConnector", "ScriptedConnector", "ScriptedHMAConnector", ""])),
+        connector=draw(
+            st.sampled_from(["ScriptedConnector", "ScriptedConnector", "ScriptedHMAConnector", ""])
+        ),
         delivery=draw(st.sampled_from([None, False])),
         full_isl=draw(st.booleans()),
         long_prefill=draw(st.sampled_from([0, 0, max(3, 1 + spec)])),
@@ -75,7 +79,11 @@ FAILURES = st.sampled_from([None, None, None, "request", (0,), (1,), (0, 2)])
 @st.composite
 def asks(draw: Any, req: str, setup: Setup) -> Ask:
     tight = setup.delivery is False and not setup.full_isl
-    longest = 8 if tight else min(setup.max_model_len - 2, (setup.num_blocks - 1) * setup.block_size - 10, 30)
+    longest = (
+        8
+        if tight
+        else min(setup.max_model_len - 2, (setup.num_blocks - 1) * setup.block_size - 10, 30)
+    )
     base = draw(st.sampled_from([0, 100]))  # prompts with the same base share a prefix
     prompt = [base + i for i in range(draw(st.one_of(st.just(longest), st.integers(1, longest))))]
     if draw(st.booleans()):
@@ -138,7 +146,11 @@ def play(engine: str, setup: Setup, events: list[tuple[Any, ...]]) -> Rig:
     return rig.run(STEPS_AFTER)
 
 
-@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
 @given(workloads())
 def test_both_schedulers_do_the_same(workload: tuple[Setup, list[tuple[Any, ...]]]) -> None:
     setup, events = workload

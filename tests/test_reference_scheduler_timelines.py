@@ -26,7 +26,9 @@ def ask(req: str, length: int, max_tokens: int, base: int = 0, **script: object)
 class Timeline:
     setup: Setup
     asks: tuple[Ask, ...]
-    after: dict[int, Callable[[Rig], object]] = field(default_factory=dict)  # number of scheduled steps -> what is done then
+    after: dict[int, Callable[[Rig], object]] = field(
+        default_factory=dict
+    )  # number of scheduled steps -> what is done then
     only: str = ""  # request whose hooks were recorded; "" for all
     steps: int = 100
 
@@ -71,15 +73,30 @@ TIMELINES = {
     "05 async load full": Timeline(SYNC, (ask("r0", 12, 3, answers=(TWELVE,), load_steps=2),)),
     "05 async load invalid recompute": Timeline(SYNC, BAD_LOAD),
     "05 async load invalid fail": Timeline(Setup(failure="fail"), BAD_LOAD),
-    "05 async load failed_recving": Timeline(SYNC, (ask("r0", 12, 3, answers=(TWELVE,), load_steps=2, failures=("request",)),), steps=3),
-    "05 abort while loading": Timeline(SYNC, (ask("r0", 12, 3, answers=(EIGHT,), load_steps=4),), {1: abort("r0")}),
+    "05 async load failed_recving": Timeline(
+        SYNC, (ask("r0", 12, 3, answers=(TWELVE,), load_steps=2, failures=("request",)),), steps=3
+    ),
+    "05 abort while loading": Timeline(
+        SYNC, (ask("r0", 12, 3, answers=(EIGHT,), load_steps=4),), {1: abort("r0")}
+    ),
     "05 delayed free": Timeline(SYNC, (ask("r0", 6, 2, send_steps=3),)),
     "06 sync load sync": Timeline(SYNC, SYNC_LOAD),
     "06 sync load async": Timeline(ASYNC, SYNC_LOAD),
     "06 sync load unaligned": Timeline(SYNC, (ask("r0", 12, 3, answers=((10, False),)),)),
-    "06 local and external": Timeline(SYNC, (ask("a", 9, 1),), {2: lambda rig: rig.add(ask("b", 18, 2, answers=((16, False),)))}, only="b"),
-    "06 none then load": Timeline(SYNC, (ask("r0", 12, 2, answers=(None, None, None, EIGHT), load_steps=3),)),
-    "06 lookups repeat": Timeline(Setup(num_blocks=9), (ask("r0", 24, 3), ask("r1", 16, 1, base=500, answers=((8, False),))), only="r1"),
+    "06 local and external": Timeline(
+        SYNC,
+        (ask("a", 9, 1),),
+        {2: lambda rig: rig.add(ask("b", 18, 2, answers=((16, False),)))},
+        only="b",
+    ),
+    "06 none then load": Timeline(
+        SYNC, (ask("r0", 12, 2, answers=(None, None, None, EIGHT), load_steps=3),)
+    ),
+    "06 lookups repeat": Timeline(
+        Setup(num_blocks=9),
+        (ask("r0", 24, 3), ask("r1", 16, 1, base=500, answers=((8, False),))),
+        only="r1",
+    ),
     "06 sync load invalid recompute": Timeline(SYNC, BAD_SYNC_LOAD),
     "06 sync load invalid fail": Timeline(Setup(failure="fail"), BAD_SYNC_LOAD),
     "07 stop sync": Timeline(SYNC, STOP),
@@ -88,8 +105,12 @@ TIMELINES = {
     "07 stop in drafts async": Timeline(Setup(scheduling="async", spec=3), STOP_IN_DRAFTS),
     "07 abort sync": Timeline(SYNC, (ask("r0", 9, 20),), {4: abort("r0")}),
     "07 abort async": Timeline(ASYNC, (ask("r0", 9, 20),), {4: abort("r0")}),
-    "07 abort in chunks async": Timeline(Setup(scheduling="async", budget=6), (ask("r0", 21, 5),), {2: abort("r0")}),
-    "08 reset sync": Timeline(SYNC, (ask("r0", 9, 8),), {3: lambda rig: rig.reset(running=True, connector=True)}),
+    "07 abort in chunks async": Timeline(
+        Setup(scheduling="async", budget=6), (ask("r0", 21, 5),), {2: abort("r0")}
+    ),
+    "08 reset sync": Timeline(
+        SYNC, (ask("r0", 9, 8),), {3: lambda rig: rig.reset(running=True, connector=True)}
+    ),
     "09 negative answer": Timeline(SYNC, (ask("r0", 12, 2, answers=(("raw", (-4, False)),)),)),
     "09 stale delivered": Timeline(Setup(**{**PRODUCER.__dict__, "delivery": False}), PAIR),
     "09 stale dropped": Timeline(Setup(**{**PRODUCER.__dict__, "delivery": True}), PAIR),
@@ -98,9 +119,15 @@ TIMELINES = {
     "15 abort while None": Timeline(SYNC, (ask("r0", 8, 3, answers=(None,)),), {2: abort("r0")}),
     "15 abort preempted": Timeline(Setup(num_blocks=9), PAIR, {7: abort("r1")}),
     "15 same id again": Timeline(SYNC, (ask("r0", 8, 9),), {2: again}),
-    "15 same prompt sync load": Timeline(SYNC, (ask("a", 12, 1, answers=((8, False),)), ask("b", 12, 1, answers=((8, False),)))),
+    "15 same prompt sync load": Timeline(
+        SYNC, (ask("a", 12, 1, answers=((8, False),)), ask("b", 12, 1, answers=((8, False),)))
+    ),
     "15 same prompt async load": Timeline(
-        SYNC, (ask("a", 12, 1, answers=(EIGHT,), load_steps=2), ask("b", 12, 1, answers=(EIGHT,), load_steps=2))
+        SYNC,
+        (
+            ask("a", 12, 1, answers=(EIGHT,), load_steps=2),
+            ask("b", 12, 1, answers=(EIGHT,), load_steps=2),
+        ),
     ),
 }
 
@@ -121,7 +148,9 @@ RECORDED = recorded()
 
 def kind(line: str) -> str:
     words = line.split()
-    return {"resumed": "new", "cached": "new"}.get(words[1], words[1]) if words[0] != "end" else "end"
+    return (
+        {"resumed": "new", "cached": "new"}.get(words[1], words[1]) if words[0] != "end" else "end"
+    )
 
 
 def test_every_recording_has_a_timeline() -> None:

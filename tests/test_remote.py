@@ -98,16 +98,23 @@ def apart(connector: str | type, tmp_path: Path, **more: Any) -> Any:
     return run_case(name, ROUND_TRIP, tmp_path, relation="second-process", **more)
 
 
-@pytest.mark.parametrize(("engine", "runner"), [("reference", "v1"), ("reference", "v2"), ("vllm", "v1"), ("vllm", "v2")])
+@pytest.mark.parametrize(
+    ("engine", "runner"), [("reference", "v1"), ("reference", "v2"), ("vllm", "v1"), ("vllm", "v2")]
+)
 def test_a_run_with_the_worker_apart_is_the_same(engine: str, runner: str, tmp_path: Path) -> None:
     together = run_case(REFERENCE, ROUND_TRIP, tmp_path / "one", engine=engine, runner=runner)
     run = apart(REFERENCE, tmp_path / "two", engine=engine, runner=runner)
     check_ok(together), check_ok(run)
     for kind in ("sample", "lookup", "alloc", "load.due", "kv.computed"):
-        assert [{**e, "seq": 0} for e in select(run.trace, kind)] == [{**e, "seq": 0} for e in select(together.trace, kind)], kind
+        assert [{**e, "seq": 0} for e in select(run.trace, kind)] == [
+            {**e, "seq": 0} for e in select(together.trace, kind)
+        ], kind
     assert select(run.trace, "load.due")[0]["missing"] == []
     assert {e["cls"] for e in select(run.trace, "hook.called", half="worker")} == {"RemoteHalf"}
-    hooks = [[e["hook"] for e in select(r.trace, "hook.called", half="worker", depth=0)] for r in (together, run)]
+    hooks = [
+        [e["hook"] for e in select(r.trace, "hook.called", half="worker", depth=0)]
+        for r in (together, run)
+    ]
     assert hooks[0] == hooks[1]
 
 
@@ -121,7 +128,9 @@ def test_a_run_with_the_worker_apart_is_the_same(engine: str, runner: str, tmp_p
         (CannotStop, "shutdown", "OSError: busy"),
     ],
 )
-def test_what_goes_wrong_there_is_the_connectors(cls: type, hook: str, text: str, tmp_path: Path) -> None:
+def test_what_goes_wrong_there_is_the_connectors(
+    cls: type, hook: str, text: str, tmp_path: Path
+) -> None:
     run = apart(cls, tmp_path)
     assert run.harness_error is None
     (event,) = select(run.trace, "engine.crash")

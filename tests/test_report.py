@@ -25,14 +25,21 @@ from kvconform.report.collector import Collector
 from kvconform.report.models import FooterLine, HeaderLine
 
 SPEC = load_spec()
-CASES = [case.id for case in SPEC.cases.values() if len(case.variants(["reference"], ["sync"])) == 1][:2]
-MUST = next(r.id for r in SPEC.requirements.values() if r.kind == "requirement" and r.level == "MUST")
+CASES = [
+    case.id for case in SPEC.cases.values() if len(case.variants(["reference"], ["sync"])) == 1
+][:2]
+MUST = next(
+    r.id for r in SPEC.requirements.values() if r.kind == "requirement" and r.level == "MUST"
+)
 
 
 def event(kind: str, step: int = 1, /, **fields: Any) -> dict[str, Any]:
     """An event with all its fields; those not given are empty."""
     empty = {"s": "x", "i": 0, "b": False, "f": 0, "l": [], "d": {}, "a": None}
-    known = {name: None if code.endswith("?") else empty[code[0]] for name, code in EVENTS[kind].fields.items()}
+    known = {
+        name: None if code.endswith("?") else empty[code[0]]
+        for name, code in EVENTS[kind].fields.items()
+    }
     return {"k": kind, "seq": 0, "step": step, **known, **fields}
 
 
@@ -46,17 +53,37 @@ class TestTimeline:
         assert marked[0].startswith(">")
 
     def test_hooks_of_a_stretch_share_a_line(self) -> None:
-        names = ["start_load_kv", *["wait_for_layer_load", "save_kv_layer"] * 3, "wait_for_save", "get_finished", "get_finished"]
+        names = [
+            "start_load_kv",
+            *["wait_for_layer_load", "save_kv_layer"] * 3,
+            "wait_for_save",
+            "get_finished",
+            "get_finished",
+        ]
         hooks = [event("hook.called", hook=name, half="worker") for name in names]
         nested = event("hook.called", hook="inner", half="worker", depth=1)
         (line,) = timeline.render([hooks[0], nested, *hooks[1:]])
-        assert line == "   1  worker      start_load_kv (wait_for_layer_load save_kv_layer)*3 wait_for_save get_finished*2"
+        assert (
+            line
+            == "   1  worker      start_load_kv (wait_for_layer_load save_kv_layer)*3 wait_for_save get_finished*2"
+        )
 
     def test_wrong_bytes(self) -> None:
         wrong = event(
-            "kv.wrong", 4, req="a", layer="l0", kv="k", pos=3, count=2, via="external", found="other_request", origin="token 3 of b"
+            "kv.wrong",
+            4,
+            req="a",
+            layer="l0",
+            kv="k",
+            pos=3,
+            count=2,
+            via="external",
+            found="other_request",
+            origin="token 3 of b",
         )
-        assert timeline.render([wrong]) == ["   4  WRONG KV    a positions 3-4 of l0 (k), via external: other_request: token 3 of b"]
+        assert timeline.render([wrong]) == [
+            "   4  WRONG KV    a positions 3-4 of l0 (k), via external: other_request: token 3 of b"
+        ]
 
     def test_a_step(self) -> None:
         events = [
@@ -75,14 +102,22 @@ class TestTimeline:
 
 @pytest.fixture
 def collector() -> Collector:
-    settings = Settings(connector="pkg.mod:Conn", engine="reference", scheduling="sync", select=CASES)
+    settings = Settings(
+        connector="pkg.mod:Conn", engine="reference", scheduling="sync", select=CASES
+    )
     return Collector(SPEC, settings, select(SPEC, settings, "0.32.0"), "0.32.0")
 
 
 def judged(collector: Collector, position: int, *failing: str) -> dict[str, Any]:
     """A worker's payload for the variant at `position`."""
     variant = collector.selection.variants[position]
-    rows = rows_for([SPEC.requirements[name] for name in collector.selection.judged], variant, Verdict.PASS, "", strict=False)
+    rows = rows_for(
+        [SPEC.requirements[name] for name in collector.selection.judged],
+        variant,
+        Verdict.PASS,
+        "",
+        strict=False,
+    )
     for row in rows:
         row.exercised, row.message = 1, None
         if row.requirement in failing:
@@ -91,14 +126,25 @@ def judged(collector: Collector, position: int, *failing: str) -> dict[str, Any]
 
 
 def test_the_order_of_arrival_does_not_matter(tmp_path: Path, collector: Collector) -> None:
-    header = HeaderLine(suite="0", vllm="0", connector="c", engines=[], scheduling=[], seed=0, profile="core", capabilities={})
+    header = HeaderLine(
+        suite="0",
+        vllm="0",
+        connector="c",
+        engines=[],
+        scheduling=[],
+        seed=0,
+        profile="core",
+        capabilities={},
+    )
     texts = []
     for order in ((0, 1), (1, 0)):
         fresh = Collector(SPEC, collector.settings, collector.selection, "0.32.0")
         stream = jsonl.Stream(tmp_path, header)
         for position in order:
             stream.write(jsonl.row_line(row) for row in fresh.add(judged(fresh, position, MUST)))
-        assert len(stream.path.read_text().splitlines()) == 1 + 2 * len(collector.selection.judged)  # all of it is there at once
+        assert len(stream.path.read_text().splitlines()) == 1 + 2 * len(
+            collector.selection.judged
+        )  # all of it is there at once
         stream.close()
         rows, found = fresh.finish(date(2026, 1, 1), complete=True)
         footer = FooterLine(counts=found.counts, verdict=found.verdict)  # type: ignore[arg-type]
@@ -141,13 +187,35 @@ def test_reproduction(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> 
     row = collector.add(judged(collector, 0, MUST))[0]
     text = repro.command(collector.settings, row, alone=True)
     assert shlex.split(text) == [
-        "kvconform", "run", "pkg.mod:Conn", "-k", CASES[0], "--engine", "reference", "--scheduling", "sync", "--seed", "0",
-        "--extra-config", '{"a": "{tmp}"}',
-    ]  # fmt: skip
-    assert f"-k '{CASES[0]}[reference-sync-v1-d1-b4]'" in repro.command(collector.settings, row, alone=False)
+        "kvconform",
+        "run",
+        "pkg.mod:Conn",
+        "-k",
+        CASES[0],
+        "--engine",
+        "reference",
+        "--scheduling",
+        "sync",
+        "--seed",
+        "0",
+        "--extra-config",
+        '{"a": "{tmp}"}',
+    ]
+    assert f"-k '{CASES[0]}[reference-sync-v1-d1-b4]'" in repro.command(
+        collector.settings, row, alone=False
+    )
     monkeypatch.setenv(repro.THROUGH, "nox -s conformance -- --install './my conn'")
     text = repro.command(collector.settings, row, alone=True)
-    assert shlex.split(text)[:8] == ["nox", "-s", "conformance", "--", "--install", "./my conn", "--connector", "pkg.mod:Conn"]
+    assert shlex.split(text)[:8] == [
+        "nox",
+        "-s",
+        "conformance",
+        "--",
+        "--install",
+        "./my conn",
+        "--connector",
+        "pkg.mod:Conn",
+    ]
 
 
 def test_an_expired_waiver_of_the_suite_is_a_note(collector: Collector) -> None:
@@ -171,7 +239,11 @@ def shown(collector: Collector, *, end: bool = True) -> str:
 
 
 def test_what_the_engine_broke_is_told_from_what_the_connector_did(collector: Collector) -> None:
-    guarantee = next(r.id for r in SPEC.requirements.values() if r.kind == "guarantee" and r.id in collector.selection.shown)
+    guarantee = next(
+        r.id
+        for r in SPEC.requirements.values()
+        if r.kind == "guarantee" and r.id in collector.selection.shown
+    )
     for position in (0, 1):
         collector.add(judged(collector, position, guarantee))
     text = shown(collector)

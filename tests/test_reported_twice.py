@@ -25,22 +25,54 @@ def reports(tmp_path: Path, connector: str, steps: int) -> list[Event]:
         {"abort": "b"},
         {"run": {}},
     ]
-    run = run_case(connector, case, tmp_path, engine="vllm", scheduling="async", extra={"store": "{tmp}", "load": "async"})
-    return [event for event in run.trace if event["k"] in ("hold", "release", "transfer.reported") and event["req"] == "b"]
+    run = run_case(
+        connector,
+        case,
+        tmp_path,
+        engine="vllm",
+        scheduling="async",
+        extra={"store": "{tmp}", "load": "async"},
+    )
+    return [
+        event
+        for event in run.trace
+        if event["k"] in ("hold", "release", "transfer.reported") and event["req"] == "b"
+    ]
 
 
 @pytest.mark.parametrize(
     ("steps", "order"),
     [
-        (1, [("hold", "recv"), ("hold", "send"), ("transfer.reported", "send"), ("transfer.reported", "recv")]),
-        (2, [("hold", "recv"), ("transfer.reported", "recv"), ("hold", "send"), ("transfer.reported", "send")]),
+        (
+            1,
+            [
+                ("hold", "recv"),
+                ("hold", "send"),
+                ("transfer.reported", "send"),
+                ("transfer.reported", "recv"),
+            ],
+        ),
+        (
+            2,
+            [
+                ("hold", "recv"),
+                ("transfer.reported", "recv"),
+                ("hold", "send"),
+                ("transfer.reported", "send"),
+            ],
+        ),
     ],
 )
-def test_the_second_report_is_one_too_many_whoever_comes_first(tmp_path: Path, steps: int, order: list[tuple[str, str]]) -> None:
+def test_the_second_report_is_one_too_many_whoever_comes_first(
+    tmp_path: Path, steps: int, order: list[tuple[str, str]]
+) -> None:
     """With two steps the load was reported, and the engine had not taken note, when the client aborted: both reports were waited for."""
     found = reports(tmp_path, "reported_twice_rig:ReportsSendToo", steps)
     assert [(event["k"], event["direction"]) for event in found][:4] == order
-    assert [event["second"] for event in found if event["k"] == "transfer.reported"] == [False, True]
+    assert [event["second"] for event in found if event["k"] == "transfer.reported"] == [
+        False,
+        True,
+    ]
     assert all(event["held"] for event in found if event["k"] == "transfer.reported")
 
 
@@ -52,7 +84,13 @@ def test_a_connector_that_leaves_it_at_the_load_reports_once(tmp_path: Path, ste
 
 def test_a_request_that_was_loaded_and_is_sent_afterwards_is_another_matter(tmp_path: Path) -> None:
     extra = {"store": "{tmp}", "load": "async", "async_saves": True, "save_delay": 3}
-    case = [*ROUND_TRIP[:3], {"add": {"req": "b", "prompt": {"same": "a"}, "max_tokens": 12}}, {"run": {}}]
+    case = [
+        *ROUND_TRIP[:3],
+        {"add": {"req": "b", "prompt": {"same": "a"}, "max_tokens": 12}},
+        {"run": {}},
+    ]
     run = run_case(REFERENCE, case, tmp_path, engine="vllm", scheduling="async", extra=extra)
     found = select(run.trace, "transfer.reported", req="b")
-    assert {event["direction"] for event in found} == {"send", "recv"} and not any(event["second"] for event in found)
+    assert {event["direction"] for event in found} == {"send", "recv"} and not any(
+        event["second"] for event in found
+    )

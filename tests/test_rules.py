@@ -15,17 +15,29 @@ RULES = [
     {"rule": "R002", "who": "hazard", "title": "a hazard"},
 ]
 REQUIREMENT = {
-    "id": "a.b", "level": "MUST", "text": "x MUST.", "event": "run.end", "always": "e.quiesced", "rules": ["R001"],
-}  # fmt: skip
+    "id": "a.b",
+    "level": "MUST",
+    "text": "x MUST.",
+    "event": "run.end",
+    "always": "e.quiesced",
+    "rules": ["R001"],
+}
 CASE = {"id": "a.c", "area": "a", "text": "x", "rules": ["R001", "R002"], "steps": [{"run": {}}]}
 WAIVER = {"rule": "R001", "because": "wrong", "reason": "x", "link": "v1/core.py"}
 
 
-def spec(tmp_path: Path, requirement: dict[str, Any] | None = None, case: dict[str, Any] | None = None, *waivers: Any) -> Spec:
+def spec(
+    tmp_path: Path,
+    requirement: dict[str, Any] | None = None,
+    case: dict[str, Any] | None = None,
+    *waivers: Any,
+) -> Spec:
     root = tmp_path / "spec"
     (root / "requirements").mkdir(parents=True, exist_ok=True)
     (root / "cases" / "a").mkdir(parents=True, exist_ok=True)
-    (root / "requirements" / "a.yaml").write_text(json.dumps([{**REQUIREMENT, **(requirement or {})}]))
+    (root / "requirements" / "a.yaml").write_text(
+        json.dumps([{**REQUIREMENT, **(requirement or {})}])
+    )
     (root / "cases" / "a" / "a.c.yaml").write_text(json.dumps({**CASE, **(case or {})}))
     (root / "rules.yaml").write_text(json.dumps(RULES))
     (root / "waivers.yaml").write_text(json.dumps(list(waivers)))

@@ -50,7 +50,9 @@ class RewritesShared(ReferenceConnector):
         for save in self._metadata().saves:
             for layer in self._layers.values():
                 block = layer[save.table[0]]
-                block[:, 0, 12] = (block[:, 0, 12] + 1) % 16  # the nonce that other KV of the same content would have
+                block[:, 0, 12] = (
+                    block[:, 0, 12] + 1
+                ) % 16  # the nonce that other KV of the same content would have
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -63,10 +65,14 @@ def test_one_flipped_byte_is_named_and_changes_the_output(engine: str, tmp_path:
     assert (wrong["kv"], wrong["found"], wrong["via"]) == ("v", "unknown", "external")
     (due,) = select(run.trace, "load.due")
     assert (due["missing"], due["wrong"]) == ([], [6])
-    tokens = [[(e["token"], e["clean"]) for e in select(r.trace, "sample", req="b")] for r in (clean, run)]
+    tokens = [
+        [(e["token"], e["clean"]) for e in select(r.trace, "sample", req="b")] for r in (clean, run)
+    ]
     assert [token for token, _ in tokens[0]] != [token for token, _ in tokens[1]]
     assert all(ok for _, ok in tokens[0]) and not any(ok for _, ok in tokens[1])
-    assert [e["token"] for e in select(clean.trace, "sample", req="a")] == [e["token"] for e in select(run.trace, "sample", req="a")]
+    assert [e["token"] for e in select(clean.trace, "sample", req="a")] == [
+        e["token"] for e in select(run.trace, "sample", req="a")
+    ]
 
 
 def test_equal_requests_get_equal_tokens_with_and_without_a_load(tmp_path: Path) -> None:
@@ -88,10 +94,14 @@ def test_a_layer_that_is_not_loaded_is_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_identical_bytes_over_somebody_elses_block_show_by_their_nonce(engine: str, tmp_path: Path) -> None:
+def test_identical_bytes_over_somebody_elses_block_show_by_their_nonce(
+    engine: str, tmp_path: Path
+) -> None:
     run = case_of(RewritesShared, tmp_path, ROUND_TRIP[:2], engine=engine)
     assert any(e["other_request"] or e["over_computed"] for e in select(run.trace, "kv.changed"))
-    assert not select(run.trace, "kv.wrong") and all(e["clean"] for e in select(run.trace, "sample"))
+    assert not select(run.trace, "kv.wrong") and all(
+        e["clean"] for e in select(run.trace, "sample")
+    )
 
 
 class ReportsTooEarly(ReferenceConnector):
@@ -104,7 +114,14 @@ class ReportsTooEarly(ReferenceConnector):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_load_reported_too_early_was_late_not_incomplete(engine: str, tmp_path: Path) -> None:
-    run = case_of(ReportsTooEarly, tmp_path, engine=engine, extra={"store": "{tmp}", "load": "async", "load_delay": 3})
+    run = case_of(
+        ReportsTooEarly,
+        tmp_path,
+        engine=engine,
+        extra={"store": "{tmp}", "load": "async", "load_delay": 3},
+    )
     assert run.harness_error is None
     assert [e["missing"] for e in select(run.trace, "load.due")] == [[]]
-    assert {(e["found"], e["transfer_sync"]) for e in select(run.trace, "kv.wrong")} == {("not_yet_loaded", False)}
+    assert {(e["found"], e["transfer_sync"]) for e in select(run.trace, "kv.wrong")} == {
+        ("not_yet_loaded", False)
+    }

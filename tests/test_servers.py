@@ -72,11 +72,21 @@ def gone(mark: str, seconds: float = 10.0) -> bool:
 def store(mark: str, **more: Any) -> dict[str, Any]:
     url = "http://127.0.0.1:{port:store}"
     command = ["{python}", "-c", f"{STORE}# {mark}", "{port:store}"]
-    return {"name": "store", "command": command, "ready": {"http": f"{url}/"}, "clear": {"http": f"{url}/clear", "method": "POST"}, **more}
+    return {
+        "name": "store",
+        "command": command,
+        "ready": {"http": f"{url}/"},
+        "clear": {"http": f"{url}/clear", "method": "POST"},
+        **more,
+    }
 
 
 def servers(tmp_path: Path, *specs: dict[str, Any], **settings: Any) -> Servers:
-    return Servers(Settings.model_validate({"servers": list(specs), **settings}), tmp_path / "of-servers", tmp_path / "logs")
+    return Servers(
+        Settings.model_validate({"servers": list(specs), **settings}),
+        tmp_path / "of-servers",
+        tmp_path / "logs",
+    )
 
 
 def get(port: int, path: str = "/", method: str = "GET") -> str:
@@ -85,8 +95,14 @@ def get(port: int, path: str = "/", method: str = "GET") -> str:
         return str(answer.read().decode())
 
 
-def test_a_server_that_is_in_use_can_be_made_to_forget_in_another_way(tmp_path: Path, mark: str) -> None:
-    lose = {"http": "http://127.0.0.1:{port:store}/lose-", "method": "POST", "body": {"force": False}}
+def test_a_server_that_is_in_use_can_be_made_to_forget_in_another_way(
+    tmp_path: Path, mark: str
+) -> None:
+    lose = {
+        "http": "http://127.0.0.1:{port:store}/lose-",
+        "method": "POST",
+        "body": {"force": False},
+    }
     group = servers(tmp_path, store(mark, lose=lose))
     with group:
         group.all["store"].lose()
@@ -101,12 +117,19 @@ def test_a_server_that_is_in_use_can_be_made_to_forget_in_another_way(tmp_path: 
 
 
 def test_a_server_is_found_where_the_connector_looks_for_it(tmp_path: Path, mark: str) -> None:
-    given = {"extra_config": {"url": "http://127.0.0.1:{port:store}", "port": "{port:store}"}, "env": {"STORE": "at {port:store}"}}
+    given = {
+        "extra_config": {"url": "http://127.0.0.1:{port:store}", "port": "{port:store}"},
+        "env": {"STORE": "at {port:store}"},
+    }
     group = servers(tmp_path, store(mark), **given)
     with group:
         settings = group.settle(Settings.model_validate(given))
         port = settings.extra_config["port"]
-        assert isinstance(port, int) and settings.extra_config["url"].endswith(f":{port}") and settings.env["STORE"] == f"at {port}"
+        assert (
+            isinstance(port, int)
+            and settings.extra_config["url"].endswith(f":{port}")
+            and settings.env["STORE"] == f"at {port}"
+        )
         assert get(port) == ""
         assert len(processes(mark)) == 2  # the server and its guard
     assert not processes(mark) and is_free(port)
@@ -148,38 +171,73 @@ def test_faults(tmp_path: Path, mark: str) -> None:
 
 
 @pytest.mark.parametrize("shell", [False, True])
-def test_what_a_server_sends_into_the_background_ends_with_it(tmp_path: Path, mark: str, shell: bool) -> None:
+def test_what_a_server_sends_into_the_background_ends_with_it(
+    tmp_path: Path, mark: str, shell: bool
+) -> None:
     text = BACKGROUND.replace("MARK", mark)
     (tmp_path / "server.py").write_text(text)
-    command: Any = f"{sys.executable} {tmp_path}/server.py {mark} & sleep 600" if shell else [sys.executable, f"{tmp_path}/server.py", mark]
-    with servers(tmp_path, {"name": "odd", "command": command, "ready": {"command": f"test $(pgrep -fc {mark}) -ge 4"}, "grace": 0.5}):
+    command: Any = (
+        f"{sys.executable} {tmp_path}/server.py {mark} & sleep 600"
+        if shell
+        else [sys.executable, f"{tmp_path}/server.py", mark]
+    )
+    with servers(
+        tmp_path,
+        {
+            "name": "odd",
+            "command": command,
+            "ready": {"command": f"test $(pgrep -fc {mark}) -ge 4"},
+            "grace": 0.5,
+        },
+    ):
         assert len(processes(mark)) >= 3
     assert gone(mark, 1)
 
 
 def test_one_that_does_not_want_to_end_is_killed(tmp_path: Path, mark: str) -> None:
     text = f"import signal, time; signal.signal(15, signal.SIG_IGN); open(r'{tmp_path}/up', 'w'); time.sleep(600)  # {mark}"
-    spec = {"name": "stubborn", "command": ["{python}", "-c", text], "ready": {"command": f"test -e {tmp_path}/up"}, "grace": 0.3}
+    spec = {
+        "name": "stubborn",
+        "command": ["{python}", "-c", text],
+        "ready": {"command": f"test -e {tmp_path}/up"},
+        "grace": 0.3,
+    }
     with servers(tmp_path, spec):
         assert processes(mark)
     assert not processes(mark)
 
 
 def test_a_stop_command_is_asked_first(tmp_path: Path, mark: str) -> None:
-    group = servers(tmp_path, store(mark, stop="touch $KVCONFORM_TMP/stopped"), store(mark, name="other", stop="false"))
+    group = servers(
+        tmp_path,
+        store(mark, stop="touch $KVCONFORM_TMP/stopped"),
+        store(mark, name="other", stop="false"),
+    )
     group.up()
     assert group.down() == ["stop command `false` of server other failed"]
     assert (tmp_path / "of-servers" / "stopped").exists() and not processes(mark)
 
 
 def test_one_that_ends_before_it_is_ready(tmp_path: Path) -> None:
-    spec = {"name": "broken", "command": "echo no licence; exit 7", "ready": {"tcp": "127.0.0.1:{port:a}"}}
-    with pytest.raises(EnvironmentProblem, match=r"server broken ended with status 7 before it was ready: no licence \(its output: .*\)"):
+    spec = {
+        "name": "broken",
+        "command": "echo no licence; exit 7",
+        "ready": {"tcp": "127.0.0.1:{port:a}"},
+    }
+    with pytest.raises(
+        EnvironmentProblem,
+        match=r"server broken ended with status 7 before it was ready: no licence \(its output: .*\)",
+    ):
         servers(tmp_path, spec).up()
 
 
 def test_one_that_does_not_get_ready_takes_the_others_down(tmp_path: Path, mark: str) -> None:
-    slow = {"name": "slow", "command": f"sleep 600 # {mark}", "ready": {"tcp": "127.0.0.1:{port:slow}"}, "timeout": 0.5}
+    slow = {
+        "name": "slow",
+        "command": f"sleep 600 # {mark}",
+        "ready": {"tcp": "127.0.0.1:{port:slow}"},
+        "timeout": 0.5,
+    }
     with pytest.raises(EnvironmentProblem, match="server slow was not ready within 0.5 s"):
         servers(tmp_path, store(mark), slow).up()
     assert not processes(mark)
@@ -192,7 +250,12 @@ def test_ports_are_one_processes_own() -> None:
     asked = "from kvconform.process.servers import _lock; import sys; print(_lock(int(sys.argv[1])) is not None)"
 
     def other() -> str:
-        return subprocess.run([sys.executable, "-c", asked, str(numbers[0])], capture_output=True, text=True, timeout=60).stdout.strip()
+        return subprocess.run(
+            [sys.executable, "-c", asked, str(numbers[0])],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        ).stdout.strip()
 
     assert other() == "False"
     ports.close()
@@ -223,7 +286,9 @@ ready = {{command = "test $(pgrep -fc {mark}) -ge 4"}}
 grace = 0.5
 """)
     command = [sys.executable, "-c", PARENT, str(tmp_path / "kvconform.toml"), str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as parent:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as parent:
         assert parent.stdout is not None and parent.stdout.readline() == "up\n"
         assert len(processes(mark)) >= 3
         os.killpg(parent.pid, number)
@@ -254,7 +319,9 @@ def judge(*_, **__):
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("ending", ["", "interrupt", "kill"])
-def test_every_worker_has_its_own_and_the_run_leaves_none(tmp_path: Path, mark: str, ending: str) -> None:
+def test_every_worker_has_its_own_and_the_run_leaves_none(
+    tmp_path: Path, mark: str, ending: str
+) -> None:
     (tmp_path / "store.py").write_text(STORE)
     (tmp_path / "kvconform.toml").write_text(f"""
 connector = "json:Fake"
@@ -271,17 +338,38 @@ ready = {{tcp = "127.0.0.1:{{port:store}}"}}
         )
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parent)])
     environment = {**os.environ, "KVCONFORM_RUNNER": runner, "PYTHONPATH": path, "NO_COLOR": "1"}
-    command = [sys.executable, "-m", "kvconform", "run", "--engine", "reference", "--workers", "2", "-k", "lifecycle"]
+    command = [
+        sys.executable,
+        "-m",
+        "kvconform",
+        "run",
+        "--engine",
+        "reference",
+        "--workers",
+        "2",
+        "-k",
+        "lifecycle",
+    ]
     started = subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        command,
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # as above
-    )  # fmt: skip
+    )
     with started:
         if ending:
             until, both = time.monotonic() + 60, tmp_path / "kvconform-report" / "logs"
             while time.monotonic() < until:
                 said = [log.read_text() for log in both.glob("gw*-server-store.log")]
-                if (tmp_path / "judging").exists() and processes(mark) and sum("store of" in text for text in said) == 2:
+                if (
+                    (tmp_path / "judging").exists()
+                    and processes(mark)
+                    and sum("store of" in text for text in said) == 2
+                ):
                     break
                 time.sleep(0.1)
             assert processes(mark)
@@ -289,7 +377,10 @@ ready = {{tcp = "127.0.0.1:{{port:store}}"}}
         started.communicate(timeout=120)
     assert gone(mark)
     logs = sorted((tmp_path / "kvconform-report" / "logs").glob("gw*-server-store.log"))
-    assert [log.name for log in logs if "store of" in log.read_text()] == ["gw0-server-store.log", "gw1-server-store.log"]
+    assert [log.name for log in logs if "store of" in log.read_text()] == [
+        "gw0-server-store.log",
+        "gw1-server-store.log",
+    ]
 
 
 @pytest.mark.parametrize(

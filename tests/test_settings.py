@@ -20,14 +20,26 @@ def write(folder: Path, text: str, name: str = "kvconform.toml") -> Path:
 
 def test_defaults_judge_the_reference_connector(tmp_path: Path) -> None:
     found = load({}, start=tmp_path)
-    assert (found.connector, found.extra_config, found.file) == (REFERENCE, {"store": "{tmp}"}, None)
+    assert (found.connector, found.extra_config, found.file) == (
+        REFERENCE,
+        {"store": "{tmp}"},
+        None,
+    )
     assert (found.engines, found.schedulings) == (["reference", "vllm"], ["sync", "async"])
 
 
 def test_file_over_defaults_and_command_line_over_file(tmp_path: Path) -> None:
-    write(tmp_path, 'connector = "a:B"\nengine = "vllm"\nhook-timeout = 3\nreport-dir = "out"\n[extra-config]\nx = 1\n')
+    write(
+        tmp_path,
+        'connector = "a:B"\nengine = "vllm"\nhook-timeout = 3\nreport-dir = "out"\n[extra-config]\nx = 1\n',
+    )
     found = load({"engine": "reference", "seed": None}, start=tmp_path / "deep" / "er")
-    assert (found.connector, found.engine, found.hook_timeout, found.extra_config) == ("a:B", "reference", 3.0, {"x": 1})
+    assert (found.connector, found.engine, found.hook_timeout, found.extra_config) == (
+        "a:B",
+        "reference",
+        3.0,
+        {"x": 1},
+    )
     assert found.report_dir == str(tmp_path / "out")
     assert found.base == tmp_path
 
@@ -45,7 +57,10 @@ def test_the_search_ends_at_the_repository(tmp_path: Path) -> None:
 
 
 def test_expected_failures(tmp_path: Path) -> None:
-    write(tmp_path, '[[expected-failures]]\nrequirement = "load.x"\nreason = "known"\nexpires = 2027-01-31\n')
+    write(
+        tmp_path,
+        '[[expected-failures]]\nrequirement = "load.x"\nreason = "known"\nexpires = 2027-01-31\n',
+    )
     (entry,) = load({}, start=tmp_path).expected_failures
     assert (entry.requirement, entry.case, entry.expires) == ("load.x", "*", "2027-01-31")
 
@@ -54,7 +69,10 @@ def test_expected_failures(tmp_path: Path) -> None:
     ("text", "sentence"),
     [
         ("conector = 'a:B'", "unknown setting 'conector'; did you mean 'connector'?"),
-        ("engine = 'fast'", "engine: input should be 'reference', 'vllm', 'live' or 'all' (it is 'fast')"),
+        (
+            "engine = 'fast'",
+            "engine: input should be 'reference', 'vllm', 'live' or 'all' (it is 'fast')",
+        ),
         ("workers = 0", "workers: input should be greater than or equal to 1 (it is 0)"),
         ("workers = '2'", "workers: input should be a valid integer (it is '2')"),
         ("[[expected-failures]]\nrequirement = 'a'", "expected_failures.0.reason: field required"),
@@ -96,9 +114,15 @@ def test_extra_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("{", "--extra-config is not valid JSON: Expecting property name enclosed in double quotes at line 1 column 2"),
+        (
+            "{",
+            "--extra-config is not valid JSON: Expecting property name enclosed in double quotes at line 1 column 2",
+        ),
         ("[1]", "--extra-config must be a JSON object, not [1]"),
-        ("@/no/such/file", "--extra-config: /no/such/file cannot be read: No such file or directory"),
+        (
+            "@/no/such/file",
+            "--extra-config: /no/such/file cannot be read: No such file or directory",
+        ),
     ],
 )
 def test_bad_extra_config(text: str, sentence: str) -> None:
@@ -111,7 +135,14 @@ class TestEnvironment:
     """kvconform.compat.installed: what is installed."""
 
     @pytest.mark.parametrize(
-        ("version", "warns"), [("0.31.0", False), ("0.33.1", False), ("0.34.0rc1", True), ("1.0", True), ("unknown", True)]
+        ("version", "warns"),
+        [
+            ("0.31.0", False),
+            ("0.33.1", False),
+            ("0.34.0rc1", True),
+            ("1.0", True),
+            ("unknown", True),
+        ],
     )
     def test_versions(self, monkeypatch: pytest.MonkeyPatch, version: str, warns: bool) -> None:
         from kvconform.compat import installed
@@ -120,8 +151,13 @@ class TestEnvironment:
         found, warnings = installed.check_vllm()
         assert (found, bool(warnings)) == (version, warns)
 
-    @pytest.mark.parametrize(("version", "sentence"), [(None, "vLLM is not installed"), ("0.10.2", "vLLM 0.10.2 is too old")])
-    def test_no_good(self, monkeypatch: pytest.MonkeyPatch, version: str | None, sentence: str) -> None:
+    @pytest.mark.parametrize(
+        ("version", "sentence"),
+        [(None, "vLLM is not installed"), ("0.10.2", "vLLM 0.10.2 is too old")],
+    )
+    def test_no_good(
+        self, monkeypatch: pytest.MonkeyPatch, version: str | None, sentence: str
+    ) -> None:
         from kvconform.compat import installed
 
         monkeypatch.setattr(installed, "vllm_version", lambda: version)
@@ -159,7 +195,10 @@ class TestEnvironment:
 
 
 SELECTIONS: list[tuple[dict[str, Any], str]] = [
-    ({"select": ["lokup.truth"]}, "there is no case or requirement 'lokup.truth'; did you mean lookup.truth"),
+    (
+        {"select": ["lokup.truth"]},
+        "there is no case or requirement 'lokup.truth'; did you mean lookup.truth",
+    ),
     (
         {"select": ["lifecycle.api[reference-sync-v9-d1-b4]"]},
         "case lifecycle.api has no run lifecycle.api[reference-sync-v9-d1-b4]; it has ",
@@ -167,8 +206,14 @@ SELECTIONS: list[tuple[dict[str, Any], str]] = [
     ({"profile": "cor"}, "there is no profile 'cor'; did you mean core?"),
     ({"trace": "lookup.truth"}, "--trace: there is no case 'lookup.truth'"),
     ({"disable": ["nothing"]}, "disable: there is no requirement or case 'nothing'"),
-    ({"expected_failures": [{"requirement": "nothing", "reason": "x"}]}, "expected failure of 'nothing' matches nothing"),
-    ({"expected_failures": [{"requirement": "*", "case": "nocase", "reason": "x"}]}, "expected failure on case 'nocase' matches nothing"),
+    (
+        {"expected_failures": [{"requirement": "nothing", "reason": "x"}]},
+        "expected failure of 'nothing' matches nothing",
+    ),
+    (
+        {"expected_failures": [{"requirement": "*", "case": "nocase", "reason": "x"}]},
+        "expected failure on case 'nocase' matches nothing",
+    ),
 ]
 
 

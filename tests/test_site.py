@@ -34,7 +34,9 @@ NEEDS_MKDOCS = pytest.mark.skipif(
 
 def load_hooks() -> Any:
     """docs/site/hooks.py, as MkDocs loads it: by its path."""
-    spec = importlib.util.spec_from_file_location("kvconform_site_hooks", DOCS / "site" / "hooks.py")
+    spec = importlib.util.spec_from_file_location(
+        "kvconform_site_hooks", DOCS / "site" / "hooks.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -45,7 +47,9 @@ HOOKS: ModuleType | Any = load_hooks()
 CONFIG = yaml12.parse((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), "mkdocs.yml")
 LEFT_OUT = tuple(line.strip("/ ") for line in CONFIG["exclude_docs"].split() if line.endswith("/"))
 PAGES = [ROOT / name for name in HOOKS.PAGES] + sorted(
-    page for page in DOCS.rglob("*.md") if not page.relative_to(DOCS).as_posix().startswith(LEFT_OUT)
+    page
+    for page in DOCS.rglob("*.md")
+    if not page.relative_to(DOCS).as_posix().startswith(LEFT_OUT)
 )
 
 
@@ -57,8 +61,13 @@ def text_of(page: Path) -> str:
 def anchors(page: Path) -> set[str]:
     """What a link into a page may name: its headings, by GitHub's rules, and `<a id=...>`."""
     plain = re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
-    headings = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in re.findall(r"^#+ +(.*?) *$", plain, re.M)]
-    return {HOOKS.slug(heading) for heading in headings} | set(re.findall(r'<a id="([^"]+)"', plain))
+    headings = [
+        re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)
+        for heading in re.findall(r"^#+ +(.*?) *$", plain, re.M)
+    ]
+    return {HOOKS.slug(heading) for heading in headings} | set(
+        re.findall(r'<a id="([^"]+)"', plain)
+    )
 
 
 def leaves(nav: list[Any]) -> Iterator[str]:
@@ -81,14 +90,22 @@ def test_anchors_lead_somewhere(page: Path) -> None:
     for found in HOOKS.LINK.finditer(page.read_text(encoding="utf-8")):
         path, _, anchor = (found["target"] or "").partition("#")
         target = page.parent / path if path else page
-        if anchor and "://" not in path and target.suffix == ".md" and anchor not in anchors(target):
+        if (
+            anchor
+            and "://" not in path
+            and target.suffix == ".md"
+            and anchor not in anchors(target)
+        ):
             missing.append(found["target"])
     assert not missing
 
 
 def test_anchors_are_githubs() -> None:
     assert HOOKS.slug("load.only-grant") == "loadonly-grant"
-    assert HOOKS.slug("A window into the connector (optional)") == "a-window-into-the-connector-optional"
+    assert (
+        HOOKS.slug("A window into the connector (optional)")
+        == "a-window-into-the-connector-optional"
+    )
     assert HOOKS.slug("0.11.2 → 0.12.0") == "0112--0120"
 
 
@@ -101,12 +118,16 @@ class Files(list[Any]):
 
 @pytest.fixture
 def files(monkeypatch: pytest.MonkeyPatch) -> Files:
-    monkeypatch.setattr(HOOKS, "copy_of", lambda path, uri, config: SimpleNamespace(uri=uri, path=path))
+    monkeypatch.setattr(
+        HOOKS, "copy_of", lambda path, uri, config: SimpleNamespace(uri=uri, path=path)
+    )
     return Files()
 
 
 def changed(text: str, place: str, files: Files) -> str:
-    page = SimpleNamespace(file=SimpleNamespace(abs_src_path=str(ROOT / place), src_uri=HOOKS.uri_of(place)))
+    page = SimpleNamespace(
+        file=SimpleNamespace(abs_src_path=str(ROOT / place), src_uri=HOOKS.uri_of(place))
+    )
     return HOOKS.on_page_markdown(text, page, None, files)  # type: ignore[no-any-return]
 
 
@@ -141,12 +162,16 @@ def test_what_is_no_page_is_brought_along_once(files: Files) -> None:
 
 def test_code_is_left_alone(files: Files) -> None:
     text = "`[a](../README.md)`\n\n    ```\n    [b](../README.md)\n    ```\n\n[`c`](../README.md)\n"
-    assert changed(text, "docs/report.md", files) == text.replace("[`c`](../README.md)", "[`c`](index.md)")
+    assert changed(text, "docs/report.md", files) == text.replace(
+        "[`c`](../README.md)", "[`c`](index.md)"
+    )
 
 
 def commands(page: str) -> list[str]:
     """The command lines in a page's code, continued lines joined."""
-    code = "".join(re.findall(r"^```\n(.*?)^```", (DOCS / page).read_text(encoding="utf-8"), re.M | re.S))
+    code = "".join(
+        re.findall(r"^```\n(.*?)^```", (DOCS / page).read_text(encoding="utf-8"), re.M | re.S)
+    )
     return re.findall(r"^(?:\$ )?((?:kvconform|nox|sed) .*)$", code.replace("\\\n", " "), re.M)
 
 
@@ -158,22 +183,33 @@ def test_commands_of_the_first_pages_exist(page: str) -> None:
 
     group = typer.main.get_command(app)
     known = group.commands  # type: ignore[attr-defined]
-    found = [line.split() for line in commands(page) if line.startswith("kvconform") and not re.match(r"kvconform [0-9]", line)]
+    found = [
+        line.split()
+        for line in commands(page)
+        if line.startswith("kvconform") and not re.match(r"kvconform [0-9]", line)
+    ]
     assert found
     for _, command, *arguments in found:
         options = {option for parameter in known[command].params for option in parameter.opts}
-        assert {word for word in arguments if word.startswith("-") and word != "-k"} <= options, command
+        assert {word for word in arguments if word.startswith("-") and word != "-k"} <= options, (
+            command
+        )
 
 
 def test_the_fault_of_the_quickstart_can_be_made() -> None:
     (line,) = [line for line in commands("quickstart.md") if line.startswith("sed")]
     (pattern,) = re.findall(r"'s\|(.*?)\|.*\|'", line)
-    assert pattern in (ROOT / "fixtures" / "template" / line.split()[-1]).read_text(encoding="utf-8")
+    assert pattern in (ROOT / "fixtures" / "template" / line.split()[-1]).read_text(
+        encoding="utf-8"
+    )
 
 
 def test_what_a_wrong_byte_can_be_is_all_explained() -> None:
     section = (
-        (DOCS / "reading-a-failure.md").read_text(encoding="utf-8").split("## What a wrong byte turned out to be")[1].split("\n## ")[0]
+        (DOCS / "reading-a-failure.md")
+        .read_text(encoding="utf-8")
+        .split("## What a wrong byte turned out to be")[1]
+        .split("\n## ")[0]
     )
     named = [re.findall(r"`(\w+)`", row) for row in re.findall(r"^\| (`.*?) \|", section, re.M)]
     assert sorted(word for row in named for word in row) == sorted(PROVENANCE)
@@ -232,13 +268,17 @@ def test_the_site_reads_as_the_repository_does(site: Path) -> None:
         here = Structure(github.render(page.read_text(encoding="utf-8")), None).count
         there = Structure(built.read_text(encoding="utf-8"), "article").count
         if +here != +there:
-            otherwise[uri] = {tag: (here[tag], there[tag]) for tag in here | there if here[tag] != there[tag]}
+            otherwise[uri] = {
+                tag: (here[tag], there[tag]) for tag in here | there if here[tag] != there[tag]
+            }
     assert not otherwise
 
 
 @NEEDS_MKDOCS
 def test_links_of_the_site_lead_to_files_and_anchors(site: Path) -> None:
-    pages = {page: Structure(page.read_text(encoding="utf-8"), None) for page in site.rglob("*.html")}
+    pages = {
+        page: Structure(page.read_text(encoding="utf-8"), None) for page in site.rglob("*.html")
+    }
     assert len(pages) >= len(PAGES)
     dead = []
     for page, found in pages.items():
@@ -247,7 +287,12 @@ def test_links_of_the_site_lead_to_files_and_anchors(site: Path) -> None:
             if "://" in path or path.startswith(("data:", "mailto:")) or page.name == "404.html":
                 continue
             target = (page.parent / unquote(path)).resolve() if path else page
-            if not target.is_file() or anchor and target in pages and unquote(anchor) not in pages[target].ids:
+            if (
+                not target.is_file()
+                or anchor
+                and target in pages
+                and unquote(anchor) not in pages[target].ids
+            ):
                 dead.append(f"{page.relative_to(site)}: {link}")
     assert not dead
 
@@ -255,6 +300,14 @@ def test_links_of_the_site_lead_to_files_and_anchors(site: Path) -> None:
 @NEEDS_MKDOCS
 def test_what_is_not_for_readers_is_not_there(site: Path) -> None:
     assert not [
-        place for place in ("site/hooks.py", "templates", "results/notes", "results/data", "results/findings") if (site / place).exists()
+        place
+        for place in (
+            "site/hooks.py",
+            "templates",
+            "results/notes",
+            "results/data",
+            "results/findings",
+        )
+        if (site / place).exists()
     ]
     assert (site / "index.html").is_file() and (site / "search" / "search_index.json").is_file()

@@ -46,20 +46,27 @@ class Panics(ReferenceConnector):
 class WantsMore(ReferenceConnector):
     """Takes an argument that vLLM does not have."""
 
-    def __init__(self, vllm_config: object, role: object, kv_cache_config: object, address: str) -> None:
+    def __init__(
+        self, vllm_config: object, role: object, kv_cache_config: object, address: str
+    ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("connector", "sentence"),
     [
-        ("broken_import:C", "cannot be imported: ModuleNotFoundError: No module named 'a_package_that_nobody_has'"),
+        (
+            "broken_import:C",
+            "cannot be imported: ModuleNotFoundError: No module named 'a_package_that_nobody_has'",
+        ),
         ("no_connector:Plain", "no_connector:Plain is not a KV connector"),
         ("no_connector:Nope", "Module no_connector has no attribute 'Nope'"),
         ("NobodyKnowsThis", "vLLM knows no connector named 'NobodyKnowsThis'"),
     ],
 )
-def test_what_is_no_connector_is_told(connector: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_connector_is_told(
+    connector: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The whole program, on two that are like these: test_e2e_bad_connectors.py."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent / "bad_connectors"))
     with pytest.raises(UsageError, match=re.escape(sentence)):
@@ -67,7 +74,9 @@ def test_what_is_no_connector_is_told(connector: str, sentence: str, tmp_path: P
 
 
 @pytest.mark.parametrize("target", [TWO, Target(f"{__name__}:WantsMore", {"store": "{tmp}"})])
-def test_a_constructor_of_the_wrong_shape_is_nonconformant(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_constructor_of_the_wrong_shape_is_nonconformant(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     check(target, tmp_path, 120.0)
     spec = load_spec()
@@ -76,12 +85,17 @@ def test_a_constructor_of_the_wrong_shape_is_nonconformant(target: Target, tmp_p
     failed = {row["requirement"]: row["message"] for row in report.rows if row["verdict"] == "FAIL"}
     assert report.harness_error is None
     assert "lifecycle.constructs" in failed
-    assert ("api.constructor" in failed and "2-argument constructor" in failed["lifecycle.constructs"]) == (target is TWO)
+    assert (
+        "api.constructor" in failed and "2-argument constructor" in failed["lifecycle.constructs"]
+    ) == (target is TWO)
 
 
 def test_another_error_keeps_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    with pytest.raises(UsageError, match=r"ValueError: not configured \(from KeyError: 'server'\) \(is its --extra-config right") as found:
+    with pytest.raises(
+        UsageError,
+        match=r"ValueError: not configured \(from KeyError: 'server'\) \(is its --extra-config right",
+    ) as found:
         check(Target(f"{__name__}:WantsAServer", {"store": "{tmp}"}), tmp_path, 120.0)
     assert '{}["server"]' in (found.value.details or "")
 
@@ -104,7 +118,11 @@ def test_what_validators_said_is_kept() -> None:
     assert len(one_line(ValueError("x" * 999))) == 300
 
 
-def test_a_panic_of_native_code_is_told_like_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_panic_of_native_code_is_told_like_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    with pytest.raises(UsageError, match=r"Panics raised NativePanic: no cache tier is configured \(is its"):
+    with pytest.raises(
+        UsageError, match=r"Panics raised NativePanic: no cache tier is configured \(is its"
+    ):
         check(Target(f"{__name__}:Panics", {"store": "{tmp}"}), tmp_path, 120.0)

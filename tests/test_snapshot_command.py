@@ -14,7 +14,14 @@ CASES = ("-k", "placeholders.prompt-boundary,chunked.partial-tail")
 
 
 def ran(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, check=False, timeout=300)
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
 
 
 def snapshot(action: str, *more: str, cwd: Path) -> tuple[int, str]:
@@ -25,7 +32,12 @@ def snapshot(action: str, *more: str, cwd: Path) -> tuple[int, str]:
 @pytest.mark.e2e
 def test_snapshots_from_the_first_to_the_last(tmp_path: Path) -> None:
     code, said = snapshot("update", *CASES, cwd=tmp_path)
-    assert code == 0 and "2 new" in said and "requirements that this touches: " in said and "engine.chunks-keep-tokens" in said
+    assert (
+        code == 0
+        and "2 new" in said
+        and "requirements that this touches: " in said
+        and "engine.chunks-keep-tokens" in said
+    )
     code, said = snapshot("check", *CASES, cwd=tmp_path)
     assert code == 0 and said.count("2 same") == 1
 
@@ -34,16 +46,26 @@ def test_snapshots_from_the_first_to_the_last(tmp_path: Path) -> None:
     [version] = data["versions"]
     del data["versions"][version]["chunked.partial-tail/metadata.txt"]
     (tmp_path / "kept" / version / "chunked.partial-tail" / "metadata.txt").unlink()
-    data["versions"][version]["lifecycle.nothing/metadata.txt"] = data["versions"][version]["chunked.partial-tail/hooks.txt"]
+    data["versions"][version]["lifecycle.nothing/metadata.txt"] = data["versions"][version][
+        "chunked.partial-tail/hooks.txt"
+    ]
     index.write_text(json.dumps(data))
     code, said = snapshot("check", *CASES, cwd=tmp_path)
-    assert code == 1 and "chunked.partial-tail/metadata.txt is missing: there is no such snapshot" in said and "1 same" in said
+    assert (
+        code == 1
+        and "chunked.partial-tail/metadata.txt is missing: there is no such snapshot" in said
+        and "1 same" in said
+    )
 
     edited = tmp_path / "kept" / version / "placeholders.prompt-boundary" / "stored.txt"
     edited.write_text(edited.read_text().replace("a[0, 4)", "a[0, 3)"))
     for action in ("check", "update"):
         code, said = snapshot(action, *CASES, cwd=tmp_path)
-        assert code == 2 and "stored.txt is not what was written there" in said and "Traceback" not in said
+        assert (
+            code == 2
+            and "stored.txt is not what was written there" in said
+            and "Traceback" not in said
+        )
     assert "a[0, 3)" in edited.read_text()
 
 
@@ -52,14 +74,27 @@ def test_bad_input(tmp_path: Path) -> None:
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "index.json").write_text('{"about": {"connector": "other:Conn"}}')
     code, said = snapshot("check", *CASES, cwd=tmp_path)
-    assert code == 2 and "has snapshots of connector 'other:Conn', not 'kvconform.refimpl.connector:ReferenceConnector'" in said
+    assert (
+        code == 2
+        and "has snapshots of connector 'other:Conn', not 'kvconform.refimpl.connector:ReferenceConnector'"
+        in said
+    )
     code, said = snapshot("check", "-k", "chunked.nothing", cwd=tmp_path / "..")
     assert code == 2 and "there is no case 'chunked.nothing'" in said
 
 
 @pytest.mark.e2e
 def test_an_update_by_several_processes_is_refused(tmp_path: Path) -> None:
-    plugin = ("-m", "pytest", "-p", "kvconform.snapshots.plugin", "--pyargs", "kvconform.snapshots", "--kv-snapshots", "kept")
+    plugin = (
+        "-m",
+        "pytest",
+        "-p",
+        "kvconform.snapshots.plugin",
+        "--pyargs",
+        "kvconform.snapshots",
+        "--kv-snapshots",
+        "kept",
+    )
     done = ran(*plugin, "--snapshot-update", "-n", "2", cwd=tmp_path)
     assert done.returncode == 4 and "snapshots are updated by one process" in done.stderr
     assert not (tmp_path / "kept").exists()

@@ -38,7 +38,11 @@ def test_a_version_that_changes_leaves_the_others_theirs(tmp_path: Path) -> None
     for version in ("0.32.0", "0.31.0", "0.33.0"):
         kept(tmp_path, version, b"one")
     kept(tmp_path, "0.32.0", b"two")
-    assert [Store(tmp_path, v).read(NAME) for v in ("0.31", "0.32", "0.33")] == [b"one", b"two", b"one"]
+    assert [Store(tmp_path, v).read(NAME) for v in ("0.31", "0.32", "0.33")] == [
+        b"one",
+        b"two",
+        b"one",
+    ]
     assert files(tmp_path) == [f"0.31/{NAME}", f"0.32/{NAME}", "index.json"]
     kept(tmp_path, "0.32.0", b"one")
     assert files(tmp_path) == [f"0.31/{NAME}", "index.json"]
@@ -47,7 +51,11 @@ def test_a_version_that_changes_leaves_the_others_theirs(tmp_path: Path) -> None
 def test_another_version_is_compared_with_the_nearest(tmp_path: Path) -> None:
     kept(tmp_path, "0.26.0", b"old")
     kept(tmp_path, "0.31.0", b"new")
-    assert [Store(tmp_path, v).compared_with for v in ("0.33.0", "0.28.0", "0.20.0")] == ["0.31", "0.26", "0.26"]
+    assert [Store(tmp_path, v).compared_with for v in ("0.33.0", "0.28.0", "0.20.0")] == [
+        "0.31",
+        "0.26",
+        "0.26",
+    ]
     assert Store(tmp_path, "0.33.0").read(NAME, exact=True) is None
     assert Store(tmp_path / "none", "0.33.0").compared_with is None
 
@@ -79,11 +87,17 @@ def test_a_damaged_file_is_not_deleted(tmp_path: Path) -> None:
     assert (tmp_path / "0.32" / NAME).read_bytes() == b"two"
 
 
-def test_a_version_that_has_some_snapshots_takes_the_others_from_the_nearest(tmp_path: Path) -> None:
+def test_a_version_that_has_some_snapshots_takes_the_others_from_the_nearest(
+    tmp_path: Path,
+) -> None:
     other = "chunked.abort/stored.txt"
     kept(tmp_path, "0.32.0", b"one").write(other, b"old")
     store = kept(tmp_path, "0.33.0", b"two")
-    assert (store.read(NAME), store.read(other), store.read(other, exact=True)) == (b"two", b"old", None)
+    assert (store.read(NAME), store.read(other), store.read(other, exact=True)) == (
+        b"two",
+        b"old",
+        None,
+    )
 
 
 def test_a_place_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
@@ -113,7 +127,15 @@ def test_a_file_that_is_gone_is_an_error(tmp_path: Path) -> None:
         Store(tmp_path, "0.32.0").read(NAME)
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"format": 2}', '{"versions": {"0.32": {"../x.txt": {"file": "a", "digest": "b"}}}}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        '{"format": 2}',
+        '{"versions": {"0.32": {"../x.txt": {"file": "a", "digest": "b"}}}}',
+    ],
+)
 def test_a_damaged_index_is_an_error(tmp_path: Path, text: str) -> None:
     (tmp_path / "index.json").write_text(text)
     with pytest.raises(SnapshotError, match=r"index\.json is damaged"):

@@ -11,7 +11,9 @@ import pytest
 from kvconform.observe.observer import starved
 
 
-def scheduler(request: object, *others: object, free: int, held: Any = ((),), verifying: Any = 0) -> Any:
+def scheduler(
+    request: object, *others: object, free: int, held: Any = ((),), verifying: Any = 0
+) -> Any:
     """A scheduler with these prefills in flight, each of which still needs 3 blocks; `verifying`: blocks of a step with drafts."""
     manager = SimpleNamespace(
         get_block_ids=lambda _: held,

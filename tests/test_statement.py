@@ -20,8 +20,12 @@ from kvconform.report import statement
 from kvconform.report.collector import Collector
 
 SPEC = load_spec()
-MUST = [r.id for r in SPEC.requirements.values() if r.kind == "requirement" and r.level == "MUST"][:3]
-SHOULD = next(r.id for r in SPEC.requirements.values() if r.kind == "requirement" and r.level == "SHOULD")
+MUST = [r.id for r in SPEC.requirements.values() if r.kind == "requirement" and r.level == "MUST"][
+    :3
+]
+SHOULD = next(
+    r.id for r in SPEC.requirements.values() if r.kind == "requirement" and r.level == "SHOULD"
+)
 GUARANTEE = next(r.id for r in SPEC.requirements.values() if r.kind == "guarantee")
 
 OWN = """id: lifecycle.mine-one
@@ -33,16 +37,26 @@ steps:
 """
 
 
-def made(*verdicts: Verdict, whole: bool = True, lost: bool = False, **changed: Any) -> statement.Statement:
+def made(
+    *verdicts: Verdict, whole: bool = True, lost: bool = False, **changed: Any
+) -> statement.Statement:
     """The statement about three requirements that count with these verdicts, a recommendation and a guarantee that fail. `lost`: of another
     run nothing was delivered."""
-    settings = Settings.model_validate({"connector": "pkg:Conn", "engine": "reference", "scheduling": "sync"} | changed)
+    settings = Settings.model_validate(
+        {"connector": "pkg:Conn", "engine": "reference", "scheduling": "sync"} | changed
+    )
     collector = Collector(SPEC, settings, select(SPEC, settings, "0.32.0"), "0.32.0")
     variant = collector.selection.variants[0]
     collector.only({variant.id, *([collector.selection.variants[1].id] if lost else [])})
     collector.selection.narrowed = not whole
     names = [*MUST, SHOULD, GUARANTEE]
-    rows = rows_for([SPEC.requirements[name] for name in names], variant, Verdict.FAIL, "bad", strict=settings.strict)
+    rows = rows_for(
+        [SPEC.requirements[name] for name in names],
+        variant,
+        Verdict.FAIL,
+        "bad",
+        strict=settings.strict,
+    )
     for row, verdict in zip(rows, verdicts, strict=False):
         row.verdict, row.exercised = verdict, int(verdict in (Verdict.PASS, Verdict.FAIL))
     collector.rows[variant.id] = rows
@@ -63,24 +77,40 @@ def test_what_is_not_supported_does_not_count_as_passed() -> None:
     [
         ((Verdict.PASS, Verdict.PASS, Verdict.PASS), True, "conformant", "brightgreen"),
         ((Verdict.PASS, Verdict.PASS, Verdict.UNSUPPORTED), True, "conformant", "brightgreen"),
-        ((Verdict.PASS, Verdict.UNSUPPORTED, Verdict.NOT_EXERCISED), True, "conformant in what it supports", "yellowgreen"),
+        (
+            (Verdict.PASS, Verdict.UNSUPPORTED, Verdict.NOT_EXERCISED),
+            True,
+            "conformant in what it supports",
+            "yellowgreen",
+        ),
         ((Verdict.PASS, Verdict.PASS, Verdict.PASS), False, "judged in part (core)", "lightgrey"),
         ((Verdict.PASS, Verdict.PASS, Verdict.XFAIL), True, "partly conformant", "yellow"),
         ((Verdict.PASS, Verdict.PASS, Verdict.XFAIL), False, "judged in part (core)", "lightgrey"),
         ((Verdict.PASS, Verdict.FAIL, Verdict.PASS), False, "not conformant", "red"),
         ((Verdict.PASS, Verdict.ERROR, Verdict.PASS), True, "no answer", "lightgrey"),
-        ((Verdict.UNSUPPORTED, Verdict.NOT_EXERCISED, Verdict.UNOBSERVABLE), True, "nothing judged", "yellow"),
+        (
+            (Verdict.UNSUPPORTED, Verdict.NOT_EXERCISED, Verdict.UNOBSERVABLE),
+            True,
+            "nothing judged",
+            "yellow",
+        ),
     ],
 )
 def test_the_badge(verdicts: tuple[Verdict, ...], whole: bool, word: str, colour: str) -> None:
     found = statement.badge(made(*verdicts, whole=whole))
-    assert found["message"].startswith(f"{word} · ") and found["color"] == colour and found["schemaVersion"] == 1
+    assert (
+        found["message"].startswith(f"{word} · ")
+        and found["color"] == colour
+        and found["schemaVersion"] == 1
+    )
 
 
 @pytest.mark.parametrize("verdict", [Verdict.PASS, Verdict.XFAIL])
 def test_another_profile_than_core_gives_no_good_badge(verdict: Verdict) -> None:
     found = statement.badge(made(Verdict.PASS, Verdict.PASS, verdict, profile="smoke"))
-    assert found["message"].startswith("judged in part (smoke) · ") and found["color"] == "lightgrey"
+    assert (
+        found["message"].startswith("judged in part (smoke) · ") and found["color"] == "lightgrey"
+    )
     assert statement.badge(made(Verdict.FAIL, profile="smoke"))["color"] == "red"
 
 
@@ -106,7 +136,10 @@ def test_a_case_of_ones_own_is_not_the_profile(tmp_path: Path) -> None:
 def test_recommendations_are_part_of_it_where_they_count() -> None:
     good = (Verdict.PASS, Verdict.PASS, Verdict.PASS, Verdict.PASS)
     assert (made(*good).core, made(*good, strict=True).core) == (3, 4)
-    assert SHOULD in made(*good, strict=True).requirements and GUARANTEE not in made(*good, strict=True).requirements
+    assert (
+        SHOULD in made(*good, strict=True).requirements
+        and GUARANTEE not in made(*good, strict=True).requirements
+    )
 
 
 def test_the_files_are_what_the_schema_says(tmp_path: Path) -> None:
@@ -114,5 +147,8 @@ def test_the_files_are_what_the_schema_says(tmp_path: Path) -> None:
     data = json.loads((tmp_path / statement.NAME).read_text(encoding="utf-8"))
     jsonschema.validate(data, json.loads((folder() / "statement.json").read_text(encoding="utf-8")))
     assert data["failed"] == [MUST[1]] and data["requirements"][MUST[1]] == "FAIL"
-    assert data["capabilities"] == {"hma": {"value": False, "source": "default"}, "store": {"value": True, "source": "inferred"}}
+    assert data["capabilities"] == {
+        "hma": {"value": False, "source": "default"},
+        "store": {"value": True, "source": "inferred"},
+    }
     assert json.loads((tmp_path / statement.BADGE).read_text(encoding="utf-8"))["color"] == "red"

@@ -33,7 +33,9 @@ class Stats(KVConnectorStats):
         self.data = {}
 
 
-@pytest.mark.parametrize("reduced", [{}, {"loads": 3, "rate": 0.5}, {"Child": {"loads": 3}, "Other": {}}, {"unit": "MB"}])
+@pytest.mark.parametrize(
+    "reduced", [{}, {"loads": 3, "rate": 0.5}, {"Child": {"loads": 3}, "Other": {}}, {"unit": "MB"}]
+)
 def test_numbers_also_by_child(reduced: Any) -> None:
     _merge(Stats({"a": 1}, reduced))
 

@@ -27,8 +27,17 @@ def case() -> Case:
         "max_seqs": REQUESTS,
         "max_model_len": 2 * (PROMPT + OUTPUT),
     }
-    steps = [{"add": {"req": "r", "count": REQUESTS, "prompt": PROMPT, "max_tokens": OUTPUT}}, {"run": {}}]
-    raw = {"id": "stress", "area": "stress", "text": "Many requests at once.", "config": config, "steps": steps}
+    steps = [
+        {"add": {"req": "r", "count": REQUESTS, "prompt": PROMPT, "max_tokens": OUTPUT}},
+        {"run": {}},
+    ]
+    raw = {
+        "id": "stress",
+        "area": "stress",
+        "text": "Many requests at once.",
+        "config": config,
+        "steps": steps,
+    }
     return Case.model_validate(raw, strict=False)
 
 
@@ -37,7 +46,11 @@ def test_a_thousand_concurrent_requests(tmp_path: Path) -> None:
     target = Target("kvconform.refimpl.connector:ReferenceConnector", {"store": "memory:{tmp}"})
     run = run_variant(variant, target, seed=0, tmp=tmp_path / "run", book=CodeBook(1, 1, 16))
     assert run.harness_error is None
-    finished = {e["req"] for e in run.trace if e["k"] == "req.finished" and e["status"] == "FINISHED_LENGTH_CAPPED"}
+    finished = {
+        e["req"]
+        for e in run.trace
+        if e["k"] == "req.finished" and e["status"] == "FINISHED_LENGTH_CAPPED"
+    }
     sampled = [e for e in run.trace if e["k"] == "sample"]
     end = next(e for e in run.trace if e["k"] == "run.end")
     assert len(finished) == REQUESTS

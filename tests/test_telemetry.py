@@ -19,7 +19,13 @@ from kvconform.refimpl.telemetry import ReferenceStats
 
 
 def request(tokens: list[int], keys: list[bytes], name: str = "a") -> Any:
-    return SimpleNamespace(request_id=name, all_token_ids=tokens, block_hashes=keys, lora_request=None, num_tokens=len(tokens))
+    return SimpleNamespace(
+        request_id=name,
+        all_token_ids=tokens,
+        block_hashes=keys,
+        lora_request=None,
+        num_tokens=len(tokens),
+    )
 
 
 def book() -> HashBook:
@@ -28,8 +34,18 @@ def book() -> HashBook:
 
 def test_equal_content_has_equal_hashes_and_nothing_else_has() -> None:
     known = book()
-    assert known.enter(request([1, 2, 3, 4, 5], [b"x", b"y"])) == {"count": 2, "full": 2, "same": True, "distinct": True}
-    assert known.enter(request([1, 2, 3, 4], [b"x", b"y"], "b")) == {"count": 2, "full": 2, "same": True, "distinct": True}
+    assert known.enter(request([1, 2, 3, 4, 5], [b"x", b"y"])) == {
+        "count": 2,
+        "full": 2,
+        "same": True,
+        "distinct": True,
+    }
+    assert known.enter(request([1, 2, 3, 4], [b"x", b"y"], "b")) == {
+        "count": 2,
+        "full": 2,
+        "same": True,
+        "distinct": True,
+    }
     assert not known.enter(request([1, 2], [b"z"], "c"))["same"]
     assert not known.enter(request([1, 2], [b"x"], "salted"))["distinct"]
     assert known.enter(request([7, 8, 9, 9], [b"q"]))["count"] == 1
@@ -45,12 +61,26 @@ def test_announced_blocks_reach_as_far_as_there_is_no_gap() -> None:
 
 
 def stored(**changes: Any) -> Any:
-    fields = {"block_hashes": [b"x"], "parent_block_hash": None, "token_ids": [1, 2], "block_size": 2, "lora_id": None, "medium": "CPU"}
+    fields = {
+        "block_hashes": [b"x"],
+        "parent_block_hash": None,
+        "token_ids": [1, 2],
+        "block_size": 2,
+        "lora_id": None,
+        "medium": "CPU",
+    }
     return BlockStored(**{**fields, "lora_name": None, **changes})
 
 
 @pytest.mark.parametrize(
-    "changes", [{"token_ids": [1]}, {"block_hashes": []}, {"block_hashes": ["x"]}, {"medium": None}, {"block_size": 0}]
+    "changes",
+    [
+        {"token_ids": [1]},
+        {"block_hashes": []},
+        {"block_hashes": ["x"]},
+        {"medium": None},
+        {"block_size": 0},
+    ],
 )
 def test_a_malformed_event_is_told(changes: dict[str, Any]) -> None:
     event = stored(**changes)
@@ -94,10 +124,20 @@ def test_the_stand_in_for_metrics_refuses_what_a_metric_refuses() -> None:
 
 def test_what_vllm_refuses() -> None:
     config = vllm_api.build_config(
-        block_size=4, num_blocks=8, budget=64, max_seqs=4, max_model_len=64, prefix_caching=True, spec_tokens=0, scheduling="sync",
-        runner="v1", policy="fcfs",
-        transfer=vllm_api.transfer_config("ReferenceConnector", "kv_both", {}, "kvconform.refimpl.connector", "fail", "test"),
-    )  # fmt: skip
+        block_size=4,
+        num_blocks=8,
+        budget=64,
+        max_seqs=4,
+        max_model_len=64,
+        prefix_caching=True,
+        spec_tokens=0,
+        scheduling="sync",
+        runner="v1",
+        policy="fcfs",
+        transfer=vllm_api.transfer_config(
+            "ReferenceConnector", "kv_both", {}, "kvconform.refimpl.connector", "fail", "test"
+        ),
+    )
     cache = vllm_api.build_cache_config(8, 4, 2, 16, ["l0"])
     found = list(static_checks.inspect_engine(config, cache, "lifecycle.api"))
     assert len(found) == len({item for item, _, _ in found}) == 18

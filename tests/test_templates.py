@@ -20,14 +20,27 @@ sys.path.insert(0, str(Path(__file__).parent))
 from core_rig import ROUND_TRIP, run_case, select
 
 SIZES: dict[str, Any] = dict(
-    block_size=4, num_blocks=8, budget=64, max_seqs=4, max_model_len=256, prefix_caching=True, spec_tokens=2, scheduling="sync",
-    runner="v1", policy="fcfs",
-)  # fmt: skip
+    block_size=4,
+    num_blocks=8,
+    budget=64,
+    max_seqs=4,
+    max_model_len=256,
+    prefix_caching=True,
+    spec_tokens=2,
+    scheduling="sync",
+    runner="v1",
+    policy="fcfs",
+)
 
 
 def transfer(store: str) -> Any:
     return vllm_api.transfer_config(
-        "ReferenceConnector", "kv_both", {"store": store}, "kvconform.refimpl.connector", "recompute", engine_id=store
+        "ReferenceConnector",
+        "kv_both",
+        {"store": store},
+        "kvconform.refimpl.connector",
+        "recompute",
+        engine_id=store,
     )
 
 
@@ -35,10 +48,22 @@ def differences(one: Any, other: Any, where: str = "", depth: int = 0) -> list[s
     if type(one) is not type(other):
         return [where]
     if isinstance(one, dict):
-        return [each for key in one | other for each in differences(one.get(key), other.get(key), f"{where}[{key}]", depth + 1)]
-    if depth < 7 and hasattr(one, "__dict__") and type(one).__module__.startswith(("vllm.config", "transformers")):
+        return [
+            each
+            for key in one | other
+            for each in differences(one.get(key), other.get(key), f"{where}[{key}]", depth + 1)
+        ]
+    if (
+        depth < 7
+        and hasattr(one, "__dict__")
+        and type(one).__module__.startswith(("vllm.config", "transformers"))
+    ):
         there = vars(other)
-        return [each for key in vars(one) for each in differences(vars(one)[key], there.get(key), f"{where}.{key}", depth + 1)]
+        return [
+            each
+            for key in vars(one)
+            for each in differences(vars(one)[key], there.get(key), f"{where}.{key}", depth + 1)
+        ]
     return [] if one == other else [where]
 
 
@@ -50,7 +75,10 @@ def test_a_copy_is_equal_and_shares_nothing_that_changes() -> None:
     made = setup.cached_config(("test", 1), first, make)
     copied = setup.cached_config(("test", 1), second, lambda: pytest.fail("made again"))
     assert copied.kv_transfer_config is second and made.kv_transfer_config is first
-    second.engine_id, second.kv_connector_extra_config = first.engine_id, first.kv_connector_extra_config
+    second.engine_id, second.kv_connector_extra_config = (
+        first.engine_id,
+        first.kv_connector_extra_config,
+    )
     assert differences(made, copied) == [".instance_id"]
     copied.scheduler_config.max_num_seqs = 77
     copied.compilation_config.static_forward_context["layer"] = object()
@@ -61,22 +89,36 @@ def test_a_copy_is_equal_and_shares_nothing_that_changes() -> None:
     assert setup.cached_config(("test", 2), first, make) is not made
 
 
-def test_a_copied_transfer_configuration_has_the_options_and_the_id_of_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copied_transfer_configuration_has_the_options_and_the_id_of_its_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(setup, "_transfers", {})
     for name in ("a", "b", "c"):
         options = {"store": name}
-        made = setup.cached_transfer_config(("key",), options, name, lambda name=name: transfer(name))  # type: ignore[misc]
+        made = setup.cached_transfer_config(
+            ("key",), options, name, lambda name=name: transfer(name)
+        )  # type: ignore[misc]
         assert differences(made, transfer(name)) == []
         made.kv_connector_extra_config["store"] = made.engine_id = "mine"
         assert options == {"store": name}
-    other = setup.cached_transfer_config(("another key",), {}, "d", lambda: vllm_api.transfer_config("X", "kv_consumer", {}, None, "fail", "d"))
+    other = setup.cached_transfer_config(
+        ("another key",),
+        {},
+        "d",
+        lambda: vllm_api.transfer_config("X", "kv_consumer", {}, None, "fail", "d"),
+    )
     assert other.kv_role == "kv_consumer" and len(setup._transfers) == 2
 
 
-def test_no_transfer_configuration_is_configs_while_a_fault_is_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_transfer_configuration_is_configs_while_a_fault_is_in_force(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(setup, "_transfers", {})
     monkeypatch.setattr(faulty, "in_force", lambda: True)
-    assert setup.cached_transfer_config(("key",), {}, "a", lambda: "made") == "made" and not setup._transfers
+    assert (
+        setup.cached_transfer_config(("key",), {}, "a", lambda: "made") == "made"
+        and not setup._transfers
+    )
 
 
 def test_the_oldest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +132,9 @@ def test_the_oldest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 class Hybrid(ReferenceConnector, SupportsHMA):
     """One that supports several groups: vLLM keeps the hybrid cache manager on for it, and not for its siblings."""
 
-    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished(request, block_ids[0])
 
 
@@ -100,7 +144,9 @@ def test_a_connector_among_siblings_has_a_configuration_of_its_own(tmp_path: Pat
         assert not select(run.trace, "engine.crash") and run.harness_error is None
 
 
-def test_nothing_is_taken_or_configs_while_a_fault_is_planted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_taken_or_configs_while_a_fault_is_planted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made: list[object] = []
 
     def make() -> Any:
@@ -111,6 +157,10 @@ def test_nothing_is_taken_or_configs_while_a_fault_is_planted(monkeypatch: pytes
     monkeypatch.setattr(faulty, "in_force", lambda: True)
     assert setup.cached_config(key, transfer("a"), make) is made[0]
     monkeypatch.setattr(faulty, "in_force", lambda: False)
-    assert setup.cached_config(key, transfer("a"), make) is made[1], "what the fault made was not kept"
+    assert setup.cached_config(key, transfer("a"), make) is made[1], (
+        "what the fault made was not kept"
+    )
     monkeypatch.setattr(faulty, "in_force", lambda: True)
-    assert setup.cached_config(key, transfer("a"), make) is made[2], "and what was kept is not the fault's"
+    assert setup.cached_config(key, transfer("a"), make) is made[2], (
+        "and what was kept is not the fault's"
+    )

@@ -20,7 +20,13 @@ from kvconform.refimpl.variants.tiers import HOST_CHUNKS, Tiers
 from kvconform.run.case import run_and_judge
 
 SPEC = load_spec()
-CASES = ("chunked.interleaved", "lifecycle.id-reuse", "placeholders.conversation", "preemption.after-load", "speculation.mixed")
+CASES = (
+    "chunked.interleaved",
+    "lifecycle.id-reuse",
+    "placeholders.conversation",
+    "preemption.after-load",
+    "speculation.mixed",
+)
 MATTERS = {  # what is only different elsewhere
     "chunk-256": ("chunked.large-chunks",),
     "foresees-failures": ("chunked.boundaries",),
@@ -44,7 +50,9 @@ def runs_of(name: str) -> list[Variant]:
 
 
 def test_there_are_as_many_as_promised() -> None:
-    assert len({options.get("load", "") + connector for connector, options in VARIANTS.values()}) >= 15
+    assert (
+        len({options.get("load", "") + connector for connector, options in VARIANTS.values()}) >= 15
+    )
     assert {case for cases in MATTERS.values() for case in cases} <= set(SPEC.cases)
     assert set(MATTERS) <= set(VARIANTS)
 
@@ -57,10 +65,17 @@ def test_a_correct_connector_fails_nothing(name: str, tmp_path: Path) -> None:
     for number, variant in enumerate(runs_of(name)):
         report = run_and_judge(variant, target, SPEC, seed=0, tmp=tmp_path / str(number))
         assert report.harness_error is None
-        bad = [row for row in report.rows if row["verdict"] in ("FAIL", "ERROR") and row.get("kind", "requirement") == "requirement"]
+        bad = [
+            row
+            for row in report.rows
+            if row["verdict"] in ("FAIL", "ERROR")
+            and row.get("kind", "requirement") == "requirement"
+        ]
         failed += [(report.variant, row["requirement"], row.get("message")) for row in bad]
         judged += any(row["verdict"] == "PASS" for row in report.rows)
-    assert {requirement for _, requirement, _ in failed} == ({NOT_RECOMMENDED[name]} if name in NOT_RECOMMENDED else set()), failed
+    assert {requirement for _, requirement, _ in failed} == (
+        {NOT_RECOMMENDED[name]} if name in NOT_RECOMMENDED else set()
+    ), failed
     assert judged >= 10
 
 
@@ -86,7 +101,9 @@ def test_what_leaves_the_host_goes_to_the_disk_and_comes_back(tmp_path: Path) ->
     assert list(tiers.books.disk) == ["k0"]
     assert all(tiers.has(f"k{number}") for number in range(HOST_CHUNKS + 1))
     assert tiers.get("k0", "layer") == b"k0"
-    assert list(tiers.books.host)[-1] == "k0" and "k1" in tiers.books.disk  # promoted, and the next one went
+    assert (
+        list(tiers.books.host)[-1] == "k0" and "k1" in tiers.books.disk
+    )  # promoted, and the next one went
 
 
 def test_lru_and_lfu_choose_different_victims(tmp_path: Path) -> None:

@@ -11,7 +11,13 @@ from kvconform.contract.requirement import Requirement
 from kvconform.judge.verdict import CRASH, Row, Verdict, judge, rows_for
 from kvconform.report.models import RowLine
 
-AXES: dict[str, Any] = {"engine": "reference", "scheduling": "sync", "runner": "v1", "depth": 1, "block_size": 4}
+AXES: dict[str, Any] = {
+    "engine": "reference",
+    "scheduling": "sync",
+    "runner": "v1",
+    "depth": 1,
+    "block_size": 4,
+}
 
 
 @dataclass
@@ -34,10 +40,16 @@ class FakeRun:
 
 
 def requirement(name: str, **fields: Any) -> Requirement:
-    check = {} if {"relate", "never", "count", "respond", "precede"} & fields.keys() else {"always": "e.type_ok"}
+    check = (
+        {}
+        if {"relate", "never", "count", "respond", "precede"} & fields.keys()
+        else {"always": "e.type_ok"}
+    )
     event = {} if "relate" in fields else {"event": "lookup"}
     source = {"file": "v1/x.py", "symbol": "X.y"}
-    return Requirement.model_validate({"id": name, "text": "It MUST be.", "source": source, **event, **check, **fields})
+    return Requirement.model_validate(
+        {"id": name, "text": "It MUST be.", "source": source, **event, **check, **fields}
+    )
 
 
 def trace(*events: dict[str, Any]) -> list[dict[str, Any]]:
@@ -50,12 +62,25 @@ def lookup(ok: bool = True, **more: Any) -> dict[str, Any]:
 
 
 END = {"k": "run.end", "crashed": False, "free_blocks": 1, "free_blocks_at_start": 1}
-CRASHED = {"k": "engine.crash", "where": "hook", "error": "KeyError", "hook": "request_finished", "cause_seq": 1}
+CRASHED = {
+    "k": "engine.crash",
+    "where": "hook",
+    "error": "KeyError",
+    "hook": "request_finished",
+    "cause_seq": 1,
+}
 
 
-def verdicts(reqs: list[Requirement], *events: dict[str, Any], caps: dict[str, Any] | None = None, **options: Any) -> dict[str, Row]:
+def verdicts(
+    reqs: list[Requirement],
+    *events: dict[str, Any],
+    caps: dict[str, Any] | None = None,
+    **options: Any,
+) -> dict[str, Row]:
     run = FakeRun(trace(*events), **options.pop("run", {}))
-    rows = judge(reqs, {"connector": run, **options.pop("runs", {})}, complete(caps or {}), **options)
+    rows = judge(
+        reqs, {"connector": run, **options.pop("runs", {})}, complete(caps or {}), **options
+    )
     assert [row.requirement for row in rows] == [req.id for req in reqs]
     return {row.requirement: row for row in rows}
 
@@ -87,12 +112,28 @@ def test_a_failure_says_where_and_why() -> None:
 
 def test_what_is_not_judged() -> None:
     assert verdict(requirement("a.b", capability="store"), lookup(False)) is Verdict.UNSUPPORTED
-    assert verdict(requirement("a.b", capability="store"), lookup(False), caps={"store": True}) is Verdict.FAIL
+    assert (
+        verdict(requirement("a.b", capability="store"), lookup(False), caps={"store": True})
+        is Verdict.FAIL
+    )
     assert verdict(requirement("a.b", needs=["plan"]), lookup(False)) is Verdict.UNOBSERVABLE
-    assert verdict(requirement("a.b", event="kv.wrong", never="e.count"), run={"channels": frozenset({"sched"})}) is Verdict.UNOBSERVABLE
+    assert (
+        verdict(
+            requirement("a.b", event="kv.wrong", never="e.count"),
+            run={"channels": frozenset({"sched"})},
+        )
+        is Verdict.UNOBSERVABLE
+    )
     assert verdict(requirement("a.b", engines=["vllm"]), lookup(False)) is Verdict.UNOBSERVABLE
     assert verdict(requirement("a.b"), lookup(False), disabled={"a.b"}) is Verdict.DISABLED
-    assert verdict(requirement("a.b", event="run.end", always="e.free_blocks"), END, run={"channels": frozenset()}) is Verdict.PASS
+    assert (
+        verdict(
+            requirement("a.b", event="run.end", always="e.free_blocks"),
+            END,
+            run={"channels": frozenset()},
+        )
+        is Verdict.PASS
+    )
 
 
 def test_errors_of_the_harness_hit_every_row() -> None:
@@ -102,30 +143,54 @@ def test_errors_of_the_harness_hit_every_row() -> None:
         verdicts(reqs, lookup(False), runs={"no-connector": FakeRun([], harness_error="boom")}),
         verdicts(reqs, lookup(False), {**CRASHED, "where": "harness", "error": "boom"}),
     ):
-        assert {row.verdict for row in found.values()} == {Verdict.ERROR} and all("boom" in (row.message or "") for row in found.values())
+        assert {row.verdict for row in found.values()} == {Verdict.ERROR} and all(
+            "boom" in (row.message or "") for row in found.values()
+        )
 
 
 def test_a_check_that_raises_is_an_error_of_that_row_only() -> None:
-    found = verdicts([requirement("a.b", always="e.tokens > 0"), requirement("a.c")], lookup(tokens=None))
-    assert found["a.b"].verdict is Verdict.ERROR and "TypeError" in (found["a.b"].message or "") and found["a.c"].verdict is Verdict.PASS
+    found = verdicts(
+        [requirement("a.b", always="e.tokens > 0"), requirement("a.c")], lookup(tokens=None)
+    )
+    assert (
+        found["a.b"].verdict is Verdict.ERROR
+        and "TypeError" in (found["a.b"].message or "")
+        and found["a.c"].verdict is Verdict.PASS
+    )
 
 
 def test_a_consequence_is_blocked_by_an_earlier_failure() -> None:
     cause = requirement("a.cause")
-    later = requirement("a.later", event="run.end", always="e.free_blocks == e.free_blocks_at_start", consequence=True)
+    later = requirement(
+        "a.later",
+        event="run.end",
+        always="e.free_blocks == e.free_blocks_at_start",
+        consequence=True,
+    )
     leak = {**END, "free_blocks": 0}
     for order in ([cause, later], [later, cause]):
         found = verdicts(order, lookup(False), leak)
         assert found["a.cause"].verdict is Verdict.FAIL
-        assert (found["a.later"].verdict, found["a.later"].blocked_by) == (Verdict.BLOCKED, "a.cause")
+        assert (found["a.later"].verdict, found["a.later"].blocked_by) == (
+            Verdict.BLOCKED,
+            "a.cause",
+        )
     assert verdicts([cause, later], lookup(), leak)["a.later"].verdict is Verdict.FAIL
 
 
 def test_a_consequence_is_not_blocked_by_what_came_later_or_only_should() -> None:
     effect = requirement("a.effect", event="sample", always="e.clean", consequence=True)
     sample = {"k": "sample", "index": 0, "clean": False, "req": "a", "generation": 0}
-    assert verdicts([requirement("a.cause"), effect], sample, lookup(False))["a.effect"].verdict is Verdict.FAIL
-    assert verdicts([requirement("a.cause", level="SHOULD"), effect], lookup(False), sample)["a.effect"].verdict is Verdict.FAIL
+    assert (
+        verdicts([requirement("a.cause"), effect], sample, lookup(False))["a.effect"].verdict
+        is Verdict.FAIL
+    )
+    assert (
+        verdicts([requirement("a.cause", level="SHOULD"), effect], lookup(False), sample)[
+            "a.effect"
+        ].verdict
+        is Verdict.FAIL
+    )
     # The first of its violations is its own, the second explained: it fails, for the first.
     row = verdicts([requirement("a.cause"), effect], sample, lookup(False), sample)["a.effect"]
     assert row.verdict is Verdict.FAIL and row.event == 1 and row.count == 2
@@ -134,14 +199,20 @@ def test_a_consequence_is_not_blocked_by_what_came_later_or_only_should() -> Non
 def test_a_chain_of_consequences_has_one_root() -> None:
     first = requirement("a.first", event="sample", always="e.clean", consequence=True)
     second = requirement("a.second", event="run.end", always="e.free_blocks", consequence=True)
-    events = ({"k": "sample", "index": 0, "clean": False, "req": "a", "generation": 0}, {**END, "free_blocks": 0})
+    events = (
+        {"k": "sample", "index": 0, "clean": False, "req": "a", "generation": 0},
+        {**END, "free_blocks": 0},
+    )
     found = verdicts([second, first], *events)
     assert found["a.first"].verdict is Verdict.FAIL and found["a.second"].blocked_by == "a.first"
     found = verdicts([second, first, requirement("a.root")], lookup(False), *events)
     assert found["a.first"].blocked_by == found["a.second"].blocked_by == "a.root"
 
 
-PENDING = {"event": "hold", "respond": {"then": {"event": "transfer.reported", "where": "e.req == t.req"}, "by": "run.end"}}
+PENDING = {
+    "event": "hold",
+    "respond": {"then": {"event": "transfer.reported", "where": "e.req == t.req"}, "by": "run.end"},
+}
 HOLD = {"k": "hold", "req": "a", "generation": 0, "direction": "send"}
 
 
@@ -164,10 +235,17 @@ def test_after_a_crash_nothing_is_blamed_on_what_came_after() -> None:
 
 def test_obligations_that_a_crash_cut_short() -> None:
     for by in ("worker.step_end", "run.end"):
-        req = requirement("a.b", event="hold", respond={"then": {"event": "transfer.reported"}, "by": by})
+        req = requirement(
+            "a.b", event="hold", respond={"then": {"event": "transfer.reported"}, "by": by}
+        )
         row = verdicts([req], HOLD, CRASHED)["a.b"]
         assert (row.verdict, row.blocked_by) == (Verdict.BLOCKED, CRASH)
-    assert verdict(requirement("a.b", **PENDING), HOLD, {"k": "transfer.reported", "req": "a"}, CRASHED) is Verdict.PASS
+    assert (
+        verdict(
+            requirement("a.b", **PENDING), HOLD, {"k": "transfer.reported", "req": "a"}, CRASHED
+        )
+        is Verdict.PASS
+    )
     assert verdict(requirement("a.b", **PENDING), HOLD, END) is Verdict.FAIL
     # A run that only says that it crashed is treated alike.
     assert verdict(requirement("a.b", **PENDING), HOLD, {**END, "crashed": True}) is Verdict.BLOCKED
@@ -177,9 +255,26 @@ def test_relations_are_judged_over_the_runs() -> None:
     relate = {"runs": ["connector", "no-connector"], "event": "sample", "project": "e.token"}
     req = requirement("compose.null-effect", relate=relate, consequence=True)
     other = FakeRun(trace({"k": "sample", "index": 0, "req": "a", "generation": 0, "token": 5}))
-    assert verdict(req, {"k": "sample", "index": 0, "req": "a", "generation": 0, "token": 5}, runs={"no-connector": other}) is Verdict.PASS
-    assert verdict(req, {"k": "sample", "index": 0, "req": "a", "generation": 0, "token": 6}, runs={"no-connector": other}) is Verdict.FAIL
-    assert verdict(req, {"k": "sample", "index": 0, "req": "a", "generation": 0, "token": 5}) is Verdict.UNOBSERVABLE
+    assert (
+        verdict(
+            req,
+            {"k": "sample", "index": 0, "req": "a", "generation": 0, "token": 5},
+            runs={"no-connector": other},
+        )
+        is Verdict.PASS
+    )
+    assert (
+        verdict(
+            req,
+            {"k": "sample", "index": 0, "req": "a", "generation": 0, "token": 6},
+            runs={"no-connector": other},
+        )
+        is Verdict.FAIL
+    )
+    assert (
+        verdict(req, {"k": "sample", "index": 0, "req": "a", "generation": 0, "token": 5})
+        is Verdict.UNOBSERVABLE
+    )
     assert verdict(req, runs={"no-connector": FakeRun([])}) is Verdict.NOT_EXERCISED
     found = verdicts(
         [requirement("a.b"), req],
@@ -191,19 +286,37 @@ def test_relations_are_judged_over_the_runs() -> None:
 
 
 def test_what_counts_against_the_connector() -> None:
-    reqs = [requirement("a.must"), requirement("a.should", level="SHOULD"), requirement("engine.g", kind="guarantee")]
+    reqs = [
+        requirement("a.must"),
+        requirement("a.should", level="SHOULD"),
+        requirement("engine.g", kind="guarantee"),
+    ]
     assert [row.gating for row in verdicts(reqs, lookup(False)).values()] == [True, False, False]
-    assert [row.gating for row in verdicts(reqs, lookup(False), strict=True).values()] == [True, True, False]
+    assert [row.gating for row in verdicts(reqs, lookup(False), strict=True).values()] == [
+        True,
+        True,
+        False,
+    ]
     assert {row.verdict for row in verdicts(reqs, lookup(False)).values()} == {Verdict.FAIL}
 
 
 def test_rows_survive_json_and_match_the_report() -> None:
-    rows = list(verdicts([requirement("a.b"), requirement("a.c", **PENDING)], lookup(False), HOLD, CRASHED).values())
+    rows = list(
+        verdicts(
+            [requirement("a.b"), requirement("a.c", **PENDING)], lookup(False), HOLD, CRASHED
+        ).values()
+    )
     for row in rows:
         assert Row.from_dict({"type": "row", **row.to_dict()}) == row
-        assert RowLine.model_validate({"type": "row", **row.to_dict()}).model_dump(exclude={"type"}) == {
-            **{name: getattr(row, name) for name in Row.__slots__}, "verdict": str(row.verdict),
-        }  # fmt: skip
-    assert "blocked_by" not in rows[0].to_dict() and set(RowLine.model_fields) == {"type", *Row.__slots__}
+        assert RowLine.model_validate({"type": "row", **row.to_dict()}).model_dump(
+            exclude={"type"}
+        ) == {
+            **{name: getattr(row, name) for name in Row.__slots__},
+            "verdict": str(row.verdict),
+        }
+    assert "blocked_by" not in rows[0].to_dict() and set(RowLine.model_fields) == {
+        "type",
+        *Row.__slots__,
+    }
     found = rows_for([requirement("a.b")], FakeVariant(), Verdict.UNSUPPORTED, "needs store")
     assert found[0].verdict is Verdict.UNSUPPORTED and found[0].message == "needs store"

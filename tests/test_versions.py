@@ -30,11 +30,47 @@ VARIANTS = select(SPEC, Settings(engine="vllm", profile="smoke"), "0.32.0").vari
 RUN, OTHER = VARIANTS[0].id, VARIANTS[1].id
 MUST = [r for r in SPEC.requirements.values() if r.kind == "requirement" and r.level == "MUST"][:3]
 TRACE: list[dict[str, Any]] = [
-    {"k": "step.scheduled", "step": 1, "total": 5, "new": ["a"], "cached": [], "resumed": [], "preempted": [], "finished": []},
-    {"k": "req.scheduled", "step": 1, "req": "a", "kind": "new", "C": 0, "S": 5, "P": 0, "N": 9, "drafts": 0, "table": [1, 2]},
-    {"k": "req.state", "step": 1, "req": "a", "from": None, "to": "RUNNING", "reason": "admit", "C": 5, "N": 9},
+    {
+        "k": "step.scheduled",
+        "step": 1,
+        "total": 5,
+        "new": ["a"],
+        "cached": [],
+        "resumed": [],
+        "preempted": [],
+        "finished": [],
+    },
+    {
+        "k": "req.scheduled",
+        "step": 1,
+        "req": "a",
+        "kind": "new",
+        "C": 0,
+        "S": 5,
+        "P": 0,
+        "N": 9,
+        "drafts": 0,
+        "table": [1, 2],
+    },
+    {
+        "k": "req.state",
+        "step": 1,
+        "req": "a",
+        "from": None,
+        "to": "RUNNING",
+        "reason": "admit",
+        "C": 5,
+        "N": 9,
+    },
     {"k": "sample", "step": 2, "req": "a", "index": 0, "token": 7},
-    {"k": "req.finished", "step": 3, "req": "a", "status": "FINISHED_LENGTH_CAPPED", "C": 10, "N": 10},
+    {
+        "k": "req.finished",
+        "step": 3,
+        "req": "a",
+        "status": "FINISHED_LENGTH_CAPPED",
+        "C": 10,
+        "N": 10,
+    },
 ]
 ANSWER = "step 1\n  build_connector_meta()\n    answer: int 1\n"
 
@@ -45,28 +81,53 @@ def texts(kind: str, body: str) -> str:
 
 def release(name: str, **verdicts: Verdict) -> Release:
     """A release with one run, in which requirements number 0, 1, 2 have verdicts v0, v1, v2 (default: PASS)."""
-    rows = [new_row(req, VARIANTS[0], verdict=verdicts.get(f"v{i}", Verdict.PASS)) for i, req in enumerate(MUST)]
+    rows = [
+        new_row(req, VARIANTS[0], verdict=verdicts.get(f"v{i}", Verdict.PASS))
+        for i, req in enumerate(MUST)
+    ]
     found = aggregate(rows)
     return Release(
-        name, name, signatures={"get_finished": "(self) -> None"}, fields=["SchedulerOutput.a"], found=found,
+        name,
+        name,
+        signatures={"get_finished": "(self) -> None"},
+        fields=["SchedulerOutput.a"],
+        found=found,
         verdicts={RUN: {row.requirement: row.verdict.value for row in rows}},
-        hooks={RUN: [[1, ["start_load_kv", "wait_for_save", "get_finished"]]]}, engine={RUN: observe.engine(TRACE)},
-        snapshots={RUN: {kind: texts(kind, ANSWER) for kind in ("metadata", "answers", "stored", "hooks")}},
-    )  # fmt: skip
+        hooks={RUN: [[1, ["start_load_kv", "wait_for_save", "get_finished"]]]},
+        engine={RUN: observe.engine(TRACE)},
+        snapshots={
+            RUN: {kind: texts(kind, ANSWER) for kind in ("metadata", "answers", "stored", "hooks")}
+        },
+    )
 
 
 def test_two_that_are_the_same() -> None:
     change = compare(release("0.31.0"), release("0.32.0"), SPEC)
-    assert (change.compared, change.engine_same, change.engine_compared, change.snapshots) == (1, 1, 1, 1)
+    assert (change.compared, change.engine_same, change.engine_compared, change.snapshots) == (
+        1,
+        1,
+        1,
+        1,
+    )
     empty = changes.as_data(change)
-    counts = ("old", "new", "compared", "order_compared", "engine_same", "engine_compared", "snapshots")
+    counts = (
+        "old",
+        "new",
+        "compared",
+        "order_compared",
+        "engine_same",
+        "engine_compared",
+        "snapshots",
+    )
     assert not any(value for key, value in empty.items() if key not in counts)
     assert page.line(change).endswith(": nothing changed")
 
 
 def test_a_requirement_that_flips() -> None:
     change = compare(release("0.31.0"), release("0.32.0", v1=Verdict.FAIL), SPEC)
-    assert change.flipped == {MUST[1].id: ("PASS", "FAIL")} and change.runs_flipped == {MUST[1].id: 1}
+    assert change.flipped == {MUST[1].id: ("PASS", "FAIL")} and change.runs_flipped == {
+        MUST[1].id: 1
+    }
     old = release("0.31.0")
     assert old.found is not None
     del old.found.status[MUST[0].id]
@@ -81,25 +142,38 @@ def test_what_the_interface_gained_and_lost() -> None:
     new.fields = ["SchedulerOutput.b"]
     change = compare(old, new, SPEC)
     assert change.hooks_new == {"come": "(self)"} and change.hooks_gone == {"gone": "(self)"}
-    assert change.signatures == {"get_finished": ("(self) -> None", "(self, ids: set[str]) -> None")}
+    assert change.signatures == {
+        "get_finished": ("(self) -> None", "(self, ids: set[str]) -> None")
+    }
     assert (change.fields_new, change.fields_gone) == (["SchedulerOutput.b"], ["SchedulerOutput.a"])
 
 
 def test_the_order_of_hooks() -> None:
     before = [[1, ["a", "b", "c"]], [2, ["a", "b"]]]
-    assert order(before, [[1, ["a", "c", "b"]], [2, ["a", "b"]]]) == ["step 1: c is called before b"]
+    assert order(before, [[1, ["a", "c", "b"]], [2, ["a", "b"]]]) == [
+        "step 1: c is called before b"
+    ]
     assert order(before, [[1, ["a", "b", "c"]], [2, ["a", "b", "d"]]]) == ["step 2: d is called"]
-    assert order(before, [[1, ["a", "b", "c"]]]) == ["step 2: a is not called", "step 2: b is not called"]
-    assert order(before, [[1, ["a", "b", "b", "c"]], [2, ["a", "b"]]]) == ["step 1: b is called 2 times instead of 1"]
+    assert order(before, [[1, ["a", "b", "c"]]]) == [
+        "step 2: a is not called",
+        "step 2: b is not called",
+    ]
+    assert order(before, [[1, ["a", "b", "b", "c"]], [2, ["a", "b"]]]) == [
+        "step 1: b is called 2 times instead of 1"
+    ]
     new = release("0.32.0")
     new.hooks[RUN] = [[1, ["start_load_kv", "get_finished", "wait_for_save"]]]
     (group,) = compare(release("0.31.0"), new, SPEC).order
-    assert group.what == "step 1: get_finished is called before wait_for_save" and group.where == [RUN]
+    assert group.what == "step 1: get_finished is called before wait_for_save" and group.where == [
+        RUN
+    ]
 
 
 def test_metadata_and_stored_kv() -> None:
     new = release("0.32.0")
-    new.snapshots[RUN]["metadata"] = texts("metadata", "step 1\n  build_connector_meta()\n    answer: int 2\n")
+    new.snapshots[RUN]["metadata"] = texts(
+        "metadata", "step 1\n  build_connector_meta()\n    answer: int 2\n"
+    )
     change = compare(release("0.31.0"), new, SPEC)
     (group,) = change.metadata
     assert "int 1 -> int 2" in group.what and not change.stored and not change.answers
@@ -107,12 +181,20 @@ def test_metadata_and_stored_kv() -> None:
 
 @pytest.mark.parametrize(
     ("event", "field", "value", "aspect"),
-    [(0, "total", 4, "schedule"), (1, "S", 4, "schedule"), (1, "table", [1, 3], "blocks"), (2, "to", "WAITING", "requests"),
-     (3, "token", 8, "tokens"), (4, "status", "FINISHED_STOPPED", "requests")],
-)  # fmt: skip
+    [
+        (0, "total", 4, "schedule"),
+        (1, "S", 4, "schedule"),
+        (1, "table", [1, 3], "blocks"),
+        (2, "to", "WAITING", "requests"),
+        (3, "token", 8, "tokens"),
+        (4, "status", "FINISHED_STOPPED", "requests"),
+    ],
+)
 def test_the_engine_itself(event: int, field: str, value: Any, aspect: str) -> None:
     new = release("0.32.0")
-    new.engine[RUN] = observe.engine([{**e, field: value} if i == event else e for i, e in enumerate(TRACE)])
+    new.engine[RUN] = observe.engine(
+        [{**e, field: value} if i == event else e for i, e in enumerate(TRACE)]
+    )
     change = compare(release("0.31.0"), new, SPEC)
     assert change.engine_same == 0 and list(change.engine) == [aspect]
     assert str(value) in change.engine[aspect][0].what.partition(" instead of ")[0]
@@ -125,41 +207,70 @@ def test_a_trace_that_is_longer() -> None:
 
 
 def test_changes_of_one_sort_are_told_once() -> None:
-    found = grouped([("r1", "step 3: a is 4"), ("r2", "step 5: b is [1, 2]"), ("r3", "step 7: c is 9"), ("r3", "step 8: c is 1")])
-    assert [(group.what, group.where) for group in found] == [("step 3: a is 4", ["r1", "r3"]), ("step 5: b is [1, 2]", ["r2"])]
+    found = grouped(
+        [
+            ("r1", "step 3: a is 4"),
+            ("r2", "step 5: b is [1, 2]"),
+            ("r3", "step 7: c is 9"),
+            ("r3", "step 8: c is 1"),
+        ]
+    )
+    assert [(group.what, group.where) for group in found] == [
+        ("step 3: a is 4", ["r1", "r3"]),
+        ("step 5: b is [1, 2]", ["r2"]),
+    ]
 
 
 def test_hooks_that_the_engine_calls() -> None:
     call = {"k": "hook.called", "depth": 0, "thread": "main"}
     trace = [
-        {**call, "step": 0, "hook": "a"}, {**call, "step": 1, "hook": "b"}, {**call, "step": 1, "hook": "c", "depth": 1},
-        {**call, "step": 1, "hook": "d", "thread": "other"}, {**call, "step": 1, "hook": "e"},
-    ]  # fmt: skip
+        {**call, "step": 0, "hook": "a"},
+        {**call, "step": 1, "hook": "b"},
+        {**call, "step": 1, "hook": "c", "depth": 1},
+        {**call, "step": 1, "hook": "d", "thread": "other"},
+        {**call, "step": 1, "hook": "e"},
+    ]
     assert observe.hooks(trace) == [[0, ["a"]], [1, ["b", "e"]]]
 
 
 def test_the_page_tells_all_and_no_times() -> None:
     releases = [
         release("0.31.0"),
-        replace(release("0.32.0", v0=Verdict.FAIL), messages={MUST[0].id: "wrong | here"}, harness={"Oops: x": [RUN]}, seconds=5.5),
+        replace(
+            release("0.32.0", v0=Verdict.FAIL),
+            messages={MUST[0].id: "wrong | here"},
+            harness={"Oops: x": [RUN]},
+            seconds=5.5,
+        ),
     ]
     releases.append(Release("0.33.0", problem="No matching distribution found for vllm==0.33.0"))
     found = changes.neighbours(releases, SPEC)
     assert [(change.old, change.new) for change in found] == [("0.31.0", "0.32.0")]
     text = page.markdown(releases, found, Settings(engine="vllm"), snapshots=False, all_runs=False)
     for words in (
-        "| 0.31.0 | conformant | 1 |", f"| 0.32.0 | nonconformant | 1 | 3 of 3 | `{MUST[0].id}` |", "| 0.33.0 | not run |",
-        "**0.33.0 was not run**: No matching distribution found", f"`{MUST[0].id}` was PASS, is FAIL", "wrong \\| here",
+        "| 0.31.0 | conformant | 1 |",
+        f"| 0.32.0 | nonconformant | 1 | 3 of 3 | `{MUST[0].id}` |",
+        "| 0.33.0 | not run |",
+        "**0.33.0 was not run**: No matching distribution found",
+        f"`{MUST[0].id}` was PASS, is FAIL",
+        "wrong \\| here",
         f"0.32.0: the harness failed in `{RUN}`: Oops: x",
-        "Left out: engine reference; ", "snapshots (metadata and stored KV)",
-    ):  # fmt: skip
+        "Left out: engine reference; ",
+        "snapshots (metadata and stored KV)",
+    ):
         assert words in text
     assert "5.5" not in text
-    assert exit_code(releases) == 1 and exit_code(releases[:1]) == 0 and exit_code([releases[0], releases[2]]) == 3
+    assert (
+        exit_code(releases) == 1
+        and exit_code(releases[:1]) == 0
+        and exit_code([releases[0], releases[2]]) == 3
+    )
 
 
 def test_the_committed_page_is_of_all_releases() -> None:
-    text = (Path(__file__).resolve().parent.parent / "docs" / "versions.md").read_text(encoding="utf-8")
+    text = (Path(__file__).resolve().parent.parent / "docs" / "versions.md").read_text(
+        encoding="utf-8"
+    )
     rows = dict(re.findall(r"^\| (\d[\d.]*) \| ([a-z ]+) \|", text, re.M))
     assert list(rows) == list(RELEASES)
     assert set(rows.values()) <= {"conformant", "partial"}
@@ -169,7 +280,12 @@ def test_one_run_per_case_scheduling_and_runner() -> None:
     selection = select(SPEC, Settings(engine="vllm"), "0.32.0")
     few = observe.chosen(selection, all_runs=False)
     keys = {(v.case.id, v.scheduling, v.runner) for v in selection.variants}
-    assert len(few) == len(keys) == len({(v.case.id, v.scheduling, v.runner) for v in few}) < len(selection.variants)
+    assert (
+        len(few)
+        == len(keys)
+        == len({(v.case.id, v.scheduling, v.runner) for v in few})
+        < len(selection.variants)
+    )
     assert observe.chosen(selection, all_runs=True) == selection.variants
 
 
@@ -193,7 +309,9 @@ def test_what_is_asked_for_must_be(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_default_releases_are_enough_and_in_order() -> None:
     assert len(RELEASES) >= 12 and RELEASES[-1] == "0.33.0"
-    assert list(RELEASES) == sorted(RELEASES, key=lambda name: [int(part) for part in name.split(".")])
+    assert list(RELEASES) == sorted(
+        RELEASES, key=lambda name: [int(part) for part in name.split(".")]
+    )
 
 
 STAND_IN = """#!{python}
@@ -219,14 +337,26 @@ with open(out, "a") as file:
 def stand_in(tmp_path: Path, runs: list[str], fatal: str | None = None) -> str:
     """A program that writes what the observer would."""
     path = tmp_path / "python"
-    path.write_text(STAND_IN.format(python=sys.executable, runs=runs, fatal=fatal, must=MUST[0].id), encoding="utf-8")
+    path.write_text(
+        STAND_IN.format(python=sys.executable, runs=runs, fatal=fatal, must=MUST[0].id),
+        encoding="utf-8",
+    )
     path.chmod(0o755)
     return str(path)
 
 
 def matrix_of(tmp_path: Path, *places: matrix.Place, select: list[str]) -> list[Release]:
     settings = Settings(engine="vllm", select=select)
-    return matrix.run(places, settings, SPEC, tmp_path / "work", at_once=1, snapshots=False, all_runs=True, tell=lambda release: None)
+    return matrix.run(
+        places,
+        settings,
+        SPEC,
+        tmp_path / "work",
+        at_once=1,
+        snapshots=False,
+        all_runs=True,
+        tell=lambda release: None,
+    )
 
 
 def test_a_connector_that_ends_the_process_costs_one_run(tmp_path: Path) -> None:
@@ -254,27 +384,57 @@ def test_a_python_that_is_not_there_or_says_nothing(tmp_path: Path) -> None:
 
 
 def test_a_run_that_nobody_asked_for_is_said(tmp_path: Path) -> None:
-    (found,) = matrix_of(tmp_path, matrix.Place("0.31.0", stand_in(tmp_path, [RUN, OTHER])), select=[RUN])
+    (found,) = matrix_of(
+        tmp_path, matrix.Place("0.31.0", stand_in(tmp_path, [RUN, OTHER])), select=[RUN]
+    )
     assert OTHER in (found.problem or "") and exit_code([found]) == 3
 
 
 def test_a_run_that_is_missing_is_no_answer(tmp_path: Path) -> None:
-    (found,) = matrix_of(tmp_path, matrix.Place("0.31.0", stand_in(tmp_path, [RUN])), select=[RUN, OTHER])
+    (found,) = matrix_of(
+        tmp_path, matrix.Place("0.31.0", stand_in(tmp_path, [RUN])), select=[RUN, OTHER]
+    )
     assert found.verdict == "error" and exit_code([found]) == 3
 
 
 @pytest.mark.skipif(installed.vllm_root() is None, reason="needs vLLM")
 @pytest.mark.e2e
 def test_a_matrix_of_the_installed_release(tmp_path: Path) -> None:
-    arguments = ["--at", f"0.31.0={sys.executable}", "--at", f"0.32.0={sys.executable}", "--at", "0.33.0=/no/such/python"]
-    command = [sys.executable, "-m", "kvconform.versions", *arguments, "-k", "preemption.in-decode", "--jobs", "1", "--report-dir", "out"]
+    arguments = [
+        "--at",
+        f"0.31.0={sys.executable}",
+        "--at",
+        f"0.32.0={sys.executable}",
+        "--at",
+        "0.33.0=/no/such/python",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "kvconform.versions",
+        *arguments,
+        "-k",
+        "preemption.in-decode",
+        "--jobs",
+        "1",
+        "--report-dir",
+        "out",
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400)
     assert done.returncode == 3, done.stdout + done.stderr
     assert "0.31.0 -> 0.32.0: nothing changed" in done.stdout and "0.33.0   NOT RUN" in done.stdout
     data = json.loads((tmp_path / "out" / "versions.json").read_text(encoding="utf-8"))
-    assert [entry["verdict"] for entry in data["releases"]] == ["conformant", "conformant", "not run"]
+    assert [entry["verdict"] for entry in data["releases"]] == [
+        "conformant",
+        "conformant",
+        "not run",
+    ]
     (change,) = data["changes"]
-    assert change["compared"] >= 1 and change["engine_same"] == change["engine_compared"] >= 1 and change["snapshots"] >= 1
+    assert (
+        change["compared"] >= 1
+        and change["engine_same"] == change["engine_compared"] >= 1
+        and change["snapshots"] >= 1
+    )
     assert "| 0.33.0 | not run |" in (tmp_path / "out" / "versions.md").read_text(encoding="utf-8")
 
 
@@ -284,7 +444,9 @@ def test_signatures_are_those_of_the_class() -> None:
 
     found = interface.signatures()
     for name, member in vars(KVConnectorBase_V1).items():
-        function = getattr(member, "__func__", member.fget if isinstance(member, property) else member)
+        function = getattr(
+            member, "__func__", member.fget if isinstance(member, property) else member
+        )
         if name.startswith("_") or not inspect.isfunction(function):
             continue
         named = found[name].partition("(")[2]

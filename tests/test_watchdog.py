@@ -25,7 +25,10 @@ def watching(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_sleeping_hook_raises(watching: Path) -> None:
     began = time.monotonic()
-    with pytest.raises(watchdog.HookTimeout, match=r"start_load_kv did not return within 0\.2 s"), watchdog.hook("start_load_kv"):
+    with (
+        pytest.raises(watchdog.HookTimeout, match=r"start_load_kv did not return within 0\.2 s"),
+        watchdog.hook("start_load_kv"),
+    ):
         time.sleep(30)
     assert time.monotonic() - began < 20  # it did not sleep to the end
 
@@ -86,16 +89,29 @@ LOCK_TWICE = "m = ctypes.create_string_buffer(64); lock = ctypes.{dll}(None).pth
     ids=["stuck-in-c", "swallows-everything", "exits"],
 )
 def test_the_note_survives(tmp_path: Path, body: str, hung: bool) -> None:
-    done = subprocess.run([sys.executable, "-c", DYING.format(body=body), str(tmp_path / "n")], capture_output=True, timeout=20)
+    done = subprocess.run(
+        [sys.executable, "-c", DYING.format(body=body), str(tmp_path / "n")],
+        capture_output=True,
+        timeout=20,
+    )
     assert done.returncode == (watchdog.EXIT_HANG if hung else 5)
     note = watchdog.read_note(tmp_path / "n")
     assert note is not None
-    assert (note.case, note.hook, note.step, note.hung) == ("some.case[v]", "save_kv_layer", 7, hung)
+    assert (note.case, note.hook, note.step, note.hung) == (
+        "some.case[v]",
+        "save_kv_layer",
+        7,
+        hung,
+    )
 
 
 def test_c_code_that_keeps_the_interpreter_lock(tmp_path: Path) -> None:
     body = "time.sleep(0.2); " + LOCK_TWICE.format(dll="PyDLL")
-    done = subprocess.run([sys.executable, "-c", DYING.format(body=body), str(tmp_path / "n")], capture_output=True, timeout=20)
+    done = subprocess.run(
+        [sys.executable, "-c", DYING.format(body=body), str(tmp_path / "n")],
+        capture_output=True,
+        timeout=20,
+    )
     assert done.returncode == 1
     note = watchdog.read_note(tmp_path / "n")
     assert note is not None

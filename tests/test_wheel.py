@@ -32,7 +32,12 @@ def packaged() -> Iterator[tuple[Path, str]]:
     """Every file of the checkout that belongs in the wheel, with its name there."""
     for folder, mount in MOUNTS.items():
         for path in sorted((ROOT / folder).rglob("*")):
-            if path.is_file() and not path.is_symlink() and "__pycache__" not in path.parts and path.name != ".gitkeep":
+            if (
+                path.is_file()
+                and not path.is_symlink()
+                and "__pycache__" not in path.parts
+                and path.name != ".gitkeep"
+            ):
                 yield path, f"{mount}/{path.relative_to(ROOT / folder).as_posix()}"
 
 
@@ -41,7 +46,9 @@ def python(*args: str, path: Path | None = None, cwd: Path) -> subprocess.Comple
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     if path is not None:
         env["PYTHONPATH"] = str(path)
-    ran = subprocess.run([sys.executable, *args], cwd=cwd, env=env, capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        [sys.executable, *args], cwd=cwd, env=env, capture_output=True, text=True, check=False
+    )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran
 
@@ -55,7 +62,18 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / folder, tmp / "source" / folder, ignore=ignore, symlinks=True)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp / "source" / name)
-    python("-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet", "--wheel-dir", str(tmp), str(tmp / "source"), cwd=tmp)
+    python(
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "--quiet",
+        "--wheel-dir",
+        str(tmp),
+        str(tmp / "source"),
+        cwd=tmp,
+    )
     (built,) = tmp.glob("*.whl")
     return built
 
@@ -72,7 +90,9 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def metadata(wheel: Path, name: str) -> str:
     """The text of a file in the wheel's dist-info."""
     with zipfile.ZipFile(wheel) as archive:
-        (member,) = (member for member in archive.namelist() if member.endswith(f".dist-info/{name}"))
+        (member,) = (
+            member for member in archive.namelist() if member.endswith(f".dist-info/{name}")
+        )
         return archive.read(member).decode()
 
 
@@ -100,7 +120,11 @@ def test_only_our_package_is_inside(wheel: Path) -> None:
 def test_asks_for_neither_vllm_nor_torch(wheel: Path) -> None:
     required = email.message_from_string(metadata(wheel, "METADATA")).get_all("Requires-Dist") or []
     assert required
-    assert not [line for line in required if line.lower().startswith(("vllm", "torch", "triton", "transformers"))]
+    assert not [
+        line
+        for line in required
+        if line.lower().startswith(("vllm", "torch", "triton", "transformers"))
+    ]
 
 
 def test_entry_points(wheel: Path) -> None:
@@ -115,7 +139,9 @@ def test_licence_is_inside(wheel: Path) -> None:
 
 
 def test_works_without_the_checkout(installed: Path, tmp_path: Path) -> None:
-    found = python("-P", "-c", "import kvconform; print(kvconform.__file__)", path=installed, cwd=tmp_path).stdout.strip()
+    found = python(
+        "-P", "-c", "import kvconform; print(kvconform.__file__)", path=installed, cwd=tmp_path
+    ).stdout.strip()
     assert Path(found).is_relative_to(installed)
     assert python("-P", "-m", "kvconform", "version", path=installed, cwd=tmp_path).stdout.strip()
     listed = python("-P", "-m", "kvconform", "list", path=installed, cwd=tmp_path).stdout
@@ -139,6 +165,11 @@ def test_checkout_is_not_on_the_import_path() -> None:
     assert str(ROOT) not in [str(Path(entry or ".").resolve()) for entry in sys.path]
 
 
-def test_a_shard_made_by_the_wheel_can_be_merged_by_the_checkout(installed: Path, tmp_path: Path) -> None:
+def test_a_shard_made_by_the_wheel_can_be_merged_by_the_checkout(
+    installed: Path, tmp_path: Path
+) -> None:
     code = "from kvconform.config.selection import suite_digest; print(suite_digest())"
-    assert python("-P", "-c", code, path=installed, cwd=tmp_path).stdout == python("-P", "-c", code, cwd=tmp_path).stdout
+    assert (
+        python("-P", "-c", code, path=installed, cwd=tmp_path).stdout
+        == python("-P", "-c", code, cwd=tmp_path).stdout
+    )

@@ -38,7 +38,9 @@ def repository(tmp_path: Path) -> Path:
     here = tmp_path / "connector"
     (here / "bin").mkdir(parents=True)
     cases = '["lifecycle.api", "lifecycle.hook-order", "preemption.in-decode"]'
-    (here / "kvconform.toml").write_text(f'connector = "json:Fake"\nselect = {cases}\nscheduling = "sync"\n', encoding="utf-8")
+    (here / "kvconform.toml").write_text(
+        f'connector = "json:Fake"\nselect = {cases}\nscheduling = "sync"\n', encoding="utf-8"
+    )
     program(here, "nox", NOX.format(python=sys.executable))
     program(here, "kvconform", f'#!/bin/sh\nexec {sys.executable} -m kvconform "$@"\n')
     for name in ("git", "pip", "buildkite-agent"):
@@ -55,13 +57,25 @@ def program(here: Path, name: str, text: str) -> None:
 def shell(here: Path, command: str, env: dict[str, str]) -> int:
     """Run a command as a CI system does; returns its status."""
     path = f"{here / 'bin'}:{os.environ['PATH']}"
-    modules = os.pathsep.join([str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
-    more = {"PATH": path, "KVCONFORM_RUNNER": "fake_runner:judge", "PYTHONPATH": modules, "NO_COLOR": "1"}
-    return subprocess.run(["bash", "-e", "-c", command], cwd=here, env={**os.environ, **env, **more}, timeout=240).returncode
+    modules = os.pathsep.join(
+        [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    )
+    more = {
+        "PATH": path,
+        "KVCONFORM_RUNNER": "fake_runner:judge",
+        "PYTHONPATH": modules,
+        "NO_COLOR": "1",
+    }
+    return subprocess.run(
+        ["bash", "-e", "-c", command], cwd=here, env={**os.environ, **env, **more}, timeout=240
+    ).returncode
 
 
 def cells(matrix: dict[str, list[Any]]) -> list[dict[str, str]]:
-    return [dict(zip(matrix, map(str, values), strict=True)) for values in itertools.product(*matrix.values())]
+    return [
+        dict(zip(matrix, map(str, values), strict=True))
+        for values in itertools.product(*matrix.values())
+    ]
 
 
 def filled(text: str, cell: dict[str, str]) -> str:
@@ -73,7 +87,10 @@ def filled(text: str, cell: dict[str, str]) -> str:
 def test_github_actions(repository: Path) -> None:
     env = GITHUB["env"]
     shards, verdict = GITHUB["jobs"]["shard"], GITHUB["jobs"]["verdict"]
-    assert verdict["needs"] == "shard" and shards["strategy"]["matrix"]["vllm"] == verdict["strategy"]["matrix"]["vllm"]
+    assert (
+        verdict["needs"] == "shard"
+        and shards["strategy"]["matrix"]["vllm"] == verdict["strategy"]["matrix"]["vllm"]
+    )
     artifacts: dict[str, Path] = {}
     for cell in [cell for cell in cells(shards["strategy"]["matrix"]) if cell["vllm"] == "0.32.0"]:
         for step in shards["steps"]:
@@ -89,7 +106,9 @@ def test_github_actions(repository: Path) -> None:
             pattern = filled(step["with"]["pattern"], cell)
             for name, kept in artifacts.items():
                 assert Path(name).match(pattern)
-                shutil.copytree(kept, repository / step["with"]["path"] / name)  # each in a directory of its name
+                shutil.copytree(
+                    kept, repository / step["with"]["path"] / name
+                )  # each in a directory of its name
         elif "run" in step:
             assert shell(repository, filled(step["run"], cell), env) == 0
     assert_joint(repository / "report", parts=3)
@@ -112,23 +131,43 @@ def test_buildkite(repository: Path) -> None:
 def assert_joint(report: Path, *, parts: int) -> None:
     summary = json.loads((report / "summary.json").read_text(encoding="utf-8"))
     header = json.loads((report / "report.jsonl").read_text(encoding="utf-8").splitlines()[0])
-    assert summary["verdict"] == "conformant" and summary["extra"]["runs_missing"] == [] and "shard" not in header["extra"]
     assert (
-        len(list((report.parent / "reports").glob("*/report.jsonl")) or list((report.parent / "reports").glob("*/*/report.jsonl"))) == parts
+        summary["verdict"] == "conformant"
+        and summary["extra"]["runs_missing"] == []
+        and "shard" not in header["extra"]
+    )
+    assert (
+        len(
+            list((report.parent / "reports").glob("*/report.jsonl"))
+            or list((report.parent / "reports").glob("*/*/report.jsonl"))
+        )
+        == parts
     )
 
 
 def test_the_number_of_shards_is_the_length_of_the_list() -> None:
     for text, count in (
-        (str(GITHUB["jobs"]["shard"]["steps"]), len(GITHUB["jobs"]["shard"]["strategy"]["matrix"]["shard"])),
-        (str(BUILDKITE["steps"][0]["commands"]), len(BUILDKITE["steps"][0]["matrix"]["setup"]["shard"])),
+        (
+            str(GITHUB["jobs"]["shard"]["steps"]),
+            len(GITHUB["jobs"]["shard"]["strategy"]["matrix"]["shard"]),
+        ),
+        (
+            str(BUILDKITE["steps"][0]["commands"]),
+            len(BUILDKITE["steps"][0]["matrix"]["setup"]["shard"]),
+        ),
     ):
         assert re.findall(r"--shard \$?\{\{ ?matrix\.shard ?\}\}/(\d+)", text) == [str(count)]
 
 
 def test_the_job_for_releases_has_options_that_exist() -> None:
-    (command,) = (step["run"] for step in GITHUB["jobs"]["releases"]["steps"] if step.get("name") == "Compare")
+    (command,) = (
+        step["run"] for step in GITHUB["jobs"]["releases"]["steps"] if step.get("name") == "Compare"
+    )
     words = command.split("-- ", 1)[1].replace('"', "").split()
-    rest = [word for i, word in enumerate(words) if word not in ("--vllm", "--install") and words[i - 1] not in ("--vllm", "--install")]
+    rest = [
+        word
+        for i, word in enumerate(words)
+        if word not in ("--vllm", "--install") and words[i - 1] not in ("--vllm", "--install")
+    ]
     found = parser().parse_args(["--at", "0.33.0=python", *rest])
     assert found.config == "$PWD/kvconform.toml" and found.report_dir == "$PWD/report"

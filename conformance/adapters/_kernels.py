@@ -15,7 +15,10 @@ def any_block_size(backends: Callable[..., Any]) -> Callable[..., Any]:
         from vllm.v1.attention.backend import MultipleOf
 
         theirs = backends(config, *args, **kwargs)
-        if any(hasattr(layer, "get_attn_backend") for layer in config.compilation_config.static_forward_context.values()):
+        if any(
+            hasattr(layer, "get_attn_backend")
+            for layer in config.compilation_config.static_forward_context.values()
+        ):
             return theirs
 
         class AnyBlockSize(theirs[0]):  # type: ignore[misc,valid-type]

@@ -16,7 +16,10 @@ from collections.abc import Generator
 from typing import Any
 
 import torch
-from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface, VLLMPagedMemLayerwiseGPUConnector
+from lmcache.v1.gpu_connector.gpu_connectors import (
+    GPUConnectorInterface,
+    VLLMPagedMemLayerwiseGPUConnector,
+)
 from lmcache.v1.memory_management import MemoryFormat
 
 
@@ -29,7 +32,12 @@ class Pages:
         packed = tensor.dim() == 4
         if not packed:  # to [blocks, heads, block_size, K or V, head_size]
             tensor = tensor.permute((1, 3, 2, 0, 4) if tensor.shape[0] == 2 else (0, 3, 2, 1, 4))
-        self.tensor, self.packed, self.latent, self.block_size = tensor, packed, latent, tensor.shape[2]
+        self.tensor, self.packed, self.latent, self.block_size = (
+            tensor,
+            packed,
+            latent,
+            tensor.shape[2],
+        )
 
     def read(self, slots: torch.Tensor) -> torch.Tensor:
         """Rows [tokens, K or V, heads * head_size] of slots [tokens]."""
@@ -44,7 +52,9 @@ class Pages:
         rows = rows.unflatten(-1, (heads, -1)).transpose(1, 2)
         if self.packed:
             rows = rows.flatten(2)
-        self.tensor[slots // self.block_size, :, slots % self.block_size] = rows.to(self.tensor.dtype)
+        self.tensor[slots // self.block_size, :, slots % self.block_size] = rows.to(
+            self.tensor.dtype
+        )
 
 
 class _Pages(GPUConnectorInterface):
@@ -87,11 +97,15 @@ class Transfer(_Pages):
         if self.format is not None:
             memory_obj.metadata.fmt = self.format
 
-    def batched_to_gpu(self, memory_objs: Any = None, starts: Any = None, ends: Any = None, **kwargs: Any) -> None:
+    def batched_to_gpu(
+        self, memory_objs: Any = None, starts: Any = None, ends: Any = None, **kwargs: Any
+    ) -> None:
         for chunk, start, end in zip(memory_objs, starts, ends, strict=True):
             self.to_gpu(chunk, start, end, **kwargs)
 
-    def batched_from_gpu(self, memory_objs: Any, starts: list[int], ends: list[int], **kwargs: Any) -> None:
+    def batched_from_gpu(
+        self, memory_objs: Any, starts: list[int], ends: list[int], **kwargs: Any
+    ) -> None:
         for chunk, start, end in zip(memory_objs, starts, ends, strict=True):
             self.from_gpu(chunk, start, end, **kwargs)
 
@@ -103,18 +117,24 @@ class LayerwiseTransfer(_Pages):
     """Layer by layer, as LMCache's VLLMPagedMemLayerwiseGPUConnector: two generators that LMCache drives, and all slots of a chunk are
     written, whether they are cached locally or not."""
 
-    def batched_to_gpu(self, memory_objs: Any = None, starts: Any = None, ends: Any = None, **kwargs: Any) -> Generator[None, Any, None]:
+    def batched_to_gpu(
+        self, memory_objs: Any = None, starts: Any = None, ends: Any = None, **kwargs: Any
+    ) -> Generator[None, Any, None]:
         """Is sent the chunks of one layer after the other; yields layers + 2 times. The first two arguments are `starts` and `ends`."""
         first, last = memory_objs, starts
         pages, slots = self._pages(kwargs), kwargs["slot_mapping"]
         for layer in pages:
             chunks = yield
             for start, end, chunk in zip(first, last, chunks, strict=True):
-                layer.write(slots[start:end], chunk.tensor.view(end - start, self.kinds, self.hidden))
+                layer.write(
+                    slots[start:end], chunk.tensor.view(end - start, self.kinds, self.hidden)
+                )
         yield
         yield
 
-    def batched_from_gpu(self, memory_objs: Any, starts: list[int], ends: list[int], **kwargs: Any) -> Generator[None, None, None]:
+    def batched_from_gpu(
+        self, memory_objs: Any, starts: list[int], ends: list[int], **kwargs: Any
+    ) -> Generator[None, None, None]:
         """Fills memory_objs[layer][chunk], one layer per step; yields layers + 1 times."""
         for layer, chunks in zip(self._pages(kwargs), memory_objs, strict=True):
             for start, end, chunk in zip(starts, ends, chunks, strict=True):
@@ -126,7 +146,11 @@ class LayerwiseTransfer(_Pages):
         yield
 
     def get_shape(self, num_tokens: int) -> torch.Size:
-        return torch.Size([num_tokens, self.hidden] if self.latent else [num_tokens, 2, self.hidden])
+        return torch.Size(
+            [num_tokens, self.hidden] if self.latent else [num_tokens, 2, self.hidden]
+        )
 
 
-VLLMPagedMemLayerwiseGPUConnector.register(LayerwiseTransfer)  # LMCache asserts that it is one of its own
+VLLMPagedMemLayerwiseGPUConnector.register(
+    LayerwiseTransfer
+)  # LMCache asserts that it is one of its own

@@ -35,8 +35,17 @@ def install() -> None:
     import torch
     from vllm.distributed.kv_transfer.kv_connector.v1.hf3fs import hf3fs_connector as theirs
 
-    connector, manager, client = theirs.HF3FSKVConnector, theirs.AsyncOperationManager, theirs.Hf3fsMetadataClient
-    construct, connect, locate, load = connector.__init__, client.__init__, client.get_key_locations, manager._handle_load_task
+    connector, manager, client = (
+        theirs.HF3FSKVConnector,
+        theirs.AsyncOperationManager,
+        theirs.Hf3fsMetadataClient,
+    )
+    construct, connect, locate, load = (
+        connector.__init__,
+        client.__init__,
+        client.get_key_locations,
+        manager._handle_load_task,
+    )
 
     def noted(self: Any, *args: Any, **kwargs: Any) -> None:
         construct(self, *args, **kwargs)

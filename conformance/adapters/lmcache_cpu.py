@@ -69,8 +69,19 @@ def fresh() -> Iterator[None]:
 
     builder = LMCacheEngineBuilder
     loggers: dict[str, Any] = builder._stat_loggers
-    tables: list[dict[str, Any]] = [builder._instances, builder._cfgs, builder._metadatas, loggers, vllm_v1_adapter.tmp_disagg_tracker]
-    kept, config, count, collecting = [dict(table) for table in tables], utils._config_instance, len(_started), gc.isenabled()
+    tables: list[dict[str, Any]] = [
+        builder._instances,
+        builder._cfgs,
+        builder._metadatas,
+        loggers,
+        vllm_v1_adapter.tmp_disagg_tracker,
+    ]
+    kept, config, count, collecting = (
+        [dict(table) for table in tables],
+        utils._config_instance,
+        len(_started),
+        gc.isenabled(),
+    )
     for table in tables:
         table.clear()
     utils._config_instance = None
@@ -79,7 +90,12 @@ def fresh() -> Iterator[None]:
     finally:
         left, _started[count:] = _started[count:], []
         if left:
-            threading.Thread(target=_end, args=(left, dict(loggers)), name="lmcache-cpu ends what a run left", daemon=True).start()
+            threading.Thread(
+                target=_end,
+                args=(left, dict(loggers)),
+                name="lmcache-cpu ends what a run left",
+                daemon=True,
+            ).start()
         for table, before in zip(tables, kept, strict=True):
             table.clear()
             table.update(before)
@@ -98,9 +114,17 @@ def _end(managers: list[Any], loggers: dict[str, Any]) -> None:
     zmq: Any = importlib.import_module("zmq")
 
     for manager in managers:
-        client, server, offload = manager.lookup_client, manager.lookup_server, manager.offload_server
+        client, server, offload = (
+            manager.lookup_client,
+            manager.lookup_server,
+            manager.offload_server,
+        )
         client = getattr(client, "actual_lookup_client", client)
-        for part, name, kind in ((server, "pull_socket", zmq.PUSH), (client, "pull_socket", zmq.PUSH), (offload, "socket", zmq.REQ)):
+        for part, name, kind in (
+            (server, "pull_socket", zmq.PUSH),
+            (client, "pull_socket", zmq.PUSH),
+            (offload, "socket", zmq.REQ),
+        ):
             with suppress(Exception):
                 _end_thread(part, getattr(part, name), kind)
         with suppress(Exception):
@@ -135,8 +159,17 @@ def _end_thread(part: Any, socket: Any, kind: int) -> None:
 def _sockets(part: Any) -> list[Any]:
     """The zmq sockets of a client or server of LMCache."""
     holders = [part, getattr(part, "transport", None)]
-    single = [getattr(holder, name, None) for holder in holders for name in ("socket", "push_socket", "pull_socket")]
-    many = [socket for holder in holders for name in ("sockets", "push_sockets") for socket in getattr(holder, name, None) or ()]
+    single = [
+        getattr(holder, name, None)
+        for holder in holders
+        for name in ("socket", "push_socket", "pull_socket")
+    ]
+    many = [
+        socket
+        for holder in holders
+        for name in ("sockets", "push_sockets")
+        for socket in getattr(holder, name, None) or ()
+    ]
     return [socket for socket in (*single, *many) if socket is not None]
 
 

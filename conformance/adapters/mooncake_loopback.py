@@ -51,7 +51,11 @@ def install() -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_connector as theirs
 
     scheduler = theirs.MooncakeConnectorScheduler
-    look_up, finished, server = scheduler.get_num_new_matched_tokens, scheduler.request_finished, theirs.MooncakeBootstrapServer
+    look_up, finished, server = (
+        scheduler.get_num_new_matched_tokens,
+        scheduler.request_finished,
+        theirs.MooncakeBootstrapServer,
+    )
 
     def with_id(self: Any, request: Any, num_computed_tokens: int) -> Any:
         params = request.kv_transfer_params
@@ -65,13 +69,19 @@ def install() -> None:
         if kept and params is None and given.get("do_remote_decode"):
             address = f"http://127.0.0.1:{_port(_engine(self))}"
             params = {
-                "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": _engine(self), "remote_bootstrap_addr": address,
+                "do_remote_prefill": True,
+                "do_remote_decode": False,
+                "remote_engine_id": _engine(self),
+                "remote_bootstrap_addr": address,
                 "transfer_id": given["transfer_id"],
-            }  # fmt: skip
+            }
         return kept, params
 
     scheduler.get_num_new_matched_tokens, scheduler.request_finished = with_id, as_router
-    theirs.get_mooncake_bootstrap_addr = lambda config: ("127.0.0.1", _port(config.kv_transfer_config.engine_id))
+    theirs.get_mooncake_bootstrap_addr = lambda config: (
+        "127.0.0.1",
+        _port(config.kv_transfer_config.engine_id),
+    )
     theirs.MooncakeBootstrapServer = lambda _host, port: server("127.0.0.1", _usable(port))
     theirs.get_current_attn_backends = any_block_size(theirs.get_current_attn_backends)
     if not torch.accelerator.is_available():

@@ -66,7 +66,9 @@ def _note(end: Any) -> None:
 
 def _reachable(server: Any) -> bool:
     """Whether its path leads to it: a server that was made later has taken the path over."""
-    return [each for each in _made if getattr(each, "_ipc_path", None) == server._ipc_path][-1:] == [server]
+    return [each for each in _made if getattr(each, "_ipc_path", None) == server._ipc_path][
+        -1:
+    ] == [server]
 
 
 def _close(end: Any) -> None:
@@ -82,9 +84,13 @@ def _close(end: Any) -> None:
             waker.setsockopt(zmq.LINGER, 0)
             waker.setsockopt(zmq.RCVTIMEO, 2000)
             waker.connect(f"ipc://{end._ipc_path}")
-            waker.send(b"")  # no request that it knows: it says so, and looks whether it is to go on
+            waker.send(
+                b""
+            )  # no request that it knows: it says so, and looks whether it is to go on
             waker.recv()
-    ending = threading.Thread(target=end.ctx.term, name="mooncake-store-cpu ends a lookup channel", daemon=True)
+    ending = threading.Thread(
+        target=end.ctx.term, name="mooncake-store-cpu ends a lookup channel", daemon=True
+    )
     ending.start()  # whoever still waits gets an error, such as a server whose path another has taken over
     for waiting in list(end.executor._threads) if server is None else [server]:
         waiting.join(2)

@@ -56,8 +56,12 @@ def named(name: str) -> Adapter:
     """The adapter of this name. UsageError in one sentence if there is none."""
     known = names()
     if name not in known:
-        raise UsageError(f"there is no adapter {name!r}{did_you_mean(name, known) or '; kvconform list adapters has them'}")
-    adapter: Adapter = importlib.import_module(f"{package.__name__}.{name.replace('-', '_')}").ADAPTER
+        raise UsageError(
+            f"there is no adapter {name!r}{did_you_mean(name, known) or '; kvconform list adapters has them'}"
+        )
+    adapter: Adapter = importlib.import_module(
+        f"{package.__name__}.{name.replace('-', '_')}"
+    ).ADAPTER
     return adapter
 
 

@@ -34,12 +34,16 @@ def _bind(self: Any, kv_cache_manager: Any) -> None:
 def _handshake(self: Any, metadata: dict[tuple[int, int], Any]) -> None:
     """Until 0.22 the metadata was keyed by tensor parallel rank alone, and only handed over if there was any."""
     if metadata and hasattr(self, "set_xfer_handshake_metadata"):
-        self.set_xfer_handshake_metadata({tensor_rank: value for (_, tensor_rank), value in metadata.items()})
+        self.set_xfer_handshake_metadata(
+            {tensor_rank: value for (_, tensor_rank), value in metadata.items()}
+        )
 
 
 def _results(self: Any, finished_req_ids: set[str]) -> SimpleNamespace:
     sending, recving = self.get_finished(finished_req_ids)
-    return SimpleNamespace(finished_sending=sending or set(), finished_recving=recving or set(), failed_recving=set())
+    return SimpleNamespace(
+        finished_sending=sending or set(), finished_recving=recving or set(), failed_recving=set()
+    )
 
 
 HOOKS: dict[str, Callable[..., Any]] = {
@@ -68,7 +72,9 @@ def complete(base: type) -> frozenset[str]:
     added = [name for name in HOOKS if not hasattr(base, name)]
     for name in added:
         setattr(base, name, HOOKS[name])
-    if not hasattr(base, "requires_kv_delivery"):  # since 0.29: what was in flight at a preemption used to be delivered
+    if not hasattr(
+        base, "requires_kv_delivery"
+    ):  # since 0.29: what was in flight at a preemption used to be delivered
         base.requires_kv_delivery = property(_no)  # type: ignore[attr-defined]
     return frozenset(added) - {RECORDED}
 
@@ -76,7 +82,10 @@ def complete(base: type) -> frozenset[str]:
 def complete_outputs(report: type, step: type) -> frozenset[str]:
     """Add to KVConnectorOutput and SchedulerOutput the fields that they lack, with what says nothing; returns their names."""
     added = set()
-    for cls, name, value in ((report, "failed_recving", frozenset()), (step, "preempted_req_ids", None)):  # since 0.31 and 0.12
+    for cls, name, value in (
+        (report, "failed_recving", frozenset()),
+        (step, "preempted_req_ids", None),
+    ):  # since 0.31 and 0.12
         if name not in cls.__dataclass_fields__:  # type: ignore[attr-defined]
             setattr(cls, name, value)
             added.add(name)
@@ -94,7 +103,9 @@ def give_arrays(scheduler: Any) -> None:
 
     def updated(output: Any, result: Any) -> Any:
         own = copy.copy(result)
-        own.sampled_token_ids = [np.array(tokens, dtype=np.int64) for tokens in result.sampled_token_ids]
+        own.sampled_token_ids = [
+            np.array(tokens, dtype=np.int64) for tokens in result.sampled_token_ids
+        ]
         return update(output, own)
 
     scheduler.update_from_output = updated
@@ -141,7 +152,10 @@ def mark_chunks(scheduler: Any) -> None:
     def marked(output: Any) -> None:
         for req_id, count in output.num_scheduled_tokens.items():
             request = scheduler.requests[req_id]
-            request.is_prefill_chunk = request.num_computed_tokens + count < request.num_tokens + request.num_output_placeholders
+            request.is_prefill_chunk = (
+                request.num_computed_tokens + count
+                < request.num_tokens + request.num_output_placeholders
+            )
         update(output)
 
     scheduler._update_after_schedule = marked

@@ -59,14 +59,28 @@ def make_latent(config: Any) -> None:
 
 def _spec(group: Group, head_dim: int, heads: int) -> Any:
     """The KVCacheSpec of a group; `heads`: of the model."""
-    shape: dict[str, Any] = dict(block_size=group.block_size, num_kv_heads=group.heads, head_size=head_dim, dtype=torch.float32)
+    shape: dict[str, Any] = dict(
+        block_size=group.block_size,
+        num_kv_heads=group.heads,
+        head_size=head_dim,
+        dtype=torch.float32,
+    )
     if group.recurrent:
         page = heads * group.block_size * 2 * head_dim * ITEM
-        state = dict(shapes=((head_dim, 1),) * 2, dtypes=(torch.float32,) * 2, mamba_cache_mode="align", page_size_padded=page)
+        state = dict(
+            shapes=((head_dim, 1),) * 2,
+            dtypes=(torch.float32,) * 2,
+            mamba_cache_mode="align",
+            page_size_padded=page,
+        )
         return MambaSpec(block_size=group.block_size, mamba_type=MAMBA1, **state)
     if group.kind == "latent":
         return MLAAttentionSpec(**{**shape, "head_size": 2 * head_dim})
-    return FullAttentionSpec(**shape) if group.window is None else SlidingWindowSpec(**shape, sliding_window=group.window)
+    return (
+        FullAttentionSpec(**shape)
+        if group.window is None
+        else SlidingWindowSpec(**shape, sliding_window=group.window)
+    )
 
 
 def build_cache_config(cache: PagedCache) -> KVCacheConfig:
@@ -77,15 +91,21 @@ def build_cache_config(cache: PagedCache) -> KVCacheConfig:
     if "layers" in KVCacheTensor.__dataclass_fields__:  # since 0.31
         tensors = [_placed(cache, group, page * cache.num_blocks) for group in cache.groups]
     else:
-        shared = [[layers[index] for layers in names if index < len(layers)] for index in range(depth)]
-        tensors = [KVCacheTensor(size=page * cache.num_blocks, shared_by=layers) for layers in shared]
+        shared = [
+            [layers[index] for layers in names if index < len(layers)] for index in range(depth)
+        ]
+        tensors = [
+            KVCacheTensor(size=page * cache.num_blocks, shared_by=layers) for layers in shared
+        ]
     groups = []
     for layers, spec, group in zip(names, specs, cache.groups, strict=True):
         made = KVCacheGroupSpec(layers, spec)
         if hasattr(made, "enable_kv_transfer"):
             made.enable_kv_transfer = group.transfer
         groups.append(made)
-    config = KVCacheConfig(num_blocks=cache.num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)
+    config = KVCacheConfig(
+        num_blocks=cache.num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups
+    )
     if hasattr(config, "hash_block_size"):
         config.hash_block_size = cache.block_size
     if hasattr(config, "kv_cache_layout"):
@@ -99,23 +119,43 @@ def _placed(cache: PagedCache, group: Group, region: int) -> KVCacheTensor:
     item = first.element_size()
     apart = (more[0].storage_offset() - first.storage_offset()) * item if more else region
     layers = [cache.names[layer] for layer in group.layers]
-    return KVCacheTensor(size=region * len(layers), layers=layers, layer_stride=apart, block_stride=first.stride(0) * item)
+    return KVCacheTensor(
+        size=region * len(layers),
+        layers=layers,
+        layer_stride=apart,
+        block_stride=first.stride(0) * item,
+    )
 
 
-def registered(cache: PagedCache, config: Any, cache_config: KVCacheConfig, only: str | None) -> dict[str, Any]:
+def registered(
+    cache: PagedCache, config: Any, cache_config: KVCacheConfig, only: str | None
+) -> dict[str, Any]:
     """Fields of the event kv.registered."""
     first = cache.tensors[0]
     found: dict[str, Any] = dict(
-        required=None, possible=[only] if only else None, layout=cache.layout, told=getattr(cache_config, "kv_cache_layout", None),
-        shape=list(first.shape), strides=list(first.stride()), own_shape=None, own_strides=None,
-    )  # fmt: skip
+        required=None,
+        possible=[only] if only else None,
+        layout=cache.layout,
+        told=getattr(cache_config, "kv_cache_layout", None),
+        shape=list(first.shape),
+        strides=list(first.stride()),
+        own_shape=None,
+        own_strides=None,
+    )
     if RESOLVES_LAYOUTS:
         transfer = config.kv_transfer_config
-        required = transfer and KVConnectorFactory.get_connector_class(transfer).get_required_kvcache_layout(config)
+        required = transfer and KVConnectorFactory.get_connector_class(
+            transfer
+        ).get_required_kvcache_layout(config)
         found["required"] = _ALIASES.get(required, required)
         group = cache_config.kv_cache_groups[0]
-        tensor, layout = cache_config.kv_cache_tensors[0], config.cache_config.get_resolved_kv_cache_layout()
+        tensor, layout = (
+            cache_config.kv_cache_tensors[0],
+            config.cache_config.get_resolved_kv_cache_layout(),
+        )
         raw = torch.zeros(tensor.size, dtype=torch.int8)
-        views = kv_cache_interface.create_kv_cache_views(raw, group.kv_cache_spec, cache.num_blocks, layout, tensor)
+        views = kv_cache_interface.create_kv_cache_views(
+            raw, group.kv_cache_spec, cache.num_blocks, layout, tensor
+        )
         found["own_shape"], found["own_strides"] = list(views[0].shape), list(views[0].stride())
     return found

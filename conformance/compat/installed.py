@@ -54,7 +54,9 @@ def check_vllm() -> tuple[str, list[str]]:
     if version_key(version) < version_key(OLDEST):
         raise EnvironmentProblem(f"vLLM {version} is too old: {supported}")
     if version_key(version)[:2] > version_key(NEWEST):
-        return version, [f"vLLM {version} is newer than any that kvconform knows ({supported}): its verdicts may be wrong"]
+        return version, [
+            f"vLLM {version} is newer than any that kvconform knows ({supported}): its verdicts may be wrong"
+        ]
     return version, []
 
 

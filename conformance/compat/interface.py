@@ -28,17 +28,25 @@ def signatures() -> dict[str, str]:
     for node in ast.parse(text).body:
         if isinstance(node, ast.ClassDef) and node.name in HOOKS:
             for member in node.body:
-                if isinstance(member, ast.FunctionDef) and (not member.name.startswith("_") or member.name == "__init__"):
+                if isinstance(member, ast.FunctionDef) and (
+                    not member.name.startswith("_") or member.name == "__init__"
+                ):
                     name = member.name if member.name != "__init__" else f"{node.name}.__init__"
                     found.setdefault(name, signature(member))
     if not found:
-        raise UsageError("no vLLM with KVConnectorBase_V1 is installed, so there is no interface to read")
+        raise UsageError(
+            "no vLLM with KVConnectorBase_V1 is installed, so there is no interface to read"
+        )
     return found
 
 
 def signature(node: ast.FunctionDef) -> str:
     """What sort of method it is, its parameters and what it returns, without quotes around types and with `None` last."""
-    marks = [mark for decorator in node.decorator_list if (mark := ast.unparse(decorator).rpartition(".")[2]) in KINDS]
+    marks = [
+        mark
+        for decorator in node.decorator_list
+        if (mark := ast.unparse(decorator).rpartition(".")[2]) in KINDS
+    ]
     returns = f" -> {_type(ast.unparse(node.returns))}" if node.returns is not None else ""
     parameters = _type(ast.unparse(node.args))
     return " ".join([*sorted(marks, key=KINDS.index), f"({parameters}){returns}"])
@@ -80,9 +88,24 @@ def items() -> Iterator[str]:
         raise EnvironmentProblem(NO_VLLM)
     for name, file in CLASSES.items():
         tree = ast.parse((root / file).read_text(encoding="utf-8"))
-        body = next((node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name), [])
+        body = next(
+            (
+                node.body
+                for node in tree.body
+                if isinstance(node, ast.ClassDef) and node.name == name
+            ),
+            [],
+        )
         for node in body:
-            if name in HOOKS and isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            if (
+                name in HOOKS
+                and isinstance(node, ast.FunctionDef)
+                and not node.name.startswith("_")
+            ):
                 yield node.name
-            elif name not in HOOKS and isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            elif (
+                name not in HOOKS
+                and isinstance(node, ast.AnnAssign)
+                and isinstance(node.target, ast.Name)
+            ):
                 yield f"{name}.{node.target.id}"

@@ -43,11 +43,15 @@ try:
 except ImportError:  # until 0.26
     KVConnectorBlockState = None  # type: ignore[assignment,misc]
 
-_STATE_FIELDS = inspect.signature(KVConnectorBlockState).parameters if KVConnectorBlockState is not None else {}
+_STATE_FIELDS = (
+    inspect.signature(KVConnectorBlockState).parameters if KVConnectorBlockState is not None else {}
+)
 
 
 def runner_output(
-    req_ids: Sequence[str] = (), tokens: Sequence[list[int]] = (), reports: KVConnectorOutput | None = None
+    req_ids: Sequence[str] = (),
+    tokens: Sequence[list[int]] = (),
+    reports: KVConnectorOutput | None = None,
 ) -> ModelRunnerOutput:
     """The output of a model runner: `tokens` sampled for each request, `reports` of the connector. Until 0.13 the rest had no defaults."""
     return ModelRunnerOutput(
@@ -61,7 +65,9 @@ def runner_output(
     )
 
 
-def new_request_data(request: Any, block_ids: tuple[list[int], ...], prefill: list[int] | None) -> NewRequestData:
+def new_request_data(
+    request: Any, block_ids: tuple[list[int], ...], prefill: list[int] | None
+) -> NewRequestData:
     """NewRequestData of a request; `prefill`: all its tokens, for model runner V2. 0.11 knew no such field."""
     if prefill is None:
         return NewRequestData.from_request(request, block_ids)
@@ -70,7 +76,9 @@ def new_request_data(request: Any, block_ids: tuple[list[int], ...], prefill: li
 
 def make_scheduler_output(**values: Any) -> SchedulerOutput:
     """SchedulerOutput. What the installed version wants besides is the empty value of its time; what it does not know yet is set too."""
-    if "num_common_prefix_blocks" in SchedulerOutput.__dataclass_fields__:  # until 0.31, and unused since long before
+    if (
+        "num_common_prefix_blocks" in SchedulerOutput.__dataclass_fields__
+    ):  # until 0.31, and unused since long before
         values.setdefault("num_common_prefix_blocks", [])
     known = SchedulerOutput.__dataclass_fields__
     made = SchedulerOutput(**{name: value for name, value in values.items() if name in known})
@@ -81,7 +89,10 @@ def make_scheduler_output(**values: Any) -> SchedulerOutput:
 
 def has_sync_loads(scheduler_output: SchedulerOutput) -> bool:
     """Whether loads must be there before this step's forward pass. Until 0.28 every load was started before it."""
-    return "has_sync_kv_loads" not in SchedulerOutput.__dataclass_fields__ or scheduler_output.has_sync_kv_loads
+    return (
+        "has_sync_kv_loads" not in SchedulerOutput.__dataclass_fields__
+        or scheduler_output.has_sync_kv_loads
+    )
 
 
 def block_state(req_ids: set[str], get_block_ids: Any) -> Any:
@@ -101,9 +112,12 @@ try:
     from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 except ImportError:  # until 0.15 model runner V2 knew no connectors
     ActiveKVConnector = None  # type: ignore[assignment,misc]
-__all__ = ['ActiveKVConnector', 'maybe_transfer_kv_layer']
+__all__ = ["ActiveKVConnector", "maybe_transfer_kv_layer"]
 
-CAN_DEFER = "defer_finalize" in inspect.signature(KVConnectorModelRunnerMixin.maybe_get_kv_connector_output).parameters
+CAN_DEFER = (
+    "defer_finalize"
+    in inspect.signature(KVConnectorModelRunnerMixin.maybe_get_kv_connector_output).parameters
+)
 
 
 @lru_cache(maxsize=64)
@@ -115,7 +129,9 @@ def _parameters(function: Any) -> frozenset[str]:
 def forward_context(metadata: Any, config: VllmConfig, **arguments: Any) -> Any:
     """set_forward_context with those arguments that it takes (`slot_mapping`: since 0.16)."""
     known = _parameters(set_forward_context)
-    return set_forward_context(metadata, config, **{name: value for name, value in arguments.items() if name in known})
+    return set_forward_context(
+        metadata, config, **{name: value for name, value in arguments.items() if name in known}
+    )
 
 
 def layer_cache(tensor: torch.Tensor) -> Any:
@@ -156,12 +172,18 @@ def finish_forward(active: Any) -> None:
         active.finish_forward()
 
 
-def post_forward(active: Any, output: SchedulerOutput, *, defer: bool = False) -> KVConnectorOutput | None:
+def post_forward(
+    active: Any, output: SchedulerOutput, *, defer: bool = False
+) -> KVConnectorOutput | None:
     """ActiveKVConnector.post_forward: until 0.22 of the output, then of its finished request ids. `defer`: the save is finished by
     finish_step (since 0.33)."""
     known = _parameters(type(active).post_forward)
     subject = output if "scheduler_output" in known else output.finished_req_ids
-    found = active.post_forward(subject, defer_finalize=defer) if "defer_finalize" in known else active.post_forward(subject)
+    found = (
+        active.post_forward(subject, defer_finalize=defer)
+        if "defer_finalize" in known
+        else active.post_forward(subject)
+    )
     return found  # type: ignore[no-any-return]
 
 
@@ -171,7 +193,9 @@ def finish_step(active: Any) -> None:
         active.finalize_step()
 
 
-def pre_forward(active: Any, output: SchedulerOutput, batch: Any, metadata: Any, load_arguments: dict[str, Any]) -> None:
+def pre_forward(
+    active: Any, output: SchedulerOutput, batch: Any, metadata: Any, load_arguments: dict[str, Any]
+) -> None:
     """ActiveKVConnector.pre_forward: until 0.30 of the output, in 0.31 with start_load_kv's arguments, then with what those are made of."""
     parameters = _parameters(type(active).pre_forward)
     if "input_batch" in parameters:
@@ -208,7 +232,9 @@ STOP_TOKEN = 1
 
 
 _WANTS_EOS = "eos_token_id" in inspect.signature(Request.__init__).parameters
-LATER_REQUEST_FIELDS: dict[str, Any] = {  # what the reference scheduler keeps on a request, absent from Request until 0.15, 0.25 and 0.28
+LATER_REQUEST_FIELDS: dict[
+    str, Any
+] = {  # what the reference scheduler keeps on a request, absent from Request until 0.15, 0.25 and 0.28
     "is_prefill_chunk": False,
     "resumable": False,
     "last_sched_seq": 0,

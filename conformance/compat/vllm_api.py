@@ -26,14 +26,21 @@ if not (shutil.which("nvidia-smi") or Path("/dev/nvidiactl").exists()):
 
 import torch
 
-if not hasattr(torch._C._cpu, "_is_avx512_supported"):  # 0.17 asks for it there, but newer releases of PyTorch have it elsewhere
+if not hasattr(
+    torch._C._cpu, "_is_avx512_supported"
+):  # 0.17 asks for it there, but newer releases of PyTorch have it elsewhere
     torch._C._cpu._is_avx512_supported = torch.cpu._is_avx512_supported  # type: ignore[attr-defined]
 
 import vllm
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole, SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
@@ -41,7 +48,12 @@ from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+)
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -82,7 +94,10 @@ KV_LAYOUT = "kv-first" if _RELEASE < (0, 23) else "kv-second" if _RELEASE < (0, 
 """Layout of a layer's KV tensor (kvconform.kv.cache.LAYOUTS), as FlashAttention registers it."""
 FINISHED_ERROR = getattr(RequestStatus, "FINISHED_ERROR", RequestStatus.FINISHED_ABORTED)
 """How a request ends that cannot be recovered; until 0.12 there was no such end."""
-PREEMPTIONS_BY_METADATA = "kv_connector_metadata" in inspect.signature(getattr(KVConnectorBase_V1, "handle_preemptions", len)).parameters
+PREEMPTIONS_BY_METADATA = (
+    "kv_connector_metadata"
+    in inspect.signature(getattr(KVConnectorBase_V1, "handle_preemptions", len)).parameters
+)
 """Whether handle_preemptions gets the step's metadata, in every step. Until 0.19 it got ids, if there were any; until 0.13 it was not."""
 ABSENT_FIELDS = backports.complete_outputs(KVConnectorOutput, SchedulerOutput)
 """Fields of outputs that the installed release lacks."""
@@ -126,7 +141,9 @@ def build_config(
     transfer: KVTransferConfig | None,
 ) -> VllmConfig:
     """A VllmConfig for one engine; `num_blocks` includes the null block. A fresh object each call (connectors may keep it)."""
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # V2 demands Triton at configuration time; its protocol is switched on below
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = (
+        "0"  # V2 demands Triton at configuration time; its protocol is switched on below
+    )
     arguments: dict[str, Any] = dict(
         model=model_path(),
         skip_tokenizer_init=True,
@@ -166,30 +183,50 @@ def _drafter(tokens: int) -> dict[str, Any]:
 def init_parallel_state() -> None:
     """The one-rank tensor and pipeline parallel groups that every vLLM worker process has; connectors ask them for their rank."""
     from vllm.config import set_current_vllm_config
-    from vllm.distributed.parallel_state import GroupCoordinator, ensure_model_parallel_initialized, init_distributed_environment
+    from vllm.distributed.parallel_state import (
+        GroupCoordinator,
+        ensure_model_parallel_initialized,
+        init_distributed_environment,
+    )
 
     directory = tempfile.mkdtemp(prefix="kvconform-")
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     with set_current_vllm_config(VllmConfig()):
         init_distributed_environment(1, 0, f"file://{directory}/rendezvous", 0, "gloo")
         ensure_model_parallel_initialized(1, 1)
-    GroupCoordinator.barrier = lambda group: None  # one rank waits for nobody; in a forked process, without gloo's threads, it would
+    GroupCoordinator.barrier = lambda group: (
+        None
+    )  # one rank waits for nobody; in a forked process, without gloo's threads, it would
 
 
-def build_cache_config(num_blocks: int, block_size: int, heads: int, head_dim: int, layers: list[str]) -> KVCacheConfig:
+def build_cache_config(
+    num_blocks: int, block_size: int, heads: int, head_dim: int, layers: list[str]
+) -> KVCacheConfig:
     """One full-attention group over `layers`."""
-    spec = FullAttentionSpec(block_size=block_size, num_kv_heads=heads, head_size=head_dim, dtype=torch.float32)
+    spec = FullAttentionSpec(
+        block_size=block_size, num_kv_heads=heads, head_size=head_dim, dtype=torch.float32
+    )
     page = spec.page_size_bytes
     if "layers" in KVCacheTensor.__dataclass_fields__:  # one allocation, layer after layer (0.32)
         places = {"layers": list(layers), "layer_stride": page * num_blocks, "block_stride": page}
         tensors = [KVCacheTensor(size=page * num_blocks * len(layers), **places)]
     else:
         tensors = [KVCacheTensor(size=page * num_blocks, shared_by=[name]) for name in layers]
-    return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=tensors, kv_cache_groups=[KVCacheGroupSpec(layers, spec)])
+    return KVCacheConfig(
+        num_blocks=num_blocks,
+        kv_cache_tensors=tensors,
+        kv_cache_groups=[KVCacheGroupSpec(layers, spec)],
+    )
 
 
 def build_scheduler(
-    config: VllmConfig, cache: KVCacheConfig, *, block_size: int, scheduling: str, runner: str, stats: bool = False
+    config: VllmConfig,
+    cache: KVCacheConfig,
+    *,
+    block_size: int,
+    scheduling: str,
+    runner: str,
+    stats: bool = False,
 ) -> Scheduler:
     """vLLM's own scheduler (it constructs the scheduler half of the connector itself)."""
     cls = AsyncScheduler if scheduling == "async" else Scheduler
@@ -214,9 +251,20 @@ def build_scheduler(
     return scheduler
 
 
-def transfer_config(connector: str, role: str, extra: dict[str, Any], module: str | None, policy: str, engine_id: str) -> KVTransferConfig:
+def transfer_config(
+    connector: str,
+    role: str,
+    extra: dict[str, Any],
+    module: str | None,
+    policy: str,
+    engine_id: str,
+) -> KVTransferConfig:
     """KVTransferConfig for `connector` (class name or registered name; `module` for classes outside the registry)."""
-    late = {"kv_load_failure_policy": policy} if "kv_load_failure_policy" in KVTransferConfig.__dataclass_fields__ else {}  # since 0.13
+    late = (
+        {"kv_load_failure_policy": policy}
+        if "kv_load_failure_policy" in KVTransferConfig.__dataclass_fields__
+        else {}
+    )  # since 0.13
     return KVTransferConfig(
         kv_connector=connector,
         kv_role=role,
@@ -234,7 +282,10 @@ def force_preemption(scheduler: Any, request: Request) -> bool:
     can_be_freed = getattr(scheduler, "_request_blocks_can_be_freed", None)  # since 0.31
     if can_be_freed is not None and not can_be_freed(request):
         return False
-    marks = "drop_stale_output" in inspect.signature(getattr(scheduler, "_preempt_request", len)).parameters  # since 0.27
+    marks = (
+        "drop_stale_output"
+        in inspect.signature(getattr(scheduler, "_preempt_request", len)).parameters
+    )  # since 0.27
     if not marks and not backports.drop_output(request, 1 + scheduler.num_spec_tokens):
         return False
     scheduler.running.remove(request)
@@ -244,7 +295,9 @@ def force_preemption(scheduler: Any, request: Request) -> bool:
         scheduler._preempt_request(request, 0.0)
     else:  # until 0.11
         backports.preempt(scheduler, request)
-    if not hasattr(scheduler, "reset_preempted_req_ids") and not hasattr(scheduler, "preempted_req_ids"):
+    if not hasattr(scheduler, "reset_preempted_req_ids") and not hasattr(
+        scheduler, "preempted_req_ids"
+    ):
         # Until 0.25 a victim could not come back in the next step, unless a reset had preempted it, which did this:
         scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
     return True
@@ -257,7 +310,11 @@ def reset_caches(scheduler: Any, *, running: bool, connector: bool) -> bool:
     for name, wanted in asked.items():
         if wanted and name not in known:
             raise NotImplementedError(f"vLLM {VLLM_VERSION} knows no {name}")
-    return bool(scheduler.reset_prefix_cache(**{name: wanted for name, wanted in asked.items() if name in known}))
+    return bool(
+        scheduler.reset_prefix_cache(
+            **{name: wanted for name, wanted in asked.items() if name in known}
+        )
+    )
 
 
 def set_block_hash(block: Any, key: Any, tokens: int) -> None:
@@ -284,7 +341,9 @@ def set_paused(scheduler: Any, paused: bool) -> None:
     from vllm.v1.core.sched.interface import PauseState
 
     own = type(scheduler).__module__.startswith("kvconform.")
-    scheduler.set_pause_state(int(paused) if own else PauseState.PAUSED_NEW if paused else PauseState.UNPAUSED)
+    scheduler.set_pause_state(
+        int(paused) if own else PauseState.PAUSED_NEW if paused else PauseState.UNPAUSED
+    )
 
 
 def reuse_freed_first(queue: Any) -> None:

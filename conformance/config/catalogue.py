@@ -30,7 +30,10 @@ class Named(BaseModel):
     text: str = Field(min_length=1)
     requires: list[str] = Field(default=[], description="pip requirements")
     connector: str = Field(min_length=1)
-    family: str = Field(default="", description="whose results are told together; default: the name up to its first dash")
+    family: str = Field(
+        default="",
+        description="whose results are told together; default: the name up to its first dash",
+    )
 
     def group(self, name: str) -> str:
         """The family of the entry, which is called `name`."""
@@ -57,7 +60,9 @@ def named(name: str, root: Path = ROOT) -> Named:
     try:
         return Named.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
     except (tomllib.TOMLDecodeError, ValidationError) as error:
-        raise UsageError(f"{path.name} of the catalogue is broken: {' '.join(str(error).split())[:300]}") from None
+        raise UsageError(
+            f"{path.name} of the catalogue is broken: {' '.join(str(error).split())[:300]}"
+        ) from None
 
 
 _CONNECTOR = re.compile(r"(?:[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:)?[A-Za-z_]\w*")
@@ -85,7 +90,9 @@ def lacking(entry: str | None) -> list[str]:
         return []
     are = "is" if len(absent) == 1 else "are"
     install = f"pip install {' '.join(requires)}"
-    return [f"{', '.join(absent)} {are} not installed here: {install}; nox -s conformance -- --connector {entry} does that by itself"]
+    return [
+        f"{', '.join(absent)} {are} not installed here: {install}; nox -s conformance -- --connector {entry} does that by itself"
+    ]
 
 
 def check_connector_name(connector: str, pythonpath: Sequence[str] = ()) -> None:
@@ -95,7 +102,9 @@ def check_connector_name(connector: str, pythonpath: Sequence[str] = ()) -> None
         better = f"; did you mean {hint[0]}:{hint[2]}?" if hint[0] and ":" not in connector else ""
         if better and not hint[2][:1].isupper():  # a module, by its looks
             better = f"; if {connector} is the module, add its class: {connector}:MyConnector"
-        raise UsageError(f"{connector!r} does not name a connector: write package.module:Class, or a name that vLLM knows{better}")
+        raise UsageError(
+            f"{connector!r} does not name a connector: write package.module:Class, or a name that vLLM knows{better}"
+        )
     package = connector.partition(":")[0].partition(".")[0]
     if ":" not in connector or importlib.util.find_spec(package) is not None:
         return
@@ -109,4 +118,6 @@ def check_connector_name(connector: str, pythonpath: Sequence[str] = ()) -> None
             raise UsageError(
                 f"there is no package {package!r} in {', '.join(pythonpath)} (--pythonpath), nor elsewhere on this Python's path"
             )
-        raise UsageError(f"there is no package {package!r} on this Python's path: install it into {sys.prefix}, or give --pythonpath DIR")
+        raise UsageError(
+            f"there is no package {package!r} on this Python's path: install it into {sys.prefix}, or give --pythonpath DIR"
+        )

@@ -35,7 +35,11 @@ ELSEWHERE = {"hash-seed": 8000, "second-process": 500}
 def cost(variant: Variant) -> int:
     """About how many milliseconds a run takes, those included that it is compared with. Only ratios matter."""
     case = variant.case
-    return 25 + 6 * len(case.steps) * (1 + len(case.relations)) + sum(ELSEWHERE.get(name, 0) for name in case.relations)
+    return (
+        25
+        + 6 * len(case.steps) * (1 + len(case.relations))
+        + sum(ELSEWHERE.get(name, 0) for name in case.relations)
+    )
 
 
 def part(variants: Sequence[Variant], shard: Shard) -> list[Variant]:
@@ -45,7 +49,9 @@ def part(variants: Sequence[Variant], shard: Shard) -> list[Variant]:
     """
     if len(variants) < shard.count:
         runs = "1 run is" if len(variants) == 1 else f"{len(variants)} runs are"
-        raise UsageError(f"--shard {shard}: only {runs} selected, which is too few for {shard.count} shards")
+        raise UsageError(
+            f"--shard {shard}: only {runs} selected, which is too few for {shard.count} shards"
+        )
     loads = [0] * shard.count
     mine = set()
     for variant in sorted(variants, key=lambda variant: (-cost(variant), variant.id)):
@@ -60,7 +66,13 @@ def suite_digest() -> str:
     """12 hexadecimal digits of this kvconform: its specification and the code that drives and judges. The version alone does not change
     from commit to commit."""
     found = hashlib.sha256()
-    packages = {"": ".py", ".spec": ".yaml", ".refimpl": ".py", ".kernels": ".py", ".connectors": ".toml"}
+    packages = {
+        "": ".py",
+        ".spec": ".yaml",
+        ".refimpl": ".py",
+        ".kernels": ".py",
+        ".connectors": ".toml",
+    }
     for package, suffix in ((f"kvconform{name}", suffix) for name, suffix in packages.items()):
         _digest(importlib.resources.files(package), suffix, package, found)
     return found.hexdigest()[:12]
@@ -69,7 +81,14 @@ def suite_digest() -> str:
 def _digest(folder: Traversable, suffix: str, name: str, found: hashlib._Hash) -> None:
     """Take in the files under `folder`, sorted by name. What installers and interpreters leave there does not count."""
     for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
-        if entry.is_dir() and entry.name not in ("__pycache__", "spec", "refimpl", "kernels", "connectors", "fixtures"):
+        if entry.is_dir() and entry.name not in (
+            "__pycache__",
+            "spec",
+            "refimpl",
+            "kernels",
+            "connectors",
+            "fixtures",
+        ):
             _digest(entry, suffix, f"{name}/{entry.name}", found)
         elif entry.name.endswith(suffix) and entry.is_file():
             found.update(f"{name}/{entry.name}\0".encode())
@@ -107,7 +126,9 @@ class Selection:
 def select(spec: Spec, settings: Settings, vllm: str) -> Selection:
     """The selection. UsageError for ids that do not exist, and when nothing is left to run."""
     if settings.profile not in spec.profiles:
-        raise UsageError(f"there is no profile {settings.profile!r}{_close(settings.profile, spec.profiles)}")
+        raise UsageError(
+            f"there is no profile {settings.profile!r}{_close(settings.profile, spec.profiles)}"
+        )
     known = vllm != "unknown"
     in_force = [req for req in spec.requirements.values() if not known or req.in_force(vllm)]
     judged, cases = select_profile(spec.profiles, settings.profile, in_force, spec.cases.values())
@@ -119,32 +140,53 @@ def select(spec: Spec, settings: Settings, vllm: str) -> Selection:
     later = [name for name in cases if known and not spec.cases[name].in_force(vllm)]
     cases = [name for name in cases if name not in later]
     shown = judged
-    if wanted_requirements is not None and wanted_cases is None:  # beside a case, naming a requirement hides nothing
+    if (
+        wanted_requirements is not None and wanted_cases is None
+    ):  # beside a case, naming a requirement hides nothing
         shown = [name for name in spec.requirements if name in wanted_requirements]
         judged = list(dict.fromkeys([*judged, *shown]))
     found = Selection([], judged, shown, _matching(settings.disable, spec.requirements))
     found.narrowed = (
-        bool(settings.select or spec.own_cases)  # a case of one's own is run instead of the profile's
+        bool(
+            settings.select or spec.own_cases
+        )  # a case of one's own is run instead of the profile's
         or settings.engine != "all"
         or settings.scheduling != "all"
         or settings.slow != "all"
         or settings.trace is not None
     )
-    found.beyond = later, [name for name in spec.requirements if known and not spec.requirements[name].in_force(vllm)]
+    found.beyond = (
+        later,
+        [
+            name
+            for name in spec.requirements
+            if known and not spec.requirements[name].in_force(vllm)
+        ],
+    )
     off = set(_matching(settings.disable, spec.cases))
     for name in cases:
-        for variant in spec.cases[name].variants(settings.engines, settings.schedulings, settings.slows):
+        for variant in spec.cases[name].variants(
+            settings.engines, settings.schedulings, settings.slows
+        ):
             if known and not runs_on(variant.runner, vllm):
                 found.without += 1
                 continue
-            if wanted_variants is None or variant.id in wanted_variants or variant.case.id in wanted_variants:
+            if (
+                wanted_variants is None
+                or variant.id in wanted_variants
+                or variant.case.id in wanted_variants
+            ):
                 (found.switched_off if name in off else found.variants).append(variant)
     if not found.variants and not found.switched_off:
-        raise UsageError(f"nothing to run: no selected case runs on engine {settings.engine} with scheduling {settings.scheduling}")
+        raise UsageError(
+            f"nothing to run: no selected case runs on engine {settings.engine} with scheduling {settings.scheduling}"
+        )
     if settings.shard is not None:
         found.shard = parse(settings.shard)
         found.variants = part(found.variants, found.shard)
-        found.switched_off = found.switched_off if found.shard.number == 1 else []  # they cost nothing
+        found.switched_off = (
+            found.switched_off if found.shard.number == 1 else []
+        )  # they cost nothing
     return found
 
 
@@ -153,7 +195,9 @@ def _matching(globs: Iterable[str], names: Iterable[str]) -> list[str]:
     return [name for name in names if any(fnmatch.fnmatchcase(name, glob) for glob in globs)]
 
 
-def _wanted(spec: Spec, settings: Settings) -> tuple[set[str] | None, set[str] | None, set[str] | None]:
+def _wanted(
+    spec: Spec, settings: Settings
+) -> tuple[set[str] | None, set[str] | None, set[str] | None]:
     """(cases, requirements, variants and whole cases) named by -k and --trace; None where nothing of that sort was named."""
     cases: set[str] = set()
     requirements: set[str] = set()
@@ -174,10 +218,15 @@ def _wanted(spec: Spec, settings: Settings) -> tuple[set[str] | None, set[str] |
             raise UsageError(f"--trace: there is no case {entry!r}{_close(entry, spec.cases)}")
         if not some_cases and not some_requirements:
             if not set(entry) & set(".*?["):  # an id has a dot
-                areas = dict.fromkeys([req.area for req in spec.requirements.values()] + [case.area for case in spec.cases.values()])
+                areas = dict.fromkeys(
+                    [req.area for req in spec.requirements.values()]
+                    + [case.area for case in spec.cases.values()]
+                )
                 known = f"; there are {', '.join(areas)}"
                 raise UsageError(f"there is no area {entry!r}{_close(entry, areas) or known}")
-            raise UsageError(f"there is no case or requirement {entry!r}{_close(entry, [*spec.cases, *spec.requirements])}")
+            raise UsageError(
+                f"there is no case or requirement {entry!r}{_close(entry, [*spec.cases, *spec.requirements])}"
+            )
         cases |= some_cases
         variants |= some_cases
         if not some_cases:
@@ -199,12 +248,16 @@ def _close(name: str, known: Iterable[str]) -> str:
 def _check_disabled(spec: Spec, disable: Iterable[str]) -> None:
     for glob in disable:
         if not _matching([glob], [*spec.requirements, *spec.cases]):
-            raise UsageError(f"disable: there is no requirement or case {glob!r}{_close(glob, [*spec.requirements, *spec.cases])}")
+            raise UsageError(
+                f"disable: there is no requirement or case {glob!r}{_close(glob, [*spec.requirements, *spec.cases])}"
+            )
 
 
 def _check_expected(spec: Spec, settings: Settings) -> None:
     for name in unknown_requirements(settings.expected_failures, spec.requirements):
-        raise UsageError(f"expected failure of {name!r} matches nothing: there is no such requirement{_close(name, spec.requirements)}")
+        raise UsageError(
+            f"expected failure of {name!r} matches nothing: there is no such requirement{_close(name, spec.requirements)}"
+        )
     for entry in settings.expected_failures:
         if not _matching([entry.case], spec.cases):
             raise UsageError(

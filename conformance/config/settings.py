@@ -60,19 +60,43 @@ class Settings(BaseModel):
     connector: str = Field(default=REFERENCE, min_length=1)
     catalogue: str | None = Field(default=None, description="the name by which it was found")
     extra_config: dict[str, Any] = {}
-    adapters: list[str] = Field(default=[], description="stand-ins for what the connector lacks here (docs/adapters.md)")
+    adapters: list[str] = Field(
+        default=[], description="stand-ins for what the connector lacks here (docs/adapters.md)"
+    )
     role: Literal["kv_both", "kv_producer", "kv_consumer"] | None = None
-    capabilities: dict[str, Any] = Field(default={}, description="declared capabilities, over those that the class declares")
-    half: Literal["both", "scheduler"] = Field(default="both", description="scheduler: judge the scheduler half alone")
+    capabilities: dict[str, Any] = Field(
+        default={}, description="declared capabilities, over those that the class declares"
+    )
+    half: Literal["both", "scheduler"] = Field(
+        default="both", description="scheduler: judge the scheduler half alone"
+    )
     device: Literal["cpu", "cuda"] = Field(default="cpu", description="where the KV cache is")
-    emulate_cuda: bool = Field(default=False, description="with device cpu: the connector finds a CUDA device, which is emulated")
-    slow: Literal["compute", "transfers", "all"] = Field(default="all", description="streams that are slow, on a device that has streams")
-    engine: Literal["reference", "vllm", "live", "all"] = Field(default="all", description="all: reference and vllm")
-    seeds: int = Field(default=0, ge=0, description="engine live: so many random workloads besides, with seeds from `seed` on")
+    emulate_cuda: bool = Field(
+        default=False,
+        description="with device cpu: the connector finds a CUDA device, which is emulated",
+    )
+    slow: Literal["compute", "transfers", "all"] = Field(
+        default="all", description="streams that are slow, on a device that has streams"
+    )
+    engine: Literal["reference", "vllm", "live", "all"] = Field(
+        default="all", description="all: reference and vllm"
+    )
+    seeds: int = Field(
+        default=0,
+        ge=0,
+        description="engine live: so many random workloads besides, with seeds from `seed` on",
+    )
     scheduling: Literal["sync", "async", "all"] = "all"
-    select: list[str] = Field(default=[], description="ids, areas or globs of cases and requirements; ids of runs")
-    cases: list[str] = Field(default=[], description="files of cases that the suite does not have; without `select`, only these are run")
-    shard: str | None = Field(default=None, description="i/n: only the i-th of n parts of the selected runs")
+    select: list[str] = Field(
+        default=[], description="ids, areas or globs of cases and requirements; ids of runs"
+    )
+    cases: list[str] = Field(
+        default=[],
+        description="files of cases that the suite does not have; without `select`, only these are run",
+    )
+    shard: str | None = Field(
+        default=None, description="i/n: only the i-th of n parts of the selected runs"
+    )
     profile: str = "core"
     seed: int = 0
     strict: bool = False
@@ -82,17 +106,32 @@ class Settings(BaseModel):
     report_dir: str = "kvconform-report"
     trace: str | None = None
     debug: bool = False
-    disable: list[str] = Field(default=[], description="globs over ids of requirements and cases that are switched off")
+    disable: list[str] = Field(
+        default=[], description="globs over ids of requirements and cases that are switched off"
+    )
     expected_failures: list[Expected] = []
     setup: list[str] = Field(default=[], description="shell commands before the first case")
-    teardown: list[str] = Field(default=[], description="shell commands at the end, whatever happened")
-    servers: list[ServerSpec] = Field(default=[], description="servers that each process with the connector needs, one of each per process")
+    teardown: list[str] = Field(
+        default=[], description="shell commands at the end, whatever happened"
+    )
+    servers: list[ServerSpec] = Field(
+        default=[],
+        description="servers that each process with the connector needs, one of each per process",
+    )
     setup_timeout: float = Field(default=120.0, gt=0)
-    env: dict[str, str] = Field(default={}, description="environment of the workers and of the commands")
-    pythonpath: list[str] = Field(default=[], description="directories where workers find the connector's package")
-    snapshot_rules: list[dict[str, Any]] = Field(default=[], description="what differs from run to run, as in spec/normalise.yaml")
+    env: dict[str, str] = Field(
+        default={}, description="environment of the workers and of the commands"
+    )
+    pythonpath: list[str] = Field(
+        default=[], description="directories where workers find the connector's package"
+    )
+    snapshot_rules: list[dict[str, Any]] = Field(
+        default=[], description="what differs from run to run, as in spec/normalise.yaml"
+    )
     file: str | None = Field(default=None, description="where settings were read from")
-    arguments: list[str] = Field(default=[], description="the options of the command line that a reproduction needs too")
+    arguments: list[str] = Field(
+        default=[], description="the options of the command line that a reproduction needs too"
+    )
 
     @field_validator("hook_timeout", "stall_seconds", "setup_timeout", mode="before")
     @classmethod
@@ -131,7 +170,9 @@ class Settings(BaseModel):
         """Which streams are slow, one after the other (engine live: none ever is); None on a device without streams."""
         if self.target_device == "cpu":
             if self.slow != "all":
-                raise UsageError("--slow is about the streams of a device: it goes with --emulate-cuda or --device cuda")
+                raise UsageError(
+                    "--slow is about the streams of a device: it goes with --emulate-cuda or --device cuda"
+                )
             return None
         if self.engine == "live":
             return []
@@ -147,23 +188,36 @@ def load(given: dict[str, Any], *, file: str | None = None, start: Path | None =
     """Merge the settings. `given` are those of the command line (None = not given); `file` names the file instead of searching from
     `start` (the working directory) upwards. UsageError for anything that is wrong."""
     own = {key: value for key, value in given.items() if value is not None}
-    if str(own.get("connector", "")).startswith(named.PREFIX):  # it brings its own settings: those found here are another connector's
+    if str(own.get("connector", "")).startswith(
+        named.PREFIX
+    ):  # it brings its own settings: those found here are another connector's
         entry = named.named(own["connector"])
         own = {**entry.settings, **own, "connector": entry.connector, "catalogue": own["connector"]}
         start = Path("/")
     path, found = (_read_named(Path(file))) if file else _search((start or Path.cwd()).resolve())
     settings = _validate(found, str(path)) if path else Settings()
     given_here = _validate(own, "the command line")
-    merged = settings.model_copy(update={name: getattr(given_here, name) for name in (key.replace("-", "_") for key in own)})
+    merged = settings.model_copy(
+        update={name: getattr(given_here, name) for name in (key.replace("-", "_") for key in own)}
+    )
     merged.expected_failures = settings.expected_failures
     merged.file = str(path) if path else None
     if merged.connector == REFERENCE and not merged.extra_config:
         merged.extra_config = {"store": "{tmp}"}
-    merged.report_dir = str(_absolute(merged.report_dir, Path.cwd() if "report_dir" in own else merged.base))
-    merged.pythonpath = [str(_absolute(p, Path.cwd() if "pythonpath" in own else merged.base)) for p in merged.pythonpath]
-    merged.cases = [str(_absolute(p, Path.cwd() if "cases" in own else merged.base)) for p in merged.cases]
+    merged.report_dir = str(
+        _absolute(merged.report_dir, Path.cwd() if "report_dir" in own else merged.base)
+    )
+    merged.pythonpath = [
+        str(_absolute(p, Path.cwd() if "pythonpath" in own else merged.base))
+        for p in merged.pythonpath
+    ]
+    merged.cases = [
+        str(_absolute(p, Path.cwd() if "cases" in own else merged.base)) for p in merged.cases
+    ]
     if merged.cases and merged.shard:
-        raise UsageError("--case and --shard do not go together: kvconform merge knows the suite's cases only")
+        raise UsageError(
+            "--case and --shard do not go together: kvconform merge knows the suite's cases only"
+        )
     return merged
 
 
@@ -198,7 +252,9 @@ def _table(path: Path) -> dict[str, Any] | None:
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        if path.name == "pyproject.toml" and "kvconform" not in path.read_bytes().decode(errors="replace"):
+        if path.name == "pyproject.toml" and "kvconform" not in path.read_bytes().decode(
+            errors="replace"
+        ):
             return None  # broken, but none of our business
         raise UsageError(f"{path} is not valid TOML: {error}") from None
     if path.name != "pyproject.toml":
@@ -208,13 +264,18 @@ def _table(path: Path) -> dict[str, Any] | None:
 
 
 def _validate(raw: dict[str, Any], place: str) -> Settings:
-    known = set(Settings.model_fields) - ({"file"} if place == "the command line" else {"file", "arguments", "catalogue"})
+    known = set(Settings.model_fields) - (
+        {"file"} if place == "the command line" else {"file", "arguments", "catalogue"}
+    )
     data = {}
     for key, value in raw.items():
         name = key.replace("-", "_")
         if name not in known:
             close = difflib.get_close_matches(name, known, 1)
-            raise UsageError(f"{place}: unknown setting {key!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
+            raise UsageError(
+                f"{place}: unknown setting {key!r}"
+                + (f"; did you mean {close[0]!r}?" if close else "")
+            )
         data[name] = value
     if isinstance(data.get("expected_failures"), list):
         data["expected_failures"] = [_dates_as_text(entry) for entry in data["expected_failures"]]
@@ -224,7 +285,11 @@ def _validate(raw: dict[str, Any], place: str) -> Settings:
         problem = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in problem["loc"])
         sentence = problem["msg"].removeprefix("Value error, ")
-        given = "" if problem["type"] in ("missing", "extra_forbidden") else f" (it is {problem['input']!r})"
+        given = (
+            ""
+            if problem["type"] in ("missing", "extra_forbidden")
+            else f" (it is {problem['input']!r})"
+        )
         raise UsageError(f"{place}: {where}: {sentence[0].lower()}{sentence[1:]}{given}") from None
 
 
@@ -232,7 +297,9 @@ def _dates_as_text(entry: Any) -> Any:
     """TOML has dates; the model wants ISO text."""
     if not isinstance(entry, dict):
         return entry
-    return {key: value.isoformat() if isinstance(value, date) else value for key, value in entry.items()}
+    return {
+        key: value.isoformat() if isinstance(value, date) else value for key, value in entry.items()
+    }
 
 
 def as_arguments(options: Mapping[str, str | bool | Sequence[str] | None]) -> list[str]:
@@ -256,11 +323,15 @@ def parse_extra_config(text: str) -> dict[str, Any]:
         try:
             text = Path(name).read_text(encoding="utf-8")
         except OSError as error:
-            raise UsageError(f"--extra-config: {name} cannot be read: {error.strerror or error}") from None
+            raise UsageError(
+                f"--extra-config: {name} cannot be read: {error.strerror or error}"
+            ) from None
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise UsageError(f"{name} is not valid JSON: {error.msg} at line {error.lineno} column {error.colno}") from None
+        raise UsageError(
+            f"{name} is not valid JSON: {error.msg} at line {error.lineno} column {error.colno}"
+        ) from None
     if not isinstance(value, dict):
         raise UsageError(f"{name} must be a JSON object, not {json.dumps(value)[:60]}")
     return value

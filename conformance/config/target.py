@@ -54,21 +54,33 @@ class Target:
         if self.module is None:
             if self.name not in KVConnectorFactory._registry:
                 known = sorted(KVConnectorFactory._registry)
-                close = did_you_mean(self.name, known).rstrip("?") or f", or one of {', '.join(known)}"
-                raise UsageError(f"vLLM knows no connector named {self.name!r}: give it as package.module:Class{close}.")
+                close = (
+                    did_you_mean(self.name, known).rstrip("?") or f", or one of {', '.join(known)}"
+                )
+                raise UsageError(
+                    f"vLLM knows no connector named {self.name!r}: give it as package.module:Class{close}."
+                )
             try:
                 return KVConnectorFactory._registry[self.name]()
             except Exception as error:  # a registered connector may import anything
-                raise UsageError(f"Connector {self.name} cannot be imported: {_one_line(error)}.") from error
+                raise UsageError(
+                    f"Connector {self.name} cannot be imported: {_one_line(error)}."
+                ) from error
         try:
             module = importlib.import_module(self.module)
         except Exception as error:  # the user's module may raise anything while it is imported
-            raise UsageError(f"Module {self.module} of connector {self.connector} cannot be imported: {_one_line(error)}.") from error
+            raise UsageError(
+                f"Module {self.module} of connector {self.connector} cannot be imported: {_one_line(error)}."
+            ) from error
         cls = getattr(module, self.name, None)
         if cls is None:
-            raise UsageError(f"Module {self.module} has no attribute {self.name!r}: name the connector's class as package.module:Class.")
+            raise UsageError(
+                f"Module {self.module} has no attribute {self.name!r}: name the connector's class as package.module:Class."
+            )
         if not (isinstance(cls, type) and issubclass(cls, KVConnectorBase_V1)):
-            raise UsageError(f"{self.connector} is not a KV connector: it must be a subclass of vLLM's KVConnectorBase_V1.")
+            raise UsageError(
+                f"{self.connector} is not a KV connector: it must be a subclass of vLLM's KVConnectorBase_V1."
+            )
         return cls
 
     def options(self, tmp: Path, block_size: int) -> dict[str, Any]:
@@ -105,7 +117,13 @@ def _one_line(error: BaseException) -> str:
     return text[:300]
 
 
-SIBLINGS = {"idle": "Idle", "winner": "Winner", "holder": "Holder", "fetcher": "Fetcher", "greeter": "Greeter"}
+SIBLINGS = {
+    "idle": "Idle",
+    "winner": "Winner",
+    "holder": "Holder",
+    "fetcher": "Fetcher",
+    "greeter": "Greeter",
+}
 """Name in a case -> class in kvconform.refimpl.variants.siblings."""
 
 
@@ -125,7 +143,9 @@ class MultiTarget(Target):
 
     def alone(self) -> Target:
         """The connector without its parent."""
-        return Target(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Target)})
+        return Target(
+            **{field.name: getattr(self, field.name) for field in dataclasses.fields(Target)}
+        )
 
     def resolve(self) -> type:
         return self.alone().resolve()
@@ -136,12 +156,23 @@ class MultiTarget(Target):
     def _child(self, name: str, tmp: Path, block_size: int) -> dict[str, Any]:
         role = self.role or "kv_both"
         if name != "self":
-            return {"kv_connector": SIBLINGS[name], "kv_connector_module_path": "kvconform.refimpl.variants.siblings", "kv_role": role}
+            return {
+                "kv_connector": SIBLINGS[name],
+                "kv_connector_module_path": "kvconform.refimpl.variants.siblings",
+                "kv_role": role,
+            }
         target = self.alone()
-        own = {"kv_connector": target.name, "kv_role": role, "kv_connector_extra_config": target.options(tmp, block_size)}
+        own = {
+            "kv_connector": target.name,
+            "kv_role": role,
+            "kv_connector_extra_config": target.options(tmp, block_size),
+        }
         return own if target.module is None else {**own, "kv_connector_module_path": target.module}
 
 
 def inside(target: Target, children: Sequence[str]) -> MultiTarget:
     """The same connector among these children."""
-    return MultiTarget(**{field.name: getattr(target, field.name) for field in dataclasses.fields(Target)}, children=tuple(children))
+    return MultiTarget(
+        **{field.name: getattr(target, field.name) for field in dataclasses.fields(Target)},
+        children=tuple(children),
+    )

@@ -31,16 +31,24 @@ class Capability:
 
 
 CAPABILITIES: dict[str, Capability] = {
-    "store": Capability(False, _YES_NO, "keeps KV after its request is gone, for later requests to load"),
+    "store": Capability(
+        False, _YES_NO, "keeps KV after its request is gone, for later requests to load"
+    ),
     "saves": Capability(
         "none",
         (Literal["none", "prompt", "all"], "one of none, prompt, all"),
         "what it saves: nothing, prompts only, or generated tokens too",
     ),
     "chunk_tokens": Capability(
-        1, (Annotated[int, Field(gt=0)], "a whole number above 0"), "granularity of what it promises to return, in tokens"
+        1,
+        (Annotated[int, Field(gt=0)], "a whole number above 0"),
+        "granularity of what it promises to return, in tokens",
     ),
-    "best_effort": Capability(False, _YES_NO, "stores or loads less, or nothing, when it is busy or when it is not worth it"),
+    "best_effort": Capability(
+        False,
+        _YES_NO,
+        "stores or loads less, or nothing, when it is busy or when it is not worth it",
+    ),
     "synthesises_kv": Capability(False, _YES_NO, "makes KV that no engine computed"),
     "non_prefix_reuse": Capability(False, _YES_NO, "reuses KV of content that is not a prefix"),
     "lossy": Capability(
@@ -50,13 +58,29 @@ CAPABILITIES: dict[str, Capability] = {
     ),
     "async_load": Capability(False, _YES_NO, "answers lookups with an asynchronous load"),
     "layerwise": Capability(False, _YES_NO, "loads or saves layer by layer"),
-    "hma": Capability(False, _YES_NO, "supports the hybrid memory allocator (several KV cache groups)"),
-    "composite": Capability(False, _YES_NO, "is made of other connectors, as vLLM's MultiConnector is"),
-    "context_parallel": Capability(False, _YES_NO, "works where the tokens of a block are split over ranks (decode context parallelism)"),
+    "hma": Capability(
+        False, _YES_NO, "supports the hybrid memory allocator (several KV cache groups)"
+    ),
+    "composite": Capability(
+        False, _YES_NO, "is made of other connectors, as vLLM's MultiConnector is"
+    ),
+    "context_parallel": Capability(
+        False,
+        _YES_NO,
+        "works where the tokens of a block are split over ranks (decode context parallelism)",
+    ),
     "fault_injection": Capability(False, _YES_NO, "lets the harness make loads fail"),
     "kv_events": Capability(False, _YES_NO, "publishes KV events for all that it stores"),
-    "transfer": Capability(False, _YES_NO, "hands KV from a producer to a consumer engine, by the kv_transfer_params of their requests"),
-    "roles": Capability(("kv_both",), (tuple[str, ...] | list[str], "a list of names"), "the kv_role values that it works with"),
+    "transfer": Capability(
+        False,
+        _YES_NO,
+        "hands KV from a producer to a consumer engine, by the kv_transfer_params of their requests",
+    ),
+    "roles": Capability(
+        ("kv_both",),
+        (tuple[str, ...] | list[str], "a list of names"),
+        "the kv_role values that it works with",
+    ),
 }
 
 
@@ -66,7 +90,9 @@ def complete(declared: dict[str, Any]) -> dict[str, Any]:
         known = CAPABILITIES.get(name)
         if known is None:
             known_are = f"; known are {', '.join(sorted(CAPABILITIES))}"
-            raise UsageError(f"unknown capability {name!r}{did_you_mean(name, CAPABILITIES, 1) or known_are}")
+            raise UsageError(
+                f"unknown capability {name!r}{did_you_mean(name, CAPABILITIES, 1) or known_are}"
+            )
         known.check(name, value)
     return {name: declared.get(name, known.default) for name, known in CAPABILITIES.items()}
 

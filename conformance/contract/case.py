@@ -52,17 +52,39 @@ class Config(Model):
     load_failure_policy: Literal["recompute", "fail"] = "recompute"
     role: Role = "kv_both"
     max_model_len: PositiveInt = 256
-    tensor_parallel: Literal[1, 2] = Field(default=1, description="ranks that the heads are split over")
-    pipeline_parallel: Literal[1, 2] = Field(default=1, description="ranks that the layers are split over")
-    context_parallel: Literal[1, 2] = Field(default=1, description="ranks, the tensor parallel ones, that a block's tokens are split over")
+    tensor_parallel: Literal[1, 2] = Field(
+        default=1, description="ranks that the heads are split over"
+    )
+    pipeline_parallel: Literal[1, 2] = Field(
+        default=1, description="ranks that the layers are split over"
+    )
+    context_parallel: Literal[1, 2] = Field(
+        default=1,
+        description="ranks, the tensor parallel ones, that a block's tokens are split over",
+    )
     delivery: str | None = None
-    long_prefill_threshold: Annotated[int, Field(ge=0)] = Field(default=0, description="long_prefill_token_threshold, 0 = off")
-    engines: dict[Name, Role] = Field(default={}, description="two engines in one run: name -> kv_role; the first one is driven first")
-    groups: list[GroupKind] = Field(default=[], description="KV cache groups of one layer each (engine vllm); one: of all layers")
-    window: PositiveInt = Field(default=8, description="tokens that layers with a sliding window attend to")
+    long_prefill_threshold: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="long_prefill_token_threshold, 0 = off"
+    )
+    engines: dict[Name, Role] = Field(
+        default={},
+        description="two engines in one run: name -> kv_role; the first one is driven first",
+    )
+    groups: list[GroupKind] = Field(
+        default=[],
+        description="KV cache groups of one layer each (engine vllm); one: of all layers",
+    )
+    window: PositiveInt = Field(
+        default=8, description="tokens that layers with a sliding window attend to"
+    )
     stats: bool = Field(default=False, description="the engine keeps statistics (log_stats)")
-    layout: Layout | None = Field(default=None, description="the only order of a KV tensor's axes that the attention can do")
-    multi: list[Sibling] = Field(default=[], description="run inside of MultiConnector with these children; `self` is the connector")
+    layout: Layout | None = Field(
+        default=None, description="the only order of a KV tensor's axes that the attention can do"
+    )
+    multi: list[Sibling] = Field(
+        default=[],
+        description="run inside of MultiConnector with these children; `self` is the connector",
+    )
 
     @property
     def suffix(self) -> str:
@@ -76,8 +98,14 @@ class Matrix(Model):
     scheduling: list[Scheduling] = Field(default=["sync", "async"], min_length=1)
     runner: list[Runner] = Field(default=["v1"], min_length=1)
     depth: list[PositiveInt] = Field(default=[2], min_length=1)
-    block_size: list[PositiveInt] | None = Field(default=None, min_length=1, description="default: config.block_size")
-    slow: list[Slow] = Field(default=list(SLOW), min_length=1, description="which streams are slow; matters on a device with streams only")
+    block_size: list[PositiveInt] | None = Field(
+        default=None, min_length=1, description="default: config.block_size"
+    )
+    slow: list[Slow] = Field(
+        default=list(SLOW),
+        min_length=1,
+        description="which streams are slow; matters on a device with streams only",
+    )
 
 
 class Case(Model):
@@ -88,7 +116,9 @@ class Case(Model):
     text: str = Field(min_length=1)
     rules: list[Annotated[str, Field(pattern=r"^R\d{3}$")]] = []
     bugs: list[Annotated[str, Field(pattern=r"^B\d{3}$")]] = []
-    since: Version | None = Field(default=None, description="first vLLM version whose engine can be brought there")
+    since: Version | None = Field(
+        default=None, description="first vLLM version whose engine can be brought there"
+    )
     config: Config = Config()
     matrix: Matrix = Matrix()
     engines: list[Engine] = Field(default=["reference", "vllm"], min_length=1)
@@ -107,12 +137,20 @@ class Case(Model):
         for index, step in enumerate(steps):
             unknown = step.mentions() - added
             if unknown:
-                raise WrongPart(f"`{step.op}` names request {sorted(unknown)[0]!r}, which no earlier step adds", (index,))
+                raise WrongPart(
+                    f"`{step.op}` names request {sorted(unknown)[0]!r}, which no earlier step adds",
+                    (index,),
+                )
             for add in step.adds():
                 if add.req in added:
-                    raise WrongPart(f"adds request {add.req!r} again; use another name with the same `id`", (index,))
+                    raise WrongPart(
+                        f"adds request {add.req!r} again; use another name with the same `id`",
+                        (index,),
+                    )
                 added.add(add.req)
-            if {"config", "matrix"} <= info.data.keys() and (problem := _unfit(step, info.data["config"], info.data["matrix"])):
+            if {"config", "matrix"} <= info.data.keys() and (
+                problem := _unfit(step, info.data["config"], info.data["matrix"])
+            ):
                 raise WrongPart(problem, (index,))
         return one_by_one(steps)
 
@@ -123,22 +161,39 @@ class Case(Model):
             for index, expectation in enumerate(getattr(self, field)):
                 unknown = expectation.mentions() - added
                 if unknown:
-                    raise WrongPart(f"{expectation.what} names request {sorted(unknown)[0]!r}, which no step adds", (field, index))
+                    raise WrongPart(
+                        f"{expectation.what} names request {sorted(unknown)[0]!r}, which no step adds",
+                        (field, index),
+                    )
         return self
 
     @model_validator(mode="after")
     def _two_engines(self) -> Case:
         names = self.config.engines
-        if names and len({add.arg.id or add.arg.req for add in self.steps if add.op == "add"}) < sum(s.op == "add" for s in self.steps):
-            raise ValueError("with two engines every request has an id of its own, as a front end makes them")
+        if names and len(
+            {add.arg.id or add.arg.req for add in self.steps if add.op == "add"}
+        ) < sum(s.op == "add" for s in self.steps):
+            raise ValueError(
+                "with two engines every request has an id of its own, as a front end makes them"
+            )
         groups = self.config.groups
-        if len(groups) > 1 and (groups[0] != "full" or "latent" in groups or self.engines != ["vllm"]):
-            raise ValueError("config: several groups begin with a full one, none is latent, and only engine vllm has them")
+        if len(groups) > 1 and (
+            groups[0] != "full" or "latent" in groups or self.engines != ["vllm"]
+        ):
+            raise ValueError(
+                "config: several groups begin with a full one, none is latent, and only engine vllm has them"
+            )
         if len(groups) == 1 and groups[0] not in ("full", "latent"):
             raise ValueError("config: a single group is full or latent")
-        if self.config.context_parallel > 1 and (groups != ["latent"] or self.config.tensor_parallel != self.config.context_parallel):
-            raise ValueError("config: context_parallel splits one latent group, over the tensor parallel ranks")
-        if any(step.op == "add" and getattr(step.arg, "structured", False) for step in self.steps) and self.engines != ["vllm"]:
+        if self.config.context_parallel > 1 and (
+            groups != ["latent"] or self.config.tensor_parallel != self.config.context_parallel
+        ):
+            raise ValueError(
+                "config: context_parallel splits one latent group, over the tensor parallel ranks"
+            )
+        if any(
+            step.op == "add" and getattr(step.arg, "structured", False) for step in self.steps
+        ) and self.engines != ["vllm"]:
             raise ValueError("structured output: only engine vllm has it")
         if len(names) == 1 or (self.config.multi and "self" not in self.config.multi):
             raise ValueError("config: engines are two or none; multi has `self` among its children")
@@ -150,9 +205,14 @@ class Case(Model):
         implied = sorted({need for step in self.steps if (need := step.needs)})
         implied += ["hma"] if len(self.config.groups) > 1 else []
         implied += ["!composite"] if self.config.multi else []
-        implied += ["!transfer"] if "greeter" in self.config.multi else []  # which alone would be known to its peers
+        implied += (
+            ["!transfer"] if "greeter" in self.config.multi else []
+        )  # which alone would be known to its peers
         implied += ["context_parallel"] if self.config.context_parallel > 1 else []
-        implied += [f"'{role}' in cap.roles" for role in sorted(set(self.config.engines.values()) - {"kv_both"})]
+        implied += [
+            f"'{role}' in cap.roles"
+            for role in sorted(set(self.config.engines.values()) - {"kv_both"})
+        ]
         return compile_capability([self.needs, *implied])
 
     def in_force(self, vllm: str) -> bool:
@@ -164,22 +224,36 @@ class Case(Model):
         return None if self.needs_expr.bind(caps)({}) else self.needs_expr.source
 
     def variants(
-        self, engines: Sequence[str] | None = None, schedulings: Sequence[str] | None = None, slow: Sequence[str] | None = None
+        self,
+        engines: Sequence[str] | None = None,
+        schedulings: Sequence[str] | None = None,
+        slow: Sequence[str] | None = None,
     ) -> list[Variant]:
         """The runs of this case on the engines and schedulings asked for (None: all that the case names), in a fixed order; on a device
         with streams with each of `slow` that the case names (None: a device without)."""
         return list(self._variants(engines, schedulings, slow))
 
-    def _variants(self, engines: Sequence[str] | None, schedulings: Sequence[str] | None, slow: Sequence[str] | None) -> Iterator[Variant]:
+    def _variants(
+        self,
+        engines: Sequence[str] | None,
+        schedulings: Sequence[str] | None,
+        slow: Sequence[str] | None,
+    ) -> Iterator[Variant]:
         sizes = self.matrix.block_size or [self.config.block_size]
         for engine in self.engines:
             for scheduling in self.matrix.scheduling:
-                if (engines is not None and engine not in engines) or (schedulings is not None and scheduling not in schedulings):
+                if (engines is not None and engine not in engines) or (
+                    schedulings is not None and scheduling not in schedulings
+                ):
                     continue
                 for runner in self.matrix.runner:
                     for depth in self.matrix.depth if scheduling == "async" else [1]:
                         for size in sizes:
-                            for which in [None] if slow is None else [each for each in self.matrix.slow if each in slow]:
+                            for which in (
+                                [None]
+                                if slow is None
+                                else [each for each in self.matrix.slow if each in slow]
+                            ):
                                 yield Variant(self, engine, scheduling, runner, depth, size, which)
 
 
@@ -188,20 +262,34 @@ def _unfit(step: Step, config: Config, matrix: Matrix) -> str | None:
     names = config.engines
     if step.op == "on" and step.arg not in names:
         return f"`on` names engine {step.arg!r}; config.engines has {', '.join(names) or 'none'}"
-    if names and (step.op in ("restart", "shutdown") or (step.op == "reset" and step.arg.connector)):
-        return f"`{step.op}` is not possible with two engines over one store: it would be about both"
+    if names and (
+        step.op in ("restart", "shutdown") or (step.op == "reset" and step.arg.connector)
+    ):
+        return (
+            f"`{step.op}` is not possible with two engines over one store: it would be about both"
+        )
     for add in step.adds():
         if not names and add.handed is not None:
             return "`handed` needs two engines (config.engines)"
         if isinstance(add.prompt, int) and add.prompt >= config.max_model_len:
             return f"adds a prompt of {add.prompt} tokens; config.max_model_len is {config.max_model_len}"
-        room = (config.num_blocks - 1) * max(matrix.block_size or [config.block_size])  # block 0 is nobody's
+        room = (config.num_blocks - 1) * max(
+            matrix.block_size or [config.block_size]
+        )  # block 0 is nobody's
         if isinstance(add.prompt, int) and add.prompt > room and not config.groups:
             return f"adds a prompt of {add.prompt} tokens, too many for config.num_blocks {config.num_blocks}: there is room for {room}"
     return None
 
 
-def variant_id(case: str, engine: str, scheduling: str, runner: str, depth: int, block_size: int, slow: str | None = None) -> str:
+def variant_id(
+    case: str,
+    engine: str,
+    scheduling: str,
+    runner: str,
+    depth: int,
+    block_size: int,
+    slow: str | None = None,
+) -> str:
     """The name of a run: its case and its axes."""
     return f"{case}[{engine}-{scheduling}-{runner}-d{depth}-b{block_size}{f'-slow-{slow}' if slow else ''}]"
 
@@ -225,7 +313,10 @@ class Variant:
     @property
     def axes(self) -> dict[str, Any]:
         """engine, scheduling, runner, depth and block_size; on a device with streams also which of them are slow."""
-        found = {name: getattr(self, name) for name in ("engine", "scheduling", "runner", "depth", "block_size")}
+        found = {
+            name: getattr(self, name)
+            for name in ("engine", "scheduling", "runner", "depth", "block_size")
+        }
         return found | ({"slow": self.slow} if self.slow else {})
 
     def __eq__(self, other: object) -> bool:

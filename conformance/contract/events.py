@@ -46,7 +46,11 @@ class Kind:
 
     def problems(self, event: dict[str, object]) -> list[str]:
         """Sentences about what is wrong with the shape of an event of this kind; empty if nothing is."""
-        found = [f"{self.name}: field {f} missing" for f in (*COMMON_FIELDS, *self.fields) if f not in event]
+        found = [
+            f"{self.name}: field {f} missing"
+            for f in (*COMMON_FIELDS, *self.fields)
+            if f not in event
+        ]
         for field, value in event.items():
             if field in COMMON_FIELDS or field == ENGINE_FIELD:
                 continue
@@ -56,8 +60,12 @@ class Kind:
             elif value is None:
                 if not code.endswith("?") and code[0] != "a":
                     found.append(f"{self.name}: {field} is None")
-            elif not isinstance(value, _TYPES[code[0]]) or (isinstance(value, bool) and code[0] in "if"):
-                found.append(f"{self.name}: {field} is {value!r}, not {_TYPES[code[0]][0].__name__}")
+            elif not isinstance(value, _TYPES[code[0]]) or (
+                isinstance(value, bool) and code[0] in "if"
+            ):
+                found.append(
+                    f"{self.name}: {field} is {value!r}, not {_TYPES[code[0]][0].__name__}"
+                )
         return found
 
 
@@ -103,7 +111,11 @@ _live_kind(
     " answers nothing; right before the worker half loads or saves, or between two steps. Requests that run, and loads that the engine"
     " has granted and does not rely on yet.",
 )
-_live_kind("live.happened", "what:s count:i due:b", "How often something happened in the whole run, and whether it was due.")
+_live_kind(
+    "live.happened",
+    "what:s count:i due:b",
+    "How often something happened in the whole run, and whether it was due.",
+)
 _live_kind(
     "live.end",
     "how:s phase:s? error:s? processes:l ports:l files:l",
@@ -156,23 +168,60 @@ _kind(
     "quiesced:b unfinished:l free_blocks:i free_blocks_at_start:i engine_requests:l request_objects_alive:l threads:i crashed:b",
     "The run is over: what is still held. `crashed`: or cut short by a shutdown; `threads` counts threads that were not there before.",
 )
-_kind("engine.lifecycle", "harness", "op:s pid:i error:s?", "The engine starts, shuts down (also twice) or restarts.")
-_kind("engine.crash", "harness", "where:s error:s hook:s? cause_seq:i?", "The engine died: of a hook, of itself or of the harness.")
-_kind("engine.stall", "harness", "steps:i waiting_on:l seconds:i", "No progress for the stall limit.")
-_kind("cache.reset", "harness", "phase:s returned:b? running:b connector:b", "The local (and, if asked, the connector's) cache is reset.")
+_kind(
+    "engine.lifecycle",
+    "harness",
+    "op:s pid:i error:s?",
+    "The engine starts, shuts down (also twice) or restarts.",
+)
+_kind(
+    "engine.crash",
+    "harness",
+    "where:s error:s hook:s? cause_seq:i?",
+    "The engine died: of a hook, of itself or of the harness.",
+)
+_kind(
+    "engine.stall", "harness", "steps:i waiting_on:l seconds:i", "No progress for the stall limit."
+)
+_kind(
+    "cache.reset",
+    "harness",
+    "phase:s returned:b? running:b connector:b",
+    "The local (and, if asked, the connector's) cache is reset.",
+)
 _kind(
     "profile.expectation",
     "harness",
     "what:s req:s of:s? promised:i reloadable:i",
     "A request repeats earlier content: how much the declared capabilities promise, how much could be had.",
 )
-_kind("case.expectation", "harness", "what:s holds:b detail:s?", "An expectation that the case itself states.")
-_kind("engine.api", "harness", "item:s ok:b detail:s?", "One static check of the installed vLLM: what it refuses, what it has and has not.")
-_kind("api", "harness", "item:s ok:b detail:s?", "One static check of the connector's class: signature, abstract or class-level method.")
+_kind(
+    "case.expectation",
+    "harness",
+    "what:s holds:b detail:s?",
+    "An expectation that the case itself states.",
+)
+_kind(
+    "engine.api",
+    "harness",
+    "item:s ok:b detail:s?",
+    "One static check of the installed vLLM: what it refuses, what it has and has not.",
+)
+_kind(
+    "api",
+    "harness",
+    "item:s ok:b detail:s?",
+    "One static check of the connector's class: signature, abstract or class-level method.",
+)
 
 # --- two engines in one run ----------------------------------------------------------------------------------------------------------
 _kind("run.engines", "harness", "engines:d", "The run has several engines: name -> kv_role.")
-_kind("pair.engine", "harness", "on:s role:s delivery:b?", "One engine of several; delivery = its connector's requires_kv_delivery.")
+_kind(
+    "pair.engine",
+    "harness",
+    "on:s role:s delivery:b?",
+    "One engine of several; delivery = its connector's requires_kv_delivery.",
+)
 _kind(
     "pair.params",
     "sched",
@@ -193,7 +242,12 @@ _kind(
 )
 
 # --- hooks: what the probe sees ------------------------------------------------------------------------------------------------------
-_kind("hook.called", "hooks", "hook:s half:s rank:i depth:i bound:b? cls:s thread:s", "A hook is called; depth 0 = by the engine.")
+_kind(
+    "hook.called",
+    "hooks",
+    "hook:s half:s rank:i depth:i bound:b? cls:s thread:s",
+    "A hook is called; depth 0 = by the engine.",
+)
 _kind(
     "hook.returned",
     "hooks",
@@ -207,10 +261,20 @@ _kind(
     "ok:b pickles:b pickle_error:s? digest:s? output_mutated:b none:b block_state_kept:b of_step:i",
     "build_connector_meta returned.",
 )
-_kind("meta.bound", "hooks", "digest:s? same_as_built:b", "The worker half was given the metadata of its step.")
+_kind(
+    "meta.bound",
+    "hooks",
+    "digest:s? same_as_built:b",
+    "The worker half was given the metadata of its step.",
+)
 _kind("meta.cleared", "hooks", "digest:s? same_as_built:b", "The metadata was taken away again.")
 _kind("layer.wait", "hooks", "layer:s bound:b order:i", "wait_for_layer_load of one layer.")
-_kind("layer.save", "hooks", "layer:s bound:b order:i whole:b", "save_kv_layer of one layer; whole = with the layer's registered tensor.")
+_kind(
+    "layer.save",
+    "hooks",
+    "layer:s bound:b order:i whole:b",
+    "save_kv_layer of one layer; whole = with the layer's registered tensor.",
+)
 _kind(
     "device.note",
     "device",
@@ -236,7 +300,12 @@ _kind(
     "half:s empty:b kept:b merge:s? encode:s? rebuilt:b rebuild:s? observe:s?",
     "Statistics were taken; the texts say what went wrong when they were merged, encoded, rebuilt and observed as metrics.",
 )
-_kind("report.landed", "hooks", "changed:l", "A step's reports reach the scheduler; changed = what was changed after it was returned.")
+_kind(
+    "report.landed",
+    "hooks",
+    "changed:l",
+    "A step's reports reach the scheduler; changed = what was changed after it was returned.",
+)
 _kind("handshake", "hooks", "none:b pickles:b detail:s?", "get_handshake_metadata returned.")
 
 # --- sched: the scheduler and its block pool -----------------------------------------------------------------------------------------
@@ -271,7 +340,12 @@ _kind(
     "One request's share of a step. C is the count before it advances; v_before/v_after are the tokens whose KV is final; told = blocks at"
     " the table's start that earlier outputs told of.",
 )
-_kind("req.state", "sched", "req:s generation:i from:s? to:s reason:s by:s C:i P:i N:i inflight:i", "A request changed its state.")
+_kind(
+    "req.state",
+    "sched",
+    "req:s generation:i from:s? to:s reason:s by:s C:i P:i N:i inflight:i",
+    "A request changed its state.",
+)
 _kind(
     "req.updated",
     "sched",
@@ -290,8 +364,18 @@ _kind(
     "op:s id:i group:i owner:s? hashed:b ref:i in_flight:b",
     "The block pool did something to one block; in_flight = a step that has not landed writes to it.",
 )
-_kind("hold", "sched", "req:s generation:i direction:s transfer:s? cause:s", "The engine starts to wait for a transfer.")
-_kind("release", "sched", "req:s generation:i direction:s transfer:s? cause:s", "The engine stops waiting for it.")
+_kind(
+    "hold",
+    "sched",
+    "req:s generation:i direction:s transfer:s? cause:s",
+    "The engine starts to wait for a transfer.",
+)
+_kind(
+    "release",
+    "sched",
+    "req:s generation:i direction:s transfer:s? cause:s",
+    "The engine stops waiting for it.",
+)
 _kind(
     "transfer.reported",
     "sched",
@@ -336,17 +420,32 @@ _kind(
     "requests:i tokens:i hits:i due_requests:i due_tokens:i due_hits:i skipping:l",
     "A step's statistics of the external cache, and (due_) what was admitted in it; skipping = requests that read no cache.",
 )
-_kind("sample", "sched", "req:s generation:i index:i token:i clean:b prompt:i?", "A token; clean = from right KV; prompt = its length.")
+_kind(
+    "sample",
+    "sched",
+    "req:s generation:i index:i token:i clean:b prompt:i?",
+    "A token; clean = from right KV; prompt = its length.",
+)
 
 # --- kv: the worker and its memory ---------------------------------------------------------------------------------------------------
-_kind("worker.step_begin", "kv", "forward:b tokens:i attn_metadata_none:b failed_forward:b", "The worker begins a step.")
+_kind(
+    "worker.step_begin",
+    "kv",
+    "forward:b tokens:i attn_metadata_none:b failed_forward:b",
+    "The worker begins a step.",
+)
 _kind(
     "worker.step_end",
     "kv",
     "forward:b tokens:i attn_metadata_none:b failed_forward:b ranks:l",
     "The worker is done with a step; ranks = of several, those on which the connector was bound to it.",
 )
-_kind("kv.computed", "kv", "req:s generation:i start:i end:i accepted:i rejected:i", "The model wrote KV of [start, end).")
+_kind(
+    "kv.computed",
+    "kv",
+    "req:s generation:i start:i end:i accepted:i rejected:i",
+    "The model wrote KV of [start, end).",
+)
 _kind(
     "state.offered",
     "sched",
@@ -382,7 +481,12 @@ _kind(
 )
 
 # --- plan: from a connector's optional Inspector -------------------------------------------------------------------------------------
-_kind("plan", "plan", "op:s req:s start:i end:i timing:s key:s? C:i S:i N:i P:i", "What the connector's metadata plans to do.")
+_kind(
+    "plan",
+    "plan",
+    "op:s req:s start:i end:i timing:s key:s? C:i S:i N:i P:i",
+    "What the connector's metadata plans to do.",
+)
 
 
 def channels_of(kinds: set[str]) -> set[str]:

@@ -16,7 +16,9 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
 from kvconform.contract.expression import ExprError, Expression, compile_expr
 from kvconform.contract.requirement import Check, Model, Version, in_force
 
-Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$", description="a request's name within the case")]
+Name = Annotated[
+    str, Field(pattern=r"^[a-z][a-z0-9_]*$", description="a request's name within the case")
+]
 Natural = Annotated[int, Field(ge=0)]
 
 
@@ -49,7 +51,20 @@ Text = str | TextPer
 Flag = bool | BoolPer
 Rows = list[list[int | None]] | RowsPer
 GUARDS = ("when", "since")
-ROW_FIELDS = ("step", "so_C", "C", "S", "P", "N", "inflight", "drafts", "num_output_tokens", "v_before", "v_after", "all_ids")
+ROW_FIELDS = (
+    "step",
+    "so_C",
+    "C",
+    "S",
+    "P",
+    "N",
+    "inflight",
+    "drafts",
+    "num_output_tokens",
+    "v_before",
+    "v_after",
+    "all_ids",
+)
 
 
 class _Body(Model):
@@ -80,7 +95,11 @@ class RowsOf(_Body):
 
     @model_validator(mode="after")
     def _widths(self) -> RowsOf:
-        tables = [self.values.sync, self.values.async_] if isinstance(self.values, RowsPer) else [self.values]
+        tables = (
+            [self.values.sync, self.values.async_]
+            if isinstance(self.values, RowsPer)
+            else [self.values]
+        )
         if any(len(row) != len(self.fields) for table in tables for row in table):
             raise ValueError(f"every row of values needs {len(self.fields)} numbers, one per field")
         return self
@@ -127,18 +146,24 @@ def _counted(value: Any) -> Any:
     return value
 
 
-Counted = Annotated[AtLeast, BeforeValidator(_counted, json_schema_input_type=Name | Natural | AtLeast)]
+Counted = Annotated[
+    AtLeast, BeforeValidator(_counted, json_schema_input_type=Name | Natural | AtLeast)
+]
 
 
 class BaseExpectation(Model):
     """A map with one key, what is expected, and optional guards: `when`, over cap and cfg, and `since`."""
 
     when: Check | None = None
-    since: Version | None = Field(default=None, description="first vLLM version whose own scheduler does so")
+    since: Version | None = Field(
+        default=None, description="first vLLM version whose own scheduler does so"
+    )
 
     @property
     def what(self) -> str:
-        return next((f.alias or name for name, f in type(self).model_fields.items() if name not in GUARDS))
+        return next(
+            (f.alias or name for name, f in type(self).model_fields.items() if name not in GUARDS)
+        )
 
     @property
     def arg(self) -> Any:
@@ -178,7 +203,9 @@ def resolve(value: Any, scheduling: str) -> Any:
     if isinstance(value, _PerScheduling):
         return getattr(value, "sync" if scheduling == "sync" else "async_")
     if isinstance(value, Model):
-        changed = {name: resolve(getattr(value, name), scheduling) for name in type(value).model_fields}
+        changed = {
+            name: resolve(getattr(value, name), scheduling) for name in type(value).model_fields
+        }
         return value.model_copy(update=changed)
     return value
 
@@ -254,10 +281,21 @@ class FreeBlocksE(BaseExpectation):
 
 
 EXPECTATIONS: dict[str, type[BaseExpectation]] = {
-    "state": StateE, "rows": RowsE, "outputs": OutputsE, "preempted": PreemptedE, "resumed": ResumedE, "aborted": AbortedE,
-    "chunks": ChunksE, "loads": LoadsE, "rejected": RejectedE, "external": ExternalE, "failed-loads": FailedLoadsE,
-    "repeated-lookups": RepeatedLookupsE, "local-hits": LocalHitsE, "free_blocks": FreeBlocksE,
-}  # fmt: skip
+    "state": StateE,
+    "rows": RowsE,
+    "outputs": OutputsE,
+    "preempted": PreemptedE,
+    "resumed": ResumedE,
+    "aborted": AbortedE,
+    "chunks": ChunksE,
+    "loads": LoadsE,
+    "rejected": RejectedE,
+    "external": ExternalE,
+    "failed-loads": FailedLoadsE,
+    "repeated-lookups": RepeatedLookupsE,
+    "local-hits": LocalHitsE,
+    "free_blocks": FreeBlocksE,
+}
 
 
 def _what(value: Any) -> str | None:
@@ -272,7 +310,10 @@ def _guard_outside(value: Any) -> Any:
     if isinstance(value, dict) and len(value) == 1:
         key, body = next(iter(value.items()))
         if isinstance(body, dict) and body.keys() & set(GUARDS):
-            return {key: {k: v for k, v in body.items() if k not in GUARDS}, **{k: body[k] for k in GUARDS if k in body}}
+            return {
+                key: {k: v for k, v in body.items() if k not in GUARDS},
+                **{k: body[k] for k in GUARDS if k in body},
+            }
     return value
 
 
@@ -284,7 +325,8 @@ else:
         Discriminator(
             _what,
             custom_error_type="unknown_expectation",
-            custom_error_message="an expectation is a map with one key (and an optional `when`), one of: " + ", ".join(EXPECTATIONS),
+            custom_error_message="an expectation is a map with one key (and an optional `when`), one of: "
+            + ", ".join(EXPECTATIONS),
         ),
         BeforeValidator(_guard_outside),
     ]

@@ -33,11 +33,50 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 _NODES: tuple[type[ast.AST], ...] = (
-    ast.Expression, ast.BoolOp, ast.And, ast.Or, ast.UnaryOp, ast.Not, ast.USub, ast.BinOp, ast.Add, ast.Sub, ast.Mult, ast.FloorDiv,
-    ast.Div, ast.Mod, ast.BitAnd, ast.BitOr, ast.Compare, ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.In, ast.NotIn,
-    ast.Is, ast.IsNot, ast.IfExp, ast.Constant, ast.Tuple, ast.List, ast.Set, ast.Subscript, ast.Slice, ast.ListComp, ast.SetComp,
-    ast.GeneratorExp, ast.comprehension, ast.Call, ast.Attribute, ast.Name, ast.Load, ast.Store,
-)  # fmt: skip
+    ast.Expression,
+    ast.BoolOp,
+    ast.And,
+    ast.Or,
+    ast.UnaryOp,
+    ast.Not,
+    ast.USub,
+    ast.BinOp,
+    ast.Add,
+    ast.Sub,
+    ast.Mult,
+    ast.FloorDiv,
+    ast.Div,
+    ast.Mod,
+    ast.BitAnd,
+    ast.BitOr,
+    ast.Compare,
+    ast.Eq,
+    ast.NotEq,
+    ast.Lt,
+    ast.LtE,
+    ast.Gt,
+    ast.GtE,
+    ast.In,
+    ast.NotIn,
+    ast.Is,
+    ast.IsNot,
+    ast.IfExp,
+    ast.Constant,
+    ast.Tuple,
+    ast.List,
+    ast.Set,
+    ast.Subscript,
+    ast.Slice,
+    ast.ListComp,
+    ast.SetComp,
+    ast.GeneratorExp,
+    ast.comprehension,
+    ast.Call,
+    ast.Attribute,
+    ast.Name,
+    ast.Load,
+    ast.Store,
+)
 
 _KEYWORD_FIELD = re.compile(r"\b([et])\.(from)\b(?!_)")
 """Fields that are Python keywords: `e.from` is parsed as `e.from_`."""
@@ -72,7 +111,9 @@ class Expression:
         """Whether no event, trigger or constant of the run is read: the value is always the same."""
         return not self.reads
 
-    def bind(self, cap: Mapping[str, Any] | None = None, cfg: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+    def bind(
+        self, cap: Mapping[str, Any] | None = None, cfg: Mapping[str, Any] | None = None
+    ) -> Callable[..., Any]:
         """A function (e, t=None) -> value with this run's constants fixed. It raises whatever the expression raises.
 
         For the same `cap` it is the same function, if no constant of the run is read."""
@@ -95,14 +136,18 @@ class Expression:
                 parts.append(f"{base}.{name}={text if len(text) <= 80 else text[:77] + '...'}")
         return ", ".join(parts)
 
-    def culprit(self, wanted: bool, cap: Mapping[str, Any], cfg: Mapping[str, Any], e: Mapping[str, Any]) -> tuple[str, str]:
+    def culprit(
+        self, wanted: bool, cap: Mapping[str, Any], cfg: Mapping[str, Any], e: Mapping[str, Any]
+    ) -> tuple[str, str]:
         """(text, values) of the part that decided: the first false conjunct if `wanted` is true, the first true alternative if not."""
         tree = self.tree
         if isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.And if wanted else ast.Or):
             for part in tree.values:
                 if bool(bind_code(code_of(part), cap, cfg)(e)) is not wanted:
                     text = _FIELD.sub(r"\1.\2", ast.unparse(part))
-                    reads = tuple(read for read in self.reads if re.search(rf"\b{read[0]}\.{read[1]}\b", text))
+                    reads = tuple(
+                        read for read in self.reads if re.search(rf"\b{read[0]}\.{read[1]}\b", text)
+                    )
                     return text, Expression(text, part, reads, self.code).values(e)
         return self.source, self.values(e)
 
@@ -113,11 +158,19 @@ _FIELD = re.compile(r"\b(e|t|cap|cfg)\['(\w+)'\]")
 
 def code_of(tree: ast.expr) -> CodeType:
     """Compile a checked and rewritten tree into the code of `lambda e, t=None: tree`."""
-    arguments = ast.arguments([], [ast.arg("e"), ast.arg("t")], None, [], [], None, [ast.Constant(None)])
-    return compile(ast.fix_missing_locations(ast.Expression(ast.Lambda(arguments, tree))), "<requirement>", "eval")
+    arguments = ast.arguments(
+        [], [ast.arg("e"), ast.arg("t")], None, [], [], None, [ast.Constant(None)]
+    )
+    return compile(
+        ast.fix_missing_locations(ast.Expression(ast.Lambda(arguments, tree))),
+        "<requirement>",
+        "eval",
+    )
 
 
-def bind_code(code: CodeType, cap: Mapping[str, Any] | None, cfg: Mapping[str, Any] | None) -> Callable[..., Any]:
+def bind_code(
+    code: CodeType, cap: Mapping[str, Any] | None, cfg: Mapping[str, Any] | None
+) -> Callable[..., Any]:
     """The function behind `code_of`, with this run's constants. Costs a microsecond: everything dear was done when it was compiled."""
     scope = {"__builtins__": {}, "cap": cap or {}, "cfg": cfg or {}, "has": has, **FUNCTIONS}
     function: Callable[..., Any] = eval(code, scope)  # the tree passed the whitelist of _Compiler
@@ -138,7 +191,11 @@ def compile_capability(source: str | Iterable[str]) -> Expression:
 
     Raises ExprError.
     """
-    text = source if isinstance(source, str) else " and ".join(f"({part})" for part in source) or "core"
+    text = (
+        source
+        if isinstance(source, str)
+        else " and ".join(f"({part})" for part in source) or "core"
+    )
     plain = re.sub(r"!(?!=)\s*", "not ", " ".join(text.split()))
     return _capability(plain, text)
 
@@ -148,13 +205,17 @@ def _capability(plain: str, text: str) -> Expression:
     return _compile(plain, text, {}, bare_capabilities=True)
 
 
-def _compile(text: str, source: str, scope: Mapping[str, str | None], *, bare_capabilities: bool) -> Expression:
+def _compile(
+    text: str, source: str, scope: Mapping[str, str | None], *, bare_capabilities: bool
+) -> Expression:
     if not text:
         raise ExprError("the expression is empty", source)
     try:
         parsed = ast.parse(text, mode="eval")
     except SyntaxError as error:
-        raise ExprError(f"not a Python expression: {error.msg}", text, max((error.offset or 1) - 1, 0)) from None
+        raise ExprError(
+            f"not a Python expression: {error.msg}", text, max((error.offset or 1) - 1, 0)
+        ) from None
     compiler = _Compiler(text, scope, bare_capabilities)
     tree = compiler.visit(parsed.body)
     return Expression(text, tree, tuple(compiler.reads), code_of(tree))
@@ -189,7 +250,9 @@ class _Compiler(ast.NodeTransformer):
             raise self.fail(f"attribute .{node.attr}: only e, t, cap and cfg have fields", node)
         name = node.attr.rstrip("_") if node.attr.endswith("_") else node.attr
         if name.startswith("_"):
-            raise self.fail(f"attribute .{node.attr}: names that begin with an underscore are not allowed", node)
+            raise self.fail(
+                f"attribute .{node.attr}: names that begin with an underscore are not allowed", node
+            )
         self.check_field(base.id, name, node)
         self.reads.append((base.id, name))
         return ast.Subscript(ast.Name(base.id, ast.Load()), ast.Constant(name), ast.Load())
@@ -209,7 +272,11 @@ class _Compiler(ast.NodeTransformer):
             known, owner = set(EVENTS["run.start"].fields), "cfg (the fields of run.start)"
         if name not in known:
             close = difflib.get_close_matches(name, known, 1)
-            raise self.fail(f"{owner} has no field {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""), node)
+            raise self.fail(
+                f"{owner} has no field {name!r}"
+                + (f"; did you mean {close[0]!r}?" if close else ""),
+                node,
+            )
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         if node.id in self.local:
@@ -219,7 +286,9 @@ class _Compiler(ast.NodeTransformer):
                 return ast.copy_location(ast.Constant(True), node)
             if node.id in CAPABILITIES:
                 self.reads.append(("cap", node.id))
-                value = ast.Subscript(ast.Name("cap", ast.Load()), ast.Constant(node.id), ast.Load())
+                value = ast.Subscript(
+                    ast.Name("cap", ast.Load()), ast.Constant(node.id), ast.Load()
+                )
                 return ast.copy_location(ast.Call(ast.Name("has", ast.Load()), [value], []), node)
         if node.id in ("true", "false", "null", "none"):
             raise self.fail(f"`{node.id}` is not Python: write True, False or None", node)
@@ -233,7 +302,9 @@ class _Compiler(ast.NodeTransformer):
             raise self.fail(f"call of `{name}`: only {', '.join(FUNCTIONS)} may be called", node)
         for keyword in node.keywords:
             if keyword.arg != "default" or node.func.id not in ("min", "max"):
-                raise self.fail("keyword arguments are not allowed (but `default` of min and max)", node)
+                raise self.fail(
+                    "keyword arguments are not allowed (but `default` of min and max)", node
+                )
             keyword.value = self.visit(keyword.value)
         node.args = [self.visit(argument) for argument in node.args]
         return node
@@ -258,7 +329,13 @@ class _Compiler(ast.NodeTransformer):
         if isinstance(target, ast.Tuple):
             for element in target.elts:
                 self.bind_target(element)
-        elif isinstance(target, ast.Name) and not target.id.startswith("_") and target.id not in (*_BASES, *FUNCTIONS):
+        elif (
+            isinstance(target, ast.Name)
+            and not target.id.startswith("_")
+            and target.id not in (*_BASES, *FUNCTIONS)
+        ):
             self.local.append(target.id)
         else:
-            raise self.fail(f"`{ast.unparse(target)}` cannot be the variable of a comprehension", target)
+            raise self.fail(
+                f"`{ast.unparse(target)}` cannot be the variable of a comprehension", target
+            )

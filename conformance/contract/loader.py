@@ -46,7 +46,11 @@ class Cache:
         if self.path is not None:
             with contextlib.suppress(OSError, ValueError):
                 stored = json.loads(self.path.read_text(encoding="utf-8"))
-                if isinstance(stored, dict) and stored.get("format") == _CACHE_FORMAT and isinstance(stored.get("files"), dict):
+                if (
+                    isinstance(stored, dict)
+                    and stored.get("format") == _CACHE_FORMAT
+                    and isinstance(stored.get("files"), dict)
+                ):
                     self.old = stored["files"]
 
     def parse(self, text: str, name: str) -> Any:
@@ -105,7 +109,9 @@ class Spec:
     workloads: dict[str, Workload] = field(default_factory=dict)
 
 
-def load_spec(root: Path | None = None, *, cache: bool = True, cases: Sequence[str] = (), live: bool = False) -> Spec:
+def load_spec(
+    root: Path | None = None, *, cache: bool = True, cases: Sequence[str] = (), live: bool = False
+) -> Spec:
     """The specification under `root` (default: the one that this distribution carries), and cases in files of their own. `live`: for engine
     live, whose cases are the scenarios. Raises SpecError, and UsageError for a file of a case that cannot be read."""
     base: Traversable = importlib.resources.files("kvconform.spec") if root is None else root
@@ -114,15 +120,21 @@ def load_spec(root: Path | None = None, *, cache: bool = True, cases: Sequence[s
         loader.requirements(name, text)
     for name, text in _files(base, "cases", "spec/"):
         loader.case(name, text)
-    for name, text in sorted(_files(base, "live", "spec/"), key=lambda file: not file[0].endswith("/workloads.yaml")):
+    for name, text in sorted(
+        _files(base, "live", "spec/"), key=lambda file: not file[0].endswith("/workloads.yaml")
+    ):
         (loader.workloads if name.endswith("/workloads.yaml") else loader.scenario)(name, text)
     for name in cases:
         try:
             (loader.scenario if live else loader.case)(name, Path(name).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"case {name} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+            raise UsageError(
+                f"case {name} cannot be read: {getattr(error, 'strerror', None) or error}"
+            ) from None
     own = {**loader.spec.cases, **loader.spec.scenarios}
-    loader.spec.own_cases = [name for name in own if loader.spec.places[f"case:{name}"].rpartition(":")[0] in cases]
+    loader.spec.own_cases = [
+        name for name in own if loader.spec.places[f"case:{name}"].rpartition(":")[0] in cases
+    ]
     for take in (loader.profiles, loader.rules, loader.waivers, loader.sources, loader.defects):
         name = f"{take.__name__}.yaml"
         if (base / name).is_file():
@@ -163,12 +175,16 @@ class _Loader:
             return kind()
         if not isinstance(data, kind):
             if data is not None:
-                self.problems.append(f"{name}:1: the file must hold a {'list' if kind is list else 'map'}")
+                self.problems.append(
+                    f"{name}:1: the file must hold a {'list' if kind is list else 'map'}"
+                )
             return kind()
         self.spec.line_counts[name] = text.count("\n") + (not text.endswith("\n"))
         return data
 
-    def model(self, model: type[Model], raw: Any, name: str, text: str, path: tuple[str | int, ...]) -> Any:
+    def model(
+        self, model: type[Model], raw: Any, name: str, text: str, path: tuple[str | int, ...]
+    ) -> Any:
         """`raw` as `model`, or None after noting every problem with the line that it is on."""
         try:
             return model.model_validate(raw)
@@ -183,14 +199,20 @@ class _Loader:
                 where, sentence = words(model, loc, problem["type"], problem["msg"])
                 if (line, sentence) not in seen:
                     seen.add((line, sentence))
-                    self.problems.append(f"{name}:{line}: {where + ': ' if where else ''}{sentence}")
+                    self.problems.append(
+                        f"{name}:{line}: {where + ': ' if where else ''}{sentence}"
+                    )
             return None
 
     def place(self, key: str, name: str, text: str, path: tuple[str | int, ...]) -> bool:
         """Remember where `key` is; False, with a problem noted, if it is already somewhere else."""
         if key in self.spec.places:
-            here = f"{name}:{_entry_line(name, text, path)}"  # by its index: the id is on both lines
-            self.problems.append(f"{here}: {key.replace(':', ' ', 1)} is defined at {self.spec.places[key]} already")
+            here = (
+                f"{name}:{_entry_line(name, text, path)}"  # by its index: the id is on both lines
+            )
+            self.problems.append(
+                f"{here}: {key.replace(':', ' ', 1)} is defined at {self.spec.places[key]} already"
+            )
             return False
         self.spec.places[key] = f"{name}:{_line(text, path)}"
         return True
@@ -201,7 +223,9 @@ class _Loader:
             if isinstance(raw, dict) and "area" not in raw:
                 raw = {**raw, "area": area}
             found = self.model(Requirement, raw, name, text, (index,))
-            if found is not None and self.place(f"requirement:{found.id}", name, text, (index, found.id)):
+            if found is not None and self.place(
+                f"requirement:{found.id}", name, text, (index, found.id)
+            ):
                 self.spec.requirements[found.id] = found
 
     def case(self, name: str, text: str) -> None:
@@ -218,44 +242,63 @@ class _Loader:
         found = self.model(Scenario, raw, name, text, ()) if raw else None
         if found is None:
             if not self.problems:
-                self.problems.append(f"{name}:1: the file is empty: it must hold a scenario of engine live")
+                self.problems.append(
+                    f"{name}:1: the file is empty: it must hold a scenario of engine live"
+                )
         elif self.place(f"case:{found.id}", name, text, ()):
             self.spec.scenarios[found.id] = found
             if found.workload is not None and found.workload not in self.spec.workloads:
                 known = did_you_mean(found.workload, self.spec.workloads)
-                self.problems.append(f"{name}:1: scenario {found.id}: there is no workload {found.workload!r}{known}")
+                self.problems.append(
+                    f"{name}:1: scenario {found.id}: there is no workload {found.workload!r}{known}"
+                )
             elif found.workload is not None:
                 phases = [phase.name for phase in self.spec.workloads[found.workload].phases]
                 unknown = [fault.phase for fault in found.faults if fault.phase not in phases]
                 where = f"{name}:1: scenario {found.id}: workload {found.workload}"
-                self.problems += [f"{where} has no phase {phase!r}{did_you_mean(phase, phases)}" for phase in unknown]
+                self.problems += [
+                    f"{where} has no phase {phase!r}{did_you_mean(phase, phases)}"
+                    for phase in unknown
+                ]
 
     def workloads(self, name: str, text: str) -> None:
         for index, raw in enumerate(self.data(name, text, list)):
             found = self.model(Workload, raw, name, text, (index,))
-            if found is not None and self.place(f"workload:{found.id}", name, text, (index, found.id)):
+            if found is not None and self.place(
+                f"workload:{found.id}", name, text, (index, found.id)
+            ):
                 self.spec.workloads[found.id] = found
 
     def profiles(self, name: str, text: str) -> None:
         for index, raw in enumerate(self.data(name, text, list)):
             found = self.model(Profile, raw, name, text, (index,))
-            if found is not None and self.place(f"profile:{found.id}", name, text, (index, found.id)):
+            if found is not None and self.place(
+                f"profile:{found.id}", name, text, (index, found.id)
+            ):
                 self.spec.profiles[found.id] = found
 
     def waivers(self, name: str, text: str) -> None:
         for index, raw in enumerate(self.data(name, text, list)):
             of_rule = isinstance(raw, dict) and "rule" in raw
             found = self.model(RuleWaiver if of_rule else Waiver, raw, name, text, (index,))
-            if of_rule and found is not None and self.place(f"waiver:{found.rule}", name, text, (index, found.rule)):
+            if (
+                of_rule
+                and found is not None
+                and self.place(f"waiver:{found.rule}", name, text, (index, found.rule))
+            ):
                 self.spec.rule_waivers[found.rule] = found
             elif not of_rule and found is not None:
-                self.spec.places[f"waiver#{len(self.spec.waivers)}"] = f"{name}:{_entry_line(name, text, (index,))}"
+                self.spec.places[f"waiver#{len(self.spec.waivers)}"] = (
+                    f"{name}:{_entry_line(name, text, (index,))}"
+                )
                 self.spec.waivers.append(found)
 
     def rules(self, name: str, text: str) -> None:
         for index, raw in enumerate(self.data(name, text, list)):
             found = self.model(Rule, raw, name, text, (index,))
-            if found is not None and self.place(f"rule:{found.rule}", name, text, (index, found.rule)):
+            if found is not None and self.place(
+                f"rule:{found.rule}", name, text, (index, found.rule)
+            ):
                 self.spec.rules[found.rule] = found
 
     def sources(self, name: str, text: str) -> None:
@@ -271,7 +314,9 @@ class _Loader:
                 if self.place(f"defect:{raw['id']}", name, text, (index, raw["id"])):
                     self.spec.defects[raw["id"]] = raw
             else:
-                self.problems.append(f"{name}:{_entry_line(name, text, (index,))}: a defect needs an id")
+                self.problems.append(
+                    f"{name}:{_entry_line(name, text, (index,))}: a defect needs an id"
+                )
 
 
 def _line(text: str, path: tuple[str | int, ...]) -> int:
@@ -280,7 +325,9 @@ def _line(text: str, path: tuple[str | int, ...]) -> int:
         return 1
     for number, line in enumerate(text.splitlines(), 1):
         for wanted in (f"id: {path[1]}", f"rule: {path[1]}"):
-            if line.lstrip("- {").rstrip().startswith(wanted) and line.lstrip("- {")[len(wanted) :].strip()[:1] in ("", ",", "#", "}"):
+            if line.lstrip("- {").rstrip().startswith(wanted) and line.lstrip("- {")[
+                len(wanted) :
+            ].strip()[:1] in ("", ",", "#", "}"):
                 return number
     return 1
 
@@ -292,7 +339,9 @@ def _entry_line(name: str, text: str, path: tuple[str | int, ...]) -> int:
     return yaml12.line_of(lines, path[:1])
 
 
-def words(model: type[Model], loc: tuple[str | int, ...], kind: str, message: str) -> tuple[str, str]:
+def words(
+    model: type[Model], loc: tuple[str | int, ...], kind: str, message: str
+) -> tuple[str, str]:
     """Where in the entry, and what is wrong, for a reader: list places count from 1, and a field that does not exist is compared with those
     that do."""
     where = ""
@@ -309,16 +358,22 @@ def words(model: type[Model], loc: tuple[str | int, ...], kind: str, message: st
 
 def entries(spec: Spec) -> list[Entry]:
     """The entries of spec/history.yaml. SpecError for what is malformed, and for an unknown case or requirement."""
-    text = (importlib.resources.files("kvconform.spec") / "history.yaml").read_text(encoding="utf-8")
+    text = (importlib.resources.files("kvconform.spec") / "history.yaml").read_text(
+        encoding="utf-8"
+    )
     try:
         found = [Entry.model_validate(raw) for raw in parse(text, "spec/history.yaml")]
     except ValidationError as error:
-        raise SpecError([f"spec/history.yaml: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}"]) from None
+        raise SpecError(
+            [f"spec/history.yaml: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}"]
+        ) from None
     for entry in found:
         unknown = [name for name in entry.cases if name not in spec.cases]
         unknown += [name for name in (*entry.fails, *entry.also) if name not in spec.requirements]
         if unknown:
-            raise SpecError([f"spec/history.yaml: {entry.id} names {', '.join(unknown)}, which does not exist"])
+            raise SpecError(
+                [f"spec/history.yaml: {entry.id} names {', '.join(unknown)}, which does not exist"]
+            )
     return found
 
 

@@ -25,10 +25,14 @@ class Profile(Model):
     includes: list[Id] = Field(default=[], description="profiles that this one extends")
     requirements: list[str] = Field(default=[], description="globs over requirement ids")
     areas: list[str] = Field(default=[], description="globs over requirement areas")
-    exclude: list[str] = Field(default=[], description="globs over requirement and case ids that do not belong")
+    exclude: list[str] = Field(
+        default=[], description="globs over requirement and case ids that do not belong"
+    )
     cases: list[str] = Field(default=[], description="globs over case ids")
     case_areas: list[str] = Field(default=[], description="globs over case areas")
-    capability: CapabilityExpr = Field(default="core", description="what a connector must declare for the profile to make sense")
+    capability: CapabilityExpr = Field(
+        default="core", description="what a connector must declare for the profile to make sense"
+    )
 
     def has_requirement(self, req: Requirement) -> bool:
         """Whether it names the requirement itself (not through `includes`)."""
@@ -46,7 +50,10 @@ def _any(globs: Iterable[str], name: str) -> bool:
 
 
 def select(
-    profiles: dict[str, Profile], name: str, requirements: Iterable[Requirement], cases: Iterable[Case]
+    profiles: dict[str, Profile],
+    name: str,
+    requirements: Iterable[Requirement],
+    cases: Iterable[Case],
 ) -> tuple[list[str], list[str]]:
     """The ids of the requirements and cases of profile `name` and of those it includes, in the order given. KeyError if unknown."""
     chain: list[Profile] = []
@@ -56,7 +63,9 @@ def select(
         if profile not in chain:
             chain.append(profile)
             waiting.extend(profile.includes)
-    chosen = [req.id for req in requirements if any(profile.has_requirement(req) for profile in chain)]
+    chosen = [
+        req.id for req in requirements if any(profile.has_requirement(req) for profile in chain)
+    ]
     return chosen, [case.id for case in cases if any(profile.has_case(case) for profile in chain)]
 
 
@@ -75,7 +84,13 @@ def in_range(version: str, bounds: str | None) -> bool:
         found = _BOUND.fullmatch(part.strip())
         assert found is not None, bounds
         want = version_key(found.group(2))
-        if not {">=": have >= want, "<=": have <= want, "==": have == want, "<": have < want, ">": have > want}[found.group(1)]:
+        if not {
+            ">=": have >= want,
+            "<=": have <= want,
+            "==": have == want,
+            "<": have < want,
+            ">": have > want,
+        }[found.group(1)]:
             return False
     return True
 
@@ -98,7 +113,9 @@ class Expected(Model):
         return self.expires is not None and today > date.fromisoformat(self.expires)
 
     def matches(self, requirement: str, case: str) -> bool:
-        return fnmatch.fnmatchcase(requirement, self.requirement) and fnmatch.fnmatchcase(case, self.case)
+        return fnmatch.fnmatchcase(requirement, self.requirement) and fnmatch.fnmatchcase(
+            case, self.case
+        )
 
 
 class Waiver(Expected):

@@ -54,16 +54,26 @@ class RuleWaiver(Model):
     rule: RuleNumber
     because: Literal["wrong", "not observable", "other half"]
     reason: str = Field(min_length=1)
-    link: str = Field(min_length=1, description="where that can be checked: a place in vLLM's source, or an issue")
+    link: str = Field(
+        min_length=1, description="where that can be checked: a place in vLLM's source, or an issue"
+    )
 
 
 class Entry(Model):
     """One bug as it was released. Every id in `fails` must FAIL in at least one run of `cases` on each of `releases`."""
 
     id: Id
-    bug: Annotated[str, Field(pattern=r"^(B\d{3}|R\d{3})$", description="of the list of bugs, or the rule of the contract that was broken")]
+    bug: Annotated[
+        str,
+        Field(
+            pattern=r"^(B\d{3}|R\d{3})$",
+            description="of the list of bugs, or the rule of the contract that was broken",
+        ),
+    ]
     text: str
-    note: str | None = Field(None, description="what speaks for the engine, or bounds the finding; shown with it")
+    note: str | None = Field(
+        None, description="what speaks for the engine, or bounds the finding; shown with it"
+    )
     releases: list[Annotated[str, Field(pattern=r"^\d+\.\d+\.\d+$")]] = Field(min_length=1)
     connector: str
     extra_config: dict[str, Any] = {}
@@ -72,7 +82,10 @@ class Entry(Model):
     runner: Literal["v1", "v2"] = "v1"
     cases: list[str] = Field(min_length=1)
     fails: list[Id] = Field(min_length=1)
-    also: list[Id] = Field([], description="guarantees that go with it in other workloads; `kvconform explore` names the bug beside them")
+    also: list[Id] = Field(
+        [],
+        description="guarantees that go with it in other workloads; `kvconform explore` names the bug beside them",
+    )
 
 
 Thread = Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+#\d+$")]
@@ -89,4 +102,7 @@ class Bug(Model):
 
     def links(self) -> list[tuple[str, str]]:
         """(repository#number, address) of each thread; GitHub leads from an issue's address to the pull request of that number."""
-        return [(thread, "https://github.com/{}/issues/{}".format(*thread.split("#"))) for thread in self.threads]
+        return [
+            (thread, "https://github.com/{}/issues/{}".format(*thread.split("#")))
+            for thread in self.threads
+        ]

@@ -19,14 +19,25 @@ from kvconform.contract.expression import ExprError, Expression, compile_capabil
 from kvconform.errors import did_you_mean
 
 Level = Literal["MUST", "MUST NOT", "SHOULD", "SHOULD NOT", "MAY"]
-KEYWORDS = re.compile(r"\b(MUST NOT|MUST|SHOULD NOT|SHOULD|MAY|SHALL NOT|SHALL|REQUIRED|RECOMMENDED|OPTIONAL)\b")
+KEYWORDS = re.compile(
+    r"\b(MUST NOT|MUST|SHOULD NOT|SHOULD|MAY|SHALL NOT|SHALL|REQUIRED|RECOMMENDED|OPTIONAL)\b"
+)
 """RFC 2119 keywords, longest first."""
 
 ID = r"^[a-z0-9]+(?:[.-][a-z0-9]+)*$"
 TOUCHED = r"^([A-Z][A-Za-z0-9]+\.)?[a-z][a-z0-9_]*$"
 Id = Annotated[str, Field(pattern=ID)]
 Version = Annotated[str, Field(pattern=r"^\d+(\.\d+)*$")]
-Relation = Literal["connector", "no-connector", "pickled-metadata", "second-process", "hash-seed", "repeat", "inside-multi", "alone"]
+Relation = Literal[
+    "connector",
+    "no-connector",
+    "pickled-metadata",
+    "second-process",
+    "hash-seed",
+    "repeat",
+    "inside-multi",
+    "alone",
+]
 
 
 def _known_event(name: str) -> str:
@@ -41,7 +52,11 @@ def _expression_text(value: Any) -> Any:
 
 
 Event = Annotated[str, AfterValidator(_known_event)]
-Check = Annotated[str, BeforeValidator(_expression_text, json_schema_input_type=str | bool | int), Field(min_length=1)]
+Check = Annotated[
+    str,
+    BeforeValidator(_expression_text, json_schema_input_type=str | bool | int),
+    Field(min_length=1),
+]
 TraceEvent = dict[str, Any]
 Trace = list[TraceEvent]
 
@@ -49,12 +64,18 @@ Trace = list[TraceEvent]
 class Model(BaseModel):
     """Base of everything that is read from YAML: unknown keys and coercions are errors, instances are immutable."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, ignored_types=(cached_property,))
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, ignored_types=(cached_property,)
+    )
 
     def __getstate__(self) -> dict[Any, Any]:
         """Pickled without what is cached: compiled expressions cannot be pickled, and are cheap to make again."""
         state = super().__getstate__()
-        state["__dict__"] = {name: value for name, value in state["__dict__"].items() if name in type(self).model_fields}
+        state["__dict__"] = {
+            name: value
+            for name, value in state["__dict__"].items()
+            if name in type(self).model_fields
+        }
         return state
 
 
@@ -137,7 +158,9 @@ def _capability_valid(value: str) -> str:
 
 
 CapabilityExpr = Annotated[
-    str, BeforeValidator(_capability_text, json_schema_input_type=str | list[str]), AfterValidator(_capability_valid)
+    str,
+    BeforeValidator(_capability_text, json_schema_input_type=str | list[str]),
+    AfterValidator(_capability_valid),
 ]
 
 
@@ -150,19 +173,29 @@ class Requirement(Model):
     text: str = Field(min_length=1)
     why: str | None = None
     since: Version | None = Field(default=None, description="first vLLM version in which it holds")
-    until: Version | None = Field(default=None, description="first vLLM version in which it no longer holds")
+    until: Version | None = Field(
+        default=None, description="first vLLM version in which it no longer holds"
+    )
     source: Source | None = None
     rules: list[Annotated[str, Field(pattern=r"^R\d{3}$")]] = []
-    touches: list[Annotated[str, Field(pattern=TOUCHED)]] = Field(default=[], description="hooks and Class.field that it is about")
+    touches: list[Annotated[str, Field(pattern=TOUCHED)]] = Field(
+        default=[], description="hooks and Class.field that it is about"
+    )
     area: str = ""
     capability: CapabilityExpr = "core"
     needs: list[Literal["hooks", "sched", "kv", "plan", "device", "live"]] = []
     engines: list[Literal["reference", "vllm", "live"]] = ["reference", "vllm", "live"]
-    consequence: bool = Field(default=False, description="violated only because something else was: BLOCKED after an earlier FAIL")
+    consequence: bool = Field(
+        default=False,
+        description="violated only because something else was: BLOCKED after an earlier FAIL",
+    )
 
     event: Event | None = None
     where: Check | None = None
-    exercised: Match | None = Field(default=None, description="what shows that the rule was at stake, where `event` is the breach itself")
+    exercised: Match | None = Field(
+        default=None,
+        description="what shows that the rule was at stake, where `event` is the breach itself",
+    )
     always: Check | None = None
     never: Check | None = None
     count: Count | None = None
@@ -180,9 +213,15 @@ class Requirement(Model):
     def _one_pattern(self) -> Requirement:
         names = [name for name in PATTERNS if getattr(self, name) is not None]
         if len(names) != 1:
-            raise ValueError(f"exactly one of {', '.join(PATTERNS)} is needed, found {', '.join(names) or 'none'}")
+            raise ValueError(
+                f"exactly one of {', '.join(PATTERNS)} is needed, found {', '.join(names) or 'none'}"
+            )
         if (self.event is None) != (names[0] == "relate"):
-            raise ValueError("`event` is missing" if self.event is None else "with `relate`, put `event` and `where` inside of it")
+            raise ValueError(
+                "`event` is missing"
+                if self.event is None
+                else "with `relate`, put `event` and `where` inside of it"
+            )
         if self.exercised is not None and self.relate is not None:
             raise ValueError("`exercised` goes with an `event`, not with `relate`")
         try:
@@ -191,7 +230,12 @@ class Requirement(Model):
             raise ValueError(str(error)) from None
         for name in ("good", "bad"):
             traces = getattr(self, name)
-            flat = bool(traces) and isinstance(traces[0], list) and bool(traces[0]) and isinstance(traces[0][0], dict)
+            flat = (
+                bool(traces)
+                and isinstance(traces[0], list)
+                and bool(traces[0])
+                and isinstance(traces[0][0], dict)
+            )
             if self.relate is not None and flat and len(traces) != 2:
                 raise ValueError(f"{name}: a relate trace is a pair of traces")
         return self
@@ -218,9 +262,17 @@ class Requirement(Model):
     @cached_property
     def kinds(self) -> frozenset[str]:
         """The event kinds that it looks at."""
-        matches = [self.precede.before, self.precede.end] if self.precede else [self.respond.then, self.respond.by] if self.respond else []
+        matches = (
+            [self.precede.before, self.precede.end]
+            if self.precede
+            else [self.respond.then, self.respond.by]
+            if self.respond
+            else []
+        )
         own = self.relate.event if self.relate else self.event
-        return frozenset({own, *(m.event for m in [*matches, self.exercised] if m is not None)} - {None})  # type: ignore[arg-type]
+        return frozenset(
+            {own, *(m.event for m in [*matches, self.exercised] if m is not None)} - {None}
+        )  # type: ignore[arg-type]
 
     @cached_property
     def channels(self) -> frozenset[str]:
@@ -235,9 +287,16 @@ class Requirement(Model):
         """The example traces in one shape: a list of traces (lists of events); for `relate`, of pairs of traces."""
         raw: list[Any] = getattr(self, which)
         if self.relate is not None:
-            pair = bool(raw) and isinstance(raw[0], list) and all(isinstance(event, dict) for event in raw[0])
+            pair = (
+                bool(raw)
+                and isinstance(raw[0], list)
+                and all(isinstance(event, dict) for event in raw[0])
+            )
             return [raw] if pair else raw
-        if self.pattern in ("always", "never"):  # one event each is the usual shape, and each must be accepted or rejected alone
+        if self.pattern in (
+            "always",
+            "never",
+        ):  # one event each is the usual shape, and each must be accepted or rejected alone
             return [item if isinstance(item, list) else [item] for item in raw]
         if raw and all(isinstance(item, dict) for item in raw):  # one trace, written flat
             return [raw]
@@ -259,7 +318,9 @@ def version_key(version: str) -> tuple[int, ...]:
 def in_force(since: str | None, until: str | None, vllm: str) -> bool:
     """Whether since <= version < until; None is no bound."""
     version = version_key(vllm)
-    return (since is None or version >= version_key(since)) and (until is None or version < version_key(until))
+    return (since is None or version >= version_key(since)) and (
+        until is None or version < version_key(until)
+    )
 
 
 def _compile_all(req: Requirement) -> dict[str, Expression]:

@@ -86,12 +86,18 @@ class Start(Model):
     """How vLLM is started. Sizes in tokens and blocks."""
 
     scheduling: Literal["sync", "async"] = "sync"
-    blocks: PositiveInt = Field(default=96, description="blocks of the KV cache, the null block included")
+    blocks: PositiveInt = Field(
+        default=96, description="blocks of the KV cache, the null block included"
+    )
     budget: PositiveInt = Field(default=2048, description="max_num_batched_tokens")
     max_seqs: PositiveInt = 8
     prefix_caching: bool = True
-    spec_tokens: Count = Field(default=0, description="drafts per step, from n-grams of the request's own tokens")
-    processes: bool = Field(default=False, description="the engine in a process of its own, as a server has it")
+    spec_tokens: Count = Field(
+        default=0, description="drafts per step, from n-grams of the request's own tokens"
+    )
+    processes: bool = Field(
+        default=False, description="the engine in a process of its own, as a server has it"
+    )
     priority: bool = Field(default=False, description="scheduling by priority")
 
 
@@ -116,7 +122,10 @@ class Phase(Model):
     take: Take = "same"
     more: Count = 0
     reverse: bool = False
-    hits: bool = Field(default=False, description="a connector that keeps KV has to be asked for some, and to load it")
+    hits: bool = Field(
+        default=False,
+        description="a connector that keeps KV has to be asked for some, and to load it",
+    )
 
 
 class Request(Model):
@@ -128,13 +137,19 @@ class Request(Model):
     family: Count = 0
     shared: Count = 0
     tail: Count = 0
-    own: Count | None = Field(default=None, description="which tokens of its own; default: its place in the list")
+    own: Count | None = Field(
+        default=None, description="which tokens of its own; default: its place in the list"
+    )
     out: PositiveInt = 8
     abort: PositiveInt | None = None
-    early: PositiveInt | None = Field(default=None, description="of a pair: aborted so many steps after its arrival at the producer")
+    early: PositiveInt | None = Field(
+        default=None,
+        description="of a pair: aborted so many steps after its arrival at the producer",
+    )
     priority: int = 0
     reset: bool = Field(
-        default=False, description="vLLM's local prefix cache (of a pair: the consumer's) is emptied before it, once nothing runs"
+        default=False,
+        description="vLLM's local prefix cache (of a pair: the consumer's) is emptied before it, once nothing runs",
     )
 
 
@@ -154,8 +169,12 @@ class Workload(Model):
             if prompt.name in known:
                 raise ValueError(f"two prompts are named {prompt.name!r}")
             if prompt.like is not None and prompt.like not in known:
-                raise ValueError(f"prompt {prompt.name!r} is like {prompt.like!r}, which no earlier prompt is named")
-            if prompt.like is not None and prompt.shared > min(prompt.tokens, known[prompt.like].tokens):
+                raise ValueError(
+                    f"prompt {prompt.name!r} is like {prompt.like!r}, which no earlier prompt is named"
+                )
+            if prompt.like is not None and prompt.shared > min(
+                prompt.tokens, known[prompt.like].tokens
+            ):
                 raise ValueError(f"prompt {prompt.name!r} shares more tokens than there are")
             known[prompt.name] = prompt
         if len({phase.name for phase in self.phases}) < len(self.phases):
@@ -171,25 +190,37 @@ class Scenario(Model):
     id: Id
     area: str = "live"
     text: str = Field(min_length=1)
-    since: Version | None = Field(default=None, description="first vLLM version whose engine can do it")
+    since: Version | None = Field(
+        default=None, description="first vLLM version whose engine can do it"
+    )
     needs: CapabilityExpr = "core"
     start: Start = Start()
     workload: Id | None = None
     requests: list[Request] = []
-    families: int | None = Field(default=None, description="seed of the tokens of `requests`; default: the run's")
-    fail: bool = Field(default=False, description="the connector is asked to let loads fail")
-    faults: list[Fault] = Field(default=[], description="what happens to the servers of the connector's settings, in this order")
-    pair: Literal["handed", "aborted", "replayed", "altered", "killed", "requests"] | None = Field(
-        default=None, description="a producer and a consumer in processes of their own, and what the proxy between them does"
+    families: int | None = Field(
+        default=None, description="seed of the tokens of `requests`; default: the run's"
     )
-    on_failure: Literal["recompute", "fail"] = Field(default="recompute", description="kv_load_failure_policy of a pair")
+    fail: bool = Field(default=False, description="the connector is asked to let loads fail")
+    faults: list[Fault] = Field(
+        default=[],
+        description="what happens to the servers of the connector's settings, in this order",
+    )
+    pair: Literal["handed", "aborted", "replayed", "altered", "killed", "requests"] | None = Field(
+        default=None,
+        description="a producer and a consumer in processes of their own, and what the proxy between them does",
+    )
+    on_failure: Literal["recompute", "fail"] = Field(
+        default="recompute", description="kv_load_failure_policy of a pair"
+    )
     due: list[Due] = []
     rules: list[str] = []
     bugs: list[str] = []
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Scenario:
-        if (self.workload is not None) + bool(self.requests) + (self.pair not in (None, "requests")) != 1:
+        if (self.workload is not None) + bool(self.requests) + (
+            self.pair not in (None, "requests")
+        ) != 1:
             raise ValueError("needs a workload, requests of its own, or a pair")
         if self.pair == "requests" and not self.requests:
             raise ValueError("a pair that is to play requests needs some")
@@ -200,15 +231,25 @@ class Scenario(Model):
         if "drafts" in self.due and not self.start.spec_tokens:
             raise ValueError("accepted drafts are due, and spec_tokens is 0")
         if self.faults and (self.workload is None or self.start.processes):
-            raise ValueError("faults of servers strike in phases of a workload, and where the engine is in one process")
+            raise ValueError(
+                "faults of servers strike in phases of a workload, and where the engine is in one process"
+            )
         if self.start.spec_tokens and self.start.scheduling == "async":
-            raise ValueError("vLLM does not do n-gram speculation on a CPU with asynchronous scheduling")
+            raise ValueError(
+                "vLLM does not do n-gram speculation on a CPU with asynchronous scheduling"
+            )
         return self
 
     @cached_property
     def needs_expr(self) -> Expression:
         """What the connector must be able to do, over `cap`."""
-        return compile_capability([self.needs, *(["fault_injection"] if self.fail else []), *(["transfer"] if self.pair else [])])
+        return compile_capability(
+            [
+                self.needs,
+                *(["fault_injection"] if self.fail else []),
+                *(["transfer"] if self.pair else []),
+            ]
+        )
 
     @property
     def relations(self) -> list[Relation]:
@@ -224,13 +265,20 @@ class Scenario(Model):
         return None if self.needs_expr.bind(caps)({}) else self.needs_expr.source
 
     def variants(
-        self, engines: Sequence[str] | None = None, schedulings: Sequence[str] | None = None, slow: Sequence[str] | None = None
+        self,
+        engines: Sequence[str] | None = None,
+        schedulings: Sequence[str] | None = None,
+        slow: Sequence[str] | None = None,
     ) -> list[Variant]:
         """Its one run, unless engine or scheduling are not asked for. `slow` streams are no axis here."""
         scheduling = self.start.scheduling
-        if (engines is not None and "live" not in engines) or (schedulings is not None and scheduling not in schedulings):
+        if (engines is not None and "live" not in engines) or (
+            schedulings is not None and scheduling not in schedulings
+        ):
             return []
-        return [Variant(self, "live", scheduling, "v1", 2 if scheduling == "async" else 1, BLOCK_SIZE)]  # type: ignore[arg-type]
+        return [
+            Variant(self, "live", scheduling, "v1", 2 if scheduling == "async" else 1, BLOCK_SIZE)
+        ]  # type: ignore[arg-type]
 
 
 BLOCK_SIZE = 32
@@ -240,7 +288,11 @@ MAX_MODEL_LEN = 384
 
 
 HAND_OVER: dict[str, Any] = {
-    "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None, "remote_host": None,
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
     "remote_port": None,
-}  # fmt: skip
+}
 """What a proxy sends a prefill engine along, so that the KV is kept for a decode engine (vLLM's examples/online_serving)."""

@@ -16,7 +16,9 @@ from pydantic import BeforeValidator, Discriminator, Field, PositiveInt, Tag
 from kvconform.contract.expectations import Expectation
 from kvconform.contract.requirement import Model
 
-Req = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$", description="a request's name within the case")]
+Req = Annotated[
+    str, Field(pattern=r"^[a-z][a-z0-9_]*$", description="a request's name within the case")
+]
 Natural = Annotated[int, Field(ge=0)]
 
 
@@ -42,7 +44,9 @@ def _prompt_form(value: Any) -> str:
 
 
 Prompt = Annotated[
-    Annotated[PositiveInt, Tag("length")] | Annotated[SamePrompt, Tag("same")] | Annotated[OfPrompt, Tag("of")],
+    Annotated[PositiveInt, Tag("length")]
+    | Annotated[SamePrompt, Tag("same")]
+    | Annotated[OfPrompt, Tag("of")],
     Discriminator(_prompt_form),
 ]
 
@@ -80,14 +84,30 @@ class Add(Model):
     mm: list[MultiModal] = []
     priority: int = 0
     params: dict[str, Any] = Field(default={}, description="kv_transfer_params")
-    hand_over: bool = Field(default=False, description="ask for its KV to be handed over, as a proxy does of a prefill engine")
-    handed: HandedFrom | None = Field(default=None, description="kv_transfer_params: what this request of the other engine ended with")
+    hand_over: bool = Field(
+        default=False,
+        description="ask for its KV to be handed over, as a proxy does of a prefill engine",
+    )
+    handed: HandedFrom | None = Field(
+        default=None,
+        description="kv_transfer_params: what this request of the other engine ended with",
+    )
     drafts: list[Natural] | None = None
-    stop_at: Natural | None = Field(default=None, description="output index at which the stop token is sampled")
+    stop_at: Natural | None = Field(
+        default=None, description="output index at which the stop token is sampled"
+    )
     skip_reading_prefix_cache: bool = False
-    structured: bool = Field(default=False, description="has a grammar, which is being compiled until step `grammar`; engine vllm only")
-    reloads: Req | None = Field(default=None, description="repeats this request's content: its lookup says how much of it came back")
-    id: str | None = Field(default=None, description="the client's request id; the same id twice is id reuse")
+    structured: bool = Field(
+        default=False,
+        description="has a grammar, which is being compiled until step `grammar`; engine vllm only",
+    )
+    reloads: Req | None = Field(
+        default=None,
+        description="repeats this request's content: its lookup says how much of it came back",
+    )
+    id: str | None = Field(
+        default=None, description="the client's request id; the same id twice is id reuse"
+    )
 
     def mentions(self) -> set[str]:
         """The other requests that it refers to."""
@@ -117,7 +137,12 @@ class AddMany(Model):
             return value[index % len(value)] if isinstance(value, list) else value
 
         return [
-            Add(req=f"{self.req}{i}", prompt=pick(self.prompt, i), max_tokens=pick(self.max_tokens, i), drafts=self.drafts)
+            Add(
+                req=f"{self.req}{i}",
+                prompt=pick(self.prompt, i),
+                max_tokens=pick(self.max_tokens, i),
+                drafts=self.drafts,
+            )
             for i in range(self.count)
         ]
 
@@ -181,11 +206,17 @@ class BaseStep(Model):
 
 
 def _add_form(value: Any) -> str:
-    return "many" if isinstance(value, AddMany) or (isinstance(value, dict) and "count" in value) else "one"
+    return (
+        "many"
+        if isinstance(value, AddMany) or (isinstance(value, dict) and "count" in value)
+        else "one"
+    )
 
 
 class AddStep(BaseStep):
-    add: Annotated[Annotated[Add, Tag("one")] | Annotated[AddMany, Tag("many")], Discriminator(_add_form)]
+    add: Annotated[
+        Annotated[Add, Tag("one")] | Annotated[AddMany, Tag("many")], Discriminator(_add_form)
+    ]
 
     def mentions(self) -> set[str]:
         return self.add.mentions() if isinstance(self.add, Add) else set()
@@ -324,12 +355,27 @@ class ExpectStep(BaseStep):
 
 
 STEPS: dict[str, type[BaseStep]] = {
-    "add": AddStep, "on": OnStep, "step": StepStep, "run": RunStep, "schedule": ScheduleStep, "land": LandStep, "abort": AbortStep,
-    "grammar": GrammarStep, "preempt": PreemptStep,
-    "drop-local": DropLocalStep, "reset": ResetStep, "idle": IdleStep, "restart": RestartStep,
-    "shutdown": ShutdownStep, "fail-load": FailLoadStep, "lookup-only": LookupOnlyStep, "reorder": ReorderStep, "pause": PauseStep,
-    "resume": ResumeStep, "expect": ExpectStep,
-}  # fmt: skip
+    "add": AddStep,
+    "on": OnStep,
+    "step": StepStep,
+    "run": RunStep,
+    "schedule": ScheduleStep,
+    "land": LandStep,
+    "abort": AbortStep,
+    "grammar": GrammarStep,
+    "preempt": PreemptStep,
+    "drop-local": DropLocalStep,
+    "reset": ResetStep,
+    "idle": IdleStep,
+    "restart": RestartStep,
+    "shutdown": ShutdownStep,
+    "fail-load": FailLoadStep,
+    "lookup-only": LookupOnlyStep,
+    "reorder": ReorderStep,
+    "pause": PauseStep,
+    "resume": ResumeStep,
+    "expect": ExpectStep,
+}
 
 
 def _op(value: Any) -> str | None:

@@ -60,7 +60,11 @@ class PairTrace(Trace):
 
     def emit(self, kind: str, /, **fields: Any) -> Event:
         """As Trace.emit."""
-        return super().emit(kind, **({"on": self.on} if self.on is not None and "on" not in fields else {}), **fields)
+        return super().emit(
+            kind,
+            **({"on": self.on} if self.on is not None and "on" not in fields else {}),
+            **fields,
+        )
 
     def place(self) -> Place:
         """As Trace.place, with the steps of every engine."""

@@ -30,7 +30,11 @@ from kvconform.errors import UsageError
 
 _INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
-_WORDS: dict[str, Any] = {word: value for value in (True, False) for word in (str(value), str(value).lower(), str(value).upper())}
+_WORDS: dict[str, Any] = {
+    word: value
+    for value in (True, False)
+    for word in (str(value), str(value).lower(), str(value).upper())
+}
 _WORDS |= {word: None for word in ("null", "Null", "NULL", "~", "")}
 
 Lines = dict[tuple[str | int, ...], int]

@@ -72,27 +72,49 @@ def measure_gate(every: int) -> Gate:
         from kvconform.run.runner import run_variant
     with clock("first configuration"):
         vllm_api.build_config(
-            block_size=4, num_blocks=8, budget=64, max_seqs=4, max_model_len=256, prefix_caching=True, spec_tokens=0, scheduling="sync",
-            runner="v1", policy="fcfs", transfer=None,
-        )  # fmt: skip
+            block_size=4,
+            num_blocks=8,
+            budget=64,
+            max_seqs=4,
+            max_model_len=256,
+            prefix_caching=True,
+            spec_tokens=0,
+            scheduling="sync",
+            runner="v1",
+            policy="fcfs",
+            transfer=None,
+        )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         target = Target(CONNECTOR, {"store": "{tmp}"})
         with clock("capabilities"):
             profile = target_profile(target, folder / "profile")
         for engine in ENGINES:
-            variants = [v for case in spec.cases.values() if case.unmet(profile.caps) is None for v in case.variants([engine])][::every]
+            variants = [
+                v
+                for case in spec.cases.values()
+                if case.unmet(profile.caps) is None
+                for v in case.variants([engine])
+            ][::every]
             for number, variant in enumerate(variants):
                 runs: dict[str, Run] = {}
                 with clock(f"{engine}: runs"):
                     for relation in ("connector", *variant.case.relations):
                         runs[relation] = run_variant(
-                            variant, target, seed=0, tmp=folder / f"{engine}-{number}-{relation}", relation=relation, caps=profile.caps,
+                            variant,
+                            target,
+                            seed=0,
+                            tmp=folder / f"{engine}-{number}-{relation}",
+                            relation=relation,
+                            caps=profile.caps,
                             promises=profile.promises,
-                        )  # fmt: skip
+                        )
                 with clock(f"{engine}: requirements"):
                     rows = judge(requirements, runs, profile.caps)
-                with clock("report"), (folder / "report.jsonl").open("a", encoding="utf-8") as report:
+                with (
+                    clock("report"),
+                    (folder / "report.jsonl").open("a", encoding="utf-8") as report,
+                ):
                     report.writelines(json.dumps(row.to_dict()) + "\n" for row in rows)
                 gate.runs[engine] = gate.runs.get(engine, 0) + len(runs)
     return gate
@@ -111,8 +133,12 @@ def show(gate: Gate, every: int) -> None:
         spent = seconds[f"{engine}: runs"]
         per_run[engine] = spent / runs
         ratio = seconds[f"{engine}: requirements"] / spent
-        print(f"  {engine}: {runs} runs, {runs / spent:.0f} per second; judging takes {ratio:.2f} x the time of the runs")
-    print(f"  a run on vllm takes {per_run['vllm'] / per_run['reference']:.2f} x the time of one on reference")
+        print(
+            f"  {engine}: {runs} runs, {runs / spent:.0f} per second; judging takes {ratio:.2f} x the time of the runs"
+        )
+    print(
+        f"  a run on vllm takes {per_run['vllm'] / per_run['reference']:.2f} x the time of one on reference"
+    )
 
 
 def loop_ms() -> float:
@@ -167,7 +193,10 @@ class _Rounds:
         spec, target = load_spec(), Target(CONNECTOR, {"store": store})
         rounds: list[tuple[float, float]] = []  # ms of a workload, of the loop
         hits = failed = 0
-        with tempfile.TemporaryDirectory(prefix="kvconform-", dir=scratch_root()) as name, Patch.parking():  # as a campaign's process does
+        with (
+            tempfile.TemporaryDirectory(prefix="kvconform-", dir=scratch_root()) as name,
+            Patch.parking(),
+        ):  # as a campaign's process does
             for workload in workloads:  # what a process does once: imports, and each configuration
                 outcome(workload, target, spec, Path(name) / "run")
             for _ in range(ROUNDS):
@@ -176,7 +205,9 @@ class _Rounds:
                     found = outcome(workload, target, spec, Path(name) / "run")
                     failed += bool(found.failures or found.error)
                     hits += "hit" in found.reached
-                rounds.append((1000 * (time.process_time() - began) / len(workloads), (loop + loop_ms()) / 2))
+                rounds.append(
+                    (1000 * (time.process_time() - began) / len(workloads), (loop + loop_ms()) / 2)
+                )
         self.milliseconds = median(workload for workload, _ in rounds)
         self.loops = median(workload / loop for workload, loop in rounds)
         self.hits, self.failed = hits / ROUNDS, failed / ROUNDS
@@ -202,7 +233,11 @@ def campaign(count: int = 1000, first: int = 200) -> float:
 
 def starts(rounds: int = 5) -> dict[str, float]:
     """Seconds until the command line has answered, medians of `rounds`, beside a bare start of the same Python."""
-    commands = {"python_s": ["-c", "pass"], "help_s": ["-m", "kvconform", "--help"], "list_s": ["-m", "kvconform", "list"]}
+    commands = {
+        "python_s": ["-c", "pass"],
+        "help_s": ["-m", "kvconform", "--help"],
+        "list_s": ["-m", "kvconform", "list"],
+    }
     found: dict[str, list[float]] = {name: [] for name in commands}
     for _ in range(rounds):
         for name, command in commands.items():
@@ -215,11 +250,16 @@ def starts(rounds: int = 5) -> dict[str, float]:
 def main(arguments: list[str] | None = None) -> int:
     """Print all benchmarks; returns the exit status."""
     parser = argparse.ArgumentParser(prog="kvconform.dev.bench", description=__doc__)
-    parser.add_argument("--every", type=int, default=4, metavar="N", help="run one variant in N (default: 4)")
+    parser.add_argument(
+        "--every", type=int, default=4, metavar="N", help="run one variant in N (default: 4)"
+    )
     every = max(1, parser.parse_args(arguments).every)
     gate = measure_gate(every)
     show(gate, every)
-    for title, found in (("Random workloads of profile small on engine reference", explore()), ("Command line", starts())):
+    for title, found in (
+        ("Random workloads of profile small on engine reference", explore()),
+        ("Command line", starts()),
+    ):
         print(f"\n{title}:")
         for name, value in found.items():
             print(f"  {name:<24}{value:12.3f}")

@@ -56,8 +56,16 @@ def table(spec: Spec) -> list[Row]:
 def problems(spec: Spec) -> list[str]:
     """Sentences about items that nothing is about although it should be, or should not be although something is."""
     rows = table(spec)
-    found = [f"no requirement touches {row.item}" for row in rows if not row.requirements and row.not_read is None]
-    found += [f"{row.item} is {row.not_read}, but {row.requirements[0]} touches it" for row in rows if row.requirements and row.not_read]
+    found = [
+        f"no requirement touches {row.item}"
+        for row in rows
+        if not row.requirements and row.not_read is None
+    ]
+    found += [
+        f"{row.item} is {row.not_read}, but {row.requirements[0]} touches it"
+        for row in rows
+        if row.requirements and row.not_read
+    ]
     return found
 
 
@@ -66,7 +74,9 @@ def render(spec: Spec) -> str:
     lines = ["| hook or field | requirements |", "|---|---|"]
     for row in table(spec):
         names = ", ".join(f"`{name}`" for name in row.requirements)
-        lines.append(f"| `{row.item}` | {names or ('not read: ' + row.not_read if row.not_read else '**none**')} |")
+        lines.append(
+            f"| `{row.item}` | {names or ('not read: ' + row.not_read if row.not_read else '**none**')} |"
+        )
     return "\n".join(lines) + "\n"
 
 

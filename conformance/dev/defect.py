@@ -36,13 +36,21 @@ class Defect(Model):
     id: Id
     text: str = Field(min_length=1, description="what is wrong with it, in one line")
     connector: Symbol = REFERENCE
-    engine_fault: Symbol | None = Field(default=None, description="a Fault, in force while the cases run")
+    engine_fault: Symbol | None = Field(
+        default=None, description="a Fault, in force while the cases run"
+    )
     extra_config: dict[str, Any] = {}
     capabilities: dict[str, Any] = {}
-    servers: list[ServerSpec] = Field(default=[], description="servers that it needs; extra_config may name their ports")
-    bugs: list[Annotated[str, Field(pattern=r"^B\d{3}$")]] = Field(default=[], description="real bugs of this kind")
+    servers: list[ServerSpec] = Field(
+        default=[], description="servers that it needs; extra_config may name their ports"
+    )
+    bugs: list[Annotated[str, Field(pattern=r"^B\d{3}$")]] = Field(
+        default=[], description="real bugs of this kind"
+    )
     engines: list[Engine] = Field(default=["reference"], min_length=1)
-    scheduling: list[Scheduling] | None = Field(default=None, min_length=1, description="only these of the cases' runs")
+    scheduling: list[Scheduling] | None = Field(
+        default=None, min_length=1, description="only these of the cases' runs"
+    )
     emulate_cuda: bool = Field(default=False, description="its runs emulate a CUDA device")
     own_process: bool = Field(default=False, description="it may end the process that it runs in")
     hook_timeout: float = Field(default=10.0, gt=0, description="seconds that a hook may take")
@@ -53,7 +61,9 @@ class Defect(Model):
     @model_validator(mode="after")
     def _something_is_wrong(self) -> Defect:
         if self.connector == REFERENCE and self.engine_fault is None:
-            raise ValueError("names neither a connector nor an engine_fault: nothing would be wrong")
+            raise ValueError(
+                "names neither a connector nor an engine_fault: nothing would be wrong"
+            )
         for names in (self.cases, self.fails, self.may, self.bugs):
             if len(set(names)) < len(names):
                 raise ValueError("names something twice")
@@ -82,7 +92,9 @@ class Defect(Model):
     def variants(self, spec: Spec) -> Iterator[Variant]:
         """All runs of its cases on its engines."""
         for case in self.cases:
-            yield from driven(spec, case).variants(self.engines, self.scheduling, SLOW if self.emulate_cuda else None)
+            yield from driven(spec, case).variants(
+                self.engines, self.scheduling, SLOW if self.emulate_cuda else None
+            )
 
 
 def driven(spec: Spec, name: str) -> Any:
@@ -100,7 +112,9 @@ def load_defects(spec: Spec) -> dict[str, Defect]:
         except ValidationError as error:
             first = error.errors()[0]
             at = ".".join(map(str, first["loc"]))
-            raise UsageError(f"{where}: defect {name}: {at + ': ' if at else ''}{first['msg']}") from None
+            raise UsageError(
+                f"{where}: defect {name}: {at + ': ' if at else ''}{first['msg']}"
+            ) from None
         if problem := _problem(defect, spec):
             raise UsageError(f"{where}: defect {name} {problem}")
     return found
@@ -116,7 +130,11 @@ def _problem(defect: Defect, spec: Spec) -> str | None:
     if next(defect.variants(spec), None) is None:
         return "has no run: none of its cases runs on its engines"
     fails = [spec.requirements[name] for name in defect.fails]
-    blamed = [requirement.id for requirement in fails if requirement.kind != "guarantee" and not requirement.consequence]
+    blamed = [
+        requirement.id
+        for requirement in fails
+        if requirement.kind != "guarantee" and not requirement.consequence
+    ]
     if blamed and defect.engine_fault is not None:
         return f"is the engine's fault, but {blamed[0]} is neither a guarantee nor a consequence"
     return None
@@ -141,7 +159,9 @@ class Outcome(BaseModel):
     problem: str = ""
     seconds: float = 0.0
 
-    def take(self, run: str, rows: Iterable[Mapping[str, Any]], wanted: Container[str] = ()) -> None:
+    def take(
+        self, run: str, rows: Iterable[Mapping[str, Any]], wanted: Container[str] = ()
+    ) -> None:
         """Enter the failures among the rows of one run, and of the `wanted` requirements the other verdicts."""
         for row in rows:
             if row["requirement"] in wanted and row["verdict"] not in FAILED:
@@ -185,7 +205,11 @@ class KillMatrix(BaseModel):
     @property
     def unkilled(self) -> list[str]:
         """MUST and MUST NOT requirements and guarantees that no defect violates, as far as examined; empty for a selection."""
-        return [row.id for row in self.requirements if row.must and not row.by] if self.complete else []
+        return (
+            [row.id for row in self.requirements if row.must and not row.by]
+            if self.complete
+            else []
+        )
 
     @property
     def bad(self) -> list[Outcome]:
@@ -212,19 +236,30 @@ def build(
         for bug in known[outcome.defect].bugs:
             bugs.setdefault(bug, []).append(outcome.defect)
     bad = [outcome for outcome in controls if outcome.problem]
-    return KillMatrix(complete=complete, defects=list(outcomes), controls=bad, requirements=rows, bugs=dict(sorted(bugs.items())))
+    return KillMatrix(
+        complete=complete,
+        defects=list(outcomes),
+        controls=bad,
+        requirements=rows,
+        bugs=dict(sorted(bugs.items())),
+    )
 
 
 def summary(matrix: KillMatrix) -> list[str]:
     """What a reader has to know, a sentence each."""
     lines = [f"{outcome.defect} {outcome.problem}" for outcome in matrix.controls]
     lines += [f"{outcome.defect}: {outcome.problem}" for outcome in matrix.bad]
-    lines.append(f"{len(matrix.defects) - len(matrix.bad)} of {len(matrix.defects)} defects are caught as listed")
+    lines.append(
+        f"{len(matrix.defects) - len(matrix.bad)} of {len(matrix.defects)} defects are caught as listed"
+    )
     if matrix.complete:
         for kind, name in (("requirement", "MUST requirements"), ("guarantee", "MUST guarantees")):
             rows = [row for row in matrix.requirements if row.must and row.kind == kind]
             missing = [row.id for row in rows if not row.by]
-            lines.append(f"{name} killed: {len(rows) - len(missing)} of {len(rows)}" + "".join(f"\n  no defect: {i}" for i in missing))
+            lines.append(
+                f"{name} killed: {len(rows) - len(missing)} of {len(rows)}"
+                + "".join(f"\n  no defect: {i}" for i in missing)
+            )
     return lines
 
 
@@ -248,11 +283,29 @@ def print_matrix(matrix: KillMatrix) -> None:
 
 def markdown(matrix: KillMatrix) -> str:
     """The same as a page."""
-    lines = ["# Kill matrix", "", *summary(matrix), "", "| requirement | level | killed by | also failed by |", "|---|---|---|---|"]
-    lines += [f"| `{row.id}` | {row.level} | {_codes(row.by)} | {_codes(row.also)} |" for row in matrix.requirements]
-    lines += ["", "| bug | defects |", "|---|---|", *(f"| {bug} | {_codes(names)} |" for bug, names in matrix.bugs.items())]
+    lines = [
+        "# Kill matrix",
+        "",
+        *summary(matrix),
+        "",
+        "| requirement | level | killed by | also failed by |",
+        "|---|---|---|---|",
+    ]
+    lines += [
+        f"| `{row.id}` | {row.level} | {_codes(row.by)} | {_codes(row.also)} |"
+        for row in matrix.requirements
+    ]
+    lines += [
+        "",
+        "| bug | defects |",
+        "|---|---|",
+        *(f"| {bug} | {_codes(names)} |" for bug, names in matrix.bugs.items()),
+    ]
     lines += ["", "| defect | seconds | fails | problem |", "|---|---|---|---|"]
-    lines += [f"| `{each.defect}` | {each.seconds} | {_codes(sorted(each.failed))} | {each.problem} |" for each in matrix.defects]
+    lines += [
+        f"| `{each.defect}` | {each.seconds} | {_codes(sorted(each.failed))} | {each.problem} |"
+        for each in matrix.defects
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -39,14 +39,19 @@ def load() -> dict[str, Bug]:
         found = [Bug.model_validate(raw) for raw in parse(text, "spec/bugs.yaml")]
     except ValidationError as error:
         first = error.errors()[0]
-        raise SpecError([f"spec/bugs.yaml:1: {'.'.join(map(str, first['loc']))}: {first['msg']}"]) from None
+        raise SpecError(
+            [f"spec/bugs.yaml:1: {'.'.join(map(str, first['loc']))}: {first['msg']}"]
+        ) from None
     return {bug.bug: bug for bug in found}
 
 
 ROOT = Path(kvconform.__file__).resolve().parent.parent
 VLLM = "https://github.com/vllm-project/vllm/blob/v{version}/vllm/{file}"
 EXAMPLE = 260
-KINDS = (("requirement", "What a connector has to do"), ("guarantee", "What a connector can rely on"))
+KINDS = (
+    ("requirement", "What a connector has to do"),
+    ("guarantee", "What a connector can rely on"),
+)
 
 
 class Area(Model):
@@ -70,9 +75,13 @@ class Pages:
         self.spec = spec
         self.bugs = load()
         self.areas = areas()
-        self.version = Counter(entry.version for entry in spec.sources.values()).most_common(1)[0][0]
+        self.version = Counter(entry.version for entry in spec.sources.values()).most_common(1)[0][
+            0
+        ]
         self.broken: dict[str, list[dict[str, Any]]] = {name: [] for name in spec.requirements}
-        self.reproduced: dict[str, list[references.Entry]] = {name: [] for name in spec.requirements}
+        self.reproduced: dict[str, list[references.Entry]] = {
+            name: [] for name in spec.requirements
+        }
         for defect in spec.defects.values():
             for name in defect.get("fails", ()):
                 self.broken[name].append(defect)
@@ -84,18 +93,36 @@ class Pages:
         """Path below docs/ -> text. UsageError for an area without an entry in spec/areas.yaml, or an entry without requirements."""
         used = {req.area for req in self.spec.requirements.values()}
         if odd := used ^ {area.area for area in self.areas}:
-            raise UsageError(f"spec/areas.yaml and the areas of the requirements differ: {', '.join(sorted(odd))}")
-        found = {"contract/README.md": self.index(), **{f"contract/{area.area}.md": self.area(area) for area in self.areas}}
+            raise UsageError(
+                f"spec/areas.yaml and the areas of the requirements differ: {', '.join(sorted(odd))}"
+            )
+        found = {
+            "contract/README.md": self.index(),
+            **{f"contract/{area.area}.md": self.area(area) for area in self.areas},
+        }
         if (installed.source_version() or "").split("+")[0] == self.version:
             found["coverage.md"] = self.coverage()
         return found
 
     def index(self) -> str:
         """The first page: all areas, and all sentences."""
-        counts: dict[str, Counter[str]] = {area.area: Counter(req.kind for req in self._of(area)) for area in self.areas}
-        rows = [{"area": a.area, "title": a.title, **{kind: counts[a.area][kind] for kind, _ in KINDS}} for a in self.areas]
-        everything = [req for area in self.areas for kind, _ in KINDS for req in self._of(area) if req.kind == kind]
-        return self._render("index", rows=rows, counts=sum(counts.values(), Counter()), everything=everything)
+        counts: dict[str, Counter[str]] = {
+            area.area: Counter(req.kind for req in self._of(area)) for area in self.areas
+        }
+        rows = [
+            {"area": a.area, "title": a.title, **{kind: counts[a.area][kind] for kind, _ in KINDS}}
+            for a in self.areas
+        ]
+        everything = [
+            req
+            for area in self.areas
+            for kind, _ in KINDS
+            for req in self._of(area)
+            if req.kind == kind
+        ]
+        return self._render(
+            "index", rows=rows, counts=sum(counts.values(), Counter()), everything=everything
+        )
 
     def area(self, area: Area) -> str:
         """The page of one area."""
@@ -103,13 +130,17 @@ class Pages:
 
     def coverage(self) -> str:
         """What covers each hook, field and rule. Needs vLLM's source."""
-        return self._render("coverage", hooks=coverage.render(self.spec), rules=list(self.spec.rules.values()))
+        return self._render(
+            "coverage", hooks=coverage.render(self.spec), rules=list(self.spec.rules.values())
+        )
 
     def _of(self, area: Area) -> list[Requirement]:
         return [req for req in self.spec.requirements.values() if req.area == area.area]
 
     def _render(self, name: str, **values: Any) -> str:
-        text = self._environment.get_template(f"{name}.md.jinja").render(version=self.version, **values)
+        text = self._environment.get_template(f"{name}.md.jinja").render(
+            version=self.version, **values
+        )
         return text.rstrip() + "\n"
 
     @cached_property
@@ -117,25 +148,48 @@ class Pages:
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
         made = Environment(  # Markdown, not HTML: nothing is to be escaped
-            loader=FileSystemLoader(ROOT / "docs" / "templates"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+            loader=FileSystemLoader(ROOT / "docs" / "templates"),
+            undefined=StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
         )
         made.filters |= {
             "squeeze": lambda text: " ".join(text.split()),
             "codes": _codes,
             "sentence": _sentence,
         }
-        made.globals |= {"broken": self.broken, "reproduced": self.reproduced, "check": check_lines, "examples": _examples}
-        made.globals |= {"cases": self._cases, "real": self._real, "source": self._source, "history": _history, "rule_cover": self._rule}
+        made.globals |= {
+            "broken": self.broken,
+            "reproduced": self.reproduced,
+            "check": check_lines,
+            "examples": _examples,
+        }
+        made.globals |= {
+            "cases": self._cases,
+            "real": self._real,
+            "source": self._source,
+            "history": _history,
+            "rule_cover": self._rule,
+        }
         return made
 
     def _cases(self, req: Requirement) -> list[str]:
         """Links to the cases that name its rules or bugs, and to those of the defects that it finds."""
-        names = [*cases_about(self.spec, req), *(name for defect in self.broken[req.id] for name in defect["cases"])]
-        return [f"[{name}](../../{self.spec.places[f'case:{name}'].rsplit(':', 1)[0]})" for name in sorted(set(names))]
+        names = [
+            *cases_about(self.spec, req),
+            *(name for defect in self.broken[req.id] for name in defect["cases"]),
+        ]
+        return [
+            f"[{name}](../../{self.spec.places[f'case:{name}'].rsplit(':', 1)[0]})"
+            for name in sorted(set(names))
+        ]
 
     def _real(self, req: Requirement) -> list[references.Bug]:
         """The bugs that it names, and those that its defects are made after."""
-        names = {*req.bugs, *(name for defect in self.broken[req.id] for name in defect.get("bugs", ()))}
+        names = {
+            *req.bugs,
+            *(name for defect in self.broken[req.id] for name in defect.get("bugs", ())),
+        }
         return [self.bugs[name] for name in sorted(names) if name in self.bugs]
 
     def _source(self, source: Source) -> str:
@@ -184,8 +238,16 @@ def _examples(req: Requirement) -> list[str]:
 def stale(pages: dict[str, str]) -> list[str]:
     """The pages whose file says something else, and files in docs/contract/ that are no page."""
     docs = ROOT / "docs"
-    found = [name for name, text in pages.items() if not (docs / name).is_file() or (docs / name).read_text(encoding="utf-8") != text]
-    return found + [name for name in sorted(f"contract/{path.name}" for path in (docs / "contract").glob("*.md")) if name not in pages]
+    found = [
+        name
+        for name, text in pages.items()
+        if not (docs / name).is_file() or (docs / name).read_text(encoding="utf-8") != text
+    ]
+    return found + [
+        name
+        for name in sorted(f"contract/{path.name}" for path in (docs / "contract").glob("*.md"))
+        if name not in pages
+    ]
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -67,7 +67,9 @@ def read_hooks() -> dict[str, Hook]:
     """The hooks as they were read. UsageError for a file that is missing or malformed."""
     place = f"spec/{HOOKS_FILE}"
     try:
-        text = (importlib.resources.files("kvconform.spec") / HOOKS_FILE).read_text(encoding="utf-8")
+        text = (importlib.resources.files("kvconform.spec") / HOOKS_FILE).read_text(
+            encoding="utf-8"
+        )
     except OSError:
         raise UsageError(f"there is no {place}: python -m kvconform.dev.drift update") from None
     try:
@@ -80,12 +82,18 @@ def read_hooks() -> dict[str, Hook]:
 
 def collect_hooks(version: str) -> dict[str, Hook]:
     """The hooks of the installed vLLM, which is `version`. UsageError without one."""
-    return {name: Hook(hook=name, version=version, signature=text) for name, text in signatures().items()}
+    return {
+        name: Hook(hook=name, version=version, signature=text)
+        for name, text in signatures().items()
+    }
 
 
 def render_hooks(hooks: Mapping[str, Hook]) -> str:
     """The file's text."""
-    lines = (f'- {{hook: {h.hook}, version: "{h.version}", signature: {json.dumps(h.signature)}}}' for h in hooks.values())
+    lines = (
+        f'- {{hook: {h.hook}, version: "{h.version}", signature: {json.dumps(h.signature)}}}'
+        for h in hooks.values()
+    )
     return HOOKS_HEAD + "\n".join(lines) + "\n"
 
 
@@ -95,7 +103,12 @@ def about_hook(spec: Spec, hook: str, version: str) -> list[str]:
     return [
         req.id
         for req in spec.requirements.values()
-        if req.in_force(version) and (hook in req.touches or req.source is not None and req.source.symbol.endswith(f".{short}"))
+        if req.in_force(version)
+        and (
+            hook in req.touches
+            or req.source is not None
+            and req.source.symbol.endswith(f".{short}")
+        )
     ]
 
 
@@ -124,10 +137,20 @@ def report_hooks(found: HookDrift, version: str) -> list[str]:
     lines: list[str] = []
     without = [name for name, names in found.new.items() if not names]
     withal = {name: names for name, names in found.new.items() if names}
-    lines += ["", f"new hooks without a requirement ({len(without)})", *(f"  {name}" for name in without)] if without else []
+    lines += (
+        [
+            "",
+            f"new hooks without a requirement ({len(without)})",
+            *(f"  {name}" for name in without),
+        ]
+        if without
+        else []
+    )
     lines += ["", f"new hooks with a requirement ({len(withal)})"] if withal else []
     lines += [f"  {name}\n    {', '.join(names)}" for name, names in withal.items()]
-    lines += ["", f"hooks that vLLM {version} does not have ({len(found.gone)})"] if found.gone else []
+    lines += (
+        ["", f"hooks that vLLM {version} does not have ({len(found.gone)})"] if found.gone else []
+    )
     lines += [f"  {name}\n    {_names(names)}" for name, names in found.gone.items()]
     lines += ["", f"hooks with another signature ({len(found.changed)})"] if found.changed else []
     for name, (was, now, names) in found.changed.items():
@@ -182,7 +205,9 @@ def collect(spec: Spec) -> dict[str, Evidence]:
         file, symbol = place.split(": ")
         text, line = installed.text(file, symbol), installed.line(file, symbol)
         if text is not None and line is not None:
-            found[place] = Evidence(file=file, symbol=symbol, version=version, line=line, digest=digest(text))
+            found[place] = Evidence(
+                file=file, symbol=symbol, version=version, line=line, digest=digest(text)
+            )
         elif place in spec.sources:
             found[place] = spec.sources[place]
     return found
@@ -191,7 +216,8 @@ def collect(spec: Spec) -> dict[str, Evidence]:
 def render(entries: Mapping[str, Evidence]) -> str:
     """The file's text."""
     lines = (
-        f'- {{file: {e.file}, symbol: {e.symbol}, version: "{e.version}", line: {e.line}, digest: "{e.digest}"}}' for e in entries.values()
+        f'- {{file: {e.file}, symbol: {e.symbol}, version: "{e.version}", line: {e.line}, digest: "{e.digest}"}}'
+        for e in entries.values()
     )
     return HEAD + "\n".join(lines) + "\n"
 
@@ -216,14 +242,18 @@ def drift(spec: Spec) -> Drift:
         else:
             found.same += 1
     found.hooks = hook_drift(spec, read_hooks(), found.version)
-    found.untouched = [row.item for row in coverage.table(spec) if not row.requirements and row.not_read is None]
+    found.untouched = [
+        row.item for row in coverage.table(spec) if not row.requirements and row.not_read is None
+    ]
     return found
 
 
 def report(found: Drift, spec: Spec) -> str:
     """The drift in words."""
     read = ", ".join(sorted({entry.version for entry in spec.sources.values()}))
-    lines = [f"vLLM {found.version} against what was read of {read}: {found.same} places say the same"]
+    lines = [
+        f"vLLM {found.version} against what was read of {read}: {found.same} places say the same"
+    ]
     for title, places in (
         ("changed: read it again", found.changed),
         ("gone: the requirement may no longer hold", found.vanished),
@@ -233,7 +263,11 @@ def report(found: Drift, spec: Spec) -> str:
         lines += [f"  {place}\n    {', '.join(names)}" for place, names in places.items()]
     lines += report_hooks(found.hooks, found.version)
     if found.untouched:
-        lines += ["", f"hooks and fields that no requirement is about ({len(found.untouched)})", *(f"  {item}" for item in found.untouched)]
+        lines += [
+            "",
+            f"hooks and fields that no requirement is about ({len(found.untouched)})",
+            *(f"  {item}" for item in found.untouched),
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -254,8 +288,15 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     spec = load_spec()
     folder = Path(kvconform.spec.__path__[0])
-    texts = {"sources.yaml": render(collect(spec)), HOOKS_FILE: render_hooks(collect_hooks(_version()))}
-    stale = [name for name, text in texts.items() if not (folder / name).is_file() or (folder / name).read_text(encoding="utf-8") != text]
+    texts = {
+        "sources.yaml": render(collect(spec)),
+        HOOKS_FILE: render_hooks(collect_hooks(_version())),
+    }
+    stale = [
+        name
+        for name, text in texts.items()
+        if not (folder / name).is_file() or (folder / name).read_text(encoding="utf-8") != text
+    ]
     if "--check" in given:
         for name in stale:
             print(f"spec/{name} is not what vLLM {_version()} says", file=sys.stderr)

@@ -90,8 +90,12 @@ def run(name: str, seed: int, count: int, simple: bool) -> Batch:
                 found.workloads += 1
                 found.unsupported += done.unsupported
                 guarantees.update(done.broken_guarantees)
-                failures = [each for each in done.failures if each.requirement != NOT_RECOMMENDED.get(name)]
-                bad = [(each.requirement, each.message) for each in failures] + ([("harness", done.error)] if done.error else [])
+                failures = [
+                    each for each in done.failures if each.requirement != NOT_RECOMMENDED.get(name)
+                ]
+                bad = [(each.requirement, each.message) for each in failures] + (
+                    [("harness", done.error)] if done.error else []
+                )
                 text = text_of(workload.data, f"{name}, seed {workload.seed}")
                 found.failures += [(str(workload.data["id"]), text, *each) for each in bad]
         finally:
@@ -106,19 +110,37 @@ def main(arguments: list[str] | None = None) -> int:
 
     parser = argparse.ArgumentParser(prog="kvconform.dev.explore_correct", description=__doc__)
     parser.add_argument("names", nargs="*", help="variants (default: all)")
-    parser.add_argument("--workloads", type=int, default=100_000, help="with those of earlier runs (default: 100000)")
+    parser.add_argument(
+        "--workloads",
+        type=int,
+        default=100_000,
+        help="with those of earlier runs (default: 100000)",
+    )
     parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument("--batch", type=int, default=25, help="workloads on one variant at a time (default: 25)")
+    parser.add_argument(
+        "--batch", type=int, default=25, help="workloads on one variant at a time (default: 25)"
+    )
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--state", type=Path, help="file that keeps the place")
-    parser.add_argument("--out", type=Path, default=Path("kvconform-found"), help="directory for the cases of failures")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("kvconform-found"),
+        help="directory for the cases of failures",
+    )
     given = parser.parse_args(arguments)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
     if unknown := sorted(set(given.names) - set(VARIANTS)):
-        print(f"there is no variant {unknown[0]!r}; there are {', '.join(VARIANTS)}", file=sys.stderr)
+        print(
+            f"there is no variant {unknown[0]!r}; there are {', '.join(VARIANTS)}", file=sys.stderr
+        )
         return 2
-    state = State.model_validate_json(given.state.read_text()) if given.state is not None and given.state.exists() else State()
+    state = (
+        State.model_validate_json(given.state.read_text())
+        if given.state is not None and given.state.exists()
+        else State()
+    )
     began, said, before = time.monotonic(), 0.0, state.seconds
     coming = batches(given.names or list(VARIANTS), state.batches)
 
@@ -140,7 +162,13 @@ def main(arguments: list[str] | None = None) -> int:
     return int(bool(state.failures))
 
 
-def _results(coming: Iterator[tuple[str, int]], jobs: int, count: int, simple: bool, wanted: Callable[[], int]) -> Iterator[Batch]:
+def _results(
+    coming: Iterator[tuple[str, int]],
+    jobs: int,
+    count: int,
+    simple: bool,
+    wanted: Callable[[], int],
+) -> Iterator[Batch]:
     """What came of the batches, in their order; no process waits for another. `wanted`: how many more; at 0 those that are done by then
     come yet, and the others are given up."""
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
@@ -157,7 +185,9 @@ def _results(coming: Iterator[tuple[str, int]], jobs: int, count: int, simple: b
 
 
 def _line(state: State) -> str:
-    broken = ", ".join(f"{name} {count}" for name, count in sorted(state.guarantees.items())) or "none"
+    broken = (
+        ", ".join(f"{name} {count}" for name, count in sorted(state.guarantees.items())) or "none"
+    )
     judged = state.workloads - state.unsupported
     return f"{state.workloads} workloads ({judged} judged), {state.failures} failures; {state.seconds:.0f} s; guarantees broken: {broken}"
 

@@ -83,7 +83,9 @@ def search(name: str, seconds: float, seed: int, shrink: bool) -> Search:
     return found
 
 
-def _search(defect: Defect, spec: Spec, found: Search, seconds: float, seed: int, shrink: bool, tmp: Path) -> None:
+def _search(
+    defect: Defect, spec: Spec, found: Search, seconds: float, seed: int, shrink: bool, tmp: Path
+) -> None:
     from kvconform.explore.outcome import outcome
     from kvconform.explore.shrink import shrink as smaller
     from kvconform.run.calibration import target_profile
@@ -93,7 +95,9 @@ def _search(defect: Defect, spec: Spec, found: Search, seconds: float, seed: int
         targets = {size: target_of(defect, size, options) for size in (4, 16)}
         fault = defect.fault()
         for target in targets.values() if fault is not None else ():
-            target_profile(target, tmp)  # before the engine's fault: see kvconform.dev.defects.examine
+            target_profile(
+                target, tmp
+            )  # before the engine's fault: see kvconform.dev.defects.examine
         stack.enter_context(fault.active() if fault is not None else nullcontext())
 
         def run(workload: Workload, only: list[str] | None = None) -> Outcome:
@@ -118,7 +122,9 @@ def _search(defect: Defect, spec: Spec, found: Search, seconds: float, seed: int
                 until = time.monotonic() + SHRINK_SECONDS
 
                 def fails(each: Workload) -> bool:
-                    return time.monotonic() < until and requirement in _names(run(each, [requirement or ""]))
+                    return time.monotonic() < until and requirement in _names(
+                        run(each, [requirement or ""])
+                    )
 
                 workload, _ = smaller(workload, fails, SHRINK)
             found.requests, found.steps, *_ = workload.size
@@ -130,7 +136,13 @@ def _workloads(defect: Defect, seed: int) -> Iterator[Workload]:
     from kvconform.explore.draw import drawn
 
     engines: list[str] = [engine for engine in defect.engines if engine != "live"]
-    return drawn(engines, ["sync", "async"], list(SLOW) if defect.emulate_cuda else None, first_seed=seed, count=1_000_000)
+    return drawn(
+        engines,
+        ["sync", "async"],
+        list(SLOW) if defect.emulate_cuda else None,
+        first_seed=seed,
+        count=1_000_000,
+    )
 
 
 def _names(found: Outcome) -> list[str]:
@@ -160,11 +172,18 @@ def main(arguments: list[str] | None = None) -> int:
     """Print a line per defect and the bars at the end; 0 if at least 95 % of those searched for were found, else 1."""
     parser = argparse.ArgumentParser(prog="kvconform.dev.explore_defects", description=__doc__)
     parser.add_argument("ids", nargs="*", help="defects (default: all)")
-    parser.add_argument("--seconds", type=float, default=300.0, help="of processor time for the search of one defect (default: 300)")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=300.0,
+        help="of processor time for the search of one defect (default: 300)",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--every", type=int, default=1, metavar="N", help="one defect in N")
     parser.add_argument("--jobs", type=int, default=1, help="processes (default: 1)")
-    parser.add_argument("--no-shrink", action="store_true", help="leave what was found as large as it is")
+    parser.add_argument(
+        "--no-shrink", action="store_true", help="leave what was found as large as it is"
+    )
     parser.add_argument("--out", type=Path, help="file for the results, a line of JSON each")
     given = parser.parse_args(arguments)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
@@ -216,7 +235,9 @@ def summarise(results: list[Search]) -> int:
     print(f"\n{len(caught)} of {len(sought)} found; {len(results) - len(sought)} left out")
     if caught:
         sizes = median(each.requests for each in caught), median(each.steps for each in caught)
-        print(f"median: {median(each.seconds for each in caught):.1f} s, {sizes[0]:g} requests, {sizes[1]:g} steps")
+        print(
+            f"median: {median(each.seconds for each in caught):.1f} s, {sizes[0]:g} requests, {sizes[1]:g} steps"
+        )
     return 0 if len(caught) >= 0.95 * len(sought) else 1
 
 

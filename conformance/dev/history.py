@@ -37,7 +37,11 @@ def of_release(known: list[Entry], version: str) -> list[Entry]:
 
 def as_of(entry: Entry, spec: Spec, release: str) -> Spec:
     """What `release` is judged by: what is in force there, and what `entry` names. What was mended later was as wrong before."""
-    chosen = {name: req for name, req in spec.requirements.items() if name in entry.fails or req.in_force(release)}
+    chosen = {
+        name: req
+        for name, req in spec.requirements.items()
+        if name in entry.fails or req.in_force(release)
+    }
     return dataclasses.replace(spec, requirements=chosen)
 
 
@@ -49,12 +53,19 @@ def examine(entry: Entry, spec: Spec, release: str, tmp: Path) -> dict[str, str]
     target = Target(entry.connector, dict(entry.extra_config), half=entry.half)
     found: dict[str, str] = {}
     for number, variant in enumerate(_variants(entry, spec)):
-        report = run_and_judge(variant, target, as_of(entry, spec, release), seed=0, tmp=tmp / str(number))
+        report = run_and_judge(
+            variant, target, as_of(entry, spec, release), seed=0, tmp=tmp / str(number)
+        )
         if report.harness_error is not None:
-            found.setdefault("harness", f"{variant.id}: {report.harness_error.strip().splitlines()[-1]}")
+            found.setdefault(
+                "harness", f"{variant.id}: {report.harness_error.strip().splitlines()[-1]}"
+            )
         for row in report.rows:
             if row["verdict"] == "FAIL":
-                found.setdefault(row["requirement"], f"{variant.id}, step {row.get('step')}: {row.get('message')}")
+                found.setdefault(
+                    row["requirement"],
+                    f"{variant.id}, step {row.get('step')}: {row.get('message')}",
+                )
     return found
 
 
@@ -123,7 +134,9 @@ that is not named was not tried. This page is made like [history.md](history.md)
 
 def found_in(entry: Entry, lines: Iterable[dict[str, Any]]) -> list[dict[str, str]]:
     """What was found of an entry: release, requirement and the sentence, by release; the newest line of a release counts."""
-    by_release = {line["release"]: line["found"] for line in lines if line["id"] == entry.id and line["found"]}
+    by_release = {
+        line["release"]: line["found"] for line in lines if line["id"] == entry.id and line["found"]
+    }
     return [
         {"release": release, "name": name, "said": " ".join(said.split())}
         for release in sorted(by_release, key=version_key)
@@ -135,10 +148,14 @@ def history_page(known: Sequence[Entry], lines: Sequence[dict[str, Any]]) -> str
     """Every entry of which something was found."""
     found = [(entry, rows) for entry in known if (rows := found_in(entry, lines))]
     releases = sorted({row["release"] for _, rows in found for row in rows}, key=version_key)
-    return _render(_HISTORY, found=found, releases=releases, count=len({entry.bug for entry, _ in found}))
+    return _render(
+        _HISTORY, found=found, releases=releases, count=len({entry.bug for entry, _ in found})
+    )
 
 
-def findings_page(known: Sequence[Entry], lines: Sequence[dict[str, Any]], spec: Spec, folder: Path) -> str:
+def findings_page(
+    known: Sequence[Entry], lines: Sequence[dict[str, Any]], spec: Spec, folder: Path
+) -> str:
     """The entries whose case belongs to the findings, with the case's text from `folder` (spec/cases/findings)."""
     found = [
         (
@@ -155,7 +172,13 @@ def findings_page(known: Sequence[Entry], lines: Sequence[dict[str, Any]], spec:
 
 
 def _render(template: str, **values: Any) -> str:
-    return Environment(undefined=StrictUndefined, keep_trailing_newline=True).from_string(template).render(values).rstrip() + "\n"
+    return (
+        Environment(undefined=StrictUndefined, keep_trailing_newline=True)
+        .from_string(template)
+        .render(values)
+        .rstrip()
+        + "\n"
+    )
 
 
 def write_pages(results: Path) -> None:
@@ -164,16 +187,29 @@ def write_pages(results: Path) -> None:
     spec = load_spec()
     known = entries(spec)
     Path("docs/history.md").write_text(history_page(known, lines), encoding="utf-8")
-    Path("docs/engine-findings.md").write_text(findings_page(known, lines, spec, Path("spec/cases/findings")), encoding="utf-8")
+    Path("docs/engine-findings.md").write_text(
+        findings_page(known, lines, spec, Path("spec/cases/findings")), encoding="utf-8"
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Examine the entries of the installed release; 0 if each is found, else 1."""
     parser = argparse.ArgumentParser(prog="python -m kvconform.dev.history", description=__doc__)
-    parser.add_argument("id", nargs="*", help="entries to examine (default: all of the installed release)")
-    parser.add_argument("--releases", action="store_true", help="print the releases that spec/history.yaml names, and do nothing")
+    parser.add_argument(
+        "id", nargs="*", help="entries to examine (default: all of the installed release)"
+    )
+    parser.add_argument(
+        "--releases",
+        action="store_true",
+        help="print the releases that spec/history.yaml names, and do nothing",
+    )
     parser.add_argument("--json", type=Path, help="append the results to this file, one line each")
-    parser.add_argument("--pages", metavar="FILE", type=Path, help="write docs/history.md and docs/engine-findings.md from that file")
+    parser.add_argument(
+        "--pages",
+        metavar="FILE",
+        type=Path,
+        help="write docs/history.md and docs/engine-findings.md from that file",
+    )
     options = parser.parse_args(arguments)
     if options.pages:
         write_pages(options.pages)
@@ -181,10 +217,16 @@ def main(arguments: list[str] | None = None) -> int:
     spec = load_spec()
     known = entries(spec)
     if options.releases:
-        print("\n".join(sorted({release for entry in known for release in entry.releases}, key=version_key)))
+        print(
+            "\n".join(
+                sorted({release for entry in known for release in entry.releases}, key=version_key)
+            )
+        )
         return 0
     release = (vllm_version() or "0").partition("+")[0]
-    mine = [entry for entry in of_release(known, release) if not options.id or entry.id in options.id]
+    mine = [
+        entry for entry in of_release(known, release) if not options.id or entry.id in options.id
+    ]
     table, missed = Table("bug", "entry", "requirement", "what it says", title=f"vLLM {release}"), 0
     for entry in mine:
         with tempfile.TemporaryDirectory(prefix="kvconform-history-") as tmp:
@@ -193,9 +235,18 @@ def main(arguments: list[str] | None = None) -> int:
         missed += bool(absent)
         shown = [*entry.fails, *(["harness"] if absent and "harness" in found else [])]
         for name in shown:
-            table.add_row(entry.bug, entry.id, name, escape(found[name]) if name in found else "[red]not found[/]")
+            table.add_row(
+                entry.bug,
+                entry.id,
+                name,
+                escape(found[name]) if name in found else "[red]not found[/]",
+            )
         if options.json:
-            line = {"release": release, "id": entry.id, "found": {name: found[name] for name in entry.fails if name in found}}
+            line = {
+                "release": release,
+                "id": entry.id,
+                "found": {name: found[name] for name in entry.fails if name in found},
+            }
             with options.json.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line, sort_keys=True) + "\n")
     console = Console(width=160)

@@ -76,14 +76,20 @@ RULES: dict[str, str] = {
 CASE_LINES = 40
 
 
-def lint(spec: Spec, exercised: Mapping[str, object] | None = None, *, strict: bool = False) -> list[Finding]:
+def lint(
+    spec: Spec, exercised: Mapping[str, object] | None = None, *, strict: bool = False
+) -> list[Finding]:
     """All findings, sorted by place. `exercised`: how often each requirement was exercised in a full run; without it L005 is not judged.
 
     `strict`: L028 too.
     """
     from kvconform.dev import lint_requirements
 
-    checks: list[Callable[[Spec], Iterable[Finding]]] = [lint_requirements.check, check_cases, check_defects]
+    checks: list[Callable[[Spec], Iterable[Finding]]] = [
+        lint_requirements.check,
+        check_cases,
+        check_defects,
+    ]
     checks += [check_rules]
     checks += [unkilled] if strict else []
     found = [finding for check in checks for finding in check(spec)]
@@ -92,7 +98,9 @@ def lint(spec: Spec, exercised: Mapping[str, object] | None = None, *, strict: b
     return sorted(set(found))
 
 
-def lint_root(root: Path | None = None, exercised: Mapping[str, object] | None = None, *, strict: bool = False) -> list[Finding]:
+def lint_root(
+    root: Path | None = None, exercised: Mapping[str, object] | None = None, *, strict: bool = False
+) -> list[Finding]:
     """Load and lint the specification under `root` (default: the built-in one); what does not load is L001."""
     try:
         spec = load_spec(root)
@@ -109,7 +117,9 @@ def not_exercised(spec: Spec, exercised: Mapping[str, object]) -> Iterator[Findi
     """L005. A count of zero is as good as no entry."""
     for name in spec.requirements:
         if not exercised.get(name):
-            yield Finding(spec.places.get(f"requirement:{name}", name), "L005", f"no case exercises {name}")
+            yield Finding(
+                spec.places.get(f"requirement:{name}", name), "L005", f"no case exercises {name}"
+            )
 
 
 SOON = 30
@@ -129,11 +139,17 @@ def _cases(spec: Spec) -> Iterator[Finding]:
         where = spec.places.get(f"case:{case.id}", case.id)
         file = where.rsplit(":", 1)[0]
         wanted = f"spec/cases/{case.area}/{case.id}.yaml"
-        if file not in (wanted, f"spec/cases/regressions/{case.id}.yaml", case.id):  # the latter folder: what exploration found
+        if file not in (
+            wanted,
+            f"spec/cases/regressions/{case.id}.yaml",
+            case.id,
+        ):  # the latter folder: what exploration found
             yield Finding(where, "L002", f"{case.id}: the file should be {wanted}")
         lines = spec.line_counts.get(file, 0)
         if lines > CASE_LINES:
-            yield Finding(where, "L014", f"{case.id}: {lines} lines, at most {CASE_LINES} are allowed")
+            yield Finding(
+                where, "L014", f"{case.id}: {lines} lines, at most {CASE_LINES} are allowed"
+            )
         for code, message in numbers(case.rules, case.bugs):
             yield Finding(where, code, f"{case.id}: {message}")
 
@@ -143,10 +159,19 @@ def _profiles(spec: Spec) -> Iterator[Finding]:
         where = spec.places.get(f"profile:{profile.id}", profile.id)
         unknown = [name for name in profile.includes if name not in spec.profiles]
         if unknown:
-            yield Finding(where, "L021", f"profile {profile.id} includes {', '.join(unknown)}, which does not exist")
+            yield Finding(
+                where,
+                "L021",
+                f"profile {profile.id} includes {', '.join(unknown)}, which does not exist",
+            )
             continue
-        requirements, cases = select(spec.profiles, profile.id, spec.requirements.values(), spec.cases.values())
-        for what, found, all_of in (("requirement", requirements, spec.requirements), ("case", cases, spec.cases)):
+        requirements, cases = select(
+            spec.profiles, profile.id, spec.requirements.values(), spec.cases.values()
+        )
+        for what, found, all_of in (
+            ("requirement", requirements, spec.requirements),
+            ("case", cases, spec.cases),
+        ):
             if all_of and not found:
                 yield Finding(where, "L021", f"profile {profile.id} selects no {what}")
         ids = [*spec.requirements, *spec.cases]
@@ -158,14 +183,21 @@ def _profiles(spec: Spec) -> Iterator[Finding]:
 def _waivers(spec: Spec) -> Iterator[Finding]:
     guarantees = [req.id for req in spec.requirements.values() if req.kind == "guarantee"]
     for number, waiver in enumerate(spec.waivers):
-        where, name = spec.places.get(f"waiver#{number}", "spec/waivers.yaml:1"), f"waiver of {waiver.requirement}"
+        where, name = (
+            spec.places.get(f"waiver#{number}", "spec/waivers.yaml:1"),
+            f"waiver of {waiver.requirement}",
+        )
         if not fnmatch.filter(guarantees, waiver.requirement):
             yield Finding(where, "L022", f"{name}: there is no such guarantee")
         if not fnmatch.filter(spec.cases, waiver.case):
             yield Finding(where, "L022", f"{name}: there is no case {waiver.case}")
         today = date.today()
         if waiver.expired(today):
-            yield Finding(where, "L032", f"{name} expired on {waiver.expires}: look whether vLLM still does that, and renew or remove it")
+            yield Finding(
+                where,
+                "L032",
+                f"{name} expired on {waiver.expires}: look whether vLLM still does that, and renew or remove it",
+            )
         elif waiver.expired(today + timedelta(days=SOON)):
             yield Finding(where, "L032", f"{name} expires on {waiver.expires}", warning=True)
 
@@ -174,7 +206,9 @@ def _capabilities(spec: Spec) -> Iterator[Finding]:
     if not spec.requirements or not spec.cases:
         return
     used: set[str] = set()
-    expressions = [req.capability_expr for req in spec.requirements.values()] + [case.needs_expr for case in spec.cases.values()]
+    expressions = [req.capability_expr for req in spec.requirements.values()] + [
+        case.needs_expr for case in spec.cases.values()
+    ]
     expressions += [compile_capability(profile.capability) for profile in spec.profiles.values()]
     for req in spec.requirements.values():
         expressions.extend(req.expressions.values())
@@ -185,7 +219,11 @@ def _capabilities(spec: Spec) -> Iterator[Finding]:
     for expression in expressions:
         used |= {name for base, name in expression.reads if base == "cap"}
     for name in CAPABILITIES.keys() - used - _READ_BY_THE_SUITE:
-        yield Finding("conformance/contract/capabilities.py:1", "L020", f"no requirement and no case reads capability {name}")
+        yield Finding(
+            "conformance/contract/capabilities.py:1",
+            "L020",
+            f"no requirement and no case reads capability {name}",
+        )
 
 
 _READ_BY_THE_SUITE = {"roles", "chunk_tokens", "saves", "lossy"}
@@ -201,7 +239,9 @@ def check_defects(spec: Spec) -> Iterator[Finding]:
         except ValidationError as error:
             first = error.errors()[0]
             yield Finding(
-                where, "L027", f"defect {name}: {': '.join(words(Defect, first['loc'], first['type'], first['msg'])).lstrip(': ')}"
+                where,
+                "L027",
+                f"defect {name}: {': '.join(words(Defect, first['loc'], first['type'], first['msg'])).lstrip(': ')}",
             )
             continue
         for symbol in filter(None, (defect.connector, defect.engine_fault)):
@@ -209,7 +249,9 @@ def check_defects(spec: Spec) -> Iterator[Finding]:
                 yield Finding(where, "L027", f"defect {name}: {problem}")
         for wanted in (*defect.fails, *defect.may):
             if wanted not in spec.requirements:
-                yield Finding(where, "L026", f"defect {name} names the unknown requirement {wanted}")
+                yield Finding(
+                    where, "L026", f"defect {name} names the unknown requirement {wanted}"
+                )
         for case in defect.cases:
             if case not in spec.cases and case not in spec.scenarios:
                 yield Finding(where, "L027", f"defect {name} names the unknown case {case}")
@@ -227,7 +269,11 @@ def _nowhere(symbol: str) -> str | None:
     if found is None or found.origin is None:
         return f"there is no module {module}"
     names = installed.names(Path(found.origin))
-    return None if name in names else f"{module} has no {name}{did_you_mean(name, (each for each in names if '.' not in each))}"
+    return (
+        None
+        if name in names
+        else f"{module} has no {name}{did_you_mean(name, (each for each in names if '.' not in each))}"
+    )
 
 
 def unkilled(spec: Spec) -> Iterator[Finding]:
@@ -236,7 +282,9 @@ def unkilled(spec: Spec) -> Iterator[Finding]:
     for requirement in spec.requirements.values():
         if requirement.id not in killed:
             where = spec.places.get(f"requirement:{requirement.id}", requirement.id)
-            yield Finding(where, "L028", f"{requirement.id} ({requirement.level}): no defect violates it")
+            yield Finding(
+                where, "L028", f"{requirement.id} ({requirement.level}): no defect violates it"
+            )
 
 
 if TYPE_CHECKING:
@@ -264,8 +312,15 @@ def problems(spec: Spec) -> Iterator[tuple[str, str]]:
         if number not in spec.rules:
             yield number, f"{ids[0]} names rule {number}, which spec/rules.yaml does not list"
         elif waiver is None and not ids:
-            kind = "case or requirement" if spec.rules[number].who in ("hazard", "note") else "requirement or guarantee"
-            yield number, f"no {kind} covers rule {number} ({spec.rules[number].title}), and no waiver says why"
+            kind = (
+                "case or requirement"
+                if spec.rules[number].who in ("hazard", "note")
+                else "requirement or guarantee"
+            )
+            yield (
+                number,
+                f"no {kind} covers rule {number} ({spec.rules[number].title}), and no waiver says why",
+            )
         elif waiver is not None and ids:
             yield number, f"rule {number} is waived, but {ids[0]} covers it"
     for number in spec.rule_waivers.keys() - spec.rules.keys():

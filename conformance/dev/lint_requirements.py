@@ -26,15 +26,37 @@ from kvconform.judge.monitor import Monitor
 from kvconform.judge.relation import relate_runs
 
 CFG: dict[str, Any] = {
-    "seed": 0, "engine": "reference", "case": "example", "scheduling": "async", "runner": "v1", "depth": 2, "vllm": "0.33.0",
-    "device": "cpu", "slow": None,
-    "block_size": 4, "num_blocks": 32, "policies": [], "connector": "example:Example", "spec_tokens": 0, "role": "kv_both",
-    "groups": 1, "ranks": 1, "stages": 1, "context_ranks": 1,
-}  # fmt: skip
+    "seed": 0,
+    "engine": "reference",
+    "case": "example",
+    "scheduling": "async",
+    "runner": "v1",
+    "depth": 2,
+    "vllm": "0.33.0",
+    "device": "cpu",
+    "slow": None,
+    "block_size": 4,
+    "num_blocks": 32,
+    "policies": [],
+    "connector": "example:Example",
+    "spec_tokens": 0,
+    "role": "kv_both",
+    "groups": 1,
+    "ranks": 1,
+    "stages": 1,
+    "context_ranks": 1,
+}
 """`cfg` where an example does not say."""
 
 CAPS: tuple[dict[str, Any], ...] = (
-    {"store": True, "saves": "all", "async_load": True, "layerwise": True, "hma": True, "fault_injection": True},
+    {
+        "store": True,
+        "saves": "all",
+        "async_load": True,
+        "layerwise": True,
+        "hma": True,
+        "fault_injection": True,
+    },
     {},
     {"store": True, "saves": "all", "lossy": 0.1, "non_prefix_reuse": True, "synthesises_kv": True},
 )
@@ -73,7 +95,9 @@ def _evaluate(req: Requirement, trace: Any) -> Monitor:
     return evaluate([req], _prepare(trace), cap, cfg)[req.id]
 
 
-def _constants(req: Requirement, trace: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _constants(
+    req: Requirement, trace: list[dict[str, Any]]
+) -> tuple[dict[str, Any], dict[str, Any]]:
     said: dict[str, Any] = {}
     cfg = dict(CFG)
     for event in trace:
@@ -94,7 +118,9 @@ def misspelt(req: Requirement) -> Iterator[str]:
     """Sentences about events and fields in examples that the event list does not know."""
     for name in ("good", "bad"):
         for trace in req.traces(name):  # type: ignore[arg-type]
-            for event in (event for side in trace for event in side) if req.relate is not None else trace:
+            for event in (
+                (event for side in trace for event in side) if req.relate is not None else trace
+            ):
                 yield from _misspelt_event(name, event)
 
 
@@ -136,22 +162,38 @@ def check(spec: Spec) -> Iterator[Finding]:
     items = _items(spec)
     for req in spec.requirements.values():
         where = spec.places.get(f"requirement:{req.id}", req.id)
-        for code, message in (*_wording(req), *_references(req, items), *_source(req, spec), *_examples(req)):
+        for code, message in (
+            *_wording(req),
+            *_references(req, items),
+            *_source(req, spec),
+            *_examples(req),
+        ):
             yield Finding(where, code, f"{req.id}: {message}")
         other = texts.setdefault(" ".join(req.text.split()), req.id)
         if other != req.id:
             yield Finding(where, "L024", f"{req.id}: has the text of {other}")
     for place in sorted(spec.sources.keys() - drift.cited(spec).keys()):
-        yield Finding(spec.places.get(f"source:{place}", place), "L030", f"no requirement rests on {place} any more; {UPDATE}")
+        yield Finding(
+            spec.places.get(f"source:{place}", place),
+            "L030",
+            f"no requirement rests on {place} any more; {UPDATE}",
+        )
 
 
 def _wording(req: Requirement) -> Iterator[tuple[str, str]]:
     found = KEYWORDS.findall(req.text)
     if len(found) != 1:
-        yield "L003", f"the text holds {len(found)} RFC 2119 keywords ({', '.join(found) or 'none'}), not one"
+        yield (
+            "L003",
+            f"the text holds {len(found)} RFC 2119 keywords ({', '.join(found) or 'none'}), not one",
+        )
     elif found[0] != req.level:
         yield "L004", f"the text says {found[0]}, the level is {req.level}"
-    if req.since is not None and req.until is not None and version_key(req.since) >= version_key(req.until):
+    if (
+        req.since is not None
+        and req.until is not None
+        and version_key(req.since) >= version_key(req.until)
+    ):
         yield "L023", f"since {req.since} is not before until {req.until}"
     if not req.why:
         yield "L025", "says no reason (why)"
@@ -161,7 +203,10 @@ def _references(req: Requirement, items: Collection[str]) -> Iterator[tuple[str,
     yield from numbers(req.rules, req.bugs)
     for item in req.touches if items else ():
         if item not in items:
-            yield "L031", f"touches {item}, which is no hook and no field of what connectors are given{did_you_mean(item, items)}"
+            yield (
+                "L031",
+                f"touches {item}, which is no hook and no field of what connectors are given{did_you_mean(item, items)}",
+            )
 
 
 def _items(spec: Spec) -> set[str]:
@@ -177,8 +222,12 @@ def _items(spec: Spec) -> set[str]:
 
 def numbers(rules: list[str], bugs: list[str]) -> Iterator[tuple[str, str]]:
     """L017 and L015 for a list of rule numbers and bug ids."""
-    yield from (("L017", f"there is no rule {rule}") for rule in rules if int(rule[1:]) not in RULE_NUMBERS)
-    yield from (("L015", f"there is no bug {bug}") for bug in bugs if int(bug[1:]) not in BUG_NUMBERS)
+    yield from (
+        ("L017", f"there is no rule {rule}") for rule in rules if int(rule[1:]) not in RULE_NUMBERS
+    )
+    yield from (
+        ("L015", f"there is no bug {bug}") for bug in bugs if int(bug[1:]) not in BUG_NUMBERS
+    )
     for name in {name for name in (*rules, *bugs) if (*rules, *bugs).count(name) > 1}:
         yield "L024", f"{name} is named twice"
 
@@ -209,7 +258,13 @@ def _examples(req: Requirement) -> Iterator[tuple[str, str]]:
         if monitor.error is not None:
             yield "L012", f"{outcome.name}: {monitor.error}"
         elif not outcome.as_wanted:
-            first = f": {monitor.violations[0].message}" if monitor.violations else "" if monitor.exercised else " (never triggered)"
+            first = (
+                f": {monitor.violations[0].message}"
+                if monitor.violations
+                else ""
+                if monitor.exercised
+                else " (never triggered)"
+            )
             yield (
                 ("L010", f"{outcome.name} is rejected{first}")
                 if outcome.which == "good"
@@ -228,7 +283,11 @@ def _examples(req: Requirement) -> Iterator[tuple[str, str]]:
 def _cannot_fail(req: Requirement) -> bool:
     """A constant that is what the pattern wants: `always: True`, `never: False`."""
     expression = req.expressions.get("check")
-    return expression is not None and expression.constant and bool(expression.bind()({})) is (req.always is not None)
+    return (
+        expression is not None
+        and expression.constant
+        and bool(expression.bind()({})) is (req.always is not None)
+    )
 
 
 def _can_be_good(req: Requirement) -> bool:

@@ -61,7 +61,9 @@ class Tally:
 
 def starts_processes(case: Case) -> bool:
     """Whether a run of the case starts another Python process, which imports vLLM."""
-    return bool(PROCESSES & set(case.relations)) or any(step.op == "restart" and step.arg == "process" for step in case.steps)
+    return bool(PROCESSES & set(case.relations)) or any(
+        step.op == "restart" and step.arg == "process" for step in case.steps
+    )
 
 
 def target_of(name: str, device: Device = "cpu") -> Target:
@@ -72,22 +74,47 @@ def target_of(name: str, device: Device = "cpu") -> Target:
     return Target(connector, {"store": "{tmp}/store", **options}, device=device)
 
 
-def judge_one(name: str, variant: Variant, spec: Spec, seed: int, tmp: Path, plain: dict[str | None, Run], tally: Tally) -> None:
+def judge_one(
+    name: str,
+    variant: Variant,
+    spec: Spec,
+    seed: int,
+    tmp: Path,
+    plain: dict[str | None, Run],
+    tally: Tally,
+) -> None:
     """One run of one connector, into the tally. `plain`: the same run without connector, by kv_role, if it was made already."""
     from kvconform.refimpl.variants.registry import STREAMED
 
-    report = run_and_judge(variant, target_of(name, "emulated" if variant.slow else "cpu"), spec, seed=seed, tmp=tmp, plain=plain)
+    report = run_and_judge(
+        variant,
+        target_of(name, "emulated" if variant.slow else "cpu"),
+        spec,
+        seed=seed,
+        tmp=tmp,
+        plain=plain,
+    )
     tally.runs[name] += 1
     tally.unsupported[name] += all(row["verdict"] == "UNSUPPORTED" for row in report.rows)
     if report.harness_error:
-        tally.alarms.append(Alarm(name, seed, variant.id, "harness", report.harness_error.strip().splitlines()[-1]))
+        tally.alarms.append(
+            Alarm(name, seed, variant.id, "harness", report.harness_error.strip().splitlines()[-1])
+        )
         return
-    bad = [row for row in report.rows if row["verdict"] in BAD and row.get("kind", "requirement") == "requirement"]
+    bad = [
+        row
+        for row in report.rows
+        if row["verdict"] in BAD and row.get("kind", "requirement") == "requirement"
+    ]
     bad = [row for row in bad if row["requirement"] != SLOW_BUT_RIGHT or name in STREAMED]
-    tally.alarms += [Alarm(name, seed, variant.id, row["requirement"], row.get("message") or "") for row in bad]
+    tally.alarms += [
+        Alarm(name, seed, variant.id, row["requirement"], row.get("message") or "") for row in bad
+    ]
 
 
-def sweep(names: list[str], variants: list[Variant], spec: Spec, seeds: range, tmp: Path, share: int = 1) -> Iterator[tuple[int, Tally]]:
+def sweep(
+    names: list[str], variants: list[Variant], spec: Spec, seeds: range, tmp: Path, share: int = 1
+) -> Iterator[tuple[int, Tally]]:
     """Run everything (or one run in `share`, others with every seed), seed by seed; yields the tally of each seed. Writes below `tmp`."""
     for name in names:
         target_profile(target_of(name, "emulated" if variants[0].slow else "cpu"), tmp / "profiles")
@@ -106,8 +133,12 @@ def main(
     variant: Annotated[list[str] | None, typer.Option(help="only these connectors")] = None,
     case: Annotated[list[str] | None, typer.Option(help="only these cases")] = None,
     processes: Annotated[bool, typer.Option(help="also the cases that start processes")] = False,
-    share: Annotated[int, typer.Option(min=1, help="with every seed only one run in so many, others each time")] = 1,
-    emulate_cuda: Annotated[bool, typer.Option(help="on an emulated CUDA device, also those with streams of their own")] = False,
+    share: Annotated[
+        int, typer.Option(min=1, help="with every seed only one run in so many, others each time")
+    ] = 1,
+    emulate_cuda: Annotated[
+        bool, typer.Option(help="on an emulated CUDA device, also those with streams of their own")
+    ] = False,
     minutes: Annotated[float, typer.Option(help="no further seed after this time")] = 1e9,
 ) -> None:
     """Correct but unusual connectors on every case, engine and scheduling: whatever one of them fails is printed."""
@@ -116,9 +147,21 @@ def main(
 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     spec, start, alarms = load_spec(), time.monotonic(), 0
-    chosen = [c for c in spec.cases.values() if (not case or c.id in case) and (processes or not starts_processes(c))]
-    runs = [each for c in chosen for each in c.variants(["reference", "vllm"], slow=SLOW if emulate_cuda else None)]
-    names = variant or ([*(name for name in VARIANTS if name not in HOST_ONLY), *STREAMED] if emulate_cuda else [*VARIANTS])
+    chosen = [
+        c
+        for c in spec.cases.values()
+        if (not case or c.id in case) and (processes or not starts_processes(c))
+    ]
+    runs = [
+        each
+        for c in chosen
+        for each in c.variants(["reference", "vllm"], slow=SLOW if emulate_cuda else None)
+    ]
+    names = variant or (
+        [*(name for name in VARIANTS if name not in HOST_ONLY), *STREAMED]
+        if emulate_cuda
+        else [*VARIANTS]
+    )
     print(
         f"{len(names)} connectors, {len(chosen)} of {len(spec.cases)} cases, {len(runs)} runs each (1 in {share} per seed), {seeds} seeds",
         flush=True,
@@ -126,11 +169,16 @@ def main(
     watchdog.start(30.0)
     try:
         with tempfile.TemporaryDirectory(prefix="kvconform-", dir=scratch_root()) as tmp:
-            for seed, tally in sweep(names, runs, spec, range(first_seed, first_seed + seeds), Path(tmp), share):
+            for seed, tally in sweep(
+                names, runs, spec, range(first_seed, first_seed + seeds), Path(tmp), share
+            ):
                 print(*tally.alarms, sep="\n", end="\n" if tally.alarms else "")
                 supported = sum(tally.runs.values()) - sum(tally.unsupported.values())
                 seconds = time.monotonic() - start
-                print(f"seed {seed}: {supported} runs judged, {len(tally.alarms)} alarms, {seconds:.0f} s", flush=True)
+                print(
+                    f"seed {seed}: {supported} runs judged, {len(tally.alarms)} alarms, {seconds:.0f} s",
+                    flush=True,
+                )
                 alarms += len(tally.alarms)
                 if seconds > 60 * minutes:
                     break

@@ -87,7 +87,10 @@ class Emulation:
         their turn (CU_MEMCPY_SRC_ACCESS_ORDER_ANY). Raises ValueError for a range that is partly outside of its block,
         NotEmulated for host memory that is not a torch tensor, before anything is queued."""
         queue = self.queue if stream is None else stream.queue
-        numbers = [[value] if isinstance(value, int) else [int(item) for item in value] for value in (dst, src, nbytes)]
+        numbers = [
+            [value] if isinstance(value, int) else [int(item) for item in value]
+            for value in (dst, src, nbytes)
+        ]
         self.copies.by_address(queue, list(zip(*numbers, strict=True)), any_order, what)
 
     # -- for the parts of the emulation
@@ -162,7 +165,9 @@ class Emulation:
         self._tell(kind, what, queue, caller())
 
     def _tell(self, kind: str, what: str, queue: Queue | None, where: str) -> None:
-        self.notes.append(Note(kind, what, queue.name if queue else "", threading.current_thread().name, where))
+        self.notes.append(
+            Note(kind, what, queue.name if queue else "", threading.current_thread().name, where)
+        )
 
     def on_device(self, tensor: object) -> bool:
         """Whether this is a tensor in device memory."""
@@ -178,9 +183,15 @@ class Emulation:
         """The same in pinned memory."""
         return self._tensor(Kind.PINNED, like, None, zero)
 
-    def _tensor(self, kind: Kind, like: torch.Tensor, home: Queue | None, zero: bool = False) -> torch.Tensor:
+    def _tensor(
+        self, kind: Kind, like: torch.Tensor, home: Queue | None, zero: bool = False
+    ) -> torch.Tensor:
         size, stride = like.size(), like.stride()
-        span = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if like.numel() else 0
+        span = (
+            1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+            if like.numel()
+            else 0
+        )
         with self.machine.lock, self.raw():
             storage = self.memory.allocate(kind, span * like.element_size(), home, zero=zero)
             return torch.empty(0, dtype=like.dtype).set_(storage, 0, size, stride)
@@ -190,7 +201,9 @@ class Emulation:
         if not block.leased:
             return tensor.detach()
         storage = block.bytes.untyped_storage()
-        return torch.empty(0, dtype=tensor.dtype).set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+        return torch.empty(0, dtype=tensor.dtype).set_(
+            storage, tensor.storage_offset(), tensor.size(), tensor.stride()
+        )
 
 
 _active: list[Emulation] = []
@@ -218,7 +231,11 @@ def in_one_piece(dst: torch.Tensor, src: torch.Tensor) -> bool:
     whatever the order of the dimensions. Torch makes no temporary for such a copy."""
     if dst.dtype != src.dtype or dst.size() != src.size():
         return False
-    steps = [(to, of, size) for to, of, size in zip(dst.stride(), src.stride(), dst.size(), strict=True) if size != 1]
+    steps = [
+        (to, of, size)
+        for to, of, size in zip(dst.stride(), src.stride(), dst.size(), strict=True)
+        if size != 1
+    ]
     expected = 1
     for to, of, size in sorted(steps):
         if to != expected or of != expected:
@@ -240,7 +257,9 @@ class Copies:
         self.emulation = emulation
         self.made_by_address = 0
 
-    def by_address(self, queue: Queue, copies: list[tuple[int, int, int]], any_order: bool, what: str) -> None:
+    def by_address(
+        self, queue: Queue, copies: list[tuple[int, int, int]], any_order: bool, what: str
+    ) -> None:
         """Queue copies given as (destination, source, bytes). Pageable sources are read at the call, as staging does; a pageable
         destination makes the host wait. Pinned and device memory is used when the work's turn comes, and nothing keeps it from being freed
         until then."""
@@ -252,9 +271,16 @@ class Copies:
             parts: list[tuple[Block, int, Block, int, int, torch.Tensor | None]] = []
             waits = False
             for dst, src, nbytes in copies:
-                to, of = emulation.memory.resolve(dst, nbytes), emulation.memory.resolve(src, nbytes)
+                to, of = (
+                    emulation.memory.resolve(dst, nbytes),
+                    emulation.memory.resolve(src, nbytes),
+                )
                 at = src - of.start
-                staged = of.bytes[at : at + nbytes].clone() if early or of.kind is Kind.PAGEABLE else None
+                staged = (
+                    of.bytes[at : at + nbytes].clone()
+                    if early or of.kind is Kind.PAGEABLE
+                    else None
+                )
                 parts.append((to, dst - to.start, of, at, nbytes, staged))
                 blocks += [to] if staged is not None else [to, of]
                 waits = waits or to.kind is Kind.PAGEABLE
@@ -265,10 +291,18 @@ class Copies:
                     if emulation.memory.forsaken(block):
                         emulation.memory.overwrite_registered(block)
                 for to, into, of, at, nbytes, staged in parts:
-                    to.bytes[into : into + nbytes].copy_(of.bytes[at : at + nbytes] if staged is None else staged)
+                    to.bytes[into : into + nbytes].copy_(
+                        of.bytes[at : at + nbytes] if staged is None else staged
+                    )
 
             sources = [(of, at, n) for _, _, of, at, n, _ in parts if of.kind is Kind.DEVICE]
-            watch = emulation.watch(queue, what, lambda: [of.bytes[at : at + n] for of, at, n in sources]) if sources else None
+            watch = (
+                emulation.watch(
+                    queue, what, lambda: [of.bytes[at : at + n] for of, at, n in sources]
+                )
+                if sources
+                else None
+            )
             if early and watch is not None:
                 emulation.machine.watch(watch)  # it has been read just now
             emulation.put(queue, run, held, raw=True, watch=None if early else watch)
@@ -287,16 +321,24 @@ class Copies:
             if not from_device and not (of is not None and unstaged):
                 source = src.clone()  # staged, or the host waits anyway
             else:
-                source = emulation.stand_in(src, of) if from_device and of is not None else src.detach()
+                source = (
+                    emulation.stand_in(src, of) if from_device and of is not None else src.detach()
+                )
             target = emulation.stand_in(dst, to) if to_device and to is not None else dst.detach()
-            uses = [block for block in (to, of) if block is not None and not (block is of and not from_device and source is not src)]
+            uses = [
+                block
+                for block in (to, of)
+                if block is not None and not (block is of and not from_device and source is not src)
+            ]
             watch = emulation.watch(queue, "copy_", lambda: [source]) if from_device else None
             emulation.put(queue, lambda: target.copy_(source), uses, watch=watch)
         if to_device and from_device:
             return
         asynchronous = non_blocking and (to_device or (to is not None and unstaged))
         if not asynchronous:
-            emulation.synchronize(queue, "blocking copy to the device" if to_device else "blocking copy to the host")
+            emulation.synchronize(
+                queue, "blocking copy to the device" if to_device else "blocking copy to the host"
+            )
 
 
 if TYPE_CHECKING:

@@ -16,7 +16,14 @@ from kvconform.emulation.errors import NotEmulated
 from kvconform.emulation.machine import Queue
 from kvconform.emulation.patch import Patches
 from kvconform.emulation.placement import wants_cuda
-from kvconform.emulation.stream import Event, ExternalStream, GenericEvent, GenericStream, Stream, StreamContext
+from kvconform.emulation.stream import (
+    Event,
+    ExternalStream,
+    GenericEvent,
+    GenericStream,
+    Stream,
+    StreamContext,
+)
 
 MEMORY = (64 << 30, 80 << 30)  # free and total bytes, made up
 PROPERTIES = {
@@ -41,7 +48,14 @@ NOTHING = (
     *("reset_peak_memory_stats", "reset_accumulated_memory_stats", "reset_max_memory_allocated"),
     *("manual_seed", "manual_seed_all", "seed", "seed_all", "set_sync_debug_mode"),
 )
-ZERO = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved", "utilization", "get_sync_debug_mode")
+ZERO = (
+    "memory_allocated",
+    "memory_reserved",
+    "max_memory_allocated",
+    "max_memory_reserved",
+    "utilization",
+    "get_sync_debug_mode",
+)
 ABSENT = {
     "CUDAGraph": "CUDA graphs",
     "graph": "CUDA graphs",
@@ -51,7 +65,11 @@ ABSENT = {
     "use_mem_pool": "memory pools (torch.cuda.use_mem_pool)",
     "caching_allocator_alloc": "direct use of the caching allocator",
     "memory_snapshot": "snapshots of the allocator (torch.cuda.memory_snapshot)",
-    **{f"{verb}_rng_state{all_}": "state of the device's random numbers" for verb in ("get", "set") for all_ in ("", "_all")},
+    **{
+        f"{verb}_rng_state{all_}": "state of the device's random numbers"
+        for verb in ("get", "set")
+        for all_ in ("", "_all")
+    },
 }
 
 
@@ -151,7 +169,10 @@ def patch_cuda(patches: Patches) -> None:
         "_sleep": spin,
         **{name: nothing for name in NOTHING},
         **{name: lambda *args, **kwargs: 0 for name in ZERO},
-        **{name: (absent_class if name[:1].isupper() else absent)(what) for name, what in ABSENT.items()},
+        **{
+            name: (absent_class if name[:1].isupper() else absent)(what)
+            for name, what in ABSENT.items()
+        },
     }
     for name, value in cuda.items():
         patches.set(torch.cuda, name, value)
@@ -175,15 +196,28 @@ def patch_cuda(patches: Patches) -> None:
         "get_device_capability": lambda device=None: {},
         **{
             name: lambda *args, **kwargs: 0
-            for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
+            for name in (
+                "memory_allocated",
+                "memory_reserved",
+                "max_memory_allocated",
+                "max_memory_reserved",
+            )
         },
         **{name: nothing for name in ("reset_peak_memory_stats", "reset_accumulated_memory_stats")},
     }
     for name, value in accelerator.items():
         patches.set(torch.accelerator, name, value)
-    patches.set(torch.UntypedStorage, "_share_cuda_", absent("device memory shared between processes"))
+    patches.set(
+        torch.UntypedStorage, "_share_cuda_", absent("device memory shared between processes")
+    )
     patches.set(torch, "Stream", GenericStream)
     patches.set(torch, "Event", GenericEvent)
     triton = sys.modules.get("triton.runtime.jit")
     if triton is not None:
-        patches.set(triton.JITFunction, "run", absent("Triton kernels (the interpreter, TRITON_INTERPRET=1, runs them on host tensors)"))
+        patches.set(
+            triton.JITFunction,
+            "run",
+            absent(
+                "Triton kernels (the interpreter, TRITON_INTERPRET=1, runs them on host tensors)"
+            ),
+        )

@@ -34,9 +34,13 @@ class CudaRuntime:
 
     def cudaHostUnregister(self, pointer: int) -> Result:
         """Undo cudaHostRegister; as in CUDA only for the address that was registered."""
-        return Result.success if self._emulation.memory.unregister(pointer) else Result.not_registered
+        return (
+            Result.success if self._emulation.memory.unregister(pointer) else Result.not_registered
+        )
 
-    def cudaMemcpyAsync(self, dst: int, src: int, nbytes: int, kind: int = 4, stream: int = 0) -> Result:
+    def cudaMemcpyAsync(
+        self, dst: int, src: int, nbytes: int, kind: int = 4, stream: int = 0
+    ) -> Result:
         """A copy by address on the stream that has this handle."""
         self._emulation.queue_copy(dst, src, nbytes, ExternalStream(stream), what="cudaMemcpyAsync")
         return Result.success

@@ -22,13 +22,25 @@ class Call:
     """One operator call on its way to a stream: the arguments as the work will use them, and the blocks that hold them. Refers to no
     device tensor of the user's, so that its end is noticed while the work waits."""
 
-    def __init__(self, emulation: Emulation, facts: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], names: list[str]) -> None:
+    def __init__(
+        self,
+        emulation: Emulation,
+        facts: Operation,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        names: list[str],
+    ) -> None:
         self.emulation, self.facts = emulation, facts
         self.blocks: list[Block] = []
         self._read: list[torch.Tensor] = []
         self.waits = False  # a host operand is moved to the device first
-        self.args = tuple(self._freeze(value, position in facts.written) for position, value in enumerate(args))
-        self.kwargs = {name: self._freeze(value, names.index(name) in facts.written) for name, value in kwargs.items()}
+        self.args = tuple(
+            self._freeze(value, position in facts.written) for position, value in enumerate(args)
+        )
+        self.kwargs = {
+            name: self._freeze(value, names.index(name) in facts.written)
+            for name, value in kwargs.items()
+        }
 
     def sources(self) -> list[Any]:
         """The device tensors that the operator only reads."""
@@ -50,12 +62,16 @@ class Call:
                 return stand_in
         if self.facts.custom:  # such an operator may use pinned memory when it runs, and be handed host memory that it reads at once
             if written and block is None:
-                raise NotEmulated("operator of a C++ extension that writes pageable host memory and uses device memory")
+                raise NotEmulated(
+                    "operator of a C++ extension that writes pageable host memory and uses device memory"
+                )
             return tensor.clone() if block is None else tensor.detach()
         if self.facts.indexing:
             self.waits = True
         elif tensor.dim() or written:
-            raise RuntimeError("An operation on tensors of cuda:0 was given a tensor in host memory (cpu); all have to be on one device.")
+            raise RuntimeError(
+                "An operation on tensors of cuda:0 was given a tensor in host memory (cpu); all have to be on one device."
+            )
         return tensor.clone()
 
 
@@ -95,16 +111,26 @@ class Dispatch(TorchDispatchMode):
                 return True
         return False
 
-    def _queue(self, func: Any, facts: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _queue(
+        self, func: Any, facts: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         emulation = self.emulation
         name = func._schema.name
         if name == "aten::copy_":
-            emulation.copies.of_tensors(args[0], args[1], bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False)))
+            emulation.copies.of_tensors(
+                args[0],
+                args[1],
+                bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False)),
+            )
             return args[0]
         if name == "aten::record_stream":
             raise NotEmulated("record_stream() that goes around torch.Tensor.record_stream")
-        if name == "aten::resize_" or any(value.numel() == 0 for value in leaves(kwargs.get("out"))):
-            raise NotEmulated("device tensor that is given another size in place (resize_, or out= with an empty tensor)")
+        if name == "aten::resize_" or any(
+            value.numel() == 0 for value in leaves(kwargs.get("out"))
+        ):
+            raise NotEmulated(
+                "device tensor that is given another size in place (resize_, or out= with an empty tensor)"
+            )
         if not facts.runs:
             raise NotEmulated(f"operator {func}: it has no CPU kernel")
         queue = emulation.queue
@@ -129,20 +155,28 @@ class Dispatch(TorchDispatchMode):
                 with emulation.raw():
                     emulation.machine.demand(emulation.machine.mark(queue))
                 return self._now(func, args, kwargs)
-        results, targets = self._results(new, facts, dict(zip(names, args, strict=False)) | kwargs, names)
+        results, targets = self._results(
+            new, facts, dict(zip(names, args, strict=False)) | kwargs, names
+        )
 
         def run() -> None:
             try:
                 out = func(*call.args, **call.kwargs)
             except Exception as error:
-                raise DeviceFault(f"{func} failed when its turn on {queue.name} came: {error}") from error
+                raise DeviceFault(
+                    f"{func} failed when its turn on {queue.name} came: {error}"
+                ) from error
             for made, target in zip(leaves(out if targets else None), targets, strict=False):
                 if target is not None:
                     target.copy_(made)
 
         watch = None
-        if torch.Tag.nondeterministic_seeded not in func.tags and any(block.home is not queue for block in call.blocks):
-            watch = emulation.watch(queue, str(func), partial(self._read, func, call) if targets else call.sources)
+        if torch.Tag.nondeterministic_seeded not in func.tags and any(
+            block.home is not queue for block in call.blocks
+        ):
+            watch = emulation.watch(
+                queue, str(func), partial(self._read, func, call) if targets else call.sources
+            )
         emulation.put(queue, run, [*call.blocks, *self._blocks_of(targets)], watch=watch)
         return results
 
@@ -153,23 +187,37 @@ class Dispatch(TorchDispatchMode):
 
     def _masks(self, indices: Any, name: str, args: tuple[Any, ...]) -> bool:
         """Whether an indexing operation has a boolean mask, whose true elements the host has to count."""
-        masks = any(isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) for index in indices)
-        return masks and not ("put" in name and isinstance(args[2], torch.Tensor) and args[2].numel() == 1 and len(indices) == 1)
+        masks = any(
+            isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
+            for index in indices
+        )
+        return masks and not (
+            "put" in name
+            and isinstance(args[2], torch.Tensor)
+            and args[2].numel() == 1
+            and len(indices) == 1
+        )
 
     def _shapes_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The operator's results as meta tensors; remembered, for most calls are made again and again with the same shapes."""
-        kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
+        kwargs = {
+            name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")
+        }
         with self.emulation.raw():
             key = (func, shape_key(args), shape_key(tuple(kwargs.items())))
             known = self._shapes.get(key)
             if known is None:
-                known = func(*to_meta(args), **{name: to_meta(value) for name, value in kwargs.items()})
+                known = func(
+                    *to_meta(args), **{name: to_meta(value) for name, value in kwargs.items()}
+                )
                 if len(self._shapes) == REMEMBERED:
                     self._shapes.clear()
                 self._shapes[key] = known
             return known
 
-    def _results(self, new: Any, facts: Operation, given: dict[str, Any], names: list[str]) -> tuple[Any, list[torch.Tensor | None]]:
+    def _results(
+        self, new: Any, facts: Operation, given: dict[str, Any], names: list[str]
+    ) -> tuple[Any, list[torch.Tensor | None]]:
         """What the call returns, and for each of its result tensors the device tensor to be filled later (None: it is an argument)."""
         targets: list[torch.Tensor | None] = []
 
@@ -186,7 +234,9 @@ class Dispatch(TorchDispatchMode):
         if not facts.returned:
             return None, targets
         if all(position is not None for position in facts.returned):
-            same = tuple(given.get(names[position]) for position in facts.returned if position is not None)
+            same = tuple(
+                given.get(names[position]) for position in facts.returned if position is not None
+            )
             return (same[0] if len(same) == 1 else same), targets
         if all(position is None for position in facts.returned):
             return tree_map(make, new), targets
@@ -201,7 +251,9 @@ class Dispatch(TorchDispatchMode):
 
     def _blocks_of(self, targets: list[torch.Tensor | None]) -> list[Block]:
         with self.emulation.raw():
-            found = [self.emulation.memory.block_of(target) for target in targets if target is not None]
+            found = [
+                self.emulation.memory.block_of(target) for target in targets if target is not None
+            ]
         return [block for block in found if block is not None]
 
     def _now(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -209,7 +261,14 @@ class Dispatch(TorchDispatchMode):
         with self.emulation.raw():
             out = func(*args, **kwargs)
         given = {id(value) for value in (*args, *kwargs.values())}
-        return tree_map(lambda value: self._moved(value) if isinstance(value, torch.Tensor) and id(value) not in given else value, out)
+        return tree_map(
+            lambda value: (
+                self._moved(value)
+                if isinstance(value, torch.Tensor) and id(value) not in given
+                else value
+            ),
+            out,
+        )
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
         made = self.emulation.device_tensor(tensor)
@@ -222,7 +281,9 @@ def to_meta(value: Any) -> Any:
     """The same with tensors that have shape, strides and dtype, but no bytes."""
     if isinstance(value, torch.Tensor):
         return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
-    return type(value)(to_meta(item) for item in value) if isinstance(value, (list, tuple)) else value
+    return (
+        type(value)(to_meta(item) for item in value) if isinstance(value, (list, tuple)) else value
+    )
 
 
 def shape_key(value: Any) -> Any:

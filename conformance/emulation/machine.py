@@ -33,7 +33,9 @@ class Work:
 
     __slots__ = ("function", "raw", "uses", "watch")
 
-    def __init__(self, function: Callable[[], object], uses: Iterable[Used] = (), raw: bool = False) -> None:
+    def __init__(
+        self, function: Callable[[], object], uses: Iterable[Used] = (), raw: bool = False
+    ) -> None:
         self.function, self.uses, self.raw = function, tuple(uses), raw
         self.watch: Watch | None = None
 
@@ -62,7 +64,9 @@ class Queue:
         self.entries: deque[Work | Mark] = deque()
         self.put = self.done = 0
         self.polls = self.ordered = self.seen = 0
-        self.before_work: Callable[[Queue], None] | None = None  # the allocator's: freed memory is handed out before the next work
+        self.before_work: Callable[[Queue], None] | None = (
+            None  # the allocator's: freed memory is handed out before the next work
+        )
 
 
 class Machine:
@@ -119,7 +123,11 @@ class Machine:
         """Move the marks in the compute queue that are behind `position` behind all that it holds now. For marks of which nobody knows yet
         that they are reached (`Queue.seen`)."""
         with self.lock:
-            known = [mark for reference in self._marks if (mark := reference()) is not None and mark.position > position]
+            known = [
+                mark
+                for reference in self._marks
+                if (mark := reference()) is not None and mark.position > position
+            ]
             for mark in known:
                 mark.position = self.compute.put
             self._marks = [weakref.ref(mark) for mark in known]
@@ -135,7 +143,9 @@ class Machine:
             self.pump()
 
     def _hold(self, queue: Queue, mark: Mark) -> None:
-        queue.ordered = max(queue.ordered, mark.position if mark.queue is self.compute else mark.queue.ordered)
+        queue.ordered = max(
+            queue.ordered, mark.position if mark.queue is self.compute else mark.queue.ordered
+        )
         if mark.queue is not queue and not mark.reached:
             queue.entries.append(mark)
             queue.put += 1
@@ -149,7 +159,9 @@ class Machine:
             needed = [mark]
             while needed:
                 queue = needed[-1].queue
-                if needed[-1].reached or not queue.entries:  # empty and not reached: the entry is running right now, further out
+                if (
+                    needed[-1].reached or not queue.entries
+                ):  # empty and not reached: the entry is running right now, further out
                     needed.pop()
                     continue
                 head = queue.entries[0]
@@ -207,7 +219,11 @@ class Machine:
             self._pumping = False
 
     def _eager(self, queue: Queue) -> bool:
-        return not self.open or self.delay is None or (queue is self.compute) == (self.delay == "transfers")
+        return (
+            not self.open
+            or self.delay is None
+            or (queue is self.compute) == (self.delay == "transfers")
+        )
 
     def _may_step(self, queue: Queue) -> bool:
         """Whether the queue's first entry can be done now. The prompt compute queue makes those run that it waits for; the prompt others
@@ -234,7 +250,9 @@ class Machine:
         finally:
             queue.done += 1
             if watched:
-                self.watches = [watch for watch in watched if not watch.changed() and watch.due > queue.done]
+                self.watches = [
+                    watch for watch in watched if not watch.changed() and watch.due > queue.done
+                ]
             if isinstance(entry, Work):
                 for block in entry.uses:
                     block.pending -= 1

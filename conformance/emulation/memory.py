@@ -76,12 +76,18 @@ class Memory:
     def __init__(self, machine: Machine, note: Callable[[str, str, Queue | None], None]) -> None:
         self.machine, self.note = machine, note
         self.blocks: dict[int, Block] = {}  # by address of the storage
-        self.registered: dict[int, Block] = {}  # by address that was registered, anywhere inside a storage
+        self.registered: dict[
+            int, Block
+        ] = {}  # by address that was registered, anywhere inside a storage
         self._starts: list[int] = []
-        self._ended: deque[Block] = deque()  # leases ended; appended to by weak references, at any time
+        self._ended: deque[Block] = (
+            deque()
+        )  # leases ended; appended to by weak references, at any time
         self.lent = 0  # allocations on the device, ever
         self._dying: list[tuple[Block, list[Mark]]] = []
-        self._seen: dict[int, weakref.ref[Any]] = {}  # host storages whose address somebody asked for
+        self._seen: dict[
+            int, weakref.ref[Any]
+        ] = {}  # host storages whose address somebody asked for
 
     # -- allocation
 
@@ -92,7 +98,9 @@ class Memory:
         if kind is Kind.PINNED:
             self.reuse_pinned()
         size = max(nbytes, 1)
-        data = torch.zeros(size, dtype=torch.uint8) if zero else torch.empty(size, dtype=torch.uint8)
+        data = (
+            torch.zeros(size, dtype=torch.uint8) if zero else torch.empty(size, dtype=torch.uint8)
+        )
         if not zero and size <= FILLED:
             data.fill_(POISON)
         block = Block(kind, data, home)
@@ -116,9 +124,13 @@ class Memory:
         with self.machine.lock:
             storage = self._storage_at(pointer, nbytes)
             if storage is None:
-                data = torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(pointer), dtype=torch.uint8)
+                data = torch.frombuffer(
+                    (ctypes.c_ubyte * nbytes).from_address(pointer), dtype=torch.uint8
+                )
             else:
-                data = torch.empty(0, dtype=torch.uint8).set_(storage, pointer - storage.data_ptr(), (nbytes,))
+                data = torch.empty(0, dtype=torch.uint8).set_(
+                    storage, pointer - storage.data_ptr(), (nbytes,)
+                )
             block = self.registered[pointer] = Block(Kind.PINNED, data, None)
             block.watched = storage is not None
 
@@ -145,7 +157,10 @@ class Memory:
         block = self.blocks.get(start) or self._pinned_around(start)
         if block is None and self.registered:
             address = tensor.data_ptr()
-            return next((b for b in self.registered.values() if b.start <= address < b.start + b.nbytes), None)
+            return next(
+                (b for b in self.registered.values() if b.start <= address < b.start + b.nbytes),
+                None,
+            )
         return block
 
     def _pinned_around(self, address: int) -> Block | None:
@@ -153,7 +168,13 @@ class Memory:
         starts = self._starts
         at = bisect.bisect_right(starts, address) - 1
         block = self.blocks.get(starts[at]) if at >= 0 else None
-        return block if block is not None and block.kind is Kind.PINNED and address < block.start + block.nbytes else None
+        return (
+            block
+            if block is not None
+            and block.kind is Kind.PINNED
+            and address < block.start + block.nbytes
+            else None
+        )
 
     def resolve(self, pointer: int, nbytes: int) -> Block:
         """The block that holds bytes [pointer, pointer + nbytes). Host memory that is not pinned gets a block for the occasion. Raises
@@ -163,18 +184,31 @@ class Memory:
         with self.machine.lock:
             at = bisect.bisect_right(self._starts, pointer) - 1
             near = [self.blocks[start] for start in self._starts[max(at, 0) : at + 2]]
-        spans = [(block.start, block.start + block.nbytes, block) for block in [*near, *self.registered.values()]]
+        spans = [
+            (block.start, block.start + block.nbytes, block)
+            for block in [*near, *self.registered.values()]
+        ]
         for start, end, block in spans:
             if start <= pointer and pointer + nbytes <= end:
                 return block
         storage = self._storage_at(pointer, nbytes)
         if storage is not None:
             return Block(Kind.PAGEABLE, torch.empty(0, dtype=torch.uint8).set_(storage), None)
-        seen = [known for known in (reference() for reference in list(self._seen.values())) if known is not None]
-        ranges = [span[:2] for span in spans] + [(known.data_ptr(), known.data_ptr() + known.nbytes()) for known in seen]
-        ranges += [(block.start, block.start + block.nbytes + 1) for block in near]  # no other allocation begins right behind one
+        seen = [
+            known
+            for known in (reference() for reference in list(self._seen.values()))
+            if known is not None
+        ]
+        ranges = [span[:2] for span in spans] + [
+            (known.data_ptr(), known.data_ptr() + known.nbytes()) for known in seen
+        ]
+        ranges += [
+            (block.start, block.start + block.nbytes + 1) for block in near
+        ]  # no other allocation begins right behind one
         if any(start < pointer + nbytes and pointer < end for start, end in ranges):
-            raise ValueError(f"A copy of {nbytes} bytes at address {pointer:#x}: no device, pinned or known host memory holds all of them.")
+            raise ValueError(
+                f"A copy of {nbytes} bytes at address {pointer:#x}: no device, pinned or known host memory holds all of them."
+            )
         raise NotEmulated("copies from or to host memory that is not a torch tensor")
 
     def _storage_at(self, pointer: int, nbytes: int) -> Any:
@@ -182,7 +216,11 @@ class Memory:
             storage = reference()
             if storage is None:
                 del self._seen[start]
-            elif start == storage.data_ptr() and start <= pointer and pointer + nbytes <= start + storage.nbytes():
+            elif (
+                start == storage.data_ptr()
+                and start <= pointer
+                and pointer + nbytes <= start + storage.nbytes()
+            ):
                 return storage
         return None
 
@@ -203,7 +241,9 @@ class Memory:
     def _hand_out(self, home: Queue) -> None:
         """Before new work is queued on `home`: memory that was allocated there and freed belongs to somebody else from here on."""
         self.collect()
-        for entry in [e for e in self._dying if e[0].home is home and all(mark.reached for mark in e[1])]:
+        for entry in [
+            e for e in self._dying if e[0].home is home and all(mark.reached for mark in e[1])
+        ]:
             self._dying.remove(entry)
             self.machine.insert(home, Work(partial(self._overwrite_device, entry[0])))
 
@@ -211,7 +251,9 @@ class Memory:
         """Freed pinned memory is handed out to somebody else now, and written. Copies of torch tensors hold theirs, as torch's allocator
         has them do; copies by address cannot."""
         self.collect()
-        for block, _ in [entry for entry in self._dying if entry[0].kind is Kind.PINNED and entry[0].raw]:
+        for block, _ in [
+            entry for entry in self._dying if entry[0].kind is Kind.PINNED and entry[0].raw
+        ]:
             self._overwrite(block, "freed_pinned", block.raw)
             self._dying = [entry for entry in self._dying if entry[0] is not block]
 
@@ -227,10 +269,18 @@ class Memory:
             return False
         storage = block.bytes.untyped_storage()
         start = storage.data_ptr()
-        ours = sum(other.bytes.untyped_storage().data_ptr() == start for other in self.registered.values())
-        lonely = torch.empty(1)  # what these counts are when nobody else refers to a storage depends on torch's version
+        ours = sum(
+            other.bytes.untyped_storage().data_ptr() == start for other in self.registered.values()
+        )
+        lonely = torch.empty(
+            1
+        )  # what these counts are when nobody else refers to a storage depends on torch's version
         other = lonely.untyped_storage()
-        others = torch._C._storage_Use_Count(storage._cdata) - torch._C._storage_Use_Count(other._cdata) - (ours - 1)
+        others = (
+            torch._C._storage_Use_Count(storage._cdata)
+            - torch._C._storage_Use_Count(other._cdata)
+            - (ours - 1)
+        )
         return bool(others <= 0) and sys.getrefcount(storage) <= sys.getrefcount(other)
 
     def _overwrite_device(self, block: Block) -> None:
@@ -241,7 +291,11 @@ class Memory:
 
     def _overwrite(self, block: Block, kind: str, users: int) -> None:
         block.bytes.fill_(POISON)
-        self.note(kind, f"{block.nbytes} bytes{block.made}, still used by {users} queued operation{'s' * (users > 1)}", block.home)
+        self.note(
+            kind,
+            f"{block.nbytes} bytes{block.made}, still used by {users} queued operation{'s' * (users > 1)}",
+            block.home,
+        )
         self._forget(block)
 
     def _enter(self, block: Block) -> None:

@@ -37,7 +37,11 @@ def caller() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith(OWN) and "/torch/" not in file and not file.endswith(("contextlib.py", "threading.py")):
+        if (
+            not file.startswith(OWN)
+            and "/torch/" not in file
+            and not file.endswith(("contextlib.py", "threading.py"))
+        ):
             return f"{shown(file)}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""

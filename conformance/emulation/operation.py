@@ -8,9 +8,28 @@ from typing import Any, NamedTuple
 
 import torch
 
-METADATA = {"aten::set_", "aten::_unsafe_view", "aten::detach", "aten::alias", "aten::lift", "aten::lift_fresh", "aten::is_pinned"}
-HOST_OPERANDS = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index"}
-KERNELS = ("CPU", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional", "CompositeImplicitAutograd")
+METADATA = {
+    "aten::set_",
+    "aten::_unsafe_view",
+    "aten::detach",
+    "aten::alias",
+    "aten::lift",
+    "aten::lift_fresh",
+    "aten::is_pinned",
+}
+HOST_OPERANDS = {
+    "aten::index",
+    "aten::index_put",
+    "aten::index_put_",
+    "aten::_index_put_impl_",
+    "aten::_unsafe_index",
+}
+KERNELS = (
+    "CPU",
+    "CompositeExplicitAutograd",
+    "CompositeExplicitAutogradNonFunctional",
+    "CompositeImplicitAutograd",
+)
 
 
 class Operation(NamedTuple):
@@ -43,17 +62,26 @@ def operation(function: Any) -> Operation:
         alias = value.alias_info
         position = None
         if alias is not None and alias.is_write:
-            position = next((at for at, names in writes.items() if names & set(alias.before_set)), None)
+            position = next(
+                (at for at, names in writes.items() if names & set(alias.before_set)), None
+            )
         views = views or (alias is not None and not alias.is_write)
         returned.append(position)
     tags = function.tags
     return Operation(
-        metadata=(views and not writes) or torch.Tag.inplace_view in tags or schema.name in METADATA,
+        metadata=(views and not writes)
+        or torch.Tag.inplace_view in tags
+        or schema.name in METADATA,
         # Indexing is tagged as well, for its boolean masks; whether there is one is seen at the call.
-        reads_back=bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(tags)) and schema.name not in HOST_OPERANDS,
+        reads_back=bool(
+            {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(tags)
+        )
+        and schema.name not in HOST_OPERANDS,
         returned=tuple(returned),
         written=frozenset(writes),
         indexing=schema.name in HOST_OPERANDS,
         custom=function.namespace not in ("aten", "prims", "prim"),
-        runs=any(torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), key) for key in KERNELS),
+        runs=any(
+            torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), key) for key in KERNELS
+        ),
     )

@@ -14,8 +14,19 @@ from kvconform.emulation.dispatch import to_meta
 from kvconform.emulation.errors import NotEmulated
 
 CUDA = torch.device("cuda", 0)
-FROM_HOST = {torch.tensor, torch.as_tensor, torch.asarray}  # build on the host, then copy with a wait
-EMPTY = {torch.empty, torch.empty_like, torch.empty_strided, torch.empty_permuted, torch.Tensor.new_empty, torch.Tensor.new_empty_strided}
+FROM_HOST = {
+    torch.tensor,
+    torch.as_tensor,
+    torch.asarray,
+}  # build on the host, then copy with a wait
+EMPTY = {
+    torch.empty,
+    torch.empty_like,
+    torch.empty_strided,
+    torch.empty_permuted,
+    torch.Tensor.new_empty,
+    torch.Tensor.new_empty_strided,
+}
 ZEROS = {torch.zeros, torch.zeros_like, torch.Tensor.new_zeros}
 
 
@@ -38,18 +49,24 @@ class Placement(TorchFunctionMode):
         super().__init__()
         self.special: dict[Any, Callable[..., Any]] = {
             torch.Tensor.to: self.to,
-            torch.Tensor.cpu: lambda tensor, memory_format=None: self.to(tensor, "cpu", memory_format=memory_format),
+            torch.Tensor.cpu: lambda tensor, memory_format=None: self.to(
+                tensor, "cpu", memory_format=memory_format
+            ),
             torch.Tensor.type_as: lambda tensor, other: self.to(tensor, other),
             torch.Tensor.tolist: lambda tensor: self.host_copy(tensor, "tolist()").tolist(),
             torch.Tensor.numpy: self.numpy,
             torch.Tensor.__array__: self.numpy,
             torch.Tensor.__dlpack__: self.dlpack,
             torch.Tensor.__deepcopy__: self.deepcopy,
-            torch.Tensor.share_memory_: lambda tensor: tensor if self.emulation.on_device(tensor) else tensor.share_memory_(),
+            torch.Tensor.share_memory_: lambda tensor: (
+                tensor if self.emulation.on_device(tensor) else tensor.share_memory_()
+            ),
             torch.Tensor.data_ptr: self.data_ptr,
             torch.Tensor.__setitem__: self.set_item,
             torch.Tensor.new_tensor: self.new_tensor,
-            torch.device: lambda *args, **kwargs: torch.device(*(("cuda", *args) if args and isinstance(args[0], int) else args), **kwargs),
+            torch.device: lambda *args, **kwargs: torch.device(
+                *(("cuda", *args) if args and isinstance(args[0], int) else args), **kwargs
+            ),
         }
 
     @property
@@ -120,11 +137,21 @@ class Placement(TorchFunctionMode):
                 tensor.copy_(made)
         return tensor
 
-    def new_tensor(self, tensor: torch.Tensor, data: Any, *, dtype: Any = None, device: Any = None, **options: Any) -> torch.Tensor:
+    def new_tensor(
+        self,
+        tensor: torch.Tensor,
+        data: Any,
+        *,
+        dtype: Any = None,
+        device: Any = None,
+        **options: Any,
+    ) -> torch.Tensor:
         """On the tensor's device, with its dtype, unless another is named."""
         if device is None:
             device = CUDA if self.emulation.on_device(tensor) else "cpu"
-        return self.place(torch.tensor, (data,), {"dtype": dtype or tensor.dtype, "device": device, **options})
+        return self.place(
+            torch.tensor, (data,), {"dtype": dtype or tensor.dtype, "device": device, **options}
+        )
 
     # -- moving tensors
 
@@ -148,17 +175,38 @@ class Placement(TorchFunctionMode):
         else:
             cuda = there if device is None else wants_cuda(device)
         options = dict(zip(("non_blocking", "copy"), rest, strict=False))
-        options |= {key: value for key, value in kwargs.items() if key in ("non_blocking", "copy", "memory_format") and value is not None}
+        options |= {
+            key: value
+            for key, value in kwargs.items()
+            if key in ("non_blocking", "copy", "memory_format") and value is not None
+        }
         if cuda == there:
             host_only = device is not None and not cuda
-            return torch.Tensor.to(tensor, device=device if host_only else None, dtype=dtype, **options)
-        return self.move(tensor, cuda, dtype or tensor.dtype, bool(options.get("non_blocking")), options.get("memory_format"))
+            return torch.Tensor.to(
+                tensor, device=device if host_only else None, dtype=dtype, **options
+            )
+        return self.move(
+            tensor,
+            cuda,
+            dtype or tensor.dtype,
+            bool(options.get("non_blocking")),
+            options.get("memory_format"),
+        )
 
-    def move(self, tensor: torch.Tensor, cuda: bool, dtype: torch.dtype, non_blocking: bool, memory_format: Any = None) -> torch.Tensor:
+    def move(
+        self,
+        tensor: torch.Tensor,
+        cuda: bool,
+        dtype: torch.dtype,
+        non_blocking: bool,
+        memory_format: Any = None,
+    ) -> torch.Tensor:
         """A copy on the other side. To the host and non_blocking: in pinned memory, and not there yet, as in torch."""
         emulation = self.emulation
         with emulation.raw():
-            like = torch.empty_like(to_meta(tensor), dtype=dtype, memory_format=memory_format or torch.preserve_format)
+            like = torch.empty_like(
+                to_meta(tensor), dtype=dtype, memory_format=memory_format or torch.preserve_format
+            )
         if cuda:
             made = emulation.device_tensor(like)
         elif non_blocking:
@@ -181,7 +229,9 @@ class Placement(TorchFunctionMode):
         """Only host tensors can be shared with numpy."""
         if self.emulation.on_device(tensor):
             if not force:
-                raise TypeError("A tensor of device cuda:0 cannot be given to numpy; it has to be copied to the host first (Tensor.cpu()).")
+                raise TypeError(
+                    "A tensor of device cuda:0 cannot be given to numpy; it has to be copied to the host first (Tensor.cpu())."
+                )
             tensor = self.host_copy(tensor, "numpy(force=True)")
         return tensor.numpy() if not args and not kwargs else tensor.__array__(*args, **kwargs)
 

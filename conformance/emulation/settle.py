@@ -19,7 +19,11 @@ def settle() -> None:
     On a GPU such a thread has queued its work long before a forward pass is over. Here the forward pass takes no time, so that a thread
     would be late or early by chance, and a missing wait would be found by chance."""
     emulation, before, since = active(), None, time.monotonic()
-    threads = [thread for thread in threading.enumerate() if getattr(thread, "emulation", None) is emulation]
+    threads = [
+        thread
+        for thread in threading.enumerate()
+        if getattr(thread, "emulation", None) is emulation
+    ]
     while threads and time.monotonic() - since < LONGEST:
         time.sleep(PAUSE)
         places = _places(threads)
@@ -32,7 +36,9 @@ def _runnable(thread: threading.Thread) -> bool:
     """Whether a thread could run and waits for a processor: on a busy machine it stays where it is, and is not blocked. False where the
     system does not tell."""
     try:
-        with open(f"/proc/self/task/{thread.native_id}/stat", encoding="ascii", errors="replace") as file:
+        with open(
+            f"/proc/self/task/{thread.native_id}/stat", encoding="ascii", errors="replace"
+        ) as file:
             return file.read().rpartition(")")[2].split()[0] == "R"
     except (OSError, IndexError):
         return False

@@ -23,7 +23,14 @@ class GenericEvent:
     """torch.Event: a mark in a stream. Recording again moves it; waits that were asked for before keep the old place. An event that was
     never recorded is complete, and waiting for it does nothing."""
 
-    def __init__(self, device: Any = None, *, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+    def __init__(
+        self,
+        device: Any = None,
+        *,
+        enable_timing: bool = False,
+        blocking: bool = False,
+        interprocess: bool = False,
+    ) -> None:
         self.enable_timing = enable_timing
         self.mark: Mark | None = None
         self._time: list[int] = []  # machine clock when the latest record's turn came
@@ -87,14 +94,22 @@ class GenericEvent:
         raise NotEmulated("event shared between processes (from_ipc_handle)")
 
     def __repr__(self) -> str:
-        state = "not recorded" if self.mark is None else "complete" if self.mark.reached else "pending"
+        state = (
+            "not recorded" if self.mark is None else "complete" if self.mark.reached else "pending"
+        )
         return f"<emulated {type(self).__name__} {state}>"
 
 
 class Event(GenericEvent):
     """torch.cuda.Event."""
 
-    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False) -> None:
+    def __init__(
+        self,
+        enable_timing: bool = False,
+        blocking: bool = False,
+        interprocess: bool = False,
+        external: bool = False,
+    ) -> None:
         super().__init__(enable_timing=enable_timing, blocking=blocking, interprocess=interprocess)
 
     @property
@@ -105,8 +120,16 @@ class Event(GenericEvent):
 class GenericStream:
     """torch.Stream: one queue of work on the emulated device. Two streams are equal when they are the same queue."""
 
-    def __init__(self, device: Any = None, *, priority: int = 0, queue: Queue | None = None, **ids: Any) -> None:
-        index = device if isinstance(device, int) else None if device is None else torch.device(device).index
+    def __init__(
+        self, device: Any = None, *, priority: int = 0, queue: Queue | None = None, **ids: Any
+    ) -> None:
+        index = (
+            device
+            if isinstance(device, int)
+            else None
+            if device is None
+            else torch.device(device).index
+        )
         if index:
             raise NotEmulated(f"second device (cuda:{index})")
         self.emulation = active()
@@ -116,7 +139,11 @@ class GenericStream:
             queue = next((known for known in machine.queues if known.handle == handle), None)
             if queue is None:
                 raise ValueError(f"No stream of the emulated device has the handle {handle:#x}.")
-        self.queue = machine.new_queue(f"stream {len(machine.queues) - 1}", priority) if queue is None else queue
+        self.queue = (
+            machine.new_queue(f"stream {len(machine.queues) - 1}", priority)
+            if queue is None
+            else queue
+        )
 
     @property
     def priority(self) -> int:

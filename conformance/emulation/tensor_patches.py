@@ -43,8 +43,18 @@ def patch_tensors(patches: Patches) -> None:
             like = tensor.contiguous()
         return placement.pinned(like, None)
 
-    def cuda(tensor: torch.Tensor, device: Any = None, non_blocking: bool = False, memory_format: Any = None) -> torch.Tensor:
-        return placement.to(tensor, "cuda" if device is None else device, non_blocking=non_blocking, memory_format=memory_format)
+    def cuda(
+        tensor: torch.Tensor,
+        device: Any = None,
+        non_blocking: bool = False,
+        memory_format: Any = None,
+    ) -> torch.Tensor:
+        return placement.to(
+            tensor,
+            "cuda" if device is None else device,
+            non_blocking=non_blocking,
+            memory_format=memory_format,
+        )
 
     def record_stream(tensor: torch.Tensor, stream: GenericStream) -> None:
         memory = active().memory
@@ -56,7 +66,9 @@ def patch_tensors(patches: Patches) -> None:
 
     def reduce(tensor: torch.Tensor, protocol: Any) -> Any:
         """Pickling, and torch.save(): the bytes as they are when the host has waited; a host tensor comes out of it."""
-        return reduce_ex(placement.host_copy(tensor, "pickled") if there(tensor) else tensor, protocol)
+        return reduce_ex(
+            placement.host_copy(tensor, "pickled") if there(tensor) else tensor, protocol
+        )
 
     def shallow(tensor: torch.Tensor) -> Any:
         """copy.copy(): made of what pickling would take, over the same memory."""
@@ -71,8 +83,14 @@ def patch_tensors(patches: Patches) -> None:
     patches.set(torch.Tensor, "__reduce_ex__", reduce)
     patches.set(torch.Tensor, "device", property(device))
     patches.set(torch.Tensor, "is_cuda", property(there))
-    patches.set(torch.Tensor, "is_cpu", property(lambda tensor: not there(tensor) and base.is_cpu.__get__(tensor)))
-    patches.set(torch.Tensor, "get_device", lambda tensor: 0 if there(tensor) else base.get_device(tensor))
+    patches.set(
+        torch.Tensor,
+        "is_cpu",
+        property(lambda tensor: not there(tensor) and base.is_cpu.__get__(tensor)),
+    )
+    patches.set(
+        torch.Tensor, "get_device", lambda tensor: 0 if there(tensor) else base.get_device(tensor)
+    )
     patches.set(torch.Tensor, "is_pinned", is_pinned)
     patches.set(torch.Tensor, "pin_memory", pin_memory)
     patches.set(torch.Tensor, "cuda", cuda)

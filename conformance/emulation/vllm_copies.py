@@ -23,12 +23,23 @@ class Copies:
         self.cuda = cuda
 
     def swap_blocks_batch(
-        self, src_ptrs: torch.Tensor, dst_ptrs: torch.Tensor, sizes: torch.Tensor, is_src_access_order_any: bool = False
+        self,
+        src_ptrs: torch.Tensor,
+        dst_ptrs: torch.Tensor,
+        sizes: torch.Tensor,
+        is_src_access_order_any: bool = False,
     ) -> None:
         """`vllm._custom_ops.swap_blocks_batch`: src_ptrs, dst_ptrs, sizes [copies] int64, in host memory. RuntimeError for others."""
         for name, tensor in {"src_ptrs": src_ptrs, "dst_ptrs": dst_ptrs, "sizes": sizes}.items():
-            if tensor.is_cuda or tensor.dtype != torch.int64 or tensor.dim() != 1 or len(tensor) != len(src_ptrs):
-                raise RuntimeError(f"swap_blocks_batch: {name} must be an int64 tensor [copies] in host memory, as long as the others")
+            if (
+                tensor.is_cuda
+                or tensor.dtype != torch.int64
+                or tensor.dim() != 1
+                or len(tensor) != len(src_ptrs)
+            ):
+                raise RuntimeError(
+                    f"swap_blocks_batch: {name} must be an int64 tensor [copies] in host memory, as long as the others"
+                )
         parts = dst_ptrs.tolist(), src_ptrs.tolist(), sizes.tolist()
         self.cuda.queue_copy(*parts, any_order=is_src_access_order_any, what="swap_blocks_batch")
 
@@ -41,11 +52,23 @@ class Copies:
             raise RuntimeError("swap_blocks: block_mapping must be in host memory")
         size = rest[0] if len(rest) == 2 else src.element_size() * src.stride(0)
         at, to, pairs = src.data_ptr(), dst.data_ptr(), rest[-1].tolist()
-        sources, targets = [at + source * size for source, _ in pairs], [to + target * size for _, target in pairs]
+        sources, targets = (
+            [at + source * size for source, _ in pairs],
+            [to + target * size for _, target in pairs],
+        )
         self.cuda.queue_copy(targets, sources, [size] * len(pairs), what="swap_blocks")
 
     def batch_memcpy(
-        self, dsts: int, srcs: int, sizes: int, count: int, attrs: int, attr_indices: Any, num_attrs: int, fail_index: Any, stream: int
+        self,
+        dsts: int,
+        srcs: int,
+        sizes: int,
+        count: int,
+        attrs: int,
+        attr_indices: Any,
+        num_attrs: int,
+        fail_index: Any,
+        stream: int,
     ) -> int:
         """The driver's cuMemcpyBatchAsync: arrays [count] of addresses and sizes, read when the call is made. Returns a CUresult."""
         if count <= 0 or num_attrs != 1 or not stream:
@@ -55,7 +78,14 @@ class Copies:
             raise NotEmulated(f"cuMemcpyBatchAsync with srcAccessOrder {order}")
         targets, sources, lengths = (_numbers(address, count) for address in (dsts, srcs, sizes))
         queue = torch.cuda.ExternalStream(stream)
-        self.cuda.queue_copy(targets, sources, lengths, queue, any_order=order == SOURCE_ANY, what="cuMemcpyBatchAsync")
+        self.cuda.queue_copy(
+            targets,
+            sources,
+            lengths,
+            queue,
+            any_order=order == SOURCE_ANY,
+            what="cuMemcpyBatchAsync",
+        )
         return 0
 
 

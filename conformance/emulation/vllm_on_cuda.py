@@ -86,7 +86,10 @@ def _exchanged(module: Any, copies: Copies) -> dict[str, Any]:
         "swap_blocks_batch": copies.swap_blocks_batch,
         "swap_blocks": copies.swap_blocks,
         "CudaRTLibrary": CudaRuntime,
-        "_resolve_batch_memcpy": lambda: (copies.batch_memcpy, 1),  # with the number of attributes that it takes
+        "_resolve_batch_memcpy": lambda: (
+            copies.batch_memcpy,
+            1,
+        ),  # with the number of attributes that it takes
         "_batch_memcpy": None,
     }
     if "_batch_memcpy_fn" in vars(module):  # until 0.28
@@ -95,8 +98,12 @@ def _exchanged(module: Any, copies: Copies) -> dict[str, Any]:
 
 
 def _refuse() -> None:
-    raise NotEmulated("layers in allocations of their own, as SimpleCPUOffloadConnector wants them before vLLM 0.29")
+    raise NotEmulated(
+        "layers in allocations of their own, as SimpleCPUOffloadConnector wants them before vLLM 0.29"
+    )
 
 
 def _refuse_offloading(*args: Any) -> None:
-    raise NotEmulated("attention layers with allocations of their own, as OffloadingConnector wants them before vLLM 0.26")
+    raise NotEmulated(
+        "attention layers with allocations of their own, as OffloadingConnector wants them before vLLM 0.26"
+    )

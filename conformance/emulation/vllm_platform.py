@@ -18,12 +18,31 @@ import vllm.platforms
 from vllm.platforms.interface import DeviceCapability
 
 ENGINE = (
-    "vllm._aiter_ops", "vllm.attention", "vllm.compilation", "vllm.config", "vllm.distributed.device_communicators",
-    "vllm.distributed.ec_transfer", "vllm.distributed.parallel_state", "vllm.engine", "vllm.forward_context", "vllm.logger",
-    "vllm.lora", "vllm.model_executor", "vllm.multimodal", "vllm.platforms", "vllm.transformers_utils", "vllm.usage",
-    "vllm.v1.attention", "vllm.v1.core", "vllm.v1.engine", "vllm.v1.executor", "vllm.v1.metrics", "vllm.v1.sample",
-    "vllm.v1.spec_decode", "vllm.v1.worker",
-)  # fmt: skip
+    "vllm._aiter_ops",
+    "vllm.attention",
+    "vllm.compilation",
+    "vllm.config",
+    "vllm.distributed.device_communicators",
+    "vllm.distributed.ec_transfer",
+    "vllm.distributed.parallel_state",
+    "vllm.engine",
+    "vllm.forward_context",
+    "vllm.logger",
+    "vllm.lora",
+    "vllm.model_executor",
+    "vllm.multimodal",
+    "vllm.platforms",
+    "vllm.transformers_utils",
+    "vllm.usage",
+    "vllm.v1.attention",
+    "vllm.v1.core",
+    "vllm.v1.engine",
+    "vllm.v1.executor",
+    "vllm.v1.metrics",
+    "vllm.v1.sample",
+    "vllm.v1.spec_decode",
+    "vllm.v1.worker",
+)
 """Modules that are told the truth. Everybody else is a connector, or works for one."""
 
 ANSWERS: dict[str, Any] = {
@@ -70,15 +89,23 @@ def platform_is_cuda() -> Iterator[None]:
         """The platform that is there, with other answers for some."""
 
         def __getattribute__(self, name: str) -> Any:
-            if name.startswith("_") or _works_for_the_engine(sys._getframe(1).f_globals.get("__name__", "")):
+            if name.startswith("_") or _works_for_the_engine(
+                sys._getframe(1).f_globals.get("__name__", "")
+            ):
                 return super().__getattribute__(name)
             if name in ANSWERS:
                 return ANSWERS[name]
-            if not hasattr(own, name) and hasattr(torch.cuda, name):  # Stream, current_stream, synchronize, ...: as Platform itself does
+            if not hasattr(own, name) and hasattr(
+                torch.cuda, name
+            ):  # Stream, current_stream, synchronize, ...: as Platform itself does
                 return getattr(torch.cuda, name)
             return super().__getattribute__(name)
 
-    Emulated.__name__, Emulated.__qualname__, Emulated.__module__ = own.__name__, own.__qualname__, own.__module__
+    Emulated.__name__, Emulated.__qualname__, Emulated.__module__ = (
+        own.__name__,
+        own.__qualname__,
+        own.__module__,
+    )
     platform.__class__ = Emulated
     try:
         yield

@@ -25,7 +25,9 @@ class Watch:
     def changed(self) -> bool:
         """Afterwards: whether it is something else now; tells so."""
         now = self._bytes()
-        same = len(now) == len(self._before) and all(torch.equal(a, b) for a, b in zip(now, self._before, strict=True))
+        same = len(now) == len(self._before) and all(
+            torch.equal(a, b) for a, b in zip(now, self._before, strict=True)
+        )
         if not same:
             self.tell()
         return not same
@@ -34,6 +36,9 @@ class Watch:
         with torch.inference_mode():
             try:
                 found = self.read()
-            except (RuntimeError, IndexError):  # an operator that cannot do now what it did: its operands are others
+            except (
+                RuntimeError,
+                IndexError,
+            ):  # an operator that cannot do now what it did: its operands are others
                 return []
             return [tensor.contiguous().reshape(-1).view(torch.uint8).clone() for tensor in found]

@@ -77,11 +77,15 @@ class WorkerRequest:
         """Rows [end, layers, heads, width] that positions [0, end) must hold (nonce 0). Encodes only what is new since the last call."""
         ids, known = self.chain.ids, self._encoded_ids
         same = min(len(known), len(ids))
-        while same and known[same - 1] != ids[same - 1]:  # ids are chained: equal at one position means equal before it
+        while (
+            same and known[same - 1] != ids[same - 1]
+        ):  # ids are chained: equal at one position means equal before it
             same -= 1
         if same < len(ids) or self._encoded is None:
             fresh = book.rows(self.chain.array(same, len(ids)))
-            self._encoded = fresh if self._encoded is None else np.concatenate([self._encoded[:same], fresh])
+            self._encoded = (
+                fresh if self._encoded is None else np.concatenate([self._encoded[:same], fresh])
+            )
             self._encoded_ids = list(ids)
         return self._encoded[:end]
 
@@ -155,17 +159,23 @@ class Batch:
             else:
                 for table, more in zip(state.tables, blocks or (), strict=False):
                     table += more
-            state.chain.truncate(state.prompt_len + cached.num_output_tokens[index])  # outputs that the engine dropped
+            state.chain.truncate(
+                state.prompt_len + cached.num_output_tokens[index]
+            )  # outputs that the engine dropped
 
     def _start(self, new: Any) -> None:
         generation, identity, script = self.lookup(new.req_id)
         tokens = getattr(new, "prefill_token_ids", None) or new.prompt_token_ids
         known = self.requests.get(new.req_id)
-        if known is not None and known.chain.generation == generation:  # resumed under the V2 runner's protocol
+        if (
+            known is not None and known.chain.generation == generation
+        ):  # resumed under the V2 runner's protocol
             self._align(known, list(tokens))
             known.tables, known.valid_end = _copied(new.block_ids), new.num_computed_tokens
             return
-        state = WorkerRequest(Chain(new.req_id, generation, identity), len(new.prompt_token_ids), script)
+        state = WorkerRequest(
+            Chain(new.req_id, generation, identity), len(new.prompt_token_ids), script
+        )
         for token in tokens:
             state.chain.append(token)
         state.tables, state.valid_end = _copied(new.block_ids), new.num_computed_tokens
@@ -174,7 +184,10 @@ class Batch:
     @staticmethod
     def _align(state: WorkerRequest, tokens: list[int]) -> None:
         same = 0
-        while same < min(len(tokens), len(state.chain.tokens)) and tokens[same] == state.chain.tokens[same]:
+        while (
+            same < min(len(tokens), len(state.chain.tokens))
+            and tokens[same] == state.chain.tokens[same]
+        ):
             same += 1
         state.chain.truncate(same)
         for token in tokens[same:]:
@@ -189,14 +202,26 @@ class Batch:
         for req, count in output.num_scheduled_tokens.items():
             state = self.requests[req]
             drafts = len(output.scheduled_spec_decode_tokens.get(req, ()))
-            start = min(starts[req], state.valid_end)  # the worker knows rejections that the scheduler has not processed yet
-            rows.append(self._row(state, start, count, drafts, padded=req not in cached.req_ids or not state.in_batch))
+            start = min(
+                starts[req], state.valid_end
+            )  # the worker knows rejections that the scheduler has not processed yet
+            rows.append(
+                self._row(
+                    state,
+                    start,
+                    count,
+                    drafts,
+                    padded=req not in cached.req_ids or not state.in_batch,
+                )
+            )
         scheduled = set(output.num_scheduled_tokens)
         for req, state in self.requests.items():
             state.in_batch = req in scheduled
         return rows
 
-    def _row(self, state: WorkerRequest, start: int, count: int, drafts: int, *, padded: bool) -> Row:
+    def _row(
+        self, state: WorkerRequest, start: int, count: int, drafts: int, *, padded: bool
+    ) -> Row:
         chain, known = state.chain, start + count - drafts
         if known > len(chain.ids):
             raise RuntimeError(
@@ -210,14 +235,20 @@ class Batch:
                 chain.append(state.script.token(chain, state.prompt_len))
             last = chain.ids[-1]
             for index in range(drafts - accepted):
-                last = extend(last, 7 + index, chain.identity.extra(len(chain.ids) + index) ^ 0xD8AF7)
+                last = extend(
+                    last, 7 + index, chain.identity.extra(len(chain.ids) + index) ^ 0xD8AF7
+                )
                 draft_ids.append(last)
         stride = max(self.sizes)
         slots = []
         for size, table, recurrent in zip(self.sizes, state.tables, self.recurrent, strict=True):
-            found = slots_of(table, start + count - 1 if recurrent else start, start + count, size, stride)
+            found = slots_of(
+                table, start + count - 1 if recurrent else start, start + count, size, stride
+            )
             slots.append(found - found % stride if recurrent else found)
-        return Row(state, start, count, drafts, accepted, draft_ids, slots, samples, before=state.valid_end)
+        return Row(
+            state, start, count, drafts, accepted, draft_ids, slots, samples, before=state.valid_end
+        )
 
 
 def _copied(blocks: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -75,10 +75,14 @@ class EngineControl:
         Probe.active = self.probe
         self.ledger.before_update()
         done = False
-        self.trace.emit("cache.reset", phase="asked", returned=None, running=running, connector=connector)
+        self.trace.emit(
+            "cache.reset", phase="asked", returned=None, running=running, connector=connector
+        )
         try:
             done = vllm_api.reset_caches(self.scheduler, running=running, connector=connector)
-            self.trace.emit("cache.reset", phase="done", returned=done, running=running, connector=connector)
+            self.trace.emit(
+                "cache.reset", phase="done", returned=done, running=running, connector=connector
+            )
         except RuntimeError as error:
             if self.probe.last_error is not None and self.probe.last_error[1] is error:
                 raise
@@ -95,9 +99,17 @@ class Engine(EngineControl, EngineExecution):
     """`info(req_id)` gives the harness's knowledge of a live request. All methods change the engine and the trace."""
 
     def __init__(
-        self, variant: Variant, target: Target, trace: Trace, registry: Registry, memory: Memory, info: Callable[[str], Info], tmp: Path,
-        *, relation: str,
-    ) -> None:  # fmt: skip
+        self,
+        variant: Variant,
+        target: Target,
+        trace: Trace,
+        registry: Registry,
+        memory: Memory,
+        info: Callable[[str], Info],
+        tmp: Path,
+        *,
+        relation: str,
+    ) -> None:
         self.variant, self.trace, self.memory, self.info = variant, trace, memory, info
         self.pickle_metadata = relation == "pickled-metadata"
         with_connector = relation != "no-connector" and target.connector is not None
@@ -115,13 +127,25 @@ class Engine(EngineControl, EngineExecution):
                 refused(trace, target.resolve(), error, getattr(self, "config", None))
             raise
         book = registry.book
-        groups = groups_of(settings.groups, layers=book.layers, block_size=variant.block_size, heads=book.heads, window=settings.window)
-        shards = [shard(registry, place, settings.num_blocks, variant.block_size, layout, groups) for place in where]
+        groups = groups_of(
+            settings.groups,
+            layers=book.layers,
+            block_size=variant.block_size,
+            heads=book.heads,
+            window=settings.window,
+        )
+        shards = [
+            shard(registry, place, settings.num_blocks, variant.block_size, layout, groups)
+            for place in where
+        ]
         cache = shards[-1][0]
         self.cache_config = build_cache_config(cache)
         given = self.config.kv_transfer_config.engine_id if with_connector else None
         hashes = HashBook(variant.block_size, lambda r: info(r).identity)
-        self.watches = Watch(trace, self.probe, hashes, self._generation), Telemetry(trace, self.probe, hashes, self.config)
+        self.watches = (
+            Watch(trace, self.probe, hashes, self._generation),
+            Telemetry(trace, self.probe, hashes, self.config),
+        )
         widen(self.config, where[-1])
         self.ranks = [
             Rank(place, *part, config_of(self.config, place), self._cache_config(part[0]))
@@ -132,41 +156,70 @@ class Engine(EngineControl, EngineExecution):
             with noted(trace, "start"):
                 for rank in self.ranks:
                     with self._as(rank):
-                        rank.half = start_worker_half(rank.config, rank.cache_config, rank.cache, target, relation=relation)
+                        rank.half = start_worker_half(
+                            rank.config, rank.cache_config, rank.cache, target, relation=relation
+                        )
             self.worker_half = self.ranks[-1].half
             if variant.case.id in ("lifecycle.api", "finding.multi-stats"):
-                for item, ok, detail in inspect_class(target.resolve(), target.options(tmp, variant.block_size), self.config):
+                for item, ok, detail in inspect_class(
+                    target.resolve(), target.options(tmp, variant.block_size), self.config
+                ):
                     trace.emit("api", item=item, ok=ok, detail=detail)
-                for item, ok, detail in inspect_engine(self.config, self.cache_config, variant.case.id) if variant.engine == "vllm" else ():
+                for item, ok, detail in (
+                    inspect_engine(self.config, self.cache_config, variant.case.id)
+                    if variant.engine == "vllm"
+                    else ()
+                ):
                     trace.emit("engine.api", item=item, ok=ok, detail=detail)
-                if hasattr(self.worker_half, "get_mem_pool_context"):  # asked before the KV tensors are allocated
+                if hasattr(
+                    self.worker_half, "get_mem_pool_context"
+                ):  # asked before the KV tensors are allocated
                     self.worker_half.get_mem_pool_context()
         self.scheduler: Any = None
         self.batch = Batch(variant.block_size, self._incarnation, cache.groups)
         for rank in self.ranks:
             oracle = Oracle(rank.cache, rank.registry, trace, self.held)
             kind = Worker if rank is self.ranks[-1] else Follower
-            rank.worker = kind(rank.cache, rank.registry, trace, oracle, self.batch, memory.computed)
+            rank.worker = kind(
+                rank.cache, rank.registry, trace, oracle, self.batch, memory.computed
+            )
             rank.lifecycle = make_lifecycle(
-                variant.engine, rank.worker, rank.half, rank.config, runner=variant.runner, speculative=settings.spec_tokens > 0
+                variant.engine,
+                rank.worker,
+                rank.half,
+                rank.config,
+                runner=variant.runner,
+                speculative=settings.spec_tokens > 0,
             )
             with set_current_vllm_config(rank.config), self._as(rank):
                 rank.lifecycle.register()
-            trace.emit("kv.registered", **registered(rank.cache, rank.config, rank.cache_config, settings.layout))
+            trace.emit(
+                "kv.registered",
+                **registered(rank.cache, rank.config, rank.cache_config, settings.layout),
+            )
         self.worker = self.ranks[-1].worker
         self.oracle = self.worker.oracle
         for rank in self.ranks[:-1]:
             rank.worker.leader = self.worker
         with noted(trace, "start") if with_connector else nullcontext():
-            self.scheduler, self.applied = build_scheduler(variant, self.config, self.cache_config, with_connector=with_connector)
+            self.scheduler, self.applied = build_scheduler(
+                variant, self.config, self.cache_config, with_connector=with_connector
+            )
         self.connector = self.scheduler.connector
         count: int | None = None
         if self.connector is not None:
             count = introduce(self.connector, self.ranks)
             note_engine_ids(trace, given, self.config, self.ranks)
             if variant.case.id == "lifecycle.api":
-                called = {e["hook"] for e in trace.events if e["k"] == "hook.called" and e["half"] == "scheduler"}
-                for item, ok, detail in (*inspect_instance(self.connector), bound(self.connector, called)):
+                called = {
+                    e["hook"]
+                    for e in trace.events
+                    if e["k"] == "hook.called" and e["half"] == "scheduler"
+                }
+                for item, ok, detail in (
+                    *inspect_instance(self.connector),
+                    bound(self.connector, called),
+                ):
                     trace.emit("api", item=item, ok=ok, detail=detail)
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.observer = Observer(
@@ -185,7 +238,14 @@ class Engine(EngineControl, EngineExecution):
         self.aggregator: Joined | None = None
         if len(self.ranks) > 1 and self.connector is not None:
             self.aggregator = Joined(trace, self.connector, len(self.ranks), count)
-        self.ledger = Ledger(trace, self.scheduler, self.pool, self.observer, self.batch.sizes, is_async=variant.scheduling == "async")
+        self.ledger = Ledger(
+            trace,
+            self.scheduler,
+            self.pool,
+            self.observer,
+            self.batch.sizes,
+            is_async=variant.scheduling == "async",
+        )
         self.ledger.in_flight = lambda: [id(step[0]) for step in self.queue]
         self._listen()
         self.blocks_at_start = self.pool.get_num_free_blocks()
@@ -209,7 +269,11 @@ class Engine(EngineControl, EngineExecution):
 
     def _valid_end(self, req_id: str) -> int:
         state = self.batch.requests.get(req_id)
-        return state.valid_end if state and state.chain.generation == self.info(req_id).generation else 0
+        return (
+            state.valid_end
+            if state and state.chain.generation == self.info(req_id).generation
+            else 0
+        )
 
     def _held_contents(self) -> set[int]:
         """Content ids of the final KV of live requests, which go on computing upon it; not of what is only kept for a save."""
@@ -223,12 +287,23 @@ class Engine(EngineControl, EngineExecution):
     def _listen(self) -> None:
         # Until 0.19 handle_preemptions is not called in every step: then the blocks are reused when the loads begin.
         self.probe.on("handle_preemptions", after=lambda call: self.worker.poison_fresh())
-        self.probe.on("start_load_kv", before=lambda call: self.worker.poison_fresh() if self.worker.fresh else None)
+        self.probe.on(
+            "start_load_kv",
+            before=lambda call: self.worker.poison_fresh() if self.worker.fresh else None,
+        )
         for hook in ("wait_for_layer_load", "save_kv_layer"):
             self.probe.on(hook, after=self._layer_hook)
-        for hook in ("start_load_kv", "wait_for_save", "get_transfer_results", "save_kv_layer", "bind_connector_metadata"):
+        for hook in (
+            "start_load_kv",
+            "wait_for_save",
+            "get_transfer_results",
+            "save_kv_layer",
+            "bind_connector_metadata",
+        ):
             self.probe.on(hook, after=lambda call: self.oracle.check_writes(call.hook))
-        if {"winner", "fetcher"} & set(self.variant.case.config.multi):  # siblings that load, and are listed first, have written by then
+        if {"winner", "fetcher"} & set(
+            self.variant.case.config.multi
+        ):  # siblings that load, and are listed first, have written by then
             for hook in ("start_load_kv", "get_transfer_results"):
                 self.probe.on(hook, before=lambda call: self.oracle.written_by_sibling(call.hook))
         self.probe.on("get_transfer_results", after=self._async_due)
@@ -241,16 +316,34 @@ class Engine(EngineControl, EngineExecution):
         kind = "layer.wait" if call.hook == "wait_for_layer_load" else "layer.save"
         self.worker.order += 1
         bound = bool(call.event and call.event["bound"])
-        event = self.trace.emit(kind, layer=call.arg(0, "layer_name"), bound=bound, order=self.worker.order)
+        event = self.trace.emit(
+            kind, layer=call.arg(0, "layer_name"), bound=bound, order=self.worker.order
+        )
         if kind == "layer.save":
             cache = self.oracle.cache
-            registered, given = dict(zip(cache.names, cache.tensors, strict=True)).get(event["layer"]), call.arg(1, "kv_layer")
-            event["whole"] = registered is None or (given.data_ptr() == registered.data_ptr() and given.shape == registered.shape)
+            registered, given = (
+                dict(zip(cache.names, cache.tensors, strict=True)).get(event["layer"]),
+                call.arg(1, "kv_layer"),
+            )
+            event["whole"] = registered is None or (
+                given.data_ptr() == registered.data_ptr() and given.shape == registered.shape
+            )
 
     def _device_notes(self, call: Call) -> None:
-        layer = call.arg(0, "layer_name") if call.hook in ("wait_for_layer_load", "save_kv_layer") else None
+        layer = (
+            call.arg(0, "layer_name")
+            if call.hook in ("wait_for_layer_load", "save_kv_layer")
+            else None
+        )
         for note in device.current.notes():
-            self.trace.emit("device.note", **note, hook=call.hook, half=call.half, layer=layer, forward=bool(self.worker.rows))
+            self.trace.emit(
+                "device.note",
+                **note,
+                hook=call.hook,
+                half=call.half,
+                layer=layer,
+                forward=bool(self.worker.rows),
+            )
 
     def _async_due(self, call: Call) -> None:
         """Asynchronous loads that were reported: the engine may rely on them from now on."""
@@ -271,7 +364,10 @@ class Engine(EngineControl, EngineExecution):
 
     def held(self) -> dict[str, list[int]]:
         """Blocks of all requests that hold some, by request id."""
-        return {req_id: [block for table in groups for block in table] for req_id, groups in self.tables().items()}
+        return {
+            req_id: [block for table in groups for block in table]
+            for req_id, groups in self.tables().items()
+        }
 
     # -- steps -----------------------------------------------------------------------------------------------------------------
     def schedule(self) -> None:
@@ -294,7 +390,11 @@ class Engine(EngineControl, EngineExecution):
         Probe.active = self.probe
         self.ledger.before_update()
         drafts = None
-        if self.variant.case.config.spec_tokens and self.variant.scheduling == "sync" and output.num_scheduled_tokens:
+        if (
+            self.variant.case.config.spec_tokens
+            and self.variant.scheduling == "sync"
+            and output.num_scheduled_tokens
+        ):
             ids = list(output.num_scheduled_tokens)
             drafts = DraftTokenIds(ids, [[2] * self.variant.case.config.spec_tokens for _ in ids])
         self.scheduler.update_from_output(output, result)
@@ -307,7 +407,9 @@ class Engine(EngineControl, EngineExecution):
     def iterate(self) -> None:
         """One engine-core iteration: sync schedule and land; async keeps up to `depth` steps in the queue."""
         if self.depth <= 1:
-            if not self.queue and self._has_requests():  # what a case has scheduled and not landed is this iteration's step
+            if (
+                not self.queue and self._has_requests()
+            ):  # what a case has scheduled and not landed is this iteration's step
                 self.schedule()
             if self.queue:
                 self.land()
@@ -315,7 +417,9 @@ class Engine(EngineControl, EngineExecution):
         if self._has_requests():
             self.schedule()
             newest = self.queue[-1][0]
-            if len(self.queue) < self.depth and (newest.total_num_scheduled_tokens > 0 or self._has_requests()):
+            if len(self.queue) < self.depth and (
+                newest.total_num_scheduled_tokens > 0 or self._has_requests()
+            ):
                 return
         if self.queue:
             self.land()

@@ -23,7 +23,9 @@ def check_starts(output: Any) -> None:
     starts += list(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
     for req, start in starts:
         if start < 0:
-            raise EngineFault(f"request {req} is to be computed from position {start}: the model would run on a negative position")
+            raise EngineFault(
+                f"request {req} is to be computed from position {start}: the model would run on a negative position"
+            )
 
 
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "msgspec", "pydantic", "pydantic_core"}
@@ -36,9 +38,19 @@ def _blame(error: BaseException) -> str:
     culprit, frame = "", error.__traceback__
     while frame is not None:
         module = frame.tb_frame.f_globals.get("__name__", "")
-        if module.partition(".")[0] not in _LIBRARIES:  # an error inside a library is the fault of whoever called it
+        if (
+            module.partition(".")[0] not in _LIBRARIES
+        ):  # an error inside a library is the fault of whoever called it
             culprit = module
         frame = frame.tb_next
-    refused = isinstance(error, (EngineAssertion, IntegrityError))  # the reference engine refuses; its other errors are faults of ours
-    bad_on_purpose = culprit.startswith("kvconform.refimpl.defects.")  # what comes from there is a connector's
-    return "harness" if culprit.startswith("kvconform.") and not refused and not bad_on_purpose else "engine"
+    refused = isinstance(
+        error, (EngineAssertion, IntegrityError)
+    )  # the reference engine refuses; its other errors are faults of ours
+    bad_on_purpose = culprit.startswith(
+        "kvconform.refimpl.defects."
+    )  # what comes from there is a connector's
+    return (
+        "harness"
+        if culprit.startswith("kvconform.") and not refused and not bad_on_purpose
+        else "engine"
+    )

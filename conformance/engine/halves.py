@@ -38,7 +38,9 @@ def noted(trace: Trace, op: str) -> Iterator[None]:
         shown = ordinary(error)
         event["error"] = one_line(shown)
         if shown is not error:
-            raise shown.with_traceback(error.__traceback__) from error  # whose fault it is goes by the traceback
+            raise shown.with_traceback(
+                error.__traceback__
+            ) from error  # whose fault it is goes by the traceback
         raise
 
 
@@ -53,10 +55,18 @@ def refused(trace: Trace, cls: type, error: Exception, config: Any = None) -> No
 
 def stand_ins(target: Target, relation: str) -> tuple[type, ...]:
     """Classes of ours whose hooks are recorded in place of the connector's own: what `start_worker_half` may return."""
-    return (NoWorkerHalf,) if target.half == "scheduler" else (RemoteHalf,) if relation == "second-process" else ()
+    return (
+        (NoWorkerHalf,)
+        if target.half == "scheduler"
+        else (RemoteHalf,)
+        if relation == "second-process"
+        else ()
+    )
 
 
-def start_worker_half(config: Any, cache_config: Any, cache: PagedCache, target: Target, *, relation: str) -> Any:
+def start_worker_half(
+    config: Any, cache_config: Any, cache: PagedCache, target: Target, *, relation: str
+) -> Any:
     """The connector's worker half in the surroundings of a vLLM worker process: parallel groups and current configuration are set.
 
     With relation `second-process` it lives in a forked process; where the target's half is `scheduler` a stand-in does nothing.
@@ -67,7 +77,9 @@ def start_worker_half(config: Any, cache_config: Any, cache: PagedCache, target:
 
     def create() -> Any:
         with set_current_vllm_config(config), device.current.calling():
-            return KVConnectorFactory.create_connector(config=config, role=KVConnectorRole.WORKER, kv_cache_config=cache_config)
+            return KVConnectorFactory.create_connector(
+                config=config, role=KVConnectorRole.WORKER, kv_cache_config=cache_config
+            )
 
     half = RemoteHalf(create, cache, config) if relation == "second-process" else create()
     wrap_instance_hooks(half)
@@ -84,7 +96,9 @@ def introduce(scheduler_half: Any, ranks: list[Rank]) -> int | None:
     for rank in sorted(ranks, key=lambda rank: rank.place.rank):
         with in_place(rank.place):
             found[rank.place.pp, rank.place.tp] = rank.half.get_handshake_metadata()
-    scheduler_half.set_xfer_handshake_metadata_pp_aware({at: said for at, said in found.items() if said is not None})
+    scheduler_half.set_xfer_handshake_metadata_pp_aware(
+        {at: said for at, said in found.items() if said is not None}
+    )
     count: int | None = scheduler_half.get_finished_count()
     return count
 
@@ -92,5 +106,12 @@ def introduce(scheduler_half: Any, ranks: list[Rank]) -> int | None:
 def note_engine_ids(trace: Trace, given: str | None, config: Any, ranks: list[Rank]) -> None:
     """Whether every half's configuration still has the engine id that it was given. Emits engine.id, once per half."""
     for rank in ranks:
-        trace.emit("engine.id", rank=rank.place.rank, half="worker", kept=rank.config.kv_transfer_config.engine_id == given)
-    trace.emit("engine.id", rank=0, half="scheduler", kept=config.kv_transfer_config.engine_id == given)
+        trace.emit(
+            "engine.id",
+            rank=rank.place.rank,
+            half="worker",
+            kept=rank.config.kv_transfer_config.engine_id == given,
+        )
+    trace.emit(
+        "engine.id", rank=0, half="scheduler", kept=config.kv_transfer_config.engine_id == given
+    )

@@ -67,13 +67,17 @@ class Lifecycle(Protocol):
         """One step, with or without a forward pass."""
 
 
-def make_lifecycle(kind: str, worker: Worker, connector: Any, config: Any, *, runner: str, speculative: bool) -> Lifecycle:
+def make_lifecycle(
+    kind: str, worker: Worker, connector: Any, config: Any, *, runner: str, speculative: bool
+) -> Lifecycle:
     """`kind` is the engine's name; without a connector every engine uses the plain step."""
     if connector is None:
         return Plain(worker, config)
     if kind == "reference":
         return Own(worker, connector, config, runner=runner, speculative=speculative)
-    return (VllmV2 if runner == "v2" else VllmV1)(worker, connector, config, speculative=speculative)
+    return (VllmV2 if runner == "v2" else VllmV1)(
+        worker, connector, config, speculative=speculative
+    )
 
 
 class Plain:
@@ -95,7 +99,15 @@ class Plain:
 
 
 class _WithConnector:
-    def __init__(self, worker: Worker, connector: Any, config: Any, *, runner: str = "v1", speculative: bool = False) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        connector: Any,
+        config: Any,
+        *,
+        runner: str = "v1",
+        speculative: bool = False,
+    ) -> None:
         self.worker, self.connector, self.config = worker, connector, config
         self.runner, self.speculative = runner, speculative
         layers = self.config.compilation_config.static_forward_context
@@ -103,7 +115,9 @@ class _WithConnector:
             layers[name] = SimpleNamespace(kv_cache=layer_cache(tensor), layer_name=name)
 
     def register(self) -> None:
-        self.connector.register_kv_caches(dict(zip(self.worker.cache.names, self.worker.cache.tensors, strict=True)))
+        self.connector.register_kv_caches(
+            dict(zip(self.worker.cache.names, self.worker.cache.tensors, strict=True))
+        )
         self.connector.set_host_xfer_buffer_ops(_copy_blocks)
 
     @contextmanager
@@ -118,7 +132,12 @@ class _WithConnector:
     @contextmanager
     def _context(self, output: Any) -> Any:
         metadata, mapping = self.worker.attention_metadata()
-        with forward_context(metadata, self.config, num_tokens=output.total_num_scheduled_tokens, slot_mapping=mapping):
+        with forward_context(
+            metadata,
+            self.config,
+            num_tokens=output.total_num_scheduled_tokens,
+            slot_mapping=mapping,
+        ):
             yield metadata
 
 
@@ -179,8 +198,13 @@ class Own(_WithConnector):
         if not defer:
             connector.wait_for_save()
         transfers = connector.get_transfer_results(output.finished_req_ids)
-        if not all(hasattr(transfers, name) for name in ("finished_sending", "finished_recving", "failed_recving")):
-            raise EngineFault(f"get_transfer_results returned {type(transfers).__name__}, which is not transfer results")
+        if not all(
+            hasattr(transfers, name)
+            for name in ("finished_sending", "finished_recving", "failed_recving")
+        ):
+            raise EngineFault(
+                f"get_transfer_results returned {type(transfers).__name__}, which is not transfer results"
+            )
         result.finished_sending = transfers.finished_sending or None
         result.finished_recving = transfers.finished_recving or None
         result.failed_recving = transfers.failed_recving
@@ -239,7 +263,10 @@ class VllmV2(_WithConnector):
 
     def register(self) -> None:
         with self._agent():
-            self.active = ActiveKVConnector(self.config, dict(zip(self.worker.cache.names, self.worker.cache.tensors, strict=True)))
+            self.active = ActiveKVConnector(
+                self.config,
+                dict(zip(self.worker.cache.names, self.worker.cache.tensors, strict=True)),
+            )
 
     def step(self, output: Any) -> ModelRunnerOutput:
         worker = self.worker
@@ -248,11 +275,15 @@ class VllmV2(_WithConnector):
                 return self.active.no_forward(output)
             arguments = _v2_arguments(worker, output)
             batch = SimpleNamespace(
-                idx_mapping=arguments["request_state_indices"], req_ids=arguments["request_ids"], num_tokens=arguments["num_tokens"]
+                idx_mapping=arguments["request_state_indices"],
+                req_ids=arguments["request_ids"],
+                num_tokens=arguments["num_tokens"],
             )
             attention = _decorated(worker)
             with self._context(output) as metadata:
-                pre_forward(self.active, output, batch, metadata, {**arguments, "attn_metadata": metadata})
+                pre_forward(
+                    self.active, output, batch, metadata, {**arguments, "attn_metadata": metadata}
+                )
                 worker.forward(attention)
                 finish_forward(self.active)
                 collected = post_forward(self.active, output, defer=self.speculative)

@@ -43,7 +43,9 @@ class Place:
     tp: int
     stages: int
     shards: int
-    slices: int = 1  # ranks, the shards, that the tokens of a block are split over, and not the heads
+    slices: int = (
+        1  # ranks, the shards, that the tokens of a block are split over, and not the heads
+    )
 
     @property
     def rank(self) -> int:
@@ -62,7 +64,9 @@ class Place:
 
 def places(settings: Config, *, with_connector: bool) -> list[Place]:
     """The ranks in the order in which they are driven: stage by stage, the one that samples last. One if there is no connector."""
-    stages, shards = (settings.pipeline_parallel, settings.tensor_parallel) if with_connector else (1, 1)
+    stages, shards = (
+        (settings.pipeline_parallel, settings.tensor_parallel) if with_connector else (1, 1)
+    )
     slices = settings.context_parallel if with_connector else 1
     found = [Place(pp, tp, stages, shards, slices) for pp in range(stages) for tp in range(shards)]
     return sorted(found, key=lambda place: (place.samples, place.rank))
@@ -73,7 +77,9 @@ class RankBook:
 
     def __init__(self, book: CodeBook, place: Place) -> None:
         if book.layers % place.stages or book.heads % place.shards:
-            raise ValueError(f"{book.layers} layers and {book.heads} heads cannot be split over {place.stages} x {place.shards} ranks")
+            raise ValueError(
+                f"{book.layers} layers and {book.heads} heads cannot be split over {place.stages} x {place.shards} ranks"
+            )
         self.whole, self.head_dim, self.width = book, book.head_dim, book.width
         self.layers, self.heads = book.layers // place.stages, book.heads // place.shards
         self.layer, self.head = place.pp * self.layers, place.tp * self.heads
@@ -82,7 +88,9 @@ class RankBook:
     def rows(self, content: np.ndarray, nonce: int = 0) -> np.ndarray:
         """Content ids [n] to rows [n, layers, heads, width] of this rank."""
         whole = self.whole.rows(content, nonce)
-        return np.ascontiguousarray(whole[:, self.layer : self.layer + self.layers, self.head : self.head + self.heads])
+        return np.ascontiguousarray(
+            whole[:, self.layer : self.layer + self.layers, self.head : self.head + self.heads]
+        )
 
 
 class RankRegistry:
@@ -97,17 +105,36 @@ class RankRegistry:
     def decode(self, value: int) -> tuple[int, int, int, int] | None:
         """(content id, layer, K or V, head); a layer or head of another rank is negative or too large."""
         hit = self._registry.decode(value)
-        return None if hit is None else (hit[0], hit[1] - self.book.layer, hit[2], hit[3] - self.book.head)
+        return (
+            None
+            if hit is None
+            else (hit[0], hit[1] - self.book.layer, hit[2], hit[3] - self.book.head)
+        )
 
 
 def shard(
-    registry: Registry, place: Place, num_blocks: int, block_size: int, layout: str, groups: Sequence[Group] = ()
+    registry: Registry,
+    place: Place,
+    num_blocks: int,
+    block_size: int,
+    layout: str,
+    groups: Sequence[Group] = (),
 ) -> tuple[PagedCache, Registry]:
     """The cache of one rank, and the registry that its worker and oracle use; both are the whole, with `groups`, if there is one rank."""
     if place.alone:
-        return PagedCache(registry.book, num_blocks, block_size, layout=layout, groups=groups), registry
+        return PagedCache(
+            registry.book, num_blocks, block_size, layout=layout, groups=groups
+        ), registry
     if place.slices > 1:
-        held = SlicedCache(registry.book, num_blocks, block_size, place.tp, place.slices, layout=layout, groups=groups)
+        held = SlicedCache(
+            registry.book,
+            num_blocks,
+            block_size,
+            place.tp,
+            place.slices,
+            layout=layout,
+            groups=groups,
+        )
         return held, registry
     book = RankBook(registry.book, place)
     cache = PagedCache(cast(CodeBook, book), num_blocks, block_size, layout=layout)
@@ -119,7 +146,11 @@ def config_of(config: Any, place: Place) -> Any:
     """The VllmConfig of one rank's process: it differs in its rank, and has layers of its own to register."""
     if place.alone:
         return config
-    own, parallel, compilation = copy.copy(config), copy.copy(config.parallel_config), copy.copy(config.compilation_config)
+    own, parallel, compilation = (
+        copy.copy(config),
+        copy.copy(config.parallel_config),
+        copy.copy(config.compilation_config),
+    )
     parallel.rank, compilation.static_forward_context = place.rank, {}
     own.kv_transfer_config = copy.copy(config.kv_transfer_config)
     own.parallel_config, own.compilation_config = parallel, compilation
@@ -139,7 +170,13 @@ class _Group:
     """One rank's view of a parallel group; whatever else is asked goes to the group that this process really has."""
 
     def __init__(self, real: Any, rank: int, ranks: list[int], place: int) -> None:
-        self._real, self.rank, self.rank_in_group, self.ranks, self.world_size = real, rank, place, ranks, len(ranks)
+        self._real, self.rank, self.rank_in_group, self.ranks, self.world_size = (
+            real,
+            rank,
+            place,
+            ranks,
+            len(ranks),
+        )
         self.is_first_rank, self.is_last_rank = place == 0, place == len(ranks) - 1
 
     def __getattr__(self, name: str) -> Any:
@@ -157,7 +194,10 @@ def in_place(place: Place) -> Iterator[None]:
     before = state._TP, state._PP, state._DCP
     shards = [place.pp * place.shards + tp for tp in range(place.shards)]
     stages = [pp * place.shards + place.tp for pp in range(place.stages)]
-    state._TP, state._PP = _Group(before[0], place.rank, shards, place.tp), _Group(before[1], place.rank, stages, place.pp)
+    state._TP, state._PP = (
+        _Group(before[0], place.rank, shards, place.tp),
+        _Group(before[1], place.rank, stages, place.pp),
+    )
     if place.slices > 1:
         state._DCP = _Group(before[2], place.rank, shards, place.tp)
     try:
@@ -177,8 +217,12 @@ class Follower(Worker):
         self.fresh, self.rows, self.order, self._nonce = fresh, leader.rows, 0, leader._nonce
         self._corruption = leader._corruption
         if output.total_num_scheduled_tokens:
-            self._encoded = self.cache.book.rows(np.concatenate([row.content() for row in self.rows]), self._nonce)
-            expected = np.concatenate([self.cache.book.rows(row.state.chain.array(0, row.known)) for row in self.rows])
+            self._encoded = self.cache.book.rows(
+                np.concatenate([row.content() for row in self.rows]), self._nonce
+            )
+            expected = np.concatenate(
+                [self.cache.book.rows(row.state.chain.array(0, row.known)) for row in self.rows]
+            )
             self._reads = [replace(leader._reads[0], expected=expected)]
 
     def sample(self) -> ModelRunnerOutput:
@@ -256,7 +300,13 @@ class EngineExecution:
                     output.kv_connector_metadata = unpickled
         self.worker.begin(output, fresh)
         total, first = output.total_num_scheduled_tokens, len(self.trace.events)
-        self.trace.emit("worker.step_begin", forward=total > 0, tokens=total, attn_metadata_none=total == 0, failed_forward=False)
+        self.trace.emit(
+            "worker.step_begin",
+            forward=total > 0,
+            tokens=total,
+            attn_metadata_none=total == 0,
+            failed_forward=False,
+        )
         self.oracle.failed_blocks, self.oracle.failed_reqs, self.reported_now = set(), set(), set()
         self.observer.activity += 1 if total else 0
         self.worker.scheduled = set(output.num_scheduled_tokens)
@@ -265,15 +315,25 @@ class EngineExecution:
             for rank in self.ranks:
                 rank.worker.overlap.take_back()
         self.ledger.after_execute(self.worker.rows, failed)
-        ended = dict(forward=total > 0, tokens=total, attn_metadata_none=total == 0, failed_forward=False)
-        self.trace.emit("worker.step_end", **ended, ranks=self._bound_since(first) if len(self.ranks) > 1 else [])
+        ended = dict(
+            forward=total > 0, tokens=total, attn_metadata_none=total == 0, failed_forward=False
+        )
+        self.trace.emit(
+            "worker.step_end",
+            **ended,
+            ranks=self._bound_since(first) if len(self.ranks) > 1 else [],
+        )
         if total or self.reported_now:
             self.progress += 1
         return result
 
     def _bound_since(self, first: int) -> list[int]:
         """Ranks whose half was given metadata since event `first`."""
-        bound = [e for e in self.trace.events[first:] if e["k"] == "hook.called" and e["hook"] == "bind_connector_metadata"]
+        bound = [
+            e
+            for e in self.trace.events[first:]
+            if e["k"] == "hook.called" and e["hook"] == "bind_connector_metadata"
+        ]
         return sorted({e["rank"] for e in bound if e["depth"] == 0})
 
     def _step_of_ranks(self, output: Any, fresh: list[tuple[int, str]]) -> tuple[Any, set[str]]:
@@ -285,7 +345,11 @@ class EngineExecution:
                     rank.worker.begin(output, list(self.ranks[-1].worker.fresh))
                 if self.aggregator is not None:  # every worker process unpickles its own
                     output.kv_connector_metadata = pickle_round_trip(meta)[0] or meta
-                self.oracle.failed_blocks, self.oracle.failed_reqs, self.reported_now = set(), set(), set()
+                self.oracle.failed_blocks, self.oracle.failed_reqs, self.reported_now = (
+                    set(),
+                    set(),
+                    set(),
+                )
                 assert rank.lifecycle is not None  # made before the first step
                 results.append(copy.copy(rank.lifecycle.step(output)))
                 self.oracle.check_writes("wait_for_save")

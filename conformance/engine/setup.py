@@ -29,7 +29,9 @@ from kvconform.refimpl import faulty
 def prepare(config: Any, policies: frozenset[str], block_size: int, draft_tokens: int) -> None:
     """Policies that are configuration: split-prefill makes chunks shorter than a block, but not than a verification (vLLM asserts)."""
     if "split-prefill" in policies:
-        config.scheduler_config.long_prefill_token_threshold = max(1, block_size - 1, draft_tokens + 1)
+        config.scheduler_config.long_prefill_token_threshold = max(
+            1, block_size - 1, draft_tokens + 1
+        )
 
 
 def apply(scheduler: Any, policies: frozenset[str]) -> frozenset[str]:
@@ -63,7 +65,11 @@ def _deny_first(scheduler: Any, manager: Any) -> None:
 
     def allocate_slots(request: Any, *args: Any, **kwargs: Any) -> Any:
         key = (request.request_id, id(request))
-        if request not in scheduler.running and request.num_computed_tokens == 0 and key not in denied:
+        if (
+            request not in scheduler.running
+            and request.num_computed_tokens == 0
+            and key not in denied
+        ):
             denied.add(key)
             return None
         return allocate(request, *args, **kwargs)
@@ -96,7 +102,9 @@ def cached_config(key: Hashable, transfer: Any, make: Callable[[], Any]) -> Any:
     return found
 
 
-def cached_transfer_config(key: Hashable, extra: dict[str, Any], engine_id: str, make: Callable[[], Any]) -> Any:
+def cached_transfer_config(
+    key: Hashable, extra: dict[str, Any], engine_id: str, make: Callable[[], Any]
+) -> Any:
     """As `cached_config`, of a kv_transfer_config: what `make()` made for an equal `key`, with these options and this id."""
     if faulty.in_force():
         return make()
@@ -128,7 +136,9 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     if isinstance(value, (dict, list, set)):  # a counter
         memo[id(value)] = found = copy.copy(value)
         return found
-    if not kind.__module__.startswith(("vllm.config.", "vllm.transformers_utils.", "transformers.")) or not hasattr(value, "__dict__"):
+    if not kind.__module__.startswith(
+        ("vllm.config.", "vllm.transformers_utils.", "transformers.")
+    ) or not hasattr(value, "__dict__"):
         return value
     memo[id(value)] = found = object.__new__(kind)
     fields = dict(vars(value))
@@ -160,7 +170,9 @@ def build_config(variant: Variant, target: Target, tmp: Path, *, with_connector:
             (target.name, role, target.module, settings.load_failure_policy),
             options,
             engine_id,
-            lambda: vllm_api.transfer_config(target.name, role, options, target.module, settings.load_failure_policy, engine_id),
+            lambda: vllm_api.transfer_config(
+                target.name, role, options, target.module, settings.load_failure_policy, engine_id
+            ),
         )
     arguments: dict[str, Any] = dict(
         block_size=variant.block_size // (settings.context_parallel if with_connector else 1),
@@ -172,18 +184,33 @@ def build_config(variant: Variant, target: Target, tmp: Path, *, with_connector:
         spec_tokens=settings.spec_tokens,
         scheduling=variant.scheduling,
         runner=variant.runner,
-        policy="priority" if any(s.op == "add" and s.arg.priority for s in variant.case.steps) else "fcfs",
+        policy="priority"
+        if any(s.op == "add" and s.arg.priority for s in variant.case.steps)
+        else "fcfs",
     )
-    whose = (target.resolve(), target.device, target.role or settings.role, settings.load_failure_policy) if with_connector else ()
+    whose = (
+        (
+            target.resolve(),
+            target.device,
+            target.role or settings.role,
+            settings.load_failure_policy,
+        )
+        if with_connector
+        else ()
+    )
     key = (
         *arguments.values(),
         tuple(settings.multi),
         *whose,
         *(map(repr, (target.extra_config, target.adapters)) if with_connector else ()),
     )
-    config = cached_config(key, transfer, lambda: vllm_api.build_config(**arguments, transfer=transfer))
+    config = cached_config(
+        key, transfer, lambda: vllm_api.build_config(**arguments, transfer=transfer)
+    )
     _say_sizes(config, latent=settings.groups == ["latent"])
-    config.model_config.model = MODEL  # a path would differ from machine to machine, and connectors derive keys from it
+    config.model_config.model = (
+        MODEL  # a path would differ from machine to machine, and connectors derive keys from it
+    )
     config.scheduler_config.long_prefill_token_threshold = settings.long_prefill_threshold
     prepare(config, frozenset(variant.case.policies), variant.block_size, settings.spec_tokens)
     if settings.groups == ["latent"]:
@@ -191,7 +218,9 @@ def build_config(variant: Variant, target: Target, tmp: Path, *, with_connector:
     if "state" in settings.groups:
         groups.make_recurrent(config)
     if len(settings.groups) > 1:
-        config.scheduler_config.disable_hybrid_kv_cache_manager = False  # vLLM does not start a connector that does not support it
+        config.scheduler_config.disable_hybrid_kv_cache_manager = (
+            False  # vLLM does not start a connector that does not support it
+        )
     return config
 
 
@@ -207,12 +236,20 @@ def _say_sizes(config: Any, *, latent: bool) -> None:
 
 def build_cache_config(cache: PagedCache) -> Any:
     """The KVCacheConfig of `cache`."""
-    if len(cache.groups) > 1 or cache.groups[0].kind != "full" or cache.layout != vllm_api.KV_LAYOUT:
+    if (
+        len(cache.groups) > 1
+        or cache.groups[0].kind != "full"
+        or cache.layout != vllm_api.KV_LAYOUT
+    ):
         return groups.build_cache_config(cache)
-    return vllm_api.build_cache_config(cache.num_blocks, cache.block_size, cache.book.heads, cache.book.head_dim, cache.names)
+    return vllm_api.build_cache_config(
+        cache.num_blocks, cache.block_size, cache.book.heads, cache.book.head_dim, cache.names
+    )
 
 
-def build_scheduler(variant: Variant, config: Any, cache: Any, *, with_connector: bool) -> tuple[Any, frozenset[str]]:
+def build_scheduler(
+    variant: Variant, config: Any, cache: Any, *, with_connector: bool
+) -> tuple[Any, frozenset[str]]:
     """The scheduler of the variant's engine, which constructs (or is given) the scheduler half of the connector."""
     wanted = frozenset(variant.case.policies)
     if variant.engine == "reference":
@@ -236,6 +273,11 @@ def build_scheduler(variant: Variant, config: Any, cache: Any, *, with_connector
             scheduler.connector_prefix_cache_stats = PrefixCacheStats()
         return scheduler, wanted
     scheduler = vllm_api.build_scheduler(
-        config, cache, block_size=variant.block_size, scheduling=variant.scheduling, runner=variant.runner, stats=variant.case.config.stats
+        config,
+        cache,
+        block_size=variant.block_size,
+        scheduling=variant.scheduling,
+        runner=variant.runner,
+        stats=variant.case.config.stats,
     )
     return scheduler, apply(scheduler, wanted)

@@ -41,7 +41,9 @@ class RemoteHalf(KVConnectorBase_V1):
             tensor.share_memory_()
         context = multiprocessing.get_context("fork")
         self._pipe, theirs = context.Pipe()
-        self._child = context.Process(target=_serve, args=(theirs, create, cache, config), daemon=True)
+        self._child = context.Process(
+            target=_serve, args=(theirs, create, cache, config), daemon=True
+        )
         self._child.start()
         theirs.close()
         self._answer()
@@ -84,7 +86,9 @@ class RemoteHalf(KVConnectorBase_V1):
     def wait_for_layer_load(self, layer_name: str) -> None:
         self.call("wait_for_layer_load", layer_name)
 
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
         self.call("save_kv_layer", layer_name, attn_metadata)
 
     def wait_for_save(self) -> None:
@@ -101,7 +105,9 @@ class RemoteHalf(KVConnectorBase_V1):
                 self._child.join(10)
 
     # Scheduler hooks are never called on the worker half; the base class wants them to exist.
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         raise NotImplementedError("a scheduler hook was called on the worker half")
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -120,9 +126,17 @@ def _forward(hook: str) -> Callable[..., Any]:
 
 
 for _hook in (
-    "handle_preemptions", "finish_forward", "reset_capture_state", "get_finished", "get_transfer_results", "get_block_ids_with_load_errors",
-    "get_kv_connector_stats", "get_kv_connector_kv_cache_events", "build_connector_worker_meta", "get_handshake_metadata",
-):  # fmt: skip
+    "handle_preemptions",
+    "finish_forward",
+    "reset_capture_state",
+    "get_finished",
+    "get_transfer_results",
+    "get_block_ids_with_load_errors",
+    "get_kv_connector_stats",
+    "get_kv_connector_kv_cache_events",
+    "build_connector_worker_meta",
+    "get_handshake_metadata",
+):
     if _hook in hook_names():
         setattr(RemoteHalf, _hook, _forward(_hook))
 
@@ -148,7 +162,14 @@ def _serve(pipe: Connection, create: Callable[[], Any], cache: PagedCache, confi
         pipe.send_bytes(answer)
 
 
-def _dispatch(half: Any, cache: PagedCache, config: Any, hook: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _dispatch(
+    half: Any,
+    cache: PagedCache,
+    config: Any,
+    hook: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
     if hook == "register_kv_caches":
         return half.register_kv_caches(dict(zip(cache.names, cache.tensors, strict=True)))
     if hook == "start_load_kv":
@@ -163,7 +184,15 @@ def _dispatch(half: Any, cache: PagedCache, config: Any, hook: str, args: tuple[
     return getattr(half, hook)(*args, **kwargs)
 
 
-SCHEDULER_AREAS = ("lookup", "allocation", "metadata", "finish", "placeholders", "preemption", "speculation")
+SCHEDULER_AREAS = (
+    "lookup",
+    "allocation",
+    "metadata",
+    "finish",
+    "placeholders",
+    "preemption",
+    "speculation",
+)
 """Areas whose requirements can be judged on the scheduler half alone: nothing in them depends on what a worker stored or reported..."""
 NEEDS_REPORTS = frozenset({"lookup.answers-eventually"})
 """...but these: they wait for what only a worker half can report."""
@@ -186,13 +215,17 @@ class NoWorkerHalf(KVConnectorBase_V1):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing is awaited."""
 
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
         """Nothing is saved."""
 
     def wait_for_save(self) -> None:
         """Nothing is awaited."""
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         raise NotImplementedError("a scheduler hook was called on the worker half")
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:

@@ -116,7 +116,13 @@ class Worker:
         batch: Batch,
         computed: Callable[[list[int], list[int]], None],
     ):
-        self.cache, self.registry, self.trace, self.oracle, self.batch = cache, registry, trace, oracle, batch
+        self.cache, self.registry, self.trace, self.oracle, self.batch = (
+            cache,
+            registry,
+            trace,
+            oracle,
+            batch,
+        )
         self.computed = computed
         self.device = device.current
         self.overlap = Overlap(cache)
@@ -160,7 +166,14 @@ class Worker:
             self._poison(self.fresh)
         for block, owner in self.fresh:
             self.trace.emit(
-                "block", op="poison", id=block, group=int(self.cache.group_of[block]), owner=owner, hashed=False, ref=1, in_flight=False
+                "block",
+                op="poison",
+                id=block,
+                group=int(self.cache.group_of[block]),
+                owner=owner,
+                hashed=False,
+                ref=1,
+                in_flight=False,
             )
         self.fresh = []
 
@@ -181,22 +194,44 @@ class Worker:
             for offset, value in enumerate(content.tolist()):
                 pos = row.start + offset
                 if pos < row.known:
-                    self.registry.note(value, Origin("token", chain.req, chain.generation, pos, chain.plain[pos], chain.tokens[pos]))
+                    self.registry.note(
+                        value,
+                        Origin(
+                            "token",
+                            chain.req,
+                            chain.generation,
+                            pos,
+                            chain.plain[pos],
+                            chain.tokens[pos],
+                        ),
+                    )
                 else:
                     self.registry.note(value, Origin("draft", chain.req, chain.generation, pos))
         if output.total_num_scheduled_tokens:
             self._encoded = self.cache.book.rows(np.concatenate(contents), self._nonce)
-            self._reads = [self._reads_of(number, group) for number, group in enumerate(self.cache.groups)]
+            self._reads = [
+                self._reads_of(number, group) for number, group in enumerate(self.cache.groups)
+            ]
 
     def _reads_of(self, number: int, group: Group) -> Reads:
         stride, book, recurrent = self.cache.stride, self.cache.book, group.recurrent
-        spans = [(row, group.first_read(row.start), row.start if recurrent else row.known) for row in self.rows]
-        slots = np.concatenate([slots_of(row.state.tables[number], lo, hi, group.block_size, stride) for row, lo, hi in spans])
+        spans = [
+            (row, group.first_read(row.start), row.start if recurrent else row.known)
+            for row in self.rows
+        ]
+        slots = np.concatenate(
+            [
+                slots_of(row.state.tables[number], lo, hi, group.block_size, stride)
+                for row, lo, hi in spans
+            ]
+        )
         return Reads(
             written=np.concatenate([row.by_group[number] for row in self.rows]),
             source=np.cumsum([row.count for row in self.rows]) - 1 if recurrent else slice(None),
             slots=slots - slots % stride if recurrent else slots,
-            expected=np.concatenate([row.state.expected(book, row.known)[lo:hi] for row, lo, hi in spans]),
+            expected=np.concatenate(
+                [row.state.expected(book, row.known)[lo:hi] for row, lo, hi in spans]
+            ),
             ends=np.cumsum([hi - lo for _, lo, hi in spans]),
             tops=[hi for _, _, hi in spans],
         )
@@ -204,7 +239,9 @@ class Worker:
     def attention_metadata(self) -> tuple[dict[str, AttentionMetadata], dict[str, Any]]:
         """(attn_metadata, slot_mapping) by layer name, as the forward context carries them."""
         made = [self._metadata_of(number, group) for number, group in enumerate(self.cache.groups)]
-        by_name = {name: made[self.cache.group(layer)] for layer, name in enumerate(self.cache.names)}
+        by_name = {
+            name: made[self.cache.group(layer)] for layer, name in enumerate(self.cache.names)
+        }
         return by_name, {name: metadata.slot_mapping for name, metadata in by_name.items()}
 
     def _metadata_of(self, number: int, group: Group) -> AttentionMetadata:
@@ -217,8 +254,12 @@ class Worker:
         return AttentionMetadata(
             slot_mapping=mapping,
             num_actual_tokens=len(slots),
-            query_start_loc=torch.from_numpy(np.cumsum([0, *(row.count for row in self.rows)], dtype=np.int32)),
-            seq_lens=torch.from_numpy(np.array([row.start + row.count for row in self.rows], dtype=np.int32)),
+            query_start_loc=torch.from_numpy(
+                np.cumsum([0, *(row.count for row in self.rows)], dtype=np.int32)
+            ),
+            seq_lens=torch.from_numpy(
+                np.array([row.start + row.count for row in self.rows], dtype=np.int32)
+            ),
             block_table=torch.from_numpy(table),
         )
 
@@ -230,7 +271,9 @@ class Worker:
 
     def _update(self, layer: int, number: int) -> None:
         """Launch it: everything below runs when the compute stream has come there."""
-        self.device.launch(partial(self._write, layer, number), lambda _: self._written(layer, number))
+        self.device.launch(
+            partial(self._write, layer, number), lambda _: self._written(layer, number)
+        )
 
     def _write(self, layer: int, number: int) -> None:
         group, reads = self.cache.groups[number], self._reads[number]
@@ -243,14 +286,17 @@ class Worker:
     def _written(self, layer: int, number: int) -> None:
         if layer == self.cache.groups[number].layers[0]:
             for row in self.rows:
-                self.oracle.filled(row.by_group[number], OWN, f"{row.state.chain.req}#{row.state.chain.generation}")
+                self.oracle.filled(
+                    row.by_group[number], OWN, f"{row.state.chain.req}#{row.state.chain.generation}"
+                )
 
     def read_layer(self, layer: int) -> None:
         """The attention of one layer: read every known position, or those of the layer's window, through the block tables; wrong bytes
         change the sampled token."""
         reads = self._reads[self.cache.group(layer)]
         self.device.launch(
-            lambda: self.cache.differing(layer, reads.slots, reads.expected[:, layer]), lambda found: self._judge(layer, reads, found)
+            lambda: self.cache.differing(layer, reads.slots, reads.expected[:, layer]),
+            lambda found: self._judge(layer, reads, found),
         )
         if self.cache.groups[self.cache.group(layer)].recurrent:
             self._update(layer, self.cache.group(layer))
@@ -259,15 +305,21 @@ class Worker:
         wrong = np.flatnonzero(found.cpu().numpy())
         by_row: dict[int, list[int]] = {}
         for index in wrong.tolist():
-            by_row.setdefault(int(np.searchsorted(reads.ends, index, side="right")), []).append(index)
+            by_row.setdefault(int(np.searchsorted(reads.ends, index, side="right")), []).append(
+                index
+            )
         for number, indices in by_row.items():
             row = self.rows[number]
             behind = reads.tops[number] - int(reads.ends[number])  # from an index to a position
             for index in indices:
-                self.oracle.wrong_read(layer, row.state.chain, index + behind, int(reads.slots[index]))
+                self.oracle.wrong_read(
+                    layer, row.state.chain, index + behind, int(reads.slots[index])
+                )
             bytes_read = self.cache.read(layer, reads.slots[indices]).contiguous().numpy().tobytes()
             seed = self._corruption.get(row.state.chain.req, 0)
-            self._corruption[row.state.chain.req] = seed ^ int.from_bytes(hashlib.sha256(bytes_read).digest()[:8], "little")
+            self._corruption[row.state.chain.req] = seed ^ int.from_bytes(
+                hashlib.sha256(bytes_read).digest()[:8], "little"
+            )
 
     @property
     def corrupt(self) -> set[str]:
@@ -299,9 +351,14 @@ class Worker:
             state.valid_end = row.known
             end = len(chain.ids)
             self.trace.emit(
-                "kv.computed", req=chain.req, generation=chain.generation, start=row.start, end=row.start + row.count,
-                accepted=row.accepted, rejected=row.drafts - row.accepted,
-            )  # fmt: skip
+                "kv.computed",
+                req=chain.req,
+                generation=chain.generation,
+                start=row.start,
+                end=row.start + row.count,
+                accepted=row.accepted,
+                rejected=row.drafts - row.accepted,
+            )
             self.computed(chain.ids[row.start : row.known], chain.plain[row.start : row.known])
             if not row.samples:
                 tokens.append([])

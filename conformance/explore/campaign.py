@@ -39,7 +39,9 @@ def _readable(place: object) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"the corpus {place} cannot be read ({one_line(error)}): mend the file, or name another --corpus") from None
+        raise UsageError(
+            f"the corpus {place} cannot be read ({one_line(error)}): mend the file, or name another --corpus"
+        ) from None
 
 
 class Corpus:
@@ -54,7 +56,9 @@ class Corpus:
             self._read(folder / "seeds.jsonl")
         if folder is not None and (folder / "state.json").exists():
             with _readable(folder / "state.json"):
-                self.drawn = int(json.loads((folder / "state.json").read_text(encoding="utf-8"))["drawn"])
+                self.drawn = int(
+                    json.loads((folder / "state.json").read_text(encoding="utf-8"))["drawn"]
+                )
 
     def _read(self, path: Path) -> None:
         with _readable(path):
@@ -79,15 +83,22 @@ class Corpus:
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
             with (self.folder / "seeds.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"data": workload.data, "seed": workload.seed, "first": sorted(new)}) + "\n")
+                file.write(
+                    json.dumps({"data": workload.data, "seed": workload.seed, "first": sorted(new)})
+                    + "\n"
+                )
         return len(new)
 
     def save(self) -> None:
         """Note how far the drawing has come."""
         if self.folder is not None and self.folder.exists():
-            (self.folder / "state.json").write_text(json.dumps({"drawn": self.drawn}) + "\n", encoding="utf-8")
+            (self.folder / "state.json").write_text(
+                json.dumps({"drawn": self.drawn}) + "\n", encoding="utf-8"
+            )
 
-    def guided(self, fresh: Iterator[Workload], engines: list[str], schedulings: list[str]) -> Iterator[Workload]:
+    def guided(
+        self, fresh: Iterator[Workload], engines: list[str], schedulings: list[str]
+    ) -> Iterator[Workload]:
         """The fresh workloads behind those that were drawn in earlier runs, and in between workloads like those of the corpus."""
         for number, workload in enumerate(fresh):
             if number < self.drawn:
@@ -148,13 +159,22 @@ class Campaign:
 
 def root_causes(failures: list[Failure]) -> list[Failure]:
     """The failures of a run without those that a crash explains."""
-    raised = [failure for failure in failures if failure.requirement in ("hook.no-raise", "hook.returns", DIED)]
+    raised = [
+        failure
+        for failure in failures
+        if failure.requirement in ("hook.no-raise", "hook.returns", DIED)
+    ]
     return raised or failures
 
 
 def explore(
-    pool: Pool, workloads: Iterable[Workload], *, minutes: float | None, tell: Callable[[Campaign], None], corpus: Corpus | None = None
-) -> Campaign:  # fmt: skip
+    pool: Pool,
+    workloads: Iterable[Workload],
+    *,
+    minutes: float | None,
+    tell: Callable[[Campaign], None],
+    corpus: Corpus | None = None,
+) -> Campaign:
     """Run the workloads, or as many as there is time for; `tell` is called now and then. What reaches something new goes to `corpus`."""
     campaign, began = Campaign(corpus=corpus or Corpus()), time.monotonic()
     limited = workloads if minutes is None else _until(workloads, began + 60 * minutes)
@@ -172,10 +192,14 @@ def _until(workloads: Iterable[Workload], end: float) -> Iterator[Workload]:
         yield workload
 
 
-def reduce(pool: Pool, campaign: Campaign, folder: Path, again: str, *, tries: int, limit: int) -> None:
+def reduce(
+    pool: Pool, campaign: Campaign, folder: Path, again: str, *, tries: int, limit: int
+) -> None:
     """Shrink what was found, the most frequent first, and write each as a case into `folder`. `again`: the command that runs a case."""
     for found in sorted(campaign.found.values(), key=lambda each: -each.count)[:limit]:
-        found.workload, found.tries = shrink(found.workload, partial(_still_fails, pool, found), tries)
+        found.workload, found.tries = shrink(
+            found.workload, partial(_still_fails, pool, found), tries
+        )
         _keep(found, folder, again)
 
 
@@ -190,13 +214,24 @@ def _still_fails(pool: Pool, found: Found, workload: Workload) -> bool:
 
 def _keep(found: Found, folder: Path, again: str) -> None:
     failure, workload = found.failure, found.workload
-    name = re.sub(r"[^a-z0-9]+", "-", "-".join(part for part in failure.key if part).lower()).strip("-")
-    data = {**workload.data, "id": f"found.{name}", "text": f"Found by exploration, and shrunk: fails {failure.requirement}."}
+    name = re.sub(r"[^a-z0-9]+", "-", "-".join(part for part in failure.key if part).lower()).strip(
+        "-"
+    )
+    data = {
+        **workload.data,
+        "id": f"found.{name}",
+        "text": f"Found by exploration, and shrunk: fails {failure.requirement}.",
+    }
     where = f"step {failure.step}" + (f", request {failure.req}" if failure.req else "")
     path = folder / f"{name}.yaml"
-    said = textwrap.fill(f"{failure.requirement} ({where}): {' '.join(failure.message.split())}", WIDTH)
+    said = textwrap.fill(
+        f"{failure.requirement} ({where}): {' '.join(failure.message.split())}", WIDTH
+    )
     folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(text_of(data, f"{said}\n{again} --case {shlex.quote(str(path))} --seed {workload.seed}"), encoding="utf-8")
+    path.write_text(
+        text_of(data, f"{said}\n{again} --case {shlex.quote(str(path))} --seed {workload.seed}"),
+        encoding="utf-8",
+    )
     found.path = path
 
 

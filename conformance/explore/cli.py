@@ -13,7 +13,9 @@ from kvconform.errors import UsageError
 
 option = functools.partial(typer.Option, show_default=False)
 
-CONNECTOR = typer.Argument(help="package.module:Class, a registered name, or catalogue:NAME", show_default=False)
+CONNECTOR = typer.Argument(
+    help="package.module:Class, a registered name, or catalogue:NAME", show_default=False
+)
 PROFILE = (
     "gate: 200 workloads, always the same; small: 2,000 small ones; nightly: 5,000, others each day; hunt: until --minutes are over;"
     " races: aborts"
@@ -24,23 +26,67 @@ ENGINES = ("reference", "vllm", "all")
 def explore(
     connector: Annotated[str | None, CONNECTOR] = None,
     option_connector: Annotated[str | None, option("--connector", hidden=True)] = None,
-    extra_config: Annotated[str | None, option("--extra-config", metavar="JSON|@FILE", help="kv_connector_extra_config")] = None,
-    profile: Annotated[str, option("--profile", metavar="gate|small|nightly|hunt|races", help=f"{PROFILE} [gate]")] = "gate",
-    examples: Annotated[int | None, option("--examples", min=1, metavar="N", help="workloads, at most [the profile's]")] = None,
-    minutes: Annotated[float | None, option("--minutes", min=0.01, metavar="N", help="no further workload after this time")] = None,
-    engine: Annotated[str | None, option("--engine", metavar="|".join(ENGINES), help="engines to run on [all]")] = None,
-    scheduling: Annotated[str | None, option("--scheduling", metavar="sync|async|all", help="scheduling to run with [all]")] = None,
-    seed: Annotated[int | None, option("--seed", metavar="N", help="other workloads, and other tokens [0]")] = None,
-    workers: Annotated[int | None, option("--workers", "-n", metavar="N", help="processes [2, or 1 on one CPU]")] = None,
-    out: Annotated[Path, option("--out", metavar="DIR", help="for failures, a case each [kvconform-found]")] = Path("kvconform-found"),
-    corpus: Annotated[
-        Path | None, option("--corpus", metavar="DIR", help="workloads that reached something new [hunt: kvconform-corpus]")
+    extra_config: Annotated[
+        str | None, option("--extra-config", metavar="JSON|@FILE", help="kv_connector_extra_config")
     ] = None,
-    shrink: Annotated[int, option("--shrink", min=0, metavar="N", help="runs to spend on making each failure small [400]")] = 400,
-    emulate_cuda: Annotated[bool | None, option("--emulate-cuda", help="a CUDA device, emulated on the CPU")] = None,
-    adapters: Annotated[list[str] | None, option("--adapter", metavar="NAME", help="stand-in for what it lacks here (repeat)")] = None,
-    pythonpath: Annotated[list[str] | None, option("--pythonpath", metavar="DIR", help="where its package is (repeat)")] = None,
-    config: Annotated[str | None, option("--config", metavar="FILE", help="settings, instead of kvconform.toml or pyproject.toml")] = None,
+    profile: Annotated[
+        str, option("--profile", metavar="gate|small|nightly|hunt|races", help=f"{PROFILE} [gate]")
+    ] = "gate",
+    examples: Annotated[
+        int | None,
+        option("--examples", min=1, metavar="N", help="workloads, at most [the profile's]"),
+    ] = None,
+    minutes: Annotated[
+        float | None,
+        option("--minutes", min=0.01, metavar="N", help="no further workload after this time"),
+    ] = None,
+    engine: Annotated[
+        str | None, option("--engine", metavar="|".join(ENGINES), help="engines to run on [all]")
+    ] = None,
+    scheduling: Annotated[
+        str | None,
+        option("--scheduling", metavar="sync|async|all", help="scheduling to run with [all]"),
+    ] = None,
+    seed: Annotated[
+        int | None, option("--seed", metavar="N", help="other workloads, and other tokens [0]")
+    ] = None,
+    workers: Annotated[
+        int | None, option("--workers", "-n", metavar="N", help="processes [2, or 1 on one CPU]")
+    ] = None,
+    out: Annotated[
+        Path, option("--out", metavar="DIR", help="for failures, a case each [kvconform-found]")
+    ] = Path("kvconform-found"),
+    corpus: Annotated[
+        Path | None,
+        option(
+            "--corpus",
+            metavar="DIR",
+            help="workloads that reached something new [hunt: kvconform-corpus]",
+        ),
+    ] = None,
+    shrink: Annotated[
+        int,
+        option(
+            "--shrink", min=0, metavar="N", help="runs to spend on making each failure small [400]"
+        ),
+    ] = 400,
+    emulate_cuda: Annotated[
+        bool | None, option("--emulate-cuda", help="a CUDA device, emulated on the CPU")
+    ] = None,
+    adapters: Annotated[
+        list[str] | None,
+        option("--adapter", metavar="NAME", help="stand-in for what it lacks here (repeat)"),
+    ] = None,
+    pythonpath: Annotated[
+        list[str] | None,
+        option("--pythonpath", metavar="DIR", help="where its package is (repeat)"),
+    ] = None,
+    config: Annotated[
+        str | None,
+        option(
+            "--config", metavar="FILE", help="settings, instead of kvconform.toml or pyproject.toml"
+        ),
+    ] = None,
 ) -> None:
     """Run machine-made workloads; what fails is shrunk to a case to read, and to run again with `kvconform run --case FILE`."""
     from kvconform.config import settings
@@ -48,13 +94,20 @@ def explore(
 
     if connector and option_connector:
         raise typer.BadParameter("name the connector once")
-    if engine is not None and engine not in (*ENGINES, "live"):  # live is refused later, with a hint
-        raise UsageError(f"there is no engine {engine!r} of explore; there are reference and vllm, and all for both")
+    if engine is not None and engine not in (
+        *ENGINES,
+        "live",
+    ):  # live is refused later, with a hint
+        raise UsageError(
+            f"there is no engine {engine!r} of explore; there are reference and vllm, and all for both"
+        )
     again = {"--extra-config": extra_config, "--config": config}
     repeated = {"--adapter": adapters, "--pythonpath": pythonpath}
     given: dict[str, Any] = {
         "connector": connector or option_connector,
-        "extra_config": settings.parse_extra_config(extra_config) if extra_config is not None else None,
+        "extra_config": settings.parse_extra_config(extra_config)
+        if extra_config is not None
+        else None,
         "engine": engine,
         "scheduling": scheduling,
         "seed": seed,
@@ -65,5 +118,12 @@ def explore(
         "arguments": settings.as_arguments({**again, "--emulate-cuda": emulate_cuda, **repeated}),
     }
     folder = corpus or (Path("kvconform-corpus") if profile == "hunt" else None)
-    how = {"profile": profile, "examples": examples, "minutes": minutes, "out": out, "tries": shrink, "folder": folder}
+    how = {
+        "profile": profile,
+        "examples": examples,
+        "minutes": minutes,
+        "out": out,
+        "tries": shrink,
+        "folder": folder,
+    }
     raise typer.Exit(run(settings.load(given, file=config), **how))  # type: ignore[arg-type]

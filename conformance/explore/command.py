@@ -64,25 +64,43 @@ PROFILES = {
     "gate": Profile(200, "seconds; the same workloads every time"),
     "small": Profile(2_000, "small ones, many a second; the same every time", small=True),
     "nightly": Profile(5_000, "other workloads every day", daily=True, guided=True),
-    "hunt": Profile(1_000_000, "until --minutes are over; goes on where the corpus ends", guided=True),
-    "races": Profile(4_000, "aborts at every point of saves and loads in flight, in seven situations", systematic=True),
+    "hunt": Profile(
+        1_000_000, "until --minutes are over; goes on where the corpus ends", guided=True
+    ),
+    "races": Profile(
+        4_000,
+        "aborts at every point of saves and loads in flight, in seven situations",
+        systematic=True,
+    ),
 }
 
 
 def run(
-    settings: Settings, *, profile: str, examples: int | None, minutes: float | None, out: Path, tries: int = 400,
+    settings: Settings,
+    *,
+    profile: str,
+    examples: int | None,
+    minutes: float | None,
+    out: Path,
+    tries: int = 400,
     folder: Path | None = None,
-) -> int:  # fmt: skip
+) -> int:
     """Explore, shrink what fails, print. `folder`: where the corpus is, and goes on.
 
     Exit code 0: nothing failed; 1: something did; 3: the harness failed."""
     if profile not in PROFILES:
-        raise UsageError(f"there is no profile {profile!r} of explore; there are {', '.join(PROFILES)}")
+        raise UsageError(
+            f"there is no profile {profile!r} of explore; there are {', '.join(PROFILES)}"
+        )
     if settings.engine == "live":
-        raise UsageError("explore runs the engines reference and vllm; all of vLLM gets random workloads by --engine live --seeds 20")
+        raise UsageError(
+            "explore runs the engines reference and vllm; all of vLLM gets random workloads by --engine live --seeds 20"
+        )
     chosen = PROFILES[profile]
     if chosen.examples >= 1_000_000 and minutes is None and examples is None:
-        raise UsageError(f"profile {profile} ends after --minutes N or --examples N: give one of them")
+        raise UsageError(
+            f"profile {profile} ends after --minutes N or --examples N: give one of them"
+        )
     console = make_console()
     vllm, warnings = check_vllm()
     warnings += lacking(settings.catalogue)
@@ -91,19 +109,34 @@ def run(
         console.print(f"warning: {warning}")
     seed = settings.seed + (int(time.time()) // 86_400 if chosen.daily else 0)
     count = chosen.examples if examples is None else examples
-    console.print(f"kvconform explore  {settings.connector}  vLLM {vllm} · profile {profile}: {chosen.text} · seed {seed}")
+    console.print(
+        f"kvconform explore  {settings.connector}  vLLM {vllm} · profile {profile}: {chosen.text} · seed {seed}"
+    )
     for option, place in (("--out", out), ("--corpus", folder)):
         _writable(option, place)
     corpus = Corpus(folder)
     if corpus.pairs:
-        console.print(f"corpus       {len(corpus.seeds)} workloads, {len(corpus.pairs)} pairs reached, {corpus.drawn} drawn before")
+        console.print(
+            f"corpus       {len(corpus.seeds)} workloads, {len(corpus.pairs)} pairs reached, {corpus.drawn} drawn before"
+        )
     workloads = first(_workloads(settings, chosen, seed, count, corpus), count)
     with _scratch() as scratch, Pool(settings, scratch, settings.workers) as pool:
-        campaign = explore(pool, workloads, minutes=minutes, tell=_Teller(console, count).tell, corpus=corpus)
+        campaign = explore(
+            pool, workloads, minutes=minutes, tell=_Teller(console, count).tell, corpus=corpus
+        )
         corpus.save()
         if campaign.found:
-            console.print(f"shrinking {min(len(campaign.found), LIMIT)} of {len(campaign.found)} failures ...")
-            reduce(pool, campaign, out, shlex.join([*run_of(settings), *settings.arguments]), tries=tries, limit=LIMIT)
+            console.print(
+                f"shrinking {min(len(campaign.found), LIMIT)} of {len(campaign.found)} failures ..."
+            )
+            reduce(
+                pool,
+                campaign,
+                out,
+                shlex.join([*run_of(settings), *settings.arguments]),
+                tries=tries,
+                limit=LIMIT,
+            )
         deaths = pool.deaths
     _print(console, campaign, deaths)
     return 1 if campaign.found else 3 if campaign.errors or not campaign.runs else 0
@@ -111,27 +144,43 @@ def run(
 
 def _writable(option: str, folder: Path | None) -> None:
     """UsageError if the folder cannot be made, or written to: to be known before the first workload and not after the last."""
-    there = next((each for each in (folder, *folder.absolute().parents) if each.exists()), None) if folder is not None else None
+    there = (
+        next((each for each in (folder, *folder.absolute().parents) if each.exists()), None)
+        if folder is not None
+        else None
+    )
     if there is not None and not (there.is_dir() and os.access(there, os.W_OK)):
         why = "may not be written to" if there.is_dir() else "is not a directory"
         raise UsageError(f"{option} {folder}: {there} {why}; name another folder")
 
 
-def _workloads(settings: Settings, chosen: Profile, seed: int, count: int, corpus: Corpus) -> Iterator[Workload]:
+def _workloads(
+    settings: Settings, chosen: Profile, seed: int, count: int, corpus: Corpus
+) -> Iterator[Workload]:
     engines = [engine for engine in settings.engines if engine != "live"]
     if chosen.systematic:
         return races(engines, settings.schedulings, settings.slows, seed)
     from kvconform.explore.draw import drawn, small
 
     draw = small if chosen.small else drawn
-    fresh = draw(engines, settings.schedulings, settings.slows, first_seed=seed, count=count + corpus.drawn)
-    return itertools.chain(corpus.seeds[:], corpus.guided(fresh, engines, settings.schedulings)) if chosen.guided else fresh
+    fresh = draw(
+        engines, settings.schedulings, settings.slows, first_seed=seed, count=count + corpus.drawn
+    )
+    return (
+        itertools.chain(corpus.seeds[:], corpus.guided(fresh, engines, settings.schedulings))
+        if chosen.guided
+        else fresh
+    )
 
 
 @contextlib.contextmanager
 def _scratch() -> Iterator[Path]:
     memory = "/dev/shm"  # stores are many small files
-    folder = Path(tempfile.mkdtemp(prefix="kvconform-explore-", dir=memory if os.access(memory, os.W_OK) else None))
+    folder = Path(
+        tempfile.mkdtemp(
+            prefix="kvconform-explore-", dir=memory if os.access(memory, os.W_OK) else None
+        )
+    )
     try:
         yield folder
     finally:
@@ -151,26 +200,39 @@ class _Teller:
             speed = campaign.runs / campaign.seconds
             fresh, self._new = campaign.new - self._new, campaign.new
             news = f"{fresh * 60 / PAUSE:.0f} new pairs per minute"
-            self.console.print(f"{campaign.runs}/{self.count} workloads, {speed:.0f} per second, {news}, {len(campaign.found)} failures")
+            self.console.print(
+                f"{campaign.runs}/{self.count} workloads, {speed:.0f} per second, {news}, {len(campaign.found)} failures"
+            )
 
 
 def _print(console: Console, campaign: Campaign, deaths: int) -> None:
     ran = max(1, campaign.runs - campaign.unsupported)
     shares = ", ".join(f"{name} {100 * campaign.reached[name] // ran}%" for name in SITUATIONS)
     console.print(f"\nreached      {shares}")
-    engines_only = {r.id for r in load_spec().requirements.values() if r.kind == "requirement" and r.engines != ["live"]}
+    engines_only = {
+        r.id
+        for r in load_spec().requirements.values()
+        if r.kind == "requirement" and r.engines != ["live"]
+    }
     unseen = never(engines_only, campaign.corpus.pairs)
     console.print(
         f"coverage     {len(campaign.corpus.pairs)} pairs, {campaign.new} of them new; {len(campaign.corpus.seeds)} workloads kept"
     )
     if unseen:
         console.print(
-            f"never        put to the test were {len(unseen)} of {len(engines_only)} requirements: {', '.join(unseen)}", soft_wrap=True
+            f"never        put to the test were {len(unseen)} of {len(engines_only)} requirements: {', '.join(unseen)}",
+            soft_wrap=True,
         )
     known = explained(load_spec())
     for name, count in campaign.guarantees.most_common():
-        why = f"known: {known[name]}, docs/engine-findings.md" if name in known else "NOT KNOWN: the engine's fault, or this suite's"
-        console.print(f"vLLM's       guarantee {name} was broken in {count} workloads ({why}); not the connector's fault")
+        why = (
+            f"known: {known[name]}, docs/engine-findings.md"
+            if name in known
+            else "NOT KNOWN: the engine's fault, or this suite's"
+        )
+        console.print(
+            f"vLLM's       guarantee {name} was broken in {count} workloads ({why}); not the connector's fault"
+        )
     if deaths:
         console.print(f"processes    {deaths} ended, and were replaced")
     for workload, error in campaign.errors[:5]:
@@ -181,11 +243,20 @@ def _print(console: Console, campaign: Campaign, deaths: int) -> None:
             table.add_column(title, overflow="fold")
         for found in sorted(campaign.found.values(), key=lambda each: -each.count):
             requests, steps, *_ = found.workload.size
-            shrunk = f"{requests} requests, {steps} steps: {found.path}" if found.path else "not shrunk"
-            table.add_row(found.failure.requirement, str(found.count), shrunk, " ".join(found.failure.message.split())[:300])
+            shrunk = (
+                f"{requests} requests, {steps} steps: {found.path}" if found.path else "not shrunk"
+            )
+            table.add_row(
+                found.failure.requirement,
+                str(found.count),
+                shrunk,
+                " ".join(found.failure.message.split())[:300],
+            )
         console.print(table)
     answer = f"{len(campaign.found)} failures" if campaign.found else "nothing failed"
     if campaign.errors:
         answer += f", {len(campaign.errors)} errors of the harness"
     speed = campaign.runs / max(campaign.seconds, 1e-9)
-    console.print(f"\n{campaign.runs} workloads in {campaign.seconds:.0f} s ({speed:.0f} per second): {answer}")
+    console.print(
+        f"\n{campaign.runs} workloads in {campaign.seconds:.0f} s ({speed:.0f} per second): {answer}"
+    )

@@ -58,7 +58,14 @@ def _given_up(add: Data, between: list[Data], depth: int) -> bool:
 
 
 CHANGES = ("axis", "axis", "insert", "insert", "insert", "drop", "tokens", "budget")
-HARMLESS: tuple[Data, ...] = ({"step": 1}, {"step": 2}, {"run": {}}, {"drop-local": {}}, {"idle": 1}, {"reorder": {}})
+HARMLESS: tuple[Data, ...] = (
+    {"step": 1},
+    {"step": 2},
+    {"run": {}},
+    {"drop-local": {}},
+    {"idle": 1},
+    {"reorder": {}},
+)
 
 
 def mutated(seed: str, workload: Workload, engines: list[str], schedulings: list[str]) -> Workload:
@@ -86,11 +93,20 @@ def _change(dice: Dice, data: Data, kind: str, engines: list[str], schedulings: 
         places = _free(steps)
         if places and kind == "drop":
             index = dice.pick(places)
-            if index < len(steps) and next(iter(steps[index])) in ("step", "drop-local", "idle", "reorder", "abort", "preempt"):
+            if index < len(steps) and next(iter(steps[index])) in (
+                "step",
+                "drop-local",
+                "idle",
+                "reorder",
+                "abort",
+                "preempt",
+            ):
                 del steps[index]
         elif places:
             index = dice.pick(places)
-            steps.insert(index, _event(dice, steps[:index], in_pairs=bool(data["config"].get("engines"))))
+            steps.insert(
+                index, _event(dice, steps[:index], in_pairs=bool(data["config"].get("engines")))
+            )
 
 
 def _axis(dice: Dice, data: Data, engines: list[str], schedulings: list[str]) -> None:
@@ -100,7 +116,9 @@ def _axis(dice: Dice, data: Data, engines: list[str], schedulings: list[str]) ->
         matrix["runner"] = [dice.pick(["v1", "v2"])]
     elif which == "depth" and not between:
         matrix["depth"] = [dice.pick([2, 3])]
-    elif which == "scheduling" and not between:  # how much may be in flight, and what may come meanwhile, was drawn for the one it has
+    elif (
+        which == "scheduling" and not between
+    ):  # how much may be in flight, and what may come meanwhile, was drawn for the one it has
         matrix["scheduling"] = [dice.pick(schedulings)]
     elif which == "engine" and data["engines"] == ["reference"] and not data.get("policies"):
         data["engines"] = [dice.pick(engines)]
@@ -111,10 +129,16 @@ def _free(steps: list[Data]) -> list[int]:
     found: list[int] = []
     open_, added = False, False
     for index, step in enumerate(steps):
-        if added and not open_ and not ({"fail-load", "lookup-only", "land", "resume", "shutdown"} & set(step)):
+        if (
+            added
+            and not open_
+            and not ({"fail-load", "lookup-only", "land", "resume", "shutdown"} & set(step))
+        ):
             found.append(index)
         added = added or "add" in step
-        open_ = (open_ or "schedule" in step or "pause" in step) and not ("land" in step or "resume" in step)
+        open_ = (open_ or "schedule" in step or "pause" in step) and not (
+            "land" in step or "resume" in step
+        )
     return found
 
 

@@ -19,27 +19,46 @@ from kvconform.explore.workload import Data, Workload
 from kvconform.run.case import run_and_judge
 
 NOTED = {
-    "lookup", "alloc", "load.due", "hold", "release", "req.finished", "req.scheduled", "req.updated", "transfer.reported",
-    "transfer.failed", "kv.computed", "sample",
-}  # fmt: skip
+    "lookup",
+    "alloc",
+    "load.due",
+    "hold",
+    "release",
+    "req.finished",
+    "req.scheduled",
+    "req.updated",
+    "transfer.reported",
+    "transfer.failed",
+    "kv.computed",
+    "sample",
+}
 """Events of one request that are worth knowing in which of its states they came."""
 
 
 def axes_of(data: Data) -> list[str]:
     """The values of the axes of a workload, and what else is special about its engine."""
     found = [f"{name} {data['matrix'][name][0]}" for name in ("scheduling", "runner", "depth")]
-    found += [f"engine {each}" for each in data["engines"]] + [f"policy {each}" for each in data.get("policies", [])]
+    found += [f"engine {each}" for each in data["engines"]] + [
+        f"policy {each}" for each in data.get("policies", [])
+    ]
     config = data.get("config", {})
     special = set(config) - {"block_size", "budget", "max_seqs", "num_blocks"}
-    found += [f"{name} {config[name]}" if isinstance(config[name], (str, bool)) else name for name in sorted(special)]
+    found += [
+        f"{name} {config[name]}" if isinstance(config[name], (str, bool)) else name
+        for name in sorted(special)
+    ]
     found += [f"block_size {config[name]}" for name in ("block_size",) if name in config]
     return found + [f"beside {each}" for each in data.get("relations", [])]
 
 
-def pairs_of(data: Data, rows: Iterable[Mapping[str, Any]], trace: Iterable[Mapping[str, Any]]) -> list[str]:
+def pairs_of(
+    data: Data, rows: Iterable[Mapping[str, Any]], trace: Iterable[Mapping[str, Any]]
+) -> list[str]:
     """Sorted. Rows and trace are those of its run."""
     axes = axes_of(data)
-    found = {f"{row['requirement']} | {axis}" for row in rows if row.get("exercised") for axis in axes}
+    found = {
+        f"{row['requirement']} | {axis}" for row in rows if row.get("exercised") for axis in axes
+    }
     states: dict[str, str] = {}
     for event in trace:
         kind = event["k"]
@@ -99,25 +118,49 @@ class Outcome:
 
 
 def outcome(
-    workload: Workload, target: Target, spec: Spec, tmp: Path, *, requirements: Iterable[str] | None = None, strict: bool = False
+    workload: Workload,
+    target: Target,
+    spec: Spec,
+    tmp: Path,
+    *,
+    requirements: Iterable[str] | None = None,
+    strict: bool = False,
 ) -> Outcome:
     """Run and judge a workload in this process; recommendations count if `strict`. Writes below `tmp` and cleans up. ValidationError if it
     is no case."""
-    tmp = tmp / str(next(_numbers))  # what a connector keeps in memory by the place of its store is not the next workload's
+    tmp = tmp / str(
+        next(_numbers)
+    )  # what a connector keeps in memory by the place of its store is not the next workload's
     report = run_and_judge(
-        workload.variant(), target, spec, seed=workload.seed, tmp=tmp, requirements=requirements, keep_trace=True, strict=strict, brief=True
+        workload.variant(),
+        target,
+        spec,
+        seed=workload.seed,
+        tmp=tmp,
+        requirements=requirements,
+        keep_trace=True,
+        strict=strict,
+        brief=True,
     )
     trace = report.trace or []
     if report.harness_error:
         return Outcome(error=report.harness_error.strip().splitlines()[-1], reached=reached(trace))
     unclear = next((row for row in report.rows if row["verdict"] == "ERROR"), None)
     if unclear is not None:
-        return Outcome(error=f"{unclear['requirement']}: {unclear.get('message')}", reached=reached(trace))
+        return Outcome(
+            error=f"{unclear['requirement']}: {unclear.get('message')}", reached=reached(trace)
+        )
     bad = [row for row in report.rows if row["verdict"] == "FAIL"]
-    ours = [row for row in bad if row.get("kind", "requirement") == "requirement" and row.get("gating", True)]
+    ours = [
+        row
+        for row in bad
+        if row.get("kind", "requirement") == "requirement" and row.get("gating", True)
+    ]
     return Outcome(
         failures=[_failure(row, trace) for row in ours],
-        broken_guarantees=[row["requirement"] for row in bad if row.get("kind", "requirement") != "requirement"],
+        broken_guarantees=[
+            row["requirement"] for row in bad if row.get("kind", "requirement") != "requirement"
+        ],
         reached=reached(trace),
         pairs=pairs_of(workload.data, report.rows, trace),
         unsupported=not trace,
@@ -129,9 +172,13 @@ def _failure(row: dict[str, Any], trace: list[dict[str, Any]]) -> Failure:
     event = trace[number] if number is not None and number < len(trace) else {}
     found, hook = event.get("found"), event.get("hook")
     return Failure(
-        row["requirement"], row.get("message") or "", str(found) if found is not None else None, row.get("req"), row.get("step"),
+        row["requirement"],
+        row.get("message") or "",
+        str(found) if found is not None else None,
+        row.get("req"),
+        row.get("step"),
         str(hook) if hook is not None else None,
-    )  # fmt: skip
+    )
 
 
 def reached(trace: Iterable[dict[str, Any]]) -> list[str]:

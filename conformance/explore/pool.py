@@ -60,17 +60,31 @@ def _serve(connection: Connection, settings: Settings, tmp: Path) -> None:
         number = 0
         while (job := connection.recv()) is not None:
             number += 1
-            connection.send(_outcome(job, target, spec, tmp / str(number), watchdog.case_limit(settings.hook_timeout)).to_dict())
+            connection.send(
+                _outcome(
+                    job, target, spec, tmp / str(number), watchdog.case_limit(settings.hook_timeout)
+                ).to_dict()
+            )
 
 
-def _outcome(job: tuple[dict[str, Any], int, list[str] | None], target: Target, spec: Spec, tmp: Path, limit: float) -> Outcome:
+def _outcome(
+    job: tuple[dict[str, Any], int, list[str] | None],
+    target: Target,
+    spec: Spec,
+    tmp: Path,
+    limit: float,
+) -> Outcome:
     from kvconform.explore.outcome import Outcome, outcome
 
     data, seed, requirements = job
     try:
         with watchdog.case(data["id"], limit):
             return outcome(Workload(data, seed), target, spec, tmp, requirements=requirements)
-    except (Exception, SystemExit, watchdog.HookTimeout) as error:  # a workload that is no case, or the harness's fault
+    except (
+        Exception,
+        SystemExit,
+        watchdog.HookTimeout,
+    ) as error:  # a workload that is no case, or the harness's fault
         return Outcome(error=f"{type(error).__name__}: {error}".splitlines()[0])
 
 
@@ -118,7 +132,9 @@ class Pool:
             worker.connection.close()
         self._workers.clear()
 
-    def outcomes(self, workloads: Iterable[Workload], requirements: list[str] | None = None) -> Iterator[tuple[Workload, Outcome]]:
+    def outcomes(
+        self, workloads: Iterable[Workload], requirements: list[str] | None = None
+    ) -> Iterator[tuple[Workload, Outcome]]:
         """Every workload with what it came to, in the order of the workloads, whatever the number of processes. Raises what a worker could
         not start with, and EnvironmentProblem after too many deaths."""
         source = enumerate(workloads)
@@ -152,7 +168,9 @@ class Pool:
         self._started += 1
         name = f"worker{self._started}"
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=serve, args=(theirs, self.settings, self.scratch, name), name=name)
+        process = self._context.Process(
+            target=serve, args=(theirs, self.settings, self.scratch, name), name=name
+        )
         process.start()
         theirs.close()
         return _Worker(process, ours, name)
@@ -195,9 +213,20 @@ class Pool:
         self.deaths += 1
         code = worker.process.exitcode
         if worker.job is None or self.deaths > RESTARTS:
-            raise EnvironmentProblem(f"a worker process ended before it could run anything (exit code {code}):\n{self._log(worker)}")
+            raise EnvironmentProblem(
+                f"a worker process ended before it could run anything (exit code {code}):\n{self._log(worker)}"
+            )
         note = watchdog.read_note(self.scratch / f"{worker.name}.note")
         hook = note.hook if note is not None else None
-        how = f"did not return within {note.limit:g} s" if note is not None and note.hung else f"ended the process (exit code {code})"
-        found = Failure(DIED, f"{hook or 'something outside of a hook'} {how}", hook=hook, step=note.step if note is not None else None)
+        how = (
+            f"did not return within {note.limit:g} s"
+            if note is not None and note.hung
+            else f"ended the process (exit code {code})"
+        )
+        found = Failure(
+            DIED,
+            f"{hook or 'something outside of a hook'} {how}",
+            hook=hook,
+            step=note.step if note is not None else None,
+        )
         return Outcome(failures=[found], reached=[])

@@ -39,7 +39,14 @@ def saving(length: int, point: int) -> list[Data]:
 
 def loading(length: int, point: int) -> list[Data]:
     """Abort while the prompt is loaded."""
-    return [_add("a", length), *DROP, _add("b", {"same": "a"}, 5), *_steps(point), {"abort": "b"}, *_again("a")]
+    return [
+        _add("a", length),
+        *DROP,
+        _add("b", {"same": "a"}, 5),
+        *_steps(point),
+        {"abort": "b"},
+        *_again("a"),
+    ]
 
 
 def sharing(length: int, point: int) -> list[Data]:
@@ -51,12 +58,29 @@ def sharing(length: int, point: int) -> list[Data]:
 def both(length: int, point: int) -> list[Data]:
     """Abort two requests, one of which loads, a step apart."""
     ours = [_add("b", {"same": "a"}, 5), _add("c", length, 5)]
-    return [_add("a", length), *DROP, *ours, *_steps(point), {"abort": "c"}, {"step": 1}, {"abort": "b"}, *_again("a")]
+    return [
+        _add("a", length),
+        *DROP,
+        *ours,
+        *_steps(point),
+        {"abort": "c"},
+        {"step": 1},
+        {"abort": "b"},
+        *_again("a"),
+    ]
 
 
 def resubmitting(length: int, point: int) -> list[Data]:
     """Abort, and ask for the same at once, before anything is cleaned up."""
-    return [_add("a", length), *DROP, _add("b", {"same": "a"}, 5), *_steps(point), {"abort": "b"}, _add("c", {"same": "a"}), *_again("a")]
+    return [
+        _add("a", length),
+        *DROP,
+        _add("b", {"same": "a"}, 5),
+        *_steps(point),
+        {"abort": "b"},
+        _add("c", {"same": "a"}),
+        *_again("a"),
+    ]
 
 
 def preempted(length: int, point: int) -> list[Data]:
@@ -81,25 +105,44 @@ def renaming(length: int, point: int) -> list[Data]:
 
 
 FAMILIES: dict[str, Callable[[int, int], list[Data]]] = {
-    each.__name__: each for each in (saving, loading, sharing, both, resubmitting, preempted, renaming)
+    each.__name__: each
+    for each in (saving, loading, sharing, both, resubmitting, preempted, renaming)
 }
 
 
-def races(engines: list[str], schedulings: list[str], slows: list[str] | None, seed: int) -> Iterator[Workload]:
+def races(
+    engines: list[str], schedulings: list[str], slows: list[str] | None, seed: int
+) -> Iterator[Workload]:
     """Every race once, in an order that depends on the seed: so many of them as one likes are a fair sample. No two variants have one id:
     their tokens would be the same, and what a server stores late, of one that is over, would be found by another."""
-    modes = [("sync", 1)] * ("sync" in schedulings) + [("async", 2), ("async", 3)] * ("async" in schedulings)
-    sizes = [(4, edge, budget) for edge in (-1, 0, 1) for budget in (7, 64)] + [(16, edge, 64) for edge in (-1, 0, 1)]
+    modes = [("sync", 1)] * ("sync" in schedulings) + [("async", 2), ("async", 3)] * (
+        "async" in schedulings
+    )
+    sizes = [(4, edge, budget) for edge in (-1, 0, 1) for budget in (7, 64)] + [
+        (16, edge, 64) for edge in (-1, 0, 1)
+    ]
     streams: list[str | None] = [*slows] if slows else [None]
-    every = list(itertools.product(sorted(FAMILIES), POINTS, engines, modes, ("v1", "v2"), sizes, streams))
+    every = list(
+        itertools.product(sorted(FAMILIES), POINTS, engines, modes, ("v1", "v2"), sizes, streams)
+    )
     random.Random(seed).shuffle(every)
     for family, point, engine, (scheduling, depth), runner, (block, edge, budget), slow in every:
         length = 5 * block + edge
-        name, said = f"race.{family}.{point}.{length}.{budget}", (FAMILIES[family].__doc__ or "").rstrip(".")
+        name, said = (
+            f"race.{family}.{point}.{length}.{budget}",
+            (FAMILIES[family].__doc__ or "").rstrip("."),
+        )
         yield Workload(
             make(
-                name, f"{said} (after {point} steps).", FAMILIES[family](length, point), engine=engine, scheduling=scheduling,
-                runner=runner, depth=depth, config={"block_size": block, "budget": budget}, slow=slow,
+                name,
+                f"{said} (after {point} steps).",
+                FAMILIES[family](length, point),
+                engine=engine,
+                scheduling=scheduling,
+                runner=runner,
+                depth=depth,
+                config={"block_size": block, "budget": budget},
+                slow=slow,
             ),
             seed,
-        )  # fmt: skip
+        )

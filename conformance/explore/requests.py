@@ -39,14 +39,24 @@ class Requests:
     def draw(self, name: str, again: str | None = None, part_of: str | None = None) -> Data:
         """The argument of `add` for one more request; `again`: the one whose prompt it has, `part_of`: whose first tokens."""
         dice = self.dice
-        add: Data = {"req": name, "prompt": 1, "max_tokens": dice.pick([1, 2, 4] if self.simple else [1, 2, 4, 7, 9])}
-        earlier = again or (dice.pick(sorted(self.lengths)) if self.lengths and not dice.one_in(4) else None)
+        add: Data = {
+            "req": name,
+            "prompt": 1,
+            "max_tokens": dice.pick([1, 2, 4] if self.simple else [1, 2, 4, 7, 9]),
+        }
+        earlier = again or (
+            dice.pick(sorted(self.lengths)) if self.lengths and not dice.one_in(4) else None
+        )
         if part_of is not None:
             length = dice.number(1, self.lengths[part_of])
             add["prompt"] = {"of": part_of, "tokens": length}
-            add.update({name: value for name, value in self.adds[part_of].items() if name == "salt"})
+            add.update(
+                {name: value for name, value in self.adds[part_of].items() if name == "salt"}
+            )
         elif earlier is None:
-            add["prompt"] = length = max(1, dice.number(1, 2 if self.simple else 4) * self.block + dice.pick([-1, 0, 1, 2]))
+            add["prompt"] = length = max(
+                1, dice.number(1, 2 if self.simple else 4) * self.block + dice.pick([-1, 0, 1, 2])
+            )
         elif again or dice.one_in(2):
             add["prompt"], length = {"same": earlier}, self.lengths[earlier]
             self._alike(add, earlier)
@@ -92,7 +102,9 @@ class Requests:
                 self._image(add, length)
         if dice.one_in(12):
             add["stop_at"] = dice.number(0, add["max_tokens"] - 1)
-        if dice.one_in(12 if isinstance(add["prompt"], int) else 6):  # computed again, although it is known
+        if dice.one_in(
+            12 if isinstance(add["prompt"], int) else 6
+        ):  # computed again, although it is known
             add["skip_reading_prefix_cache"] = True
         if dice.one_in(20):
             add["params"] = {"note": "mine"}
@@ -109,9 +121,17 @@ class Requests:
     def _moved(self, add: Data, image: Data) -> None:
         """Another, smaller image somewhere behind the placeholders of this one: the same tokens, and only the place tells two apart."""
         name = "dog" if image["id"] == "cat" else "cat"
-        room = image["length"] - self.images.setdefault(name, max(1, image["length"] - self.dice.number(1, 2)))
+        room = image["length"] - self.images.setdefault(
+            name, max(1, image["length"] - self.dice.number(1, 2))
+        )
         if room > 0:
-            add["mm"] = [{"at": image["at"] + self.dice.number(0, room), "length": self.images[name], "id": name}]
+            add["mm"] = [
+                {
+                    "at": image["at"] + self.dice.number(0, room),
+                    "length": self.images[name],
+                    "id": name,
+                }
+            ]
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -125,7 +145,9 @@ class Requests:
 
     def finished(self) -> None:
         """Everything has run to its end."""
-        self.settled += [name for name in self.live if name not in self.aborted and name not in self.settled]
+        self.settled += [
+            name for name in self.live if name not in self.aborted and name not in self.settled
+        ]
         self.live.clear()
 
     def forgotten(self) -> None:

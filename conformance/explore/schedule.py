@@ -8,20 +8,54 @@ from kvconform.explore.requests import Requests
 from kvconform.explore.workload import Data
 
 NAMES = "abcdef"
-KINDS = ("step", "step", "abort", "abort", "preempt", "preempt", "preempt", "run", "drop-local", "reset", "idle", "reorder", "pause")
+KINDS = (
+    "step",
+    "step",
+    "abort",
+    "abort",
+    "preempt",
+    "preempt",
+    "preempt",
+    "run",
+    "drop-local",
+    "reset",
+    "idle",
+    "reorder",
+    "pause",
+)
 THEN = (
-    *["disturb"] * 3, *["finish"] * 3, *["between"] * 2, "leave", "step", "ask", "again", "together", "partly",
-)  # fmt: skip
+    *["disturb"] * 3,
+    *["finish"] * 3,
+    *["between"] * 2,
+    "leave",
+    "step",
+    "ask",
+    "again",
+    "together",
+    "partly",
+)
 """What a request is followed by."""
 
-PLAIN: dict[str, Data] = {"drop-local": {"drop-local": {}}, "idle": {"idle": 1}, "reorder": {"reorder": {}}}
+PLAIN: dict[str, Data] = {
+    "drop-local": {"drop-local": {}},
+    "idle": {"idle": 1},
+    "reorder": {"reorder": {}},
+}
 
 
 class Schedule:
     """The steps of one workload. `depth`: how many may be in flight; `failing`: loads fail now and then."""
 
-    def __init__(self, dice: Dice, requests: Requests, *, depth: int, failing: bool, restarts: bool) -> None:
-        self.dice, self.requests, self.depth, self.failing, self.restarts = dice, requests, depth, failing, restarts
+    def __init__(
+        self, dice: Dice, requests: Requests, *, depth: int, failing: bool, restarts: bool
+    ) -> None:
+        self.dice, self.requests, self.depth, self.failing, self.restarts = (
+            dice,
+            requests,
+            depth,
+            failing,
+            restarts,
+        )
         self.steps: list[Data] = []
         self._vacant: str | None = None
         self._partly: tuple[str, int] | None = None  # whose prompt comes next, and how many times
@@ -54,7 +88,9 @@ class Schedule:
         then = "finish" if self.restarts and name == NAMES[0] else dice.pick(THEN)
         if self._partly is not None:
             self._run()
-        elif failing and dice.one_in(4):  # who has the same prompt shares the blocks that are loaded
+        elif failing and dice.one_in(
+            4
+        ):  # who has the same prompt shares the blocks that are loaded
             self._partly = name, 1
         elif then == "disturb":  # while it is under way
             self.steps.append({"step": dice.number(1, 4)})
@@ -97,7 +133,13 @@ class Schedule:
         """Whether it gets the id of a request that is long over: the first one's, so that no two live ones have it."""
         requests = self.requests
         alone = not requests.live[:-1] and not any("id" in each for each in requests.adds.values())
-        return not requests.simple and alone and bool(requests.settled) and self.dice.one_in(8) and "reloads" not in add
+        return (
+            not requests.simple
+            and alone
+            and bool(requests.settled)
+            and self.dice.one_in(8)
+            and "reloads" not in add
+        )
 
     def _again(self, add: Data) -> None:
         """Its client gives up, and asks again under the same id before the next step. The engine takes an id again once it has let the
@@ -105,7 +147,11 @@ class Schedule:
         add["max_tokens"] = 9
         for name in ("drafts", "stop_at", "id"):
             add.pop(name, None)
-        self.steps += [{"step": self.dice.number(1, 2)}, {"land": self.depth}, {"abort": add["req"]}]
+        self.steps += [
+            {"step": self.dice.number(1, 2)},
+            {"land": self.depth},
+            {"abort": add["req"]},
+        ]
         self.requests.aborted.add(add["req"])
         self.requests.live.remove(add["req"])
         self._vacant = add["req"]
@@ -141,5 +187,7 @@ class Schedule:
         """What comes while outputs are under way: the queue is empty before, and holds no more than it may."""
         count = self.dice.number(1, self.depth)
         self.steps += [{"land": self.depth}, {"schedule": count}]
-        self._event("abort" if self.depth == 1 else self.dice.pick(["abort", "preempt", "reorder"]), name)
+        self._event(
+            "abort" if self.depth == 1 else self.dice.pick(["abort", "preempt", "reorder"]), name
+        )
         self.steps.append({"land": self.depth})

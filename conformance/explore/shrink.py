@@ -76,7 +76,13 @@ def _mentions(step: Data, name: str) -> bool:
         prompt = argument["prompt"] if isinstance(argument["prompt"], dict) else {}
         handed = argument.get("handed")
         given = handed["of"] if isinstance(handed, dict) else handed
-        return name in (argument["req"], argument.get("reloads"), prompt.get("same"), prompt.get("of"), given)
+        return name in (
+            argument["req"],
+            argument.get("reloads"),
+            prompt.get("same"),
+            prompt.get("of"),
+            given,
+        )
     return bool(argument == name or (isinstance(argument, dict) and name in argument.values()))
 
 
@@ -104,7 +110,9 @@ def _plain(data: Data) -> Iterator[Data]:
     for index, step in enumerate(data["steps"]):
         if "add" in step:
             for name in set(step["add"]) - {"req", "prompt", "max_tokens"}:
-                yield _changed(data, index, {key: value for key, value in step["add"].items() if key != name})
+                yield _changed(
+                    data, index, {key: value for key, value in step["add"].items() if key != name}
+                )
 
 
 def _smaller(data: Data) -> Iterator[Data]:
@@ -118,12 +126,21 @@ def _smaller(data: Data) -> Iterator[Data]:
                 for length in _below(argument["prompt"]):
                     yield _changed(data, index, {**argument, "prompt": length})
             elif "of" in argument["prompt"]:
-                yield _changed(data, index, {**argument, "prompt": {"same": argument["prompt"]["of"]}})
+                yield _changed(
+                    data, index, {**argument, "prompt": {"same": argument["prompt"]["of"]}}
+                )
                 for name in ("then", "tokens"):
                     for length in _below(argument["prompt"].get(name, 0)):
-                        yield _changed(data, index, {**argument, "prompt": {**argument["prompt"], name: length}})
+                        yield _changed(
+                            data,
+                            index,
+                            {**argument, "prompt": {**argument["prompt"], name: length}},
+                        )
         elif op in ("step", "idle", "schedule", "land") and argument > 1:
-            yield {**data, "steps": [*data["steps"][:index], {op: argument - 1}, *data["steps"][index + 1 :]]}
+            yield {
+                **data,
+                "steps": [*data["steps"][:index], {op: argument - 1}, *data["steps"][index + 1 :]],
+            }
 
 
 def _below(value: int) -> list[int]:
@@ -131,4 +148,7 @@ def _below(value: int) -> list[int]:
 
 
 def _changed(data: Data, index: int, argument: Any) -> Data:
-    return {**data, "steps": [*data["steps"][:index], {"add": argument}, *data["steps"][index + 1 :]]}
+    return {
+        **data,
+        "steps": [*data["steps"][:index], {"add": argument}, *data["steps"][index + 1 :]],
+    }

@@ -35,26 +35,62 @@ class Workload:
         """What shrinking makes smaller, the most important first: requests, steps, tokens, and what is not the default."""
         adds = [step["add"] for step in self.data["steps"] if "add" in step]
         tokens = sum(_length(add["prompt"]) + add.get("max_tokens", 4) for add in adds)
-        tokens += sum(value for step in self.data["steps"] for value in step.values() if isinstance(value, int))
-        extras = sum(len(add) for add in adds) + len(json.dumps([self.data.get("config", {}), self.data.get("policies", [])]))
+        tokens += sum(
+            value
+            for step in self.data["steps"]
+            for value in step.values()
+            if isinstance(value, int)
+        )
+        extras = sum(len(add) for add in adds) + len(
+            json.dumps([self.data.get("config", {}), self.data.get("policies", [])])
+        )
         extras += sum(self.data["matrix"][name] != [plain] for name, plain in PLAIN_AXES)
         return len(adds), len(self.data["steps"]), tokens, extras
 
 
 def _length(prompt: Any) -> int:
-    return prompt if isinstance(prompt, int) else 1 + prompt.get("then", 0) + prompt.get("tokens", 0)
+    return (
+        prompt if isinstance(prompt, int) else 1 + prompt.get("then", 0) + prompt.get("tokens", 0)
+    )
 
 
 def make(
-    identifier: str, text: str, steps: list[Data], *, engine: str, scheduling: str, runner: str = "v1", depth: int = 2,
-    config: Data | None = None, policies: list[str] | None = None, slow: str | None = None, relations: list[str] | None = None,
+    identifier: str,
+    text: str,
+    steps: list[Data],
+    *,
+    engine: str,
+    scheduling: str,
+    runner: str = "v1",
+    depth: int = 2,
+    config: Data | None = None,
+    policies: list[str] | None = None,
+    slow: str | None = None,
+    relations: list[str] | None = None,
     needs: str | None = None,
-) -> Data:  # fmt: skip
+) -> Data:
     """The data of a case of one run; `slow`: which streams are slow, on a device that has streams; `needs`: what the connector must do."""
-    matrix: Data = {"scheduling": [scheduling], "runner": [runner], "depth": [depth], **({"slow": [slow]} if slow else {})}
-    data: Data = {"id": identifier, "area": AREA, "text": text, "config": config or {}, "matrix": matrix, "engines": [engine]}
+    matrix: Data = {
+        "scheduling": [scheduling],
+        "runner": [runner],
+        "depth": [depth],
+        **({"slow": [slow]} if slow else {}),
+    }
+    data: Data = {
+        "id": identifier,
+        "area": AREA,
+        "text": text,
+        "config": config or {},
+        "matrix": matrix,
+        "engines": [engine],
+    }
     data |= {"needs": needs} if needs else {}
-    return {**data, **({"policies": policies} if policies else {}), "relations": relations or [], "steps": steps}
+    return {
+        **data,
+        **({"policies": policies} if policies else {}),
+        "relations": relations or [],
+        "steps": steps,
+    }
 
 
 def text_of(data: Data, comment: str = "") -> str:
@@ -63,7 +99,9 @@ def text_of(data: Data, comment: str = "") -> str:
     for key, value in data.items():
         if key == "steps":
             lines.append("steps:")
-            lines += [f"  - {name}: {flow(argument)}" for step in value for name, argument in step.items()]
+            lines += [
+                f"  - {name}: {flow(argument)}" for step in value for name, argument in step.items()
+            ]
         elif value not in ({}, []) or key == "relations":
             lines.append(f"{key}: {flow(value)}")
     return "\n".join(lines) + "\n"

@@ -26,10 +26,20 @@ PYPROJECT = "pyproject.toml"
 
 
 def command(
-    folder: Annotated[str, typer.Argument(metavar="[DIR]", help="the connector's repository [.]", show_default=False)] = "",
-    connector: Annotated[str | None, option("--connector", metavar="MODULE:CLASS", help="instead of looking for it")] = None,
-    template: Annotated[str | None, option("--template", metavar="DIR", help="begin a new connector there, one that passes")] = None,
-    run: Annotated[bool, option("--run/--no-run", help="give a first answer, one case per subject [--run]")] = True,
+    folder: Annotated[
+        str,
+        typer.Argument(metavar="[DIR]", help="the connector's repository [.]", show_default=False),
+    ] = "",
+    connector: Annotated[
+        str | None, option("--connector", metavar="MODULE:CLASS", help="instead of looking for it")
+    ] = None,
+    template: Annotated[
+        str | None,
+        option("--template", metavar="DIR", help="begin a new connector there, one that passes"),
+    ] = None,
+    run: Annotated[
+        bool, option("--run/--no-run", help="give a first answer, one case per subject [--run]")
+    ] = True,
 ) -> None:
     """In a connector's repository: find the connector, write kvconform.toml, a workflow and a test, and judge it for the first time."""
     if template is not None and (folder or connector):
@@ -44,13 +54,17 @@ def command(
     for file in write.write(repository, _files(repository, connector, here)):
         typer.echo(f"{'kept ' if file.kept else 'wrote'}   {file.path}")
     if here.url is None:
-        typer.echo("        (say in the workflow where kvconform is, and which commit: this one was not installed from a repository)")
+        typer.echo(
+            "        (say in the workflow where kvconform is, and which commit: this one was not installed from a repository)"
+        )
     if not run:
         return
     try:
         check_vllm()
     except EnvironmentProblem as problem:
-        advice = "nothing was judged; from a checkout of kvconform, nox -s init -- DIR brings vLLM along"
+        advice = (
+            "nothing was judged; from a checkout of kvconform, nox -s init -- DIR brings vLLM along"
+        )
         raise EnvironmentProblem(f"{problem.message.rstrip('.')}; {advice}") from None
     _judge(repository)
 
@@ -66,9 +80,19 @@ def _files(repository: Path, connector: str | None, here: Origin) -> dict[str, s
     if found is not None:
         typer.echo(f"found   {found.connector}, {found.file.relative_to(repository)}:{found.line}")
     name = known or connector or (found.connector if found else "")
-    if place and not known:  # it is what every later run goes by, and without a connector that is the reference connector
-        raise UsageError(f"{place} has settings and names no connector: write connector = {json.dumps(name)} there, before the tables")
-    files = {SETTINGS: ""} if place == SETTINGS else {} if place else {SETTINGS: write.settings(repository, name, found)}  # "": kept
+    if (
+        place and not known
+    ):  # it is what every later run goes by, and without a connector that is the reference connector
+        raise UsageError(
+            f"{place} has settings and names no connector: write connector = {json.dumps(name)} there, before the tables"
+        )
+    files = (
+        {SETTINGS: ""}
+        if place == SETTINGS
+        else {}
+        if place
+        else {SETTINGS: write.settings(repository, name, found)}
+    )  # "": kept
     path, text = write.workflow(repository, here)
     return {**files, path: text, "tests/test_conformance.py": write.test_file()}
 
@@ -95,8 +119,16 @@ def _judge(repository: Path) -> None:
 
     typer.echo("")
     file = repository / SETTINGS if (repository / SETTINGS).is_file() else repository / PYPROJECT
-    arguments = ["--profile", "smoke", *(["--config", str(file)] if Path.cwd() != repository else [])]
-    given = {"profile": "smoke", "report_dir": str(repository / "kvconform-report"), "arguments": arguments}
+    arguments = [
+        "--profile",
+        "smoke",
+        *(["--config", str(file)] if Path.cwd() != repository else []),
+    ]
+    given = {
+        "profile": "smoke",
+        "report_dir": str(repository / "kvconform-report"),
+        "arguments": arguments,
+    }
     loaded = settings.load(given, file=str(file))
     code = launch.run(loaded)
     again = os.environ.get(THROUGH) or "kvconform run"

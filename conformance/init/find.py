@@ -17,11 +17,32 @@ ROOTS = re.compile(r"KVConnectorBase(_V1)?|\w*Connector(V1)?")
 
 VLLM = "vllm.distributed.kv_transfer"
 NOT_OURS = {"build", "dist", "node_modules", "site-packages", "venv", "env", "__pycache__"}
-ASIDE = {"test", "tests", "testing", "doc", "docs", "example", "examples", "benchmark", "benchmarks"}
+ASIDE = {
+    "test",
+    "tests",
+    "testing",
+    "doc",
+    "docs",
+    "example",
+    "examples",
+    "benchmark",
+    "benchmarks",
+}
 """Folders whose connectors count only where there is no other."""
 
 ASIDE_FILES = re.compile(r"conftest|test_\w*|\w*_test")
-STAND_INS = {"mock", "mocked", "fake", "dummy", "stub", "test", "tests", "testing", "abstract", "base"}
+STAND_INS = {
+    "mock",
+    "mocked",
+    "fake",
+    "dummy",
+    "stub",
+    "test",
+    "tests",
+    "testing",
+    "abstract",
+    "base",
+}
 """Words of a name whose class counts only where there is no other."""
 
 WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
@@ -62,7 +83,9 @@ def find(repository: Path) -> Found:
             "or begin with one that passes (kvconform init --template NEW_DIR)"
         )
     if len(found) > 1:
-        names = ", ".join(f"{one.connector} ({one.file.relative_to(repository)}:{one.line})" for one in found[:8])
+        names = ", ".join(
+            f"{one.connector} ({one.file.relative_to(repository)}:{one.line})" for one in found[:8]
+        )
         raise UsageError(f"{len(found)} connectors were found: say which with --connector: {names}")
     return found[0]
 
@@ -72,7 +95,10 @@ def named(repository: Path, connector: str) -> Found | None:
     module, _, name = connector.partition(":")
     ending = Path(*module.split("."))
     for file in files(repository):
-        if file.with_suffix("").parts[-len(ending.parts) :] == ending.parts or file.parent.parts[-len(ending.parts) :] == ending.parts:
+        if (
+            file.with_suffix("").parts[-len(ending.parts) :] == ending.parts
+            or file.parent.parts[-len(ending.parts) :] == ending.parts
+        ):
             for one in _classes(file):
                 if one.node.name == name and (found := _found(one)).module == module:
                     return found
@@ -88,12 +114,23 @@ def connectors(repository: Path) -> list[Found]:
         if not more:
             break
         ours |= more
-    meant = [one for one in classes if (one.from_vllm or not ours.isdisjoint(one.bases)) and not one.node.name.startswith("_")]
-    for keep in (lambda one: not _aside(one.file.relative_to(repository)), lambda one: STAND_INS.isdisjoint(_words(one.node.name))):
+    meant = [
+        one
+        for one in classes
+        if (one.from_vllm or not ours.isdisjoint(one.bases)) and not one.node.name.startswith("_")
+    ]
+    for keep in (
+        lambda one: not _aside(one.file.relative_to(repository)),
+        lambda one: STAND_INS.isdisjoint(_words(one.node.name)),
+    ):
         meant = [one for one in meant if keep(one)] or meant
-    derived_from = {base for one in meant for base in one.bases if base != one.node.name}  # not: what a test derives from
+    derived_from = {
+        base for one in meant for base in one.bases if base != one.node.name
+    }  # not: what a test derives from
     meant = [one for one in meant if one.node.name not in derived_from]
-    found = {one.connector: one for one in map(_found, reversed(meant))}  # of two in branches of one module the first
+    found = {
+        one.connector: one for one in map(_found, reversed(meant))
+    }  # of two in branches of one module the first
     return [found[name] for name in sorted(found)]
 
 
@@ -101,12 +138,20 @@ def files(repository: Path) -> Iterator[Path]:
     """The repository's Python files, in order; not those of environments, builds, and hidden folders."""
     count = 0
     for folder, below, names in os.walk(repository):
-        below[:] = sorted(name for name in below if name not in NOT_OURS and not name.startswith(".") and not _is_venv(Path(folder, name)))
+        below[:] = sorted(
+            name
+            for name in below
+            if name not in NOT_OURS
+            and not name.startswith(".")
+            and not _is_venv(Path(folder, name))
+        )
         for name in sorted(names):
             if name.endswith(".py"):
                 count += 1
                 if count > MOST_FILES:
-                    raise UsageError(f"{repository} has more than {MOST_FILES} Python files: is it the connector's repository?")
+                    raise UsageError(
+                        f"{repository} has more than {MOST_FILES} Python files: is it the connector's repository?"
+                    )
                 yield Path(folder, name)
 
 
@@ -119,14 +164,22 @@ def options(found: Found) -> dict[str, object]:
         dicts = {
             ast.unparse(target)
             for node in nodes
-            if isinstance(node, ast.Assign) and not isinstance(node.value, ast.Subscript) and _is_extra(node.value)
+            if isinstance(node, ast.Assign)
+            and not isinstance(node.value, ast.Subscript)
+            and _is_extra(node.value)
             for target in node.targets
         }
         for node in nodes:
             match node:
-                case ast.Call(func=ast.Attribute(attr="get_from_extra_config"), args=[ast.Constant(value=str(name)), *rest]):
+                case ast.Call(
+                    func=ast.Attribute(attr="get_from_extra_config"),
+                    args=[ast.Constant(value=str(name)), *rest],
+                ):
                     names.setdefault(name, _constant(rest))
-                case ast.Call(func=ast.Attribute(value=where, attr="get"), args=[ast.Constant(value=str(name)), *rest]):
+                case ast.Call(
+                    func=ast.Attribute(value=where, attr="get"),
+                    args=[ast.Constant(value=str(name)), *rest],
+                ):
                     if _is_extra(where) or ast.unparse(where) in dicts:
                         names.setdefault(name, _constant(rest))
                 case ast.Subscript(value=where, slice=ast.Constant(value=str(name))):
@@ -142,10 +195,15 @@ def _classes(file: Path) -> Iterator[_Class]:
         if isinstance(node, ast.ClassDef):
             bases = []
             for base in node.bases:
-                head, dot, rest = ast.unparse(base.value if isinstance(base, ast.Subscript) else base).partition(".")
+                head, dot, rest = ast.unparse(
+                    base.value if isinstance(base, ast.Subscript) else base
+                ).partition(".")
                 bases.append(names.get(head, head) + dot + rest)
             last = tuple(base.rpartition(".")[2] for base in bases)
-            outer = any(base.startswith(f"{VLLM}.") and ROOTS.fullmatch(name) for base, name in zip(bases, last, strict=True))
+            outer = any(
+                base.startswith(f"{VLLM}.") and ROOTS.fullmatch(name)
+                for base, name in zip(bases, last, strict=True)
+            )
             yield _Class(node, file, last, outer)
 
 
@@ -154,7 +212,10 @@ def _imported(tree: ast.Module) -> dict[str, str]:
     names: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
-            names |= {name.asname or name.name: f"{'.' * node.level}{node.module or ''}.{name.name}" for name in node.names}
+            names |= {
+                name.asname or name.name: f"{'.' * node.level}{node.module or ''}.{name.name}"
+                for name in node.names
+            }
         elif isinstance(node, ast.Import):
             names |= {name.asname: name.name for name in node.names if name.asname}
     return names
@@ -166,7 +227,14 @@ def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
         yield node
         if isinstance(node, ast.If | ast.Try | ast.TryStar | ast.With):
             handlers = [part for handler in getattr(node, "handlers", ()) for part in handler.body]
-            yield from _statements([*node.body, *handlers, *getattr(node, "orelse", ()), *getattr(node, "finalbody", ())])
+            yield from _statements(
+                [
+                    *node.body,
+                    *handlers,
+                    *getattr(node, "orelse", ()),
+                    *getattr(node, "finalbody", ()),
+                ]
+            )
 
 
 def _aside(file: Path) -> bool:
@@ -184,8 +252,13 @@ def _found(one: _Class) -> Found:
         parts.insert(0, root.name)
         root = root.parent
     declares = any(
-        (isinstance(node, ast.Assign) and any(ast.unparse(target) == "kvconform_capabilities" for target in node.targets))
-        or (isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "kvconform_capabilities")
+        (
+            isinstance(node, ast.Assign)
+            and any(ast.unparse(target) == "kvconform_capabilities" for target in node.targets)
+        )
+        or (
+            isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "kvconform_capabilities"
+        )
         or (isinstance(node, ast.FunctionDef) and node.name == "kvconform_capabilities")
         for node in one.node.body
     )

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-GITHUB = re.compile(r"(?:https://|ssh://git@|git@)github\.com[/:]([\w.-]+/[\w.-]+?)(?:\.git)?/?", re.ASCII)
+GITHUB = re.compile(
+    r"(?:https://|ssh://git@|git@)github\.com[/:]([\w.-]+/[\w.-]+?)(?:\.git)?/?", re.ASCII
+)
 SCHEMES = ("https", "http", "git", "ssh")
 HOST = r"[a-z0-9][a-z0-9.-]*"
 SHORT = re.compile(rf"git@(?i:{HOST}):(?!/?-)[\w./~+%-]+", re.ASCII)
@@ -53,7 +55,9 @@ def of_record(record: dict[str, Any]) -> Origin:
         return _public(url, found.get("commit_id")) if found.get("vcs") == "git" else Origin()
     if url.startswith("file://"):
         folder = unquote(urlsplit(url).path)
-        return _public(_git(folder, "remote", "get-url", "origin") or "", _git(folder, "rev-parse", "HEAD"))
+        return _public(
+            _git(folder, "remote", "get-url", "origin") or "", _git(folder, "rev-parse", "HEAD")
+        )
     return Origin()
 
 
@@ -67,7 +71,11 @@ def public(url: str) -> str | None:
         host, port = parts.hostname or "", parts.port
     except ValueError:
         return None
-    if parts.scheme not in SCHEMES or not re.fullmatch(HOST, host, re.ASCII) or not PATH.fullmatch(parts.path):
+    if (
+        parts.scheme not in SCHEMES
+        or not re.fullmatch(HOST, host, re.ASCII)
+        or not PATH.fullmatch(parts.path)
+    ):
         return None
     if parts.scheme == "ssh" and parts.username not in (None, "git"):
         return None  # without its user it leads nowhere
@@ -77,12 +85,22 @@ def public(url: str) -> str | None:
 
 def _public(url: str, commit: str | None) -> Origin:
     shown = public(url)
-    return Origin(shown, commit) if shown and commit and re.fullmatch("[0-9a-f]{4,64}", commit) else Origin()
+    return (
+        Origin(shown, commit)
+        if shown and commit and re.fullmatch("[0-9a-f]{4,64}", commit)
+        else Origin()
+    )
 
 
 def _git(folder: str, *arguments: str) -> str | None:
     try:
-        done = subprocess.run(["git", "-C", folder, *arguments], capture_output=True, text=True, timeout=20, check=False)
+        done = subprocess.run(
+            ["git", "-C", folder, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=False,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None if done.returncode == 0 else None

@@ -40,7 +40,12 @@ def template(folder: Path) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} exists: --template makes a new folder")
     try:
-        shutil.copytree(FIXTURES / "template", folder, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+        shutil.copytree(
+            FIXTURES / "template",
+            folder,
+            ignore=shutil.ignore_patterns("__pycache__"),
+            dirs_exist_ok=True,
+        )
     except OSError as error:
         raise EnvironmentProblem(f"{error.filename} cannot be written: {error.strerror}") from None
 
@@ -51,7 +56,13 @@ def settings(repository: Path, connector: str, found: Found | None) -> str:
     if root is not None and not _writable(root):
         raise UsageError(f"the name of the folder {root!r} is no UTF-8: no settings can name it")
     rows = [_option(name, default) for name, default in options(found).items()] if found else []
-    return _rendered("kvconform.toml", connector=connector, pythonpath=root, options=rows, declares=found is not None and found.declares)
+    return _rendered(
+        "kvconform.toml",
+        connector=connector,
+        pythonpath=root,
+        options=rows,
+        declares=found is not None and found.declares,
+    )
 
 
 def workflow(repository: Path, origin: Origin) -> tuple[str, str]:
@@ -77,7 +88,9 @@ def write(repository: Path, files: dict[str, str]) -> Iterator[Written]:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text, encoding="utf-8")
             except OSError as error:
-                raise EnvironmentProblem(f"{error.filename} cannot be written: {error.strerror}") from None
+                raise EnvironmentProblem(
+                    f"{error.filename} cannot be written: {error.strerror}"
+                ) from None
         yield Written(Path(name), kept)
 
 
@@ -95,11 +108,17 @@ def _option(name: str, default: object) -> tuple[str, object, bool]:
 
 def _rendered(name: str, **values: Any) -> str:
     assets = importlib.resources.files("kvconform.init") / "assets"
-    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, trim_blocks=True)
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined, keep_trailing_newline=True, trim_blocks=True
+    )
     environment.filters["toml"] = _toml
     environment.filters["quoted"] = json.dumps  # YAML takes JSON's strings
-    environment.filters["key"] = lambda name: name if re.fullmatch(r"[\w-]+", name, re.ASCII) else _toml(name)
-    return environment.from_string((assets / f"{name}.jinja").read_text(encoding="utf-8")).render(**values)
+    environment.filters["key"] = lambda name: (
+        name if re.fullmatch(r"[\w-]+", name, re.ASCII) else _toml(name)
+    )
+    return environment.from_string((assets / f"{name}.jinja").read_text(encoding="utf-8")).render(
+        **values
+    )
 
 
 def _toml(value: object) -> str:
@@ -107,7 +126,9 @@ def _toml(value: object) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)  # inf, nan
     if isinstance(value, bool | int | float) or (isinstance(value, str) and _writable(value)):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # no pairs of surrogates, which TOML has not
+        return json.dumps(value, ensure_ascii=False).replace(
+            "\x7f", "\\u007f"
+        )  # no pairs of surrogates, which TOML has not
     return '""'
 
 

@@ -38,7 +38,12 @@ WORST_FIRST = (
 """The status of a requirement is the first of these that any of its rows has: PASS if it was exercised somewhere and nothing is worse."""
 
 
-ANSWERS = {"conformant": "CONFORMANT", "partial": "PARTLY CONFORMANT", "nonconformant": "NOT CONFORMANT", "error": "NO ANSWER"}
+ANSWERS = {
+    "conformant": "CONFORMANT",
+    "partial": "PARTLY CONFORMANT",
+    "nonconformant": "NOT CONFORMANT",
+    "error": "NO ANSWER",
+}
 """What a verdict is called in front of people."""
 EXERCISED = {Verdict.PASS, Verdict.FAIL, Verdict.XFAIL, Verdict.XPASS, Verdict.BLOCKED}
 """Verdicts of a requirement that something was seen of."""
@@ -89,7 +94,9 @@ def aggregate(rows: Iterable[Row], *, problems: Iterable[str] = ()) -> Aggregate
     verdicts: dict[str, set[Verdict]] = {}
     for row in rows:
         verdicts.setdefault(row.requirement, set()).add(row.verdict)
-    found.status = {name: next(v for v in WORST_FIRST if v in seen) for name, seen in verdicts.items()}
+    found.status = {
+        name: next(v for v in WORST_FIRST if v in seen) for name, seen in verdicts.items()
+    }
     tally = Counter(row.verdict for row in rows)
     found.counts = {verdict.value: tally[verdict] for verdict in Verdict}
     failing = [row for row in rows if row.verdict is Verdict.FAIL]
@@ -112,15 +119,34 @@ def _overall(rows: list[Row], found: Aggregate, problems: list[str]) -> tuple[st
         return "error", ["nothing was judged"]
     if found.counts["ERROR"] or problems:
         count = found.counts["ERROR"]
-        return "error", [*problems, *([f"{count} verdicts are ERROR: the harness or the environment is at fault"] if count else [])]
+        return "error", [
+            *problems,
+            *(
+                [f"{count} verdicts are ERROR: the harness or the environment is at fault"]
+                if count
+                else []
+            ),
+        ]
     counting = [row for row in rows if row.gating]
     excused = _excused(rows)
     bad = [(v, [r for r in counting if r.verdict is v]) for v in (Verdict.FAIL, Verdict.XPASS)]
-    bad.append((Verdict.BLOCKED, [r for r in counting if r.verdict is Verdict.BLOCKED and _run(r, r.blocked_by) not in excused]))
+    bad.append(
+        (
+            Verdict.BLOCKED,
+            [
+                r
+                for r in counting
+                if r.verdict is Verdict.BLOCKED and _run(r, r.blocked_by) not in excused
+            ],
+        )
+    )
     reasons = _reasons(bad)
     if reasons:
         return "nonconformant", reasons
-    mild = [(v, [r for r in counting if r.verdict is v]) for v in (Verdict.XFAIL, Verdict.DISABLED, Verdict.BLOCKED)]
+    mild = [
+        (v, [r for r in counting if r.verdict is v])
+        for v in (Verdict.XFAIL, Verdict.DISABLED, Verdict.BLOCKED)
+    ]
     reasons = _reasons(mild)
     if not any(row.verdict is Verdict.PASS for row in counting):
         reasons.append("no requirement that counts was exercised")
@@ -147,7 +173,9 @@ def _excused(rows: list[Row]) -> set[tuple[object, ...]]:
     """The failures that may block others without making the connector nonconformant: expected ones, and the engine's own."""
     engine = {Verdict.FAIL, Verdict.XFAIL}
     return {
-        _run(row, row.requirement) for row in rows if row.verdict is Verdict.XFAIL or (row.kind == "guarantee" and row.verdict in engine)
+        _run(row, row.requirement)
+        for row in rows
+        if row.verdict is Verdict.XFAIL or (row.kind == "guarantee" and row.verdict in engine)
     }
 
 
@@ -156,10 +184,20 @@ DECLARED = "declared"
 
 def claimed(capabilities: Mapping[str, Any], sources: Mapping[str, str]) -> list[str]:
     """Names of the capabilities that the connector itself declares to have."""
-    return [name for name in CAPABILITIES if sources.get(name, "").startswith(DECLARED) and has(capabilities.get(name))]
+    return [
+        name
+        for name in CAPABILITIES
+        if sources.get(name, "").startswith(DECLARED) and has(capabilities.get(name))
+    ]
 
 
-def void(capabilities: Mapping[str, Any], sources: Mapping[str, str], rows: Sequence[Row], spec: Spec, vllm: str = "999") -> list[str]:
+def void(
+    capabilities: Mapping[str, Any],
+    sources: Mapping[str, str],
+    rows: Sequence[Row],
+    spec: Spec,
+    vllm: str = "999",
+) -> list[str]:
     """Claims of which nothing was shown: every row of a requirement or a case that asks for the capability was skipped or not exercised.
 
     A capability that nothing asks for, in this vLLM version, cannot be shown, and is not void.
@@ -169,9 +207,15 @@ def void(capabilities: Mapping[str, Any], sources: Mapping[str, str], rows: Sequ
     found = []
     for name in claimed(capabilities, sources):
         requirements = {
-            req.id for req in spec.requirements.values() if req.kind == "requirement" and asks(req.capability_expr.source, name)
+            req.id
+            for req in spec.requirements.values()
+            if req.kind == "requirement" and asks(req.capability_expr.source, name)
         }
-        cases = {case.id for case in spec.cases.values() if asks(case.needs_expr.source, name) and case.in_force(vllm)}
+        cases = {
+            case.id
+            for case in spec.cases.values()
+            if asks(case.needs_expr.source, name) and case.in_force(vllm)
+        }
         if (requirements or cases) and not requirements & shown and not cases & ran:
             found.append(name)
     return found
@@ -199,7 +243,9 @@ def unasked(capabilities: Mapping[str, Any], sources: Mapping[str, str]) -> list
             "in plain runs it returned no KV, so nothing about loads is asked of it; if it should, declare `store = true` ([capabilities])"
         )
     if loads and not has(capabilities.get("fault_injection")):
-        found.append("nothing about failed loads was judged: that needs a method kvconform_fail_load (docs/guide-connector-authors.md)")
+        found.append(
+            "nothing about failed loads was judged: that needs a method kvconform_fail_load (docs/guide-connector-authors.md)"
+        )
     return found
 
 
@@ -209,16 +255,24 @@ def contradicted(declared: Any, seen: Any) -> str:
 
 
 def _plain(value: Any) -> str:
-    return {True: "yes", False: "no"}.get(value, str(value)) if isinstance(value, bool) else str(value)
+    return (
+        {True: "yes", False: "no"}.get(value, str(value)) if isinstance(value, bool) else str(value)
+    )
 
 
 def reasons(names: Iterable[str]) -> list[str]:
     """What the verdict says about void claims."""
     listed = ", ".join(names)
-    return [f"claimed and not shown, as none of their requirements and cases was exercised: {listed}"] if listed else []
+    return (
+        [f"claimed and not shown, as none of their requirements and cases was exercised: {listed}"]
+        if listed
+        else []
+    )
 
 
-def apply_expected(rows: Sequence[Row], entries: Iterable[Expected], *, today: date, complete: bool = True) -> list[str]:
+def apply_expected(
+    rows: Sequence[Row], entries: Iterable[Expected], *, today: date, complete: bool = True
+) -> list[str]:
     """Change the rows that the entries cover, in place, and return one sentence per entry that is wrong.
 
     An entry whose rows contain a FAIL makes these XFAIL; one whose rows are exercised and all PASS makes them XPASS. Wrong is an entry that
@@ -237,11 +291,15 @@ def apply_expected(rows: Sequence[Row], entries: Iterable[Expected], *, today: d
     return problems
 
 
-def apply_waivers(rows: Sequence[Row], waivers: Iterable[Waiver], *, vllm: str, today: date) -> list[str]:
+def apply_waivers(
+    rows: Sequence[Row], waivers: Iterable[Waiver], *, vllm: str, today: date
+) -> list[str]:
     """The same for the suite's waivers, on guarantees only. One that concerns other engines or versions is no error."""
     problems: list[str] = []
     for waiver in waivers:
-        covered = [row for row in rows if row.kind == "guarantee" and waiver.applies(row.to_dict(), vllm)]
+        covered = [
+            row for row in rows if row.kind == "guarantee" and waiver.applies(row.to_dict(), vllm)
+        ]
         if waiver.expired(today):
             problems.append(f"waiver of {waiver.requirement} expired on {waiver.expires}")
         elif covered:

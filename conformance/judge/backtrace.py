@@ -59,20 +59,36 @@ def tell(trace: list[Event], event: Event) -> tuple[str, str] | None:
     """(request, sentence) about where the bytes of `event` (a kv.wrong of another position, with one table per request) had been and in
     whose table, if known."""
     place, start = source(event), trace[0]
-    if place is None or event["found"] != "other_position" or start.get("groups", 1) > 1 or start.get("context_ranks", 1) > 1:
+    if (
+        place is None
+        or event["found"] != "other_position"
+        or start.get("groups", 1) > 1
+        or start.get("context_ranks", 1) > 1
+    ):
         return None
     size, (req, pos) = start["block_size"], place
     known = stays(trace, event["seq"])
-    names = dict.fromkeys([req, *known])  # any request with the same prefix may have been saved; the first one is the likeliest
+    names = dict.fromkeys(
+        [req, *known]
+    )  # any request with the same prefix may have been saved; the first one is the likeliest
     if pos % size == event["pos"] % size:
         for name in names:
-            mine = [stay for stay in known.get(name, []) if stay.since < event["step"]]  # what is read in a step was saved before it
+            mine = [
+                stay for stay in known.get(name, []) if stay.since < event["step"]
+            ]  # what is read in a step was saved before it
             for text in _outdated(name, mine, pos // size, event["pos"] // size):
                 return name, text
         for text in _misplaced(known.get(event["req"], []), pos // size, event["pos"] // size):
             return event["req"], text
     index = pos // size
-    return next(((req, _held(req, pos, stay, stay.table[index])) for stay in known.get(req, []) if index < len(stay.table)), None)
+    return next(
+        (
+            (req, _held(req, pos, stay, stay.table[index]))
+            for stay in known.get(req, [])
+            if index < len(stay.table)
+        ),
+        None,
+    )
 
 
 def _held(req: str, pos: int, stay: Stay, block: int) -> str:
@@ -83,7 +99,12 @@ def _held(req: str, pos: int, stay: Stay, block: int) -> str:
 def _misplaced(mine: list[Stay], loaded: int, wanted: int) -> Iterator[str]:
     """Whether the block of index `wanted` in the table of a stay is the one of index `loaded` in the table of the stay before."""
     for before, stay in itertools.pairwise(mine):
-        if loaded != wanted and loaded < len(before.table) and wanted < len(stay.table) and before.table[loaded] == stay.table[wanted]:
+        if (
+            loaded != wanted
+            and loaded < len(before.table)
+            and wanted < len(stay.table)
+            and before.table[loaded] == stay.table[wanted]
+        ):
             now = f"block {stay.table[wanted]} is block {wanted} of the request's table from step {stay.since} on"
             old = f"it was block {loaded} of it before the preemption in step {before.preempted}"
             yield f"{now}; {old}: a load that goes by the old table writes there"
@@ -94,7 +115,13 @@ def _outdated(req: str, mine: list[Stay], held: int, wanted: int) -> Iterator[st
     for number, stay in enumerate(mine):
         before = [block for earlier in mine[:number] for block in earlier.table]
         joined = before + stay.table
-        if not before or held >= len(stay.table) or wanted >= len(joined) or joined[wanted] != stay.table[held] or held == wanted:
+        if (
+            not before
+            or held >= len(stay.table)
+            or wanted >= len(joined)
+            or joined[wanted] != stay.table[held]
+            or held == wanted
+        ):
             continue
         last = mine[number - 1].preempted
         text = f"block {joined[wanted]} held it from step {stay.since} on, as block {held} of the table of request {req}"
@@ -110,10 +137,28 @@ EXCERPT = 18
 """Events up to the violation; those about the origin of its bytes, at most half as many, come on top. If requests were left over at the
 end: events of their lives; half as many before the end come on top."""
 TOLD = {
-    "step.scheduled", "req.scheduled", "lookup", "alloc", "req.state", "req.finished", "load.due", "kv.wrong", "kv.changed", "hold",
-    "release", "transfer.reported", "transfer.failed", "cache.reset", "engine.crash", "engine.stall", "engine.lifecycle", "plan",
-    "run.end", "profile.expectation", "case.expectation",
-}  # fmt: skip
+    "step.scheduled",
+    "req.scheduled",
+    "lookup",
+    "alloc",
+    "req.state",
+    "req.finished",
+    "load.due",
+    "kv.wrong",
+    "kv.changed",
+    "hold",
+    "release",
+    "transfer.reported",
+    "transfer.failed",
+    "cache.reset",
+    "engine.crash",
+    "engine.stall",
+    "engine.lifecycle",
+    "plan",
+    "run.end",
+    "profile.expectation",
+    "case.expectation",
+}
 LIFE = {"request.new", "lookup", "alloc", "req.state", "req.finished", "hold", "release"}
 """What happens to a request as a whole, however many steps it takes."""
 LEAST = 3
@@ -130,11 +175,14 @@ def excerpt(trace: list[Event], seq: int, req: str | None) -> list[Event]:
     left = _left_over(trace, event) if event["k"] == "run.end" else []
     mine = {req} if req is not None else set(left)
     chosen = [
-        e for e in trace
+        e
+        for e in trace
         if e["seq"] == seq
-        or e["k"] in TOLD and (not mine or _about(e, mine))
-        or e["k"] == "hook.returned" and e["error"] is not None
-    ]  # fmt: skip
+        or e["k"] in TOLD
+        and (not mine or _about(e, mine))
+        or e["k"] == "hook.returned"
+        and e["error"] is not None
+    ]
     before = [e for e in chosen if e["seq"] <= seq][-(EXCERPT // 2 if left else EXCERPT) :]
     there = {e["seq"] for e in before}
     origin = [e for e in _of_origin(trace, event) if e["seq"] < seq and e["seq"] not in there]
@@ -152,7 +200,15 @@ def _about(event: Event, mine: set[str]) -> bool:
 def _left_over(trace: list[Event], end: Event) -> list[str]:
     """The requests that are still there or kept alive when the run ends, and those that had the blocks which are not free."""
     short = end["free_blocks"] != end["free_blocks_at_start"]
-    return list(dict.fromkeys([*end["engine_requests"], *end["request_objects_alive"], *(_holders(trace, end) if short else ())]))
+    return list(
+        dict.fromkeys(
+            [
+                *end["engine_requests"],
+                *end["request_objects_alive"],
+                *(_holders(trace, end) if short else ()),
+            ]
+        )
+    )
 
 
 def _holders(trace: list[Event], end: Event) -> list[str]:
@@ -167,7 +223,9 @@ def _holders(trace: list[Event], end: Event) -> list[str]:
             held[e["id"]] = [e["owner"]]
         elif e["k"] == "block" and e["op"] == "free" and e["ref"] == 0:
             held.pop(e["id"], None)
-        elif e["k"] == "req.finished":  # with a local hit, it has blocks that were handed out to others
+        elif (
+            e["k"] == "req.finished"
+        ):  # with a local hit, it has blocks that were handed out to others
             for block in {block for _, _, table in e["tables"] for block in table if block != 0}:
                 held.setdefault(block, []).append(e["req"])
     return [req for reqs in held.values() for req in reqs]
@@ -191,11 +249,17 @@ def _of_origin(trace: list[Event], event: Event) -> list[Event]:
         return []
     (req, pos), story = place, tell(trace, event)
     return [
-        e for e in trace
+        e
+        for e in trace
         if e.get("req") in (req, story[0] if story else req)
         and (
-            e["k"] == "req.state" and "PREEMPTED" in (e["from"], e["to"])
-            or e["k"] == "req.scheduled" and e["kind"] in ("new", "resumed")
-            or e["k"] == "plan" and e["op"] == "save" and e["start"] <= max(pos, event["pos"]) and min(pos, event["pos"]) < e["end"]
+            e["k"] == "req.state"
+            and "PREEMPTED" in (e["from"], e["to"])
+            or e["k"] == "req.scheduled"
+            and e["kind"] in ("new", "resumed")
+            or e["k"] == "plan"
+            and e["op"] == "save"
+            and e["start"] <= max(pos, event["pos"])
+            and min(pos, event["pos"]) < e["end"]
         )
-    ]  # fmt: skip
+    ]

@@ -17,7 +17,9 @@ def spans(numbers: Iterable[int]) -> str:
             found[-1][1] = number
         else:
             found.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in found[:6]) + (", ..." if len(found) > 6 else "")
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in found[:6]) + (
+        ", ..." if len(found) > 6 else ""
+    )
 
 
 def _positions(numbers: Iterable[int]) -> str:
@@ -43,14 +45,18 @@ _SLOTS = {
 
 def _layer(e: Event) -> str:
     """The layer of an event, with its group where there are several."""
-    return f"layer {e['layer']}" + (f" of KV cache group {e['group']}" if e.get("group") is not None else "")
+    return f"layer {e['layer']}" + (
+        f" of KV cache group {e['group']}" if e.get("group") is not None else ""
+    )
 
 
 def _wrong(e: Event) -> str:
     last = e["pos"] + e["count"] - 1
     where = f"position {e['pos']}" if e["count"] == 1 else f"positions {e['pos']}-{last}"
     side = {"k": "K", "v": "V", "both": "K and V"}[e["kv"]]
-    what = "KV of another request" if e["found"] == "other_request" else e["found"].replace("_", " ")
+    what = (
+        "KV of another request" if e["found"] == "other_request" else e["found"].replace("_", " ")
+    )
     return f"{side} of {where} of request {e['req']} ({_layer(e)}, block {e['block']}, {_VIA[e['via']]}) hold {what}: {e['origin']}"
 
 
@@ -92,13 +98,23 @@ def _note(e: Event) -> str:
 def _lookup(e: Event) -> str:
     tokens, local = e["tokens"], e["local"]
     whole = isinstance(tokens, int) and not isinstance(tokens, bool)
-    answer = "None" if tokens is None else f"{tokens} tokens" if whole else f"{tokens!r}, a {type(tokens).__name__}"
+    answer = (
+        "None"
+        if tokens is None
+        else f"{tokens} tokens"
+        if whole
+        else f"{tokens!r}, a {type(tokens).__name__}"
+    )
     asked = f"asked for {e['req']} ({e['N']} tokens, {local} of them local), the connector answered {answer}"
     asked += " (asynchronous)" if tokens is not None and e["is_async"] else ""
     if e.get("computed_before_reset"):
         return f"{asked}; of what it promises, {e['computed_before_reset']} tokens are from before a reset of its cache"
     if whole and tokens > 0 and not e["is_async"] and local + tokens >= e["N"]:
-        asked += ", which leaves nothing to compute" if local + tokens == e["N"] else ", more than the request has"
+        asked += (
+            ", which leaves nothing to compute"
+            if local + tokens == e["N"]
+            else ", more than the request has"
+        )
     if whole and local + tokens <= min(e["ever_computed"], e["ever_plain"]):
         return asked
     return f"{asked}; {e['ever_computed']} tokens of this request were ever computed under its identity, {e['ever_plain']} under any"
@@ -117,8 +133,13 @@ def _promise(e: Event) -> str:
 
 def _alloc(e: Event) -> str:
     tables = e.get("tables", ())
-    return f"{e['req']} was granted {e['external']} external tokens after {e['local']} local ones, in blocks " + (
-        f"{e['blocks']}" if len(tables) < 2 else "; ".join(f"{table[2]} of KV cache group {n}" for n, table in enumerate(tables))
+    return (
+        f"{e['req']} was granted {e['external']} external tokens after {e['local']} local ones, in blocks "
+        + (
+            f"{e['blocks']}"
+            if len(tables) < 2
+            else "; ".join(f"{table[2]} of KV cache group {n}" for n, table in enumerate(tables))
+        )
     )
 
 
@@ -135,9 +156,13 @@ def _end(e: Event) -> str:
     if e["unfinished"]:
         parts.append(f"requests {', '.join(e['unfinished'])} are still there")
     if e["free_blocks"] != e["free_blocks_at_start"]:
-        parts.append(f"{e['free_blocks']} blocks are free, {e['free_blocks_at_start']} were at the start")
+        parts.append(
+            f"{e['free_blocks']} blocks are free, {e['free_blocks_at_start']} were at the start"
+        )
     if e["request_objects_alive"]:
-        parts.append(f"Request objects of {', '.join(e['request_objects_alive'])} are still referenced")
+        parts.append(
+            f"Request objects of {', '.join(e['request_objects_alive'])} are still referenced"
+        )
     if e["threads"]:
         parts.append(f"{e['threads']} threads are still running after the shutdown")
     return "at the end of the run " + ("; ".join(parts) or "nothing was left over")
@@ -162,7 +187,9 @@ def _crash(e: Event) -> str:
 
 def _built(e: Event) -> str:
     what = "None" if e["none"] else f"metadata (pickling: {e['pickle_error'] or 'fine'})"
-    return f"build_connector_meta returned {what}" + ("; it changed the SchedulerOutput" if e["output_mutated"] else "")
+    return f"build_connector_meta returned {what}" + (
+        "; it changed the SchedulerOutput" if e["output_mutated"] else ""
+    )
 
 
 def _bound(e: Event) -> str:
@@ -179,21 +206,34 @@ def _plan(e: Event) -> str:
 def _events_lookup(e: Event) -> str:
     text = f"{e['req']} got {e['got']} tokens ({e['local']} of them local), {e['announced']} were announced by KV events"
     text += f"; announced and not there: blocks {spans(e['missing'])}" if e["missing"] else ""
-    return text + (f"; there and never announced: blocks {spans(e['untold'])}" if e["untold"] else "")
+    return text + (
+        f"; there and never announced: blocks {spans(e['untold'])}" if e["untold"] else ""
+    )
 
 
 def _kv_event(e: Event) -> str:
     what = f"a KV event says {e['op']}" + (f": blocks {spans(e['keys'])}" if e["keys"] else "")
-    return what + (f"; {e['problem']}" if e["problem"] else "") + ("; it was published before" if e["repeated"] else "")
+    return (
+        what
+        + (f"; {e['problem']}" if e["problem"] else "")
+        + ("; it was published before" if e["repeated"] else "")
+    )
 
 
-_STATS = {"merge": "aggregate", "encode": "to_dict", "rebuild": "building them again", "observe": "the metrics"}
+_STATS = {
+    "merge": "aggregate",
+    "encode": "to_dict",
+    "rebuild": "building them again",
+    "observe": "the metrics",
+}
 
 
 def _stats(e: Event) -> str:
     problems = [f"{what} raised {e[name]}" for name, what in _STATS.items() if e[name]]
     problems += ["they are the object of the last time"] if e["kept"] else []
-    return f"the statistics of the {e['half']} half: " + ("; ".join(problems) or ("empty" if e["empty"] else "fine"))
+    return f"the statistics of the {e['half']} half: " + (
+        "; ".join(problems) or ("empty" if e["empty"] else "fine")
+    )
 
 
 def _pair_lookup(e: Event) -> str:
@@ -204,7 +244,11 @@ def _pair_lookup(e: Event) -> str:
 
 
 def _pair_params(e: Event) -> str:
-    what = "nothing" if e["none"] else "parameters" + (f" that JSON turns into {e['json']}" if e["json"] else "")
+    what = (
+        "nothing"
+        if e["none"]
+        else "parameters" + (f" that JSON turns into {e['json']}" if e["json"] else "")
+    )
     return f"{e['of']} ended with {what}, handed to {e['req']} on engine {e['on']}"
 
 
@@ -239,24 +283,36 @@ _TEXT: dict[str, Callable[[Event], str]] = {
     "meta.bound": _bound,
     "plan": _plan,
     "engine.crash": _crash,
-    "hold": lambda e: f"the engine has been holding {e['req']} ({e['direction']}) since {e['cause']}",
+    "hold": lambda e: (
+        f"the engine has been holding {e['req']} ({e['direction']}) since {e['cause']}"
+    ),
     "case.expectation": lambda e: f"the case expected {e['what']}: {e['detail']}",
     "engine.stall": lambda e: f"no progress; waiting: {', '.join(e['waiting_on']) or 'nobody'}",
     "engine.lifecycle": lambda e: f"{e['op']} raised {e['error']}" if e["error"] else e["op"],
-    "cache.reset": lambda e: f"reset_cache {e['phase']}" + (f" {e['returned']}" if e["phase"] == "returned" else ""),
+    "cache.reset": lambda e: (
+        f"reset_cache {e['phase']}" + (f" {e['returned']}" if e["phase"] == "returned" else "")
+    ),
     "api": lambda e: f"{e['item']}: {e['detail']}",
     "engine.api": lambda e: f"{e['item']}: {e['detail'] or 'as it should be'}",
     "events.lookup": _events_lookup,
     "kv.event": _kv_event,
     "stats.taken": _stats,
-    "handshake": lambda e: f"the handshake metadata {'is None' if e['none'] else 'cannot be pickled: ' + (e['detail'] or '')}",
-    "pair.engine": lambda e: f"engine {e['on']} is a {e['role']}, its connector's requires_kv_delivery is {e['delivery']}",
+    "handshake": lambda e: (
+        f"the handshake metadata {'is None' if e['none'] else 'cannot be pickled: ' + (e['detail'] or '')}"
+    ),
+    "pair.engine": lambda e: (
+        f"engine {e['on']} is a {e['role']}, its connector's requires_kv_delivery is {e['delivery']}"
+    ),
     "pair.lookup": _pair_lookup,
     "pair.params": _pair_params,
     "pair.request": _pair_request,
-    "engine.id": lambda e: f"the {e['half']} half of rank {e['rank']} has {'the' if e['kept'] else 'another'} engine id that was given",
+    "engine.id": lambda e: (
+        f"the {e['half']} half of rank {e['rank']} has {'the' if e['kept'] else 'another'} engine id that was given"
+    ),
     "ranks.joined": _joined,
-    "report.landed": lambda e: f"changed after they were reported: {', '.join(e['changed']) or 'nothing'}",
+    "report.landed": lambda e: (
+        f"changed after they were reported: {', '.join(e['changed']) or 'nothing'}"
+    ),
     "state.offered": lambda e: (
         f"the state of {e['req']} after {e['tokens']} tokens is offered in block {e['block']} of group {e['group']}"
         f"{'' if e['in_table'] else ', which is not in its table'}{', again' if e['again'] else ''}"

@@ -20,14 +20,18 @@ from kvconform.contract.trace import Event
 
 MISCOUNTED = "the engine lost count of request {req} when its load failed (bug B004)"
 OVERRUN = "the engine added output to request {req}, which had finished (engine.finish-once)"
-SERVED = "the engine served blocks whose load had failed to request {req} (engine.failed-not-served)"
+SERVED = (
+    "the engine served blocks whose load had failed to request {req} (engine.failed-not-served)"
+)
 STARVED = "the engine kept blocks from request {req} for the load of its own that had failed (engine.retry-admitted)"
 
 
 def note_unfilled(trace: Iterable[Event]) -> None:
     """Fill in `unfilled` of the alloc events: shared blocks whose synchronous load failed and that have not been computed to their
     end since, not even in the step under way. Changes these events."""
-    failed: dict[tuple[Any, int], set[int]] = {}  # places in the block that are to be computed again
+    failed: dict[
+        tuple[Any, int], set[int]
+    ] = {}  # places in the block that are to be computed again
     open_allocs: list[Event] = []
     size = 1
     for e in trace:
@@ -50,7 +54,9 @@ def note_unfilled(trace: Iterable[Event]) -> None:
                         del failed[key]
         elif kind == "worker.step_begin" and open_allocs:
             for alloc in open_allocs:
-                alloc["unfilled"] = [block for block in alloc["shared_blocks"] if (alloc.get("on"), block) in failed]
+                alloc["unfilled"] = [
+                    block for block in alloc["shared_blocks"] if (alloc.get("on"), block) in failed
+                ]
             open_allocs = []
 
 
@@ -74,7 +80,12 @@ def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
                 finished[who] = e["step"]
         elif e["k"] == "transfer.failed":
             failed = failed or not e["is_async"]
-        elif failed and e["k"] == "req.state" and e["reason"] == "rollback" and 0 < e["P"] != e["C"] - e["N"] + 1:
+        elif (
+            failed
+            and e["k"] == "req.state"
+            and e["reason"] == "rollback"
+            and 0 < e["P"] != e["C"] - e["N"] + 1
+        ):
             return e["seq"], MISCOUNTED.format(req=e["req"])
         elif failed and e["k"] == "alloc" and e.get("unfilled"):
             return e["seq"], SERVED.format(req=e["req"])

@@ -9,7 +9,15 @@ from typing import Any
 
 from kvconform.contract.requirement import Requirement
 from kvconform.judge.guards import HOOKED, pins_of
-from kvconform.judge.monitor import CountMonitor, Event, Handler, InvariantMonitor, Monitor, PrecedeMonitor, RespondMonitor
+from kvconform.judge.monitor import (
+    CountMonitor,
+    Event,
+    Handler,
+    InvariantMonitor,
+    Monitor,
+    PrecedeMonitor,
+    RespondMonitor,
+)
 
 Watch = tuple[Monitor, Handler]
 
@@ -32,7 +40,11 @@ class NullMonitor(Monitor):
         return {}
 
 
-def monitor_for(requirement: Requirement, cap: Mapping[str, Any] | None = None, cfg: Mapping[str, Any] | None = None) -> Monitor:
+def monitor_for(
+    requirement: Requirement,
+    cap: Mapping[str, Any] | None = None,
+    cfg: Mapping[str, Any] | None = None,
+) -> Monitor:
     """A fresh monitor. `relate` has none (kvconform.judge.relation): ValueError."""
     if requirement.pattern not in _MONITORS:
         raise ValueError(f"{requirement.id} relates two runs; it cannot be monitored on one")
@@ -83,14 +95,19 @@ def at_stake(requirements: Iterable[Requirement], trace: Iterable[Event]) -> lis
 
 
 def evaluate(
-    requirements: Iterable[Requirement], trace: Iterable[Event], cap: Mapping[str, Any] | None = None, cfg: Mapping[str, Any] | None = None
+    requirements: Iterable[Requirement],
+    trace: Iterable[Event],
+    cap: Mapping[str, Any] | None = None,
+    cfg: Mapping[str, Any] | None = None,
 ) -> dict[str, Monitor]:
     """Run the monitors of all requirements (without `relate`) over a trace; finished monitors by requirement id."""
     events = trace if isinstance(trace, (list, tuple)) else list(trace)
     stakes = _stakes_of(events)
     called = stakes.called
     monitors = {
-        req.id: monitor_for(req, cap, cfg) if stakes.include(req) else NullMonitor(req, cap or {}, cfg or {})
+        req.id: monitor_for(req, cap, cfg)
+        if stakes.include(req)
+        else NullMonitor(req, cap or {}, cfg or {})
         for req in requirements
         if req.pattern != "relate"
     }
@@ -101,18 +118,26 @@ def evaluate(
             watching.setdefault(kind, []).append((monitor, handle))
             if kind in HOOKED:
                 only = pins_of(monitor.requirement).hooks[kind]
-                for key in called if only is None else called.intersection((kind, hook) for hook in only):
+                for key in (
+                    called if only is None else called.intersection((kind, hook) for hook in only)
+                ):
                     if key[0] == kind:
                         of_hooks[key].append((monitor, handle))
     last: Event | None = None
     for event in events:
         last = event
         kind = event["k"]
-        watches = of_hooks[kind, event["hook"]] if kind in HOOKED and "hook" in event else watching.get(kind, ())
+        watches = (
+            of_hooks[kind, event["hook"]]
+            if kind in HOOKED and "hook" in event
+            else watching.get(kind, ())
+        )
         for monitor, handle in watches:
             try:
                 handle(event)
-            except Exception as error:  # a check that raises is a bug in the specification, not a verdict
+            except (
+                Exception
+            ) as error:  # a check that raises is a bug in the specification, not a verdict
                 monitor.fault(event, error)
     for monitor in monitors.values():
         monitor.finish(last)

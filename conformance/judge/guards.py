@@ -28,7 +28,9 @@ CACHED = 4_096
 
 def per_requirement(make: Callable[[Requirement], T]) -> Callable[[Requirement], T]:
     """Cache what `make` returns, by the identity of the requirement: requirements are immutable, and too large to hash."""
-    cache: dict[int, tuple[Requirement, T]] = {}  # holds the requirement too, so that no other one can have its id
+    cache: dict[
+        int, tuple[Requirement, T]
+    ] = {}  # holds the requirement too, so that no other one can have its id
 
     @functools.wraps(make)
     def cached(req: Requirement) -> T:
@@ -139,7 +141,11 @@ def _equality(part: ast.expr) -> tuple[ast.expr, ast.expr] | None:
 
 def _field(node: ast.expr) -> str | None:
     """`e` or `t` if the node is one plain field of it."""
-    plain = isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and isinstance(node.slice, ast.Constant)
+    plain = (
+        isinstance(node, ast.Subscript)
+        and isinstance(node.value, ast.Name)
+        and isinstance(node.slice, ast.Constant)
+    )
     return node.value.id if plain and node.value.id in ("e", "t") else None  # type: ignore[attr-defined]
 
 
@@ -151,8 +157,15 @@ def cannot_raise(part: ast.expr) -> bool:
     """Whether the part may be evaluated where `and` would have stopped before it: a field's truth, or its (in)equality with a literal."""
     if isinstance(part, ast.UnaryOp) and isinstance(part.op, ast.Not):
         return cannot_raise(part.operand)
-    if isinstance(part, ast.Compare) and len(part.ops) == 1 and isinstance(part.ops[0], (ast.Eq, ast.NotEq, ast.Is, ast.IsNot)):
-        return all(_field(side) is not None or isinstance(side, ast.Constant) for side in (part.left, part.comparators[0]))
+    if (
+        isinstance(part, ast.Compare)
+        and len(part.ops) == 1
+        and isinstance(part.ops[0], (ast.Eq, ast.NotEq, ast.Is, ast.IsNot))
+    ):
+        return all(
+            _field(side) is not None or isinstance(side, ast.Constant)
+            for side in (part.left, part.comparators[0])
+        )
     return _field(part) is not None
 
 
@@ -180,6 +193,8 @@ def _freeze(value: Any) -> Hashable:
 HOOKED = frozenset({"hook.called", "hook.returned"})
 Role = tuple[str, frozenset[str] | None]
 """An event kind that is looked at, and the hooks outside of which nothing comes of it (None: any)."""
+
+
 @dataclass(frozen=True)
 class Pins:
     """`kinds` and `calls` (kind and hook): what puts the requirement to the test; without any of these it has nothing to say. `hooks`: by
@@ -205,9 +220,14 @@ def pins_of(req: Requirement) -> Pins:
     others: list[Role] = []
     if req.precede is not None:
         others.append(_role(req.precede.before.event, found.get("before")))
-        others += [_role(req.precede.end.event, found.get("end"))] if req.precede.end is not None else []
+        others += (
+            [_role(req.precede.end.event, found.get("end"))] if req.precede.end is not None else []
+        )
     if req.respond is not None:
-        others += [_role(req.respond.then.event, found.get("then")), _role(req.respond.by.event, found.get("by"))]
+        others += [
+            _role(req.respond.then.event, found.get("then")),
+            _role(req.respond.by.event, found.get("by")),
+        ]
     hooks: dict[str, frozenset[str] | None] = {}
     for kind, only in (*triggers, *others):
         before = hooks.get(kind, frozenset())
@@ -223,7 +243,9 @@ def _role(kind: str, guard: Expression | None) -> Role:
     if kind not in HOOKED or guard is None:
         return kind, None
     tree = guard.tree
-    for part in tree.values if isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.And) else [tree]:
+    for part in (
+        tree.values if isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.And) else [tree]
+    ):
         if (hooks := _hooks(part)) is not None:
             return kind, hooks
         if not cannot_raise(part):
@@ -233,7 +255,11 @@ def _role(kind: str, guard: Expression | None) -> Role:
 
 def _hooks(part: ast.expr) -> frozenset[str] | None:
     """The hooks of `e.hook == 'x'` or `e.hook in ('x', 'y')`."""
-    if not isinstance(part, ast.Compare) or len(part.ops) != 1 or ast.unparse(part.left) != "e['hook']":
+    if (
+        not isinstance(part, ast.Compare)
+        or len(part.ops) != 1
+        or ast.unparse(part.left) != "e['hook']"
+    ):
         return None
     other = part.comparators[0]
     if isinstance(part.ops[0], ast.Eq):
@@ -242,5 +268,9 @@ def _hooks(part: ast.expr) -> frozenset[str] | None:
         texts = other.elts
     else:
         return None
-    names = [text.value for text in texts if isinstance(text, ast.Constant) and isinstance(text.value, str)]
+    names = [
+        text.value
+        for text in texts
+        if isinstance(text, ast.Constant) and isinstance(text.value, str)
+    ]
     return frozenset(names) if len(names) == len(texts) else None

@@ -67,11 +67,17 @@ class Monitor:
 
     def __post_init__(self) -> None:
         expressions = self.requirement.expressions
-        self.where = expressions["where"].bind(self.cap, self.cfg) if "where" in expressions else None
+        self.where = (
+            expressions["where"].bind(self.cap, self.cfg) if "where" in expressions else None
+        )
         self.by_kind = self.handlers()
         if self.requirement.exercised is not None:
             kind = self.requirement.exercised.event
-            self.by_kind[kind] = both(self.by_kind[kind], self.at_stake()) if kind in self.by_kind else self.at_stake()
+            self.by_kind[kind] = (
+                both(self.by_kind[kind], self.at_stake())
+                if kind in self.by_kind
+                else self.at_stake()
+            )
 
     def at_stake(self) -> Handler:
         """Counts the events of `exercised`: that nothing was broken says something only where something could have been."""
@@ -87,15 +93,28 @@ class Monitor:
     def fault(self, event: Event, error: Exception) -> None:
         """Note that the check raised on this event; the first time counts."""
         if self.error is None:
-            text = f"it reads {error}, which is not there" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+            text = (
+                f"it reads {error}, which is not there"
+                if isinstance(error, KeyError)
+                else f"{type(error).__name__}: {error}"
+            )
             self.error = f"the check of {self.requirement.id} cannot be evaluated on {event['k']} #{event.get('seq', '?')}: {text}"
 
-    def violate(self, at: Event, about: Event, message: Callable[[], str], trigger: Event | None = None) -> None:
+    def violate(
+        self, at: Event, about: Event, message: Callable[[], str], trigger: Event | None = None
+    ) -> None:
         """Note a violation that came to light at `at` and is about `about`."""
         self.count += 1
         if len(self.violations) < KEPT:
             seq = at.get("seq", 0)
-            violation = Violation(seq, about.get("seq", seq), about.get("step", 0), _request(about.get("req")), message, trigger)
+            violation = Violation(
+                seq,
+                about.get("seq", seq),
+                about.get("step", 0),
+                _request(about.get("req")),
+                message,
+                trigger,
+            )
             self.violations.append(violation)
 
 
@@ -121,7 +140,11 @@ class InvariantMonitor(Monitor):
         req = self.requirement
         assert req.event is not None
         expression = req.expressions["check"]
-        where, check, wanted = self.where, expression.bind(self.cap, self.cfg), req.always is not None
+        where, check, wanted = (
+            self.where,
+            expression.bind(self.cap, self.cfg),
+            req.always is not None,
+        )
 
         def on_event(e: Event) -> None:
             if where is None or where(e):
@@ -135,7 +158,9 @@ class InvariantMonitor(Monitor):
         expression = self.requirement.expressions["check"]
         guard = self.requirement.expressions.get("where")
         if expression.constant:
-            return f"{e['k']} occurred" + (f" with `{guard.source}`: {guard.values(e)}" if guard else "")
+            return f"{e['k']} occurred" + (
+                f" with `{guard.source}`: {guard.values(e)}" if guard else ""
+            )
         source, values = expression.culprit(wanted, self.cap, self.cfg, e)
         return f"`{source}` is {'false' if wanted else 'true'}" + (f": {values}" if values else "")
 
@@ -147,7 +172,11 @@ class CountMonitor(Monitor):
         req = self.requirement
         assert req.event is not None and req.count is not None
         expression = req.expressions.get("per")
-        where, per, most = self.where, expression.bind(self.cap, self.cfg) if expression else None, req.count.max
+        where, per, most = (
+            self.where,
+            expression.bind(self.cap, self.cfg) if expression else None,
+            req.count.max,
+        )
         self.seen: dict[Any, int] = {}
         self.last: dict[Any, Event] = {}
 
@@ -158,7 +187,9 @@ class CountMonitor(Monitor):
                 number = self.seen[key] = self.seen.get(key, 0) + 1
                 self.last[key] = e
                 if most is not None and number > most:
-                    self.violate(e, e, lambda: f"{number} times {e['k']}{self.of(e)}, at most {most} allowed")
+                    self.violate(
+                        e, e, lambda: f"{number} times {e['k']}{self.of(e)}, at most {most} allowed"
+                    )
 
         return {req.event: on_event}
 
@@ -172,7 +203,9 @@ class CountMonitor(Monitor):
         least = req.count.min
         if least is None or last is None:
             return
-        if req.count.per is None and not self.seen:  # that it must occur at all is exercised by every run
+        if (
+            req.count.per is None and not self.seen
+        ):  # that it must occur at all is exercised by every run
             self.exercised = 1
             self.violate(last, last, lambda: f"{req.event} never occurred, at least {least} needed")
         for key, number in self.seen.items():
@@ -218,10 +251,18 @@ class PrecedeMonitor(Monitor):
         assert self.requirement.precede is not None
         before = _match_text(self.requirement.precede.before)
         state = "was over before it" if ended else "came before it"
-        return f"{t['k']} {'after' if ended else 'without'} {before}" + (f", which {state}" if ended else "") + self.values(t)
+        return (
+            f"{t['k']} {'after' if ended else 'without'} {before}"
+            + (f", which {state}" if ended else "")
+            + self.values(t)
+        )
 
     def values(self, t: Event) -> str:
-        text = self.requirement.expressions["before"].values(None, t) if "before" in self.requirement.expressions else ""
+        text = (
+            self.requirement.expressions["before"].values(None, t)
+            if "before" in self.requirement.expressions
+            else ""
+        )
         return f" ({text})" if text else ""
 
 
@@ -256,7 +297,9 @@ class RespondMonitor(Monitor):
         req = self.requirement
         assert req.event is not None and req.respond is not None
         join = joins_of(req)["then"].bind(self.cap, self.cfg)
-        deadline = req.expressions["by"].bind(self.cap, self.cfg) if "by" in req.expressions else None
+        deadline = (
+            req.expressions["by"].bind(self.cap, self.cfg) if "by" in req.expressions else None
+        )
         where, rest = self.where, join.rest
         self.open: dict[Any, list[Event]] = {}
 
@@ -278,7 +321,9 @@ class RespondMonitor(Monitor):
                 for t in late:
                     self.violate(e, t, lambda t=t: self.describe(t), t)  # type: ignore[misc]
                 if late:
-                    self.open[key] = [t for t in waiting if t not in late] if len(late) < len(waiting) else []
+                    self.open[key] = (
+                        [t for t in waiting if t not in late] if len(late) < len(waiting) else []
+                    )
                     if not self.open[key]:
                         del self.open[key]
 
@@ -287,12 +332,22 @@ class RespondMonitor(Monitor):
                 self.exercised += 1
                 self.open.setdefault(join.key_t(t), []).append(t)
 
-        return _merged([(req.respond.then.event, on_then), (req.respond.by.event, on_by), (req.event, on_trigger)])
+        return _merged(
+            [
+                (req.respond.then.event, on_then),
+                (req.respond.by.event, on_by),
+                (req.event, on_trigger),
+            ]
+        )
 
     def describe(self, t: Event) -> str:
         respond = self.requirement.respond
         assert respond is not None
-        values = self.requirement.expressions["then"].values(None, t) if "then" in self.requirement.expressions else ""
+        values = (
+            self.requirement.expressions["then"].values(None, t)
+            if "then" in self.requirement.expressions
+            else ""
+        )
         text = f" ({values})" if values else ""
         return f"{t['k']} #{t.get('seq', '?')}{text} was not followed by {_match_text(respond.then)} before {_match_text(respond.by)}"
 

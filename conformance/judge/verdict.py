@@ -32,7 +32,10 @@ def about_pairs(requirement: Requirement) -> bool:
 
 
 def evaluate_sides(
-    requirements: Iterable[Requirement], trace: Sequence[Event], cap: Mapping[str, Any] | None = None, cfg: Mapping[str, Any] | None = None
+    requirements: Iterable[Requirement],
+    trace: Sequence[Event],
+    cap: Mapping[str, Any] | None = None,
+    cfg: Mapping[str, Any] | None = None,
 ) -> dict[str, Monitor]:
     """As `evaluate`. With several engines, the outcomes of their shares are put together: violations in their order, counts added up."""
     roles = next((event["engines"] for event in trace[:2] if event["k"] == "run.engines"), None)
@@ -42,15 +45,25 @@ def evaluate_sides(
     found = evaluate([req for req in listed if about_pairs(req)], trace, cap, cfg)
     single = [req for req in listed if not about_pairs(req)]
     for name, role in roles.items():
-        part = [event for event in trace if event.get(ENGINE_FIELD, name) == name or event["k"] in EVERYBODYS]
-        for identifier, monitor in evaluate(single, part, cap, {**(cfg or {}), "role": role}).items():
-            found[identifier] = _together(found[identifier], monitor) if identifier in found else monitor
+        part = [
+            event
+            for event in trace
+            if event.get(ENGINE_FIELD, name) == name or event["k"] in EVERYBODYS
+        ]
+        for identifier, monitor in evaluate(
+            single, part, cap, {**(cfg or {}), "role": role}
+        ).items():
+            found[identifier] = (
+                _together(found[identifier], monitor) if identifier in found else monitor
+            )
     return found
 
 
 def _together(first: Monitor, second: Monitor) -> Monitor:
     seen = {(violation.seq, violation.event) for violation in first.violations}
-    first.violations += [violation for violation in second.violations if (violation.seq, violation.event) not in seen]
+    first.violations += [
+        violation for violation in second.violations if (violation.seq, violation.event) not in seen
+    ]
     first.violations.sort(key=lambda violation: violation.seq)
     first.exercised += second.exercised
     first.count = max(first.count + second.count, len(first.violations))
@@ -102,7 +115,15 @@ class Row:
     @property
     def run(self) -> str:
         """Id of the run that it is about."""
-        return variant_id(self.case, self.engine, self.scheduling, self.runner, self.depth, self.block_size, self.slow)
+        return variant_id(
+            self.case,
+            self.engine,
+            self.scheduling,
+            self.runner,
+            self.depth,
+            self.block_size,
+            self.slow,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; what is None or a default after `verdict` is left out."""
@@ -173,7 +194,9 @@ def judge(
     rows: list[Row] = []
     watched: list[tuple[Requirement, Row]] = []
     about = {"case": main.variant.case.id, **main.variant.axes}
-    broken = next((run.harness_error for run in runs.values() if run.harness_error is not None), None) or _harness_crash(main.trace)
+    broken = next(
+        (run.harness_error for run in runs.values() if run.harness_error is not None), None
+    ) or _harness_crash(main.trace)
     channels = {*main.channels, "harness"}
     for req in requirements:
         row = _row(req, about, strict)
@@ -185,11 +208,20 @@ def judge(
         elif not req.capability_expr.bind(caps)({}):
             row.verdict, row.message = Verdict.UNSUPPORTED, f"needs {req.capability}"
         elif row.engine not in req.engines:
-            row.verdict, row.message = Verdict.UNOBSERVABLE, f"is judged on {' and '.join(req.engines)} only"
+            row.verdict, row.message = (
+                Verdict.UNOBSERVABLE,
+                f"is judged on {' and '.join(req.engines)} only",
+            )
         elif not req.channels <= channels:
-            row.verdict, row.message = Verdict.UNOBSERVABLE, f"needs events of {', '.join(sorted(req.channels - channels))}"
+            row.verdict, row.message = (
+                Verdict.UNOBSERVABLE,
+                f"needs events of {', '.join(sorted(req.channels - channels))}",
+            )
         elif req.relate is not None and any(name not in runs for name in req.relate.runs):
-            row.verdict, row.message = Verdict.UNOBSERVABLE, f"needs the runs {' and '.join(req.relate.runs)}"
+            row.verdict, row.message = (
+                Verdict.UNOBSERVABLE,
+                f"needs the runs {' and '.join(req.relate.runs)}",
+            )
         else:
             watched.append((req, row))
     if watched:
@@ -202,25 +234,48 @@ def _excuse(watched: list[tuple[Requirement, Row]], runs: Mapping[str, RunLike])
     """What the connector did after the engine had lost track of its requests is not judged, nor is what is compared with such a run."""
     since = {name: found for name, run in runs.items() if (found := lost(run.trace)) is not None}
     for req, row in watched if since else ():
-        here = since.get("connector") if req.relate is None else next((since[name] for name in req.relate.runs if name in since), None)
-        if here is None or req.kind == "guarantee" or row.verdict not in (Verdict.FAIL, Verdict.BLOCKED):
+        here = (
+            since.get("connector")
+            if req.relate is None
+            else next((since[name] for name in req.relate.runs if name in since), None)
+        )
+        if (
+            here is None
+            or req.kind == "guarantee"
+            or row.verdict not in (Verdict.FAIL, Verdict.BLOCKED)
+        ):
             continue
         if req.relate is not None or row.event is None or row.event >= here[0]:
-            row.verdict, row.message, row.blocked_by = Verdict.UNSUPPORTED, f"not judged: {here[1]}", None
+            row.verdict, row.message, row.blocked_by = (
+                Verdict.UNSUPPORTED,
+                f"not judged: {here[1]}",
+                None,
+            )
 
 
-def new_row(req: Requirement, variant: VariantLike, *, strict: bool = False, verdict: Verdict = Verdict.PASS) -> Row:
+def new_row(
+    req: Requirement, variant: VariantLike, *, strict: bool = False, verdict: Verdict = Verdict.PASS
+) -> Row:
     """A row with everything but the findings filled in."""
     return _row(req, {"case": variant.case.id, **variant.axes}, strict, verdict)
 
 
-def _row(req: Requirement, about: Mapping[str, Any], strict: bool, verdict: Verdict = Verdict.PASS) -> Row:
+def _row(
+    req: Requirement, about: Mapping[str, Any], strict: bool, verdict: Verdict = Verdict.PASS
+) -> Row:
     gating = req.kind == "requirement" and (req.level in ("MUST", "MUST NOT") or strict)
-    return Row(requirement=req.id, verdict=verdict, kind=req.kind, level=req.level, gating=gating, **about)
+    return Row(
+        requirement=req.id, verdict=verdict, kind=req.kind, level=req.level, gating=gating, **about
+    )
 
 
 def rows_for(
-    requirements: Iterable[Requirement], variant: VariantLike, verdict: Verdict, message: str, *, strict: bool = False
+    requirements: Iterable[Requirement],
+    variant: VariantLike,
+    verdict: Verdict,
+    message: str,
+    *,
+    strict: bool = False,
 ) -> list[Row]:
     """The same verdict for all: for a case that was not run (UNSUPPORTED, DISABLED) or whose worker died (ERROR)."""
     rows = [new_row(req, variant, strict=strict, verdict=verdict) for req in requirements]
@@ -241,11 +296,17 @@ def _crash_time(trace: Sequence[Event]) -> int | None:
         if event["k"] == "engine.crash":
             return int(event["seq"])
     last = trace[-1] if trace else {"k": ""}
-    cut = any(event["k"] == "engine.lifecycle" and event["op"] == "shutdown_again" for event in trace)
-    return int(last["seq"]) - 1 if last["k"] == "run.end" and last.get("crashed") and not cut else None
+    cut = any(
+        event["k"] == "engine.lifecycle" and event["op"] == "shutdown_again" for event in trace
+    )
+    return (
+        int(last["seq"]) - 1 if last["k"] == "run.end" and last.get("crashed") and not cut else None
+    )
 
 
-def _judge_watched(watched: list[tuple[Requirement, Row]], runs: Mapping[str, RunLike], caps: Mapping[str, Any]) -> None:
+def _judge_watched(
+    watched: list[tuple[Requirement, Row]], runs: Mapping[str, RunLike], caps: Mapping[str, Any]
+) -> None:
     trace = runs["connector"].trace
     cfg = trace[0] if trace and trace[0]["k"] == "run.start" else {}
     found: dict[str, Monitor] = dict(evaluate_sides((req for req, _ in watched), trace, caps, cfg))
@@ -257,7 +318,11 @@ def _judge_watched(watched: list[tuple[Requirement, Row]], runs: Mapping[str, Ru
             found[req.id] = relation
     crash = _crash_time(trace)
     blame = _Blame(crash)
-    violated = [(req, row) for req, row in watched if found[req.id].violations and found[req.id].error is None]
+    violated = [
+        (req, row)
+        for req, row in watched
+        if found[req.id].violations and found[req.id].error is None
+    ]
     # What cannot be a consequence first; then consequences in the order in which they came to light, as one may explain the next.
     violated.sort(key=lambda pair: (pair[0].consequence, found[pair[0].id].violations[0].seq))
     for req, row in violated:
@@ -284,7 +349,12 @@ class _Blame:
             row.verdict = Verdict.FAIL
             if req.level in ("MUST", "MUST NOT"):
                 self.failures.append((first.seq, req.id))
-        row.step, row.req, row.event, row.message = first.step, first.req, first.event, first.message
+        row.step, row.req, row.event, row.message = (
+            first.step,
+            first.req,
+            first.event,
+            first.message,
+        )
 
     def explanation(self, req: Requirement, violation: Violation) -> str | None:
         """What explains a violation: an earlier failure for a consequence, else the crash (or the failure before it). How all of vLLM ended
@@ -293,7 +363,9 @@ class _Blame:
             return None
         after_crash = self.crash is not None and violation.seq > self.crash
         if req.consequence or after_crash:
-            earlier = min((f for f in self.failures if f[0] <= violation.seq and f[1] != req.id), default=None)
+            earlier = min(
+                (f for f in self.failures if f[0] <= violation.seq and f[1] != req.id), default=None
+            )
             if earlier is not None:
                 return earlier[1]
         return CRASH if after_crash else None
@@ -313,7 +385,9 @@ def _fill(row: Row, req: Requirement, monitor: Monitor, crash: int | None, blame
     elif not monitor.violations and monitor.unresolved and crash is not None:
         row.verdict, row.blocked_by = Verdict.BLOCKED, blame.before_crash()
         row.message = f"{monitor.unresolved} still open when the engine crashed"
-    if row.verdict == Verdict.BLOCKED and row.blocked_by == CRASH:  # consequences settled later may have explained the crash after all
+    if (
+        row.verdict == Verdict.BLOCKED and row.blocked_by == CRASH
+    ):  # consequences settled later may have explained the crash after all
         row.blocked_by = blame.before_crash()
     if row.verdict in (Verdict.FAIL, Verdict.ERROR) and req.source is not None:
         row.evidence = f"{req.source.file}: {req.source.symbol}"

@@ -57,7 +57,9 @@ class Group:
         return 0 if self.window is None else max(0, start - self.window + 1)
 
 
-def groups_of(kinds: Sequence[GroupKind], *, layers: int, block_size: int, heads: int, window: int) -> tuple[Group, ...]:
+def groups_of(
+    kinds: Sequence[GroupKind], *, layers: int, block_size: int, heads: int, window: int
+) -> tuple[Group, ...]:
     """The groups of a model with `layers` layers: one per kind, one layer each; a single kind (none: full) is of all layers. ValueError
     if there are not as many layers as kinds."""
     if len(kinds) <= 1:
@@ -71,7 +73,11 @@ def groups_of(kinds: Sequence[GroupKind], *, layers: int, block_size: int, heads
             (number,),
             block_size * (2 if kind == "wide" else 1),
             1 if kind == "state" else heads // 2 if kind == "wide" else heads,
-            window if kind in WINDOWED else 2 if kind == "state" else None,  # the state before is all that a token needs
+            window
+            if kind in WINDOWED
+            else 2
+            if kind == "state"
+            else None,  # the state before is all that a token needs
             kind != "private",
         )
         for number, kind in enumerate(kinds)
@@ -99,25 +105,48 @@ class PagedCache:
     shadow; whatever differs between the two was written by the connector.
     """
 
-    def __init__(self, book: CodeBook, num_blocks: int, block_size: int, layout: str = PACKED, groups: Sequence[Group] = ()) -> None:
-        self.book, self.num_blocks, self.block_size, self.layout = book, num_blocks, block_size, layout
-        self.groups = tuple(groups) or (Group("full", tuple(range(book.layers)), block_size, book.heads),)
+    def __init__(
+        self,
+        book: CodeBook,
+        num_blocks: int,
+        block_size: int,
+        layout: str = PACKED,
+        groups: Sequence[Group] = (),
+    ) -> None:
+        self.book, self.num_blocks, self.block_size, self.layout = (
+            book,
+            num_blocks,
+            block_size,
+            layout,
+        )
+        self.groups = tuple(groups) or (
+            Group("full", tuple(range(book.layers)), block_size, book.heads),
+        )
         self.stride = max(group.block_size for group in self.groups)
         self.names = [f"model.layers.{i}.self_attn.attn" for i in range(book.layers)]
         self.group_of: np.ndarray = np.zeros(num_blocks, dtype=np.int64)
         self.tensors: list[torch.Tensor] = [torch.empty(0)] * book.layers
         self._views, self.shadow = list(self.tensors), list(self.tensors)
-        self._number = {layer: number for number, group in enumerate(self.groups) for layer in group.layers}
+        self._number = {
+            layer: number for number, group in enumerate(self.groups) for layer in group.layers
+        }
         # One allocation for all layers, as vLLM makes it: a layer's tensor is a view with an offset into shared storage.
         depth = max(len(group.layers) for group in self.groups)
         page = max(group.heads * group.block_size for group in self.groups) * book.width
         pages = device.current.allocate(depth * num_blocks * page)
         copy = torch.zeros_like(pages)
-        self._all, self._all_shadow = pages.view(torch.int32), copy.view(torch.int32)  # as bits: NaN must equal itself
+        self._all, self._all_shadow = (
+            pages.view(torch.int32),
+            copy.view(torch.int32),
+        )  # as bits: NaN must equal itself
         for group in self.groups:
-            for layer, tensor, view in zip(group.layers, *self._layers(pages, depth, group, layout), strict=False):
+            for layer, tensor, view in zip(
+                group.layers, *self._layers(pages, depth, group, layout), strict=False
+            ):
                 self.tensors[layer], self._views[layer] = tensor, view
-            for layer, view in zip(group.layers, self._layers(copy, depth, group, layout)[1], strict=False):
+            for layer, view in zip(
+                group.layers, self._layers(copy, depth, group, layout)[1], strict=False
+            ):
                 self.shadow[layer] = view
         self._split: tuple[np.ndarray | None, tuple[Any, Any]] = None, (None, None)
         self._upload = device.current.upload
@@ -131,14 +160,20 @@ class PagedCache:
         read and written: four times as fast, for a few slots, as tensors are."""
         self._arrays = [view.numpy() for view in self._views] if self._plain else []
         self._shadow_arrays = [view.numpy() for view in self.shadow] if self._plain else []
-        self._same_bytes = (self._all.data_ptr(), self._all_shadow.data_ptr(), self._all.nbytes) if self._plain else None
+        self._same_bytes = (
+            (self._all.data_ptr(), self._all_shadow.data_ptr(), self._all.nbytes)
+            if self._plain
+            else None
+        )
 
     def _follow(self) -> None:
         """Look again if somebody has moved the bytes."""
         if self._same_bytes is not None and self._same_bytes[0] != self._all.data_ptr():
             self._look()
 
-    def _layers(self, pages: torch.Tensor, depth: int, group: Group, layout: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def _layers(
+        self, pages: torch.Tensor, depth: int, group: Group, layout: str
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """(tensors as they are registered, views [blocks, heads, block_size, 2, head_dim]) of the layers on `pages`."""
         heads, size, dim = group.heads, group.block_size, self.book.head_dim
         if layout in OLDER:
@@ -146,10 +181,20 @@ class PagedCache:
             tensors = list(pages.view(depth, *shape_of(self.num_blocks, heads, size, dim)))
             return tensors, [tensor.permute(axes) for tensor in tensors]
         if group.recurrent:  # one row per block; what is left of the page is padding
-            states = list(pages.view(depth, self.num_blocks, -1)[..., : self.book.width].unflatten(-1, (1, 1, self.book.width)))
-            return [state.view(torch.int8) for state in states], [state.unflatten(-1, (2, dim)) for state in states]
-        lengths = dict(zip("LBHNC", (depth, self.num_blocks, heads, size, self.book.width), strict=True))
-        whole = pages.view([lengths[axis] for axis in layout]).permute([layout.index(axis) for axis in "LBHNC"])
+            states = list(
+                pages.view(depth, self.num_blocks, -1)[..., : self.book.width].unflatten(
+                    -1, (1, 1, self.book.width)
+                )
+            )
+            return [state.view(torch.int8) for state in states], [
+                state.unflatten(-1, (2, dim)) for state in states
+            ]
+        lengths = dict(
+            zip("LBHNC", (depth, self.num_blocks, heads, size, self.book.width), strict=True)
+        )
+        whole = pages.view([lengths[axis] for axis in layout]).permute(
+            [layout.index(axis) for axis in "LBHNC"]
+        )
         return list(whole), [tensor.unflatten(-1, (2, dim)) for tensor in whole]
 
     share: tuple[int, int] = (0, 1)
@@ -191,7 +236,11 @@ class PagedCache:
             self._arrays[layer][blocks, :, offsets] = parts
             self._shadow_arrays[layer][blocks, :, offsets] = parts
             return
-        values = self._upload(torch.from_numpy(rows[:, :heads])).to(torch.float32).view(-1, heads, 2, self.book.head_dim)
+        values = (
+            self._upload(torch.from_numpy(rows[:, :heads]))
+            .to(torch.float32)
+            .view(-1, heads, 2, self.book.head_dim)
+        )
         self._views[layer][blocks, :, offsets] = values
         self.shadow[layer][blocks, :, offsets] = values
 
@@ -212,7 +261,13 @@ class PagedCache:
     def _rows(self, layer: int, slots: np.ndarray) -> torch.Tensor:
         blocks, offsets = self.split(slots)
         rows = self._views[layer][blocks, :, offsets].flatten(2)
-        return rows if not self.tolerance else torch.where((rows - rows.round()).abs() <= self.tolerance * LARGEST, rows.round(), rows)
+        return (
+            rows
+            if not self.tolerance
+            else torch.where(
+                (rows - rows.round()).abs() <= self.tolerance * LARGEST, rows.round(), rows
+            )
+        )
 
     def mismatches(self, layer: int, slots: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """Indices into `slots` whose content differs from `rows` (the nonce lanes are not compared)."""
@@ -225,10 +280,14 @@ class PagedCache:
             self._follow()
             array = self._arrays[layer]
             there = array[blocks, :, offsets].reshape(len(slots), array.shape[1], self.book.width)
-            return torch.from_numpy(((there != rows[:, : there.shape[1]]) & self._host_mask).any((1, 2)))
+            return torch.from_numpy(
+                ((there != rows[:, : there.shape[1]]) & self._host_mask).any((1, 2))
+            )
         have = self._rows(layer, slots)
         wanted = self._upload(torch.from_numpy(rows[:, : have.shape[1]]))
-        different: torch.Tensor = ((have != wanted) & self._mask).flatten(1).contiguous().view(torch.int64).any(1)  # eight at a time
+        different: torch.Tensor = (
+            ((have != wanted) & self._mask).flatten(1).contiguous().view(torch.int64).any(1)
+        )  # eight at a time
         return different
 
     def foreign(self, layer: int) -> np.ndarray:
@@ -245,7 +304,10 @@ class PagedCache:
 
     def changes(self, layer: int) -> torch.Tensor | None:
         """`foreign` as a mask [blocks, block_size], where the cache is; None if nothing was changed. On CUDA the host waits for nothing."""
-        real, shadow = self._views[layer].view(torch.int32), self.shadow[layer].view(torch.int32)  # as bits: NaN must equal itself
+        real, shadow = (
+            self._views[layer].view(torch.int32),
+            self.shadow[layer].view(torch.int32),
+        )  # as bits: NaN must equal itself
         if not real.is_cuda and torch.equal(real, shadow):
             return None
         touched = (real != shadow).flatten(3).any(3).any(1)
@@ -266,7 +328,9 @@ class SlicedCache(PagedCache):
     """The share of rank `rank` of `ranks`. Writes to slots of other ranks are dropped, and they are never found wrong. `block_size` is the
     scheduler's; ValueError if it cannot be split."""
 
-    def __init__(self, book: CodeBook, num_blocks: int, block_size: int, rank: int, ranks: int, **kwargs: Any) -> None:
+    def __init__(
+        self, book: CodeBook, num_blocks: int, block_size: int, rank: int, ranks: int, **kwargs: Any
+    ) -> None:
         if block_size % ranks:
             raise ValueError(f"blocks of {block_size} tokens cannot be split over {ranks} ranks")
         self.share = (rank, ranks)
@@ -274,9 +338,13 @@ class SlicedCache(PagedCache):
 
     @property
     def registered(self) -> tuple[Group, ...]:
-        return tuple(replace(group, block_size=group.block_size // self.share[1]) for group in self.groups)
+        return tuple(
+            replace(group, block_size=group.block_size // self.share[1]) for group in self.groups
+        )
 
-    def _layers(self, pages: torch.Tensor, depth: int, group: Group, layout: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def _layers(
+        self, pages: torch.Tensor, depth: int, group: Group, layout: str
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         mine = replace(group, block_size=group.block_size // self.share[1])
         return super()._layers(pages[: pages.numel() // self.share[1]], depth, mine, layout)
 
@@ -307,7 +375,9 @@ class SlicedCache(PagedCache):
     def differing(self, layer: int, slots: np.ndarray, rows: np.ndarray) -> torch.Tensor:
         mine = self._mine(slots)
         found = super().differing(layer, slots[mine], rows[mine])
-        return torch.zeros(len(slots), dtype=torch.bool, device=found.device).index_copy_(0, self._upload(torch.from_numpy(mine)), found)
+        return torch.zeros(len(slots), dtype=torch.bool, device=found.device).index_copy_(
+            0, self._upload(torch.from_numpy(mine)), found
+        )
 
     def changed_slots(self, touched: torch.Tensor | None) -> np.ndarray:
         (rank, ranks), slots = self.share, super().changed_slots(touched)

@@ -44,7 +44,13 @@ class Emulated:
 
     @property
     def early_reads(self) -> list[str]:
-        return list(dict.fromkeys(f"{note.what} at {note.where}" for note in self.cuda.notes if note.kind == "read_early"))[:SHOWN]
+        return list(
+            dict.fromkeys(
+                f"{note.what} at {note.where}"
+                for note in self.cuda.notes
+                if note.kind == "read_early"
+            )
+        )[:SHOWN]
 
     @property
     def lacks(self) -> str | None:
@@ -98,13 +104,22 @@ class Emulated:
 
     def used(self) -> dict[str, int]:
         cuda = self.cuda  # the machine has two queues of its own
-        return {"streams": len(cuda.machine.queues) - 2, "by_address": cuda.copies.made_by_address, "allocated": cuda.memory.lent}
+        return {
+            "streams": len(cuda.machine.queues) - 2,
+            "by_address": cuda.copies.made_by_address,
+            "allocated": cuda.memory.lent,
+        }
 
     def notes(self) -> list[dict[str, Any]]:
         new, here = self.cuda.notes[self._told :], threading.current_thread().name
         self._told += len(new)
-        told = [note for note in new if note.kind != "sync" or note.thread == here]  # a thread of the connector's may wait
-        return [{"what": note.kind, "text": f"{note.what} at {note.where}", "stream": note.stream} for note in told]
+        told = [
+            note for note in new if note.kind != "sync" or note.thread == here
+        ]  # a thread of the connector's may wait
+        return [
+            {"what": note.kind, "text": f"{note.what} at {note.where}", "stream": note.stream}
+            for note in told
+        ]
 
 
 @contextmanager

@@ -58,7 +58,9 @@ class OnCuda(Untold):
 def on_cuda(slow: Slow | None) -> Iterator[OnCuda]:
     """The device. EnvironmentProblem if there is none."""
     if not torch.cuda.is_available():
-        raise EnvironmentProblem("--device cuda needs a GPU that torch can use; --emulate-cuda does without one")
+        raise EnvironmentProblem(
+            "--device cuda needs a GPU that torch can use; --emulate-cuda does without one"
+        )
     with _sleeping_streams() if slow == "transfers" else nullcontext():
         yield OnCuda(slow)
     torch.cuda.synchronize()
@@ -70,7 +72,9 @@ def _sleeping_streams() -> Iterator[None]:
     when it makes it wait by wait_event, wait_stream or torch.cuda.Event.wait. Streams that are used in other ways are as fast as ever."""
     compute, set_stream = torch.cuda.current_stream(), torch.cuda.set_stream
 
-    def followed_by_sleep(call: Callable[..., Any], whose: Callable[..., Any]) -> Callable[..., Any]:
+    def followed_by_sleep(
+        call: Callable[..., Any], whose: Callable[..., Any]
+    ) -> Callable[..., Any]:
         def sleeping(*args: Any, **kwargs: Any) -> Any:
             found, stream = call(*args, **kwargs), whose(*args, **kwargs)
             if stream is not None and stream != compute:
@@ -89,7 +93,13 @@ def _sleeping_streams() -> Iterator[None]:
             (torch.cuda, "set_stream", lambda stream: stream),
             (torch.cuda.Stream, "wait_event", lambda self, event: self),
             (torch.cuda.Stream, "wait_stream", lambda self, stream: self),
-            (torch.cuda.Event, "wait", lambda self, stream=None: stream if stream is not None else torch.cuda.current_stream()),
+            (
+                torch.cuda.Event,
+                "wait",
+                lambda self, stream=None: (
+                    stream if stream is not None else torch.cuda.current_stream()
+                ),
+            ),
         ):
             patches.set(owner, name, followed_by_sleep(getattr(owner, name), whose))
         yield
@@ -114,7 +124,9 @@ def _open(kind: Device, slow: Slow | None) -> AbstractContextManager[Timeline]:
     if kind == "cpu":
         return nullcontext(Cpu())
     if kind == "emulated":
-        from kvconform.kv.emulated import emulated  # imports the emulation, which other devices do without
+        from kvconform.kv.emulated import (
+            emulated,
+        )  # imports the emulation, which other devices do without
 
         return emulated(slow)
     return on_cuda(slow)

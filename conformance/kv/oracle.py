@@ -51,14 +51,26 @@ class Grant:
 
     def __post_init__(self) -> None:
         self.stride = max(group.block_size for group in self.groups)
-        self.slots = np.full((sum(len(g.layers) for g in self.groups), max(0, self.end - self.start)), -1, dtype=np.int64)
+        self.slots = np.full(
+            (sum(len(g.layers) for g in self.groups), max(0, self.end - self.start)),
+            -1,
+            dtype=np.int64,
+        )
         for group, table in zip(self.groups, self.tables, strict=True):
             if group.transfer:
                 found = slots_of(table, self.start, self.end, group.block_size, self.stride)
                 if group.recurrent:  # the last state is all there is
-                    found = np.where(np.arange(self.start, self.end) == self.end - 1, found - found % self.stride, -1)
-                found = np.where(np.arange(self.start, self.end) % self.share[1] == self.share[0], found, -1)
-                self.slots[list(group.layers)] = found if group.window is None else np.where(found < self.stride, -1, found)
+                    found = np.where(
+                        np.arange(self.start, self.end) == self.end - 1,
+                        found - found % self.stride,
+                        -1,
+                    )
+                found = np.where(
+                    np.arange(self.start, self.end) % self.share[1] == self.share[0], found, -1
+                )
+                self.slots[list(group.layers)] = (
+                    found if group.window is None else np.where(found < self.stride, -1, found)
+                )
         self.written = self.slots < 0
 
     @property
@@ -73,7 +85,11 @@ class Grant:
     @cached_property
     def shared(self) -> set[int]:
         """Block ids before the grant: the local prefix-cache hit."""
-        return {block for group, table in zip(self.groups, self.tables, strict=True) for block in table[: self.start // group.block_size]}
+        return {
+            block
+            for group, table in zip(self.groups, self.tables, strict=True)
+            for block in table[: self.start // group.block_size]
+        }
 
     @cached_property
     def blocks(self) -> set[int]:
@@ -83,7 +99,12 @@ class Grant:
     @cached_property
     def kept_back(self) -> set[int]:
         """Block ids of groups that are not transferred."""
-        return {block for group, table in zip(self.groups, self.tables, strict=True) if not group.transfer for block in table}
+        return {
+            block
+            for group, table in zip(self.groups, self.tables, strict=True)
+            if not group.transfer
+            for block in table
+        }
 
     def position(self, layer: int, slot: int) -> int | None:
         """Request position of `slot` if the grant covers it in this layer."""
@@ -93,7 +114,9 @@ class Grant:
     def awaits(self, layer: int, slot: int) -> bool:
         """Whether the connector still owes (or may still write) the bytes of `slot`."""
         pos = self.position(layer, slot)
-        return pos is not None and (self.open or self.due is not None and pos in self.due["missing"])
+        return pos is not None and (
+            self.open or self.due is not None and pos in self.due["missing"]
+        )
 
     def missing(self) -> list[int]:
         """Positions that some layer wants and never received."""
@@ -103,7 +126,9 @@ class Grant:
         """The same for each of several groups that lacks something: [number, tokens per block, positions, its block table]."""
         found = []
         for number, (group, table) in enumerate(zip(self.groups, self.tables, strict=True)):
-            positions = [self.start + int(i) for i in np.nonzero(~self.written[list(group.layers)].all(0))[0]]
+            positions = [
+                self.start + int(i) for i in np.nonzero(~self.written[list(group.layers)].all(0))[0]
+            ]
             if positions and len(self.groups) > 1:
                 found.append([number, group.block_size, positions, list(table)])
         return found
@@ -113,17 +138,29 @@ class Grant:
         return {int(slot) // self.stride for slot in self.slots[~self.written]}
 
 
-def slots_of(table: Sequence[int], start: int, end: int, block_size: int, stride: int | None = None) -> np.ndarray:
+def slots_of(
+    table: Sequence[int], start: int, end: int, block_size: int, stride: int | None = None
+) -> np.ndarray:
     """Slots of positions [start, end) through a block table; raises IndexError when the table is too short."""
     positions = np.arange(max(start, 0), end)
     if len(positions) and positions[-1] // block_size >= len(table):
-        raise IndexError(f"block table of {len(table)} blocks of {block_size} does not reach position {int(positions[-1])}")
+        raise IndexError(
+            f"block table of {len(table)} blocks of {block_size} does not reach position {int(positions[-1])}"
+        )
     blocks = np.array(table, dtype=np.int64)
     return blocks[positions // block_size] * (stride or block_size) + positions % block_size
 
 
 OWN, EXTERNAL = 1, 2
-_KINDS = ("tail", "shared", "over_computed", "null_block", "unallocated", "other_request", "not_transferred")
+_KINDS = (
+    "tail",
+    "shared",
+    "over_computed",
+    "null_block",
+    "unallocated",
+    "other_request",
+    "not_transferred",
+)
 Tables = Callable[[], dict[str, list[int]]]
 """Blocks that each request holds, of whatever group."""
 
@@ -188,7 +225,9 @@ class Oracle:
         self.version[:, slots] += 1
 
     def _refilled(self, slots: np.ndarray) -> None:
-        for grant in [g for g in self.overdue if np.isin(g.slots, slots).any()]:  # whatever arrives from now on is a stray write
+        for grant in [
+            g for g in self.overdue if np.isin(g.slots, slots).any()
+        ]:  # whatever arrives from now on is a stray write
             grant.due = None
             self.overdue.remove(grant)
 
@@ -204,7 +243,11 @@ class Oracle:
             self.device.launch(self._changes, partial(self._classify_all, after_hook))
 
     def _changes(self) -> list[torch.Tensor | None]:
-        return [] if self.cache.untouched else [self.cache.changes(layer) for layer in range(len(self.cache.tensors))]
+        return (
+            []
+            if self.cache.untouched
+            else [self.cache.changes(layer) for layer in range(len(self.cache.tensors))]
+        )
 
     def _classify_all(self, after_hook: str, changes: list[torch.Tensor | None]) -> None:
         for layer, touched in enumerate(changes):
@@ -216,7 +259,10 @@ class Oracle:
         """Whatever was written since the last call, another connector wrote, unless a load of this one is to fill it (on a thread)."""
         for layer in range(len(self.cache.tensors)):
             slots = self.cache.foreign(layer)
-            own = np.array([any(g.awaits(layer, slot) for g in self.open_grants()) for slot in slots.tolist()], dtype=bool)
+            own = np.array(
+                [any(g.awaits(layer, slot) for g in self.open_grants()) for slot in slots.tolist()],
+                dtype=bool,
+            )
             if own.any():
                 self._classify(before_hook, layer, slots[own])
             if not own.all():
@@ -237,7 +283,11 @@ class Oracle:
             if block == 0:
                 kinds["null_block"].append(slot)
                 continue
-            inside = [g for g in (*grants, *self.overdue) if g.awaits(layer, slot) and (g.open or g.req in owners.get(block, ()))]
+            inside = [
+                g
+                for g in (*grants, *self.overdue)
+                if g.awaits(layer, slot) and (g.open or g.req in owners.get(block, ()))
+            ]
             if inside:
                 for grant in inside:
                     self._granted(grant, layer, slot, after_hook)
@@ -258,9 +308,18 @@ class Oracle:
 
     def _past(self, block: int, owners: dict[int, list[str]]) -> list[Grant]:
         """The last grant that put this block into the table of a request which still has it."""
-        return next(([g] for g in reversed(self.grants) if block in g.table and g.req in owners.get(block, ())), [])
+        return next(
+            (
+                [g]
+                for g in reversed(self.grants)
+                if block in g.table and g.req in owners.get(block, ())
+            ),
+            [],
+        )
 
-    def _outside(self, slot: int, block: int, mine: list[Grant], owners: dict[int, list[str]]) -> str:
+    def _outside(
+        self, slot: int, block: int, mine: list[Grant], owners: dict[int, list[str]]
+    ) -> str:
         if block not in owners and not mine:
             return "unallocated"
         for grant in mine:
@@ -279,10 +338,22 @@ class Oracle:
             grant.late.discard((layer, pos))
             after = "the layer had been read" if grant.open else "the load had been relied on"
             self.trace.emit(
-                "kv.wrong", req=grant.req, generation=grant.generation, layer=layer, kv="both", pos=pos, count=1, slot=slot,
-                block=slot // self.cache.stride, via="external", transfer=grant.transfer, transfer_sync=not grant.is_async,
-                found="not_yet_loaded", origin=f"bytes that arrived in {after_hook}, after {after}", group=self._group(layer),
-            )  # fmt: skip
+                "kv.wrong",
+                req=grant.req,
+                generation=grant.generation,
+                layer=layer,
+                kv="both",
+                pos=pos,
+                count=1,
+                slot=slot,
+                block=slot // self.cache.stride,
+                via="external",
+                transfer=grant.transfer,
+                transfer_sync=not grant.is_async,
+                found="not_yet_loaded",
+                origin=f"bytes that arrived in {after_hook}, after {after}",
+                group=self._group(layer),
+            )
         grant.written[layer, pos - grant.start] = True
         if grant.due is not None and grant.written[:, pos - grant.start].all():
             grant.due["missing"].remove(pos)  # it was late, not missing
@@ -296,12 +367,20 @@ class Oracle:
         if self.reported.get((layer, slot)) == version:
             return
         self.reported[(layer, slot)] = version
-        grant = next((g for g in (*self.open_grants(), *self.overdue) if g.awaits(layer, slot)), None)
+        grant = next(
+            (g for g in (*self.open_grants(), *self.overdue) if g.awaits(layer, slot)), None
+        )
         inside = grant is not None and grant.start <= pos < grant.end
         loading = grant is not None and inside and not grant.written[layer, pos - grant.start]
         row = self.cache.read(layer, np.array([slot]))[0].numpy()
-        kin = self.cache.groups[self.cache.group(layer)].layers if len(self.cache.groups) > 1 else None
-        found, side, origin = diagnose(self.registry, row, layer, chain, pos, loading=loading, kin=kin)
+        kin = (
+            self.cache.groups[self.cache.group(layer)].layers
+            if len(self.cache.groups) > 1
+            else None
+        )
+        found, side, origin = diagnose(
+            self.registry, row, layer, chain, pos, loading=loading, kin=kin
+        )
         if loading and grant is not None:
             grant.late.add((layer, pos))
         self.pending.append(Wrong(layer, chain, pos, slot, found, side, origin, grant))
@@ -310,7 +389,10 @@ class Oracle:
         """Emit kv.wrong for the wrong slots seen since the last call, except those whose load was reported failed in time."""
         runs: list[tuple[Wrong, int]] = []
         for item in self.pending:
-            if item.slot // self.cache.stride in self.failed_blocks or item.chain.req in self.failed_reqs:
+            if (
+                item.slot // self.cache.stride in self.failed_blocks
+                or item.chain.req in self.failed_reqs
+            ):
                 continue
             if item.found == "not_yet_loaded" and item.grant is not None:
                 continue  # never arrived: load.due.missing has it; arrived late: emitted when it did
@@ -322,10 +404,22 @@ class Oracle:
         for item, count in runs:
             via, transfer, sync = self._via(item)
             self.trace.emit(
-                "kv.wrong", req=item.chain.req, generation=item.chain.generation, layer=item.layer, kv=item.side, pos=item.pos, count=count,
-                slot=item.slot, block=item.slot // self.cache.stride, via=via, transfer=transfer, transfer_sync=sync, found=item.found,
-                origin=item.origin, group=self._group(item.layer),
-            )  # fmt: skip
+                "kv.wrong",
+                req=item.chain.req,
+                generation=item.chain.generation,
+                layer=item.layer,
+                kv=item.side,
+                pos=item.pos,
+                count=count,
+                slot=item.slot,
+                block=item.slot // self.cache.stride,
+                via=via,
+                transfer=transfer,
+                transfer_sync=sync,
+                found=item.found,
+                origin=item.origin,
+                group=self._group(item.layer),
+            )
         self.pending.clear()
 
     def _via(self, item: Wrong) -> tuple[str, str | None, bool | None]:
@@ -350,16 +444,32 @@ class Oracle:
         if length > 0:
             rows = self.cache.book.rows(chain.array(grant.start, grant.start + length))
             for layer in range(len(self.cache.tensors)):
-                there = np.nonzero(grant.written[layer, :length] & (grant.slots[layer, :length] >= 0))[0]
+                there = np.nonzero(
+                    grant.written[layer, :length] & (grant.slots[layer, :length] >= 0)
+                )[0]
                 bad = self.cache.mismatches(layer, grant.slots[layer, there], rows[there, layer])
                 wrong.update(grant.start + int(there[i]) for i in bad)
         affected = grant.lacking()
-        reported = grant.given_up or grant.req in self.failed_reqs or bool(affected) and affected <= self.failed_blocks | grant.failed
+        reported = (
+            grant.given_up
+            or grant.req in self.failed_reqs
+            or bool(affected)
+            and affected <= self.failed_blocks | grant.failed
+        )
         event = self.trace.emit(
-            "load.due", req=grant.req, generation=grant.generation, transfer=grant.transfer, granted=grant.end - grant.start,
-            missing=missing, wrong=sorted(wrong), reported_failed=bool(reported), is_async=grant.is_async, local=grant.start,
-            by_group=grant.missing_by_group(), early_reads=self.device.early_reads,
-        )  # fmt: skip
+            "load.due",
+            req=grant.req,
+            generation=grant.generation,
+            transfer=grant.transfer,
+            granted=grant.end - grant.start,
+            missing=missing,
+            wrong=sorted(wrong),
+            reported_failed=bool(reported),
+            is_async=grant.is_async,
+            local=grant.start,
+            by_group=grant.missing_by_group(),
+            early_reads=self.device.early_reads,
+        )
         if missing and not reported:
             grant.due = event
             self.overdue.append(grant)

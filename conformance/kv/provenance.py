@@ -83,14 +83,19 @@ class Identity:
     spans: tuple[tuple[int, int, int], ...] = ()
 
     @staticmethod
-    def of(salt: str | None = None, lora: str | None = None, items: Sequence[Mapping[str, object]] = ()) -> Identity:
+    def of(
+        salt: str | None = None, lora: str | None = None, items: Sequence[Mapping[str, object]] = ()
+    ) -> Identity:
         """Identity of a request from its extras; `items` have `at`, `length` and `id`."""
         base = 0
         if salt:
             base ^= text_id("salt:" + salt)
         if lora:
             base ^= text_id("lora:" + lora)
-        spans = tuple((int(str(i["at"])), int(str(i["at"])) + int(str(i["length"])), text_id(f"mm:{i['id']}")) for i in items)
+        spans = tuple(
+            (int(str(i["at"])), int(str(i["at"])) + int(str(i["length"])), text_id(f"mm:{i['id']}"))
+            for i in items
+        )
         return Identity(base, spans)
 
     def extra(self, position: int) -> int:
@@ -149,7 +154,9 @@ class Origin:
         if self.kind == "poison":
             return f"poison that the engine put into block {self.pos} when it was handed out (never overwritten)"
         what = "a rejected draft" if self.kind == "draft" else f"token {self.token}"
-        return f"{what} at position {self.pos} of request {self.req}" + (f" (incarnation {self.generation})" if self.generation else "")
+        return f"{what} at position {self.pos} of request {self.req}" + (
+            f" (incarnation {self.generation})" if self.generation else ""
+        )
 
 
 class Registry:
@@ -194,7 +201,14 @@ class Registry:
 
 
 def diagnose(
-    registry: Registry, row: np.ndarray, layer: int, reader: Chain, pos: int, *, loading: bool, kin: Collection[int] | None = None
+    registry: Registry,
+    row: np.ndarray,
+    layer: int,
+    reader: Chain,
+    pos: int,
+    *,
+    loading: bool,
+    kin: Collection[int] | None = None,
 ) -> tuple[str, str, str]:
     """Name a wrong slot: (`found`, which of k|v|both, origin text).
 
@@ -229,7 +243,11 @@ def diagnose(
         for kv, head, hit in decoded:
             assert hit is not None
             if kin is not None and hit[1] not in kin:
-                return "other_group", side, f"the right token, but bytes of layer {hit[1]}, which has another block table"
+                return (
+                    "other_group",
+                    side,
+                    f"the right token, but bytes of layer {hit[1]}, which has another block table",
+                )
             if hit[1] != layer:
                 return "other_layer", side, f"the right token, but layer {hit[1]}'s bytes"
             if hit[2] != kv:
@@ -237,10 +255,24 @@ def diagnose(
             if hit[3] != head:
                 whose = f"head {hit[3]}'s" if 0 <= hit[3] < book.heads else "another rank's"
                 return "head_swapped", side, f"the right token, but {whose} bytes in head {head}"
-    if origin.kind == "poison" and not loading and origin.req in _computed_by(registry, reader, pos):
-        return "never_computed", side, f"{origin}; it was taken before request {origin.req} had computed the token"
+    if (
+        origin.kind == "poison"
+        and not loading
+        and origin.req in _computed_by(registry, reader, pos)
+    ):
+        return (
+            "never_computed",
+            side,
+            f"{origin}; it was taken before request {origin.req} had computed the token",
+        )
     name = _classify(origin, content, reader, pos, loading)
-    return name, side, f"{origin}, another request that had the same id" if name == "stale_generation" else str(origin)
+    return (
+        name,
+        side,
+        f"{origin}, another request that had the same id"
+        if name == "stale_generation"
+        else str(origin),
+    )
 
 
 def _computed_by(registry: Registry, reader: Chain, pos: int) -> set[str]:

@@ -41,18 +41,34 @@ class Plains:
     def get(self, plays: list[Play], start: Start = PLAIN) -> tuple[Outcome, Path]:
         """What vLLM answers without a connector, and the book of its KV. Made now, unless some process has made it. RuntimeError if vLLM
         does not come through."""
-        text = repr((self.vllm, start.model_dump_json(), [play.model_dump_json(exclude={"hits"}) for play in plays]))
+        text = repr(
+            (
+                self.vllm,
+                start.model_dump_json(),
+                [play.model_dump_json(exclude={"hits"}) for play in plays],
+            )
+        )
         here = self.folder / f"plain-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
         with _locked(here):
             done = here / "done.jsonl"
             if not done.is_file():
                 shutil.rmtree(here / "run", ignore_errors=True)
-                made = make_run(start, plays, None, tmp=here / "run", model=self.model, book=here / "book")
+                made = make_run(
+                    start, plays, None, tmp=here / "run", model=self.model, book=here / "book"
+                )
                 if not made.outcome.ended:
-                    why = made.outcome.error["text"] if made.outcome.error else f"{made.ended.how} after {made.ended.seconds:.0f} s"
-                    raise RuntimeError(f"vLLM without a connector does not come through: {why}\n{made.words}")
+                    why = (
+                        made.outcome.error["text"]
+                        if made.outcome.error
+                        else f"{made.ended.how} after {made.ended.seconds:.0f} s"
+                    )
+                    raise RuntimeError(
+                        f"vLLM without a connector does not come through: {why}\n{made.words}"
+                    )
                 with (here / "run" / "out.jsonl").open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({"k": "note", "seconds": made.ended.seconds}) + "\n")  # how fast this machine is
+                    file.write(
+                        json.dumps({"k": "note", "seconds": made.ended.seconds}) + "\n"
+                    )  # how fast this machine is
                 (here / "run" / "out.jsonl").rename(done)
                 shutil.rmtree(here / "run", ignore_errors=True)
         return Outcome.read(done), here / "book"
@@ -78,4 +94,6 @@ def plains() -> Plains:
     """Those of this program."""
     from kvconform.compat.installed import check_vllm
 
-    return Plains(Path(os.environ[FOLDER]) if os.environ.get(FOLDER) else _own_folder(), check_vllm()[0])
+    return Plains(
+        Path(os.environ[FOLDER]) if os.environ.get(FOLDER) else _own_folder(), check_vllm()[0]
+    )

@@ -14,7 +14,15 @@ from kvconform.live.state import Granted, Named, StepNote
 
 WATCHED = 64 << 20
 """Bytes of KV cache up to which all of it is compared with a copy, several times per step."""
-_KINDS = ("tail", "shared", "over_computed", "null_block", "unallocated", "other_request", "not_transferred")
+_KINDS = (
+    "tail",
+    "shared",
+    "over_computed",
+    "null_block",
+    "unallocated",
+    "other_request",
+    "not_transferred",
+)
 
 
 @dataclass
@@ -33,7 +41,11 @@ class Load:
     @property
     def touched(self) -> set[int]:
         """Blocks that it covers, whole or in part."""
-        return {self.told.table[n] for n in range(self.told.start // self.size, -(-self.told.end // self.size)) if n < len(self.told.table)}
+        return {
+            self.told.table[n]
+            for n in range(self.told.start // self.size, -(-self.told.end // self.size))
+            if n < len(self.told.table)
+        }
 
     def block(self, number: int) -> int:
         """The block id of one of the request's blocks."""
@@ -46,7 +58,11 @@ class Blocks:
     def __init__(self, tensors: list[torch.Tensor], size: int) -> None:
         self.tensors, self.size = tensors, size
         self.bytes = sum(t.numel() * t.element_size() for t in tensors)
-        self.shadow = [t.clone() for t in tensors] if self.bytes <= WATCHED and all(t.device.type == "cpu" for t in tensors) else None
+        self.shadow = (
+            [t.clone() for t in tensors]
+            if self.bytes <= WATCHED and all(t.device.type == "cpu" for t in tensors)
+            else None
+        )
         self.poisoned: dict[int, float] = {}
         self._poisons = 0
 
@@ -84,7 +100,10 @@ class Blocks:
             return False
         # A real value may happen to be the same; a token's worth of elements does not.
         layers = self.tensors if layer is None else [self.tensors[layer]]
-        return any(int((tensor[block] == value).sum()) >= min(16, tensor[block].numel()) for tensor in layers)
+        return any(
+            int((tensor[block] == value).sum()) >= min(16, tensor[block].numel())
+            for tensor in layers
+        )
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -130,11 +149,15 @@ class BlockOracle:
         """Blocks that the model has filled, upon KV that is right, go into the book."""
         for one in named:
             if not self.bad & {one.block, *one.upon}:
-                self.book.enter(one.content, one.plain, one.req, one.index, self.blocks.read(one.block))
+                self.book.enter(
+                    one.content, one.plain, one.req, one.index, self.blocks.read(one.block)
+                )
 
     def poison_fresh(self) -> None:
         """Fill the blocks that were handed out. After handle_preemptions, before any load."""
-        self.check("handle_preemptions", also={*self.note.zeroed, *(block for block, _ in self.fresh)})
+        self.check(
+            "handle_preemptions", also={*self.note.zeroed, *(block for block, _ in self.fresh)}
+        )
         for block, owner in self.fresh if self.poisoning else ():
             self.book.poisoners[self.blocks.poison(block)] = owner
         self.fresh = []
@@ -143,7 +166,9 @@ class BlockOracle:
         """The attention of a layer is about to read."""
         for load in self.loads:
             if load.open and not load.told.is_async and load.told.req in self.note.scheduled:
-                load.late.update((layer, n) for n in load.whole if self.blocks.untouched(load.block(n), layer))
+                load.late.update(
+                    (layer, n) for n in load.whole if self.blocks.untouched(load.block(n), layer)
+                )
 
     def end(self) -> None:
         """The step is over: the engine relies on the loads of what it computed, and on those that were reported."""
@@ -170,7 +195,11 @@ class BlockOracle:
         reqs, transfers = set[str](), set[str]()
         for block in blocks:
             mine = [load for load in self.loads if block in load.told.table]
-            inside = [load for load in mine if (load.open or load.due is not None) and block in load.touched]
+            inside = [
+                load
+                for load in mine
+                if (load.open or load.due is not None) and block in load.touched
+            ]
             for load in inside or mine:
                 reqs.add(load.told.req)
                 transfers.add(load.told.transfer)
@@ -200,18 +229,36 @@ class BlockOracle:
         found: dict[int, Finding] = {}
         for number in mine:
             if number not in missing:
-                found[number] = self.book.compare(self.blocks.read(load.block(number)), told.contents, number)
-        lists = {v: [n for n, f in found.items() if f.verdict == v] for v in ("exact", "close", "wrong", "unknown")}
+                found[number] = self.book.compare(
+                    self.blocks.read(load.block(number)), told.contents, number
+                )
+        lists = {
+            v: [n for n, f in found.items() if f.verdict == v]
+            for v in ("exact", "close", "wrong", "unknown")
+        }
         affected = {load.block(n) for n in (*missing, *lists["wrong"])}
         reported = self._reported(load, affected)
         self.bad |= affected | (load.touched if reported else set())
-        if missing or len(lists["unknown"]) < len(found):  # else there is nothing to compare with: it is not judged
+        if missing or len(lists["unknown"]) < len(
+            found
+        ):  # else there is nothing to compare with: it is not judged
             self._judge(load, missing, found)
         self.trace.emit(
-            "live.load", req=told.req, generation=told.generation, transfer=told.transfer, is_async=told.is_async, missing=missing, **lists,
-            granted=told.end - told.start, blocks=len(load.whole), reported_failed=reported, rank=0,
-            error=max((f.error for f in found.values() if f.verdict in ("close", "wrong")), default=0.0),
-        )  # fmt: skip
+            "live.load",
+            req=told.req,
+            generation=told.generation,
+            transfer=told.transfer,
+            is_async=told.is_async,
+            missing=missing,
+            **lists,
+            granted=told.end - told.start,
+            blocks=len(load.whole),
+            reported_failed=reported,
+            rank=0,
+            error=max(
+                (f.error for f in found.values() if f.verdict in ("close", "wrong")), default=0.0
+            ),
+        )
 
     def _reported(self, load: Load, affected: set[int]) -> bool:
         """Whether the load was reported as failed, in all of these blocks."""
@@ -225,35 +272,79 @@ class BlockOracle:
         wrong = [number for number, finding in found.items() if finding.verdict == "wrong"]
         positions = _positions(missing, size)
         event = self.trace.emit(
-            "load.due", req=told.req, generation=told.generation, transfer=told.transfer, granted=told.end - told.start, missing=positions,
-            wrong=_positions(wrong, size), reported_failed=reported, is_async=told.is_async, local=told.start, by_group=[], early_reads=[],
-        )  # fmt: skip
+            "load.due",
+            req=told.req,
+            generation=told.generation,
+            transfer=told.transfer,
+            granted=told.end - told.start,
+            missing=positions,
+            wrong=_positions(wrong, size),
+            reported_failed=reported,
+            is_async=told.is_async,
+            local=told.start,
+            by_group=[],
+            early_reads=[],
+        )
         if missing and not reported:
             load.due = event
         for number in wrong:
-            if load.block(number) not in failed and not load.given_up and told.req not in self.failed_reqs:
-                self._wrong(load, number, found[number].layer, found[number].found, found[number].origin)
+            if (
+                load.block(number) not in failed
+                and not load.given_up
+                and told.req not in self.failed_reqs
+            ):
+                self._wrong(
+                    load, number, found[number].layer, found[number].found, found[number].origin
+                )
         for layer, number in sorted(load.late):
             if number not in missing:
-                self._wrong(load, number, layer, "not_yet_loaded", "bytes that arrived after the layer had been read")
+                self._wrong(
+                    load,
+                    number,
+                    layer,
+                    "not_yet_loaded",
+                    "bytes that arrived after the layer had been read",
+                )
 
     def _wrong(self, load: Load, number: int, layer: int, found: str, origin: str) -> None:
         told, size = load.told, self.blocks.size
         self.trace.emit(
-            "kv.wrong", req=told.req, generation=told.generation, layer=layer, kv="both", pos=number * size, count=size,
-            slot=load.block(number) * size, block=load.block(number), via="external", transfer=told.transfer,
-            transfer_sync=not told.is_async, found=found, origin=origin, group=None,
-        )  # fmt: skip
+            "kv.wrong",
+            req=told.req,
+            generation=told.generation,
+            layer=layer,
+            kv="both",
+            pos=number * size,
+            count=size,
+            slot=load.block(number) * size,
+            block=load.block(number),
+            via="external",
+            transfer=told.transfer,
+            transfer_sync=not told.is_async,
+            found=found,
+            origin=origin,
+            group=None,
+        )
 
     def _overdue(self) -> None:
         """What was missing when the engine relied on it may have arrived since, while the request still has the block: then it was late."""
         for load in self.loads:
             if load.due is None:
                 continue
-            late = [n for n in load.whole if n * load.size in load.due["missing"] and not self.blocks.untouched(load.block(n))]
+            late = [
+                n
+                for n in load.whole
+                if n * load.size in load.due["missing"] and not self.blocks.untouched(load.block(n))
+            ]
             for number in late:
                 load.due["missing"] = [p for p in load.due["missing"] if p // load.size != number]
-                self._wrong(load, number, 0, "not_yet_loaded", "bytes that arrived after the load had been relied on")
+                self._wrong(
+                    load,
+                    number,
+                    0,
+                    "not_yet_loaded",
+                    "bytes that arrived after the load had been relied on",
+                )
             if not load.due["missing"] or load.told.req not in self.note.tables:
                 load.due = None
 
@@ -275,4 +366,6 @@ class BlockOracle:
 
 
 def _positions(numbers: list[int], size: int) -> list[int]:
-    return [position for number in numbers for position in range(number * size, (number + 1) * size)]
+    return [
+        position for number in numbers for position in range(number * size, (number + 1) * size)
+    ]

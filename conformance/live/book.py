@@ -51,8 +51,13 @@ class Book:
     def __init__(self, tolerance: float = CLOSE) -> None:
         self.tolerance = max(tolerance, CLOSE)
         self.records: dict[int, Record] = {}
-        self.computed: tuple[set[int], set[int]] = set(), set()  # content ids, plain ids, of every position that the other run computed
-        self.poisoners: dict[float, str] = {}  # the request whose fresh block was filled with a value last
+        self.computed: tuple[set[int], set[int]] = (
+            set(),
+            set(),
+        )  # content ids, plain ids, of every position that the other run computed
+        self.poisoners: dict[
+            float, str
+        ] = {}  # the request whose fresh block was filled with a value last
         self._rows: dict[bytes, tuple[int, int]] = {}
         self._bytes = 0
 
@@ -60,7 +65,11 @@ class Book:
         """The model computed this block [layers, elements]."""
         record = self.records.setdefault(content, Record(req, index, plain))
         size = block.numel() * block.element_size()
-        if len(record.versions) == VERSIONS or self._bytes + size > LIMIT or any(torch.equal(block, one) for one in record.versions):
+        if (
+            len(record.versions) == VERSIONS
+            or self._bytes + size > LIMIT
+            or any(torch.equal(block, one) for one in record.versions)
+        ):
             return
         record.versions.append(block)
         self._bytes += size
@@ -74,7 +83,10 @@ class Book:
             return Finding("unknown")
         if any(torch.equal(block, version) for version in record.versions):
             return Finding("exact")
-        best = min(((self._error(block, version), n) for n, version in enumerate(record.versions)), key=lambda pair: float(pair[0].max()))
+        best = min(
+            ((self._error(block, version), n) for n, version in enumerate(record.versions)),
+            key=lambda pair: float(pair[0].max()),
+        )
         errors = best[0]
         worst = float(errors.max())
         if worst <= self.tolerance:
@@ -90,13 +102,18 @@ class Book:
         errors = (have - want).abs().amax(1) / want.abs().amax(1).clamp_min(1e-20)
         return torch.nan_to_num(errors, nan=float("inf"))
 
-    def _diagnose(self, row: torch.Tensor, layer: int, contents: list[tuple[int, int]], index: int) -> tuple[str, str]:
+    def _diagnose(
+        self, row: torch.Tensor, layer: int, contents: list[tuple[int, int]], index: int
+    ) -> tuple[str, str]:
         if not bool(row.any()):
             return "never_computed", "zeros: nobody ever wrote this block"
         if (poison := poison_in(row)) is not None:
             owner = self.poisoners.get(poison)
             mine = owner is None or owner == self.records[contents[index][0]].req
-            return "never_computed" if mine else "poison", f"poison that a fresh block of request {owner} was filled with"
+            return (
+                "never_computed" if mine else "poison",
+                f"poison that a fresh block of request {owner} was filled with",
+            )
         hit = self._rows.get(_print(row)) or self._near(row)
         if hit is None:
             return "unknown", "bytes that the model never computed as a block"
@@ -124,7 +141,13 @@ class Book:
     # -- another run -----------------------------------------------------------------------------------------------------------
     def save(self, path: Path) -> None:
         """Write the records down, and `computed`, for another process."""
-        tensors, about = {f"{name}.": _packed(ids) for name, ids in zip(("ever", "plain"), self.computed, strict=True)}, {}
+        tensors, about = (
+            {
+                f"{name}.": _packed(ids)
+                for name, ids in zip(("ever", "plain"), self.computed, strict=True)
+            },
+            {},
+        )
         for content, record in self.records.items():
             for number, version in enumerate(record.versions):
                 tensors[f"{content:016x}.{number}"] = version
@@ -143,16 +166,27 @@ class Book:
                 continue
             content = name.partition(".")[0]
             plain, index, req = about[content].split(" ", 2)
-            self.enter(int(content, 16), int(plain, 16), f"{req} of the run without connector", int(index), block)
+            self.enter(
+                int(content, 16),
+                int(plain, 16),
+                f"{req} of the run without connector",
+                int(index),
+                block,
+            )
 
 
 def _packed(ids: set[int]) -> torch.Tensor:
     """Unsigned 64-bit numbers as signed ones, which safetensors knows."""
-    return torch.tensor([number - (1 << 64) if number >> 63 else number for number in sorted(ids)], dtype=torch.int64)
+    return torch.tensor(
+        [number - (1 << 64) if number >> 63 else number for number in sorted(ids)],
+        dtype=torch.int64,
+    )
 
 
 def _print(row: torch.Tensor) -> bytes:
-    return hashlib.blake2b(row.contiguous().view(torch.uint8).numpy().tobytes(), digest_size=16).digest()
+    return hashlib.blake2b(
+        row.contiguous().view(torch.uint8).numpy().tobytes(), digest_size=16
+    ).digest()
 
 
 def poison_value(number: int) -> float:

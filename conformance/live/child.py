@@ -49,7 +49,9 @@ class Child:
         self.llm: Any = None
         self.held = False
         failing = any(play.faults for play in job.plays)
-        self.patience, self.reset_limit = (OUTAGE_PATIENCE, OUTAGE_PATIENCE) if failing else (PATIENCE, RESET_LIMIT)
+        self.patience, self.reset_limit = (
+            (OUTAGE_PATIENCE, OUTAGE_PATIENCE) if failing else (PATIENCE, RESET_LIMIT)
+        )
         self.patience = max(self.patience, job.pace)
         self.striking = Striking(job.desk)
 
@@ -76,7 +78,13 @@ class Child:
             self.llm.llm_engine.engine_core.shutdown()
         except BaseException as error:
             text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-            self.write("error", where=where, text=text, stalled=isinstance(error, Stalled), traceback=traceback.format_exc()[-6000:])
+            self.write(
+                "error",
+                where=where,
+                text=text,
+                stalled=isinstance(error, Stalled),
+                traceback=traceback.format_exc()[-6000:],
+            )
             raise
         self.write("end")
 
@@ -86,7 +94,9 @@ class Child:
         engine = self.llm.llm_engine
         done = self._reset(engine) if play.reset else None
         waiting = sorted(play.asks, key=lambda ask: ask.at)
-        running: dict[str, tuple[Ask, list[int], str, int]] = {}  # by the id that vLLM reports: ask, prompt, internal id, step of arrival
+        running: dict[
+            str, tuple[Ask, list[int], str, int]
+        ] = {}  # by the id that vLLM reports: ask, prompt, internal id, step of arrival
         outputs: dict[str, Any] = {}
         found: list[Answer] = []
         step, heard = 0, time.monotonic()
@@ -99,7 +109,11 @@ class Child:
             while waiting and waiting[0].at <= step:
                 ask = waiting.pop(0)
                 prompt = self._prompt(ask)
-                internal = str(engine.add_request(ask.id, {"prompt_token_ids": prompt}, _params(ask), priority=ask.priority))
+                internal = str(
+                    engine.add_request(
+                        ask.id, {"prompt_token_ids": prompt}, _params(ask), priority=ask.priority
+                    )
+                )
                 running[ask.id] = ask, prompt, internal, step
                 if self.job.fail and play.hits:
                     engine.engine_core.engine_core.scheduler.connector.kvconform_fail_load(internal)
@@ -109,7 +123,9 @@ class Child:
             if said or not running:
                 heard = time.monotonic()
             elif time.monotonic() - heard > self.patience:
-                raise Stalled(f"no request went on for {self.patience:g} s; waiting: {', '.join(sorted(running))}")
+                raise Stalled(
+                    f"no request went on for {self.patience:g} s; waiting: {', '.join(sorted(running))}"
+                )
             for output in said:
                 outputs[output.request_id] = output
                 if output.finished and output.request_id in running:
@@ -133,7 +149,9 @@ class Child:
         still sends is waited for."""
         limit = time.monotonic() + RESET_LIMIT
         if not self.job.start["processes"]:
-            while engine.engine_core.engine_core.scheduler.has_requests() and time.monotonic() < limit:
+            while (
+                engine.engine_core.engine_core.scheduler.has_requests() and time.monotonic() < limit
+            ):
                 engine.step()
                 time.sleep(0.001)
         if not self.held:
@@ -168,25 +186,46 @@ class Child:
 def _params(ask: Ask) -> Any:
     from vllm import SamplingParams
 
-    return SamplingParams(temperature=0.0, max_tokens=ask.out, ignore_eos=True, logprobs=2, detokenize=False)
+    return SamplingParams(
+        temperature=0.0, max_tokens=ask.out, ignore_eos=True, logprobs=2, detokenize=False
+    )
 
 
-def _answer(ask: Ask, prompt: list[int], internal: str, output: Any, why: str | None = None) -> Answer:
+def _answer(
+    ask: Ask, prompt: list[int], internal: str, output: Any, why: str | None = None
+) -> Answer:
     """What came of a request; nothing yet if vLLM has said nothing about it."""
     if output is None:
-        return Answer(id=ask.id, internal=internal, prompt=prompt, tokens=[], logprobs=[], seconds=[], gaps=[], why=why)
+        return Answer(
+            id=ask.id,
+            internal=internal,
+            prompt=prompt,
+            tokens=[],
+            logprobs=[],
+            seconds=[],
+            gaps=[],
+            why=why,
+        )
     said = output.outputs[0]
     tokens, logprobs, seconds, gaps = list(said.token_ids), [], [], []
     for token, options in zip(tokens, said.logprobs or (), strict=False):
-        best = sorted(((value.logprob, key) for key, value in options.items() if key != token), reverse=True)
+        best = sorted(
+            ((value.logprob, key) for key, value in options.items() if key != token), reverse=True
+        )
         own = options[token].logprob
         logprobs.append(round(own, 6))
         seconds.append(best[0][1] if best else -1)
         gaps.append(round(own - best[0][0], 6) if best else 99.0)
     return Answer(
-        id=ask.id, internal=internal, prompt=prompt, tokens=tokens, logprobs=logprobs, seconds=seconds, gaps=gaps,
+        id=ask.id,
+        internal=internal,
+        prompt=prompt,
+        tokens=tokens,
+        logprobs=logprobs,
+        seconds=seconds,
+        gaps=gaps,
         why=why or said.finish_reason,
-    )  # fmt: skip
+    )
 
 
 def main(arguments: list[str]) -> int:

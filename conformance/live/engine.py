@@ -64,21 +64,36 @@ def make_run(
     for name in ("tmp", "trace", "work", "connector", "desk"):
         (tmp / name).mkdir(exist_ok=True)
     job = Job(
-        model=str(model), start=start.model_dump(), transfer=transfer_of(target, tmp / "connector", on_failure), plays=plays, fail=fail,
-        adapters=list(target.adapters) if target is not None else [], device=target.device if target is not None else "cpu",
-        desk=str(tmp / "desk") if servers else None, pace=pace,
-    )  # fmt: skip
+        model=str(model),
+        start=start.model_dump(),
+        transfer=transfer_of(target, tmp / "connector", on_failure),
+        plays=plays,
+        fail=fail,
+        adapters=list(target.adapters) if target is not None else [],
+        device=target.device if target is not None else "cpu",
+        desk=str(tmp / "desk") if servers else None,
+        pace=pace,
+    )
     job.write(tmp / "job.json")
     environment = {
-        **ENVIRONMENT, **os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(start.processes)), "TMPDIR": str(tmp / "tmp"),
-        TRACE: str(tmp / "trace"), "VLLM_LOGGING_LEVEL": "WARNING", "PYTHONPATH": _path(),
-    }  # fmt: skip
-    environment |= {ADAPTERS: ",".join(target.adapters)} if target is not None and target.adapters else {}
+        **ENVIRONMENT,
+        **os.environ,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(start.processes)),
+        "TMPDIR": str(tmp / "tmp"),
+        TRACE: str(tmp / "trace"),
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "PYTHONPATH": _path(),
+    }
+    environment |= (
+        {ADAPTERS: ",".join(target.adapters)} if target is not None and target.adapters else {}
+    )
     environment |= {BOOK: str(book)} if book is not None else {}
     environment |= {ASYNC: "1"} if start.scheduling == "async" else {}
     environment |= {EMULATE: "1"} if target is not None and target.device == "emulated" else {}
     attendant = Attendant(tmp / "desk", servers)
-    limit = max(float(os.environ.get(LIMIT, SECONDS)), SLOWER * pace) + seconds([fault for play in plays for fault in play.faults], servers)
+    limit = max(float(os.environ.get(LIMIT, SECONDS)), SLOWER * pace) + seconds(
+        [fault for play in plays for fault in play.faults], servers
+    )
     command = python("kvconform.live.child", str(tmp / "job.json"), str(tmp / "out.jsonl"))
 
     def over() -> bool:  # asked again and again
@@ -86,7 +101,14 @@ def make_run(
         return Outcome.over(tmp / "out.jsonl")
 
     try:
-        ended = run(command, limit=limit, log=tmp / "log", environment=environment, cwd=tmp / "work", over=over)
+        ended = run(
+            command,
+            limit=limit,
+            log=tmp / "log",
+            environment=environment,
+            cwd=tmp / "work",
+            over=over,
+        )
     finally:
         attendant.close()
     if attendant.problems:
@@ -98,17 +120,25 @@ def _path() -> str:
     """The import path of this process, for one that knows nothing of what was added to it."""
     import sys
 
-    return os.pathsep.join(folder for folder in sys.path if folder and os.path.isdir(folder) and "site-packages" not in folder)
+    return os.pathsep.join(
+        folder
+        for folder in sys.path
+        if folder and os.path.isdir(folder) and "site-packages" not in folder
+    )
 
 
-def transfer_of(target: Target | None, tmp: Path, on_failure: str = "recompute") -> dict[str, Any] | None:
+def transfer_of(
+    target: Target | None, tmp: Path, on_failure: str = "recompute"
+) -> dict[str, Any] | None:
     """The fields of vLLM's KVTransferConfig for a connector."""
     if target is None or target.connector is None:
         return None
     found: dict[str, Any] = {
-        "kv_connector": target.name, "kv_role": target.role or "kv_both", "kv_connector_extra_config": target.options(tmp, BLOCK_SIZE),
+        "kv_connector": target.name,
+        "kv_role": target.role or "kv_both",
+        "kv_connector_extra_config": target.options(tmp, BLOCK_SIZE),
         "kv_load_failure_policy": on_failure,
-    }  # fmt: skip
+    }
     return found | ({"kv_connector_module_path": target.module} if target.module else {})
 
 
@@ -118,7 +148,14 @@ def resolved(plays: list[Play], plain: Outcome) -> list[Play]:
     known = plain.answers
     return [
         play.model_copy(
-            update={"asks": [a.model_copy(update={"tokens": known[a.id].prompt, "after": None}) if a.id in known else a for a in play.asks]}
+            update={
+                "asks": [
+                    a.model_copy(update={"tokens": known[a.id].prompt, "after": None})
+                    if a.id in known
+                    else a
+                    for a in play.asks
+                ]
+            }
         )
         for play in plays
     ]

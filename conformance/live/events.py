@@ -32,7 +32,11 @@ def compare(plain: Mapping[str, Answer], outcome: Outcome) -> list[Event]:
     """One event per request that the run with the connector has answered."""
     found = []
     for phase in outcome.phases:
-        found += [{"k": "live.tokens", "phase": phase.name, **_one(plain[a.id], a)} for a in phase.answers if a.id in plain]
+        found += [
+            {"k": "live.tokens", "phase": phase.name, **_one(plain[a.id], a)}
+            for a in phase.answers
+            if a.id in plain
+        ]
     return found
 
 
@@ -44,10 +48,17 @@ def _one(plain: Answer, answer: Answer) -> Event:
     if at is None and not aborted and len(plain.tokens) != len(answer.tokens):
         at = length
     end = length if at is None else at
-    drift = [abs(plain.logprobs[i] - answer.logprobs[i]) for i in range(end) if i < len(answer.logprobs)]
+    drift = [
+        abs(plain.logprobs[i] - answer.logprobs[i]) for i in range(end) if i < len(answer.logprobs)
+    ]
     worst = max(range(len(drift)), key=drift.__getitem__) if drift else None
     told = at is not None and at < length
-    ambiguous = at is not None and told and plain.gaps[at] <= AMBIGUOUS and plain.seconds[at] == answer.tokens[at]
+    ambiguous = (
+        at is not None
+        and told
+        and plain.gaps[at] <= AMBIGUOUS
+        and plain.seconds[at] == answer.tokens[at]
+    )
     return {
         "req": answer.id,
         "prompt": len(answer.prompt),
@@ -68,26 +79,42 @@ def _one(plain: Answer, answer: Answer) -> Event:
 def describe(event: Event) -> str | None:
     """In words, what a `live.*` event that broke a requirement says; None for another."""
     if event["k"] == "live.tokens" and not event["same"]:
-        where = f"request {event['req']} (phase {event['phase']}, prompt of {event['prompt']} tokens)"
+        where = (
+            f"request {event['req']} (phase {event['phase']}, prompt of {event['prompt']} tokens)"
+        )
         if event["token"] is None:
             return f"{where} got {event['count']} tokens, without the connector {event['plain']}"
         gap = f"its second choice there was less likely by a factor of {2.718281828 ** event['gap']:.3g}"
         return f"{where}: token {event['at']} of the answer is {event['token']}, without the connector {event['instead']} ({gap})"
     if event["k"] == "live.tokens":
-        where = f"request {event['req']} (phase {event['phase']}, prompt of {event['prompt']} tokens)"
+        where = (
+            f"request {event['req']} (phase {event['phase']}, prompt of {event['prompt']} tokens)"
+        )
         return (
             f"{where}: the log probability of token {event['drift_at']} of the answer, the same token as without the connector, "
             f"is off by {event['drift']:.3g}"
         )
     if event["k"] == "live.end" and event["how"] != "ended":
         after = f": {event['error']}" if event["error"] else ""
-        what = {"crash": "vLLM ended with an error", "timeout": "vLLM did not go on", "killed": "vLLM's process died"}[event["how"]]
+        what = {
+            "crash": "vLLM ended with an error",
+            "timeout": "vLLM did not go on",
+            "killed": "vLLM's process died",
+        }[event["how"]]
         return f"{what} in phase {event['phase'] or 'start'}{after}"
     if event["k"] == "live.end":
-        left = [f"{name} {', '.join(map(str, event[name]))}" for name in ("processes", "ports", "files") if event[name]]
+        left = [
+            f"{name} {', '.join(map(str, event[name]))}"
+            for name in ("processes", "ports", "files")
+            if event[name]
+        ]
         return f"left behind: {'; '.join(left)}"
     if event["k"] == "live.load":
-        bad = [f"{event[name]} {words}" for name, words in (("wrong", "hold other bytes"), ("missing", "were not written")) if event[name]]
+        bad = [
+            f"{event[name]} {words}"
+            for name, words in (("wrong", "hold other bytes"), ("missing", "were not written"))
+            if event[name]
+        ]
         return f"of {event['blocks']} blocks loaded for {event['req']} ({event['granted']} tokens) {', '.join(bad) or 'none is wrong'}"
     if event["k"] == "live.phase":
         return f"before phase {event['phase']}, when all requests had long finished, vLLM could not empty its prefix cache: blocks are held"
@@ -95,7 +122,12 @@ def describe(event: Event) -> str | None:
 
 
 def own_events(
-    scenario: Scenario, outcome: Outcome, ended: Ended, plain: Mapping[str, Answer], failed_loads: int, hits: Collection[str]
+    scenario: Scenario,
+    outcome: Outcome,
+    ended: Ended,
+    plain: Mapping[str, Answer],
+    failed_loads: int,
+    hits: Collection[str],
 ) -> list[Event]:
     """The events, without `seq` and `step`. `hits`: the phases in which loads are due."""
     found: list[Event] = []
@@ -103,14 +135,25 @@ def own_events(
         counts = phase.counts
         found.append(
             {
-                "k": "live.phase", "phase": phase.name, "answers": len(phase.answers), "reset": phase.reset_done, "due": phase.name in hits,
-                "asked": counts.external_queries, "loaded": counts.external_hits, "local": counts.local_hits,
-                "preempted": counts.preemptions, "drafted": counts.drafts, "accepted": counts.accepted,
+                "k": "live.phase",
+                "phase": phase.name,
+                "answers": len(phase.answers),
+                "reset": phase.reset_done,
+                "due": phase.name in hits,
+                "asked": counts.external_queries,
+                "loaded": counts.external_hits,
+                "local": counts.local_hits,
+                "preempted": counts.preemptions,
+                "drafted": counts.drafts,
+                "accepted": counts.accepted,
             }
-        )  # fmt: skip
+        )
     found += compare(plain, outcome)
     totals = happened(outcome, failed_loads)
-    found += [{"k": "live.happened", "what": what, "count": count, "due": what in scenario.due} for what, count in totals.items()]
+    found += [
+        {"k": "live.happened", "what": what, "count": count, "due": what in scenario.due}
+        for what, count in totals.items()
+    ]
     return [*found, end_event(outcome, ended)]
 
 
@@ -133,14 +176,22 @@ def missing(scenario: Scenario, outcome: Outcome, failed_loads: int) -> list[str
         "drafts": "no draft was accepted (vllm:spec_decode_num_accepted_tokens)",
         "failed_loads": "no load failed",
     }
-    return [words[what] for what, count in happened(outcome, failed_loads).items() if what in scenario.due and not count]
+    return [
+        words[what]
+        for what, count in happened(outcome, failed_loads).items()
+        if what in scenario.due and not count
+    ]
 
 
 def thin(scenario: Scenario, outcome: Outcome, hits: Collection[str]) -> list[str]:
     """The phases that were to load something and did not, where others did: the run says nothing about these."""
     if "loads" not in scenario.due:
         return []
-    found = [phase.name for phase in outcome.phases if phase.name in hits and not phase.counts.external_hits]
+    found = [
+        phase.name
+        for phase in outcome.phases
+        if phase.name in hits and not phase.counts.external_hits
+    ]
     return [f"nothing was loaded in phase {name}" for name in found]
 
 
@@ -157,12 +208,23 @@ def end_event(outcome: Outcome, ended: Ended) -> Event:
         how = "timeout" if outcome.error.get("stalled") else "crash"
     else:
         how = "timeout" if ended.how == "timeout" else "killed"
-    error = outcome.error["text"] if outcome.error else None if how == "ended" else f"{ended.how} {ended.status or ''}".strip()
+    error = (
+        outcome.error["text"]
+        if outcome.error
+        else None
+        if how == "ended"
+        else f"{ended.how} {ended.status or ''}".strip()
+    )
     processes = [*([OWN] if stays else []), *ended.processes]
     return {
-        "k": "live.end", "how": how, "phase": None if how == "ended" else outcome.current, "error": error,
-        "processes": processes, "ports": ended.ports, "files": [Path(name).name for name in ended.files],
-    }  # fmt: skip
+        "k": "live.end",
+        "how": how,
+        "phase": None if how == "ended" else outcome.current,
+        "error": error,
+        "processes": processes,
+        "ports": ended.ports,
+        "files": [Path(name).name for name in ended.files],
+    }
 
 
 def _bare(variant: Variant, start: dict[str, Any], made: Made) -> list[dict[str, Any]]:
@@ -170,9 +232,25 @@ def _bare(variant: Variant, start: dict[str, Any], made: Made) -> list[dict[str,
     from kvconform.compat.installed import check_vllm
 
     first = {
-        "k": "run.start", "seq": 0, "step": 0, **start, "scheduling": variant.scheduling, "runner": variant.runner, "depth": variant.depth,
-        "vllm": check_vllm()[0], "block_size": variant.block_size, "num_blocks": variant.case.start.blocks, "policies": [],  # type: ignore[attr-defined]
-        "spec_tokens": variant.case.start.spec_tokens, "role": "kv_both", "failure_policy": "recompute", "groups": 1, "ranks": 1,  # type: ignore[attr-defined]
-        "stages": 1, "context_ranks": 1, "device": "cpu", "slow": None,
-    }  # fmt: skip
+        "k": "run.start",
+        "seq": 0,
+        "step": 0,
+        **start,
+        "scheduling": variant.scheduling,
+        "runner": variant.runner,
+        "depth": variant.depth,
+        "vllm": check_vllm()[0],
+        "block_size": variant.block_size,
+        "num_blocks": variant.case.start.blocks,
+        "policies": [],  # type: ignore[attr-defined]
+        "spec_tokens": variant.case.start.spec_tokens,
+        "role": "kv_both",
+        "failure_policy": "recompute",
+        "groups": 1,
+        "ranks": 1,  # type: ignore[attr-defined]
+        "stages": 1,
+        "context_ranks": 1,
+        "device": "cpu",
+        "slow": None,
+    }
     return [first]

@@ -68,7 +68,9 @@ class Attendant:
         asked = self.folder / f"{self._served + 1}.ask"
         if not asked.is_file():
             return
-        while self._later is not None:  # the phases were faster than the server's standstill: one after the other
+        while (
+            self._later is not None
+        ):  # the phases were faster than the server's standstill: one after the other
             self._complete(wait=True)
         fault = Fault.model_validate_json(asked.read_text(encoding="utf-8"))
         self._served += 1
@@ -155,7 +157,11 @@ class Striking:
             self._listens = True
 
     def _hook(self, kind: str) -> None:
-        if not self._faults or self._faults[0][1].before != kind or self._faults[0][1].at > self._step:
+        if (
+            not self._faults
+            or self._faults[0][1].before != kind
+            or self._faults[0][1].at > self._step
+        ):
             return
         if kind == "save" or _loading():
             self._strike()
@@ -166,9 +172,15 @@ class Striking:
         recorder = _recorder()
         if recorder is not None:
             recorder.trace.emit(
-                "live.fault", phase=fault.phase, number=number, do=fault.do, still=fault.still, before=fault.before, running=self._running,
+                "live.fault",
+                phase=fault.phase,
+                number=number,
+                do=fault.do,
+                still=fault.still,
+                before=fault.before,
+                running=self._running,
                 loading=_loading(),
-            )  # fmt: skip
+            )
             if recorder.scheduler is not None:
                 recorder.scheduler.observer.outage = True
         assert self._desk is not None
@@ -185,4 +197,8 @@ def _recorder() -> Any:
 def _loading() -> int:
     """Loads that the engine has granted and does not rely on yet."""
     recorder = _recorder()
-    return 0 if recorder is None or recorder.scheduler is None else len(recorder.scheduler.oracle.open_grants())
+    return (
+        0
+        if recorder is None or recorder.scheduler is None
+        else len(recorder.scheduler.oracle.open_grants())
+    )

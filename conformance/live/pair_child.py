@@ -86,7 +86,11 @@ class PairChild:
         params = _params(ask)
         if transfer is not None:
             params.extra_args = {"kv_transfer_params": transfer}
-        internal = str(self.engine.add_request(ask.id, {"prompt_token_ids": ask.tokens}, params, priority=ask.priority))
+        internal = str(
+            self.engine.add_request(
+                ask.id, {"prompt_token_ids": ask.tokens}, params, priority=ask.priority
+            )
+        )
         self.running[ask.id] = ask, internal, self.step
 
     def _do_abort(self, name: str) -> None:
@@ -106,7 +110,11 @@ class PairChild:
         done = bool(self.engine.reset_prefix_cache())
         while not done and time.monotonic() < limit:
             number += 1
-            self.engine.add_request(f"nudge-{number}", {"prompt_token_ids": [FIRST]}, _params(Ask(id="", tokens=[], out=1)))
+            self.engine.add_request(
+                f"nudge-{number}",
+                {"prompt_token_ids": [FIRST]},
+                _params(Ask(id="", tokens=[], out=1)),
+            )
             while self.engine.has_unfinished_requests():
                 self.engine.step()
             time.sleep(0.2)

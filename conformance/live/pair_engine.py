@@ -57,9 +57,14 @@ class PairEngine:
         command = process.python("kvconform.live.pair_child", str(tmp / "job.json"), address)
         with self.log.open("ab") as output:
             self._guard = subprocess.Popen(
-                [sys.executable, "-m", "kvconform.process.supervisor", "10", *command], stdin=subprocess.PIPE, stdout=output, stderr=output,
-                cwd=tmp / "work", env={**environment, process.MARK: self.mark, LEFT: str(self._left)}, start_new_session=True,
-            )  # fmt: skip
+                [sys.executable, "-m", "kvconform.process.supervisor", "10", *command],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                cwd=tmp / "work",
+                env={**environment, process.MARK: self.mark, LEFT: str(self._left)},
+                start_new_session=True,
+            )
         self._link: Connection | None = None
 
     # -- what it says ----------------------------------------------------------------------------------------------------------
@@ -156,11 +161,21 @@ class PairEngine:
                 self.wait(lambda said: said.ended, limit)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._guard.wait(EXIT_LIMIT if self.said.ended or self.said.error else 0.1)
-        how = "exit" if self._guard.poll() is not None and self.said.ended else "signal" if self._guard.poll() is not None else "timeout"
+        how = (
+            "exit"
+            if self._guard.poll() is not None and self.said.ended
+            else "signal"
+            if self._guard.poll() is not None
+            else "timeout"
+        )
         found = process.Ended(how, self._guard.returncode or 0, 0.0)
         if how == "exit" and self._left.is_file():
             told = json.loads(self._left.read_text(encoding="utf-8"))
-            found.processes, found.ports, found.files = told["processes"], told["ports"], told["files"]
+            found.processes, found.ports, found.files = (
+                told["processes"],
+                told["ports"],
+                told["files"],
+            )
             for path in found.files:
                 with contextlib.suppress(OSError):
                     os.unlink(path)

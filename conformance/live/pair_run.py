@@ -39,7 +39,16 @@ Event = dict[str, Any]
 class Pair:
     """Producer `p` and consumer `d` of a target, and the proxy between them."""
 
-    def __init__(self, target: Target, scenario: Scenario, plain: Outcome, *, tmp: Path, model: Path, book: Path) -> None:
+    def __init__(
+        self,
+        target: Target,
+        scenario: Scenario,
+        plain: Outcome,
+        *,
+        tmp: Path,
+        model: Path,
+        book: Path,
+    ) -> None:
         self.plain, self.tmp = plain, tmp
         names = [ask.id for play in plays(scenario, None, 0) for ask in play.asks]
         self.requests = list(zip(names, scenario.requests, strict=True))
@@ -48,7 +57,9 @@ class Pair:
         self.resets: list[bool] = []
         self.engines = {name: self._engine(name, target, scenario, model, book) for name in ROLES}
 
-    def _engine(self, name: str, target: Target, scenario: Scenario, model: Path, book: Path) -> PairEngine:
+    def _engine(
+        self, name: str, target: Target, scenario: Scenario, model: Path, book: Path
+    ) -> PairEngine:
         tmp = self.tmp / name
         for folder in ("tmp", "trace", "connector"):
             (tmp / folder).mkdir(parents=True, exist_ok=True)
@@ -60,19 +71,34 @@ class Pair:
             "kv_load_failure_policy": scenario.on_failure,
         }
         job = Job(
-            model=str(model), start=scenario.start.model_dump(), transfer=transfer, plays=[], adapters=list(target.adapters),
+            model=str(model),
+            start=scenario.start.model_dump(),
+            transfer=transfer,
+            plays=[],
+            adapters=list(target.adapters),
             device=target.device,
-        )  # fmt: skip
+        )
         environment = {
-            **ENVIRONMENT, **os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TMPDIR": str(tmp / "tmp"), TRACE: str(tmp / "trace"),
-            "VLLM_LOGGING_LEVEL": "WARNING", "PYTHONPATH": _path(), ADAPTERS: ",".join(target.adapters),
-        }  # fmt: skip
-        environment |= {BOOK: str(book), SHARED: "1"}  # the consumer loads what the producer has computed
+            **ENVIRONMENT,
+            **os.environ,
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "TMPDIR": str(tmp / "tmp"),
+            TRACE: str(tmp / "trace"),
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "PYTHONPATH": _path(),
+            ADAPTERS: ",".join(target.adapters),
+        }
+        environment |= {
+            BOOK: str(book),
+            SHARED: "1",
+        }  # the consumer loads what the producer has computed
         environment |= {EMULATE: "1"} if target.device == "emulated" else {}
         return PairEngine(name, job, tmp, environment)
 
     # -- what the proxy does ---------------------------------------------------------------------------------------------------
-    def prefill(self, name: str, label: str = "", abort: int | None = None) -> dict[str, Any] | None:
+    def prefill(
+        self, name: str, label: str = "", abort: int | None = None
+    ) -> dict[str, Any] | None:
         """Let the producer compute a prompt; returns the kv_transfer_params of its answer, None if it was aborted."""
         return self.offered(self.begin(name, label, abort))
 
@@ -87,10 +113,22 @@ class Pair:
         return self.engines["p"].answer(there, patience(LIMIT))[1]
 
     def decode(
-        self, name: str, params: dict[str, Any] | None, label: str = "", abort: int | None = None, out: int = OUTPUT, priority: int = 0
+        self,
+        name: str,
+        params: dict[str, Any] | None,
+        label: str = "",
+        abort: int | None = None,
+        out: int = OUTPUT,
+        priority: int = 0,
     ) -> str:
         """Hand a prompt to the consumer, with these parameters; returns the request's id."""
-        ask = Ask(id=f"{name}{label}", tokens=self.plain.answers[name].prompt, out=out, abort=abort, priority=priority)
+        ask = Ask(
+            id=f"{name}{label}",
+            tokens=self.plain.answers[name].prompt,
+            out=out,
+            abort=abort,
+            priority=priority,
+        )
         self.engines["d"].ask(ask, params)
         return ask.id
 
@@ -122,7 +160,12 @@ class Pair:
         for round_ in range(3):
             for number, name in enumerate(names):
                 self.prefill(name, f"/gone-{round_}", abort=1 if number % 3 == 0 else None)
-                self.decode(name, self.prefill(name, f"/a-{round_}"), f"/a-{round_}", abort=1 + (number + round_) % 7)
+                self.decode(
+                    name,
+                    self.prefill(name, f"/a-{round_}"),
+                    f"/a-{round_}",
+                    abort=1 + (number + round_) % 7,
+                )
             self.reset("d")
         for name in names:
             self.collect(self.decode(name, self.prefill(name, "/after"), "/after"))
@@ -147,7 +190,11 @@ class Pair:
         names = [name for name in self.plain.answers if len(self.plain.answers[name].prompt) >= 64]
         self.collect(self.decode(names[0], self.prefill(names[0])))
         self.reset("d")
-        changes: list[Event] = [{"remote_request_id": "nobody"}, {"remote_engine_id": "nowhere"}, {"remote_block_ids": None}]
+        changes: list[Event] = [
+            {"remote_request_id": "nobody"},
+            {"remote_engine_id": "nowhere"},
+            {"remote_block_ids": None},
+        ]
         for number, change in enumerate(changes):
             name = names[(number + 1) % len(names)]
             params = {**(self.prefill(name, f"/{number}") or {}), **change}
@@ -171,12 +218,23 @@ class Pair:
             under_way = list(wave)
             if any(request.reset for _, request in under_way):
                 self.reset("d")
-            begun = [(name, request, self.begin(name, abort=request.early)) for name, request in under_way]
+            begun = [
+                (name, request, self.begin(name, abort=request.early))
+                for name, request in under_way
+            ]
             handed = []
             for name, request, there in begun:
                 params = self.offered(there)
                 if request.early is None:
-                    handed.append(self.decode(name, params, abort=request.abort, out=request.out, priority=request.priority))
+                    handed.append(
+                        self.decode(
+                            name,
+                            params,
+                            abort=request.abort,
+                            out=request.out,
+                            priority=request.priority,
+                        )
+                    )
             self.collect(*handed)
         self.reset()
 
@@ -194,29 +252,50 @@ class Pair:
             found.ended = True
         except EngineGone as gone:
             up = all(engine.said.up for engine in self.engines.values())
-            where = next((e.said.error[0] for e in self.engines.values() if e.said.error), "pair" if up else "start")
+            where = next(
+                (e.said.error[0] for e in self.engines.values() if e.said.error),
+                "pair" if up else "start",
+            )
             text = next((e.said.error[2] for e in self.engines.values() if e.said.error), "")
             found.error = {"where": where, "text": str(gone), "traceback": text}
         finally:
             ended = {name: engine.end() for name, engine in reversed(self.engines.items())}
         found.phases = [
-            PhaseDone(name=play, reset_done=all(self.resets) if self.resets else None, counts=counts or Counts(), answers=self.answers)
+            PhaseDone(
+                name=play,
+                reset_done=all(self.resets) if self.resets else None,
+                counts=counts or Counts(),
+                answers=self.answers,
+            )
         ]
         return found, ended
 
 
 def asked(scenario: Scenario, seed: int) -> list[Play]:
     """What the run without connector is asked: every prompt once, to its end."""
-    asks = [Ask(id=f"r{n}", tokens=tokens(length, seed, "pair", n), out=OUTPUT) for n, length in enumerate(LENGTHS)]
+    asks = [
+        Ask(id=f"r{n}", tokens=tokens(length, seed, "pair", n), out=OUTPUT)
+        for n, length in enumerate(LENGTHS)
+    ]
     if scenario.requests:
-        asks = [Ask(id=ask.id, tokens=ask.tokens, out=ask.out) for play in plays(scenario, None, seed) for ask in play.asks]
+        asks = [
+            Ask(id=ask.id, tokens=ask.tokens, out=ask.out)
+            for play in plays(scenario, None, seed)
+            for ask in play.asks
+        ]
     return [Play(name="pair", asks=asks)]
 
 
 def run_pair(
-    scenario: Scenario, variant: Variant, target: Target, *, seed: int, tmp: Path, plain_runs: Plains,
+    scenario: Scenario,
+    variant: Variant,
+    target: Target,
+    *,
+    seed: int,
+    tmp: Path,
+    plain_runs: Plains,
     known: tuple[Outcome, Path] | None = None,
-) -> tuple[list[Event], list[str], Made, frozenset[str]]:  # fmt: skip
+) -> tuple[list[Event], list[str], Made, frozenset[str]]:
     """(trace, what was due and did not happen, how it was made, channels). `known`: answers of a run without connector that has all of its
     requests, if there is one. RuntimeError if vLLM fails without a connector."""
     assert scenario.pair is not None
@@ -230,40 +309,90 @@ def run_pair(
         outcome.ended, outcome.current = False, "shutdown"
     events, channels = _trace(scenario, variant, target, pair, outcome, ended, seed)
     words = "\n".join(_last_words(pair.tmp / name / "log") for name in ROLES)
-    return events, missing(scenario, outcome, _failed(events)), Made(outcome, ended["d"], tmp, words), channels
+    return (
+        events,
+        missing(scenario, outcome, _failed(events)),
+        Made(outcome, ended["d"], tmp, words),
+        channels,
+    )
 
 
 def _trace(
-    scenario: Scenario, variant: Variant, target: Target, pair: Pair, outcome: Outcome, ended: dict[str, Ended], seed: int
+    scenario: Scenario,
+    variant: Variant,
+    target: Target,
+    pair: Pair,
+    outcome: Outcome,
+    ended: dict[str, Ended],
+    seed: int,
 ) -> tuple[list[Event], frozenset[str]]:
     """Both engines' traces, one after the other, with our events at the end."""
-    start: dict[str, Any] = {"case": variant.case.id, "seed": seed, "connector": target.connector, "engine": "live"}
-    parts = {name: traces.collect(pair.tmp / name / "trace", ended=outcome.ended, **start) for name in ROLES}
+    start: dict[str, Any] = {
+        "case": variant.case.id,
+        "seed": seed,
+        "connector": target.connector,
+        "engine": "live",
+    }
+    parts = {
+        name: traces.collect(pair.tmp / name / "trace", ended=outcome.ended, **start)
+        for name in ROLES
+    }
     first = next((part[0] for part in parts.values() if part), None)
     if first is None:
         from kvconform.live.events import _bare
 
         first = _bare(variant, start, Made(outcome, ended["d"], pair.tmp, ""))[0]
     channels = [traces.channels(part) for part in parts.values() if part]
-    found: list[Event] = [{**first, "role": "kv_both"}, {"k": "run.engines", "step": 0, "engines": ROLES}]
+    found: list[Event] = [
+        {**first, "role": "kv_both"},
+        {"k": "run.engines", "step": 0, "engines": ROLES},
+    ]
     for name, part in parts.items():
         place: dict[int, int] = {}
         for event in part[1:]:
             place[event["seq"]] = len(found)
-            moved = {key: place.get(event[key], event[key]) for key in traces.REFERENCES if event.get(key) is not None}
+            moved = {
+                key: place.get(event[key], event[key])
+                for key in traces.REFERENCES
+                if event.get(key) is not None
+            }
             if name == "p" and event["k"] == "engine.crash" and scenario.pair == "killed":
                 continue  # nobody's fault but ours
             found.append({**event, **moved, "on": name})
-    own = own_events(scenario, outcome, _together(ended), _unlabelled(pair), _failed(found), {scenario.pair or ""})
+    own = own_events(
+        scenario,
+        outcome,
+        _together(ended),
+        _unlabelled(pair),
+        _failed(found),
+        {scenario.pair or ""},
+    )
     tokens_of = {event["req"]: event for event in own if event["k"] == "live.tokens"}
     for name, stale in pair.stale.items():
         told = tokens_of.get(name)
         wrong = told is not None and not told["same"] and not told["ambiguous"]
         gone = stale == "replayed"
-        own.insert(-1, {
-            "k": "pair.request", "on": "d", "req": name, "generation": 0, "of": f"p/{name}", "stale": stale, "aborted": False, "offered": 0,
-            "local": 0, "promised": 0, "loaded": 0, "wrong": wrong, "failed": False, "held": False, "released": 0, "gone": gone,
-        })  # fmt: skip
+        own.insert(
+            -1,
+            {
+                "k": "pair.request",
+                "on": "d",
+                "req": name,
+                "generation": 0,
+                "of": f"p/{name}",
+                "stale": stale,
+                "aborted": False,
+                "offered": 0,
+                "local": 0,
+                "promised": 0,
+                "loaded": 0,
+                "wrong": wrong,
+                "failed": False,
+                "held": False,
+                "released": 0,
+                "gone": gone,
+            },
+        )
     last = found[-1]["step"]
     found += [{**event, "step": event.get("step", last)} for event in own]
     for number, event in enumerate(found):
@@ -281,9 +410,14 @@ def _together(ended: dict[str, Ended]) -> Ended:
     both = list(ended.values())
     worst = max(both, key=lambda one: ("exit", "timeout", "signal").index(one.how))
     return Ended(
-        worst.how, worst.status, worst.seconds, [p for e in both for p in e.processes], [p for e in both for p in e.ports],
-        [f for e in both for f in e.files], [s for e in both for s in e.stuck],
-    )  # fmt: skip
+        worst.how,
+        worst.status,
+        worst.seconds,
+        [p for e in both for p in e.processes],
+        [p for e in both for p in e.ports],
+        [f for e in both for f in e.files],
+        [s for e in both for s in e.stuck],
+    )
 
 
 def _failed(events: list[Event]) -> int:

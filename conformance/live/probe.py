@@ -110,7 +110,9 @@ class Recorder:
 
         return create
 
-    def _scheduler(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    def _scheduler(
+        self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any
+    ) -> None:
         config: Any = kwargs.get("vllm_config", args[0] if args else None)
         self._start(config, kwargs.get("kv_cache_config", args[1] if len(args) > 1 else None))
         original(scheduler, *args, **kwargs)
@@ -126,29 +128,48 @@ class Recorder:
         if self.scheduler is not None:
             self.trace.emit("engine.lifecycle", op="restart", pid=0, error=None)
             return
-        transfer, parallel, scheduling = config.kv_transfer_config, config.parallel_config, config.scheduler_config
+        transfer, parallel, scheduling = (
+            config.kv_transfer_config,
+            config.parallel_config,
+            config.scheduler_config,
+        )
         groups = cache.kv_cache_groups
         self.trace.emit(
-            "run.start", seed=config.model_config.seed or 0, engine="live", case="live",
+            "run.start",
+            seed=config.model_config.seed or 0,
+            engine="live",
+            case="live",
             scheduling="async" if scheduling.async_scheduling else "sync",
-            runner="v2" if getattr(config, "use_v2_model_runner", False) is True else "v1", depth=config.max_concurrent_batches,
-            vllm=vllm_api.VLLM_VERSION, block_size=groups[0].kv_cache_spec.block_size if groups else 0, num_blocks=cache.num_blocks,
-            policies=[], connector=None if transfer is None else transfer.kv_connector,
+            runner="v2" if getattr(config, "use_v2_model_runner", False) is True else "v1",
+            depth=config.max_concurrent_batches,
+            vllm=vllm_api.VLLM_VERSION,
+            block_size=groups[0].kv_cache_spec.block_size if groups else 0,
+            num_blocks=cache.num_blocks,
+            policies=[],
+            connector=None if transfer is None else transfer.kv_connector,
             spec_tokens=config.num_speculative_tokens if config.speculative_config else 0,
             role="kv_both" if transfer is None else transfer.kv_role,
-            failure_policy="recompute" if transfer is None else transfer.kv_load_failure_policy, groups=len(groups),
-            ranks=parallel.tensor_parallel_size * parallel.pipeline_parallel_size, stages=parallel.pipeline_parallel_size,
-            context_ranks=parallel.decode_context_parallel_size, device=str(config.device_config.device_type), slow=None,
-        )  # fmt: skip
+            failure_policy="recompute" if transfer is None else transfer.kv_load_failure_policy,
+            groups=len(groups),
+            ranks=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
+            stages=parallel.pipeline_parallel_size,
+            context_ranks=parallel.decode_context_parallel_size,
+            device=str(config.device_config.device_type),
+            slow=None,
+        )
 
-    def _thread(self, original: Callable[..., Any], thread: threading.Thread, *args: Any, **kwargs: Any) -> Any:
+    def _thread(
+        self, original: Callable[..., Any], thread: threading.Thread, *args: Any, **kwargs: Any
+    ) -> Any:
         """Threads that are started while a hook or a constructor of the connector runs are the connector's."""
         if self._constructing or self.probe._depth:
             self.threads.append(thread)
         return original(thread, *args, **kwargs)
 
     # -- what is run -----------------------------------------------------------------------------------------------------------
-    def _engine_step(self, original: Callable[..., Any], core: Any, *args: Any, **kwargs: Any) -> Any:
+    def _engine_step(
+        self, original: Callable[..., Any], core: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         try:
             return original(core, *args, **kwargs)
         except BaseException as error:
@@ -157,10 +178,14 @@ class Recorder:
         finally:
             self.trace.amend()
 
-    def _execute(self, original: Callable[..., Any], worker: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
+    def _execute(
+        self, original: Callable[..., Any], worker: Any, output: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         if self.worker is None or self.worker_of is not worker:
             self.worker_of = worker
-            self.worker = WorkerProbe(self.trace, self.probe, worker, self.book, self.wishes, alone=self.scheduler is None)
+            self.worker = WorkerProbe(
+                self.trace, self.probe, worker, self.book, self.wishes, alone=self.scheduler is None
+            )
         self.worker.begin(output)
         try:
             result = original(worker, output, *args, **kwargs)
@@ -171,7 +196,13 @@ class Recorder:
             self._ended(self.worker)
         return result
 
-    def _aggregate(self, original: Callable[..., Any], aggregator: Any, outputs: list[Any], output_rank: int = 0) -> Any:
+    def _aggregate(
+        self,
+        original: Callable[..., Any],
+        aggregator: Any,
+        outputs: list[Any],
+        output_rank: int = 0,
+    ) -> Any:
         """The engine joins what workers in other processes report; while the probe has it joined, and where all is in one process, it is
         vLLM's own affair."""
         probe = self.scheduler
@@ -206,10 +237,15 @@ class Recorder:
         where, hook, cause, last = _blame(error), None, None, self.probe.last_error
         if last is not None and last[1] in (error, error.__cause__, error.__context__):
             where, hook, cause = "hook", last[0], last[2]
-        self.trace.emit("engine.crash", where=where, error=one_line(error), hook=hook, cause_seq=cause)
+        self.trace.emit(
+            "engine.crash", where=where, error=one_line(error), hook=hook, cause_seq=cause
+        )
 
     def _shutdown(self, original: Callable[..., Any], core: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.scheduler is None or getattr(core, "scheduler", None) is not self.scheduler.scheduler:
+        if (
+            self.scheduler is None
+            or getattr(core, "scheduler", None) is not self.scheduler.scheduler
+        ):
             return original(core, *args, **kwargs)
         end = self._end()
         if core.scheduler.connector is None:

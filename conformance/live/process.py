@@ -47,7 +47,13 @@ class Ended:
 
 
 def run(
-    command: Sequence[str], *, limit: float, log: Path, environment: Mapping[str, str], cwd: Path, over: Callable[[], bool] = lambda: False
+    command: Sequence[str],
+    *,
+    limit: float,
+    log: Path,
+    environment: Mapping[str, str],
+    cwd: Path,
+    over: Callable[[], bool] = lambda: False,
 ) -> Ended:
     """Run `command` to its end, to `limit` seconds, or to LEAVE seconds after `over` was first true. What it prints goes to `log`. Returns
     when nothing of it is left; an exception (an interrupt, say) leaves nothing either."""
@@ -57,9 +63,14 @@ def run(
     how, status = "timeout", 0
     with log.open("ab") as output, _watched(mark) as watcher:
         child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=cwd, env={**environment, MARK: mark},
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            cwd=cwd,
+            env={**environment, MARK: mark},
             start_new_session=True,
-        )  # fmt: skip
+        )
         try:
             _tell(watcher, child.pid)
             leave = began + limit
@@ -94,7 +105,11 @@ def run(
 @contextlib.contextmanager
 def _watched(mark: str) -> Iterator[subprocess.Popen[bytes]]:
     """Around a run: somebody ends it if this process does not come to it."""
-    watcher = subprocess.Popen([sys.executable, "-m", "kvconform.live.process", mark], stdin=subprocess.PIPE, start_new_session=True)
+    watcher = subprocess.Popen(
+        [sys.executable, "-m", "kvconform.live.process", mark],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    )
     try:
         yield watcher
     finally:
@@ -146,7 +161,9 @@ def _ask_for_stacks(child: subprocess.Popen, mark: str) -> None:
 
 def _ours(process: psutil.Process, mark: str, session: int | None) -> bool:
     """By its environment, or by its session: a program that gives itself a title, as vLLM's processes do, writes over its environment."""
-    return process.environ().get(MARK) == mark or (session is not None and os.getsid(process.pid) == session)
+    return process.environ().get(MARK) == mark or (
+        session is not None and os.getsid(process.pid) == session
+    )
 
 
 def _marked(mark: str, session: int | None = None) -> list[psutil.Process]:

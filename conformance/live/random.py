@@ -31,7 +31,13 @@ SECONDS = 600.0
 WIDTH = 130
 
 
-def reduce(scenario: Scenario, fails: Callable[[Scenario], bool], *, tries: int = TRIES, seconds: float = SECONDS) -> Scenario:
+def reduce(
+    scenario: Scenario,
+    fails: Callable[[Scenario], bool],
+    *,
+    tries: int = TRIES,
+    seconds: float = SECONDS,
+) -> Scenario:
     """The smallest scenario found that still `fails`, with some of the requests of this one, in their order. It may be this one itself."""
     limit = time.monotonic() + seconds
     if len(scenario.requests) > 1 and tries > 0:  # much that goes wrong does so whatever is asked
@@ -58,7 +64,9 @@ def reduce(scenario: Scenario, fails: Callable[[Scenario], bool], *, tries: int 
 
 def _with(scenario: Scenario, requests: list[Request]) -> Scenario:
     count = f"{len(requests)} request{'s' if len(requests) != 1 else ''}"
-    return scenario.model_copy(update={"requests": requests, "text": f"What is left of a random workload, {count}."})
+    return scenario.model_copy(
+        update={"requests": requests, "text": f"What is left of a random workload, {count}."}
+    )
 
 
 def claim(folder: Path, requirements: Iterable[str], scenario: str) -> dict[str, str]:
@@ -140,15 +148,25 @@ def random_scenario(seed: int) -> Scenario:
         family, shared, tail = _prompt(source, requests)
         requests.append(
             Request(
-                own=number, at=at, family=family, shared=shared, tail=tail,
-                out=source.choice((1, 2, 4, 8, 16, 24)), abort=source.randrange(1, 12) if source.random() < 0.12 else None,
-                priority=source.randrange(3) if start.priority else 0, reset=source.random() < 0.04,
+                own=number,
+                at=at,
+                family=family,
+                shared=shared,
+                tail=tail,
+                out=source.choice((1, 2, 4, 8, 16, 24)),
+                abort=source.randrange(1, 12) if source.random() < 0.12 else None,
+                priority=source.randrange(3) if start.priority else 0,
+                reset=source.random() < 0.04,
             )
-        )  # fmt: skip
+        )
     return Scenario(
-        id=f"live.random-{seed}", text=f"A random workload of {REQUESTS} requests.", start=start, requests=requests, families=seed,
+        id=f"live.random-{seed}",
+        text=f"A random workload of {REQUESTS} requests.",
+        start=start,
+        requests=requests,
+        families=seed,
         due=["loads"],
-    )  # fmt: skip
+    )
 
 
 def random_pair(seed: int) -> Scenario:
@@ -164,16 +182,27 @@ def random_pair(seed: int) -> Scenario:
         ends = source.random()
         requests.append(
             Request(
-                own=number, at=wave, family=family, shared=shared, tail=tail, out=source.choice((1, 2, 4, 8, 16, 24)),
+                own=number,
+                at=wave,
+                family=family,
+                shared=shared,
+                tail=tail,
+                out=source.choice((1, 2, 4, 8, 16, 24)),
                 abort=source.choice((1, 2, 3, 4, 6, 8, 12, 20, 50)) if ends < 0.15 else None,
-                early=source.choice((1, 2, 3)) if ends > 0.95 else None, priority=source.randrange(3) if start.priority else 0,
+                early=source.choice((1, 2, 3)) if ends > 0.95 else None,
+                priority=source.randrange(3) if start.priority else 0,
                 reset=begins and source.random() < 0.3,
             )
-        )  # fmt: skip
+        )
     return Scenario(
-        id=f"pair.random-{seed}", text=f"A random workload of {PAIR_REQUESTS} requests for a producer and a consumer.", pair="requests",
-        start=start, requests=requests, families=seed, due=["loads"],
-    )  # fmt: skip
+        id=f"pair.random-{seed}",
+        text=f"A random workload of {PAIR_REQUESTS} requests for a producer and a consumer.",
+        pair="requests",
+        start=start,
+        requests=requests,
+        families=seed,
+        due=["loads"],
+    )
 
 
 def _prompt(source: random.Random, requests: list[Request]) -> tuple[int, int, int]:
@@ -182,7 +211,9 @@ def _prompt(source: random.Random, requests: list[Request]) -> tuple[int, int, i
     if earlier is not None and not earlier.tail:  # the same prompt again
         return earlier.family, earlier.shared, 0
     family = source.randrange(FAMILIES)
-    shared = source.choice((0, 32, 64, 96, 128, 160, source.randrange(1, 200), source.randrange(1, 260)))
+    shared = source.choice(
+        (0, 32, 64, 96, 128, 160, source.randrange(1, 200), source.randrange(1, 260))
+    )
     tail = source.choice((0, 0, 1, 7, 32, source.randrange(1, LONGEST - shared)))
     return family, shared, tail if shared else max(1, tail)
 
@@ -195,11 +226,23 @@ def spec_for(settings: Settings) -> Spec:
     """The specification for a run with these settings. UsageError for --seeds with another engine, and what load_spec raises."""
     live = settings.engine == "live"
     if settings.seeds and not live:
-        raise UsageError("--seeds is about the random workloads of the live engine: it goes with --engine live")
+        raise UsageError(
+            "--seeds is about the random workloads of the live engine: it goes with --engine live"
+        )
     if live and settings.device == "cuda":
-        raise UsageError("the live engine computes on the CPU: --device cuda does not go with it (--emulate-cuda does)")
+        raise UsageError(
+            "the live engine computes on the CPU: --device cuda does not go with it (--emulate-cuda does)"
+        )
     spec = load_spec(cases=settings.cases, live=live)
-    named = [name for entry in (*settings.select, settings.trace or "") for name in RANDOM.findall(entry)] if live else []
+    named = (
+        [
+            name
+            for entry in (*settings.select, settings.trace or "")
+            for name in RANDOM.findall(entry)
+        ]
+        if live
+        else []
+    )
     for seed in (*range(settings.seed, settings.seed + settings.seeds), *map(int, named)):
         for scenario in (random_scenario(seed), random_pair(seed)):
             spec.cases[scenario.id] = scenario  # type: ignore[assignment]

@@ -36,31 +36,55 @@ class LiveRun:
 
 
 def run_live(
-    scenario: Scenario, variant: Variant, target: Target | None, spec: Spec, *, seed: int, tmp: Path, plain_runs: Plains,
+    scenario: Scenario,
+    variant: Variant,
+    target: Target | None,
+    spec: Spec,
+    *,
+    seed: int,
+    tmp: Path,
+    plain_runs: Plains,
     known: Known | None = None,
-) -> tuple[LiveRun, Made]:  # fmt: skip
+) -> tuple[LiveRun, Made]:
     """Make the run of a scenario; its trace holds the probe's events and ours. `known`: answers of a run without connector that has all
     of its requests, if there is one. RuntimeError if vLLM fails without a connector."""
     if scenario.pair is not None:
         assert target is not None
-        events, lacks, made, channels = run_pair(scenario, variant, target, seed=seed, tmp=tmp, plain_runs=plain_runs, known=known)
+        events, lacks, made, channels = run_pair(
+            scenario, variant, target, seed=seed, tmp=tmp, plain_runs=plain_runs, known=known
+        )
         return LiveRun(variant, events, channels, lacks=lacks), made
     wanted = plays(scenario, spec.workloads.get(scenario.workload or ""), seed)
     plain, book = known or plain_runs.get(_unhurried(wanted))
     clear_all()
     made = make_run(
-        scenario.start, resolved(wanted, plain), target, tmp=tmp, model=plain_runs.model, book=book, fail=scenario.fail,
-        on_failure=scenario.on_failure, servers=Servers.active if scenario.faults else (),
+        scenario.start,
+        resolved(wanted, plain),
+        target,
+        tmp=tmp,
+        model=plain_runs.model,
+        book=book,
+        fail=scenario.fail,
+        on_failure=scenario.on_failure,
+        servers=Servers.active if scenario.faults else (),
         pace=float(plain.note.get("seconds", 0.0)),
-    )  # fmt: skip
+    )
     events = _trace(scenario, variant, wanted, made, plain, seed, target)
     if any(e["k"] == "live.tokens" and not e["same"] and not e["ambiguous"] for e in events):
         # Is it the connector, or this way of starting vLLM?
-        own, _ = plain_runs.get(_unhurried(resolved(wanted, plain)), scenario.start)  # the prompts that it had, answers included
-        if any(own.answers[name].tokens != answer.tokens for name, answer in plain.answers.items() if name in own.answers):
+        own, _ = plain_runs.get(
+            _unhurried(resolved(wanted, plain)), scenario.start
+        )  # the prompts that it had, answers included
+        if any(
+            own.answers[name].tokens != answer.tokens
+            for name, answer in plain.answers.items()
+            if name in own.answers
+        ):
             events = _trace(scenario, variant, wanted, made, own, seed, target)
     found = LiveRun(variant, events, traces.channels(events) | {"live"})
-    found.lacks = missing(scenario, made.outcome, _failed_loads(events)) + spared(scenario.faults, events)
+    found.lacks = missing(scenario, made.outcome, _failed_loads(events)) + spared(
+        scenario.faults, events
+    )
     found.thin = thin(scenario, made.outcome, {play.name for play in wanted if play.hits})
     return found, made
 
@@ -68,7 +92,13 @@ def run_live(
 def _unhurried(wanted: list[Play]) -> list[Play]:
     """The same requests, none of which is aborted, and nothing fails: the tokens that an aborted one should have had are known then."""
     return [
-        play.model_copy(update={"asks": [ask.model_copy(update={"abort": None}) for ask in play.asks], "faults": []}) for play in wanted
+        play.model_copy(
+            update={
+                "asks": [ask.model_copy(update={"abort": None}) for ask in play.asks],
+                "faults": [],
+            }
+        )
+        for play in wanted
     ]
 
 
@@ -77,11 +107,22 @@ def _failed_loads(events: list[dict[str, Any]]) -> int:
 
 
 def _trace(
-    scenario: Scenario, variant: Variant, wanted: list[Play], made: Made, plain: Outcome, seed: int, target: Target | None
+    scenario: Scenario,
+    variant: Variant,
+    wanted: list[Play],
+    made: Made,
+    plain: Outcome,
+    seed: int,
+    target: Target | None,
 ) -> list[dict[str, Any]]:
     """The probe's trace with our events before its end."""
     connector = target.connector if target is not None else None
-    start: dict[str, Any] = {"case": variant.case.id, "seed": seed, "connector": connector, "engine": "live"}
+    start: dict[str, Any] = {
+        "case": variant.case.id,
+        "seed": seed,
+        "connector": connector,
+        "engine": "live",
+    }
     how: dict[str, Any] = {"killed": made.ended.how == "timeout", "ended": made.outcome.ended}
     found = traces.collect(made.traces, **how, **start) or _bare(variant, start, made)
     hits = {play.name for play in wanted if play.hits}

@@ -11,7 +11,17 @@ from typing import Any
 from kvconform.compat.vllm_api import RequestStatus
 from kvconform.contract.trace import Event, Trace
 from kvconform.kv.provenance import Memory
-from kvconform.live.state import ATTRIBUTE, Granted, Grants, Known, Named, Roster, Share, StepNote, shape_of
+from kvconform.live.state import (
+    ATTRIBUTE,
+    Granted,
+    Grants,
+    Known,
+    Named,
+    Roster,
+    Share,
+    StepNote,
+    shape_of,
+)
 from kvconform.observe.ledger import Joined, Ledger, counted
 from kvconform.observe.observer import Observer
 from kvconform.observe.probe import Probe
@@ -29,11 +39,25 @@ class SchedulerProbe:
         self.roster, self.memory = Roster(), Memory()
         config = scheduler.vllm_config
         self.oracle = Grants(shape_of(scheduler.kv_cache_config))
-        hashes = HashBook(getattr(scheduler, "hash_block_size", self.oracle.cache.block_size), self.roster.identity)
-        self.listeners = Watch(trace, probe, hashes, self.roster.generation), Telemetry(trace, probe, hashes, config)
+        hashes = HashBook(
+            getattr(scheduler, "hash_block_size", self.oracle.cache.block_size),
+            self.roster.identity,
+        )
+        self.listeners = (
+            Watch(trace, probe, hashes, self.roster.generation),
+            Telemetry(trace, probe, hashes, config),
+        )
         oracle: Any = self.oracle
         self.observer = Observer(
-            trace, probe, oracle, self.memory, scheduler, self.roster.generation, self.roster.identity, self.valid_end, self._held_contents
+            trace,
+            probe,
+            oracle,
+            self.memory,
+            scheduler,
+            self.roster.generation,
+            self.roster.identity,
+            self.valid_end,
+            self._held_contents,
         )
         inspector = getattr(scheduler.connector, "kvconform_inspector", None)
         self.inspector: Any = inspector() if callable(inspector) else None
@@ -47,7 +71,13 @@ class SchedulerProbe:
         self.pending: list[Named] = []
         self._seen_grants = 0
         self._busy = 0
-        for name in ("schedule", "update_from_output", "add_request", "finish_requests", "reset_prefix_cache"):
+        for name in (
+            "schedule",
+            "update_from_output",
+            "add_request",
+            "finish_requests",
+            "reset_prefix_cache",
+        ):
             self._wrap(name, getattr(self, "_" + name))
 
     def _wrap(self, name: str, around: Callable[..., Any]) -> None:
@@ -97,7 +127,9 @@ class SchedulerProbe:
         return held
 
     # -- calls -----------------------------------------------------------------------------------------------------------------
-    def _add_request(self, original: Callable[..., Any], request: Any, *args: Any, **kwargs: Any) -> Any:
+    def _add_request(
+        self, original: Callable[..., Any], request: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         self.roster.add(request)
         self.ledger.added(request)
         return original(request, *args, **kwargs)
@@ -108,7 +140,12 @@ class SchedulerProbe:
         self.ledger.state_changes("abort")
         return result
 
-    def _reset_prefix_cache(self, original: Callable[..., Any], reset_running_requests: bool = False, reset_connector: bool = False) -> Any:
+    def _reset_prefix_cache(
+        self,
+        original: Callable[..., Any],
+        reset_running_requests: bool = False,
+        reset_connector: bool = False,
+    ) -> Any:
         self.ledger.before_update()
         asked = {"running": reset_running_requests, "connector": reset_connector}
         self.trace.emit("cache.reset", phase="asked", returned=None, **asked)
@@ -126,14 +163,26 @@ class SchedulerProbe:
         tables = self.tables()
         self.ledger.after_schedule(output, tables)
         fresh = self.ledger.take_fresh(tables)
-        note = StepNote(self.trace.step, fresh=fresh, zeroed=list(getattr(output, "new_block_ids_to_zero", ()) or ()))
-        note.tables = {req: [block for table in groups for block in table] for req, groups in tables.items()}
+        note = StepNote(
+            self.trace.step,
+            fresh=fresh,
+            zeroed=list(getattr(output, "new_block_ids_to_zero", ()) or ()),
+        )
+        note.tables = {
+            req: [block for table in groups for block in table] for req, groups in tables.items()
+        }
         note.scheduled = list(output.num_scheduled_tokens)
         shares = [self._share(output, req, note, tables) for req in note.scheduled]
         note.granted, note.named, self.pending = self._granted(), self.pending, []
         if self.scheduler.connector is not None:
-            note.digest = self.observer.current_digest = self.observer.take_digest(output.kv_connector_metadata)
-            for entry in self.inspector.plan(output.kv_connector_metadata) if self.inspector is not None else ():
+            note.digest = self.observer.current_digest = self.observer.take_digest(
+                output.kv_connector_metadata
+            )
+            for entry in (
+                self.inspector.plan(output.kv_connector_metadata)
+                if self.inspector is not None
+                else ()
+            ):
                 self.trace.emit("plan", **entry)
         self.observer.activity += 1 if output.total_num_scheduled_tokens else 0
         self.oracle.failed_blocks, self.oracle.failed_reqs = set(), set()
@@ -141,9 +190,13 @@ class SchedulerProbe:
         self.flight.append((output, note, shares))
         return output
 
-    def _share(self, output: Any, req: str, note: StepNote, tables: dict[str, list[list[int]]]) -> Share:
+    def _share(
+        self, output: Any, req: str, note: StepNote, tables: dict[str, list[list[int]]]
+    ) -> Share:
         event = self.ledger._current[req]
-        share = Share(req, event["so_C"], event["S"], event["drafts"], event, event["kind"] != "cached")
+        share = Share(
+            req, event["so_C"], event["S"], event["drafts"], event, event["kind"] != "cached"
+        )
         self.ledger._flying.setdefault(req, []).append(event)
         known, request = self.roster.known[req], self.scheduler.requests[req]
         size, table = self.oracle.cache.block_size, tables.get(req, [[]])[0]
@@ -165,12 +218,21 @@ class SchedulerProbe:
             contents = [(ids[end - 1], plain[end - 1]) for end in range(size, len(ids) + 1, size)]
             found.append(
                 Granted(
-                    grant.transfer, grant.req, grant.generation, grant.start, grant.end, grant.is_async, list(grant.tables[0]), contents
+                    grant.transfer,
+                    grant.req,
+                    grant.generation,
+                    grant.start,
+                    grant.end,
+                    grant.is_async,
+                    list(grant.tables[0]),
+                    contents,
                 )
             )
         return found
 
-    def _update_from_output(self, original: Callable[..., Any], output: Any, result: Any, *args: Any, **kwargs: Any) -> Any:
+    def _update_from_output(
+        self, original: Callable[..., Any], output: Any, result: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         reports = result.kv_connector_output
         position = next((n for n, (other, _, _) in enumerate(self.flight) if other is output), None)
         if position is None:
@@ -211,13 +273,24 @@ class SchedulerProbe:
         """Tell the workers what the blocks hold that the model has filled up and that are final now."""
         ids, plain = self.roster.chain(request)
         size = self.oracle.cache.block_size
-        self.memory.computed(ids[known.remembered : known.valid_end], plain[known.remembered : known.valid_end])
+        self.memory.computed(
+            ids[known.remembered : known.valid_end], plain[known.remembered : known.valid_end]
+        )
         known.remembered = max(known.remembered, min(known.valid_end, len(ids)))
         if known.tainted or request.status == RequestStatus.PREEMPTED:
             return
         for index in range(known.named, min(known.valid_end, len(ids)) // size):
             last = (index + 1) * size - 1
-            self.pending.append(Named(table[index], ids[last], plain[last], request.request_id, index, tuple(table[:index])))
+            self.pending.append(
+                Named(
+                    table[index],
+                    ids[last],
+                    plain[last],
+                    request.request_id,
+                    index,
+                    tuple(table[:index]),
+                )
+            )
             known.named = index + 1
 
     # -- loads come to an end --------------------------------------------------------------------------------------------------
@@ -246,7 +319,11 @@ class SchedulerProbe:
                 self.trace.rank = number if len(outputs) > 1 else None
                 self._reported_elsewhere(reports)
         self.trace.rank = None
-        return self.joined.join(outputs, rank) if len(outputs) > 1 else aggregator.aggregate(outputs, rank)
+        return (
+            self.joined.join(outputs, rank)
+            if len(outputs) > 1
+            else aggregator.aggregate(outputs, rank)
+        )
 
     joined: Joined | None = None
 
@@ -257,7 +334,9 @@ class SchedulerProbe:
         received = self.observer.recved
         self.observer._reported(call)
         self.observer.recved = [*received, *self.observer.recved]
-        call = SimpleNamespace(legal=True, result=set(getattr(reports, "invalid_block_ids", None) or ()))
+        call = SimpleNamespace(
+            legal=True, result=set(getattr(reports, "invalid_block_ids", None) or ())
+        )
         self.observer._errors(call)
 
     def end(self) -> Event:
@@ -265,7 +344,13 @@ class SchedulerProbe:
         live = sorted(self.scheduler.requests)
         left = bool(live) or any(note.scheduled for _, note, _ in self.flight)
         return self.trace.emit(
-            "run.end", quiesced=not left, unfinished=live, free_blocks=self.pool.get_num_free_blocks(),
-            free_blocks_at_start=self.blocks_at_start, engine_requests=live, request_objects_alive=self.ledger.leaked(), threads=0,
+            "run.end",
+            quiesced=not left,
+            unfinished=live,
+            free_blocks=self.pool.get_num_free_blocks(),
+            free_blocks_at_start=self.blocks_at_start,
+            engine_requests=live,
+            request_objects_alive=self.ledger.leaked(),
+            threads=0,
             crashed=False,
-        )  # fmt: skip
+        )

@@ -80,7 +80,11 @@ def install_emulation() -> None:
         probe.on(hook, after=lambda call: here.finish() if call.half == "worker" else None)
 
     def mark(call: Any) -> None:
-        for value in call.args[0].values() if isinstance(call.arg(0, "kv_caches"), dict) else [call.arg(0, "kv_cache")]:
+        for value in (
+            call.args[0].values()
+            if isinstance(call.arg(0, "kv_caches"), dict)
+            else [call.arg(0, "kv_cache")]
+        ):
             for tensor in value if isinstance(value, (list, tuple)) else [value]:
                 here.cuda.to_device(tensor)
 
@@ -151,8 +155,11 @@ def engine(job: Job) -> Any:
     if start["spec_tokens"]:
         drafts = start["spec_tokens"]
         options["speculative_config"] = {
-            "method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 3, "prompt_lookup_min": 2,
-        }  # fmt: skip
+            "method": "ngram",
+            "num_speculative_tokens": drafts,
+            "prompt_lookup_max": 3,
+            "prompt_lookup_min": 2,
+        }
     if start["priority"]:
         options["scheduling_policy"] = "priority"
     if job.transfer is not None:

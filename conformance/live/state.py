@@ -42,10 +42,16 @@ def identity_of(request: Any) -> Identity:
     """The identity of a vLLM request: cache salt, adapter, multi-modal items."""
     lora = getattr(request, "lora_request", None)
     items = [
-        {"at": feature.mm_position.offset, "length": feature.mm_position.length, "id": feature.identifier}
+        {
+            "at": feature.mm_position.offset,
+            "length": feature.mm_position.length,
+            "id": feature.identifier,
+        }
         for feature in getattr(request, "mm_features", None) or ()
     ]
-    return Identity.of(getattr(request, "cache_salt", None), None if lora is None else lora.lora_name, items)
+    return Identity.of(
+        getattr(request, "cache_salt", None), None if lora is None else lora.lora_name, items
+    )
 
 
 class Roster:
@@ -166,8 +172,18 @@ def shape_of(config: Any) -> Shape:
         layers = tuple(range(len(names), len(names) + len(group.layer_names)))
         names += group.layer_names
         transfer = bool(getattr(group, "enable_kv_transfer", True))
-        kind: Any = "sliding" if window else "state" if "Mamba" in type(spec).__name__ else "full" if transfer else "private"
-        groups.append(Group(kind, layers, spec.block_size, getattr(spec, "num_kv_heads", 1), window, transfer))
+        kind: Any = (
+            "sliding"
+            if window
+            else "state"
+            if "Mamba" in type(spec).__name__
+            else "full"
+            if transfer
+            else "private"
+        )
+        groups.append(
+            Group(kind, layers, spec.block_size, getattr(spec, "num_kv_heads", 1), window, transfer)
+        )
     return Shape(config.num_blocks, tuple(groups), names)
 
 

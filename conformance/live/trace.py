@@ -62,7 +62,9 @@ REFERENCES = ("called_seq", "cause_seq")
 """Fields that hold the `seq` of another event of the same process."""
 
 
-def collect(directory: Path, *, killed: bool = False, ended: bool = False, **start: Any) -> list[Event]:
+def collect(
+    directory: Path, *, killed: bool = False, ended: bool = False, **start: Any
+) -> list[Event]:
     """The trace of all processes that wrote into `directory`, numbered from 0. `start` replaces fields of run.start.
 
     Without a run.end the engine's process died, of a hook if one was running; or it was `killed`, because it took too long; or the run had
@@ -80,7 +82,11 @@ def collect(directory: Path, *, killed: bool = False, ended: bool = False, **sta
     _every_rank(merged)
     starts = [e for e in merged if e["k"] == "run.start"]
     ends = [e for e in merged if e["k"] == "run.end"]
-    rest = [e for e in merged if e["k"] not in ("run.start", "run.end") or e is (ends[-1] if ends else None)]
+    rest = [
+        e
+        for e in merged
+        if e["k"] not in ("run.start", "run.end") or e is (ends[-1] if ends else None)
+    ]
     trace = [*({**e, **start} for e in starts[:1]), *rest]
     if starts and not ends:
         trace += _cut_short(trace, killed=killed, ended=ended)
@@ -127,7 +133,11 @@ def _merge(processes: list[list[Event]]) -> list[Event]:
         found.append(event)
         following = main[index + 1]["k"] if index + 1 < len(main) else ""
         scheduled = event["k"] in ("req.scheduled", "block", "queries", "step.scheduled")
-        if scheduled and following not in ("req.scheduled", "block", "queries", "step.scheduled") and _built(main, index):
+        if (
+            scheduled
+            and following not in ("req.scheduled", "block", "queries", "step.scheduled")
+            and _built(main, index)
+        ):
             found += by_step.pop(event["step"], [])
     for step in sorted(by_step):
         found += by_step[step]
@@ -148,7 +158,10 @@ def _every_rank(events: list[Event]) -> None:
 def _built(main: list[Event], index: int) -> bool:
     """Whether the step's output is complete: its requests were listed."""
     step = main[index]["step"]
-    return any(e["k"] == "step.scheduled" and e["step"] == step for e in main[max(0, index - 400) : index + 1])
+    return any(
+        e["k"] == "step.scheduled" and e["step"] == step
+        for e in main[max(0, index - 400) : index + 1]
+    )
 
 
 def _numbered(trace: list[Event]) -> list[Event]:
@@ -175,24 +188,52 @@ def _cut_short(trace: list[Event], *, killed: bool, ended: bool) -> list[Event]:
         fields = {name: running[name] for name in ("hook", "half", "rank", "depth")}
         found.append(
             {
-                "k": "hook.returned", **common, "_pid": running["_pid"], **fields, "error": "HookTimeout",
-                "error_text": "it did not return", "value": None, "value_ok": True, "mutated_args": False, "params_msgpack_ok": True,
-                "params_aliased": False, "called_seq": running["seq"], "layer": None, "timed_out": True,
+                "k": "hook.returned",
+                **common,
+                "_pid": running["_pid"],
+                **fields,
+                "error": "HookTimeout",
+                "error_text": "it did not return",
+                "value": None,
+                "value_ok": True,
+                "mutated_args": False,
+                "params_msgpack_ok": True,
+                "params_aliased": False,
+                "called_seq": running["seq"],
+                "layer": None,
+                "timed_out": True,
             }
-        )  # fmt: skip
-    gone = running is not None or not (killed or ended)  # one that was shut down is ended by vLLM, and need not say so
+        )
+    gone = running is not None or not (
+        killed or ended
+    )  # one that was shut down is ended by vLLM, and need not say so
     if not any(e["k"] == "engine.crash" for e in trace) and gone:
         where = "hook" if killed else "process"
         error = "it did not return" if killed else "the process ended"
         found.append(
-            {"k": "engine.crash", **common, "where": where, "error": error, "hook": running and running["hook"], "cause_seq": None}
+            {
+                "k": "engine.crash",
+                **common,
+                "where": where,
+                "error": error,
+                "hook": running and running["hook"],
+                "cause_seq": None,
+            }
         )
     found.append(
         {
-            "k": "run.end", **common, "quiesced": False, "unfinished": [], "free_blocks": 0, "free_blocks_at_start": 0,
-            "engine_requests": [], "request_objects_alive": [], "threads": 0, "crashed": True,
+            "k": "run.end",
+            **common,
+            "quiesced": False,
+            "unfinished": [],
+            "free_blocks": 0,
+            "free_blocks_at_start": 0,
+            "engine_requests": [],
+            "request_objects_alive": [],
+            "threads": 0,
+            "crashed": True,
         }
-    )  # fmt: skip
+    )
     for number, event in enumerate(found):
         event["seq"] = UNWRITTEN + number
     return found

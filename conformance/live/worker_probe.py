@@ -41,7 +41,9 @@ class WorkerProbe:
     `alone`: the scheduler is in another process.
     """
 
-    def __init__(self, trace: Trace, probe: Probe, worker: Any, book: Book, wishes: Wishes, *, alone: bool) -> None:
+    def __init__(
+        self, trace: Trace, probe: Probe, worker: Any, book: Book, wishes: Wishes, *, alone: bool
+    ) -> None:
         self.trace, self.probe, self.order = trace, probe, 0
         self.rank = int(getattr(worker, "rank", 0))
         parallel = worker.vllm_config.parallel_config
@@ -60,16 +62,31 @@ class WorkerProbe:
         """Of one group of layers with all of its blocks along one axis; None for anything else."""
         config = worker.model_runner.kv_cache_config
         shape = shape_of(config)
-        tensors = [by_block(self.tensors[name], shape.num_blocks) for name in shape.names if name in self.tensors]
+        tensors = [
+            by_block(self.tensors[name], shape.num_blocks)
+            for name in shape.names
+            if name in self.tensors
+        ]
         known = [tensor for tensor in tensors if tensor is not None]
-        usable = len(shape.groups) == 1 and len(known) == len(shape.names) > 0 and len({(t.shape, t.dtype) for t in known}) == 1
+        usable = (
+            len(shape.groups) == 1
+            and len(known) == len(shape.names) > 0
+            and len({(t.shape, t.dtype) for t in known}) == 1
+        )
         size = sum(t.numel() * t.element_size() for t in known)
         blocks = Blocks(known, shape.block_size) if usable else None
         poison = wishes.poison and usable and worker.vllm_config.kv_transfer_config is not None
         self.trace.emit(
-            "live.kv", rank=self.rank, watched=blocks is not None and blocks.shadow is not None, compared=usable, poisoned=poison,
-            blocks=shape.num_blocks, size=shape.block_size, layers=len(shape.names), bytes=min(size, WATCHED * 1024),
-        )  # fmt: skip
+            "live.kv",
+            rank=self.rank,
+            watched=blocks is not None and blocks.shadow is not None,
+            compared=usable,
+            poisoned=poison,
+            blocks=shape.num_blocks,
+            size=shape.block_size,
+            layers=len(shape.names),
+            bytes=min(size, WATCHED * 1024),
+        )
         return None if blocks is None else BlockOracle(self.trace, blocks, book, poison=poison)
 
     def _listen(self) -> None:
@@ -80,8 +97,14 @@ class WorkerProbe:
         on("bind_connector_metadata", before=lambda call: oracle.poison_fresh())
         on("start_load_kv", after=lambda call: oracle.check(call.hook, also=oracle.note.written))
         on("wait_for_layer_load", after=lambda call: oracle.read(self.layer(call)))
-        on("get_transfer_results", after=lambda call: oracle.reports(call.result) if call.legal else None)
-        on("get_block_ids_with_load_errors", after=lambda call: oracle.errors(set(call.result or ())) if call.legal else None)
+        on(
+            "get_transfer_results",
+            after=lambda call: oracle.reports(call.result) if call.legal else None,
+        )
+        on(
+            "get_block_ids_with_load_errors",
+            after=lambda call: oracle.errors(set(call.result or ())) if call.legal else None,
+        )
 
     def layer(self, call: Call) -> int:
         """The number of the layer that a layer hook is about."""
@@ -90,12 +113,18 @@ class WorkerProbe:
     def _layer_hook(self, call: Call) -> None:
         self.order += 1
         name = call.arg(0, "layer_name")
-        common = {"layer": name, "bound": bool(call.event and call.event["bound"]), "order": self.order}
+        common = {
+            "layer": name,
+            "bound": bool(call.event and call.event["bound"]),
+            "order": self.order,
+        }
         if call.hook == "wait_for_layer_load":
             self.trace.emit("layer.wait", **common)
             return
         tensor, given = self.tensors.get(name), call.arg(1, "kv_layer")
-        whole = tensor is None or (given.data_ptr() == tensor.data_ptr() and given.shape == tensor.shape)
+        whole = tensor is None or (
+            given.data_ptr() == tensor.data_ptr() and given.shape == tensor.shape
+        )
         self.trace.emit("layer.save", **common, whole=whole)
 
     # -- steps -----------------------------------------------------------------------------------------------------------------
@@ -109,7 +138,12 @@ class WorkerProbe:
         self.trace.step, self.order = self.note.step, 0
         if self.metadata is not None:
             self.metadata.current_digest = self.note.digest
-        self.fields = {"forward": total > 0, "tokens": total, "attn_metadata_none": total == 0, "failed_forward": False}
+        self.fields = {
+            "forward": total > 0,
+            "tokens": total,
+            "attn_metadata_none": total == 0,
+            "failed_forward": False,
+        }
         self.trace.emit("worker.step_begin", **self.fields)
         self.first = len(self.trace.events)
         if self.oracle is not None:
@@ -126,13 +160,20 @@ class WorkerProbe:
         self.trace.emit("worker.step_end", **{**self.fields, "failed_forward": failed}, ranks=ranks)
 
     def _bound(self) -> bool:
-        return any(e["k"] == "hook.called" and e["hook"] == "bind_connector_metadata" for e in self.trace.events[self.first :])
+        return any(
+            e["k"] == "hook.called" and e["hook"] == "bind_connector_metadata"
+            for e in self.trace.events[self.first :]
+        )
 
 
 def registered(worker: Any) -> dict[str, torch.Tensor]:
     """The KV tensors of a worker by layer name."""
     layers = worker.vllm_config.compilation_config.static_forward_context
-    names = [name for group in worker.model_runner.kv_cache_config.kv_cache_groups for name in group.layer_names]
+    names = [
+        name
+        for group in worker.model_runner.kv_cache_config.kv_cache_groups
+        for name in group.layer_names
+    ]
     found = {name: getattr(layers.get(name), "kv_cache", None) for name in names}
     return {name: tensor for name, tensor in found.items() if isinstance(tensor, torch.Tensor)}
 

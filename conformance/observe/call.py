@@ -43,7 +43,12 @@ def _ids(value: Any) -> bool:
 
 def _finish(call: Call) -> ValueCheck:
     value = call.result
-    ok = isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], bool) and (value[1] is None or isinstance(value[1], dict))
+    ok = (
+        isinstance(value, tuple)
+        and len(value) == 2
+        and isinstance(value[0], bool)
+        and (value[1] is None or isinstance(value[1], dict))
+    )
     if not ok:
         return ValueCheck(ok=False, text=short(value))
     params = value[1]
@@ -60,7 +65,10 @@ def _finish(call: Call) -> ValueCheck:
 
 
 def _transfer_results(value: Any) -> bool:
-    return all(_ids(getattr(value, name, None)) for name in ("finished_sending", "finished_recving", "failed_recving"))
+    return all(
+        _ids(getattr(value, name, None))
+        for name in ("finished_sending", "finished_recving", "failed_recving")
+    )
 
 
 def _finished(value: Any) -> bool:
@@ -73,17 +81,23 @@ def _blocks(value: Any) -> bool:
 
 def _with(*methods: str) -> Callable[[Any], bool]:
     """None, or an object with these methods: rather than of vLLM's class, which older releases do not have."""
-    return lambda value: value is None or all(callable(getattr(value, name, None)) for name in methods)
+    return lambda value: (
+        value is None or all(callable(getattr(value, name, None)) for name in methods)
+    )
 
 
 def _handshake(value: Any) -> bool:
-    return value is None or any(cls.__name__ == "KVConnectorHandshakeMetadata" for cls in type(value).__mro__)
+    return value is None or any(
+        cls.__name__ == "KVConnectorHandshakeMetadata" for cls in type(value).__mro__
+    )
 
 
 def _sources(call: Call) -> ValueCheck:
     value = call.result
     ok = isinstance(value, dict) and all(type(count) is int for count in value.values())
-    return ValueCheck(ok=ok and sum(value.values()) == call.arg(1, "num_external_tokens"), text=short(value))
+    return ValueCheck(
+        ok=ok and sum(value.values()) == call.arg(1, "num_external_tokens"), text=short(value)
+    )
 
 
 _CHECKS: dict[str, Callable[[Any], bool]] = {
@@ -93,11 +107,15 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "reset_cache": lambda v: v is None or isinstance(v, bool),
     "has_pending_block_frees": lambda v: isinstance(v, bool),
     "has_pending_push_work": lambda v: isinstance(v, bool),
-    "get_loaded_kv_cache_group_ids": lambda v: isinstance(v, tuple) and all(isinstance(i, int) for i in v),
+    "get_loaded_kv_cache_group_ids": lambda v: (
+        isinstance(v, tuple) and all(isinstance(i, int) for i in v)
+    ),
     "take_events": lambda v: v is None or hasattr(v, "__iter__"),
     "build_connector_worker_meta": _with("aggregate"),
     "get_kv_connector_stats": _with("is_empty", "aggregate", "reduce", "reset"),
-    "get_kv_connector_kv_cache_events": _with("add_events", "aggregate", "increment_workers", "get_all_events", "get_number_of_workers"),
+    "get_kv_connector_kv_cache_events": _with(
+        "add_events", "aggregate", "increment_workers", "get_all_events", "get_number_of_workers"
+    ),
     "get_handshake_metadata": _handshake,
     "get_mem_pool_context": _with("__enter__", "__exit__"),
     "get_finished_count": lambda v: v is None or isinstance(v, int),
@@ -127,9 +145,29 @@ def check_value(call: Call) -> ValueCheck:
 class Call:
     """One call of a hook: what went in, what came out. `error` is the exception that the connector raised, if any."""
 
-    __slots__ = ("args", "connector", "depth", "error", "event", "half", "hook", "kwargs", "result", "result_event", "scratch")
+    __slots__ = (
+        "args",
+        "connector",
+        "depth",
+        "error",
+        "event",
+        "half",
+        "hook",
+        "kwargs",
+        "result",
+        "result_event",
+        "scratch",
+    )
 
-    def __init__(self, connector: Any, hook: str, half: str, depth: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        connector: Any,
+        hook: str,
+        half: str,
+        depth: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
         self.connector, self.hook, self.half, self.depth = connector, hook, half, depth
         self.args, self.kwargs = args, kwargs
         self.result: Any = None
@@ -141,7 +179,11 @@ class Call:
     @property
     def legal(self) -> bool:
         """Whether the hook returned, and a value of the contract's type."""
-        return self.error is None and self.result_event is not None and bool(self.result_event["value_ok"])
+        return (
+            self.error is None
+            and self.result_event is not None
+            and bool(self.result_event["value_ok"])
+        )
 
     def arg(self, index: int, name: str, default: Any = None) -> Any:
         """Positional or keyword argument of the call."""

@@ -15,7 +15,22 @@ import numpy as np
 import torch
 
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
-_OTHERS = (int, float, str, bytes, list, tuple, deque, set, frozenset, dict, np.ndarray, np.generic, bytearray, memoryview)
+_OTHERS = (
+    int,
+    float,
+    str,
+    bytes,
+    list,
+    tuple,
+    deque,
+    set,
+    frozenset,
+    dict,
+    np.ndarray,
+    np.generic,
+    bytearray,
+    memoryview,
+)
 
 
 @lru_cache(maxsize=256)
@@ -44,41 +59,70 @@ def canonical(value: Any, depth: int = 0, seen: dict[int, tuple[int, Any]] | Non
         return ("tuple", tuple(canonical(v, depth + 1, seen) for v in value))
     if isinstance(value, (int, float, str, bytes)):
         return value
-    if isinstance(value, (list, dict, set, deque)) or hasattr(value, "__dict__"):  # what can lead back to itself
+    if isinstance(value, (list, dict, set, deque)) or hasattr(
+        value, "__dict__"
+    ):  # what can lead back to itself
         if id(value) in seen:
             return ("again", seen[id(value)][0])
         seen[id(value)] = len(seen), value
     if (names := _fields(kind)) is not None:  # type: ignore[arg-type]
-        return (kind.__name__, tuple((name, canonical(getattr(value, name, None), depth + 1, seen)) for name in names))
+        return (
+            kind.__name__,
+            tuple((name, canonical(getattr(value, name, None), depth + 1, seen)) for name in names),
+        )
     if isinstance(value, (list, tuple, deque)):
         return (type(value).__name__, tuple(canonical(v, depth + 1, seen) for v in value))
     if isinstance(value, (set, frozenset)):
         return ("set", tuple(sorted(repr(canonical(v, depth + 1, seen)) for v in value)))
     if isinstance(value, dict):
-        return ("dict", tuple((canonical(k, depth + 1, seen), canonical(v, depth + 1, seen)) for k, v in value.items()))
+        return (
+            "dict",
+            tuple(
+                (canonical(k, depth + 1, seen), canonical(v, depth + 1, seen))
+                for k, v in value.items()
+            ),
+        )
     if hasattr(value, "detach") and hasattr(value, "numpy"):
         flat = value.detach().cpu().contiguous().view(-1)
-        data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""  # as bytes: numpy has no bfloat16
+        data = (
+            flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+        )  # as bytes: numpy has no bfloat16
         return ("tensor", str(value.dtype), tuple(value.shape), data)
     if isinstance(value, np.ndarray):
         return (
             "array",
             str(value.dtype),
             value.shape,
-            canonical(value.tolist(), depth + 1, seen) if value.dtype.hasobject else value.tobytes(),
+            canonical(value.tolist(), depth + 1, seen)
+            if value.dtype.hasobject
+            else value.tobytes(),
         )
     if isinstance(value, (bytearray, memoryview, np.generic)):
-        return (type(value).__name__, bytes(value) if not isinstance(value, np.generic) else value.item())
+        return (
+            type(value).__name__,
+            bytes(value) if not isinstance(value, np.generic) else value.item(),
+        )
     if callable(value):
         return type(value).__qualname__
     slots = sorted({slot for cls in type(value).__mro__ for slot in _slots(cls)})
-    fields = {**{slot: getattr(value, slot, None) for slot in slots}, **getattr(value, "__dict__", {})}
-    return (type(value).__name__, canonical(fields, depth + 1, seen)) if fields else type(value).__qualname__
+    fields = {
+        **{slot: getattr(value, slot, None) for slot in slots},
+        **getattr(value, "__dict__", {}),
+    }
+    return (
+        (type(value).__name__, canonical(fields, depth + 1, seen))
+        if fields
+        else type(value).__qualname__
+    )
 
 
 def _slots(cls: type) -> tuple[str, ...]:
     names = vars(cls).get("__slots__", ())
-    return tuple(n for n in ((names,) if isinstance(names, str) else names) if n not in ("__weakref__", "__dict__"))
+    return tuple(
+        n
+        for n in ((names,) if isinstance(names, str) else names)
+        if n not in ("__weakref__", "__dict__")
+    )
 
 
 def digest(value: Any, private: Iterable[str] = ()) -> str:
@@ -106,7 +150,13 @@ def scheduler_output_digest(output: Any) -> str:
     cached = output.scheduled_cached_reqs
     picture = (
         [
-            (n.req_id, n.prompt_token_ids, n.block_ids, n.num_computed_tokens, getattr(n, "prefill_token_ids", None))
+            (
+                n.req_id,
+                n.prompt_token_ids,
+                n.block_ids,
+                n.num_computed_tokens,
+                getattr(n, "prefill_token_ids", None),
+            )
             for n in output.scheduled_new_reqs
         ],
         cached.req_ids,

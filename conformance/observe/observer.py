@@ -54,9 +54,14 @@ class MetadataObserver:
                 table = (state.get_block_ids(req) or [()] * (group + 1))[group]
                 key = (req, group, tokens)
                 self.trace.emit(
-                    "state.offered", req=req, group=group, block=block, tokens=tokens, in_table=block in table,
+                    "state.offered",
+                    req=req,
+                    group=group,
+                    block=block,
+                    tokens=tokens,
+                    in_table=block in table,
                     again=self.offered.get(key) == block,
-                )  # fmt: skip
+                )
                 self.offered[key] = block
 
     def _built(self, call: Call) -> None:
@@ -67,7 +72,9 @@ class MetadataObserver:
         reason = None if meta is None else pickle_round_trip(meta)[1]
         state = getattr(output, "kv_connector_block_state", None)
         kept = (
-            state is not None and any(v is state for v in vars(meta).values()) if meta is not None and hasattr(meta, "__dict__") else False
+            state is not None and any(v is state for v in vars(meta).values())
+            if meta is not None and hasattr(meta, "__dict__")
+            else False
         )
         if self.handed is not None and self._digest(self.handed[0]) != self.handed[1]:
             self.refilled = True  # the step before has not been given this object back: under a deep queue it may still read it
@@ -78,10 +85,16 @@ class MetadataObserver:
         if call.result_event is not None:
             call.result_event["mutated_args"] = mutated
         self.trace.emit(
-            "meta.built", ok=isinstance(meta, KVConnectorMetadata), pickles=meta is not None and reason is None, pickle_error=reason,
+            "meta.built",
+            ok=isinstance(meta, KVConnectorMetadata),
+            pickles=meta is not None and reason is None,
+            pickle_error=reason,
             digest=mark,
-            output_mutated=mutated, none=meta is None, block_state_kept=kept, of_step=self.trace.step,
-        )  # fmt: skip
+            output_mutated=mutated,
+            none=meta is None,
+            block_state_kept=kept,
+            of_step=self.trace.step,
+        )
 
     def take_digest(self, meta: Any) -> str | None:
         """The digest of a step's metadata when it was built; of the connector's own part where it is the child of a MultiConnector."""
@@ -92,8 +105,13 @@ class MetadataObserver:
         # First sight of the worker: a connector may consume its own copy from then on. Until 0.22 the hooks came in another order.
         metadata = call.args[0] if call.args else next(iter(call.kwargs.values()), None)
         if not isinstance(metadata, set) and self.arrived_in != self.trace.step:
-            whole = type(metadata).__name__ == MULTI  # shown to a stand-in for the worker half, which is not the child of anything
-            self.arrived, self.arrived_in = None if whole else self._digest(metadata), self.trace.step
+            whole = (
+                type(metadata).__name__ == MULTI
+            )  # shown to a stand-in for the worker half, which is not the child of anything
+            self.arrived, self.arrived_in = (
+                None if whole else self._digest(metadata),
+                self.trace.step,
+            )
 
     def _bound(self, call: Call) -> None:
         built, mark = self.current_digest, self.arrived
@@ -114,7 +132,11 @@ def starved(scheduler: Any, request: Any, end: int, block_size: int) -> bool:
     """
     inflight = getattr(scheduler, "_inflight_prefills", ())
     manager = scheduler.kv_cache_manager
-    if request not in inflight or any(tables := manager.get_block_ids(request.request_id)) or len(tables) != 1:
+    if (
+        request not in inflight
+        or any(tables := manager.get_block_ids(request.request_id))
+        or len(tables) != 1
+    ):
         return False
     remaining = scheduler._request_remaining_blocks
     verifying = getattr(scheduler, "_spec_decode_step_blocks", 0)
@@ -142,16 +164,33 @@ class Observer(MetadataObserver):
         valid_end: Callable[[str], int],
         held_contents: Callable[[], set[int]],
     ) -> None:
-        self.trace, self.probe, self.oracle, self.memory, self.scheduler = trace, probe, oracle, memory, scheduler
-        self.generation, self.identity, self.valid_end, self.held_contents = generation, identity, valid_end, held_contents
+        self.trace, self.probe, self.oracle, self.memory, self.scheduler = (
+            trace,
+            probe,
+            oracle,
+            memory,
+            scheduler,
+        )
+        self.generation, self.identity, self.valid_end, self.held_contents = (
+            generation,
+            identity,
+            valid_end,
+            held_contents,
+        )
         self.attempts = 0
         self.lookups: dict[tuple[str, int], dict[str, Any]] = {}
         self.failed_claims: dict[tuple[str, int, int], int] = {}
         self.transfers = 0
         self.held: dict[str, set[str]] = {}
-        self.reported: dict[str, set[str]] = {}  # since the engine began to wait, by request: directions
-        self.both: set[str] = set()  # requests whose load and send the engine waits for at once, or did when the first was reported
-        self.activity = 0  # counts whatever may make the store smaller: forward passes, failed loads, resets
+        self.reported: dict[
+            str, set[str]
+        ] = {}  # since the engine began to wait, by request: directions
+        self.both: set[str] = (
+            set()
+        )  # requests whose load and send the engine waits for at once, or did when the first was reported
+        self.activity = (
+            0  # counts whatever may make the store smaller: forward passes, failed loads, resets
+        )
         self.reset_seen = False
         self.outage = False  # what a lookup finds may be gone at any time, and we would not know
         self.last_so_c: dict[tuple[str, int], int] = {}
@@ -204,25 +243,56 @@ class Observer(MetadataObserver):
         self.attempts += 1
         end = local + tokens if isinstance(tokens, int) else 0
         event = self.trace.emit(
-            "lookup", req=key[0], generation=key[1], attempt=self.attempts, local=local, tokens=tokens, is_async=is_async, type_ok=type_ok,
-            N=request.num_tokens, status=_WAITING.get(request.status, request.status.name.lower()),
-            repeat=previous is not None and not previous["allocated"], prev_tokens=None if previous is None else previous["tokens"],
-            store_may_have_shrunk=self.outage or previous is None or previous["activity"] != self.activity or previous["local"] != local,
-            same_claim_failed=self.failed_claims.get((*key, tokens if isinstance(tokens, int) else -1), 0), ever_computed=ever,
+            "lookup",
+            req=key[0],
+            generation=key[1],
+            attempt=self.attempts,
+            local=local,
+            tokens=tokens,
+            is_async=is_async,
+            type_ok=type_ok,
+            N=request.num_tokens,
+            status=_WAITING.get(request.status, request.status.name.lower()),
+            repeat=previous is not None and not previous["allocated"],
+            prev_tokens=None if previous is None else previous["tokens"],
+            store_may_have_shrunk=self.outage
+            or previous is None
+            or previous["activity"] != self.activity
+            or previous["local"] != local,
+            same_claim_failed=self.failed_claims.get(
+                (*key, tokens if isinstance(tokens, int) else -1), 0
+            ),
+            ever_computed=ever,
             ever_plain=anyhow,
-            computed_before_reset=max(0, min(end, ever) - max(since, local)) if self.reset_seen and end > local else 0,
-            after_reset=self.reset_seen, prompt_len=request.num_prompt_tokens,
-            block_aligned=not isinstance(tokens, int) or tokens % self.oracle.cache.block_size == 0, C=request.num_computed_tokens,
-            starved=is_async and end > local and starved(self.scheduler, request, int(end), self.oracle.cache.block_size),
-        )  # fmt: skip
-        self.lookups[key] = {"tokens": tokens, "local": local, "allocated": False, "activity": self.activity, "is_async": is_async}
+            computed_before_reset=max(0, min(end, ever) - max(since, local))
+            if self.reset_seen and end > local
+            else 0,
+            after_reset=self.reset_seen,
+            prompt_len=request.num_prompt_tokens,
+            block_aligned=not isinstance(tokens, int) or tokens % self.oracle.cache.block_size == 0,
+            C=request.num_computed_tokens,
+            starved=is_async
+            and end > local
+            and starved(self.scheduler, request, int(end), self.oracle.cache.block_size),
+        )
+        self.lookups[key] = {
+            "tokens": tokens,
+            "local": local,
+            "allocated": False,
+            "activity": self.activity,
+            "is_async": is_async,
+        }
         if self.on_lookup:
             self.on_lookup(request, event)
 
     def _alloc(self, call: Call) -> None:
         if call.error is not None:
             return
-        request, blocks, external = call.arg(0, "request"), call.arg(1, "blocks"), call.arg(2, "num_external_tokens")
+        request, blocks, external = (
+            call.arg(0, "request"),
+            call.arg(1, "blocks"),
+            call.arg(2, "num_external_tokens"),
+        )
         key = (request.request_id, self.generation(request.request_id))
         last = self.lookups.get(key)
         tables = [list(table) for table in blocks.get_block_ids()]
@@ -236,24 +306,52 @@ class Observer(MetadataObserver):
             transfer = f"{key[0]}#{key[1]}.{self.transfers}"
         if last:
             last["allocated"] = True
-        self.offered = {at: block for at, block in self.offered.items() if at[0] != key[0]}  # it begins anew
+        self.offered = {
+            at: block for at, block in self.offered.items() if at[0] != key[0]
+        }  # it begins anew
         if self.reset_seen and not second:
             self._still_local(request, local)
         size = self.oracle.cache.block_size
         self.trace.emit(
-            "alloc", req=key[0], generation=key[1], attempt=self.attempts, transfer=transfer, local=local,
-            claimed=last["tokens"] if last and not second else None, external=external, is_async=is_async, blocks=table,
-            shared_blocks=self._held_before(request, local // size), second_call=second, C=request.num_computed_tokens,
+            "alloc",
+            req=key[0],
+            generation=key[1],
+            attempt=self.attempts,
+            transfer=transfer,
+            local=local,
+            claimed=last["tokens"] if last and not second else None,
+            external=external,
+            is_async=is_async,
+            blocks=table,
+            shared_blocks=self._held_before(request, local // size),
+            second_call=second,
+            C=request.num_computed_tokens,
             tables=self._tables(tables),
-        )  # fmt: skip
+        )
         if transfer is not None:
             grant = Grant(
-                transfer, key[0], key[1], local, local + external, is_async, tables, self.oracle.cache.groups, self.oracle.cache.share
+                transfer,
+                key[0],
+                key[1],
+                local,
+                local + external,
+                is_async,
+                tables,
+                self.oracle.cache.groups,
+                self.oracle.cache.share,
             )
             grant.started_step = self.trace.step
             self.oracle.grants.append(grant)
             for oracle in self.others:  # each rank is owed its own shard
-                oracle.grants.append(replace(grant, late=set(), failed=set(), groups=oracle.cache.groups, share=oracle.cache.share))
+                oracle.grants.append(
+                    replace(
+                        grant,
+                        late=set(),
+                        failed=set(),
+                        groups=oracle.cache.groups,
+                        share=oracle.cache.share,
+                    )
+                )
         if is_async:
             self.hold(key[0], "recv", transfer, "async load")
 
@@ -263,7 +361,10 @@ class Observer(MetadataObserver):
 
     def _tables(self, tables: Iterable[Sequence[int]]) -> list[list[Any]]:
         """Per group: tokens per block, tokens in the window (0: unlimited), block ids."""
-        return [[g.block_size, g.window or 0, list(table)] for g, table in zip(self.oracle.cache.groups, tables, strict=False)]
+        return [
+            [g.block_size, g.window or 0, list(table)]
+            for g, table in zip(self.oracle.cache.groups, tables, strict=False)
+        ]
 
     def _still_local(self, request: Any, local: int) -> None:
         """What the engine's own cache kept over a reset of the connector's may be saved again."""
@@ -282,25 +383,54 @@ class Observer(MetadataObserver):
         held.add(direction)
         if len(held) > 1:
             self.both.add(req)
-        self.trace.emit("hold", req=req, generation=self.generation(req), direction=direction, transfer=transfer, cause=cause)
+        self.trace.emit(
+            "hold",
+            req=req,
+            generation=self.generation(req),
+            direction=direction,
+            transfer=transfer,
+            cause=cause,
+        )
 
     def release(self, req: str, direction: str, cause: str) -> None:
         """The engine took note of a completion report."""
         if direction in self.held.get(req, set()):
             self.held[req].discard(direction)
-            self.trace.emit("release", req=req, generation=self.generation(req), direction=direction, transfer=None, cause=cause)
+            self.trace.emit(
+                "release",
+                req=req,
+                generation=self.generation(req),
+                direction=direction,
+                transfer=None,
+                cause=cause,
+            )
 
     def _finished(self, call: Call) -> None:
         request = call.arg(0, "request")
         blocks = call.arg(1, "block_ids")
         tables = list(blocks) if isinstance(blocks, tuple) else [list(blocks or [])]
-        delayed = call.error is None and isinstance(call.result, tuple) and bool(call.result) and call.result[0] is True
+        delayed = (
+            call.error is None
+            and isinstance(call.result, tuple)
+            and bool(call.result)
+            and call.result[0] is True
+        )
         final = min(self.valid_end(request.request_id), request.num_tokens)
         self.trace.emit(
-            "req.finished", req=request.request_id, generation=self.generation(request.request_id), status=request.status.name,
-            C=request.num_computed_tokens, P=request.num_output_placeholders, N=request.num_tokens, inflight=request.num_in_flight_tokens,
-            blocks=list(tables[0]) if tables else [], delayed=delayed, v_final=final, tables=self._tables(tables), hook=call.hook,
-        )  # fmt: skip
+            "req.finished",
+            req=request.request_id,
+            generation=self.generation(request.request_id),
+            status=request.status.name,
+            C=request.num_computed_tokens,
+            P=request.num_output_placeholders,
+            N=request.num_tokens,
+            inflight=request.num_in_flight_tokens,
+            blocks=list(tables[0]) if tables else [],
+            delayed=delayed,
+            v_final=final,
+            tables=self._tables(tables),
+            hook=call.hook,
+        )
         if delayed:
             self.hold(request.request_id, "send", None, "request_finished returned True")
 
@@ -312,20 +442,32 @@ class Observer(MetadataObserver):
         failed = set(getattr(call.result, "failed_recving", ()) or ())
         for direction, ids in (("send", sending), ("recv", recving)):
             for req in sorted(ids):
-                grant = (self._open_async(req) or self._last_async(req)) if direction == "recv" else None
+                grant = (
+                    (self._open_async(req) or self._last_async(req))
+                    if direction == "recv"
+                    else None
+                )
                 seen = self.reported.setdefault(req, set())
                 self.trace.emit(
-                    "transfer.reported", req=req, generation=self.generation(req), transfer=grant.transfer if grant else None, rank=0,
-                    direction=direction, known=req in self.scheduler.requests, held=direction in self.held.get(req, set()),
+                    "transfer.reported",
+                    req=req,
+                    generation=self.generation(req),
+                    transfer=grant.transfer if grant else None,
+                    rank=0,
+                    direction=direction,
+                    known=req in self.scheduler.requests,
+                    held=direction in self.held.get(req, set()),
                     second=req in self.both and bool(seen - {direction}),
-                )  # fmt: skip
+                )
                 seen.add(direction)
         for req in sorted(failed):
             grant = self._open_async(req)
             self._fail(req, grant, sorted(grant.blocks) if grant else [], [])
             if grant:
                 grant.given_up = True
-        self.oracle.failed_reqs = {req for req in failed if self._open_async(req)}  # of a synchronous load the engine hears nothing here
+        self.oracle.failed_reqs = {
+            req for req in failed if self._open_async(req)
+        }  # of a synchronous load the engine hears nothing here
         self.recved = list(recving)
 
     def _open_async(self, req: str) -> Grant | None:
@@ -333,13 +475,24 @@ class Observer(MetadataObserver):
 
     def _last_async(self, req: str) -> Grant | None:
         generation = self.generation(req)
-        return next((g for g in reversed(self.oracle.grants) if g.key == (req, generation) and g.is_async), None)
+        return next(
+            (g for g in reversed(self.oracle.grants) if g.key == (req, generation) and g.is_async),
+            None,
+        )
 
-    def _fail(self, req: str | None, grant: Grant | None, blocks: list[int], outside: list[int]) -> None:
+    def _fail(
+        self, req: str | None, grant: Grant | None, blocks: list[int], outside: list[int]
+    ) -> None:
         event = self.trace.emit(
-            "transfer.failed", req=req, transfer=grant.transfer if grant else None, rank=0, blocks=blocks, outside_grant=outside,
-            groups=len(self.oracle.cache.groups), is_async=bool(grant and grant.is_async),
-        )  # fmt: skip
+            "transfer.failed",
+            req=req,
+            transfer=grant.transfer if grant else None,
+            rank=0,
+            blocks=blocks,
+            outside_grant=outside,
+            groups=len(self.oracle.cache.groups),
+            is_async=bool(grant and grant.is_async),
+        )
         self.failed.append(event)
         self.activity += 1  # what a load did not find is gone for others, too
         if grant and not grant.failed and not grant.given_up:  # the first report of it
@@ -370,7 +523,13 @@ class Observer(MetadataObserver):
 
     # -- reset -----------------------------------------------------------------------------------------------------------------
     def _cache_reset(self, phase: str, returned: Any) -> None:
-        self.trace.emit("cache.reset", phase=phase, returned=returned, running=bool(self.scheduler.running), connector=True)
+        self.trace.emit(
+            "cache.reset",
+            phase=phase,
+            returned=returned,
+            running=bool(self.scheduler.running),
+            connector=True,
+        )
 
     def _reset(self, call: Call) -> None:
         if call.error is None:

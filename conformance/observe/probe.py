@@ -41,14 +41,23 @@ class Probe:
         self._main = threading.get_ident()
         self.last_error: tuple[str, BaseException, int] | None = None
 
-    def on(self, hook: str, *, before: Listener | None = None, after: Listener | None = None) -> None:
+    def on(
+        self, hook: str, *, before: Listener | None = None, after: Listener | None = None
+    ) -> None:
         """Call `before`/`after` around each outermost call of `hook` (also when it raised)."""
         if before:
             self.before.setdefault(hook, []).append(before)
         if after:
             self.after.setdefault(hook, []).append(after)
 
-    def record(self, connector: Any, hook: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def record(
+        self,
+        connector: Any,
+        hook: str,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         """Run one hook under the probe; returns what it returned, raises what it raised (as a Panic, if that is no `Exception`)."""
         half, rank = self.half_of(connector), 0
         if half is None:
@@ -62,7 +71,14 @@ class Probe:
         if half == "worker":
             bound = getattr(connector, "_connector_metadata", None) is not None
         item.event = self.trace.emit(
-            "hook.called", hook=hook, half=half, rank=rank, depth=item.depth, bound=bound, cls=type(connector).__name__, thread="main"
+            "hook.called",
+            hook=hook,
+            half=half,
+            rank=rank,
+            depth=item.depth,
+            bound=bound,
+            cls=type(connector).__name__,
+            thread="main",
         )
         self._depth += 1
         timed_out = False
@@ -79,7 +95,9 @@ class Probe:
         except BaseException as error:
             item.error = error
             if outermost and (shown := ordinary(error)) is not error:
-                raise shown.with_traceback(error.__traceback__) from error  # whose fault it is goes by the traceback
+                raise shown.with_traceback(
+                    error.__traceback__
+                ) from error  # whose fault it is goes by the traceback
             raise
         finally:
             self._depth -= 1
@@ -90,7 +108,11 @@ class Probe:
         """`scheduler` or `worker` if calls of it are recorded: of the connector that is judged, not of its siblings, and from the engine's
         thread; else None."""
         role = getattr(connector, "_role", None)
-        if role is None or threading.get_ident() != self._main or hasattr(connector, "kvconform_sibling"):
+        if (
+            role is None
+            or threading.get_ident() != self._main
+            or hasattr(connector, "kvconform_sibling")
+        ):
             return None
         known = _halves.get(id(role))
         if known is None:  # the role is kept, too: nothing else can have its id
@@ -118,10 +140,14 @@ class Probe:
             params_msgpack_ok=check.msgpack_ok,
             params_aliased=check.aliased,
             called_seq=item.event["seq"],
-            layer=item.arg(0, "layer_name") if item.hook in ("wait_for_layer_load", "save_kv_layer") else None,
+            layer=item.arg(0, "layer_name")
+            if item.hook in ("wait_for_layer_load", "save_kv_layer")
+            else None,
             timed_out=timed_out,
         )
-        if item.error is not None and (self.last_error is None or self.last_error[1] is not item.error):
+        if item.error is not None and (
+            self.last_error is None or self.last_error[1] is not item.error
+        ):
             self.last_error = (item.hook, item.error, item.result_event["seq"])
         if outermost:
             for listener in self.after.get(item.hook, ()):
@@ -150,7 +176,12 @@ def _names_of(classes: tuple[type, ...], _sizes: tuple[int, ...]) -> tuple[str, 
     names: list[str] = []
     for cls in classes:
         for name, member in vars(cls).items():
-            if inspect.isfunction(member) and not name.startswith("_") and name not in UNRECORDED and name not in names:
+            if (
+                inspect.isfunction(member)
+                and not name.startswith("_")
+                and name not in UNRECORDED
+                and name not in names
+            ):
                 names.append(name)
     return tuple(names)
 
@@ -165,7 +196,9 @@ def _wrapper(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         probe = Probe.active
         if probe is None:
             return original(self, *args, **kwargs)
-        if by_sets and probe._depth == 0 and probe.half_of(self) is not None:  # what is not recorded leaves the depth as it is
+        if (
+            by_sets and probe._depth == 0 and probe.half_of(self) is not None
+        ):  # what is not recorded leaves the depth as it is
             results = self.get_transfer_results(*args, **kwargs)
             return results.finished_sending or None, results.finished_recving or None
         return probe.record(self, name, original, args, kwargs)
@@ -180,7 +213,10 @@ _of_classes = functools.lru_cache(maxsize=1024)(_wrapper)
 
 def _instance_form(cls: type, name: str) -> Callable[..., Any] | None:
     """The hook as a function of (self, ...), also where the class made it a static or class method; None if it is nothing to call."""
-    static, member = next((vars(each)[name] for each in cls.__mro__ if name in vars(each)), None), getattr(cls, name, None)
+    static, member = (
+        next((vars(each)[name] for each in cls.__mro__ if name in vars(each)), None),
+        getattr(cls, name, None),
+    )
     if isinstance(static, (staticmethod, classmethod)) and callable(member):
         return lambda self, *args, **kwargs: static.__get__(self, type(self))(*args, **kwargs)
     return member if callable(member) else None
@@ -200,10 +236,14 @@ class Patch:
 
     def __init__(self, *classes: type) -> None:
         self.classes = classes
-        self._changed: list[tuple[type, str, Any, Any]] = []  # attribute, what the class itself had (or _NONE), what it has now
+        self._changed: list[
+            tuple[type, str, Any, Any]
+        ] = []  # attribute, what the class itself had (or _NONE), what it has now
 
     def __enter__(self) -> Patch:
-        if [each.classes for each in self._parked] == [self.classes] and self._parked[0]._in_place():
+        if [each.classes for each in self._parked] == [self.classes] and self._parked[
+            0
+        ]._in_place():
             vars(self).update(vars(self._parked.pop()))
             return self
         self._unpark()
@@ -267,7 +307,9 @@ def wrap_instance_hooks(connector: Any) -> None:
         member = vars(connector).get(name) if hasattr(connector, "__dict__") else None
         if callable(member) and not hasattr(member, "_kvconform_original"):
 
-            def bound(_self: Any, *args: Any, _member: Callable[..., Any] = member, **kwargs: Any) -> Any:
+            def bound(
+                _self: Any, *args: Any, _member: Callable[..., Any] = member, **kwargs: Any
+            ) -> Any:
                 return _member(*args, **kwargs)
 
             wrapped = functools.partial(_wrapper(name, bound), connector)

@@ -20,7 +20,14 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 
 from kvconform.compat import vllm_api
 from kvconform.compat.groups import knows_layout
-from kvconform.compat.vllm_api import KVConnectorBase_V1, KVConnectorFactory, KVConnectorRole, KVTransferConfig, SupportsHMA, VllmConfig
+from kvconform.compat.vllm_api import (
+    KVConnectorBase_V1,
+    KVConnectorFactory,
+    KVConnectorRole,
+    KVTransferConfig,
+    SupportsHMA,
+    VllmConfig,
+)
 from kvconform.observe.probe import hook_names
 
 Finding = tuple[str, bool, str]
@@ -30,7 +37,11 @@ def inspect_class(cls: type, extra_config: dict[str, Any], config: Any) -> Itera
     """(item, ok, detail) per check. Calls the class-level questions that vLLM asks without an instance; changes nothing else."""
     yield _constructor(cls)
     missing = sorted(getattr(cls, "__abstractmethods__", ()))
-    yield "abstract-methods", not missing, f"not implemented: {', '.join(missing)}" if missing else ""
+    yield (
+        "abstract-methods",
+        not missing,
+        f"not implemented: {', '.join(missing)}" if missing else "",
+    )
     yield (asked := _class_methods(cls, extra_config, config))
     if asked[1]:
         name = cls.get_required_kvcache_layout(config)  # type: ignore[attr-defined]
@@ -41,14 +52,30 @@ def inspect_class(cls: type, extra_config: dict[str, Any], config: Any) -> Itera
     yield _start_load(cls)
     if getattr(config, "kv_transfer_config", None) is not None:
         kept = keeps_hybrid(config.kv_transfer_config)
-        yield "hybrid-kept", kept, "" if kept else f"vLLM turns it off: {cls.__name__} is no subclass of SupportsHMA"
-    awaited = [name for name in hook_names() if inspect.iscoroutinefunction(_plain(getattr(cls, name, None)))]
-    yield "awaited:hooks", not awaited, f"{', '.join(awaited)}: a coroutine function, which nobody awaits" if awaited else ""
+        yield (
+            "hybrid-kept",
+            kept,
+            "" if kept else f"vLLM turns it off: {cls.__name__} is no subclass of SupportsHMA",
+        )
+    awaited = [
+        name
+        for name in hook_names()
+        if inspect.iscoroutinefunction(_plain(getattr(cls, name, None)))
+    ]
+    yield (
+        "awaited:hooks",
+        not awaited,
+        f"{', '.join(awaited)}: a coroutine function, which nobody awaits" if awaited else "",
+    )
     for name, member in vars(KVConnectorBase_V1).items():
         if isinstance(member, property) and not name.startswith("_"):
             own = inspect.getattr_static(cls, name)
             ok = not callable(own)
-            yield f"property:{name}", ok, "" if ok else f"is a {type(own).__name__}, which is always true"
+            yield (
+                f"property:{name}",
+                ok,
+                "" if ok else f"is a {type(own).__name__}, which is always true",
+            )
     for name in hook_names():
         own, base = getattr(cls, name, None), getattr(KVConnectorBase_V1, name, None)
         if own is None or base is None or _plain(own) is _plain(base) or name == "start_load_kv":
@@ -59,18 +86,30 @@ def inspect_class(cls: type, extra_config: dict[str, Any], config: Any) -> Itera
 
 def keeps_hybrid(transfer: Any) -> bool:
     """Whether vLLM, left to decide, keeps its hybrid cache manager on with this transfer configuration (None: without a connector)."""
-    return not VllmConfig(kv_transfer_config=copy.copy(transfer)).scheduler_config.disable_hybrid_kv_cache_manager
+    return not VllmConfig(
+        kv_transfer_config=copy.copy(transfer)
+    ).scheduler_config.disable_hybrid_kv_cache_manager
 
 
 def agrees_with_itself(config: Any) -> Finding:
     """Whether children of MultiConnector, one per role, ask for the same layout as the class does that `config` names."""
     own, roles = config.kv_transfer_config, ("kv_both", "kv_producer", "kv_consumer")
-    module = {"kv_connector_module_path": own.kv_connector_module_path} if own.kv_connector_module_path else {}
-    child = {"kv_connector": own.kv_connector, "kv_connector_extra_config": own.kv_connector_extra_config, **module}
+    module = (
+        {"kv_connector_module_path": own.kv_connector_module_path}
+        if own.kv_connector_module_path
+        else {}
+    )
+    child = {
+        "kv_connector": own.kv_connector,
+        "kv_connector_extra_config": own.kv_connector_extra_config,
+        **module,
+    }
     outer = copy.copy(config)
     children = [{**child, "kv_role": role} for role in roles]
     outer.kv_transfer_config = KVTransferConfig(
-        kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config={"connectors": children}
+        kv_connector="MultiConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"connectors": children},
     )
     try:
         MultiConnector.get_required_kvcache_layout(outer)
@@ -86,14 +125,26 @@ def inspect_instance(connector: Any) -> Iterator[Finding]:
     for name, member in vars(KVConnectorBase_V1).items():
         if isinstance(member, property) and name != "role" and not name.startswith("_"):
             value = getattr(connector, name)
-            yield f"property:{name}", isinstance(value, bool), "" if isinstance(value, bool) else f"is {value!r}"
+            yield (
+                f"property:{name}",
+                isinstance(value, bool),
+                "" if isinstance(value, bool) else f"is {value!r}",
+            )
 
 
 def bound(connector: Any, called: set[str]) -> Finding:
     """Whether the block pool reached a connector that wants it; `called` are the hooks called so far, at any depth."""
-    mine = all(getattr(_plain(getattr(type(connector), n, None)), "__qualname__", "") != f"KVConnectorBase_V1.{n}" for n in BINDS)
+    mine = all(
+        getattr(_plain(getattr(type(connector), n, None)), "__qualname__", "")
+        != f"KVConnectorBase_V1.{n}"
+        for n in BINDS
+    )
     missed = mine and BINDS[0] in called and BINDS[1] not in called
-    return "bind-hooks", not missed, "bind_gpu_block_pool is overridden and never called" if missed else ""
+    return (
+        "bind-hooks",
+        not missed,
+        "bind_gpu_block_pool is overridden and never called" if missed else "",
+    )
 
 
 BINDS = ("bind_kv_cache_manager", "bind_gpu_block_pool")
@@ -110,13 +161,26 @@ def _constructor(cls: type) -> Finding:
         try:
             inspect.signature(cls).bind(object(), object(), object())
         except TypeError as error:
-            return "constructor", False, f"cannot be called with (vllm_config, role, kv_cache_config): {error}"
+            return (
+                "constructor",
+                False,
+                f"cannot be called with (vllm_config, role, kv_cache_config): {error}",
+            )
         return "constructor", True, ""
-    return "constructor", False, "has no parameter named kv_cache_config: vLLM refuses the two-argument form"
+    return (
+        "constructor",
+        False,
+        "has no parameter named kv_cache_config: vLLM refuses the two-argument form",
+    )
 
 
 def _class_methods(cls: type, extra_config: dict[str, Any], config: Any) -> Finding:
-    asked = ("get_required_kvcache_layout", "requires_piecewise_for_cudagraph", "supports_sleep_mode", "build_kv_connector_stats")
+    asked = (
+        "get_required_kvcache_layout",
+        "requires_piecewise_for_cudagraph",
+        "supports_sleep_mode",
+        "build_kv_connector_stats",
+    )
     for name in (*asked, "build_prom_metrics"):
         member = inspect.getattr_static(cls, name, None)
         if member is not None and not isinstance(member, (classmethod, staticmethod)):
@@ -132,14 +196,22 @@ def _class_methods(cls: type, extra_config: dict[str, Any], config: Any) -> Find
 def _start_load(cls: type) -> Finding:
     parameters = inspect.signature(_plain(cls.start_load_kv)).parameters.values()  # type: ignore[attr-defined]
     ok = any(p.kind == p.VAR_KEYWORD for p in parameters)
-    return "start-load-kwargs", ok, "" if ok else "takes no **kwargs, and model runner V2 passes some"
+    return (
+        "start-load-kwargs",
+        ok,
+        "" if ok else "takes no **kwargs, and model runner V2 passes some",
+    )
 
 
 def _accepts_like(own: Any, base: Any) -> str | None:
     """Why `own` cannot be called as vLLM calls `base` (positionally, without what has a default), or None."""
     if not callable(own):
         return f"is not a function, but a {type(own).__name__}"
-    wanted = [p for p in inspect.signature(base).parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    wanted = [
+        p
+        for p in inspect.signature(base).parameters.values()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
     count = sum(p.default is p.empty for p in wanted)
     try:
         inspect.signature(own).bind(*[object()] * count)
@@ -155,24 +227,48 @@ def inspect_engine(config: Any, cache_config: Any, case: str) -> Iterator[Findin
     """(item, ok, detail) per check of the engine's own side. Leaves the registry, the environment and `config` as they were."""
     bare = copy.copy(config)
     bare.kv_transfer_config = None
-    yield _refuses("transfer-config", ValueError, lambda: KVConnectorBase_V1.__init__(_Blank(), bare, KVConnectorRole.WORKER, cache_config))
-    yield _refuses("unknown-name", ValueError, lambda: KVConnectorFactory.get_connector_class(_transfer(NAME)))
+    yield _refuses(
+        "transfer-config",
+        ValueError,
+        lambda: KVConnectorBase_V1.__init__(_Blank(), bare, KVConnectorRole.WORKER, cache_config),
+    )
+    yield _refuses(
+        "unknown-name", ValueError, lambda: KVConnectorFactory.get_connector_class(_transfer(NAME))
+    )
     yield from _registry()
     yield _refuses("role-required", ValueError, lambda: KVTransferConfig(kv_connector=NAME))
-    yield _refuses("role-known", ValueError, lambda: KVTransferConfig(kv_connector=NAME, kv_role="nobody"))
+    yield _refuses(
+        "role-known", ValueError, lambda: KVTransferConfig(kv_connector=NAME, kv_role="nobody")
+    )
     first, second = _transfer(NAME).engine_id, _transfer(NAME).engine_id
     yield "engine-id", bool(first) and bool(second) and first != second, "not given, or given twice"
-    policy = vllm_api.later(_transfer(NAME), "kv_load_failure_policy", "recompute")  # until 0.12 there was no other
+    policy = vllm_api.later(
+        _transfer(NAME), "kv_load_failure_policy", "recompute"
+    )  # until 0.12 there was no other
     yield "failure-policy", policy == "fail", f"is {policy}"
-    yield _refuses("encoder-decoder", AssertionError, lambda: _encoder_decoder(config, cache_config))
+    yield _refuses(
+        "encoder-decoder", AssertionError, lambda: _encoder_decoder(config, cache_config)
+    )
     yield _refuses("expandable-segments", ValueError, lambda: _expandable_segments(config))
     yield _refuses("groups-opted-in", ValueError, lambda: _hybrid(config, cache_config))
-    yield "hybrid-kept", _keeps_hybrid(), "is turned off with a connector that supports several groups, and on without one"
+    yield (
+        "hybrid-kept",
+        _keeps_hybrid(),
+        "is turned off with a connector that supports several groups, and on without one",
+    )
     yield _multi_stats("_Talker" if case == "lifecycle.api" else NAME)
     for owner, names in REMOVED.items():
-        left = [name for name in names if name in getattr(owner, "__dataclass_fields__", {}) or hasattr(owner, name)]
+        left = [
+            name
+            for name in names
+            if name in getattr(owner, "__dataclass_fields__", {}) or hasattr(owner, name)
+        ]
         empty = getattr(SchedulerOutput, "make_empty", object)()  # since 0.12
-        left = [name for name in left if owner is not SchedulerOutput or getattr(empty, name, None) != []]  # always empty: it says nothing
+        left = [
+            name
+            for name in left
+            if owner is not SchedulerOutput or getattr(empty, name, None) != []
+        ]  # always empty: it says nothing
         yield f"removed:{owner.__name__}", not left, f"{', '.join(left)} is there" if left else ""
 
 
@@ -222,7 +318,9 @@ def _multi_stats(name: str) -> Finding:
     KVConnectorFactory.register_connector(name, __name__, "_Talker")
     try:
         stats = MultiConnector.get_kv_connector_stats(SimpleNamespace(_connectors=[_Talker()]))
-        rebuilt = MultiConnector.build_kv_connector_stats({key: dict(child.data) for key, child in stats.data.items()})
+        rebuilt = MultiConnector.build_kv_connector_stats(
+            {key: dict(child.data) for key, child in stats.data.items()}
+        )
         found = [dict(child.data) for child in rebuilt.data.values()]
         return "multi-stats", found == [{"loads": 1}], f"rebuilt as {found}"
     except Exception as error:  # in the front end, whatever is raised here ends the engine
@@ -250,8 +348,16 @@ def _registry() -> Iterator[Finding]:
     try:
         KVConnectorFactory.register_connector(NAME, "kvconform_no_such_module", NAME)
         yield "lazy-registration", True, ""
-        yield _refuses("second-registration", ValueError, lambda: KVConnectorFactory.register_connector(NAME, "kvconform_other", NAME))
-        yield _refuses("broken-registration", ModuleNotFoundError, lambda: KVConnectorFactory.get_connector_class(_transfer(NAME)))
+        yield _refuses(
+            "second-registration",
+            ValueError,
+            lambda: KVConnectorFactory.register_connector(NAME, "kvconform_other", NAME),
+        )
+        yield _refuses(
+            "broken-registration",
+            ModuleNotFoundError,
+            lambda: KVConnectorFactory.get_connector_class(_transfer(NAME)),
+        )
     finally:
         registry.pop(NAME, None)
 
@@ -262,12 +368,25 @@ def _hybrid(config: Any, cache_config: Any) -> None:
     asked.scheduler_config, asked.kv_transfer_config = scheduler, _transfer(NAME)
     scheduler.disable_hybrid_kv_cache_manager = False
     with patch.object(KVConnectorFactory, "get_connector_class", lambda *args: _Blank):
-        KVConnectorFactory.create_connector(config=asked, role=KVConnectorRole.WORKER, kv_cache_config=cache_config)
+        KVConnectorFactory.create_connector(
+            config=asked, role=KVConnectorRole.WORKER, kv_cache_config=cache_config
+        )
 
 
 def _encoder_decoder(config: Any, cache_config: Any) -> None:
-    with patch.object(type(config.model_config), "is_encoder_decoder", new_callable=PropertyMock, return_value=True):
-        vllm_api.build_scheduler(config, cache_config, block_size=config.cache_config.block_size, scheduling="sync", runner="v1")
+    with patch.object(
+        type(config.model_config),
+        "is_encoder_decoder",
+        new_callable=PropertyMock,
+        return_value=True,
+    ):
+        vllm_api.build_scheduler(
+            config,
+            cache_config,
+            block_size=config.cache_config.block_size,
+            scheduling="sync",
+            runner="v1",
+        )
 
 
 def _expandable_segments(config: Any) -> None:

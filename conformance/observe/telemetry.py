@@ -72,7 +72,12 @@ class HashBook:
             if key not in self.blocks:
                 self.blocks[key] = Stored(tokens, end, dict(parents), lora)
             parents[end] = key
-        return {"count": len(keys), "full": len(tokens) // self.block_size, "same": same, "distinct": distinct}
+        return {
+            "count": len(keys),
+            "full": len(tokens) // self.block_size,
+            "same": same,
+            "distinct": distinct,
+        }
 
     def reach(self, request: Any, announced: dict[Any, int]) -> int:
         """Tokens of a request that announced blocks cover without a gap, from the start."""
@@ -86,7 +91,9 @@ class HashBook:
     def between(self, request: Any, start: int, end: int | None = None) -> Iterator[Any]:
         """The hashes of the blocks that end within (start, end]; up to the last one without `end`."""
         for number, key in enumerate(self.keys(request), 1):
-            if start < number * self.block_size and (end is None or number * self.block_size <= end):
+            if start < number * self.block_size and (
+                end is None or number * self.block_size <= end
+            ):
                 yield key
 
 
@@ -104,7 +111,9 @@ class _Metric:
 
     def labels(self, *values: Any, **named: Any) -> _Metric:
         if len(values) + len(named) != len(self._labels):
-            raise ValueError(f"{len(values) + len(named)} label values for {len(self._labels)} labels")
+            raise ValueError(
+                f"{len(values) + len(named)} label values for {len(self._labels)} labels"
+            )
         return self
 
     def inc(self, amount: float = 1, *args: Any, **kwargs: Any) -> None:
@@ -125,9 +134,15 @@ class Telemetry:
 
     def __init__(self, trace: Trace, probe: Probe, book: HashBook, config: Any) -> None:
         self.trace, self.book, self.config = trace, book, config
-        self.stored: dict[Any, int] = {}  # block hash that this engine announced -> tokens of the announced block
-        self.withdrawn_from = [self.stored]  # and where a withdrawal counts: a store may be shared between engines, or be each one's own
-        self.taken: list[Any] = []  # the events of the last call, kept so that their identity means something
+        self.stored: dict[
+            Any, int
+        ] = {}  # block hash that this engine announced -> tokens of the announced block
+        self.withdrawn_from = [
+            self.stored
+        ]  # and where a withdrawal counts: a store may be shared between engines, or be each one's own
+        self.taken: list[
+            Any
+        ] = []  # the events of the last call, kept so that their identity means something
         self.last: dict[str, Any] = {}
         self.metrics: Any = None
         self.first = not any(event["k"] == "request.new" for event in trace.events)
@@ -144,14 +159,26 @@ class Telemetry:
             return
         call.result = events = list(call.result)  # a generator can be read only once
         for event in events:
-            op = {"BlockStored": "stored", "BlockRemoved": "removed", "AllBlocksCleared": "cleared"}.get(type(event).__name__, "other")
+            op = {
+                "BlockStored": "stored",
+                "BlockRemoved": "removed",
+                "AllBlocksCleared": "cleared",
+            }.get(type(event).__name__, "other")
             hashes = list(getattr(event, "block_hashes", None) or [])
-            tokens, size = list(getattr(event, "token_ids", None) or []), getattr(event, "block_size", 0)
+            tokens, size = (
+                list(getattr(event, "token_ids", None) or []),
+                getattr(event, "block_size", 0),
+            )
             truth = self._truth(event, hashes, tokens, size) if op == "stored" else ""
             self.trace.emit(
-                "kv.event", op=op, keys=self.book.numbers(hashes), medium=getattr(event, "medium", None), tokens=len(tokens),
-                problem=truth or _shape(op, event, hashes, tokens, size), repeated=any(event is other for other in self.taken),
-            )  # fmt: skip
+                "kv.event",
+                op=op,
+                keys=self.book.numbers(hashes),
+                medium=getattr(event, "medium", None),
+                tokens=len(tokens),
+                problem=truth or _shape(op, event, hashes, tokens, size),
+                repeated=any(event is other for other in self.taken),
+            )
             if op == "stored":
                 self.stored.update(dict.fromkeys(hashes, size))
             elif op == "removed":
@@ -173,12 +200,22 @@ class Telemetry:
             block = self.book.blocks.get(key)
             if block is None:
                 continue
-            problem = self._differs(block, event, tokens[number * size : (number + 1) * size], number, hashes, size)
+            problem = self._differs(
+                block, event, tokens[number * size : (number + 1) * size], number, hashes, size
+            )
             if problem:
                 return problem
         return ""
 
-    def _differs(self, block: Stored, event: Any, tokens: list[int], number: int, hashes: list[Any], size: int) -> str:
+    def _differs(
+        self,
+        block: Stored,
+        event: Any,
+        tokens: list[int],
+        number: int,
+        hashes: list[Any],
+        size: int,
+    ) -> str:
         start = block.end - size
         if start < 0 or tokens != block.tokens[start : block.end]:
             return "token_ids are not those of the block"
@@ -195,19 +232,33 @@ class Telemetry:
         """What the announcements so far promise to this request, and what it is answered."""
         if call.error is not None or not (isinstance(call.result, tuple) and len(call.result) == 2):
             return
-        request, local, tokens = call.arg(0, "request"), call.arg(1, "num_computed_tokens"), call.result[0]
+        request, local, tokens = (
+            call.arg(0, "request"),
+            call.arg(1, "num_computed_tokens"),
+            call.result[0],
+        )
         if type(tokens) is not int or request.skip_reading_prefix_cache:
             return
         end = self.book.reach(request, self.stored)
         size = self.book.block_size
         due = min(end, (request.num_tokens - 1) // size * size)
         missing = self.book.between(request, local + tokens, due)
-        untold = self.book.between(request, max(end, local)) if self._alone() and max(end, local) < (local + tokens) // size * size else ()
+        untold = (
+            self.book.between(request, max(end, local))
+            if self._alone() and max(end, local) < (local + tokens) // size * size
+            else ()
+        )
         self.trace.emit(
-            "events.lookup", req=request.request_id, announced=due, got=local + tokens, local=local, tokens=tokens,
-            missing=self.book.numbers(missing), untold=self.book.numbers(untold),
+            "events.lookup",
+            req=request.request_id,
+            announced=due,
+            got=local + tokens,
+            local=local,
+            tokens=tokens,
+            missing=self.book.numbers(missing),
+            untold=self.book.numbers(untold),
             chain=self.book.numbers(self.book.between(request, 0, due)),
-        )  # fmt: skip
+        )
 
     def _alone(self) -> bool:
         """Whether no other engine, before or beside this one, can have stored anything."""
@@ -222,19 +273,34 @@ class Telemetry:
         same = self.last.get(call.half) is stats and not empty
         self.last[call.half] = stats
         _, merge_problem = _try(lambda: _merge(copy.deepcopy(stats)))
-        data, problem = _try(lambda: msgspec.msgpack.decode(msgspec.msgpack.encode(stats.to_dict())))
-        rebuilt, build_problem = (None, None) if problem else _try(lambda: _build(call.connector, stats, data))
-        _, watch_problem = (None, None) if problem else _try(lambda: self._observe(call.connector, data))
+        data, problem = _try(
+            lambda: msgspec.msgpack.decode(msgspec.msgpack.encode(stats.to_dict()))
+        )
+        rebuilt, build_problem = (
+            (None, None) if problem else _try(lambda: _build(call.connector, stats, data))
+        )
+        _, watch_problem = (
+            (None, None) if problem else _try(lambda: self._observe(call.connector, data))
+        )
         self.trace.emit(
-            "stats.taken", half=call.half, empty=empty, kept=same, merge=merge_problem, encode=problem,
-            rebuilt=bool(rebuilt), rebuild=build_problem, observe=watch_problem,
-        )  # fmt: skip
+            "stats.taken",
+            half=call.half,
+            empty=empty,
+            kept=same,
+            merge=merge_problem,
+            encode=problem,
+            rebuilt=bool(rebuilt),
+            rebuild=build_problem,
+            observe=watch_problem,
+        )
 
     def _observe(self, connector: Any, data: dict[str, Any]) -> None:
         if self.metrics is None:
             own = type("Metric", (_Metric,), {"names": set()})
             kinds = dict.fromkeys((Gauge, Counter, Histogram), own)
-            made = type(connector).build_prom_metrics(self.config, kinds, ["model_name", "engine"], {0: ["tiny", "0"]})
+            made = type(connector).build_prom_metrics(
+                self.config, kinds, ["model_name", "engine"], {0: ["tiny", "0"]}
+            )
             self.metrics = made or False
         if self.metrics:
             self.metrics.observe(data, 0)
@@ -243,7 +309,9 @@ class Telemetry:
     def _handshake(self, call: Call) -> None:
         if call.error is None:
             reason = None if call.result is None else pickle_round_trip(call.result)[1]
-            self.trace.emit("handshake", none=call.result is None, pickles=reason is None, detail=reason)
+            self.trace.emit(
+                "handshake", none=call.result is None, pickles=reason is None, detail=reason
+            )
 
 
 def _shape(op: str, event: Any, hashes: list[Any], tokens: list[int], size: Any) -> str:
@@ -269,7 +337,11 @@ def _try(call: Callable[[], Any]) -> tuple[Any, str | None]:
 
 def _logged(value: Any) -> bool:
     """Whether the logger's line can hold it: a number, or what several connectors' statistics come to, by name."""
-    return all(map(_logged, value.values())) if isinstance(value, Mapping) else isinstance(value, (int, float, str))
+    return (
+        all(map(_logged, value.values()))
+        if isinstance(value, Mapping)
+        else isinstance(value, (int, float, str))
+    )
 
 
 def _merge(stats: Any) -> None:
@@ -308,7 +380,9 @@ REPORTS = ("finished_sending", "finished_recving", "failed_recving", "invalid_bl
 class Watch:
     """Listens to one engine. `generation(req)` is the incarnation of a request id. Changes nothing but the trace."""
 
-    def __init__(self, trace: Trace, probe: Probe, book: HashBook, generation: Callable[[str], int]) -> None:
+    def __init__(
+        self, trace: Trace, probe: Probe, book: HashBook, generation: Callable[[str], int]
+    ) -> None:
         self.trace, self.book, self.generation = trace, book, generation
         probe.on("on_new_request", after=self._new)
         probe.on("get_num_new_matched_tokens", after=self._hashes)
@@ -318,18 +392,29 @@ class Watch:
 
     def _new(self, call: Call) -> None:
         request = call.arg(0, "request")
-        self.trace.emit("request.new", req=request.request_id, generation=self.generation(request.request_id))
+        self.trace.emit(
+            "request.new", req=request.request_id, generation=self.generation(request.request_id)
+        )
 
     def _hashes(self, call: Call) -> None:
         request = call.arg(0, "request")
         found = self.book.enter(request)
-        self.trace.emit("hashes", req=request.request_id, generation=self.generation(request.request_id), **found)
+        self.trace.emit(
+            "hashes",
+            req=request.request_id,
+            generation=self.generation(request.request_id),
+            **found,
+        )
 
     def _landed(self, call: Call) -> None:
         """A step's reports reach the scheduler half, perhaps after the worker half has returned those of later steps."""
         output = call.arg(0, "connector_output")
         reports = {name: getattr(output, name, None) for name in REPORTS}
-        changed = [name for name, ids in reports.items() if ids is not None and getattr(ids, "reported", ids) != ids]
+        changed = [
+            name
+            for name, ids in reports.items()
+            if ids is not None and getattr(ids, "reported", ids) != ids
+        ]
         self.trace.emit("report.landed", changed=changed)
 
     def _before(self, call: Call) -> None:

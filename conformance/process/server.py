@@ -35,7 +35,9 @@ class Call(BaseModel):
     tcp: str | None = Field(default=None, description="host:port")
     http: str | None = Field(default=None, description="URL")
     method: str = Field(default="GET", description="of the request to `http`")
-    body: dict[str, Any] | None = Field(default=None, description="of the request to `http`, as JSON")
+    body: dict[str, Any] | None = Field(
+        default=None, description="of the request to `http`, as JSON"
+    )
     command: str | None = None
 
     @model_validator(mode="after")
@@ -43,7 +45,9 @@ class Call(BaseModel):
         if sum(given is not None for given in (self.tcp, self.http, self.command)) != 1:
             raise ValueError("give one of tcp, http and command")
         if self.body is not None and (self.http is None or self.method == "GET"):
-            raise ValueError('a body goes with http, and with a method that sends one (method = "POST")')
+            raise ValueError(
+                'a body goes with http, and with a method that sends one (method = "POST")'
+            )
         return self
 
 
@@ -53,13 +57,23 @@ class ServerSpec(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     name: str = Field(pattern=r"^[a-z][a-z0-9-]*$")
-    command: str | list[str] = Field(description="runs until it is stopped: a shell command, or a program with its arguments")
+    command: str | list[str] = Field(
+        description="runs until it is stopped: a shell command, or a program with its arguments"
+    )
     ready: Call = Field(description="what shows that it can be used")
-    clear: Call | None = Field(default=None, description="makes it forget all KV; done before each run, when no engine uses it")
-    lose: Call | None = Field(default=None, description="the same under an engine that uses it, for live.store-lost (default: clear)")
+    clear: Call | None = Field(
+        default=None,
+        description="makes it forget all KV; done before each run, when no engine uses it",
+    )
+    lose: Call | None = Field(
+        default=None,
+        description="the same under an engine that uses it, for live.store-lost (default: clear)",
+    )
     stop: str | None = Field(default=None, description="shell command that asks it to end")
     timeout: float = Field(default=60.0, gt=0, description="seconds until it has to be ready")
-    grace: float = Field(default=5.0, ge=0, description="seconds between being asked to end and being killed")
+    grace: float = Field(
+        default=5.0, ge=0, description="seconds between being asked to end and being killed"
+    )
 
     @property
     def losing(self) -> Call | None:
@@ -106,7 +120,9 @@ CALL_LIMIT = 10.0
 class Server:
     """`spec` has its placeholders filled. Its output goes to `log`, which is kept; its commands run in `base` with `environment`."""
 
-    def __init__(self, spec: ServerSpec, log: Path, base: Path, environment: dict[str, str]) -> None:
+    def __init__(
+        self, spec: ServerSpec, log: Path, base: Path, environment: dict[str, str]
+    ) -> None:
         self.spec, self.log, self.base, self.environment = spec, log, base, environment
         self._guard: subprocess.Popen[bytes] | None = None
 
@@ -119,15 +135,32 @@ class Server:
         """Start it and wait until it is ready. EnvironmentProblem in one sentence if it does not get there; nothing is left then."""
         if self.running:
             return
-        command = ["/bin/sh", "-c", self.spec.command] if isinstance(self.spec.command, str) else list(self.spec.command)
+        command = (
+            ["/bin/sh", "-c", self.spec.command]
+            if isinstance(self.spec.command, str)
+            else list(self.spec.command)
+        )
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as output:
-            output.write(f"$ {self.spec.command if isinstance(self.spec.command, str) else ' '.join(command)}\n".encode())
+            output.write(
+                f"$ {self.spec.command if isinstance(self.spec.command, str) else ' '.join(command)}\n".encode()
+            )
             output.flush()
             self._guard = subprocess.Popen(
-                [sys.executable, "-m", "kvconform.process.supervisor", str(self.spec.grace), *command],
-                stdin=subprocess.PIPE, stdout=output, stderr=output, cwd=self.base, env=self.environment, start_new_session=True,
-            )  # fmt: skip
+                [
+                    sys.executable,
+                    "-m",
+                    "kvconform.process.supervisor",
+                    str(self.spec.grace),
+                    *command,
+                ],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                cwd=self.base,
+                env=self.environment,
+                start_new_session=True,
+            )
         until = time.monotonic() + self.spec.timeout
         while not self._call(self.spec.ready):
             if not self.running:
@@ -138,7 +171,11 @@ class Server:
 
     def _failed(self, what: str) -> None:
         self.kill()
-        lines = [line for line in self.log.read_text("utf-8", "replace").splitlines() if line.strip() and not line.startswith("$ ")]
+        lines = [
+            line
+            for line in self.log.read_text("utf-8", "replace").splitlines()
+            if line.strip() and not line.startswith("$ ")
+        ]
         words = f": {lines[-1].strip()[:200]}" if lines else ""
         raise EnvironmentProblem(f"server {self.spec.name} {what}{words} (its output: {self.log})")
 
@@ -152,7 +189,9 @@ class Server:
 
     def _forget(self, call: Call | None) -> None:
         if call is not None and not self._call(call):
-            raise EnvironmentProblem(f"server {self.spec.name} cannot be cleared: {_words(call)} failed (its output: {self.log})")
+            raise EnvironmentProblem(
+                f"server {self.spec.name} cannot be cleared: {_words(call)} failed (its output: {self.log})"
+            )
 
     def freeze(self) -> None:
         """Its processes stand still: connections to it are accepted, and nobody answers. No error if it does not run."""
@@ -169,7 +208,11 @@ class Server:
     def _processes(self) -> list[psutil.Process]:
         """All of it but the guard, which has to hear of the end."""
         with contextlib.suppress(psutil.Error):
-            return psutil.Process(self._guard.pid).children(recursive=True) if self._guard is not None and self.running else []
+            return (
+                psutil.Process(self._guard.pid).children(recursive=True)
+                if self._guard is not None and self.running
+                else []
+            )
         return []
 
     def kill(self) -> None:
@@ -210,26 +253,51 @@ class Server:
             return self._shell(call.command)
         if call.tcp is not None:
             host, _, port = call.tcp.rpartition(":")
-            with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=1):
+            with (
+                contextlib.suppress(OSError),
+                socket.create_connection((host, int(port)), timeout=1),
+            ):
                 return True
             return False
         assert call.http is not None
         body = None if call.body is None else json.dumps(call.body).encode()
-        request = urllib.request.Request(call.http, body, {"Content-Type": "application/json"} if body else {}, method=call.method)
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a server of ours is never behind a proxy
-        with contextlib.suppress(OSError, urllib.error.URLError), opener.open(request, timeout=CALL_LIMIT) as answer:
+        request = urllib.request.Request(
+            call.http,
+            body,
+            {"Content-Type": "application/json"} if body else {},
+            method=call.method,
+        )
+        opener = urllib.request.build_opener(
+            urllib.request.ProxyHandler({})
+        )  # a server of ours is never behind a proxy
+        with (
+            contextlib.suppress(OSError, urllib.error.URLError),
+            opener.open(request, timeout=CALL_LIMIT) as answer,
+        ):
             return bool(answer.status < 400)
         return False
 
     def _shell(self, command: str) -> bool:
         with self.log.open("ab") as output, contextlib.suppress(subprocess.TimeoutExpired):
             done = subprocess.run(
-                command, shell=True, cwd=self.base, env=self.environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                command,
+                shell=True,
+                cwd=self.base,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
                 timeout=CALL_LIMIT,
-            )  # fmt: skip
+            )
             return done.returncode == 0
         return False
 
 
 def _words(call: Call) -> str:
-    return f"{call.method} {call.http}" if call.http else f"`{call.command}`" if call.command else f"connecting to {call.tcp}"
+    return (
+        f"{call.method} {call.http}"
+        if call.http
+        else f"`{call.command}`"
+        if call.command
+        else f"connecting to {call.tcp}"
+    )

@@ -46,7 +46,9 @@ class Ports:
             if lock is not None:
                 self._locks.append(lock)
                 return port
-        raise EnvironmentProblem(f"no free TCP port was found between {RANGE.start} and {RANGE.stop} on 127.0.0.1")
+        raise EnvironmentProblem(
+            f"no free TCP port was found between {RANGE.start} and {RANGE.stop} on 127.0.0.1"
+        )
 
     def renew(self, beyond: int) -> None:
         """Forget them all, and let others have them, once there are more than `beyond`."""
@@ -66,7 +68,9 @@ def is_free(port: int) -> bool:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         with suppress(OSError):
             probe.bind(("127.0.0.1", port))
-            probe.listen(1)  # bind alone succeeds beside a listener with SO_REUSEADDR on some systems
+            probe.listen(
+                1
+            )  # bind alone succeeds beside a listener with SO_REUSEADDR on some systems
             return True
     return False
 
@@ -118,24 +122,35 @@ class Servers:
     active: list[Servers] = []
     """Those that run in this process: what `clear_all` is about."""
 
-    def __init__(self, settings: Surroundings, tmp: Path, logs: Path, prefix: str = "server-") -> None:
+    def __init__(
+        self, settings: Surroundings, tmp: Path, logs: Path, prefix: str = "server-"
+    ) -> None:
         self.ports, self.tmp = Ports(), tmp
         asked = [spec.model_dump() for spec in settings.servers]
         for name in sorted(port_names([asked, *(getattr(settings, key) for key in FILLED)])):
             self.ports.choose(name)
         self.environment = {**os.environ, **self.fill(settings.env), "KVCONFORM_TMP": str(tmp)}
         self.all = {
-            spec["name"]: Server(_stringed(self.fill(spec)), logs / f"{prefix}{spec['name']}.log", settings.base, self.environment)
+            spec["name"]: Server(
+                _stringed(self.fill(spec)),
+                logs / f"{prefix}{spec['name']}.log",
+                settings.base,
+                self.environment,
+            )
             for spec in asked
-        }  # fmt: skip
+        }
 
     def fill(self, value: Any) -> Any:
         """The value with `{port:NAME}`, `{python}` and `{server_tmp}` replaced in its strings."""
-        return filled(value, self.ports.numbers, {"python": sys.executable, "server_tmp": str(self.tmp)})
+        return filled(
+            value, self.ports.numbers, {"python": sys.executable, "server_tmp": str(self.tmp)}
+        )
 
     def settle(self, settings: SettingsT) -> SettingsT:
         """The settings as this process has to take them: extra_config and env with placeholders filled."""
-        return settings.model_copy(update={key: self.fill(getattr(settings, key)) for key in FILLED})
+        return settings.model_copy(
+            update={key: self.fill(getattr(settings, key)) for key in FILLED}
+        )
 
     def up(self) -> None:
         """Start all that do not run. EnvironmentProblem in one sentence if one does not get ready; then none is left."""
@@ -168,7 +183,11 @@ class Servers:
     @staticmethod
     def clearable() -> list[bool]:
         """Of each server of this process, whether it can be told to forget."""
-        return [server.spec.losing is not None for servers in Servers.active for server in servers.all.values()]
+        return [
+            server.spec.losing is not None
+            for servers in Servers.active
+            for server in servers.all.values()
+        ]
 
     def kill(self, name: str) -> None:
         """A fault: the server is gone from one moment to the next."""
@@ -191,7 +210,12 @@ class Servers:
         self.up()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.down()
 
 
@@ -204,7 +228,12 @@ def clear_all() -> None:
 def _stringed(spec: dict[str, Any]) -> ServerSpec:
     """Of filled fields: what was nothing but a port is a number, and has to be text in a command."""
     command = spec["command"]
-    return ServerSpec(**{**spec, "command": command if isinstance(command, str) else [str(part) for part in command]})
+    return ServerSpec(
+        **{
+            **spec,
+            "command": command if isinstance(command, str) else [str(part) for part in command],
+        }
+    )
 
 
 class Commands:
@@ -220,7 +249,9 @@ class Commands:
         for command in self.settings.setup:
             problem = self._run(command)
             if problem:
-                raise EnvironmentProblem(f"set-up command `{command}` {problem}{self._last_words()}")
+                raise EnvironmentProblem(
+                    f"set-up command `{command}` {problem}{self._last_words()}"
+                )
 
     def down(self) -> list[str]:
         """Run all tear-down commands, whatever happens, once; returns sentences about those that failed."""

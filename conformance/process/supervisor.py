@@ -50,7 +50,9 @@ def name_of(process: psutil.Process) -> str:
 def ports_of(process: psutil.Process) -> list[int]:
     """The TCP ports that it listens on."""
     with contextlib.suppress(psutil.Error, AttributeError):
-        return [c.laddr.port for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+        return [
+            c.laddr.port for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN
+        ]
     return []
 
 
@@ -87,7 +89,9 @@ def _listed() -> set[str]:
 def _mapped(pid: int) -> set[str]:
     found: set[str] = set()
     with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines():
+        for line in (
+            Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+        ):
             name = line[line.find("/") :] if FOLDER in line else ""
             if MAPPED.match(name) and not name.endswith("(deleted)"):
                 found.add(name)
@@ -153,8 +157,12 @@ def main(grace: float, command: list[str]) -> int:
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     told, shared = os.environ.pop(LEFT, None), Shared()  # not for guards that the command starts
     child = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=dies_with_parent, restore_signals=True
-    )  # fmt: skip
+        command,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=dies_with_parent,
+        restore_signals=True,
+    )
     while child.poll() is None and os.getppid() == parent:
         if told:
             shared.look(_tree(child.pid))
@@ -178,7 +186,10 @@ def _tell(session: int, told: str, shared: Shared) -> None:
     files = shared.left(left)
     with open(told, "w", encoding="utf-8") as file:
         ports = sorted({port for process in left for port in ports_of(process)})
-        json.dump({"processes": [name_of(process) for process in left], "ports": ports, "files": files}, file)
+        json.dump(
+            {"processes": [name_of(process) for process in left], "ports": ports, "files": files},
+            file,
+        )
 
 
 if __name__ == "__main__":

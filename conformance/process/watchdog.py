@@ -100,7 +100,9 @@ class _Watch:
         if self.note is None:
             return
         hook = name.encode()[:_HOOK]
-        _HEAD.pack_into(self.note, 0, began, limit, self.step, hung, len(hook), len(self.case.encode()[:_CASE]))
+        _HEAD.pack_into(
+            self.note, 0, began, limit, self.step, hung, len(hook), len(self.case.encode()[:_CASE])
+        )
         self.note[_HEAD.size : _HEAD.size + len(hook)] = hook
 
     def write_case(self) -> None:
@@ -125,7 +127,11 @@ class _Watch:
                 self.expired = (serial, now)
                 if self.owner is not None:
                     signal.pthread_kill(self.owner, _SIGNAL)
-            elif now > self.expired[1] + self.grace and serial == self.serial and self.deadline is not None:
+            elif (
+                now > self.expired[1] + self.grace
+                and serial == self.serial
+                and self.deadline is not None
+            ):
                 self.die(now)
 
     def die(self, now: float) -> None:
@@ -136,10 +142,16 @@ class _Watch:
         """The last resort gets longer than the first two lines need, and much longer while no hook runs (imports hold the lock)."""
         allowance = deadline - now if deadline is not None else (self.limit if self.case else 120.0)
         if self.log is not None:
-            faulthandler.dump_traceback_later(max(allowance, 0.0) + self.grace + 3.0, exit=True, file=self.log)
+            faulthandler.dump_traceback_later(
+                max(allowance, 0.0) + self.grace + 3.0, exit=True, file=self.log
+            )
 
     def on_signal(self, _number: int, _frame: FrameType | None) -> None:
-        if self.deadline is not None and self.expired is not None and self.expired[0] == self.serial:
+        if (
+            self.deadline is not None
+            and self.expired is not None
+            and self.expired[0] == self.serial
+        ):
             raise HookTimeout(self.name, self.allowed)
 
 
@@ -218,7 +230,12 @@ def die_like(last: Note) -> None:
     if _watch.note is None:
         return
     if last.hook is not None:
-        _watch.name, _watch.allowed, _watch.step, _watch.deadline = last.hook, last.limit, last.step, 0.0
+        _watch.name, _watch.allowed, _watch.step, _watch.deadline = (
+            last.hook,
+            last.limit,
+            last.step,
+            0.0,
+        )
     _watch.die(time.monotonic())
 
 

@@ -31,7 +31,9 @@ def words(told: str, names: str | None = None) -> str:
     """The words of a failure's sentence that say which fault it is: of three letters and more, in the singular, without numbers, paths
     and the names of requests. `names`: those that it is about, as in `Row.req` (`a, b`)."""
     found = _PLACE.search(told)
-    place = f" {found[1]} {found[2]}" if found is not None else ""  # not the line: it moves with every edit above it
+    place = (
+        f" {found[1]} {found[2]}" if found is not None else ""
+    )  # not the line: it moves with every edit above it
     text = _PLACE.sub(" ", told)
     if _EXCEPTION.search(text):
         text = _KEY.sub("KeyError", text)
@@ -58,7 +60,11 @@ def split(message: str | None) -> tuple[str, str]:
     """(what was seen, the check that it broke) of a row's message; the latter is in brackets, and may be missing."""
     text = message or ""
     found = next(reversed(list(_CHECK.finditer(text))), None) if text.endswith("]") else None
-    return (text, "") if found is None else (text[: found.start()], text[found.end() :].removesuffix("]").replace("`", ""))
+    return (
+        (text, "")
+        if found is None
+        else (text[: found.start()], text[found.end() :].removesuffix("]").replace("`", ""))
+    )
 
 
 def signature(message: str | None, names: str | None = None) -> str:
@@ -70,7 +76,9 @@ def rank(requirement: str) -> int:
     """Causes before what follows from them: a copy in the wrong order explains wrong bytes, those explain what was announced and tokens."""
     if requirement == "compose.null-effect":
         return 3
-    return 0 if requirement.startswith("streams.") else 2 if requirement.startswith("events.") else 1
+    return (
+        0 if requirement.startswith("streams.") else 2 if requirement.startswith("events.") else 1
+    )
 
 
 def by_cause(rows: Sequence[Row]) -> list[list[Row]]:
@@ -85,7 +93,10 @@ def by_cause(rows: Sequence[Row]) -> list[list[Row]]:
         if key not in groups:
             known.append(key)
         groups.setdefault(key, []).append(row)
-    order = {requirement: index for index, requirement in enumerate(_earlier_first(per_requirement, rows))}
+    order = {
+        requirement: index
+        for index, requirement in enumerate(_earlier_first(per_requirement, rows))
+    }
     return [group for key, group in sorted(groups.items(), key=lambda item: order[item[0][0]])]
 
 
@@ -103,6 +114,13 @@ def _earlier_first(requirements: Iterable[str], rows: Sequence[Row]) -> list[str
 
     order: list[str] = []
     for name in requirements:
-        place = next((index for index, other in enumerate(order) if rank(other) == rank(name) and earlier(name, other)), len(order))
+        place = next(
+            (
+                index
+                for index, other in enumerate(order)
+                if rank(other) == rank(name) and earlier(name, other)
+            ),
+            len(order),
+        )
         order.insert(place, name)
     return sorted(order, key=rank)

@@ -35,7 +35,9 @@ class Collector:
 
     def __init__(self, spec: Spec, settings: Settings, selection: Selection, vllm: str) -> None:
         self.spec, self.settings, self.selection, self.vllm = spec, settings, selection, vllm
-        self.variants: dict[str, Variant] = {v.id: v for v in (*selection.variants, *selection.switched_off)}
+        self.variants: dict[str, Variant] = {
+            v.id: v for v in (*selection.variants, *selection.switched_off)
+        }
         self.rows: dict[str, list[Row]] = {}
         self.notes: dict[str, CaseNotes] = {}
         self.capabilities: dict[str, Any] = {}
@@ -46,7 +48,9 @@ class Collector:
         requirements = [spec.requirements[name] for name in selection.shown]
         for variant in selection.switched_off:
             why = "switched off by the operator"
-            self.rows[variant.id] = rows_for(requirements, variant, Verdict.DISABLED, why, strict=settings.strict)
+            self.rows[variant.id] = rows_for(
+                requirements, variant, Verdict.DISABLED, why, strict=settings.strict
+            )
 
     def add(self, payload: dict[str, Any]) -> list[Row]:
         """Take in a worker's payload; returns its rows."""
@@ -67,26 +71,39 @@ class Collector:
 
     def put(self, variant: str, rows: list[Row]) -> list[Row]:
         """Rows of a variant; those of requirements that were not asked for are dropped, unless they are about a dead process."""
-        kept = [row for row in rows if row.requirement in self.shown or row.requirement not in self.selection.judged]
+        kept = [
+            row
+            for row in rows
+            if row.requirement in self.shown or row.requirement not in self.selection.judged
+        ]
         self.rows[variant] = kept
         return kept
 
     def only(self, ids: set[str]) -> None:
         """Only these runs will be made (pytest's own -k left out the others)."""
         if ids < {variant.id for variant in self.selection.variants}:
-            self.selection.variants = [variant for variant in self.selection.variants if variant.id in ids]
+            self.selection.variants = [
+                variant for variant in self.selection.variants if variant.id in ids
+            ]
             self.selection.narrowed = True
-            self.variants = {v.id: v for v in (*self.selection.variants, *self.selection.switched_off)}
+            self.variants = {
+                v.id: v for v in (*self.selection.variants, *self.selection.switched_off)
+            }
 
     def ordered(self) -> list[Row]:
         """All rows, by case (in the specification's order), run and requirement."""
         position = self.selection.order()
         rows = [row for group in self.rows.values() for row in group]
-        return sorted(rows, key=lambda row: (position.get(row.case, 0), *_axes(row), row.requirement))
+        return sorted(
+            rows, key=lambda row: (position.get(row.case, 0), *_axes(row), row.requirement)
+        )
 
     def ordered_notes(self) -> list[CaseNotes]:
         """The notes in the same order."""
-        place = {variant.id: i for i, variant in enumerate((*self.selection.variants, *self.selection.switched_off))}
+        place = {
+            variant.id: i
+            for i, variant in enumerate((*self.selection.variants, *self.selection.switched_off))
+        }
         return sorted(self.notes.values(), key=lambda note: place.get(note.variant, 0))
 
     def missing(self) -> list[str]:
@@ -99,26 +116,36 @@ class Collector:
         partial = self.selection.partial
         entries = self.settings.expected_failures
         failing = [row for row in rows if row.verdict is Verdict.FAIL]
-        if partial or not complete:  # that an expected failure did not happen means nothing when only a part was run
+        if (
+            partial or not complete
+        ):  # that an expected failure did not happen means nothing when only a part was run
             self.problems += apply_expected(failing, entries, today=today, complete=False)
         else:
             self.problems += apply_expected(rows, entries, today=today)
         waivers = self.spec.waivers
         waived = failing if self.selection.shard is not None else rows
-        expired = apply_waivers(waived, waivers, vllm=self.vllm if self.vllm != "unknown" else "0", today=today)
+        expired = apply_waivers(
+            waived, waivers, vllm=self.vllm if self.vllm != "unknown" else "0", today=today
+        )
         found = aggregate(rows, problems=self.problems)
         # The suite's own affair, which `kvconform lint` fails for: a connector's answer does not change by it.
         found.reasons += [f"note: {sentence}" for sentence in expired]
         if self.settings.half != "both" and found.verdict == "conformant":
             found.verdict = "partial"
             found.reasons.append("only the scheduler half was judged")
-        void = claims.void(self.capabilities, self.sources, rows, self.spec, self.vllm) if complete and not partial else []
+        void = (
+            claims.void(self.capabilities, self.sources, rows, self.spec, self.vllm)
+            if complete and not partial
+            else []
+        )
         found.reasons += claims.reasons(void) if found.verdict in ("conformant", "partial") else []
         if void and found.verdict == "conformant":
             found.verdict = "partial"
         if not complete:
             found.verdict = "error"
-            found.reasons.append(f"{len(self.missing())} of {len(self.variants)} runs were not made")
+            found.reasons.append(
+                f"{len(self.missing())} of {len(self.variants)} runs were not made"
+            )
         return rows, found
 
     def exit_code(self, found: Aggregate) -> int:

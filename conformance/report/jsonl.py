@@ -22,7 +22,19 @@ from kvconform.report.collector import CaseNotes, Collector
 from kvconform.report.models import CaseLine, FooterLine, HeaderLine
 
 NAME = "report.jsonl"
-NOT_JUDGED_BY = {"workers", "report_dir", "trace", "debug", "setup", "teardown", "setup_timeout", "env", "pythonpath", "file", "shard"}
+NOT_JUDGED_BY = {
+    "workers",
+    "report_dir",
+    "trace",
+    "debug",
+    "setup",
+    "teardown",
+    "setup_timeout",
+    "env",
+    "pythonpath",
+    "file",
+    "shard",
+}
 """Settings that concern the machine and not the answer; the environment may hold secrets."""
 
 
@@ -47,9 +59,15 @@ class Stream:
 def header_of(collector: Collector, warnings: list[str]) -> HeaderLine:
     """The report's first line, as far as it is known now. A shard's says all that `kvconform merge` has to know."""
     settings, selection = collector.settings, collector.selection
-    extra: dict[str, Any] = {"extra_config": settings.extra_config, "strict": settings.strict, "select": settings.select}
+    extra: dict[str, Any] = {
+        "extra_config": settings.extra_config,
+        "strict": settings.strict,
+        "select": settings.select,
+    }
     if collector.places:
-        extra["places"] = dict(sorted(collector.places.items()))  # hook -> path:line in the connector's own source
+        extra["places"] = dict(
+            sorted(collector.places.items())
+        )  # hook -> path:line in the connector's own source
     if selection.shard is not None:
         judged_by = settings.model_dump(mode="json", exclude=NOT_JUDGED_BY)
         extra |= {"shard": str(selection.shard), "digest": suite_digest(), "settings": judged_by}
@@ -67,14 +85,20 @@ def header_of(collector: Collector, warnings: list[str]) -> HeaderLine:
         capability_sources=collector.sources,
         cases=len(selection.order()),
         requirements=len(selection.shown),
-        warnings=list(dict.fromkeys([*warnings, *unasked(collector.capabilities, collector.sources)])),
+        warnings=list(
+            dict.fromkeys([*warnings, *unasked(collector.capabilities, collector.sources)])
+        ),
         extra=extra,
     )
 
 
 def line_of(model: HeaderLine | CaseLine | FooterLine) -> str:
     """One line; what is None or empty is left out."""
-    data = {key: value for key, value in model.model_dump(mode="json").items() if value not in (None, [], {})}
+    data = {
+        key: value
+        for key, value in model.model_dump(mode="json").items()
+        if value not in (None, [], {})
+    }
     return _text(data)
 
 
@@ -86,7 +110,13 @@ def note_line(note: CaseNotes) -> str | None:
     """The line about a run, or None if there is nothing to say."""
     if not (note.unmet or note.timelines or note.harness_error):
         return None
-    line = CaseLine(variant=note.variant, provoked=note.unmet, timeline=note.timelines, story=note.story, harness_error=note.harness_error)
+    line = CaseLine(
+        variant=note.variant,
+        provoked=note.unmet,
+        timeline=note.timelines,
+        story=note.story,
+        harness_error=note.harness_error,
+    )
     return line_of(line)
 
 
@@ -94,7 +124,13 @@ def _text(data: dict[str, Any]) -> str:
     return json.dumps(data, ensure_ascii=False)
 
 
-def rewrite(path: Path, header: HeaderLine, rows: Iterable[Row], notes: Iterable[CaseNotes], footer: FooterLine) -> None:
+def rewrite(
+    path: Path,
+    header: HeaderLine,
+    rows: Iterable[Row],
+    notes: Iterable[CaseNotes],
+    footer: FooterLine,
+) -> None:
     """Replace the file by the complete, sorted one; readers see the old or the new one, never half of it."""
     by_variant = {note.variant: note for note in notes}
     lines = [line_of(header)]

@@ -11,7 +11,18 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kvconform.contract.case import Device, Slow
 
-VerdictName = Literal["PASS", "FAIL", "ERROR", "XFAIL", "XPASS", "UNSUPPORTED", "NOT_EXERCISED", "UNOBSERVABLE", "BLOCKED", "DISABLED"]
+VerdictName = Literal[
+    "PASS",
+    "FAIL",
+    "ERROR",
+    "XFAIL",
+    "XPASS",
+    "UNSUPPORTED",
+    "NOT_EXERCISED",
+    "UNOBSERVABLE",
+    "BLOCKED",
+    "DISABLED",
+]
 Overall = Literal["conformant", "partial", "nonconformant", "error"]
 Counts = dict[VerdictName, int]
 
@@ -26,15 +37,23 @@ class HeaderLine(_Part):
     type: Literal["header"] = "header"
     suite: str = Field(description="version of kvconform")
     vllm: str | None
-    connector: str | None = Field(description="package.module:Class, a registered name, or null for no connector")
+    connector: str | None = Field(
+        description="package.module:Class, a registered name, or null for no connector"
+    )
     engines: list[str]
     scheduling: list[str]
-    device: Device = Field(default="cpu", description="where the KV cache is; emulated: CUDA, on the CPU")
-    adapters: list[str] = Field(default=[], description="stand-ins that were in force (docs/adapters.md)")
+    device: Device = Field(
+        default="cpu", description="where the KV cache is; emulated: CUDA, on the CPU"
+    )
+    adapters: list[str] = Field(
+        default=[], description="stand-ins that were in force (docs/adapters.md)"
+    )
     seed: int
     profile: str
     capabilities: dict[str, Any] = Field(default={}, description="empty until the first run")
-    capability_sources: dict[str, str] = Field(default={}, description="declared, inferred or default, per capability")
+    capability_sources: dict[str, str] = Field(
+        default={}, description="declared, inferred or default, per capability"
+    )
     cases: int | None = None
     requirements: int | None = None
     warnings: list[str] = []
@@ -53,18 +72,30 @@ class RowLine(_Part):
     depth: int
     block_size: int
     verdict: VerdictName
-    slow: Slow | None = Field(default=None, description="which streams are slow, on a device that has streams")
-    kind: Literal["requirement", "guarantee"] = Field(default="requirement", description="a guarantee's FAIL is the engine's")
+    slow: Slow | None = Field(
+        default=None, description="which streams are slow, on a device that has streams"
+    )
+    kind: Literal["requirement", "guarantee"] = Field(
+        default="requirement", description="a guarantee's FAIL is the engine's"
+    )
     level: str = "MUST"
-    gating: bool = Field(default=True, description="whether a FAIL of this row makes the connector nonconformant")
+    gating: bool = Field(
+        default=True, description="whether a FAIL of this row makes the connector nonconformant"
+    )
     exercised: int = Field(default=0, description="how often the trigger matched")
     count: int = Field(default=0, description="violations in this run")
     step: int | None = Field(default=None, description="schedule() call of the first violation")
     req: str | None = None
-    event: int | None = Field(default=None, description="seq of the first violating event in the run's trace")
+    event: int | None = Field(
+        default=None, description="seq of the first violating event in the run's trace"
+    )
     message: str | None = None
-    evidence: str | None = Field(default=None, description="`file: symbol` of vLLM that the requirement rests on")
-    blocked_by: str | None = Field(default=None, description="the requirement (or engine.crash) that explains it")
+    evidence: str | None = Field(
+        default=None, description="`file: symbol` of vLLM that the requirement rests on"
+    )
+    blocked_by: str | None = Field(
+        default=None, description="the requirement (or engine.crash) that explains it"
+    )
 
 
 class CaseLine(_Part):
@@ -73,8 +104,13 @@ class CaseLine(_Part):
     type: Literal["case"] = "case"
     variant: str
     provoked: list[str] = Field(default=[], description="stimuli that did not happen")
-    timeline: dict[str, list[str]] = Field(default={}, description="requirement -> lines around its first violation")
-    story: str | None = Field(default=None, description="the whole run, packed for the timeline of report.html, if something failed")
+    timeline: dict[str, list[str]] = Field(
+        default={}, description="requirement -> lines around its first violation"
+    )
+    story: str | None = Field(
+        default=None,
+        description="the whole run, packed for the timeline of report.html, if something failed",
+    )
     harness_error: str | None = None
     seconds: float | None = None
 

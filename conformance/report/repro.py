@@ -16,7 +16,9 @@ THROUGH = "KVCONFORM_THROUGH"
 
 def of(collector: Collector, row: Row) -> str:
     """The command for a row of a run that was collected."""
-    alike = collector.spec.cases[row.case].variants([row.engine], [row.scheduling], [row.slow] if row.slow else None)
+    alike = collector.spec.cases[row.case].variants(
+        [row.engine], [row.scheduling], [row.slow] if row.slow else None
+    )
     return command(collector.settings, row, alone=len(alike) == 1 and row.slow is None)
 
 

@@ -19,7 +19,12 @@ from kvconform.report.collector import Collector
 from kvconform.report.models import Overall, VerdictName
 
 NAME, BADGE = "statement.json", "badge.json"
-COLOURS = {"conformant": "brightgreen", "partial": "yellow", "nonconformant": "red", "error": "lightgrey"}
+COLOURS = {
+    "conformant": "brightgreen",
+    "partial": "yellow",
+    "nonconformant": "red",
+    "error": "lightgrey",
+}
 PROFILE = "core"
 """The profile that a badge is about: a good answer about another says nothing about a connector."""
 ENOUGH = 0.5
@@ -42,7 +47,9 @@ class Statement(_Part):
 
     format: Literal[1] = 1
     suite: str = Field(description="version of kvconform")
-    specification: str = Field(description="digest of the specification and the code that judges; equal digests judge alike")
+    specification: str = Field(
+        description="digest of the specification and the code that judges; equal digests judge alike"
+    )
     vllm: str
     connector: str
     engines: list[str]
@@ -52,33 +59,59 @@ class Statement(_Part):
     profile: str
     seed: int
     judged: date
-    complete: bool = Field(description="whether all cases and requirements of the profile were asked for; a statement about less is none")
+    complete: bool = Field(
+        description="whether all cases and requirements of the profile were asked for; a statement about less is none"
+    )
     verdict: Overall
     passed: int = Field(description="requirements that count, were exercised, and hold")
-    core: int = Field(description="requirements that count; unsupported, unexercised and unobservable ones are among them")
+    core: int = Field(
+        description="requirements that count; unsupported, unexercised and unobservable ones are among them"
+    )
     capabilities: dict[str, Capability]
-    requirements: dict[str, VerdictName] = Field(description="requirements that count: what each came to")
+    requirements: dict[str, VerdictName] = Field(
+        description="requirements that count: what each came to"
+    )
     failed: list[str]
 
 
 def make(collector: Collector, found: Aggregate, *, judged: date) -> Statement:
     """The statement about a finished run."""
     settings, spec = collector.settings, collector.spec
-    levels = ("MUST", "MUST NOT", "SHOULD", "SHOULD NOT", "MAY") if settings.strict else ("MUST", "MUST NOT")
-    core = {r.id for r in spec.requirements.values() if r.kind == "requirement" and r.level in levels}
+    levels = (
+        ("MUST", "MUST NOT", "SHOULD", "SHOULD NOT", "MAY")
+        if settings.strict
+        else ("MUST", "MUST NOT")
+    )
+    core = {
+        r.id for r in spec.requirements.values() if r.kind == "requirement" and r.level in levels
+    }
     counting = {name: status for name, status in found.status.items() if name in core}
     capabilities = {
         name: Capability(value=value, source=collector.sources.get(name, "default"))
         for name, value in sorted(collector.capabilities.items())
     }
     return Statement(
-        suite=__version__, specification=suite_digest(), vllm=collector.vllm, connector=settings.catalogue or settings.connector,
-        engines=settings.engines, scheduling=settings.schedulings, device=settings.target_device, adapters=titles(settings.adapters),
-        profile=settings.profile, seed=settings.seed, judged=judged,
-        complete=not collector.selection.narrowed and collector.selection.shard is None and not collector.missing(),
-        verdict=found.verdict, passed=sum(status is Verdict.PASS for status in counting.values()), core=len(counting),  # type: ignore[arg-type]
-        capabilities=capabilities, requirements={name: status.value for name, status in sorted(counting.items())}, failed=found.failed,  # type: ignore[misc]
-    )  # fmt: skip
+        suite=__version__,
+        specification=suite_digest(),
+        vllm=collector.vllm,
+        connector=settings.catalogue or settings.connector,
+        engines=settings.engines,
+        scheduling=settings.schedulings,
+        device=settings.target_device,
+        adapters=titles(settings.adapters),
+        profile=settings.profile,
+        seed=settings.seed,
+        judged=judged,
+        complete=not collector.selection.narrowed
+        and collector.selection.shard is None
+        and not collector.missing(),
+        verdict=found.verdict,
+        passed=sum(status is Verdict.PASS for status in counting.values()),
+        core=len(counting),  # type: ignore[arg-type]
+        capabilities=capabilities,
+        requirements={name: status.value for name, status in sorted(counting.items())},
+        failed=found.failed,  # type: ignore[misc]
+    )
 
 
 def badge(statement: Statement) -> dict[str, Any]:
@@ -86,15 +119,24 @@ def badge(statement: Statement) -> dict[str, Any]:
     complete run of profile core; the best colour, that at least half of what counts holds."""
     exercised = any(status in EXERCISED for status in statement.requirements.values())
     word, colour = called(statement.verdict, exercised).lower(), COLOURS[statement.verdict]
-    if exercised and statement.verdict in ("conformant", "partial") and not (statement.complete and statement.profile == PROFILE):
+    if (
+        exercised
+        and statement.verdict in ("conformant", "partial")
+        and not (statement.complete and statement.profile == PROFILE)
+    ):
         word, colour = f"judged in part ({statement.profile})", "lightgrey"
     elif statement.verdict == "conformant" and statement.passed < ENOUGH * statement.core:
         word, colour = "conformant in what it supports", "yellowgreen"
-    message = f"{word} · {statement.passed}/{statement.core} · vLLM {statement.vllm.partition('+')[0]}"
+    message = (
+        f"{word} · {statement.passed}/{statement.core} · vLLM {statement.vllm.partition('+')[0]}"
+    )
     return {"schemaVersion": 1, "label": "KV connector", "message": message, "color": colour}
 
 
 def write(folder: Path, statement: Statement) -> None:
     """Write both files."""
-    for name, text in ((NAME, statement.model_dump_json(indent=2)), (BADGE, json.dumps(badge(statement), ensure_ascii=False))):
+    for name, text in (
+        (NAME, statement.model_dump_json(indent=2)),
+        (BADGE, json.dumps(badge(statement), ensure_ascii=False)),
+    ):
         files.replace(folder / name, text + "\n")

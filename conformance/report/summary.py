@@ -16,7 +16,15 @@ from kvconform.report.models import CaseCounts, RequirementCounts, Summary
 NAME = "summary.json"
 
 
-def write(folder: Path, collector: Collector, found: Aggregate, *, seconds: float, started: str, exit_code: int) -> Summary:
+def write(
+    folder: Path,
+    collector: Collector,
+    found: Aggregate,
+    *,
+    seconds: float,
+    started: str,
+    exit_code: int,
+) -> Summary:
     """Write the file; returns what is in it. `started`: ISO time; `seconds`: s from start to end of the run."""
     settings = collector.settings
     summary = Summary(
@@ -27,7 +35,9 @@ def write(folder: Path, collector: Collector, found: Aggregate, *, seconds: floa
         scheduling=settings.scheduling,
         verdict=found.verdict,  # type: ignore[arg-type]
         counts=found.counts,  # type: ignore[arg-type]
-        requirements=RequirementCounts(total=found.total, exercised=found.exercised, failed=found.failed),
+        requirements=RequirementCounts(
+            total=found.total, exercised=found.exercised, failed=found.failed
+        ),
         cases=CaseCounts(total=found.cases),
         seconds=round(seconds, 2),
         extra={

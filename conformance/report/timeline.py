@@ -9,7 +9,16 @@ from typing import Any
 
 Event = dict[str, Any]
 WIDTH = 118
-_QUIET = {"block", "worker.step_begin", "worker.step_end", "layer.wait", "layer.save", "kv.computed", "meta.bound", "meta.cleared"}
+_QUIET = {
+    "block",
+    "worker.step_begin",
+    "worker.step_end",
+    "layer.wait",
+    "layer.save",
+    "kv.computed",
+    "meta.bound",
+    "meta.cleared",
+}
 
 
 def render(events: Iterable[Event], mark: int | None = None) -> list[str]:
@@ -68,7 +77,12 @@ def _runs(names: Sequence[str]) -> list[str]:
 def _line(step: int, what: str, text: str) -> list[str]:
     """The line, wrapped under its own column."""
     return textwrap.wrap(
-        text, WIDTH, initial_indent=f"{step:>4}  {what:<11} ", subsequent_indent=" " * 18, break_long_words=False, break_on_hyphens=False
+        text,
+        WIDTH,
+        initial_indent=f"{step:>4}  {what:<11} ",
+        subsequent_indent=" " * 18,
+        break_long_words=False,
+        break_on_hyphens=False,
     ) or [f"{step:>4}  {what}"]
 
 
@@ -92,7 +106,11 @@ def plain(event: Event) -> tuple[str, str]:
 def _fields(event: Event, skip: Iterable[str] = ()) -> str:
     """`name=value` of the fields that say something."""
     hidden = {"k", "seq", "step", "generation", *skip}
-    return " ".join(f"{name}={_short(value)}" for name, value in event.items() if name not in hidden and value not in (None, [], {}))
+    return " ".join(
+        f"{name}={_short(value)}"
+        for name, value in event.items()
+        if name not in hidden and value not in (None, [], {})
+    )
 
 
 def _short(value: Any) -> str:
@@ -121,26 +139,47 @@ def _start(e: Event) -> tuple[str, str]:
 
 
 def _step(e: Event) -> tuple[str, str] | None:
-    parts = [f"{name}={','.join(e[name])}" for name in ("new", "cached", "resumed", "preempted", "finished") if e[name]]
-    flags = [text for name, text in (("has_sync_loads", "loads before the forward pass"), ("empty", "no tokens")) if e[name]]
+    parts = [
+        f"{name}={','.join(e[name])}"
+        for name in ("new", "cached", "resumed", "preempted", "finished")
+        if e[name]
+    ]
+    flags = [
+        text
+        for name, text in (
+            ("has_sync_loads", "loads before the forward pass"),
+            ("empty", "no tokens"),
+        )
+        if e[name]
+    ]
     return "schedule", " ".join([f"{e['total']} tokens", *parts, *flags])
 
 
 def _scheduled(e: Event) -> tuple[str, str]:
     drafts = f" drafts={e['drafts']}" if e["drafts"] else ""
     blocks = ranges(e["table"])
-    return f"  {e['req']}", f"{e['kind']:<8} C={e['C']} S={e['S']} P={e['P']} N={e['N']}{drafts} blocks={blocks}"
+    return (
+        f"  {e['req']}",
+        f"{e['kind']:<8} C={e['C']} S={e['S']} P={e['P']} N={e['N']}{drafts} blocks={blocks}",
+    )
 
 
 def _lookup(e: Event) -> tuple[str, str]:
-    answer = "asks again later" if e["tokens"] is None else f"{e['tokens']} tokens" + (", asynchronously" if e["is_async"] else "")
+    answer = (
+        "asks again later"
+        if e["tokens"] is None
+        else f"{e['tokens']} tokens" + (", asynchronously" if e["is_async"] else "")
+    )
     return "lookup", f"{e['req']} local={e['local']} of N={e['N']} -> {answer}"
 
 
 def _alloc(e: Event) -> tuple[str, str]:
     how = " (asynchronous)" if e["is_async"] else ""
     again = " second call" if e["second_call"] else ""
-    return "alloc", f"{e['req']} C={e['C']} local={e['local']} external={e['external']}{how} blocks={_tables(e)}{again}"
+    return (
+        "alloc",
+        f"{e['req']} C={e['C']} local={e['local']} external={e['external']}{how} blocks={_tables(e)}{again}",
+    )
 
 
 def _tables(e: Event) -> str:
@@ -153,18 +192,31 @@ def _of(e: Event) -> str:
 
 
 def _state(e: Event) -> tuple[str, str]:
-    return "state", f"{e['req']} {e['from'] or '-'} -> {e['to']} ({e['reason']}) C={e['C']} P={e['P']} N={e['N']}"
+    return (
+        "state",
+        f"{e['req']} {e['from'] or '-'} -> {e['to']} ({e['reason']}) C={e['C']} P={e['P']} N={e['N']}",
+    )
 
 
 def _wrong(e: Event) -> tuple[str, str]:
-    where = f"position {e['pos']}" if e["count"] == 1 else f"positions {e['pos']}-{e['pos'] + e['count'] - 1}"
-    return "WRONG KV", f"{e['req']} {where} of {_of(e)} ({e['kv']}), via {e['via']}: {e['found']}: {e['origin']}"
+    where = (
+        f"position {e['pos']}"
+        if e["count"] == 1
+        else f"positions {e['pos']}-{e['pos'] + e['count'] - 1}"
+    )
+    return (
+        "WRONG KV",
+        f"{e['req']} {where} of {_of(e)} ({e['kv']}), via {e['via']}: {e['found']}: {e['origin']}",
+    )
 
 
 def _due(e: Event) -> tuple[str, str]:
     parts = [f"{e['req']} granted={e['granted']}"]
     parts += [f"{name}={ranges(e[name])}" for name in ("missing", "wrong") if e[name]]
-    parts += [f"group {number} lacks {ranges(positions)}" for number, _, positions, _ in e.get("by_group", ())]
+    parts += [
+        f"group {number} lacks {ranges(positions)}"
+        for number, _, positions, _ in e.get("by_group", ())
+    ]
     return "load due", " ".join(parts) + (" reported as failed" if e["reported_failed"] else "")
 
 
@@ -175,9 +227,20 @@ def _returned(e: Event) -> tuple[str, str] | None:
 
 
 def _changed(e: Event) -> tuple[str, str] | None:
-    kinds = ("shared", "over_computed", "null_block", "unallocated", "other_request", "not_transferred")
+    kinds = (
+        "shared",
+        "over_computed",
+        "null_block",
+        "unallocated",
+        "other_request",
+        "not_transferred",
+    )
     bad = [f"{name}={ranges(e[name])}" for name in kinds if e.get(name)]
-    return ("kv changed", f"after {e['after_hook']} in {_of(e)}: {' '.join(bad)} (slots)") if bad else None
+    return (
+        ("kv changed", f"after {e['after_hook']} in {_of(e)}: {' '.join(bad)} (slots)")
+        if bad
+        else None
+    )
 
 
 def _built(e: Event) -> tuple[str, str] | None:
@@ -186,11 +249,16 @@ def _built(e: Event) -> tuple[str, str] | None:
 
 
 def _updated(e: Event) -> tuple[str, str]:
-    return "  landed", f"{e['req']} step {e['of_step']}: C={e['C']} P={e['P']} N={e['N']} {e['status']}"
+    return (
+        "  landed",
+        f"{e['req']} step {e['of_step']}: C={e['C']} P={e['P']} N={e['N']} {e['status']}",
+    )
 
 
 def _lifecycle(e: Event) -> tuple[str, str]:
-    return "engine", e["op"] + (f" in process {e['pid']}" if e["pid"] else "") + (f": {e['error']}" if e["error"] else "")
+    return "engine", e["op"] + (f" in process {e['pid']}" if e["pid"] else "") + (
+        f": {e['error']}" if e["error"] else ""
+    )
 
 
 def _end(e: Event) -> tuple[str, str]:
@@ -199,11 +267,17 @@ def _end(e: Event) -> tuple[str, str]:
         "" if e["quiesced"] else "work is left",
         f"unfinished {', '.join(map(str, e['unfinished']))}" if e["unfinished"] else "",
         f"{missing} blocks not free" if missing > 0 else "",
-        f"requests still known to the engine: {', '.join(map(str, e['engine_requests']))}" if e["engine_requests"] else "",
-        f"request objects still alive: {', '.join(map(str, e['request_objects_alive']))}" if e["request_objects_alive"] else "",
+        f"requests still known to the engine: {', '.join(map(str, e['engine_requests']))}"
+        if e["engine_requests"]
+        else "",
+        f"request objects still alive: {', '.join(map(str, e['request_objects_alive']))}"
+        if e["request_objects_alive"]
+        else "",
         f"{e['threads']} threads more than at the start" if e["threads"] > 0 else "",
     ]
-    return "end", "of the run" if e["crashed"] or not any(parts) else "; ".join(part for part in parts if part)
+    return "end", "of the run" if e["crashed"] or not any(parts) else "; ".join(
+        part for part in parts if part
+    )
 
 
 _SPECIAL: dict[str, Callable[[Event], tuple[str, str] | None]] = {
@@ -219,13 +293,28 @@ _SPECIAL: dict[str, Callable[[Event], tuple[str, str] | None]] = {
     "load.due": _due,
     "hook.returned": _returned,
     "meta.built": _built,
-    "sample": lambda e: ("sample", f"{e['req']} output {e['index']} = {e['token']}" + ("" if e["clean"] else "  (from wrong KV)")),
-    "req.finished": lambda e: ("finished", _fields(e, ("delayed",)) + (" blocks kept until sent" if e["delayed"] else "")),
+    "sample": lambda e: (
+        "sample",
+        f"{e['req']} output {e['index']} = {e['token']}"
+        + ("" if e["clean"] else "  (from wrong KV)"),
+    ),
+    "req.finished": lambda e: (
+        "finished",
+        _fields(e, ("delayed",)) + (" blocks kept until sent" if e["delayed"] else ""),
+    ),
     "engine.lifecycle": _lifecycle,
     "run.end": _end,
     "engine.crash": lambda e: ("CRASH", f"{e['hook'] or e['where']}: {e['error']}"),
-    "engine.stall": lambda e: ("STALL", f"no progress in {e['steps']} steps; waiting: {', '.join(map(str, e['waiting_on']))}"),
-    "transfer.reported": lambda e: ("transfer", f"{e['req']} {e['direction']} finished" + ("" if e["held"] else " (nobody waited for it)")),
+    "engine.stall": lambda e: (
+        "STALL",
+        f"no progress in {e['steps']} steps; waiting: {', '.join(map(str, e['waiting_on']))}",
+    ),
+    "transfer.reported": lambda e: (
+        "transfer",
+        f"{e['req']} {e['direction']} finished" + ("" if e["held"] else " (nobody waited for it)"),
+    ),
     "plan": lambda e: ("plan", f"{e['op']} {e['req']} [{e['start']}, {e['end']}) {e['timing']}"),
-    "api": lambda e: None if e["ok"] else ("api", f"{e['item']}: {e['detail'] or 'not as the interface has it'}"),
+    "api": lambda e: (
+        None if e["ok"] else ("api", f"{e['item']}: {e['detail'] or 'not as the interface has it'}")
+    ),
 }

@@ -44,13 +44,25 @@ class Calibration:
         if key not in self._known:
             case = plain_case(plain, block_size)
             variant = Variant(case, case.engines[0], "sync", "v1", 1, block_size)
-            number = next(self._counter)  # also the seed: a store that outlives its run must not know the next one's tokens
-            run = run_variant(variant, self.target, seed=number, tmp=self.tmp / f"calibration-{number}")
-            answers = [e for e in run.trace if e["k"] == "lookup" and e["req"] == "b" and e["tokens"] is not None]
+            number = next(
+                self._counter
+            )  # also the seed: a store that outlives its run must not know the next one's tokens
+            run = run_variant(
+                variant, self.target, seed=number, tmp=self.tmp / f"calibration-{number}"
+            )
+            answers = [
+                e
+                for e in run.trace
+                if e["k"] == "lookup" and e["req"] == "b" and e["tokens"] is not None
+            ]
             crash = next((e for e in run.trace if e["k"] in ("engine.crash", "engine.stall")), None)
             if crash is not None:
                 self.broke = self.broke or str(crash.get("error") or "nothing went on")
-            claim = (max(0, answers[-1]["local"] + int(answers[-1]["tokens"])), answers[-1]["is_async"]) if answers else (0, False)
+            claim = (
+                (max(0, answers[-1]["local"] + int(answers[-1]["tokens"])), answers[-1]["is_async"])
+                if answers
+                else (0, False)
+            )
             if crash is not None and claim[0] > 0:
                 self.announced = self.announced or claim
             self._known[key] = claim if crash is None else (0, False)
@@ -76,17 +88,26 @@ def profile_of(target: Target, tmp: Path) -> Profile:
 
     composite = cls.__name__ == "MultiConnector"
     learn("composite", composite)
-    learn("hma", issubclass(cls, SupportsHMA) and not (composite and not _children_keep_hybrid(target, tmp)))
+    learn(
+        "hma",
+        issubclass(cls, SupportsHMA) and not (composite and not _children_keep_hybrid(target, tmp)),
+    )
     roles = set(caps.get("roles", ()))
     if "transfer" not in caps:
         learn("transfer", {"kv_producer", "kv_consumer"} <= roles and "kv_both" not in roles)
     learn("fault_injection", hasattr(cls, "kvconform_fail_load"))
     if not {"store", "saves", "async_load"} <= set(caps):
         block, length, prompt, is_async = _first_hit(calibration)
-        said = prompt > 0 or calibration.announced is not None  # what was announced and did not come is for the cases to judge
+        said = (
+            prompt > 0 or calibration.announced is not None
+        )  # what was announced and did not come is for the cases to judge
         if prompt == 0 and calibration.announced is not None:
             is_async = calibration.announced[1]
-        more = calibration.came_back(Plain(length, 24, length + 23, length + 25), block)[0] if prompt > 0 else 0
+        more = (
+            calibration.came_back(Plain(length, 24, length + 23, length + 25), block)[0]
+            if prompt > 0
+            else 0
+        )
         if said or "async_load" not in caps:
             learn("async_load", is_async)
         learn("store", said)
@@ -96,13 +117,22 @@ def profile_of(target: Target, tmp: Path) -> Profile:
         if prompt > block and "best_effort" not in caps:
             busy = Plain(length, 1, length, length, _busy(length, prompt, block))
             roomy = Plain(length, 1, length, length, room=ROOM)
-            learn("best_effort", any(calibration.came_back(plain, block)[0] < prompt for plain in (busy, roomy)))
+            learn(
+                "best_effort",
+                any(calibration.came_back(plain, block)[0] < prompt for plain in (busy, roomy)),
+            )
     for name in CAPABILITIES:
         sources.setdefault(name, "default")
-    if sources.get("chunk_tokens") == "declared" and (seen := _finer(calibration, int(caps["chunk_tokens"]))):
+    if sources.get("chunk_tokens") == "declared" and (
+        seen := _finer(calibration, int(caps["chunk_tokens"]))
+    ):
         contradictions["chunk_tokens"] = f"declared, but {seen}"
     full = complete(caps)
-    has_declared = sources["saves"] == "declared" and sources["chunk_tokens"] == "declared" and not full["best_effort"]
+    has_declared = (
+        sources["saves"] == "declared"
+        and sources["chunk_tokens"] == "declared"
+        and not full["best_effort"]
+    )
     sources |= contradictions
     return Profile(full, sources, _promises(calibration, full, has_declared))
 
@@ -121,7 +151,16 @@ def _children_keep_hybrid(target: Target, tmp: Path) -> bool:
     from kvconform.compat.vllm_api import transfer_config
     from kvconform.observe.static_checks import keeps_hybrid
 
-    return keeps_hybrid(transfer_config(target.name, target.role or "kv_both", target.options(tmp, 4), target.module, "recompute", "asked"))
+    return keeps_hybrid(
+        transfer_config(
+            target.name,
+            target.role or "kv_both",
+            target.options(tmp, 4),
+            target.module,
+            "recompute",
+            "asked",
+        )
+    )
 
 
 def _first_hit(calibration: Calibration) -> tuple[int, int, int, bool]:
@@ -141,12 +180,22 @@ def _finer(calibration: Calibration, chunk: int) -> str:
     plain = Plain(41, 1, 41, 41)
     back = calibration.came_back(plain, 4)[0] if chunk > 1 else 0
     known = 41 + 1  # the prompt's, and the one that was generated
-    return f"{back} of {plain.prompt} tokens came back, more than whole chunks of {chunk}" if back > known // chunk * chunk else ""
+    return (
+        f"{back} of {plain.prompt} tokens came back, more than whole chunks of {chunk}"
+        if back > known // chunk * chunk
+        else ""
+    )
 
 
 def _busy(length: int, back: int, block: int) -> Crowd:
     """A crowd that asks much of a connector: others to save for and to load for, and little left that a load could spare."""
-    return Crowd(before=(length,), beside=(length, length), after=(length,), loads=(length - 1,), local=(back - 1) // block * block)
+    return Crowd(
+        before=(length,),
+        beside=(length, length),
+        after=(length,),
+        loads=(length - 1,),
+        local=(back - 1) // block * block,
+    )
 
 
 _profiles: dict[str, Profile] = {}
@@ -166,11 +215,17 @@ def target_profile(target: Target, tmp: Path) -> Profile:
         )
     )
     if key not in _profiles:
-        _profiles[key] = profile_of(target, tmp / f"profile-{hashlib.sha256(key.encode()).hexdigest()[:8]}")
+        _profiles[key] = profile_of(
+            target, tmp / f"profile-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
+        )
     return _profiles[key]
 
 
 def in_its_role(target: Target) -> Target:
     """The target in a kv_role that it works with: the one that is set, else the cases', else the first one that it declares."""
-    roles = list(target.declared(target.resolve()).get("roles", ())) if target.connector is not None and target.role is None else []
+    roles = (
+        list(target.declared(target.resolve()).get("roles", ()))
+        if target.connector is not None and target.role is None
+        else []
+    )
     return replace(target, role=roles[0]) if roles and "kv_both" not in roles else target

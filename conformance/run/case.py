@@ -30,9 +30,19 @@ SAYS_NOTHING = (Verdict.NOT_EXERCISED, Verdict.UNOBSERVABLE, Verdict.UNSUPPORTED
 
 
 def run_and_judge(
-    variant: Variant, target: Target, spec: Spec, *, seed: int, tmp: Path, requirements: Iterable[str] | None = None, strict: bool = False,
-    disabled: Iterable[str] = (), keep_trace: bool = False, plain: dict[str | None, Run] | None = None, brief: bool = False,
-) -> CaseReport:  # fmt: skip
+    variant: Variant,
+    target: Target,
+    spec: Spec,
+    *,
+    seed: int,
+    tmp: Path,
+    requirements: Iterable[str] | None = None,
+    strict: bool = False,
+    disabled: Iterable[str] = (),
+    keep_trace: bool = False,
+    plain: dict[str | None, Run] | None = None,
+    brief: bool = False,
+) -> CaseReport:
     """Run the variant and the runs it is compared with, judge all (or the named) requirements. Writes below `tmp` and cleans up.
 
     `brief`: without rows of requirements that the run did not put to the test. `plain` keeps the run without connector, by kv_role, for
@@ -41,16 +51,30 @@ def run_and_judge(
     if variant.engine == "live":
         from kvconform.run.live_case import run_and_judge as live
 
-        how = {"requirements": requirements, "strict": strict, "disabled": disabled, "keep_trace": keep_trace}
+        how = {
+            "requirements": requirements,
+            "strict": strict,
+            "disabled": disabled,
+            "keep_trace": keep_trace,
+        }
         return live(variant, target, spec, seed=seed, tmp=tmp, **how)  # type: ignore[no-any-return,arg-type]
     named = None if requirements is None else set(requirements)
     wanted = [r for r in spec.requirements.values() if named is None or r.id in named]
     target = in_its_role(target)
     profile = target_profile(target, tmp.parent)
-    report = CaseReport(variant.id, variant.case.id, dict(variant.axes), [], capabilities=profile.caps, sources=profile.sources)
+    report = CaseReport(
+        variant.id,
+        variant.case.id,
+        dict(variant.axes),
+        [],
+        capabilities=profile.caps,
+        sources=profile.sources,
+    )
     missing = variant.case.unmet(profile.caps)
     if missing is not None:
-        rows = rows_for(wanted, variant, Verdict.UNSUPPORTED, f"the case needs {missing}", strict=strict)
+        rows = rows_for(
+            wanted, variant, Verdict.UNSUPPORTED, f"the case needs {missing}", strict=strict
+        )
         report.rows = [row.to_dict() for row in rows]
         return report
     runs: dict[str, Run] = {}
@@ -61,13 +85,22 @@ def run_and_judge(
             runs[relation] = plain[target.role]
             continue
         runs[relation] = run_variant(
-            variant, target, seed=seed, tmp=tmp / relation, relation=relation, caps=profile.caps, promises=profile.promises
+            variant,
+            target,
+            seed=seed,
+            tmp=tmp / relation,
+            relation=relation,
+            caps=profile.caps,
+            promises=profile.promises,
         )
         if relation == "no-connector" and plain is not None:
             plain[target.role] = runs[relation]
     main = runs["connector"]
     if main.lacks is not None:
-        report.rows = [row.to_dict() for row in rows_for(wanted, variant, Verdict.UNSUPPORTED, main.lacks, strict=strict)]
+        report.rows = [
+            row.to_dict()
+            for row in rows_for(wanted, variant, Verdict.UNSUPPORTED, main.lacks, strict=strict)
+        ]
         shutil.rmtree(tmp, ignore_errors=True)
         return report
     alone = target.half == "scheduler"
@@ -75,31 +108,72 @@ def run_and_judge(
     judged = [r for r in wanted if not alone or judged_alone(r.id, r.area)]
     rows = judge(judged, runs, profile.caps, strict=strict, disabled=set(disabled))
     asked = {r.id for r in judged}
-    rows += rows_for([r for r in wanted if r.id not in asked], variant, Verdict.UNOBSERVABLE, "needs the worker half", strict=strict)
+    rows += rows_for(
+        [r for r in wanted if r.id not in asked],
+        variant,
+        Verdict.UNOBSERVABLE,
+        "needs the worker half",
+        strict=strict,
+    )
     numbers = itertools.count()
 
     def again(relation: str) -> Run:
         path = tmp / f"again-{next(numbers)}"
-        return run_variant(variant, target, seed=seed, tmp=path, relation=relation, caps=profile.caps, promises=profile.promises)
+        return run_variant(
+            variant,
+            target,
+            seed=seed,
+            tmp=path,
+            relation=relation,
+            caps=profile.caps,
+            promises=profile.promises,
+        )
 
     for row in rows:
         req = spec.requirements[row.requirement]
-        compared = row.verdict == Verdict.FAIL and req.relate is not None and "no-connector" not in req.relate.runs
+        compared = (
+            row.verdict == Verdict.FAIL
+            and req.relate is not None
+            and "no-connector" not in req.relate.runs
+        )
         if compared and not differs_always(req, main, again):
-            row.verdict, row.message = Verdict.UNOBSERVABLE, "the connector does not do the same twice: it depends on timing"
+            row.verdict, row.message = (
+                Verdict.UNOBSERVABLE,
+                "the connector does not do the same twice: it depends on timing",
+            )
     for row in rows:
-        told = describe(main.trace[row.event]) if row.verdict == Verdict.FAIL and row.event is not None else None
+        told = (
+            describe(main.trace[row.event])
+            if row.verdict == Verdict.FAIL and row.event is not None
+            else None
+        )
         if told is not None and row.event is not None:
             story = tell(main.trace, main.trace[row.event])
             told += f"; {story[1]}" if story else ""
-            row.message = f"{told}; {row.message}" if spec.requirements[row.requirement].relate is not None else f"{told} [{row.message}]"
-        if row.verdict == Verdict.FAIL and row.event is not None and row.requirement.startswith("hook."):
+            row.message = (
+                f"{told}; {row.message}"
+                if spec.requirements[row.requirement].relate is not None
+                else f"{told} [{row.message}]"
+            )
+        if (
+            row.verdict == Verdict.FAIL
+            and row.event is not None
+            and row.requirement.startswith("hook.")
+        ):
             row.evidence = evidence_of(main.trace[row.event]) or row.evidence
-    report.rows = [row.to_dict() for row in rows if not brief or row.exercised or row.verdict not in SAYS_NOTHING]
+    report.rows = [
+        row.to_dict()
+        for row in rows
+        if not brief or row.exercised or row.verdict not in SAYS_NOTHING
+    ]
     report.unmet = main.unmet
-    report.harness_error = next((run.harness_error for run in runs.values() if run.harness_error), None)
+    report.harness_error = next(
+        (run.harness_error for run in runs.values() if run.harness_error), None
+    )
     report.timelines = {
-        row.requirement: excerpt(main.trace, row.event, row.req) for row in rows if row.verdict == Verdict.FAIL and row.event is not None
+        row.requirement: excerpt(main.trace, row.event, row.req)
+        for row in rows
+        if row.verdict == Verdict.FAIL and row.event is not None
     }
     report.story = story_of(main.trace, rows)
     report.trace = main.trace if keep_trace else None
@@ -132,5 +206,7 @@ def evidence_of(event: dict[str, Any]) -> str | None:
     """Where vLLM says what the hook of a `hook.returned` event is for."""
     if event["k"] != "hook.returned":
         return None
-    owner = "SupportsHMA" if event["hook"] == "request_finished_all_groups" else "KVConnectorBase_V1"
+    owner = (
+        "SupportsHMA" if event["hook"] == "request_finished_all_groups" else "KVConnectorBase_V1"
+    )
     return f"distributed/kv_transfer/kv_connector/v1/base.py: {owner}.{event['hook']}"

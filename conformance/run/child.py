@@ -20,7 +20,10 @@ def main(folder: Path) -> None:
     """
     dies_with_parent()
     job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
-    sys.path[:] = [*job["path"], *(each for each in sys.path if each not in job["path"])]  # where the connector's package is
+    sys.path[:] = [
+        *job["path"],
+        *(each for each in sys.path if each not in job["path"]),
+    ]  # where the connector's package is
     from kvconform.config.target import Target
     from kvconform.contract.case import Case, Variant
     from kvconform.run.calibration import promises_of
@@ -28,10 +31,21 @@ def main(folder: Path) -> None:
 
     variant = Variant(Case.model_validate(job["case"], strict=False), **job["axes"])
     target, tmp = Target(**job["target"]), Path(job["tmp"])
-    promises = None if job["declared"] is None else promises_of(target, tmp / "calibration", job["caps"], declared=job["declared"])
+    promises = (
+        None
+        if job["declared"] is None
+        else promises_of(target, tmp / "calibration", job["caps"], declared=job["declared"])
+    )
     watchdog.start(job["limit"], folder / "note")
     run = run_variant(
-        variant, target, seed=job["seed"], tmp=tmp, relation=job["relation"], caps=job["caps"], promises=promises, may_fork=True
+        variant,
+        target,
+        seed=job["seed"],
+        tmp=tmp,
+        relation=job["relation"],
+        caps=job["caps"],
+        promises=promises,
+        may_fork=True,
     )
     watchdog.stop()
     replace(folder / "answer.json", json.dumps(run.to_dict()))

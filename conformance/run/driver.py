@@ -67,14 +67,19 @@ class Idle:
     def _repeats(self, period: int) -> bool:
         ends = self.ends[STALL_STEPS - period - 1 :]
         steps = [self.trace.events[a:b] for (a, _), (b, _) in itertools.pairwise(ends)]
-        if any(event.get("error") for step in steps[:period] for event in step):  # a crash at the shutdown may name the latest error
+        if any(
+            event.get("error") for step in steps[:period] for event in step
+        ):  # a crash at the shutdown may name the latest error
             return False
-        return len(steps) >= period and all(_alike(one, other) for one, other in zip(steps, steps[period:], strict=False))
+        return len(steps) >= period and all(
+            _alike(one, other) for one, other in zip(steps, steps[period:], strict=False)
+        )
 
 
 def _alike(one: list[Event], other: list[Event]) -> bool:
     return len(one) == len(other) and all(
-        a.keys() == b.keys() and all(value == b[name] for name, value in a.items() if name not in COUNTERS)
+        a.keys() == b.keys()
+        and all(value == b[name] for name, value in a.items() if name not in COUNTERS)
         for a, b in zip(one, other, strict=True)
     )
 
@@ -101,15 +106,31 @@ class Driver:
     """Executes a case's steps. Owns the run's engines one after the other (a restart makes a new one over the same store)."""
 
     def __init__(
-        self, variant: Variant, target: Target, trace: Trace, registry: Registry, *, seed: int, tmp: Path, relation: str,
-        caps: dict[str, Any], promises: Promises | None, before: Progress | None = None, watcher: Watcher | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        variant: Variant,
+        target: Target,
+        trace: Trace,
+        registry: Registry,
+        *,
+        seed: int,
+        tmp: Path,
+        relation: str,
+        caps: dict[str, Any],
+        promises: Promises | None,
+        before: Progress | None = None,
+        watcher: Watcher | None = None,
+    ) -> None:
         self.watcher = watcher
         self.variant, self.target, self.trace, self.registry = variant, target, trace, registry
         self.seed, self.tmp, self.relation = seed, tmp, relation
         self.caps, self.promises = caps, promises
         progress = before or Progress()
-        self.memory, self.infos, self.adds, self.prompts = progress.memory, progress.infos, progress.adds, progress.prompts
+        self.memory, self.infos, self.adds, self.prompts = (
+            progress.memory,
+            progress.infos,
+            progress.adds,
+            progress.prompts,
+        )
         self.ids, self.requests = progress.ids, progress.requests
         self._generations, self.reloads = progress.generations, progress.reloads
         self.progress = progress
@@ -120,9 +141,15 @@ class Driver:
 
     def _start(self) -> Engine:
         engine = Engine(
-            self.variant, self.target, self.trace, self.registry, self.memory, self.info, self.tmp,
+            self.variant,
+            self.target,
+            self.trace,
+            self.registry,
+            self.memory,
+            self.info,
+            self.tmp,
             relation=self.relation,
-        )  # fmt: skip
+        )
         self._observe(engine)
         return engine
 
@@ -173,7 +200,9 @@ class Driver:
             if self.watcher is not None:
                 self.watcher.finished(self)
         self.expectations.at_end(self.variant.case.expect)
-        self.close(shut_down=not down, crashed=down and self.engine.busy)  # shut down with work left: what was to come did not
+        self.close(
+            shut_down=not down, crashed=down and self.engine.busy
+        )  # shut down with work left: what was to come did not
 
     def _do_add(self, add: Any) -> None:
         tokens = self._prompt(add)
@@ -181,17 +210,34 @@ class Driver:
         generation = self._generations.get(req_id, -1) + 1
         self._generations[req_id] = generation
         items = [m.model_dump() for m in add.mm]
-        for item in items:  # every image has the same placeholder token, as in a real tokenised prompt
+        for (
+            item
+        ) in items:  # every image has the same placeholder token, as in a real tokenised prompt
             tokens[item["at"] : item["at"] + item["length"]] = [7] * item["length"]
         self.adds[add.req], self.prompts[add.req], self.ids[add.req] = add, tokens, req_id
-        self.infos[req_id] = Info(add.req, generation, Identity.of(add.salt, add.lora, items), Script(list(add.drafts or []), add.stop_at))
+        self.infos[req_id] = Info(
+            add.req,
+            generation,
+            Identity.of(add.salt, add.lora, items),
+            Script(list(add.drafts or []), add.stop_at),
+        )
         if add.reloads:
             self.reloads[req_id] = add.reloads
         request = build_request(
-            req_id, tokens, max_tokens=add.max_tokens, block_size=self.variant.block_size, stop=add.stop_at is not None, salt=add.salt,
-            lora=add.lora, items=items, priority=add.priority, params=self._params(add),
-            skip_reading_prefix_cache=add.skip_reading_prefix_cache, structured=add.structured, arrival=float(len(self.adds)),
-        )  # fmt: skip
+            req_id,
+            tokens,
+            max_tokens=add.max_tokens,
+            block_size=self.variant.block_size,
+            stop=add.stop_at is not None,
+            salt=add.salt,
+            lora=add.lora,
+            items=items,
+            priority=add.priority,
+            params=self._params(add),
+            skip_reading_prefix_cache=add.skip_reading_prefix_cache,
+            structured=add.structured,
+            arrival=float(len(self.adds)),
+        )
         self.requests[add.req] = Snapshot(request)
         self.engine.add(request)
 
@@ -209,7 +255,9 @@ class Driver:
             before = len(self.trace.events)
             iterate()
             done = self.trace.events[before:]
-            if not any(e["k"] == "lookup" and e["tokens"] is None for e in done) or any(e["k"] == "req.scheduled" for e in done):
+            if not any(e["k"] == "lookup" and e["tokens"] is None for e in done) or any(
+                e["k"] == "req.scheduled" for e in done
+            ):
                 return
             if len(self.engine.queue) == 1:
                 self.engine.land()
@@ -219,7 +267,9 @@ class Driver:
 
     def _run(self, limit: int | None) -> None:
         idle, progress = Idle(self.trace, self.target), self.engine.progress
-        left = 2_000 + 50 * len(self.engine.scheduler.requests)  # steps with progress: a load can be repeated without end
+        left = 2_000 + 50 * len(
+            self.engine.scheduler.requests
+        )  # steps with progress: a load can be repeated without end
         for _ in range(limit or RUN_LIMIT):
             if not self.engine.busy:
                 return
@@ -236,7 +286,9 @@ class Driver:
 
     def _stall(self, idle: Idle) -> NoReturn:
         idle.forget()
-        waiting = [f"{r}: {q.status.name}" for r, q in sorted(self.engine.scheduler.requests.items())]
+        waiting = [
+            f"{r}: {q.status.name}" for r, q in sorted(self.engine.scheduler.requests.items())
+        ]
         self.trace.emit("engine.stall", steps=STALL_STEPS, waiting_on=waiting, seconds=0)
         raise Stalled
 
@@ -316,13 +368,21 @@ class Driver:
             gc.collect()
             leaked = engine.ledger.leaked()
         end = self.trace.emit(
-            "run.end", quiesced=not engine.busy and not live, unfinished=live, free_blocks=engine.pool.get_num_free_blocks(),
-            free_blocks_at_start=engine.blocks_at_start, engine_requests=live, request_objects_alive=leaked,
-            threads=max(0, threading.active_count() - self.threads), crashed=crashed,
-        )  # fmt: skip
+            "run.end",
+            quiesced=not engine.busy and not live,
+            unfinished=live,
+            free_blocks=engine.pool.get_num_free_blocks(),
+            free_blocks_at_start=engine.blocks_at_start,
+            engine_requests=live,
+            request_objects_alive=leaked,
+            threads=max(0, threading.active_count() - self.threads),
+            crashed=crashed,
+        )
         if shut_down:
             self.shutdown()
-            end["threads"] = max(0, threading.active_count() - self.threads)  # a thread may live until then
+            end["threads"] = max(
+                0, threading.active_count() - self.threads
+            )  # a thread may live until then
 
     def shutdown(self) -> None:
         """Shut the connector down."""

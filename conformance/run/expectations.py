@@ -25,7 +25,12 @@ _STATE = {
     "real": lambda r: r.num_computed_tokens - r.num_output_placeholders,
     "status": lambda r: r.status.name.lower(),
 }
-_FINISH = {"length": "FINISHED_LENGTH_CAPPED", "stop": "FINISHED_STOPPED", "abort": "FINISHED_ABORTED", "error": "FINISHED_ERROR"}
+_FINISH = {
+    "length": "FINISHED_LENGTH_CAPPED",
+    "stop": "FINISHED_STOPPED",
+    "abort": "FINISHED_ABORTED",
+    "error": "FINISHED_ERROR",
+}
 
 
 class Expectations:
@@ -48,7 +53,9 @@ class Expectations:
         if not self._applies(expectation):
             return
         problem = self._problem(expectation)
-        self.driver.trace.emit("case.expectation", what=expectation.what, holds=problem is None, detail=problem or "")
+        self.driver.trace.emit(
+            "case.expectation", what=expectation.what, holds=problem is None, detail=problem or ""
+        )
 
     def unmet(self, provokes: Iterable[Any]) -> list[str]:
         """Stimuli that did not happen, one sentence each."""
@@ -62,8 +69,12 @@ class Expectations:
 
     def _applies(self, expectation: Any) -> bool:
         start = next(e for e in self._events if e["k"] == "run.start")
-        if expectation.what in ("state", "rows") and any(e["k"] == "lookup" and e["tokens"] is None for e in self._events):
-            return False  # a connector that answers "not yet" legitimately shifts every step after it
+        if expectation.what in ("state", "rows") and any(
+            e["k"] == "lookup" and e["tokens"] is None for e in self._events
+        ):
+            return (
+                False  # a connector that answers "not yet" legitimately shifts every step after it
+            )
         return bool(expectation.applies(self.driver.caps, start))
 
     def _problem(self, expectation: Any) -> str | None:
@@ -78,10 +89,15 @@ class Expectations:
         req = self._id(name)
         generation = None if req is None else self.generation(name)
         return [
-            e for e in self._events
-            if e["k"] == kind and (req is None or (e.get("req") == req and e.get("generation", generation) == generation))
+            e
+            for e in self._events
+            if e["k"] == kind
+            and (
+                req is None
+                or (e.get("req") == req and e.get("generation", generation) == generation)
+            )
             and all(e[k] == v for k, v in where.items())
-        ]  # fmt: skip
+        ]
 
     def generation(self, name: str | None) -> int:
         """Incarnation that a case's name stands for: names with the same client id are numbered in the order of the case."""
@@ -94,9 +110,15 @@ class Expectations:
             return f"request {arg.req} does not exist any more"
         for field, read in _STATE.items():
             want = getattr(arg, field)
-            if field == "in_flight" and self.driver.variant.engine == "vllm" and not COUNTS_IN_FLIGHT:
+            if (
+                field == "in_flight"
+                and self.driver.variant.engine == "vllm"
+                and not COUNTS_IN_FLIGHT
+            ):
                 continue
-            if want is not None and (have := read(request)) != (want.lower() if isinstance(want, str) else want):
+            if want is not None and (have := read(request)) != (
+                want.lower() if isinstance(want, str) else want
+            ):
                 return f"{field} of {arg.req} is {have}, expected {want}"
         return None
 
@@ -120,7 +142,9 @@ class Expectations:
             if have != _FINISH[arg.finish]:
                 return f"{arg.req} ended as {have}, expected {_FINISH[arg.finish]}"
         if arg.same_as is not None and tokens != self._output(arg.same_as):
-            return f"{arg.req} produced {tokens}, {arg.same_as} produced {self._output(arg.same_as)}"
+            return (
+                f"{arg.req} produced {tokens}, {arg.same_as} produced {self._output(arg.same_as)}"
+            )
         if arg.clean is not None:
             clean = all(e["clean"] for e in self._of("sample", arg.req))
             if clean != arg.clean:
@@ -137,20 +161,34 @@ class Expectations:
         if arg.equal is not None and count != arg.equal:
             return f"{what}{who}: {count}, expected {arg.equal}"
         least = arg.at_least if arg.at_least is not None else (None if arg.equal is not None else 1)
-        return f"{what}{who}: {count}, expected at least {least}" if least is not None and count < least else None
+        return (
+            f"{what}{who}: {count}, expected at least {least}"
+            if least is not None and count < least
+            else None
+        )
 
     def _preempted(self, arg: Any) -> str | None:
-        return self._bounded(arg, len(self._of("req.state", arg.req, to="PREEMPTED", reason="preempt")), "preemptions")
+        return self._bounded(
+            arg,
+            len(self._of("req.state", arg.req, to="PREEMPTED", reason="preempt")),
+            "preemptions",
+        )
 
     def _resumed(self, arg: Any) -> str | None:
         events = [e for e in self._of("req.scheduled", arg.req) if e["kind"].startswith("resumed")]
         return self._bounded(arg, len(events), "resumptions")
 
     def _aborted(self, arg: Any) -> str | None:
-        return self._bounded(arg, len(self._of("req.finished", arg.req, status="FINISHED_ABORTED")), "aborts")
+        return self._bounded(
+            arg, len(self._of("req.finished", arg.req, status="FINISHED_ABORTED")), "aborts"
+        )
 
     def _chunks(self, arg: Any) -> str | None:
-        events = [e for e in self._of("req.scheduled", arg.req) if e["so_C"] < self._prompt_len(e["req"], e["generation"])]
+        events = [
+            e
+            for e in self._of("req.scheduled", arg.req)
+            if e["so_C"] < self._prompt_len(e["req"], e["generation"])
+        ]
         return self._bounded(arg, len(events), "prefill chunks")
 
     def _prompt_len(self, req: str, generation: int) -> int:
@@ -158,23 +196,37 @@ class Expectations:
         return len(self.driver.prompts[names[generation]])
 
     def _loads(self, arg: Any) -> str | None:
-        return self._bounded(arg, sum(e["external"] > 0 for e in self._of("alloc", arg.req)), "loads")
+        return self._bounded(
+            arg, sum(e["external"] > 0 for e in self._of("alloc", arg.req)), "loads"
+        )
 
     def _rejected(self, arg: Any) -> str | None:
-        return self._bounded(arg, sum(e["rejected"] for e in self._of("kv.computed", arg.req)), "rejected drafts")
+        return self._bounded(
+            arg, sum(e["rejected"] for e in self._of("kv.computed", arg.req)), "rejected drafts"
+        )
 
     def _external(self, arg: Any) -> str | None:
-        return self._bounded(arg, sum(e["external"] for e in self._of("alloc", arg.req)), "external tokens")
+        return self._bounded(
+            arg, sum(e["external"] for e in self._of("alloc", arg.req)), "external tokens"
+        )
 
     def _failed_loads(self, arg: Any) -> str | None:
-        events = [e for e in self._events if e["k"] == "transfer.failed" and (arg.req is None or e["req"] == self._id(arg.req))]
+        events = [
+            e
+            for e in self._events
+            if e["k"] == "transfer.failed" and (arg.req is None or e["req"] == self._id(arg.req))
+        ]
         return self._bounded(arg, len(events), "failed loads")
 
     def _repeated_lookups(self, arg: Any) -> str | None:
         return self._bounded(arg, len(self._of("lookup", arg.req, repeat=True)), "repeated lookups")
 
     def _local_hits(self, arg: Any) -> str | None:
-        return self._bounded(arg, sum(e["local"] for e in self._of("alloc", arg.req) if not e["second_call"]), "local hits")
+        return self._bounded(
+            arg,
+            sum(e["local"] for e in self._of("alloc", arg.req) if not e["second_call"]),
+            "local hits",
+        )
 
     def _free_blocks(self, arg: Any) -> str | None:
         have = self.driver.engine.pool.get_num_free_blocks()
@@ -202,20 +254,41 @@ class Reloads:
             return  # whoever tried to load it has seen that it is not there any more
         if self._outlived(source):
             return
-        if not driver.promises.declared and (driver.adds[source].priority or driver.adds[source].params):
+        if not driver.promises.declared and (
+            driver.adds[source].priority or driver.adds[source].params
+        ):
             return  # a connector may store by priority, or as the client asks; the plain runs have neither
-        of = (driver.requests[source], driver.prompts[source], request, driver.variant.block_size, self._final(source))
+        of = (
+            driver.requests[source],
+            driver.prompts[source],
+            request,
+            driver.variant.block_size,
+            self._final(source),
+        )
         config = driver.variant.case.config
         several = tuple(config.groups) if len(config.groups) > 1 else ()
-        promise = functools.partial(driver.promises.promised, *of, groups=several, window=config.window, caching=config.prefix_caching)
+        promise = functools.partial(
+            driver.promises.promised,
+            *of,
+            groups=several,
+            window=config.window,
+            caching=config.prefix_caching,
+        )
         promised, found = promise(), event["local"] + event["tokens"]
-        if found < promised and not driver.promises.declared:  # perhaps it does its best, and there was a lot to do
+        if (
+            found < promised and not driver.promises.declared
+        ):  # perhaps it does its best, and there was a lot to do
             key = (driver.ids[source], driver.expectations.generation(source))
             promised = min(promised, promise(crowd=crowd_of(driver.trace.events, key, event)))
         if found < promised and not driver.promises.declared:
             promised = min(promised, promise(room=ROOM))
         driver.trace.emit(
-            "profile.expectation", what=driver.caps["saves"], req=request.request_id, of=source, promised=promised, reloadable=found
+            "profile.expectation",
+            what=driver.caps["saves"],
+            req=request.request_id,
+            of=source,
+            promised=promised,
+            reloadable=found,
         )
 
     def _broke(self, source: str) -> bool:
@@ -223,8 +296,15 @@ class Reloads:
         ids, prompts = self.driver.ids, self.driver.prompts
         events, failing = self.driver.trace.events, self.driver.failing
         failed = {e["req"] for e in events if e["k"] == "transfer.failed"}
-        failed |= {e["req"] for e in events if e["k"] == "alloc" and e["external"] > 0 and e["req"] in failing}
-        return any(ids[name] in failed and tokens[:1] == prompts[source][:1] for name, tokens in prompts.items())
+        failed |= {
+            e["req"]
+            for e in events
+            if e["k"] == "alloc" and e["external"] > 0 and e["req"] in failing
+        }
+        return any(
+            ids[name] in failed and tokens[:1] == prompts[source][:1]
+            for name, tokens in prompts.items()
+        )
 
     def _outlived(self, source: str) -> bool:
         """Whether some of the KV of `source` is from before the connector was reset: its own, or what the engine's cache still had then.
@@ -251,7 +331,11 @@ class Reloads:
         """
         key = (self.driver.ids[name], self.driver.expectations.generation(name))
         kinds = ("req.finished", "req.scheduled")
-        mine = [e for e in self.driver.trace.events if e["k"] in kinds and (e["req"], e["generation"]) == key]
+        mine = [
+            e
+            for e in self.driver.trace.events
+            if e["k"] in kinds and (e["req"], e["generation"]) == key
+        ]
         if not mine or mine[-1].get("status") not in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"):
             return None
         planned = max((min(e["C"] + e["S"], e["N"]) for e in mine[:-1]), default=0)

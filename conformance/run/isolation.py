@@ -50,17 +50,25 @@ def left_behind() -> list[str]:
     """Names of the threads that connectors have left in this process. A forked one would have what waits for them, and not the threads;
     vLLM's processes never begin like that. Threads of native libraries are not seen."""
     known = {*_BEFORE, threading.main_thread()}  # of a fork: the one that forked
-    return sorted(each.name for each in threading.enumerate() if each not in known and each.name != watchdog.THREAD)
+    return sorted(
+        each.name
+        for each in threading.enumerate()
+        if each not in known and each.name != watchdog.THREAD
+    )
 
 
 def cannot_fork(steps: Sequence[Any], relation: str) -> bool:
     """Whether a run has to begin in a fresh interpreter, because it forks and this process is not one to fork."""
-    return (relation == "second-process" or process_restart(steps) is not None) and bool(left_behind())
+    return (relation == "second-process" or process_restart(steps) is not None) and bool(
+        left_behind()
+    )
 
 
 def process_restart(steps: Sequence[Any]) -> int | None:
     """Index of the `restart: process` step, or None."""
-    return next((i for i, step in enumerate(steps) if step.op == "restart" and step.arg == "process"), None)
+    return next(
+        (i for i, step in enumerate(steps) if step.op == "restart" and step.arg == "process"), None
+    )
 
 
 class FirstPartEnded(Exception):
@@ -76,7 +84,7 @@ Conclude = Callable[["Driver | None", BaseException], "str | None"]
 
 def run_first_part(
     create: Callable[[], Driver], steps: Sequence[Any], trace: Trace, conclude: Conclude
-) -> tuple[Progress, Registry]:  # fmt: skip
+) -> tuple[Progress, Registry]:
     """Run `steps` in a forked process and take over what it knows: trace, contents, requests. The connector's memory stays behind there.
 
     `conclude(driver, error)` finishes the trace of a run that ends there and returns the harness's error; then FirstPartEnded is raised.
@@ -125,17 +133,30 @@ def run_first_part(
 
 
 def run_elsewhere(
-    variant: Variant, target: Target, *, seed: int, tmp: Path, caps: dict[str, Any] | None, relation: str = "hash-seed",
+    variant: Variant,
+    target: Target,
+    *,
+    seed: int,
+    tmp: Path,
+    caps: dict[str, Any] | None,
+    relation: str = "hash-seed",
     promises: Promises | None = None,
-) -> Run:  # fmt: skip
+) -> Run:
     """The same run in a fresh interpreter; for relation `hash-seed` with another PYTHONHASHSEED. ElsewhereError if it gives no answer."""
     from kvconform.run.records import Run
 
     job = {
-        "case": variant.case.model_dump(mode="json", by_alias=True, exclude_defaults=True), "axes": variant.axes, "target": asdict(target),
-        "seed": seed, "tmp": str(tmp), "caps": caps, "path": sys.path, "relation": "connector" if relation == "hash-seed" else relation,
-        "declared": None if promises is None else promises.declared, "limit": watchdog.limit(),
-    }  # fmt: skip
+        "case": variant.case.model_dump(mode="json", by_alias=True, exclude_defaults=True),
+        "axes": variant.axes,
+        "target": asdict(target),
+        "seed": seed,
+        "tmp": str(tmp),
+        "caps": caps,
+        "path": sys.path,
+        "relation": "connector" if relation == "hash-seed" else relation,
+        "declared": None if promises is None else promises.declared,
+        "limit": watchdog.limit(),
+    }
     named = "under another hash seed" if relation == "hash-seed" else "in a fresh interpreter"
     seeded = {"PYTHONHASHSEED": HASH_SEED} if relation == "hash-seed" else {}
     answer: dict[str, Any] | None = None
@@ -148,12 +169,18 @@ def run_elsewhere(
     if last is not None:
         watchdog.die_like(last)
     if answer is None:
-        why = "gave no answer in time" if status is None else f"failed: {said.strip().splitlines()[-1:] or status}"
+        why = (
+            "gave no answer in time"
+            if status is None
+            else f"failed: {said.strip().splitlines()[-1:] or status}"
+        )
         raise ElsewhereError(f"the run {named} {why}")
     return Run.from_dict(answer, variant, relation, caps or {})
 
 
-def _interpreter(job: dict[str, Any], folder: Path, environment: dict[str, str]) -> tuple[str, int | None]:
+def _interpreter(
+    job: dict[str, Any], folder: Path, environment: dict[str, str]
+) -> tuple[str, int | None]:
     """Do a job in another interpreter, which writes `answer.json` to `folder`: (what it printed as errors, its exit status or None if it
     did not end in time). Nothing that it started is left, its temporary files are in `folder`, and how it ends once it has answered does
     not matter."""
@@ -161,9 +188,13 @@ def _interpreter(job: dict[str, Any], folder: Path, environment: dict[str, str])
     limit = max(LIMIT, HOOKS * watchdog.limit())
     with (folder / "errors").open("w+", encoding="utf-8", errors="replace") as errors:
         process = subprocess.Popen(
-            [sys.executable, "-m", "kvconform.run.child", str(folder)], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors,
-            env={**os.environ, **environment, "TMPDIR": str(folder)}, start_new_session=True,
-        )  # fmt: skip
+            [sys.executable, "-m", "kvconform.run.child", str(folder)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            env={**os.environ, **environment, "TMPDIR": str(folder)},
+            start_new_session=True,
+        )
         try:
             status: int | None = process.wait(limit)
         except subprocess.TimeoutExpired:
@@ -174,4 +205,3 @@ def _interpreter(job: dict[str, Any], folder: Path, environment: dict[str, str])
             process.wait()
         errors.seek(0)
         return errors.read(), status
-

@@ -67,35 +67,73 @@ class Handovers:
         if self.driver.engine.connector is None:
             return None
         of, req = self.driver.ids[handed.of], add.id or add.req
-        stale = "altered" if handed.alter else "replayed" if any(h.of == of for h in self.handed.values()) else ""
+        stale = (
+            "altered"
+            if handed.alter
+            else "replayed"
+            if any(h.of == of for h in self.handed.values())
+            else ""
+        )
         self.handed[req] = Handover(on, add.req, req, handed.of, of, stale)
         params, problem = _through_json(self.returned.get(of))
         ended = self._ended(of)
         self.trace.emit(
-            "pair.params", on=on, req=req, generation=0, of=of, asked=self.driver.adds[handed.of].hand_over,
-            finished=ended is not None and ended["status"] in FINISHED, none=params is None, json=problem,
-            first_token=next((params[k] for k in FIRST_TOKEN if params and isinstance(params.get(k), int)), None),
+            "pair.params",
+            on=on,
+            req=req,
+            generation=0,
+            of=of,
+            asked=self.driver.adds[handed.of].hand_over,
+            finished=ended is not None and ended["status"] in FINISHED,
+            none=params is None,
+            json=problem,
+            first_token=next(
+                (params[k] for k in FIRST_TOKEN if params and isinstance(params.get(k), int)), None
+            ),
             sampled=self.sampled.get(of),
-        )  # fmt: skip
+        )
         if params is None:
             return None
         return {**params, **add.params, **{k: v for k, v in handed.alter.items() if k in params}}
 
     def _ended(self, req: str) -> Event | None:
-        return next((e for e in reversed(self.trace.events) if e["k"] == "req.finished" and e["req"] == req), None)
+        return next(
+            (
+                e
+                for e in reversed(self.trace.events)
+                if e["k"] == "req.finished" and e["req"] == req
+            ),
+            None,
+        )
 
     # -- lookups ---------------------------------------------------------------------------------------------------------------
     def _lookup(self, call: Call, engine: Engine) -> None:
-        if not call.legal or not isinstance(call.result, tuple) or not isinstance(call.result[0], (int, type(None))):
+        if (
+            not call.legal
+            or not isinstance(call.result, tuple)
+            or not isinstance(call.result[0], (int, type(None)))
+        ):
             return
-        request, on = call.arg(0, "request"), next(n for n, e in self.driver.engines.items() if e is engine)
+        request, on = (
+            call.arg(0, "request"),
+            next(n for n, e in self.driver.engines.items() if e is engine),
+        )
         req = request.request_id
         handed = self.handed.get(req)
         self.trace.emit(
-            "pair.lookup", on=on, role=self.driver.roles[on], req=req, generation=0, of=handed.of if handed else None,
-            stale=handed.stale if handed else None, local=call.arg(1, "num_computed_tokens"), tokens=call.result[0],
-            by_savers=self._by_savers(request), consumed=any(g.req == req and not g.open for g in engine.oracle.grants), delivered=None,
-        )  # fmt: skip
+            "pair.lookup",
+            on=on,
+            role=self.driver.roles[on],
+            req=req,
+            generation=0,
+            of=handed.of if handed else None,
+            stale=handed.stale if handed else None,
+            local=call.arg(1, "num_computed_tokens"),
+            tokens=call.result[0],
+            by_savers=self._by_savers(request),
+            consumed=any(g.req == req and not g.open for g in engine.oracle.grants),
+            delivered=None,
+        )
 
     def _by_savers(self, request: Any) -> int:
         """Tokens of the request's prefix that engines which may save have computed."""
@@ -117,28 +155,65 @@ class Handovers:
             dues = [e for e in mine if e["k"] == "load.due"]
             good = [e for e in dues if not (e["missing"] or e["wrong"] or e["transfer"] in failed)]
             for lookup in (e for e in mine if e["k"] == "pair.lookup" and e["consumed"]):
-                later = [e for e in mine if e["k"] == "alloc" and e["seq"] > lookup["seq"] and not e["second_call"]][:1]
-                lookup["delivered"] = not later or not later[0]["external"] or any(e["transfer"] == later[0]["transfer"] for e in good)
+                later = [
+                    e
+                    for e in mine
+                    if e["k"] == "alloc" and e["seq"] > lookup["seq"] and not e["second_call"]
+                ][:1]
+                lookup["delivered"] = (
+                    not later
+                    or not later[0]["external"]
+                    or any(e["transfer"] == later[0]["transfer"] for e in good)
+                )
             self._sum_up(handed, mine, dues, good, failed)
 
-    def _sum_up(self, handed: Handover, mine: list[Event], dues: list[Event], good: list[Event], failed: set[str]) -> None:
+    def _sum_up(
+        self,
+        handed: Handover,
+        mine: list[Event],
+        dues: list[Event],
+        good: list[Event],
+        failed: set[str],
+    ) -> None:
         events = self.trace.events
-        ended, aborted = self._ended(handed.of), any(e["k"] == "req.finished" and e["status"] not in FINISHED for e in mine)
+        ended, aborted = (
+            self._ended(handed.of),
+            any(e["k"] == "req.finished" and e["status"] not in FINISHED for e in mine),
+        )
         tokens, theirs = self.driver.prompts[handed.name], self.driver.prompts[handed.of_name]
-        common = next((i for i, (a, b) in enumerate(zip(tokens, theirs, strict=False)) if a != b), min(len(tokens), len(theirs)))
-        offered = min(common, ended["v_final"]) if ended is not None and ended["status"] in FINISHED else 0
+        common = next(
+            (i for i, (a, b) in enumerate(zip(tokens, theirs, strict=False)) if a != b),
+            min(len(tokens), len(theirs)),
+        )
+        offered = (
+            min(common, ended["v_final"])
+            if ended is not None and ended["status"] in FINISHED
+            else 0
+        )
         sends = [e for e in events if e.get("req") == handed.of and e.get("direction") == "send"]
         released = [e["seq"] for e in sends if e["k"] == "transfer.reported"]
         lookups = [e for e in mine if e["k"] == "lookup" and e["tokens"] is not None]
         wrong = [e for e in dues if (e["missing"] and not e["reported_failed"]) or e["wrong"]]
         self.trace.emit(
-            "pair.request", on=handed.on, req=handed.req, generation=0, of=handed.of, stale=handed.stale, aborted=aborted, offered=offered,
-            local=max((e["local"] for e in mine if e["k"] == "alloc" and not e["second_call"]), default=0),
-            promised=max((e["tokens"] for e in lookups), default=0), loaded=sum(e["granted"] for e in good),
-            wrong=any(e["transfer"] not in failed for e in wrong), failed=any(e["transfer"] in failed for e in dues),
-            held=any(e["k"] == "hold" for e in sends), released=len(released),
+            "pair.request",
+            on=handed.on,
+            req=handed.req,
+            generation=0,
+            of=handed.of,
+            stale=handed.stale,
+            aborted=aborted,
+            offered=offered,
+            local=max(
+                (e["local"] for e in mine if e["k"] == "alloc" and not e["second_call"]), default=0
+            ),
+            promised=max((e["tokens"] for e in lookups), default=0),
+            loaded=sum(e["granted"] for e in good),
+            wrong=any(e["transfer"] not in failed for e in wrong),
+            failed=any(e["transfer"] in failed for e in dues),
+            held=any(e["k"] == "hold" for e in sends),
+            released=len(released),
             gone=bool(released and dues) and released[0] < dues[0]["seq"],
-        )  # fmt: skip
+        )
 
 
 def _through_json(params: dict[str, Any] | None) -> tuple[dict[str, Any] | None, str | None]:
@@ -175,7 +250,11 @@ class PairDriver(Driver):
 
     def _start(self) -> Engine:
         roles: dict[str, str] = dict(self.variant.case.config.engines)
-        self.roles, self.engines, self.memories = roles, {}, {n: PartMemory(self.memory) for n in roles}
+        self.roles, self.engines, self.memories = (
+            roles,
+            {},
+            {n: PartMemory(self.memory) for n in roles},
+        )
         self.handovers = Handovers(self.trace, self)
         self.trace.emit("run.engines", engines=roles)
         for name in roles:
@@ -192,9 +271,20 @@ class PairDriver(Driver):
     def _start_engine(self, name: str) -> Engine:
         given = self.variant.case.config
         config = EngineConfig(**{**dict(given), "role": self.roles[name], "name": name})
-        variant = dataclasses.replace(self.variant, case=self.variant.case.model_copy(update={"config": config}))
+        variant = dataclasses.replace(
+            self.variant, case=self.variant.case.model_copy(update={"config": config})
+        )
         target = dataclasses.replace(self.target, role=None)
-        engine = Engine(variant, target, self.trace, self.registry, self.memories[name], self.info, self.tmp, relation=self.relation)
+        engine = Engine(
+            variant,
+            target,
+            self.trace,
+            self.registry,
+            self.memories[name],
+            self.info,
+            self.tmp,
+            relation=self.relation,
+        )
         self._observe(engine)
         delivery = None if engine.connector is None else bool(engine.connector.requires_kv_delivery)
         self.trace.emit("pair.engine", on=name, role=self.roles[name], delivery=delivery)
@@ -203,7 +293,9 @@ class PairDriver(Driver):
 
     def savers(self) -> list[PartMemory]:
         """What the engines computed that may save."""
-        return [memory for name, memory in self.memories.items() if self.roles[name] != "kv_consumer"]
+        return [
+            memory for name, memory in self.memories.items() if self.roles[name] != "kv_consumer"
+        ]
 
     # -- steps -----------------------------------------------------------------------------------------------------------------
     def _do_on(self, name: str) -> None:
@@ -232,7 +324,9 @@ class PairDriver(Driver):
                 idle.over()
                 left -= 1
                 continue
-            left -= limit is not None  # steps without progress have a limit of their own: how many there are depends on the machine's speed
+            left -= (
+                limit is not None
+            )  # steps without progress have a limit of their own: how many there are depends on the machine's speed
             if idle.stalled():
                 self._stall(idle)
         if not left and limit is None:
@@ -240,11 +334,19 @@ class PairDriver(Driver):
         self._do_on(here)
 
     def _over(self, req: str) -> bool:
-        found = [request for engine in self.engines.values() if (request := engine.scheduler.requests.get(req)) is not None]
+        found = [
+            request
+            for engine in self.engines.values()
+            if (request := engine.scheduler.requests.get(req)) is not None
+        ]
         return not found or found[0].is_finished()
 
     def _progress(self) -> tuple[int, ...]:
-        return tuple(value for engine in self.engines.values() for value in (engine.progress, len(engine.scheduler.requests)))
+        return tuple(
+            value
+            for engine in self.engines.values()
+            for value in (engine.progress, len(engine.scheduler.requests))
+        )
 
     # -- end -------------------------------------------------------------------------------------------------------------------
     def close(self, *, shut_down: bool, crashed: bool = False) -> None:
@@ -256,10 +358,17 @@ class PairDriver(Driver):
         for name, engine in self.engines.items():
             live = sorted(engine.scheduler.requests)
             end = self.trace.emit(
-                "run.end", on=name, quiesced=not engine.busy and not live, unfinished=live,
-                free_blocks=engine.pool.get_num_free_blocks(), free_blocks_at_start=engine.blocks_at_start, engine_requests=live,
-                request_objects_alive=engine.ledger.leaked(), threads=max(0, threading.active_count() - self.threads), crashed=crashed,
-            )  # fmt: skip
+                "run.end",
+                on=name,
+                quiesced=not engine.busy and not live,
+                unfinished=live,
+                free_blocks=engine.pool.get_num_free_blocks(),
+                free_blocks_at_start=engine.blocks_at_start,
+                engine_requests=live,
+                request_objects_alive=engine.ledger.leaked(),
+                threads=max(0, threading.active_count() - self.threads),
+                crashed=crashed,
+            )
             ends.append(end)
         if shut_down:
             self.shutdown()

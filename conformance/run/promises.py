@@ -34,13 +34,19 @@ class Crowd:
     @property
     def tokens(self) -> int:
         """All of them together, with one for each step that must go by."""
-        return sum(map(sum, (self.before, self.beside, self.after, self.loads))) + self.local + self.steps
+        return (
+            sum(map(sum, (self.before, self.beside, self.after, self.loads)))
+            + self.local
+            + self.steps
+        )
 
 
 NOBODY = Crowd()
 
 
-def crowd_of(events: Sequence[dict[str, Any]], source: tuple[str, int], lookup: dict[str, Any]) -> Crowd:
+def crowd_of(
+    events: Sequence[dict[str, Any]], source: tuple[str, int], lookup: dict[str, Any]
+) -> Crowd:
     """The crowd of `source` (request id, generation) at a `lookup` event; at most MOST requests of each kind. Reads only."""
     asker = (lookup["req"], lookup["generation"])
     rows = [(_of(e), e) for e in events if e["k"] == "req.scheduled" and _of(e) != asker]
@@ -75,7 +81,11 @@ def _loads(events: Sequence[dict[str, Any]], lookup: dict[str, Any]) -> list[int
     pending: dict[tuple[str, int], int] = {}
     now = (lookup.get("on"), lookup["step"])
     for e in events:
-        if e["k"] == "alloc" and e["external"] > 0 and (e["is_async"] or (e.get("on"), e["step"]) == now):
+        if (
+            e["k"] == "alloc"
+            and e["external"] > 0
+            and (e["is_async"] or (e.get("on"), e["step"]) == now)
+        ):
             pending[_of(e)] = min(e["external"], LONGEST)
         elif e["k"] == "transfer.reported" and e["direction"] == "recv":
             pending.pop(_of(e), None)
@@ -108,22 +118,44 @@ def plain_case(plain: Plain, block_size: int) -> Case:
     """The plainest round trip: compute a prompt (request `a`), drop the local cache, ask again (`b`)."""
     crowd = plain.crowd
     total = max(plain.prompt + plain.outputs, plain.wanted) + 8
-    needed = total + 3 * crowd.tokens + (plain.outputs + block_size) * (len(crowd.beside) + 2 * len(crowd.loads))
+    needed = (
+        total
+        + 3 * crowd.tokens
+        + (plain.outputs + block_size) * (len(crowd.beside) + 2 * len(crowd.loads))
+    )
     steps: Steps = []
     for number, tokens in enumerate((*crowd.before, *crowd.loads)):
         steps += [_add(f"p{number}", tokens, 1), {"run": {}}]
-    steps += [_add(f"q{number}", tokens, plain.outputs) for number, tokens in enumerate(crowd.beside)]
+    steps += [
+        _add(f"q{number}", tokens, plain.outputs) for number, tokens in enumerate(crowd.beside)
+    ]
     steps += [_add("a", plain.prompt, plain.outputs), {"run": {}}]
-    for number, tokens in enumerate((*crowd.after, *crowd.beside)):  # those beside it may have been saved later, too
+    for number, tokens in enumerate(
+        (*crowd.after, *crowd.beside)
+    ):  # those beside it may have been saved later, too
         steps += [_add(f"r{number}", tokens, 1), {"run": {}}]
     if crowd.steps:
         steps += [_add("t", 1, crowd.steps), {"run": {}}]
     steps.append({"drop-local": {}})
     if crowd.local:
-        steps += [_add("w", {"of": "a", "outputs": True, "tokens": crowd.local, "then": 0}, 1), {"run": {}}]
+        steps += [
+            _add("w", {"of": "a", "outputs": True, "tokens": crowd.local, "then": 0}, 1),
+            {"run": {}},
+        ]
     for number, tokens in enumerate(crowd.loads):
-        steps.append(_add(f"s{number}", {"of": f"p{len(crowd.before) + number}", "tokens": tokens, "then": 1}, 1))
-    again = {"of": "a", "outputs": True, "tokens": plain.common, "then": plain.wanted - plain.common}
+        steps.append(
+            _add(
+                f"s{number}",
+                {"of": f"p{len(crowd.before) + number}", "tokens": tokens, "then": 1},
+                1,
+            )
+        )
+    again = {
+        "of": "a",
+        "outputs": True,
+        "tokens": plain.common,
+        "then": plain.wanted - plain.common,
+    }
     steps += [_add("b", again, 1), {"run": {}}]
     config = {
         "block_size": block_size,
@@ -137,7 +169,14 @@ def plain_case(plain: Plain, block_size: int) -> Case:
     }
     text = "A prompt is computed, the local cache dropped, the same prompt asked for again."
     engines = ["vllm"] if plain.groups else ["reference"]
-    case = {"id": "internal.calibration", "area": "internal", "text": text, "config": config, "engines": engines, "steps": steps}
+    case = {
+        "id": "internal.calibration",
+        "area": "internal",
+        "text": text,
+        "config": config,
+        "engines": engines,
+        "steps": steps,
+    }
     return Case.model_validate(case, strict=False)
 
 
@@ -153,13 +192,24 @@ class Promises:
     `calibrate(plain, block_size)` runs that plain workload and returns how many tokens came back.
     """
 
-    def __init__(self, caps: dict[str, Any], declared: bool, calibrate: Callable[[Plain, int], int]) -> None:
+    def __init__(
+        self, caps: dict[str, Any], declared: bool, calibrate: Callable[[Plain, int], int]
+    ) -> None:
         self.caps, self.declared, self.calibrate = caps, declared, calibrate
 
     def promised(
-        self, source: Any, prompt: list[int], request: Any, block_size: int, final: int | None, crowd: Crowd = NOBODY,
-        groups: tuple[str, ...] = (), window: int = 8, caching: bool = True, room: int = 3,
-    ) -> int:  # fmt: skip
+        self,
+        source: Any,
+        prompt: list[int],
+        request: Any,
+        block_size: int,
+        final: int | None,
+        crowd: Crowd = NOBODY,
+        groups: tuple[str, ...] = (),
+        window: int = 8,
+        caching: bool = True,
+        room: int = 3,
+    ) -> int:
         """Tokens of `request` that must be loadable or local, given that `source` computed `final` positions. Reads only.
 
         `groups`: several KV cache groups, with that `window`. What a connector does with one says nothing about several. `caching`: whether
@@ -173,7 +223,9 @@ class Promises:
         common = 0
         while common < min(len(known), len(wanted)) and known[common] == wanted[common]:
             common += 1
-        limit = min(final, len(known) - 1, common, len(wanted) - 1)  # the last token's KV may be in flight at the finish (R141)
+        limit = min(
+            final, len(known) - 1, common, len(wanted) - 1
+        )  # the last token's KV may be in flight at the finish (R141)
         if saves == "prompt":
             limit = min(limit, len(prompt))
         if self.declared:
@@ -181,5 +233,15 @@ class Promises:
             return limit // chunk * chunk
         # What was not final is not shared in the plain run either: a connector that keeps whole chunks has none of a chunk cut short.
         shared = common if limit >= min(common, len(wanted) - 1) else limit
-        plain = Plain(len(prompt), len(known) - len(prompt), shared, len(wanted), crowd, groups, window, caching, room)
+        plain = Plain(
+            len(prompt),
+            len(known) - len(prompt),
+            shared,
+            len(wanted),
+            crowd,
+            groups,
+            window,
+            caching,
+            room,
+        )
         return min(limit, self.calibrate(plain, block_size)) if limit > 0 else 0

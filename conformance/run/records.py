@@ -17,7 +17,9 @@ class Snapshot:
 
     def __init__(self, request: Any) -> None:
         self._ref: Any = weakref.ref(request)
-        self._tokens = request._all_token_ids  # the list itself: it outlives the request and is extended in place
+        self._tokens = (
+            request._all_token_ids
+        )  # the list itself: it outlives the request and is extended in place
         self.num_prompt_tokens = request.num_prompt_tokens
         self.request_id = request.request_id
 
@@ -66,13 +68,20 @@ class Run:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able, without what the process that asked for the run knows: variant, relation and capabilities."""
-        sent = {name: getattr(self, name) for name in ("trace", "harness_error", "unmet", "traceback", "lacks")}
+        sent = {
+            name: getattr(self, name)
+            for name in ("trace", "harness_error", "unmet", "traceback", "lacks")
+        }
         return sent | {"channels": sorted(self.channels)}
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any], variant: Variant, relation: str, caps: dict[str, Any]) -> Run:
+    def from_dict(
+        cls, data: dict[str, Any], variant: Variant, relation: str, caps: dict[str, Any]
+    ) -> Run:
         """The inverse of `to_dict`."""
-        return cls(variant, relation, caps=caps, **{**data, "channels": frozenset(data["channels"])})
+        return cls(
+            variant, relation, caps=caps, **{**data, "channels": frozenset(data["channels"])}
+        )
 
 
 @dataclass

@@ -42,7 +42,9 @@ def check(target: Target, tmp: Path, limit: float, *, engine: str = "all") -> No
         try:
             import kvconform.compat.vllm_api  # noqa: F401  # prepares the environment for vLLM, and imports it
         except Exception as error:  # vLLM's import runs code of many packages
-            raise EnvironmentProblem(f"vLLM cannot be imported, or lacks what kvconform needs: {one_line(error).rstrip('.')}") from error
+            raise EnvironmentProblem(
+                f"vLLM cannot be imported, or lacks what kvconform needs: {one_line(error).rstrip('.')}"
+            ) from error
     from kvconform.observe.static_checks import inspect_class
     from kvconform.run.promises import Plain, plain_case
     from kvconform.run.runner import run_variant
@@ -55,18 +57,23 @@ def check(target: Target, tmp: Path, limit: float, *, engine: str = "all") -> No
     variant = Variant(plain_case(Plain(9, 1, 9, 9), 4), "reference", "sync", "v1", 1, 4)
     run = run_variant(variant, target, seed=0, tmp=tmp / "smoke")
     if run.lacks is not None:
-        raise EnvironmentProblem(f"{target.connector} cannot run on the emulated device (docs/emulation.md): {run.lacks.rstrip('.')}")
+        raise EnvironmentProblem(
+            f"{target.connector} cannot run on the emulated device (docs/emulation.md): {run.lacks.rstrip('.')}"
+        )
     crash = next((e for e in run.trace if e["k"] == "engine.crash"), None)
     if crash is not None and crash["hook"] == "__init__":
         if not next(inspect_class(target.resolve(), {}, None))[1]:
             return  # its shape is what vLLM refuses: api.constructor and lifecycle.constructs say so in every case
         advice = "is its --extra-config right, or [extra_config] in its settings?"
-        sentence = f"the constructor of {target.connector} raised {crash['error'].rstrip('.')} ({advice})"
+        sentence = (
+            f"the constructor of {target.connector} raised {crash['error'].rstrip('.')} ({advice})"
+        )
         raise UsageError(sentence, run.traceback)
     if crash is not None and crash["where"] == "hook" and crash["step"] == 0:
         advice = (
             "it needs CUDA, which --emulate-cuda stands in for (docs/emulation.md)"
-            if target.device == "cpu" and any(word in str(crash["error"]).lower() for word in WANTS_CUDA)
+            if target.device == "cpu"
+            and any(word in str(crash["error"]).lower() for word in WANTS_CUDA)
             else "it cannot run on this machine; --half scheduler judges its scheduler half alone"
             if target.half == "both"
             else "it cannot start"

@@ -44,13 +44,17 @@ class Controller:
     Raises KvconformError when made, if the settings name something that is not there.
     """
 
-    def __init__(self, settings: Settings, console: Console, *, quiet_workers: bool = False) -> None:
+    def __init__(
+        self, settings: Settings, console: Console, *, quiet_workers: bool = False
+    ) -> None:
         self.settings, self.console, self.quiet_workers = settings, console, quiet_workers
         self.vllm, self.warnings = check_vllm()
         self.warnings += lacking(settings.catalogue)
         check_connector_name(settings.connector, settings.pythonpath)
         self.spec = spec_for(settings)
-        self.collector = Collector(self.spec, settings, select(self.spec, settings, self.vllm), self.vllm)
+        self.collector = Collector(
+            self.spec, settings, select(self.spec, settings, self.vllm), self.vllm
+        )
         self.folder = Path(settings.report_dir)
         self.scratch = Path(tempfile.mkdtemp(prefix="kvconform-run-"))
         self.commands = Commands(settings, self.scratch, self.folder / "logs" / "commands.log")
@@ -69,8 +73,14 @@ class Controller:
         try:
             self._stream = jsonl.Stream(self.folder, self.header())
         except OSError as error:
-            why = "it is a file, not a directory" if self.folder.is_file() else error.strerror or error
-            self.stop(UsageError(f"the report cannot be written to {self.folder}: {why} (--report-dir)"))
+            why = (
+                "it is a file, not a directory"
+                if self.folder.is_file()
+                else error.strerror or error
+            )
+            self.stop(
+                UsageError(f"the report cannot be written to {self.folder}: {why} (--report-dir)")
+            )
         try:
             self.commands.up()
         except KvconformError as error:
@@ -93,7 +103,11 @@ class Controller:
         text = getattr(report, "kvconform", None)
         if text is None:
             if report.when == "setup" and report.failed:
-                self.stop(EnvironmentProblem(f"a case could not be set up: {str(report.longrepr).strip().splitlines()[-1]}"))
+                self.stop(
+                    EnvironmentProblem(
+                        f"a case could not be set up: {str(report.longrepr).strip().splitlines()[-1]}"
+                    )
+                )
             return
         payload = json.loads(text)
         if "abort" in payload:
@@ -104,7 +118,9 @@ class Controller:
     def pytest_handlecrashitem(self, crashitem: str, report: Any) -> None:
         note = read_note(self.scratch / f"{report.node.gateway.id}.note")
         sentence = crash.sentence(note)
-        if note is not None and note.case == SPENT:  # after its answer, on purpose: what xdist made up says nothing about the case
+        if (
+            note is not None and note.case == SPENT
+        ):  # after its answer, on purpose: what xdist made up says nothing about the case
             report.outcome, report.when, report.longrepr = "passed", "setup", None
             return
         starting = note is not None and note.case == START
@@ -116,7 +132,9 @@ class Controller:
                 if in_hook
                 else f"{self.settings.connector} cannot be used: {sentence}",
             )
-        variant = next((v for v in self.collector.selection.variants if crashitem.endswith(f"[{v.id}]")), None)
+        variant = next(
+            (v for v in self.collector.selection.variants if crashitem.endswith(f"[{v.id}]")), None
+        )
         if variant is None:
             self.stop(EnvironmentProblem(f"a worker died in {crashitem}: {sentence}"))
             return
@@ -125,7 +143,14 @@ class Controller:
             words = f"a worker that replaced another did not start: {sentence}"
             rows = rows_for(wanted, variant, Verdict.ERROR, words, strict=self.settings.strict)
         else:
-            rows = crash.rows_of(note, variant, self.spec, self.collector.selection, self.collector.capabilities, self.settings.strict)
+            rows = crash.rows_of(
+                note,
+                variant,
+                self.spec,
+                self.collector.selection,
+                self.collector.capabilities,
+                self.settings.strict,
+            )
         report.longrepr = f"{variant.id}: {sentence}"
         self._take(variant.id, self.collector.put(variant.id, rows))
 
@@ -134,17 +159,25 @@ class Controller:
         if error is None or self._ran_something:
             return
         note = read_note(self.scratch / f"{node.gateway.id}.note")
-        if note is None or note.case is None:  # it died before it had anything to do, and its successor would too
+        if (
+            note is None or note.case is None
+        ):  # it died before it had anything to do, and its successor would too
             self._early_deaths += 1
             if self._early_deaths >= STARTS:
                 log = self.folder / "logs" / f"{node.gateway.id}.log"
-                self.stop(EnvironmentProblem(f"worker processes cannot be started; what they said is in {log}"))
+                self.stop(
+                    EnvironmentProblem(
+                        f"worker processes cannot be started; what they said is in {log}"
+                    )
+                )
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_internalerror(self, excrepr: Any) -> None:
         if self.problem is None:
             last = str(excrepr).strip().splitlines()[-1]
-            self.problem = EnvironmentProblem(f"internal error of the harness: {last} (--debug shows where)")
+            self.problem = EnvironmentProblem(
+                f"internal error of the harness: {last} (--debug shows where)"
+            )
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
         if self.problem is None and excinfo.errisinstance(KeyboardInterrupt):
@@ -166,7 +199,9 @@ class Controller:
         """What a worker needs to know, as JSON."""
         logs = str(self.folder / "logs") if self.quiet_workers else None
         settings = self.settings.model_dump(mode="json")
-        return json.dumps({"settings": settings, "vllm": self.vllm, "scratch": str(self.scratch), "logs": logs})
+        return json.dumps(
+            {"settings": settings, "vllm": self.vllm, "scratch": str(self.scratch), "logs": logs}
+        )
 
     def _trouble(self, code: int, sentence: str) -> None:
         """A worker cannot go on. Ends the run if that is how it begins, or if it goes on like that; else it is the trouble of the one case,
@@ -230,11 +265,24 @@ class Controller:
         self._stream.close()
         footer = FooterLine(counts=found.counts, verdict=found.verdict)  # type: ignore[arg-type]
         try:
-            jsonl.rewrite(self._stream.path, self.header(), rows, self.collector.ordered_notes(), footer)
-            told = summary.write(self.folder, self.collector, found, seconds=seconds, started=self.started, exit_code=code)
+            jsonl.rewrite(
+                self._stream.path, self.header(), rows, self.collector.ordered_notes(), footer
+            )
+            told = summary.write(
+                self.folder,
+                self.collector,
+                found,
+                seconds=seconds,
+                started=self.started,
+                exit_code=code,
+            )
             page.write(self.folder, page.make(self.collector, self.header(), told, rows))
             statement.write(self.folder, statement.make(self.collector, found, judged=date.today()))
         except OSError as error:
-            self.problem = self.problem or EnvironmentProblem(f"the report cannot be written to {self.folder}: {error.strerror or error}")
-        terminal.report(self.console, self.collector, rows, found, where=str(self.folder), seconds=seconds)
+            self.problem = self.problem or EnvironmentProblem(
+                f"the report cannot be written to {self.folder}: {error.strerror or error}"
+            )
+        terminal.report(
+            self.console, self.collector, rows, found, where=str(self.folder), seconds=seconds
+        )
         return code

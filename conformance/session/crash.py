@@ -36,18 +36,31 @@ def sentence(note: Note | None) -> str:
     where = f"in {note.hook}" if note.hook else "outside of any hook"
     if note.hung:
         limit = f" within {note.limit:g} s" if note.limit else ""
-        return f"{note.hook} did not return{limit} and could not be interrupted" if note.hook else f"the case did not end, it hung {where}"
+        return (
+            f"{note.hook} did not return{limit} and could not be interrupted"
+            if note.hook
+            else f"the case did not end, it hung {where}"
+        )
     return f"the process ended {where} (os._exit, or a fatal signal)"
 
 
-def rows_of(note: Note | None, variant: Variant, spec: Spec, selection: Selection, caps: Mapping[str, Any], strict: bool) -> list[Row]:
+def rows_of(
+    note: Note | None,
+    variant: Variant,
+    spec: Spec,
+    selection: Selection,
+    caps: Mapping[str, Any],
+    strict: bool,
+) -> list[Row]:
     """One row per judged requirement; the one that the death breaks is FAIL. `caps`: the connector's, if another case told them."""
     hung, hook = note is not None and note.hung, note.hook if note is not None else None
     step = note.step if note is not None else 0
     requirements = [spec.requirements[name] for name in selection.judged]
     known = complete({}) | dict(caps)
     run = DeadRun(variant, _trace(variant, hung, hook, step, sentence(note)))
-    rows = judge(requirements, {"connector": run}, known, strict=strict, disabled=set(selection.disabled))
+    rows = judge(
+        requirements, {"connector": run}, known, strict=strict, disabled=set(selection.disabled)
+    )
     culprit = HANG if hung else EXIT
     own = next((row for row in rows if row.requirement == culprit), None)
     if own is None and culprit in spec.requirements:
@@ -57,31 +70,66 @@ def rows_of(note: Note | None, variant: Variant, spec: Spec, selection: Selectio
     if own not in rows:
         rows.append(own)
     if own.verdict is not Verdict.DISABLED:
-        own.verdict, own.message, own.count, own.exercised, own.step = Verdict.FAIL, sentence(note), 1, 1, step or None
+        own.verdict, own.message, own.count, own.exercised, own.step = (
+            Verdict.FAIL,
+            sentence(note),
+            1,
+            1,
+            step or None,
+        )
     return rows
 
 
-def _trace(variant: Variant, hung: bool, hook: str | None, step: int, text: str) -> list[dict[str, Any]]:
+def _trace(
+    variant: Variant, hung: bool, hook: str | None, step: int, text: str
+) -> list[dict[str, Any]]:
     """The made-up trace: the run began, the hook was called, and that was it."""
     settings = variant.case.config
     start: dict[str, Any] = {
-        "k": "run.start", "seed": 0, "case": variant.case.id, "vllm": "0", "num_blocks": settings.num_blocks, "connector": "",
-        "policies": list(variant.case.policies), "spec_tokens": settings.spec_tokens, "role": settings.role, **variant.axes,
-    }  # fmt: skip
+        "k": "run.start",
+        "seed": 0,
+        "case": variant.case.id,
+        "vllm": "0",
+        "num_blocks": settings.num_blocks,
+        "connector": "",
+        "policies": list(variant.case.policies),
+        "spec_tokens": settings.spec_tokens,
+        "role": settings.role,
+        **variant.axes,
+    }
     events = [start]
     if hook is not None and hung:
         called = {"hook": hook, "half": "worker", "rank": 0, "depth": 0}
         events.append({"k": "hook.called", **called, "bound": None, "cls": "", "thread": "main"})
         returned = {
-            "k": "hook.returned", **called, "error": "HookTimeout", "error_text": text, "value": None, "value_ok": True,
-            "mutated_args": False, "params_msgpack_ok": True, "params_aliased": False, "called_seq": 1, "layer": None, "timed_out": True,
-        }  # fmt: skip
+            "k": "hook.returned",
+            **called,
+            "error": "HookTimeout",
+            "error_text": text,
+            "value": None,
+            "value_ok": True,
+            "mutated_args": False,
+            "params_msgpack_ok": True,
+            "params_aliased": False,
+            "called_seq": 1,
+            "layer": None,
+            "timed_out": True,
+        }
         events.append(returned)
     where = "hook" if hung else "process"
-    events.append({"k": "engine.crash", "where": where, "error": text, "hook": hook, "cause_seq": None})
+    events.append(
+        {"k": "engine.crash", "where": where, "error": text, "hook": hook, "cause_seq": None}
+    )
     end = {
-        "k": "run.end", "quiesced": False, "unfinished": [], "free_blocks": 0, "free_blocks_at_start": 0, "engine_requests": [],
-        "request_objects_alive": [], "threads": 0, "crashed": True,
-    }  # fmt: skip
+        "k": "run.end",
+        "quiesced": False,
+        "unfinished": [],
+        "free_blocks": 0,
+        "free_blocks_at_start": 0,
+        "engine_requests": [],
+        "request_objects_alive": [],
+        "threads": 0,
+        "crashed": True,
+    }
     events.append(end)
     return [{**event, "seq": seq, "step": step} for seq, event in enumerate(events)]

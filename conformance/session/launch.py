@@ -34,14 +34,18 @@ def run(settings: Settings) -> int:
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         with hermetic(settings.debug, "xdist.plugin,kvconform.session.plugin"):
-            status = int(pytest.main(_arguments(settings, controller), plugins=[_Preset(controller)]))
+            status = int(
+                pytest.main(_arguments(settings, controller), plugins=[_Preset(controller)])
+            )
     finally:
         signal.signal(signal.SIGTERM, before)
         controller.clean_up()
     if controller.problem is not None:
         raise controller.problem
     if controller.exit_code is None:
-        raise EnvironmentProblem(f"pytest ended with status {status} before anything was run (--debug shows what it said)")
+        raise EnvironmentProblem(
+            f"pytest ended with status {status} before anything was run (--debug shows what it said)"
+        )
     return controller.exit_code
 
 

@@ -19,19 +19,58 @@ PRESET = "kvconform-preset"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--connector` switches the plugin on; the other options are those of `kvconform run`, with a prefix that collides with nobody's."""
-    group = parser.getgroup("kvconform", "conformance of vLLM KV connectors (pytest --pyargs kvconform --connector ...)")
-    group.addoption("--connector", metavar="PKG.MOD:CLASS", help="judge this KV connector (or a name registered in vLLM's factory)")
-    group.addoption("--extra-config", metavar="JSON|@FILE", help="its kv_connector_extra_config; {tmp} is a directory of each case's own")
-    group.addoption("--kvconform-config", metavar="FILE", help="settings file instead of kvconform.toml or pyproject.toml")
-    group.addoption("--kvconform-engine", choices=("reference", "vllm", "live", "all"), help="engines to run on (default: all)")
-    group.addoption("--kvconform-scheduling", choices=("sync", "async", "all"), help="scheduling to run with (default: all)")
-    group.addoption("--kvconform-select", action="append", metavar="ID", help="only these cases or requirements")
-    group.addoption("--kvconform-shard", metavar="I/N", help="only this part of the runs; kvconform merge joins the parts")
-    group.addoption("--kvconform-profile", metavar="NAME", help="profile to judge by (default: core)")
-    group.addoption("--kvconform-report-dir", metavar="DIR", help="where reports go (default: kvconform-report)")
+    group = parser.getgroup(
+        "kvconform", "conformance of vLLM KV connectors (pytest --pyargs kvconform --connector ...)"
+    )
+    group.addoption(
+        "--connector",
+        metavar="PKG.MOD:CLASS",
+        help="judge this KV connector (or a name registered in vLLM's factory)",
+    )
+    group.addoption(
+        "--extra-config",
+        metavar="JSON|@FILE",
+        help="its kv_connector_extra_config; {tmp} is a directory of each case's own",
+    )
+    group.addoption(
+        "--kvconform-config",
+        metavar="FILE",
+        help="settings file instead of kvconform.toml or pyproject.toml",
+    )
+    group.addoption(
+        "--kvconform-engine",
+        choices=("reference", "vllm", "live", "all"),
+        help="engines to run on (default: all)",
+    )
+    group.addoption(
+        "--kvconform-scheduling",
+        choices=("sync", "async", "all"),
+        help="scheduling to run with (default: all)",
+    )
+    group.addoption(
+        "--kvconform-select", action="append", metavar="ID", help="only these cases or requirements"
+    )
+    group.addoption(
+        "--kvconform-shard",
+        metavar="I/N",
+        help="only this part of the runs; kvconform merge joins the parts",
+    )
+    group.addoption(
+        "--kvconform-profile", metavar="NAME", help="profile to judge by (default: core)"
+    )
+    group.addoption(
+        "--kvconform-report-dir", metavar="DIR", help="where reports go (default: kvconform-report)"
+    )
     group.addoption("--kvconform-seed", type=int, metavar="N", help="seed of prompts and tokens")
-    group.addoption("--kvconform-strict", action="store_true", default=None, help="SHOULD and MAY count too")
-    group.addoption("--kvconform-hook-timeout", type=float, metavar="SECONDS", help="time limit per hook (default: 10)")
+    group.addoption(
+        "--kvconform-strict", action="store_true", default=None, help="SHOULD and MAY count too"
+    )
+    group.addoption(
+        "--kvconform-hook-timeout",
+        type=float,
+        metavar="SECONDS",
+        help="time limit per hook (default: 10)",
+    )
 
 
 def _active(config: pytest.Config) -> bool:
@@ -43,7 +82,12 @@ def pytest_cmdline_main(config: pytest.Config) -> Iterator[None]:
     """Cases run in worker processes, also without -n; a dead worker is always replaced."""
     option = config.option
     xdist = config.pluginmanager.hasplugin("xdist") and not hasattr(config, "workerinput")
-    if _active(config) and xdist and not config.getoption("usepdb", False) and not config.getoption("collectonly", False):
+    if (
+        _active(config)
+        and xdist
+        and not config.getoption("usepdb", False)
+        and not config.getoption("collectonly", False)
+    ):
         if not option.numprocesses and not option.tx:
             option.numprocesses = 1
         if option.maxworkerrestart is None:
@@ -70,14 +114,20 @@ def pytest_configure(config: pytest.Config) -> None:
     data = json.loads(handed)
     name = getattr(config, "workerinput", {}).get("workerid", MAIN)
     logs = Path(data["logs"]) if data["logs"] else None
-    worker = Worker(Settings.model_validate(data["settings"]), data["vllm"], Path(data["scratch"]), name, logs)
+    worker = Worker(
+        Settings.model_validate(data["settings"]), data["vllm"], Path(data["scratch"]), name, logs
+    )
     config.pluginmanager.register(worker, WORKER)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Of the package, collect the cases alone: snapshots have a plugin of their own, and the links lead to folders without tests."""
     here = Path(__file__).parent
-    return True if _active(config) and collection_path.parent == here.parent and collection_path != here else None
+    return (
+        True
+        if _active(config) and collection_path.parent == here.parent and collection_path != here
+        else None
+    )
 
 
 def _controller(config: pytest.Config) -> Any:
@@ -90,13 +140,28 @@ def _controller(config: pytest.Config) -> Any:
     from kvconform.report.terminal import make_console
     from kvconform.session.controller import Controller
 
-    names = ("engine", "scheduling", "select", "shard", "profile", "report_dir", "seed", "strict", "hook_timeout")
+    names = (
+        "engine",
+        "scheduling",
+        "select",
+        "shard",
+        "profile",
+        "report_dir",
+        "seed",
+        "strict",
+        "hook_timeout",
+    )
     given = {name: config.getoption(f"kvconform_{name}") for name in names}
     try:
         extra = config.getoption("extra_config")
-        given |= {"connector": config.getoption("connector"), "extra_config": parse_extra_config(extra) if extra else None}
+        given |= {
+            "connector": config.getoption("connector"),
+            "extra_config": parse_extra_config(extra) if extra else None,
+        }
         if isinstance(config.option.numprocesses, int) and config.option.numprocesses:
             given["workers"] = config.option.numprocesses
-        return Controller(load(given, file=config.getoption("kvconform_config")), make_console(sys.stdout))
+        return Controller(
+            load(given, file=config.getoption("kvconform_config")), make_console(sys.stdout)
+        )
     except KvconformError as error:
         raise pytest.UsageError(error.message) from None

@@ -14,7 +14,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrise by the selected variants."""
     worker = metafunc.config.pluginmanager.get_plugin(WORKER)
     if worker is None:
-        raise pytest.UsageError("name the connector: pytest --pyargs kvconform --connector package.module:Class")
+        raise pytest.UsageError(
+            "name the connector: pytest --pyargs kvconform --connector package.module:Class"
+        )
     variants = worker.selection.variants
     metafunc.parametrize("variant", variants, ids=[variant.id for variant in variants])
 

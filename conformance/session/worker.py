@@ -34,7 +34,9 @@ from kvconform.report import timeline
 from kvconform.report.ci.annotation import places_of
 
 
-def settle_in(settings: Settings, scratch: Path, name: str, logs: Path, *, redirect: bool = True) -> tuple[Servers, Settings]:
+def settle_in(
+    settings: Settings, scratch: Path, name: str, logs: Path, *, redirect: bool = True
+) -> tuple[Servers, Settings]:
     """(the process's servers, not started yet; the settings with their ports filled in). Changes this process: its output goes to a log in
     `logs` (`redirect`), its path, environment and temporary directory are those of the run, below `scratch`."""
     if redirect:
@@ -92,12 +94,24 @@ class Payload(TypedDict, total=False):
 class Worker:
     """State of one worker process. Registered as a plugin. `quiet`: send what the process prints to a log in `logs`."""
 
-    def __init__(self, settings: Settings, vllm: str, scratch: Path, name: str, logs: Path | None) -> None:
+    def __init__(
+        self, settings: Settings, vllm: str, scratch: Path, name: str, logs: Path | None
+    ) -> None:
         self.scratch, self.name = scratch, name
-        self.servers, settings = settle_in(settings, scratch, name, logs or scratch / "logs", redirect=logs is not None)
+        self.servers, settings = settle_in(
+            settings, scratch, name, logs or scratch / "logs", redirect=logs is not None
+        )
         self.settings = settings
-        folders = {PLAINS: scratch / "live", CLAIMS: scratch / "claims", REDUCED: Path(settings.report_dir) / "cases"}
-        self._folders = {name: str(folder) for name, folder in folders.items() if name == CLAIMS or name not in os.environ}
+        folders = {
+            PLAINS: scratch / "live",
+            CLAIMS: scratch / "claims",
+            REDUCED: Path(settings.report_dir) / "cases",
+        }
+        self._folders = {
+            name: str(folder)
+            for name, folder in folders.items()
+            if name == CLAIMS or name not in os.environ
+        }
         os.environ.update(self._folders)
         self.spec = spec_for(settings)
         self.selection: Selection = select(self.spec, settings, vllm)
@@ -146,7 +160,11 @@ class Worker:
         except KvconformError as error:
             details = error.details
             payload = Payload({**self._error(variant, error), "abort": (error.code, error.message)})
-        except (Exception, SystemExit, watchdog.HookTimeout) as error:  # whatever comes through here is the harness's fault
+        except (
+            Exception,
+            SystemExit,
+            watchdog.HookTimeout,
+        ) as error:  # whatever comes through here is the harness's fault
             payload = self._error(variant, error)
         finally:
             if not self.settings.debug:
@@ -154,9 +172,18 @@ class Worker:
         item.stash[PAYLOAD] = normalised(json.dumps(payload, ensure_ascii=False), tmp)
         if "abort" in payload:
             pytest.fail(f"{details or ''}{payload['abort'][1]}", pytrace=False)  # --debug shows it
-        bad = [row for row in payload["rows"] if row["verdict"] == "ERROR" or (row["verdict"] == "FAIL" and row.get("gating", True))]
+        bad = [
+            row
+            for row in payload["rows"]
+            if row["verdict"] == "ERROR" or (row["verdict"] == "FAIL" and row.get("gating", True))
+        ]
         if bad:
-            pytest.fail("\n".join(f"{row['requirement']}: {row.get('message') or row['verdict']}" for row in bad), pytrace=False)
+            pytest.fail(
+                "\n".join(
+                    f"{row['requirement']}: {row.get('message') or row['verdict']}" for row in bad
+                ),
+                pytrace=False,
+            )
 
     def _error(self, variant: Any, error: BaseException) -> Payload:
         """ERROR for all requirements."""
@@ -188,7 +215,11 @@ class Worker:
         self._judge = run_and_judge
 
     def _run(self, variant: Any, tmp: Path) -> Payload:
-        limit = LIVE_LIMIT if variant.engine == "live" else watchdog.case_limit(self.settings.hook_timeout)
+        limit = (
+            LIVE_LIMIT
+            if variant.engine == "live"
+            else watchdog.case_limit(self.settings.hook_timeout)
+        )
         with watchdog.case(variant.id, limit):
             report = self._judge(
                 variant,
@@ -206,7 +237,10 @@ class Worker:
             variant=variant.id,
             rows=report.rows,
             unmet=report.unmet,
-            timelines={name: timeline.render(events, marks.get(name)) for name, events in report.timelines.items()},
+            timelines={
+                name: timeline.render(events, marks.get(name))
+                for name, events in report.timelines.items()
+            },
             harness_error=report.harness_error,
             story=report.story,
             capabilities=report.capabilities,
@@ -223,6 +257,8 @@ def normalised(text: str, tmp: Path) -> str:
     written or would command a terminal: control characters, and halves of surrogate pairs as in a file name that is no UTF-8."""
     text = re.sub(r"(?<!\\)((?:\\\\)*)\\u00([01][0-9a-f])", r"\1\\\\x\2", text)
     text = re.sub("[\ud800-\udfff]", lambda found: f"\\\\x{ord(found[0]) & 0xFF:02x}", text)
-    relations = "connector|no-connector|pickled-metadata|second-process|hash-seed|repeat|inside-multi|alone"
+    relations = (
+        "connector|no-connector|pickled-metadata|second-process|hash-seed|repeat|inside-multi|alone"
+    )
     text = re.sub(rf"{re.escape(str(tmp))}(/case(/({relations}))?)?", "{tmp}", text)
     return re.sub(r"\b0x[0-9a-f]{8,}\b", "0x…", text)

@@ -106,10 +106,15 @@ class _Encoder:
         self._above.append(id(value))
         try:
             branch = self._parts(value, path, depth)
-            if isinstance(value, (list, tuple, set, frozenset, deque, dict)) and getattr(value, "__dict__", None):
+            if isinstance(value, (list, tuple, set, frozenset, deque, dict)) and getattr(
+                value, "__dict__", None
+            ):
                 own = sorted(vars(value).items())  # of a class that is derived from a container
                 branch.short = False
-                branch.parts += [(f".{name}", self.node(item, f"{path}.{name}", name, depth + 1)) for name, item in own]
+                branch.parts += [
+                    (f".{name}", self.node(item, f"{path}.{name}", name, depth + 1))
+                    for name, item in own
+                ]
             return branch
         finally:
             self._above.pop()
@@ -125,7 +130,11 @@ class _Encoder:
         if isinstance(value, int):
             return str(int(value))
         if isinstance(value, float):
-            return repr(float(value)) if math.isfinite(value) else {math.inf: "inf", -math.inf: "-inf"}.get(value, "nan")
+            return (
+                repr(float(value))
+                if math.isfinite(value)
+                else {math.inf: "inf", -math.inf: "-inf"}.get(value, "nan")
+            )
         if isinstance(value, (bytes, bytearray, memoryview)):
             return f"bytes[{len(bytes(value))}] {_digest(bytes(value))}"
         if isinstance(value, torch.Tensor):
@@ -146,16 +155,23 @@ class _Encoder:
             return f"{value.total_seconds()!r} s"
         if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
             if "<locals>" in value.__qualname__ or "<lambda>" in value.__qualname__:
-                raise EncodeError(f"{path}: {value.__qualname__} is a function made on the way, which has no name that means anything")
+                raise EncodeError(
+                    f"{path}: {value.__qualname__} is a function made on the way, which has no name that means anything"
+                )
             return f"{value.__module__}.{value.__qualname__}"
         return None
 
     def _parts(self, value: Any, path: str, depth: int) -> Branch:
         if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return self._named(type(value).__name__, zip(value._fields, value, strict=True), path, depth)
+            return self._named(
+                type(value).__name__, zip(value._fields, value, strict=True), path, depth
+            )
         if isinstance(value, (list, tuple, deque)):
             head = "" if type(value) is list else type(value).__name__
-            parts = [(f"[{i}]", self.node(item, f"{path}[{i}]", "", depth + 1)) for i, item in enumerate(value)]
+            parts = [
+                (f"[{i}]", self.node(item, f"{path}[{i}]", "", depth + 1))
+                for i, item in enumerate(value)
+            ]
             return Branch(head, parts, short=True)
         if isinstance(value, (set, frozenset)):
             nodes = [self.node(item, f"{path} (an element)", "", depth + 1) for item in value]
@@ -174,17 +190,25 @@ class _Encoder:
         return self._named(type(value).__name__, fields, path, depth)
 
     def _named(self, head: str, fields: Any, path: str, depth: int) -> Branch:
-        return Branch(head, [(name, self.node(item, f"{path}.{name}", name, depth + 1)) for name, item in fields])
+        return Branch(
+            head,
+            [(name, self.node(item, f"{path}.{name}", name, depth + 1)) for name, item in fields],
+        )
 
     def _mapping(self, value: Mapping[Any, Any], path: str, depth: int) -> Branch:
         parts: dict[str, Node] = {}
         for key, item in value.items():
             label = self._key(key, path)
             if label in parts:
-                raise EncodeError(f"{path}: two keys read {label} once what differs from run to run is left out")
+                raise EncodeError(
+                    f"{path}: two keys read {label} once what differs from run to run is left out"
+                )
             name = key if isinstance(key, str) else ""
             parts[label] = self.node(item, f"{path}[{label}]", name, depth + 1)
-        order = sorted(parts, key=lambda label: (0, int(label), "") if label.lstrip("-").isdigit() else (1, 0, label))
+        order = sorted(
+            parts,
+            key=lambda label: (0, int(label), "") if label.lstrip("-").isdigit() else (1, 0, label),
+        )
         head = "map" if type(value) in (dict, types.MappingProxyType) else type(value).__name__
         return Branch(head, [(label, parts[label]) for label in order])
 
@@ -194,18 +218,34 @@ class _Encoder:
         if plain is not None:
             return plain
         if isinstance(key, (tuple, frozenset)) or dataclasses.is_dataclass(key):
-            return " ".join(" ".join(_render("", self.node(key, f"{path} (a key)", "", 1), 0)).split()).removeprefix(": ")
+            return " ".join(
+                " ".join(_render("", self.node(key, f"{path} (a key)", "", 1), 0)).split()
+            ).removeprefix(": ")
         raise EncodeError(f"{path}: a key of type {type(key).__qualname__} has no canonical form")
 
 
-_NO_RECORDS = ("builtins", "functools", "threading", "_thread", "socket", "_io", "ctypes", "weakref", "asyncio", "random", "logging")
+_NO_RECORDS = (
+    "builtins",
+    "functools",
+    "threading",
+    "_thread",
+    "socket",
+    "_io",
+    "ctypes",
+    "weakref",
+    "asyncio",
+    "random",
+    "logging",
+)
 
 
 def _fields(value: Any) -> list[tuple[str, Any]] | None:
     """(name, value) of the fields of an object, in the order in which its class names them, then of what else it has been given; None for
     what is no record of fields."""
     cls = type(value)
-    if isinstance(value, (types.ModuleType, BaseException)) or any(base.__module__ in _NO_RECORDS for base in cls.__mro__[:-1]):
+    if isinstance(value, (types.ModuleType, BaseException)) or any(
+        base.__module__ in _NO_RECORDS for base in cls.__mro__[:-1]
+    ):
         return None
     if dataclasses.is_dataclass(value):
         names = [f.name for f in dataclasses.fields(value)]
@@ -219,7 +259,10 @@ def _fields(value: Any) -> list[tuple[str, Any]] | None:
         names = [name for base in reversed(cls.__mro__) for name in _slots(base)]
         if not names and not hasattr(value, "__dict__"):
             return None
-    more = {**(getattr(value, "__pydantic_private__", None) or {}), **(getattr(value, "__pydantic_extra__", None) or {})}
+    more = {
+        **(getattr(value, "__pydantic_private__", None) or {}),
+        **(getattr(value, "__pydantic_extra__", None) or {}),
+    }
     named = [(name, getattr(value, name)) for name in dict.fromkeys(names) if hasattr(value, name)]
     rest = {**getattr(value, "__dict__", {}), **more}
     return named + [(name, rest[name]) for name in sorted(rest) if name not in names]
@@ -228,8 +271,15 @@ def _fields(value: Any) -> list[tuple[str, Any]] | None:
 def _slots(cls: type) -> list[str]:
     """The names under which a class's own slots are found: those with two underscores in front are mangled."""
     names = vars(cls).get("__slots__", ())
-    own = [n for n in ((names,) if isinstance(names, str) else names) if n not in ("__weakref__", "__dict__")]
-    return [f"_{cls.__name__.lstrip('_')}{n}" if n.startswith("__") and not n.endswith("__") else n for n in own]
+    own = [
+        n
+        for n in ((names,) if isinstance(names, str) else names)
+        if n not in ("__weakref__", "__dict__")
+    ]
+    return [
+        f"_{cls.__name__.lstrip('_')}{n}" if n.startswith("__") and not n.endswith("__") else n
+        for n in own
+    ]
 
 
 def _quoted(text: str) -> str:
@@ -244,13 +294,19 @@ def _digest(data: bytes) -> str:
 
 def _tensor(value: torch.Tensor, path: str) -> str:
     if value.is_meta or value.is_sparse:
-        raise EncodeError(f"{path}: a tensor without bytes of its own (meta or sparse) has no canonical form")
+        raise EncodeError(
+            f"{path}: a tensor without bytes of its own (meta or sparse) has no canonical form"
+        )
     flat = value.detach().cpu().contiguous().reshape(-1)
-    data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""  # as bytes: numpy has no bfloat16
+    data = (
+        flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    )  # as bytes: numpy has no bfloat16
     return f"tensor {str(value.dtype).removeprefix('torch.')} {list(value.shape)} {_digest(data)}"
 
 
 def _array(value: np.ndarray, path: str) -> str:
     if value.dtype.hasobject:
         raise EncodeError(f"{path}: an array of Python objects has no canonical form")
-    return f"array {value.dtype} {list(value.shape)} {_digest(np.ascontiguousarray(value).tobytes())}"
+    return (
+        f"array {value.dtype} {list(value.shape)} {_digest(np.ascontiguousarray(value).tobytes())}"
+    )

@@ -22,7 +22,9 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 Text = str | None
 Texts = list[str] | None
-CONNECTOR = typer.Argument(help="package.module:Class, or a name registered in vLLM's factory", show_default=False)
+CONNECTOR = typer.Argument(
+    help="package.module:Class, or a name registered in vLLM's factory", show_default=False
+)
 DIRECTORY = "where the snapshots are [kvconform-snapshots]"
 SHOWN = 12
 """Sentences per case."""
@@ -30,32 +32,72 @@ SHOWN = 12
 
 Connector = Annotated[Text, CONNECTOR]
 Directory = Annotated[Text, option("--dir", metavar="DIR", help=DIRECTORY)]
-Extra = Annotated[Text, option("--extra-config", metavar="JSON|@FILE", help="kv_connector_extra_config")]
-Select = Annotated[Texts, option("-k", metavar="CASE...", help="only these cases: ids, areas, globs [those of profile golden]")]
-Engine = Annotated[Text, option("--engine", metavar="reference|vllm", help="the engine to run on [reference]")]
+Extra = Annotated[
+    Text, option("--extra-config", metavar="JSON|@FILE", help="kv_connector_extra_config")
+]
+Select = Annotated[
+    Texts,
+    option(
+        "-k",
+        metavar="CASE...",
+        help="only these cases: ids, areas, globs [those of profile golden]",
+    ),
+]
+Engine = Annotated[
+    Text, option("--engine", metavar="reference|vllm", help="the engine to run on [reference]")
+]
 Device = Annotated[Text, option("--device", metavar="cpu|cuda", help="where the KV cache is [cpu]")]
-Emulate = Annotated[bool | None, option("--emulate-cuda", help="a CUDA device, emulated on the CPU; nothing is slow there")]
-Pythonpath = Annotated[Texts, option("--pythonpath", metavar="DIR", help="where the connector's package is (repeat)")]
-Config = Annotated[Text, option("--config", metavar="FILE", help="settings, instead of kvconform.toml or pyproject.toml")]
+Emulate = Annotated[
+    bool | None,
+    option("--emulate-cuda", help="a CUDA device, emulated on the CPU; nothing is slow there"),
+]
+Pythonpath = Annotated[
+    Texts, option("--pythonpath", metavar="DIR", help="where the connector's package is (repeat)")
+]
+Config = Annotated[
+    Text,
+    option(
+        "--config", metavar="FILE", help="settings, instead of kvconform.toml or pyproject.toml"
+    ),
+]
 Debug = Annotated[bool | None, option("--debug", help="tracebacks, and pytest's own output")]
-Prune = Annotated[bool, option("--prune", help="forget this version's snapshots that no case of the session was about")]
+Prune = Annotated[
+    bool,
+    option("--prune", help="forget this version's snapshots that no case of the session was about"),
+]
 
 
 @app.command()
 def check(
-    connector: Connector = None, directory: Directory = None, extra_config: Extra = None, select: Select = None, engine: Engine = None,
-    device: Device = None, emulate_cuda: Emulate = None, pythonpath: Pythonpath = None, config: Config = None, debug: Debug = None,
-) -> None:  # fmt: skip
+    connector: Connector = None,
+    directory: Directory = None,
+    extra_config: Extra = None,
+    select: Select = None,
+    engine: Engine = None,
+    device: Device = None,
+    emulate_cuda: Emulate = None,
+    pythonpath: Pythonpath = None,
+    config: Config = None,
+    debug: Debug = None,
+) -> None:
     """Is everything as it was? A snapshot that is missing is a failure."""
     raise typer.Exit(_session(locals(), updating=False, prune=False))
 
 
 @app.command()
 def update(
-    connector: Connector = None, directory: Directory = None, extra_config: Extra = None, select: Select = None, engine: Engine = None,
-    device: Device = None, emulate_cuda: Emulate = None, pythonpath: Pythonpath = None, config: Config = None, debug: Debug = None,
+    connector: Connector = None,
+    directory: Directory = None,
+    extra_config: Extra = None,
+    select: Select = None,
+    engine: Engine = None,
+    device: Device = None,
+    emulate_cuda: Emulate = None,
+    pythonpath: Pythonpath = None,
+    config: Config = None,
+    debug: Debug = None,
     prune: Prune = False,
-) -> None:  # fmt: skip
+) -> None:
     """Keep what is now. Says what changed and which requirements that touches; review it before you commit it."""
     raise typer.Exit(_session(locals(), updating=True, prune=prune))
 
@@ -72,13 +114,29 @@ def _session(given: dict[str, Any], *, updating: bool, prune: bool) -> int:
     from kvconform.snapshots.plugin import Handed
 
     extra = given["extra_config"]
-    chosen = {name: given[name] for name in ("connector", "engine", "device", "emulate_cuda", "pythonpath", "debug")}
+    chosen = {
+        name: given[name]
+        for name in ("connector", "engine", "device", "emulate_cuda", "pythonpath", "debug")
+    }
     chosen["extra_config"] = settings.parse_extra_config(extra) if extra is not None else None
-    chosen["select"] = [part for entry in given["select"] or [] for part in entry.split(",") if part] or None
+    chosen["select"] = [
+        part for entry in given["select"] or [] for part in entry.split(",") if part
+    ] or None
     merged = settings.load(chosen, file=given["config"])
-    job = Job(merged, Path(given["directory"] or merged.base / "kvconform-snapshots").absolute(), updating=updating)
+    job = Job(
+        merged,
+        Path(given["directory"] or merged.base / "kvconform-snapshots").absolute(),
+        updating=updating,
+    )
     job.prepare()
-    arguments = ["--pyargs", "kvconform.snapshots", "--import-mode=importlib", "-pno:cacheprovider", "--noconftest", "-q"]
+    arguments = [
+        "--pyargs",
+        "kvconform.snapshots",
+        "--import-mode=importlib",
+        "-pno:cacheprovider",
+        "--noconftest",
+        "-q",
+    ]
     arguments += ["--snapshot-update"] if updating else []
     with hermetic(merged.debug, "syrupy,kvconform.snapshots.plugin"):
         status = int(pytest.main(arguments, plugins=[Handed(job)]))
@@ -87,7 +145,9 @@ def _session(given: dict[str, Any], *, updating: bool, prune: bool) -> int:
     broken = [result.case for result in job.results if result.outcome == "error"]
     if broken or len(job.results) != len(job.cases) or status not in (0, 1):
         where = f" in {broken[0]}" if broken else ""
-        raise EnvironmentProblem(f"the session of snapshots broke off{where} (pytest ended with status {status}; --debug shows why)")
+        raise EnvironmentProblem(
+            f"the session of snapshots broke off{where} (pytest ended with status {status}; --debug shows why)"
+        )
     return _report(job, make_console(), prune=prune)
 
 
@@ -95,7 +155,10 @@ def _report(job: Job, console: Console, *, prune: bool) -> int:
     """Say what came of it; returns the exit code."""
     for warning in job.warnings:
         console.print(f"warning: {warning}")
-    by = {outcome: [r for r in job.results if r.outcome == outcome] for outcome in ("changed", "new", "missing", "skipped", "same")}
+    by = {
+        outcome: [r for r in job.results if r.outcome == outcome]
+        for outcome in ("changed", "new", "missing", "skipped", "same")
+    }
     for result in (*by["changed"], *by["missing"], *(by["new"] if not job.updating else [])):
         console.print(f"{result.outcome.upper():8} {result.case}", style="bold", highlight=False)
         for sentence in result.sentences[:SHOWN]:
@@ -106,11 +169,25 @@ def _report(job: Job, console: Console, *, prune: bool) -> int:
     if unused and prune:
         job.store.remove(unused)
     if unused:
-        console.print(f"{'forgotten' if prune else 'unused'}: {', '.join(sorted(unused)[:SHOWN])}", markup=False, highlight=False)
+        console.print(
+            f"{'forgotten' if prune else 'unused'}: {', '.join(sorted(unused)[:SHOWN])}",
+            markup=False,
+            highlight=False,
+        )
     if (by["changed"] or by["new"]) and job.updating:
         touched = job.touched([*by["changed"], *by["new"]])
-        console.print(f"requirements that this touches: {', '.join(touched)}", markup=False, highlight=False)
+        console.print(
+            f"requirements that this touches: {', '.join(touched)}", markup=False, highlight=False
+        )
     counts = ", ".join(f"{len(results)} {outcome}" for outcome, results in by.items() if results)
-    with_ = "" if job.updating or job.before in (None, job.store.version) else f", compared with those of vLLM {job.before}"
-    console.print(f"snapshots of {job.settings.connector}, vLLM {job.vllm}{with_}: {counts}", markup=False, highlight=False)
+    with_ = (
+        ""
+        if job.updating or job.before in (None, job.store.version)
+        else f", compared with those of vLLM {job.before}"
+    )
+    console.print(
+        f"snapshots of {job.settings.connector}, vLLM {job.vllm}{with_}: {counts}",
+        markup=False,
+        highlight=False,
+    )
     return int(not job.updating and bool(by["changed"] or by["missing"] or by["new"]))

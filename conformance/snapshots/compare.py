@@ -23,7 +23,9 @@ def tensor_differences(old: bytes, new: bytes) -> list[str]:
         return []
     try:
         before, after = safetensors.numpy.load(old), safetensors.numpy.load(new)
-    except Exception as error:  # the library's own error type is not exported by all of its versions
+    except (
+        Exception
+    ) as error:  # the library's own error type is not exported by all of its versions
         return [f"the file with the stored KV cannot be read: {error}"]
     out = [f"{name}: is not stored any more" for name in before if name not in after]
     out += [f"{name}: is stored now" for name in after if name not in before]
@@ -77,7 +79,11 @@ class Line:
 
     def text(self) -> tuple[str, str, tuple[object, ...]]:
         """All of it, without the position in a list: two are the same if their texts are."""
-        return ("" if self.label.startswith("[") else self.label), self.value, tuple(child.text() for child in self.below)
+        return (
+            ("" if self.label.startswith("[") else self.label),
+            self.value,
+            tuple(child.text() for child in self.below),
+        )
 
 
 def differences(old: str, new: str) -> list[str]:
@@ -114,7 +120,9 @@ def _tree(rows: Sequence[str]) -> list[Line]:
             continue
         depth, text = len(row) - len(row.lstrip()), row.strip()
         if joining is not None:  # a long list on several lines
-            joining[1].value += (" " if not joining[1].value.endswith("[") and text != "]" else "") + text
+            joining[1].value += (
+                " " if not joining[1].value.endswith("[") and text != "]" else ""
+            ) + text
             joining = None if depth == joining[0] and text == "]" else joining
             continue
         label, colon, value = text.partition(": ")
@@ -141,7 +149,11 @@ def _by_step(lines: list[Line]) -> dict[int, list[Line]]:
 
 # -- metadata and answers ---------------------------------------------------------------------------------------------------------
 def _metadata(old: list[Line], new: list[Line]) -> Iterator[str]:
-    yield from _flat_changes("", [x for x in old if not _STEPS.fullmatch(x.label)], [x for x in new if not _STEPS.fullmatch(x.label)])
+    yield from _flat_changes(
+        "",
+        [x for x in old if not _STEPS.fullmatch(x.label)],
+        [x for x in new if not _STEPS.fullmatch(x.label)],
+    )
     before, after = _by_step(old), _by_step(new)
     moved = _moved(before, after)
     yield from (sentence for sentence, _, _ in moved)
@@ -160,7 +172,9 @@ Core = tuple[str, tuple[tuple[str, str], ...]]
 Item = tuple[str, Core]
 
 
-def _moved(before: dict[int, list[Line]], after: dict[int, list[Line]]) -> list[tuple[str, tuple[int, Item], tuple[int, Item]]]:
+def _moved(
+    before: dict[int, list[Line]], after: dict[int, list[Line]]
+) -> list[tuple[str, tuple[int, Item], tuple[int, Item]]]:
     """Elements of lists (such as the saves of a step) that are in another step now: (sentence, where and what it was, is). Two are the
     same if their plain fields are; what else differs in them is not told."""
     old = Counter((step, item) for step, lines in before.items() for item in _elements(lines))
@@ -172,7 +186,13 @@ def _moved(before: dict[int, list[Line]], after: dict[int, list[Line]]) -> list[
         if match is not None:
             come.remove(match)
             earlier = f"{abs(match[0] - step)} step{'s' if abs(match[0] - step) > 1 else ''} {'earlier' if match[0] < step else 'later'}"
-            out.append((f"{item[0]} {_short(item[1])} is in step {match[0]}, was in step {step}: {earlier}", (step, item), match))
+            out.append(
+                (
+                    f"{item[0]} {_short(item[1])} is in step {match[0]}, was in step {step}: {earlier}",
+                    (step, item),
+                    match,
+                )
+            )
     return out
 
 
@@ -194,7 +214,11 @@ def _records(line: Line) -> Iterator[tuple[Line, Line]]:
 
 def _core(line: Line) -> Core:
     """What an element is: its plain fields. What it is made of, and lists, may depend on the step."""
-    return line.value, tuple((child.label, child.value) for child in line.below if not child.below and "[" not in child.value)
+    return line.value, tuple(
+        (child.label, child.value)
+        for child in line.below
+        if not child.below and "[" not in child.value
+    )
 
 
 def _without(lines: list[Line], items: set[Item]) -> list[Line]:
@@ -203,7 +227,13 @@ def _without(lines: list[Line], items: set[Item]) -> list[Line]:
 
 
 def _bare(line: Line, hook: str, items: set[Item]) -> Line:
-    kept = [c for c in line.below if not (c.label.startswith("[") and c.below and (f"{hook}: {line.label}", _core(c)) in items)]
+    kept = [
+        c
+        for c in line.below
+        if not (
+            c.label.startswith("[") and c.below and (f"{hook}: {line.label}", _core(c)) in items
+        )
+    ]
     empty = line.below and not kept
     below = [child if child.label.startswith("[") else _bare(child, hook, items) for child in kept]
     return Line(line.label, line.value + "[]" if empty else line.value, _renumbered(below))
@@ -211,7 +241,14 @@ def _bare(line: Line, hook: str, items: set[Item]) -> Line:
 
 def _renumbered(lines: list[Line]) -> list[Line]:
     numbers = iter(range(len(lines)))
-    return [Line(f"[{next(numbers)}]" if line.label.startswith("[") else line.label, line.value, line.below) for line in lines]
+    return [
+        Line(
+            f"[{next(numbers)}]" if line.label.startswith("[") else line.label,
+            line.value,
+            line.below,
+        )
+        for line in lines
+    ]
 
 
 def _short(item: Core) -> str:
@@ -253,7 +290,10 @@ def _hooks(old: list[Line], new: list[Line]) -> Iterator[str]:
     before, after = _by_step(old), _by_step(new)
     said: dict[str, list[int]] = {}
     for step in sorted({*before, *after}):
-        was, now = [line[0].value.split(", ") if line else [] for line in (before.get(step, []), after.get(step, []))]
+        was, now = [
+            line[0].value.split(", ") if line else []
+            for line in (before.get(step, []), after.get(step, []))
+        ]
         if was != now:
             said.setdefault(_order(was, now), []).append(step)
     for sentence, steps in said.items():
@@ -262,9 +302,15 @@ def _hooks(old: list[Line], new: list[Line]) -> Iterator[str]:
 
 def _order(was: list[str], now: list[str]) -> str:
     gone, come = Counter(was) - Counter(now), Counter(now) - Counter(was)
-    parts = [f"{name} is not called any more" + (f" ({n} times)" if n > 1 else "") for name, n in gone.items() if name not in now]
+    parts = [
+        f"{name} is not called any more" + (f" ({n} times)" if n > 1 else "")
+        for name, n in gone.items()
+        if name not in now
+    ]
     parts += [f"{name} is called {n} times less" for name, n in gone.items() if name in now]
-    parts += [f"{name} is called, too" + (f" ({n} times)" if n > 1 else "") for name, n in come.items()]
+    parts += [
+        f"{name} is called, too" + (f" ({n} times)" if n > 1 else "") for name, n in come.items()
+    ]
     if not parts:
         place = next(i for i, (a, b) in enumerate(zip(was, now, strict=True)) if a != b)
         parts = [f"{now[place]} is called before {was[place]} now"]
@@ -273,7 +319,9 @@ def _order(was: list[str], now: list[str]) -> str:
 
 # -- stored KV --------------------------------------------------------------------------------------------------------------------
 def _stored(old: list[Line], new: list[Line]) -> Iterator[str]:
-    outside = [[line for line in lines if not line.label.startswith("request ")] for lines in (old, new)]
+    outside = [
+        [line for line in lines if not line.label.startswith("request ")] for lines in (old, new)
+    ]
     yield from _flat_changes("", *outside)  # how the run ended, why nothing was read back
     before, after = dict(_blocks(old)), dict(_blocks(new))
     for (req, block), was in before.items():

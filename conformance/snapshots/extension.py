@@ -36,7 +36,9 @@ class StoreExtension(SingleFileSnapshotExtension):
     def matches_test_location(cls, *, test_location: Any, snapshot_location: str) -> bool:
         return True  # the store knows what is whose
 
-    def read_snapshot_data_from_location(self, *, snapshot_location: str, snapshot_name: str, session_id: str) -> bytes | None:
+    def read_snapshot_data_from_location(
+        self, *, snapshot_location: str, snapshot_name: str, session_id: str
+    ) -> bytes | None:
         """The bytes that count here; for an update only this version's own, so that each version gets an entry."""
         return self.current.read(snapshot_name, exact=self.updating)
 
@@ -45,8 +47,13 @@ class StoreExtension(SingleFileSnapshotExtension):
         """Give the store the bytes; changes files."""
         snapshot = next(iter(snapshot_collection))
         cls.current.write(snapshot.name, snapshot.data)
-        for folder in (Path(snapshot_collection.location).parent, cls.current.root / cls.current.version):
-            with contextlib.suppress(OSError):  # syrupy makes it; it stays empty where another version has the file
+        for folder in (
+            Path(snapshot_collection.location).parent,
+            cls.current.root / cls.current.version,
+        ):
+            with contextlib.suppress(
+                OSError
+            ):  # syrupy makes it; it stays empty where another version has the file
                 folder.rmdir()
 
     def diff_lines(self, serialized_data: Any, snapshot_data: Any) -> Any:
@@ -62,4 +69,8 @@ def explain(old: bytes, new: bytes) -> list[str]:
         before, after = old.decode(), new.decode()
     except UnicodeDecodeError:
         return tensor_differences(old, new)
-    return differences(before, after) if before.startswith("kvconform snapshot") else tensor_differences(old, new)
+    return (
+        differences(before, after)
+        if before.startswith("kvconform snapshot")
+        else tensor_differences(old, new)
+    )

@@ -52,16 +52,26 @@ class Job:
         self.before = self.store.compared_with
         self.engine = "vllm" if settings.engine == "vllm" else "reference"
         self.store.set_about(
-            {"connector": settings.connector, "extra_config": settings.extra_config, "engine": self.engine, "seed": settings.seed}
+            {
+                "connector": settings.connector,
+                "extra_config": settings.extra_config,
+                "engine": self.engine,
+                "seed": settings.seed,
+            }
         )
-        self.rules = [*normalise.built_in(), *normalise.validated(settings.snapshot_rules, "snapshot_rules")]
+        self.rules = [
+            *normalise.built_in(),
+            *normalise.validated(settings.snapshot_rules, "snapshot_rules"),
+        ]
         self.cases = self._chosen()
         self.results: list[CaseResult] = []
         self.looked_at: set[str] = set()
         self.error: UsageError | EnvironmentProblem | None = None
         self._numbers = itertools.count()
         self._scratch = tempfile.TemporaryDirectory(prefix="kvconform-")
-        self._servers = Servers(settings, Path(self._scratch.name) / "servers", Path(settings.report_dir) / "logs")
+        self._servers = Servers(
+            settings, Path(self._scratch.name) / "servers", Path(settings.report_dir) / "logs"
+        )
         StoreExtension.current, StoreExtension.updating = self.store, updating
 
     def prepare(self) -> None:
@@ -80,7 +90,9 @@ class Job:
             _, names = select_profile(self.spec.profiles, PROFILE, [], self.spec.cases.values())
         else:
             names = _matching(self.settings.select, self.spec)
-        cases = [self.spec.cases[name] for name in names if self.spec.cases[name].in_force(self.vllm)]
+        cases = [
+            self.spec.cases[name] for name in names if self.spec.cases[name].in_force(self.vllm)
+        ]
         chosen = [case for case in cases if suits(case) and self.engine in case.engines]
         if not chosen:
             raise UsageError(
@@ -111,8 +123,15 @@ class Job:
     def touched(self, results: Iterable[CaseResult]) -> list[str]:
         """The requirements that the cases of `results` are about."""
         cases = [self.spec.cases[result.case] for result in results]
-        rules, bugs = {rule for case in cases for rule in case.rules}, {bug for case in cases for bug in case.bugs}
-        return sorted(req.id for req in self.spec.requirements.values() if rules & set(req.rules) or bugs & set(req.bugs))
+        rules, bugs = (
+            {rule for case in cases for rule in case.rules},
+            {bug for case in cases for bug in case.bugs},
+        )
+        return sorted(
+            req.id
+            for req in self.spec.requirements.values()
+            if rules & set(req.rules) or bugs & set(req.bugs)
+        )
 
     def close(self) -> None:
         """Stop the servers and remove the runs' own directories."""
@@ -124,8 +143,14 @@ def _matching(entries: Iterable[str], spec: Spec) -> list[str]:
     """The cases that -k names: ids, areas, globs over ids. UsageError for an entry that names none."""
     found: set[str] = set()
     for entry in entries:
-        some = {case.id for case in spec.cases.values() if entry == case.area or fnmatch.fnmatchcase(case.id, entry)}
+        some = {
+            case.id
+            for case in spec.cases.values()
+            if entry == case.area or fnmatch.fnmatchcase(case.id, entry)
+        }
         if not some:
-            raise UsageError(f"there is no case {entry!r} (-k of a snapshot names cases, their areas, or globs over their ids)")
+            raise UsageError(
+                f"there is no case {entry!r} (-k of a snapshot names cases, their areas, or globs over their ids)"
+            )
         found |= some
     return [name for name in spec.cases if name in found]

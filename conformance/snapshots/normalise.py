@@ -17,7 +17,12 @@ from kvconform.contract.yaml12 import parse
 from kvconform.errors import UsageError
 
 FILE = "spec/normalise.yaml"
-TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (float,), "str": (str,), "bytes": (bytes,)}
+TYPES: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (float,),
+    "str": (str,),
+    "bytes": (bytes,),
+}
 
 
 def _compiles(text: str) -> str:
@@ -38,13 +43,17 @@ class Rule(Model):
     text: str
     pattern: Regex | None = None
     field: Regex | None = None
-    types: list[Literal["int", "float", "str", "bytes"]] | None = Field(default=None, min_length=1, description="default: of any type")
+    types: list[Literal["int", "float", "str", "bytes"]] | None = Field(
+        default=None, min_length=1, description="default: of any type"
+    )
     becomes: Annotated[str, Field(min_length=1)]
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Rule:
         if (self.pattern is None) == (self.field is None):
-            raise ValueError("has either `pattern` (searched in texts) or `field` (the name of a field)")
+            raise ValueError(
+                "has either `pattern` (searched in texts) or `field` (the name of a field)"
+            )
         return self
 
     @cached_property
@@ -61,7 +70,11 @@ class Rules:
         self._tmp = tmp
         names = {socket.gethostname(), *_own_addresses()} - {"", "localhost", "127.0.0.1"}
         self._host = re.compile(
-            "|".join(rf"(?<![\w.-]){re.escape(name)}(?![\w-])" for name in sorted(names, key=len, reverse=True)) or r"(?!)"
+            "|".join(
+                rf"(?<![\w.-]){re.escape(name)}(?![\w-])"
+                for name in sorted(names, key=len, reverse=True)
+            )
+            or r"(?!)"
         )
 
     def string(self, text: str) -> str:
@@ -99,7 +112,9 @@ def _between(regex: re.Pattern[str], text: str) -> list[str]:
 
 def built_in() -> list[Rule]:
     """The rules of spec/normalise.yaml. UsageError for a malformed file."""
-    text = (importlib.resources.files("kvconform.spec") / "normalise.yaml").read_text(encoding="utf-8")
+    text = (importlib.resources.files("kvconform.spec") / "normalise.yaml").read_text(
+        encoding="utf-8"
+    )
     return validated(parse(text, FILE), FILE)
 
 

@@ -30,17 +30,27 @@ class Handed:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The directory of the snapshots."""
-    parser.getgroup("kvconform").addoption("--kv-snapshots", metavar="DIR", help="compare a KV connector with the snapshots in DIR")
+    parser.getgroup("kvconform").addoption(
+        "--kv-snapshots", metavar="DIR", help="compare a KV connector with the snapshots in DIR"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Make the job. UsageError for bad settings, and for an update in several processes: they would write one index."""
     options = config.option
     updating = bool(options.update_snapshots)
-    if updating and (getattr(options, "numprocesses", None) or getattr(options, "tx", None) or hasattr(config, "workerinput")):
+    if updating and (
+        getattr(options, "numprocesses", None)
+        or getattr(options, "tx", None)
+        or hasattr(config, "workerinput")
+    ):
         raise pytest.UsageError("snapshots are updated by one process: leave out -n")
-    options.disable_unused_snapshots = options.no_cleanup = True  # the store knows what is unused, and deletes nothing by itself
-    config.addinivalue_line("filterwarnings", r"ignore:\s*Can not relate snapshot")  # to a test: they are related to a store
+    options.disable_unused_snapshots = options.no_cleanup = (
+        True  # the store knows what is unused, and deletes nothing by itself
+    )
+    config.addinivalue_line(
+        "filterwarnings", r"ignore:\s*Can not relate snapshot"
+    )  # to a test: they are related to a store
     handed = config.pluginmanager.get_plugin(HANDED)
     if handed is not None:
         config.stash[JOB] = handed.job
@@ -61,7 +71,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         config.stash[JOB].close()
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     """Unused snapshots."""
     unused = sorted(config.stash[JOB].unused()) if JOB in config.stash else []
     if unused:

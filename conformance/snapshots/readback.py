@@ -60,7 +60,12 @@ def read_back(driver: Driver) -> list[Stored]:
             continue
         driver.engine.reset(running=False, connector=False)
         reader = Add(
-            req=f"{READER}_{name}", prompt=OfPrompt(of=name, outputs=True, then=1), max_tokens=1, salt=add.salt, lora=add.lora, mm=add.mm
+            req=f"{READER}_{name}",
+            prompt=OfPrompt(of=name, outputs=True, then=1),
+            max_tokens=1,
+            salt=add.salt,
+            lora=add.lora,
+            mm=add.mm,
         )
         with _Reading(driver.engine.oracle, reader.req) as reading:
             driver._do_add(reader)
@@ -91,12 +96,17 @@ class _Reading:
     def _note(self, grant: Grant, chain: Chain) -> None:
         if grant.req == self.req:
             cache = self.oracle.cache
-            rows = {layer: cache.read(layer, grant.slots[layer]).float().numpy().copy() for layer in range(len(cache.tensors))}
+            rows = {
+                layer: cache.read(layer, grant.slots[layer]).float().numpy().copy()
+                for layer in range(len(cache.tensors))
+            }
             self.parts.append((grant, chain, rows))
         self._due(grant, chain)
 
 
-def _take(item: Stored, oracle: Oracle, grant: Grant, chain: Chain, rows: dict[int, np.ndarray]) -> None:
+def _take(
+    item: Stored, oracle: Oracle, grant: Grant, chain: Chain, rows: dict[int, np.ndarray]
+) -> None:
     """Take down what a grant brought, block by block."""
     cache = oracle.cache
     size, dim = cache.block_size, cache.book.head_dim
@@ -116,8 +126,20 @@ def _take(item: Stored, oracle: Oracle, grant: Grant, chain: Chain, rows: dict[i
             for pos in range(low, high):
                 row = cache_row(values, pos - grant.start)
                 right = bool(np.all(row[:, mask] == expected[pos, layer][:, mask]))
-                words.append(_word(oracle, row, layer, chain, pos, right=right, arrived=bool(grant.written[layer, pos - grant.start])))
-            mark = hashlib.sha256(np.ascontiguousarray(bare[low - grant.start : high - grant.start]).tobytes()).hexdigest()[:16]
+                words.append(
+                    _word(
+                        oracle,
+                        row,
+                        layer,
+                        chain,
+                        pos,
+                        right=right,
+                        arrived=bool(grant.written[layer, pos - grant.start]),
+                    )
+                )
+            mark = hashlib.sha256(
+                np.ascontiguousarray(bare[low - grant.start : high - grant.start]).tobytes()
+            ).hexdigest()[:16]
             item.blocks.append(Block(index, layer, low, high, mark, _joined(words)))
     item.end = max(item.end, end)
 
@@ -131,7 +153,16 @@ Word = tuple[str, int | None]
 """What a slot holds: who or what, and for a token its position."""
 
 
-def _word(oracle: Oracle, row: np.ndarray, layer: int, chain: Chain, pos: int, *, right: bool, arrived: bool) -> Word:
+def _word(
+    oracle: Oracle,
+    row: np.ndarray,
+    layer: int,
+    chain: Chain,
+    pos: int,
+    *,
+    right: bool,
+    arrived: bool,
+) -> Word:
     if not arrived:
         return "nothing (never written)", None
     if right:
@@ -145,8 +176,13 @@ def _word(oracle: Oracle, row: np.ndarray, layer: int, chain: Chain, pos: int, *
 def _joined(words: list[Word]) -> str:
     """`a[4, 8)`: consecutive tokens of one request; wrong ones as they are, with how often."""
     texts: list[str] = []
-    for _, group in groupby(enumerate(words), key=lambda item: (item[1][0], None if item[1][1] is None else item[1][1] - item[0])):
+    for _, group in groupby(
+        enumerate(words),
+        key=lambda item: (item[1][0], None if item[1][1] is None else item[1][1] - item[0]),
+    ):
         run: list[Any] = list(group)
         name, first = run[0][1]
-        texts.append(f"{name}[{first}, {first + len(run)})" if first is not None else f"{len(run)} x {name}")
+        texts.append(
+            f"{name}[{first}, {first + len(run)})" if first is not None else f"{len(run)} x {name}"
+        )
     return "; ".join(texts)

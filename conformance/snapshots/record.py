@@ -83,7 +83,12 @@ class Recording:
 def suits(case: Case) -> bool:
     """Whether snapshots of a case are possible: one engine with one rank and one KV cache group, in one process, without siblings."""
     config = case.config
-    alone = not config.engines and not config.multi and config.tensor_parallel == config.pipeline_parallel == 1 and len(config.groups) < 2
+    alone = (
+        not config.engines
+        and not config.multi
+        and config.tensor_parallel == config.pipeline_parallel == 1
+        and len(config.groups) < 2
+    )
     return alone and not any(step.op == "restart" and step.arg == "process" for step in case.steps)
 
 
@@ -100,7 +105,9 @@ def cell_name(variant: Variant) -> str:
     return variant.id.partition("[")[2].rstrip("]")
 
 
-def record(variant: Variant, target: Target, rules: list[Rule], *, seed: int, tmp: Path) -> Recording | None:
+def record(
+    variant: Variant, target: Target, rules: list[Rule], *, seed: int, tmp: Path
+) -> Recording | None:
     """One run, from a fresh store; None if the connector cannot do what the case needs. Writes below `tmp`.
 
     EncodeError for what has no canonical form, EnvironmentProblem if the harness failed.
@@ -111,14 +118,39 @@ def record(variant: Variant, target: Target, rules: list[Rule], *, seed: int, tm
         return None
     recorder = Recorder(Rules(rules, str(tmp)), profile.caps)
     with fixed_block_hashes():
-        run = run_variant(variant, target, seed=seed, tmp=tmp, caps=profile.caps, promises=profile.promises, watcher=recorder)
+        run = run_variant(
+            variant,
+            target,
+            seed=seed,
+            tmp=tmp,
+            caps=profile.caps,
+            promises=profile.promises,
+            watcher=recorder,
+        )
     if recorder.error is not None:
         raise recorder.error
     if run.harness_error is not None:
-        raise EnvironmentProblem(f"{variant.id}: the harness failed: {run.harness_error.strip().splitlines()[-1]}")
-    ended = next((e for e in run.trace if e["k"] in ("engine.crash", "engine.stall") and e["seq"] < recorder.cut), None)
-    how = None if ended is None else f"{ended['k']}: {ended.get('error') or ', '.join(ended.get('waiting_on', []))}"
-    calls = [recorder.call_of(e) for e in run.trace if e["k"] == "hook.called" and e["depth"] == 0 and e["seq"] < recorder.cut]
+        raise EnvironmentProblem(
+            f"{variant.id}: the harness failed: {run.harness_error.strip().splitlines()[-1]}"
+        )
+    ended = next(
+        (
+            e
+            for e in run.trace
+            if e["k"] in ("engine.crash", "engine.stall") and e["seq"] < recorder.cut
+        ),
+        None,
+    )
+    how = (
+        None
+        if ended is None
+        else f"{ended['k']}: {ended.get('error') or ', '.join(ended.get('waiting_on', []))}"
+    )
+    calls = [
+        recorder.call_of(e)
+        for e in run.trace
+        if e["k"] == "hook.called" and e["depth"] == 0 and e["seq"] < recorder.cut
+    ]
     return Recording(cell_name(variant), calls, recorder.stored, recorder.unread, how)
 
 
@@ -148,7 +180,12 @@ class Recorder:
 
     def call_of(self, event: dict[str, Any]) -> HookCall:
         """The call that a hook.called event is about."""
-        return HookCall(event["step"], event["half"], event["hook"], *self._calls.get(event["seq"], ("", [], [], {})))
+        return HookCall(
+            event["step"],
+            event["half"],
+            event["hook"],
+            *self._calls.get(event["seq"], ("", [], [], {})),
+        )
 
     def _returned(self, call: Call) -> None:
         if self.cut != float("inf") or call.event is None or self.error is not None:
@@ -156,14 +193,27 @@ class Recorder:
         answer: list[str] = []
         try:
             if call.error is not None:
-                answer = [f"raised: {type(call.error).__name__} {self.rules.string(str(call.error))}"]
+                answer = [
+                    f"raised: {type(call.error).__name__} {self.rules.string(str(call.error))}"
+                ]
             elif call.result is not None:
                 answer = lines("answer", call.result, self.rules)
         except EncodeError as error:
-            self.error = EncodeError(f"what {call.hook} returned in step {call.event['step']} cannot be shown: {error.message}")
-        named = list(zip(_parameters(call.hook), call.args, strict=False)) + list(call.kwargs.items())
-        of = next((f"request {value.request_id}" for _, value in named if hasattr(value, "request_id")), "")
-        arguments = [f"{name}: {text}" for name, value in named if (text := self._argument(value)) is not None]
+            self.error = EncodeError(
+                f"what {call.hook} returned in step {call.event['step']} cannot be shown: {error.message}"
+            )
+        named = list(zip(_parameters(call.hook), call.args, strict=False)) + list(
+            call.kwargs.items()
+        )
+        of = next(
+            (f"request {value.request_id}" for _, value in named if hasattr(value, "request_id")),
+            "",
+        )
+        arguments = [
+            f"{name}: {text}"
+            for name, value in named
+            if (text := self._argument(value)) is not None
+        ]
         self._calls[call.event["seq"]] = of, arguments, answer, _completed(call)
 
     def _argument(self, value: Any) -> str | None:
@@ -172,8 +222,12 @@ class Recorder:
             return lines("", value, self.rules)[0].removeprefix(": ")
         if hasattr(value, "get_block_ids"):
             return " ".join(str(list(table)) for table in value.get_block_ids())
-        if isinstance(value, (list, tuple, set, frozenset)) and all(isinstance(item, SIMPLE) for item in value):
-            return " ".join(line.strip() for line in lines("", value, self.rules)).removeprefix(": ")
+        if isinstance(value, (list, tuple, set, frozenset)) and all(
+            isinstance(item, SIMPLE) for item in value
+        ):
+            return " ".join(line.strip() for line in lines("", value, self.rules)).removeprefix(
+                ": "
+            )
         return None
 
 
@@ -186,12 +240,20 @@ def _parameters(hook: str) -> list[str]:
 
 def _completed(call: Call) -> dict[str, list[str]]:
     """Which transfers are over, of what get_finished (a pair of sets) or get_transfer_results answered; empty for other hooks."""
-    result = call.result if call.hook in ("get_finished", "get_transfer_results") and call.legal else None
+    result = (
+        call.result
+        if call.hook in ("get_finished", "get_transfer_results") and call.legal
+        else None
+    )
     if result is None:
         return {}
     if isinstance(result, tuple) and not hasattr(result, "finished_sending"):
         found = dict(zip(("sending", "recving"), result, strict=False))
     else:
-        names = {"sending": "finished_sending", "recving": "finished_recving", "recving, failed": "failed_recving"}
+        names = {
+            "sending": "finished_sending",
+            "recving": "finished_recving",
+            "recving, failed": "failed_recving",
+        }
         found = {name: getattr(result, field, None) for name, field in names.items()}
     return {name: sorted(map(str, ids or ())) for name, ids in found.items()}

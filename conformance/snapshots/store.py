@@ -40,14 +40,19 @@ class Index(BaseModel):
     model_config = ConfigDict(extra="forbid")
     format: Annotated[int, Field(ge=1, le=1)] = 1
     about: dict[str, Any] = {}
-    versions: dict[Annotated[str, Field(pattern=r"^[0-9]+\.[0-9]+$")], dict[Annotated[str, Field(pattern=NAME)], Entry]] = {}
+    versions: dict[
+        Annotated[str, Field(pattern=r"^[0-9]+\.[0-9]+$")],
+        dict[Annotated[str, Field(pattern=NAME)], Entry],
+    ] = {}
 
 
 def minor(version: str) -> str:
     """`0.32` of `0.32.1+cpu`. SnapshotError for what is no release."""
     key = version_key(version)
     if len(key) < 2 or not version[:1].isdigit():
-        raise SnapshotError(f"the installed vLLM calls itself {version!r}, which is no release: snapshots are kept by release")
+        raise SnapshotError(
+            f"the installed vLLM calls itself {version!r}, which is no release: snapshots are kept by release"
+        )
     return f"{key[0]}.{key[1]}"
 
 
@@ -68,8 +73,12 @@ class Store:
         if not path.exists():
             if self.root.exists() and not self.root.is_dir():
                 raise SnapshotError(f"{self.root} is a file, not a directory")
-            if self.root.is_dir() and any(not entry.name.startswith(".git") for entry in self.root.iterdir()):
-                raise SnapshotError(f"{self.root} is not empty and has no {INDEX}: it is no directory of snapshots (or its index was lost)")
+            if self.root.is_dir() and any(
+                not entry.name.startswith(".git") for entry in self.root.iterdir()
+            ):
+                raise SnapshotError(
+                    f"{self.root} is not empty and has no {INDEX}: it is no directory of snapshots (or its index was lost)"
+                )
             return Index()
         try:
             return Index.model_validate_json(path.read_bytes())
@@ -104,7 +113,10 @@ class Store:
         SnapshotError if the file is not what was written.
         """
         versions = [self.version] if exact else self._order()
-        entry = next((e for v in versions if (e := self.index.versions.get(v, {}).get(name)) is not None), None)
+        entry = next(
+            (e for v in versions if (e := self.index.versions.get(v, {}).get(name)) is not None),
+            None,
+        )
         return None if entry is None else self._bytes(entry)
 
     def _bytes(self, entry: Entry) -> bytes:
@@ -112,7 +124,9 @@ class Store:
         try:
             data = path.read_bytes()
         except FileNotFoundError:
-            raise SnapshotError(f"{path} is missing, though {INDEX} lists it: restore it, or delete the directory and update") from None
+            raise SnapshotError(
+                f"{path} is missing, though {INDEX} lists it: restore it, or delete the directory and update"
+            ) from None
         except OSError as error:
             raise SnapshotError(f"{path} cannot be read: {error.strerror}") from None
         if digest(data) != entry.digest:
@@ -127,7 +141,9 @@ class Store:
         for key in sorted(about):
             if self.index.about and self.index.about.get(key) != about[key]:
                 have = self.index.about.get(key)
-                raise SnapshotError(f"{self.root} has snapshots of {key} {have!r}, not {about[key]!r}: use another --dir")
+                raise SnapshotError(
+                    f"{self.root} has snapshots of {key} {have!r}, not {about[key]!r}: use another --dir"
+                )
         self.index.about = about
 
     def write(self, name: str, data: bytes) -> None:
@@ -136,7 +152,14 @@ class Store:
         before, mark = mine.get(name), digest(data)
         if before is not None:
             self._bytes(before)  # is as it was written, or nothing is overwritten
-        twin = next((e for v in self.index.versions.values() if (e := v.get(name)) is not None and e.digest == mark), None)
+        twin = next(
+            (
+                e
+                for v in self.index.versions.values()
+                if (e := v.get(name)) is not None and e.digest == mark
+            ),
+            None,
+        )
         if twin is not None:
             self._bytes(twin)
             mine[name] = Entry(file=twin.file, digest=mark)
@@ -150,7 +173,11 @@ class Store:
         """Write a new file into this version's folder; returns its path. A file that other versions share moves to one of theirs."""
         file = f"{self.version}/{name}"
         path = self.root / file
-        sharers = [v for v, entries in self.index.versions.items() if v != self.version and name in entries and entries[name].file == file]
+        sharers = [
+            v
+            for v, entries in self.index.versions.items()
+            if v != self.version and name in entries and entries[name].file == file
+        ]
         if sharers:
             home = f"{min(sharers, key=version_key)}/{name}"
             _put(self.root / home, self._bytes(self.index.versions[sharers[0]][name]))
@@ -181,11 +208,15 @@ class Store:
                 folder.rmdir()
 
     def _listed(self) -> set[str]:
-        return {entry.file for entries in self.index.versions.values() for entry in entries.values()}
+        return {
+            entry.file for entries in self.index.versions.values() for entry in entries.values()
+        }
 
     def _save(self) -> None:
         versions = sorted(self.index.versions.items(), key=lambda item: version_key(item[0]))
-        self.index.versions = {version: dict(sorted(entries.items())) for version, entries in versions}
+        self.index.versions = {
+            version: dict(sorted(entries.items())) for version, entries in versions
+        }
         _put(self.root / INDEX, (self.index.model_dump_json(indent=1) + "\n").encode())
 
 

@@ -26,12 +26,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_snapshot(case: Case, snapshot: Any, pytestconfig: pytest.Config) -> None:
     """Record a case and compare it with its snapshots, or write them."""
     job = pytestconfig.stash[JOB]
-    result = CaseResult(case.id, "error")  # until it is known better: nothing that happens on the way may read as "same"
+    result = CaseResult(
+        case.id, "error"
+    )  # until it is known better: nothing that happens on the way may read as "same"
     job.results.append(result)
     try:
         files = job.files(case)
         if files is None:
-            result.outcome, result.sentences = "skipped", ["the connector cannot do what the case needs"]
+            result.outcome, result.sentences = (
+                "skipped",
+                ["the connector cannot do what the case needs"],
+            )
             job.looked_at |= {name for name in job.store.names() if name.startswith(f"{case.id}/")}
             pytest.skip(result.sentences[0])
         if job.updating and any(job.store.read(name) != data for name, data in files.items()):
@@ -51,7 +56,9 @@ def _same_again(job: Job, case: Case, files: dict[str, bytes]) -> None:
     for name, data in files.items():
         if again.get(name) != data:
             first = (explain(data, again.get(name, b"")) or ["it differs"])[0]
-            raise SnapshotError(f"{name} differs from run to run, so nothing is kept: {first}. Declare a rule for it (snapshot_rules)")
+            raise SnapshotError(
+                f"{name} differs from run to run, so nothing is kept: {first}. Declare a rule for it (snapshot_rules)"
+            )
 
 
 def _one(job: Job, result: CaseResult, snapshot: Any, name: str, data: bytes) -> str:
@@ -61,9 +68,15 @@ def _one(job: Job, result: CaseResult, snapshot: Any, name: str, data: bytes) ->
     matches = data == snapshot(name=name, extension_class=StoreExtension)
     if job.updating and (not matches or job.store.read(name, exact=True) != data):
         failed = list(snapshot.executions.values())[-1].exception
-        raise failed if isinstance(failed, KvconformError) else SnapshotError(f"{name} could not be written: {failed}")
+        raise (
+            failed
+            if isinstance(failed, KvconformError)
+            else SnapshotError(f"{name} could not be written: {failed}")
+        )
     if before is None:
-        result.sentences.append(f"{name} {'is new' if job.updating else 'is missing: there is no such snapshot'}")
+        result.sentences.append(
+            f"{name} {'is new' if job.updating else 'is missing: there is no such snapshot'}"
+        )
         return "new" if job.updating else "missing"
     if before != data:
         result.sentences += [f"{name}: {sentence}" for sentence in explain(before, data)]

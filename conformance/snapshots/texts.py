@@ -16,9 +16,13 @@ if TYPE_CHECKING:
 KINDS = ("metadata", "stored", "hooks", "answers")
 FORMAT = "kvconform snapshot 1"
 ASKED = {
-    "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta", "request_finished", "request_finished_all_groups",
+    "get_num_new_matched_tokens",
+    "update_state_after_alloc",
+    "build_connector_meta",
+    "request_finished",
+    "request_finished_all_groups",
     "get_block_ids_with_load_errors",
-}  # fmt: skip
+}
 """Whose answers are the metadata; those of other hooks, whose types vLLM changes with most releases, are `answers`."""
 COMPLETIONS = ("get_finished", "get_transfer_results")
 """One of these is asked, depending on the release; what they answer is the same."""
@@ -29,7 +33,12 @@ def render(kind: str, case: str, recordings: Sequence[Recording]) -> bytes:
     body = {"metadata": _metadata, "hooks": _hooks, "stored": _stored, "answers": _answers}[kind]
     out = [f"{FORMAT}: {kind} of {case}"]
     for recording in recordings:
-        out += ["", f"== {recording.cell}", *([f"ended by: {recording.ended}"] if recording.ended else []), *body(recording)]
+        out += [
+            "",
+            f"== {recording.cell}",
+            *([f"ended by: {recording.ended}"] if recording.ended else []),
+            *body(recording),
+        ]
     return ("\n".join(out) + "\n").encode()
 
 
@@ -38,7 +47,10 @@ def tensors(recordings: Sequence[Recording]) -> bytes:
     found: dict[str, np.ndarray] = {}
     for recording in recordings:
         for item in recording.stored:
-            found |= {f"{recording.cell}/{item.req}/layer.{layer}": rows for layer, rows in sorted(item.rows.items())}
+            found |= {
+                f"{recording.cell}/{item.req}/layer.{layer}": rows
+                for layer, rows in sorted(item.rows.items())
+            }
     return safetensors.numpy.save(dict(sorted(found.items())))
 
 
@@ -47,12 +59,22 @@ def _metadata(recording: Recording) -> list[str]:
 
 
 def _answers(recording: Recording) -> list[str]:
-    return _steps(c for c in recording.calls if c.answer and c.hook not in ASKED and c.hook not in COMPLETIONS)
+    return _steps(
+        c for c in recording.calls if c.answer and c.hook not in ASKED and c.hook not in COMPLETIONS
+    )
 
 
 def _steps(calls: Iterable[HookCall]) -> list[str]:
-    steps = [(step, [line for call in group for line in _call(call)]) for step, group in groupby(calls, key=lambda c: c.step)]
-    return [line for title, body in _runs(steps) if body for line in (title, *(f"  {text}" for text in body))]
+    steps = [
+        (step, [line for call in group for line in _call(call)])
+        for step, group in groupby(calls, key=lambda c: c.step)
+    ]
+    return [
+        line
+        for title, body in _runs(steps)
+        if body
+        for line in (title, *(f"  {text}" for text in body))
+    ]
 
 
 def _call(call: HookCall) -> list[str]:
@@ -66,12 +88,19 @@ def _call(call: HookCall) -> list[str]:
 def _hooks(recording: Recording) -> list[str]:
     """The order of calls."""
     orders = groupby(recording.calls, key=lambda c: c.step)
-    return [f"{title}: {body[0]}" for title, body in _runs([(step, [", ".join(call.hook for call in calls)]) for step, calls in orders])]
+    return [
+        f"{title}: {body[0]}"
+        for title, body in _runs(
+            [(step, [", ".join(call.hook for call in calls)]) for step, calls in orders]
+        )
+    ]
 
 
 def _runs(steps: Sequence[tuple[int, list[str]]]) -> Iterator[tuple[str, list[str]]]:
     """(title, body): steps one after the other that say the same become one."""
-    for (_, body), group in groupby(enumerate(steps), key=lambda item: (item[1][0] - item[0], item[1][1])):
+    for (_, body), group in groupby(
+        enumerate(steps), key=lambda item: (item[1][0] - item[0], item[1][1])
+    ):
         run = [step for _, (step, _) in group]
         yield (f"step {run[0]}" if len(run) == 1 else f"steps {run[0]} to {run[-1]}"), body
 
@@ -82,5 +111,8 @@ def _stored(recording: Recording) -> list[str]:
     out: list[str] = []
     for item in recording.stored:
         out += [f"request {item.req}", f"  came back: {item.end} of {item.tokens} tokens"]
-        out += [f"  block {b.index}, layer {b.layer}: {b.digest} [{b.start}, {b.end}) {b.holds}" for b in item.blocks]
+        out += [
+            f"  block {b.index}, layer {b.layer}: {b.digest} [{b.start}, {b.end}) {b.holds}"
+            for b in item.blocks
+        ]
     return out

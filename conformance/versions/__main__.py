@@ -38,22 +38,64 @@ class Parser(argparse.ArgumentParser):
 def parser() -> Parser:
     """The options."""
     found = Parser(prog="nox -s versions --", description=__doc__, allow_abbrev=False)
-    found.add_argument("--plan", metavar="FILE", help="JSON: a list of {release, python} or {release, problem}; nox writes it")
-    found.add_argument("--at", action="append", default=[], metavar="RELEASE=PYTHON", help="a release and a Python that has it (repeat)")
     found.add_argument(
-        "--connector", help="package.module:Class, or a name registered in vLLM's factory (default: the reference connector)"
+        "--plan",
+        metavar="FILE",
+        help="JSON: a list of {release, python} or {release, problem}; nox writes it",
+    )
+    found.add_argument(
+        "--at",
+        action="append",
+        default=[],
+        metavar="RELEASE=PYTHON",
+        help="a release and a Python that has it (repeat)",
+    )
+    found.add_argument(
+        "--connector",
+        help="package.module:Class, or a name registered in vLLM's factory (default: the reference connector)",
     )
     found.add_argument("--extra-config", metavar="JSON|@FILE", help="its kv_connector_extra_config")
-    found.add_argument("--config", metavar="FILE", help="settings, instead of kvconform.toml or pyproject.toml")
-    found.add_argument("--engine", choices=("reference", "vllm", "all"), default="vllm", help="engines to run on (default: vllm)")
-    found.add_argument("--scheduling", choices=("sync", "async", "all"), help="scheduling to run with (default: all)")
-    found.add_argument("-k", action="append", metavar="ID", dest="select", help="only these cases or requirements")
+    found.add_argument(
+        "--config", metavar="FILE", help="settings, instead of kvconform.toml or pyproject.toml"
+    )
+    found.add_argument(
+        "--engine",
+        choices=("reference", "vllm", "all"),
+        default="vllm",
+        help="engines to run on (default: vllm)",
+    )
+    found.add_argument(
+        "--scheduling",
+        choices=("sync", "async", "all"),
+        help="scheduling to run with (default: all)",
+    )
+    found.add_argument(
+        "-k", action="append", metavar="ID", dest="select", help="only these cases or requirements"
+    )
     found.add_argument("--seed", type=int, help="seed of prompts and tokens (default: 0)")
-    found.add_argument("--report-dir", default="kvconform-versions", metavar="DIR", help="where versions.md and versions.json go")
-    found.add_argument("--jobs", type=int, metavar="N", help="releases at a time (default: one per core, as memory allows)")
-    found.add_argument("--no-snapshots", action="store_true", help="leave out metadata and stored KV")
-    found.add_argument("--keep", action="store_true", help="keep what each release's process wrote and said, in DIR/runs")
-    found.add_argument("--all-runs", action="store_true", help="every block size and queue depth, too")
+    found.add_argument(
+        "--report-dir",
+        default="kvconform-versions",
+        metavar="DIR",
+        help="where versions.md and versions.json go",
+    )
+    found.add_argument(
+        "--jobs",
+        type=int,
+        metavar="N",
+        help="releases at a time (default: one per core, as memory allows)",
+    )
+    found.add_argument(
+        "--no-snapshots", action="store_true", help="leave out metadata and stored KV"
+    )
+    found.add_argument(
+        "--keep",
+        action="store_true",
+        help="keep what each release's process wrote and said, in DIR/runs",
+    )
+    found.add_argument(
+        "--all-runs", action="store_true", help="every block size and queue depth, too"
+    )
     return found
 
 
@@ -62,16 +104,23 @@ def places(options: argparse.Namespace) -> list[Place]:
     found = []
     if options.plan:
         try:
-            found = [Place(**entry) for entry in json.loads(Path(options.plan).read_text(encoding="utf-8"))]
+            found = [
+                Place(**entry)
+                for entry in json.loads(Path(options.plan).read_text(encoding="utf-8"))
+            ]
         except (OSError, ValueError, TypeError) as error:
             raise UsageError(f"--plan {options.plan} cannot be read: {error}") from None
     for entry in options.at:
         release, equals, python = entry.partition("=")
         if not equals or not release or not python:
-            raise UsageError(f"--at {entry}: write RELEASE=PYTHON, such as 0.31.0=/path/to/bin/python")
+            raise UsageError(
+                f"--at {entry}: write RELEASE=PYTHON, such as 0.31.0=/path/to/bin/python"
+            )
         found.append(Place(release, python))
     if not found:
-        raise UsageError(f"no release to run: give --at RELEASE=PYTHON, or use nox -s versions -- --vllm {','.join(RELEASES[-2:])}")
+        raise UsageError(
+            f"no release to run: give --at RELEASE=PYTHON, or use nox -s versions -- --vllm {','.join(RELEASES[-2:])}"
+        )
     names = [place.release for place in found]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UsageError(f"release {twice} is there twice")
@@ -82,9 +131,16 @@ def places(options: argparse.Namespace) -> list[Place]:
 
 def settings_of(options: argparse.Namespace) -> Settings:
     """The settings of the runs. UsageError as for `kvconform run`."""
-    given: dict[str, Any] = {name: getattr(options, name) for name in ("connector", "engine", "scheduling", "select", "seed", "report_dir")}
-    given["select"] = [part for entry in options.select or [] for part in entry.split(",") if part] or None
-    given["extra_config"] = parse_extra_config(options.extra_config) if options.extra_config is not None else None
+    given: dict[str, Any] = {
+        name: getattr(options, name)
+        for name in ("connector", "engine", "scheduling", "select", "seed", "report_dir")
+    }
+    given["select"] = [
+        part for entry in options.select or [] for part in entry.split(",") if part
+    ] or None
+    given["extra_config"] = (
+        parse_extra_config(options.extra_config) if options.extra_config is not None else None
+    )
     found = load(given, file=options.config)
     if found.setup or found.teardown or found.servers:
         advice = "start them yourself, and leave setup, teardown and servers out of the settings"
@@ -103,7 +159,10 @@ def run(options: argparse.Namespace) -> int:
     snapshots = not options.no_snapshots
     at_once = options.jobs or matrix.jobs(len(where))
     folder = Path(settings.report_dir)
-    print(f"kvconform versions: {settings.connector} in {len(where)} release{'s' * (len(where) > 1)}, {at_once} at a time", flush=True)
+    print(
+        f"kvconform versions: {settings.connector} in {len(where)} release{'s' * (len(where) > 1)}, {at_once} at a time",
+        flush=True,
+    )
     lock = threading.Lock()
 
     def tell(release: Release) -> None:
@@ -112,24 +171,44 @@ def run(options: argparse.Namespace) -> int:
 
     with tempfile.TemporaryDirectory(prefix="kvconform-versions-") as scratch:
         work = folder / "runs" if options.keep else Path(scratch)
-        found = matrix.run(where, settings, spec, work, at_once=at_once, snapshots=snapshots, all_runs=options.all_runs, tell=tell)
+        found = matrix.run(
+            where,
+            settings,
+            spec,
+            work,
+            at_once=at_once,
+            snapshots=snapshots,
+            all_runs=options.all_runs,
+            tell=tell,
+        )
         between = changes.neighbours(found, spec)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         page.write(folder, found, between, settings, snapshots=snapshots, all_runs=options.all_runs)
     except OSError as error:
-        raise EnvironmentProblem(f"the report cannot be written to {folder}: {error.strerror or error}") from None
+        raise EnvironmentProblem(
+            f"the report cannot be written to {folder}: {error.strerror or error}"
+        ) from None
     for change in between:
         print(page.line(change))
-    print(f"reports     {os.path.relpath(folder)}/versions.md, versions.json  in {time.monotonic() - began:.0f} s")
+    print(
+        f"reports     {os.path.relpath(folder)}/versions.md, versions.json  in {time.monotonic() - began:.0f} s"
+    )
     return exit_code(found)
 
 
 def exit_code(releases: list[Release]) -> int:
     """The worst of the releases: 1 not conformant, 3 not run or not to the end, 0."""
-    if any(release.found is not None and release.found.failed or release.verdict == "nonconformant" for release in releases):
+    if any(
+        release.found is not None and release.found.failed or release.verdict == "nonconformant"
+        for release in releases
+    ):
         return 1
-    return 3 if any(release.problem or release.verdict in ("error", "not run") for release in releases) else 0
+    return (
+        3
+        if any(release.problem or release.verdict in ("error", "not run") for release in releases)
+        else 0
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -72,17 +72,33 @@ def compare(old: Release, new: Release, spec: Spec) -> Change:
     """All that changed."""
     change = Change(old.release, new.release)
     _verdicts(change, old, new, spec)
-    change.hooks_new = {name: text for name, text in new.signatures.items() if name not in old.signatures}
-    change.hooks_gone = {name: text for name, text in old.signatures.items() if name not in new.signatures}
+    change.hooks_new = {
+        name: text for name, text in new.signatures.items() if name not in old.signatures
+    }
+    change.hooks_gone = {
+        name: text for name, text in old.signatures.items() if name not in new.signatures
+    }
     both = [name for name in old.signatures if name in new.signatures]
-    change.signatures = {n: (old.signatures[n], new.signatures[n]) for n in both if old.signatures[n] != new.signatures[n]}
+    change.signatures = {
+        n: (old.signatures[n], new.signatures[n])
+        for n in both
+        if old.signatures[n] != new.signatures[n]
+    }
     change.fields_new = [name for name in new.fields if name not in old.fields]
     change.fields_gone = [name for name in old.fields if name not in new.fields]
-    runs = [name for name in old.hooks if name in new.hooks and old.engine.get(name) == new.engine.get(name)]
+    runs = [
+        name
+        for name in old.hooks
+        if name in new.hooks and old.engine.get(name) == new.engine.get(name)
+    ]
     change.order_compared = len(runs)
-    change.order = grouped((name, sentence) for name in runs for sentence in order(old.hooks[name], new.hooks[name]))
+    change.order = grouped(
+        (name, sentence) for name in runs for sentence in order(old.hooks[name], new.hooks[name])
+    )
     change.snapshots = sum(name in new.snapshots for name in old.snapshots)
-    change.metadata, change.answers, change.stored = (_texts(kind, old, new) for kind in ("metadata", "answers", "stored"))
+    change.metadata, change.answers, change.stored = (
+        _texts(kind, old, new) for kind in ("metadata", "answers", "stored")
+    )
     _engine(change, old, new)
     return change
 
@@ -90,7 +106,10 @@ def compare(old: Release, new: Release, spec: Spec) -> Change:
 def _verdicts(change: Change, old: Release, new: Release, spec: Spec) -> None:
     assert old.found is not None and new.found is not None
     was, now = old.found.status, new.found.status
-    change.begin, change.cease = [n for n in now if n not in was and n in spec.requirements], [n for n in was if n not in now]
+    change.begin, change.cease = (
+        [n for n in now if n not in was and n in spec.requirements],
+        [n for n in was if n not in now],
+    )
     runs = [name for name in old.verdicts if name in new.verdicts]
     change.compared = len(runs)
     before: dict[str, set[str]] = {}
@@ -129,8 +148,12 @@ def order(old: list[list[Any]], new: list[list[Any]]) -> list[str]:
 def _order(was: list[str], now: list[str]) -> list[str]:
     parts = [f"{name} is called" for name in dict.fromkeys(now) if name not in was]
     parts += [f"{name} is not called" for name in dict.fromkeys(was) if name not in now]
-    both = [name for name in dict.fromkeys(was) if name in now and was.count(name) != now.count(name)]
-    parts += [f"{name} is called {now.count(name)} times instead of {was.count(name)}" for name in both]
+    both = [
+        name for name in dict.fromkeys(was) if name in now and was.count(name) != now.count(name)
+    ]
+    parts += [
+        f"{name} is called {now.count(name)} times instead of {was.count(name)}" for name in both
+    ]
     if not parts:
         place = next(i for i, (a, b) in enumerate(zip(was, now, strict=True)) if a != b)
         parts = [f"{now[place]} is called before {was[place]}"]
@@ -141,8 +164,14 @@ def _texts(kind: str, old: Release, new: Release) -> list[Group]:
     from kvconform.snapshots.compare import differences
 
     both = [name for name in old.snapshots if name in new.snapshots]
-    pairs = ((name, differences(old.snapshots[name][kind], new.snapshots[name][kind])) for name in both)
-    return grouped((name, sentence.partition(": ")[2] or sentence) for name, sentences in pairs for sentence in sentences)
+    pairs = (
+        (name, differences(old.snapshots[name][kind], new.snapshots[name][kind])) for name in both
+    )
+    return grouped(
+        (name, sentence.partition(": ")[2] or sentence)
+        for name, sentences in pairs
+        for sentence in sentences
+    )
 
 
 def _engine(change: Change, old: Release, new: Release) -> None:
@@ -150,7 +179,11 @@ def _engine(change: Change, old: Release, new: Release) -> None:
     change.engine_compared = len(runs)
     change.engine_same = sum(old.engine[name] == new.engine[name] for name in runs)
     for aspect in ASPECTS:
-        found = [(name, text) for name in runs if (text := first_difference(old.engine[name][aspect], new.engine[name][aspect]))]
+        found = [
+            (name, text)
+            for name in runs
+            if (text := first_difference(old.engine[name][aspect], new.engine[name][aspect]))
+        ]
         if found:
             change.engine[aspect] = grouped(found)
 

@@ -43,7 +43,11 @@ def chosen(selection: Selection, *, all_runs: bool) -> list[Variant]:
     """The runs of a matrix: of each case one per engine, scheduling and model runner, with the first block size and the smallest depth."""
     first: dict[tuple[str, ...], Variant] = {}
     for variant in selection.variants:
-        key = (variant.id,) if all_runs else (variant.case.id, variant.engine, variant.scheduling, variant.runner)
+        key = (
+            (variant.id,)
+            if all_runs
+            else (variant.case.id, variant.engine, variant.scheduling, variant.runner)
+        )
         first.setdefault(key, variant)
     return list(first.values())
 
@@ -76,7 +80,13 @@ class Observer:
 
         began = time.monotonic()
         if not self.done:
-            self.write("release", vllm=self.vllm, warnings=self.warnings, signatures=interface.signatures(), fields=interface.fields())
+            self.write(
+                "release",
+                vllm=self.vllm,
+                warnings=self.warnings,
+                signatures=interface.signatures(),
+                fields=interface.fields(),
+            )
         self._target = smoke.target_of(self.settings)
         with tempfile.TemporaryDirectory(prefix="kvconform-versions-", dir=scratch_root()) as name:
             tmp = Path(name)
@@ -102,12 +112,22 @@ class Observer:
 
         plain: dict[str | None, Run] = {}
         report = run_and_judge(
-            variant, self._target, self.spec, seed=self.settings.seed, tmp=tmp / "case", requirements=self.selection.judged,
-            strict=self.settings.strict, disabled=self.selection.disabled, keep_trace=True, plain=plain,
-        )  # fmt: skip
+            variant,
+            self._target,
+            self.spec,
+            seed=self.settings.seed,
+            tmp=tmp / "case",
+            requirements=self.selection.judged,
+            strict=self.settings.strict,
+            disabled=self.selection.disabled,
+            keep_trace=True,
+            plain=plain,
+        )
         role = in_its_role(self._target)
         if not plain and "no-connector" in variant.case.relations:
-            plain[None] = run_variant(variant, role, seed=self.settings.seed, tmp=tmp / "plain", relation="no-connector")
+            plain[None] = run_variant(
+                variant, role, seed=self.settings.seed, tmp=tmp / "plain", relation="no-connector"
+            )
         rows = [row for row in report.rows if row["requirement"] in self.selection.shown]
         data = {
             "variant": variant.id,
@@ -128,21 +148,36 @@ class Observer:
         from kvconform.snapshots.job import PROFILE
         from kvconform.snapshots.record import cells, record, suits
 
-        rules = [*normalise.built_in(), *normalise.validated(getattr(self.settings, "snapshot_rules", []), "snapshot_rules")]
-        golden = {v.case.id for v in select(self.spec, Settings(profile=PROFILE), self.vllm).variants}
-        cases = {v.case.id: v.case for v in self.selection.variants if v.case.id in golden and suits(v.case)}
+        rules = [
+            *normalise.built_in(),
+            *normalise.validated(getattr(self.settings, "snapshot_rules", []), "snapshot_rules"),
+        ]
+        golden = {
+            v.case.id for v in select(self.spec, Settings(profile=PROFILE), self.vllm).variants
+        }
+        cases = {
+            v.case.id: v.case
+            for v in self.selection.variants
+            if v.case.id in golden and suits(v.case)
+        }
         for number, case in enumerate(cases.values()):
             for variant in cells(case, self.settings.engines[0]):
                 with watchdog.case(variant.id, watchdog.case_limit(self.settings.hook_timeout)):
                     try:
                         found = record(
-                            variant, self._target, rules, seed=self.settings.seed, tmp=tmp / f"snapshot-{number}-{variant.scheduling}"
+                            variant,
+                            self._target,
+                            rules,
+                            seed=self.settings.seed,
+                            tmp=tmp / f"snapshot-{number}-{variant.scheduling}",
                         )
                     except KvconformError as error:
                         yield {"variant": variant.id, "problem": error.message}
                         continue
                 if found is not None:
-                    kinds = {kind: texts.render(kind, case.id, [found]).decode() for kind in texts.KINDS}
+                    kinds = {
+                        kind: texts.render(kind, case.id, [found]).decode() for kind in texts.KINDS
+                    }
                     yield {"variant": variant.id, "texts": kinds}
 
 
@@ -176,9 +211,13 @@ def engine(trace: Iterable[dict[str, Any]]) -> dict[str, list[str]]:
         match e["k"]:
             case "step.scheduled":
                 parts = [
-                    f"{name} {', '.join(map(str, e[name]))}" for name in ("new", "cached", "resumed", "preempted", "finished") if e[name]
+                    f"{name} {', '.join(map(str, e[name]))}"
+                    for name in ("new", "cached", "resumed", "preempted", "finished")
+                    if e[name]
                 ]
-                found["schedule"].append(f"step {e['step']}: {e['total']} tokens; {'; '.join(parts)}".rstrip("; "))
+                found["schedule"].append(
+                    f"step {e['step']}: {e['total']} tokens; {'; '.join(parts)}".rstrip("; ")
+                )
             case "req.scheduled":
                 counts = " ".join(f"{name}={e[name]}" for name in ("C", "S", "P", "N", "drafts"))
                 found["schedule"].append(f"step {e['step']}: {e['req']} {e['kind']} {counts}")
@@ -188,11 +227,17 @@ def engine(trace: Iterable[dict[str, Any]]) -> dict[str, list[str]]:
                     f"step {e['step']}: {e['req']} {e['from'] or '-'} -> {e['to']} ({e['reason']}) C={e['C']} N={e['N']}"
                 )
             case "req.finished":
-                found["requests"].append(f"step {e['step']}: {e['req']} ends as {e['status']}, C={e['C']} N={e['N']}")
+                found["requests"].append(
+                    f"step {e['step']}: {e['req']} ends as {e['status']}, C={e['C']} N={e['N']}"
+                )
             case "cache.reset":
-                found["requests"].append(f"step {e['step']}: prefix cache reset {e['phase']}, returned {e['returned']}")
+                found["requests"].append(
+                    f"step {e['step']}: prefix cache reset {e['phase']}, returned {e['returned']}"
+                )
             case "sample":
-                found["tokens"].append(f"step {e['step']}: {e['req']} output {e['index']} = {e['token']}")
+                found["tokens"].append(
+                    f"step {e['step']}: {e['req']} output {e['index']} = {e['token']}"
+                )
             case "engine.crash" | "engine.stall":
                 found["requests"].append(f"step {e['step']}: {e['k']} {e.get('error', '')}")
             case _:
@@ -211,7 +256,10 @@ def main(arguments: list[str] | None = None) -> int:
         Observer(job, out).main()
     except KvconformError as error:
         with out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"type": "problem", "sentence": error.message, "code": error.code}) + "\n")
+            file.write(
+                json.dumps({"type": "problem", "sentence": error.message, "code": error.code})
+                + "\n"
+            )
         return error.code
     finally:
         watchdog.stop()

@@ -29,7 +29,13 @@ SCOPE = """Left out: {left_out}.
 
 
 def write(
-    folder: Path, releases: Sequence[Release], changes: Sequence[Change], settings: Settings, *, snapshots: bool, all_runs: bool
+    folder: Path,
+    releases: Sequence[Release],
+    changes: Sequence[Change],
+    settings: Settings,
+    *,
+    snapshots: bool,
+    all_runs: bool,
 ) -> None:
     """Write both files."""
     about = {
@@ -40,53 +46,115 @@ def write(
         "profile": settings.profile,
     }
     data = {**about, "snapshots": snapshots, "all_runs": all_runs}
-    data |= {"releases": [_release(each) for each in releases], "changes": [as_data(change) for change in changes]}
-    (folder / "versions.json").write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    (folder / "versions.md").write_text(markdown(releases, changes, settings, snapshots=snapshots, all_runs=all_runs), encoding="utf-8")
+    data |= {
+        "releases": [_release(each) for each in releases],
+        "changes": [as_data(change) for change in changes],
+    }
+    (folder / "versions.json").write_text(
+        json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
+    (folder / "versions.md").write_text(
+        markdown(releases, changes, settings, snapshots=snapshots, all_runs=all_runs),
+        encoding="utf-8",
+    )
 
 
 def _release(release: Release) -> dict[str, Any]:
     found = release.found
     return {
-        "release": release.release, "vllm": release.vllm, "verdict": release.verdict, "problem": release.problem,
-        "reasons": found.reasons if found else [], "failed": found.failed if found else [],
-        "guarantees_broken": found.engine_failed if found else [], "messages": release.messages, "harness_errors": release.harness,
+        "release": release.release,
+        "vllm": release.vllm,
+        "verdict": release.verdict,
+        "problem": release.problem,
+        "reasons": found.reasons if found else [],
+        "failed": found.failed if found else [],
+        "guarantees_broken": found.engine_failed if found else [],
+        "messages": release.messages,
+        "harness_errors": release.harness,
         "status": {name: verdict.value for name, verdict in found.status.items()} if found else {},
-        "counts": found.counts if found else {}, "runs": len(release.verdicts), "deaths": release.deaths,
-        "snapshots": len(release.snapshots), "no_snapshot": release.no_snapshot, "warnings": release.warnings, "seconds": release.seconds,
+        "counts": found.counts if found else {},
+        "runs": len(release.verdicts),
+        "deaths": release.deaths,
+        "snapshots": len(release.snapshots),
+        "no_snapshot": release.no_snapshot,
+        "warnings": release.warnings,
+        "seconds": release.seconds,
         "signatures": release.signatures,
-    }  # fmt: skip
+    }
 
 
-def markdown(releases: Sequence[Release], changes: Sequence[Change], settings: Settings, *, snapshots: bool, all_runs: bool) -> str:
+def markdown(
+    releases: Sequence[Release],
+    changes: Sequence[Change],
+    settings: Settings,
+    *,
+    snapshots: bool,
+    all_runs: bool,
+) -> str:
     """The page. It holds no times, so that the same connector and releases give the same page."""
     left = [f"engine {name}" for name in ("reference", "vllm") if name not in settings.engines]
-    left += [] if all_runs else ["all but the first block size and queue depth of each case, scheduling and model runner"]
+    left += (
+        []
+        if all_runs
+        else [
+            "all but the first block size and queue depth of each case, scheduling and model runner"
+        ]
+    )
     left += [] if snapshots else ["snapshots (metadata and stored KV)"]
     how = f", seed {settings.seed}, engine{'s' * (len(settings.engines) > 1)} {' and '.join(settings.engines)}"
     how += f", profile {settings.profile}" if settings.profile != "core" else ""
     how += f", only {', '.join(settings.select)}" if settings.select else ""
     scope = SCOPE.format(left_out="; ".join(left)) if left else ""
     name = settings.connector.rpartition(":")[2]
-    out = [HEAD.format(connector=name, count=len(releases), version=__version__, how=how, scope=scope)]
-    out += ["| release | verdict | runs | exercised | failed | guarantees broken | snapshots |", "|---|---|---|---|---|---|---|"]
+    out = [
+        HEAD.format(connector=name, count=len(releases), version=__version__, how=how, scope=scope)
+    ]
+    out += [
+        "| release | verdict | runs | exercised | failed | guarantees broken | snapshots |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for each in releases:
         found = each.found
         numbers = (
-            [str(len(each.verdicts)), f"{found.exercised} of {found.total}", _names(found.failed), _names(found.engine_failed)]
+            [
+                str(len(each.verdicts)),
+                f"{found.exercised} of {found.total}",
+                _names(found.failed),
+                _names(found.engine_failed),
+            ]
             if found
             else [""] * 4
         )
-        out.append(f"| {each.release} | {each.verdict} | {' | '.join(numbers)} | {len(each.snapshots) or ''} |")
+        out.append(
+            f"| {each.release} | {each.verdict} | {' | '.join(numbers)} | {len(each.snapshots) or ''} |"
+        )
     for each in releases:
-        out += [f"\n**{each.release} {'was not run' if each.found is None else 'is incomplete'}**: {each.problem}"] if each.problem else []
-        out += [f"\n{each.release}: the process died in {', '.join(f'`{name}`' for name in each.deaths)}"] if each.deaths else []
+        out += (
+            [
+                f"\n**{each.release} {'was not run' if each.found is None else 'is incomplete'}**: {each.problem}"
+            ]
+            if each.problem
+            else []
+        )
+        out += (
+            [
+                f"\n{each.release}: the process died in {', '.join(f'`{name}`' for name in each.deaths)}"
+            ]
+            if each.deaths
+            else []
+        )
         unable = sorted(set(each.no_snapshot.values()))
-        out += [f"\n{each.release}: no snapshots of {len(each.no_snapshot)} runs: {unable[0]}"] if unable else []
+        out += (
+            [f"\n{each.release}: no snapshots of {len(each.no_snapshot)} runs: {unable[0]}"]
+            if unable
+            else []
+        )
     for release in releases:
         for error, runs in release.harness.items():
             more = f" and {len(runs) - 1} more" if len(runs) > 1 else ""
-            out.append(f"\n- {release.release}: the harness failed in `{runs[0]}`{more}: {_cut(error, 300)}")
+            out.append(
+                f"\n- {release.release}: the harness failed in `{runs[0]}`{more}: {_cut(error, 300)}"
+            )
         for requirement, text in release.messages.items():
             out.append(f"\n- {release.release}, `{requirement}`: {_cut(text, 400)}")
     for change in changes:
@@ -101,16 +169,30 @@ def _change(change: Change) -> list[str]:
     out += [f"- `{name}` was `{was}`, is `{now}`" for name, (was, now) in change.signatures.items()]
     out += [f"- new fields: {_names(change.fields_new)}"] if change.fields_new else []
     out += [f"- fields that are gone: {_names(change.fields_gone)}"] if change.fields_gone else []
-    out += [f"- `{name}` was {_words(was)}, is {_words(now)}" for name, (was, now) in change.flipped.items()]
+    out += [
+        f"- `{name}` was {_words(was)}, is {_words(now)}"
+        for name, (was, now) in change.flipped.items()
+    ]
     out += [f"- in force from here: {_names(change.begin)}"] if change.begin else []
     out += [f"- no longer in force: {_names(change.cease)}"] if change.cease else []
-    rest = {name: count for name, count in change.runs_flipped.items() if name not in change.flipped}
+    rest = {
+        name: count for name, count in change.runs_flipped.items() if name not in change.flipped
+    }
     if rest:
         most = sorted(rest.items(), key=lambda item: -item[1])[:LISTED]
         more = f" and {len(rest) - len(most)} more" if len(rest) > len(most) else ""
-        out.append(f"- verdicts of single runs changed, the requirement's did not: {', '.join(f'`{n}` ({c})' for n, c in most)}{more}")
-    out = ["The interface and the requirements:", "", *out, ""] if out else ["The interface and the requirements: nothing changed.", ""]
-    out += _section(f"Hooks of {change.order_compared} runs with the connector (those in which the engine does the same)", change.order)
+        out.append(
+            f"- verdicts of single runs changed, the requirement's did not: {', '.join(f'`{n}` ({c})' for n, c in most)}{more}"
+        )
+    out = (
+        ["The interface and the requirements:", "", *out, ""]
+        if out
+        else ["The interface and the requirements: nothing changed.", ""]
+    )
+    out += _section(
+        f"Hooks of {change.order_compared} runs with the connector (those in which the engine does the same)",
+        change.order,
+    )
     for title, groups in (
         ("Metadata and answers", change.metadata),
         ("Answers of other hooks", change.answers),
@@ -122,7 +204,10 @@ def _change(change: Change) -> list[str]:
         out += [f"The engine without a connector: {same}{'.' if not change.engine else ':'}", ""]
         for aspect, groups in change.engine.items():
             runs = len({name for group in groups for name in group.where})
-            out += [f"- {ASPECTS[aspect]}: {runs} runs", *(f"    {line}" for line in _groups(groups)[: LISTED // 2])]
+            out += [
+                f"- {ASPECTS[aspect]}: {runs} runs",
+                *(f"    {line}" for line in _groups(groups)[: LISTED // 2]),
+            ]
         out += [""] if change.engine else []
     return out[:-1]
 
@@ -150,7 +235,11 @@ def _names(names: Iterable[str]) -> str:
 
 
 def _words(verdict: str) -> str:
-    return verdict if verdict in ("PASS", "FAIL", "ERROR", "XFAIL", "XPASS") else verdict.lower().replace("_", " ")
+    return (
+        verdict
+        if verdict in ("PASS", "FAIL", "ERROR", "XFAIL", "XPASS")
+        else verdict.lower().replace("_", " ")
+    )
 
 
 def _cut(text: str, length: int) -> str:
@@ -170,10 +259,13 @@ def summary(release: Release) -> str:
 def line(change: Change) -> str:
     """One line about a change, for the terminal."""
     counts = {
-        "hooks new or gone": len(change.hooks_new) + len(change.hooks_gone), "signatures": len(change.signatures),
-        "requirements flipped": len(change.flipped), "changes of hook order": len(change.order),
-        "sorts of metadata changes": len(change.metadata), "of stored KV": len(change.stored),
+        "hooks new or gone": len(change.hooks_new) + len(change.hooks_gone),
+        "signatures": len(change.signatures),
+        "requirements flipped": len(change.flipped),
+        "changes of hook order": len(change.order),
+        "sorts of metadata changes": len(change.metadata),
+        "of stored KV": len(change.stored),
         "engine traces": change.engine_compared - change.engine_same,
-    }  # fmt: skip
+    }
     said = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
     return f"{change.old} -> {change.new}: {said or 'nothing changed'}"

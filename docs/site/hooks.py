@@ -14,11 +14,18 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+PAGES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
 """Pages of the site that lie beside docs/: path in the repository -> path in docs/ as MkDocs sees it."""
 SHOWN = (".svg", ".png", ".html")
 """Ends of names that a browser shows as they are; all else gets `.txt` after its name."""
-LINK = re.compile(r"(?P<code>^ *(?P<fence>```+).*?^ *(?P=fence) *$|(?P<tick>`+)[^`].*?(?P=tick))|(?<=\]\()(?P<target>[^)\s]+)", re.M | re.S)
+LINK = re.compile(
+    r"(?P<code>^ *(?P<fence>```+).*?^ *(?P=fence) *$|(?P<tick>`+)[^`].*?(?P=tick))|(?<=\]\()(?P<target>[^)\s]+)",
+    re.M | re.S,
+)
 """Code, which is left alone, or the target of an inline link."""
 
 
@@ -29,7 +36,9 @@ def slug(text: str, separator: str = "-") -> str:
 
 def copy_of(path: str, uri: str, config: Any) -> Any:
     """MkDocs' entry for the repository's file `path`, at `uri` of docs/."""
-    from mkdocs.structure.files import File  # here, so that what needs no MkDocs can be used without it
+    from mkdocs.structure.files import (
+        File,
+    )  # here, so that what needs no MkDocs can be used without it
 
     return File.generated(config, uri, abs_src_path=str(ROOT / path))
 
@@ -39,12 +48,25 @@ def expanded(nav: list[Any]) -> list[Any]:
     found: list[Any] = []
     for entry in nav:
         if isinstance(entry, dict):
-            found.append({title: expanded(inner) if isinstance(inner, list) else inner for title, inner in entry.items()})
+            found.append(
+                {
+                    title: expanded(inner) if isinstance(inner, list) else inner
+                    for title, inner in entry.items()
+                }
+            )
         elif entry.endswith("/*"):
             folder = DOCS / entry.removesuffix("/*")
             index = folder / "README.md"
-            named = re.findall(r"\]\(([\w.-]+\.md)", index.read_text(encoding="utf-8")) if index.exists() else []
-            pages = dict.fromkeys(["README.md"] * index.exists() + named + sorted(page.name for page in folder.glob("*.md")))
+            named = (
+                re.findall(r"\]\(([\w.-]+\.md)", index.read_text(encoding="utf-8"))
+                if index.exists()
+                else []
+            )
+            pages = dict.fromkeys(
+                ["README.md"] * index.exists()
+                + named
+                + sorted(page.name for page in folder.glob("*.md"))
+            )
             found += [f"{folder.name}/{page}" for page in pages if (folder / page).exists()]
         else:
             found.append(entry)
@@ -71,7 +93,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     A link that leads nowhere is left as it is: MkDocs warns about it.
     """
     home = Path(page.file.abs_src_path).relative_to(ROOT)
-    markdown = re.sub(r"\A\s*<!--.*?-->\s*", "", markdown, flags=re.S)  # before a heading it would keep MkDocs from seeing the title
+    markdown = re.sub(
+        r"\A\s*<!--.*?-->\s*", "", markdown, flags=re.S
+    )  # before a heading it would keep MkDocs from seeing the title
 
     def changed(found: re.Match[str]) -> str:
         target = found["target"]
@@ -87,7 +111,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         link = posixpath.relpath(uri, posixpath.dirname(page.file.src_uri) or ".")
         return f"{link}#{anchor}" if anchor else link
 
-    return LINK.sub(changed, markdown).replace("<details>", '<details markdown="1">')  # what is in it is Markdown, too
+    return LINK.sub(changed, markdown).replace(
+        "<details>", '<details markdown="1">'
+    )  # what is in it is Markdown, too
 
 
 def uri_of(place: str) -> str:
@@ -104,10 +130,16 @@ def on_post_build(config: Any) -> None:
     """The site is read without network, also from a folder: fail if a page loads anything from elsewhere."""
     from mkdocs.exceptions import PluginError
 
-    index = Path(config.site_dir, "search", "search_index.json")  # from a folder, pages ask for it as a script (and hide the search)
-    index.with_suffix(".js").write_text("var __index = " + index.read_text(encoding="utf-8"), encoding="utf-8")
+    index = Path(
+        config.site_dir, "search", "search_index.json"
+    )  # from a folder, pages ask for it as a script (and hide the search)
+    index.with_suffix(".js").write_text(
+        "var __index = " + index.read_text(encoding="utf-8"), encoding="utf-8"
+    )
     for page in sorted(Path(config.site_dir).rglob("*.html")):
-        for tag in re.findall(r"<(?:script|link|img|iframe)\b[^>]*>", page.read_text(encoding="utf-8")):
+        for tag in re.findall(
+            r"<(?:script|link|img|iframe)\b[^>]*>", page.read_text(encoding="utf-8")
+        ):
             source = re.search(r'\b(?:src|href)="?((?:https?:)?//[^"\s>]+)', tag)
             if source is not None:
                 raise PluginError(f"{page.relative_to(config.site_dir)} loads {source[1]}")

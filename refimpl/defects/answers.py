@@ -34,7 +34,11 @@ class ReportsLists(ReferenceConnector):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         results = super().get_transfer_results(finished_req_ids)
-        return replace(results, finished_sending=sorted(results.finished_sending), finished_recving=sorted(results.finished_recving))
+        return replace(
+            results,
+            finished_sending=sorted(results.finished_sending),
+            finished_recving=sorted(results.finished_recving),
+        )
 
 
 class HoldsByCount(ReferenceConnector):
@@ -48,8 +52,12 @@ class HoldsByCount(ReferenceConnector):
 class TensorParams(ReferenceConnector):
     """Puts a tensor into the parameters that go back to the client."""
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return super().request_finished(request, block_ids)[0], {"block_ids": torch.tensor(block_ids)}
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return super().request_finished(request, block_ids)[0], {
+            "block_ids": torch.tensor(block_ids)
+        }
 
 
 class ResetCount(ReferenceConnector):
@@ -135,7 +143,11 @@ class HalvesShareMemory(ReferenceConnector):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         plan = self._metadata()
-        for load in self._loads[plan.number - 1] if isinstance(plan, _Numbered) and plan.number <= len(self._loads) else ():
+        for load in (
+            self._loads[plan.number - 1]
+            if isinstance(plan, _Numbered) and plan.number <= len(self._loads)
+            else ()
+        ):
             self._load(load, self._layers)
         super().start_load_kv(forward_context, **kwargs)
 

@@ -39,7 +39,11 @@ class OptimisticComputed(ReferenceConnector):
     """Takes C for what is safely computed. With drafts in flight, C counts those that will be rejected (B009)."""
 
     def _save_bound(self, request: Request, computed: int, scheduled: int) -> int:
-        return computed if computed >= request.num_prompt_tokens else super()._save_bound(request, computed, scheduled)
+        return (
+            computed
+            if computed >= request.num_prompt_tokens
+            else super()._save_bound(request, computed, scheduled)
+        )
 
 
 class LastToken(ReferenceConnector):
@@ -69,7 +73,9 @@ class CountsPlaceholders(ReferenceConnector):
         return super().build_connector_meta(scheduler_output)
 
     def _save_bound(self, request: Request, computed: int, scheduled: int) -> int:
-        known = request.num_prompt_tokens + self._outputs.get(request.request_id, request.num_output_tokens)
+        known = request.num_prompt_tokens + self._outputs.get(
+            request.request_id, request.num_output_tokens
+        )
         return min(computed + scheduled, known)
 
 
@@ -90,7 +96,15 @@ class CapturesDrafts(ReferenceConnector):
         start = tracked.saved * chunk
         if not final and tracked.request.num_computed_tokens + scheduled >= start + chunk:
             early = Piece("", 0, slots_of(tracked.table, start, start + chunk, self._block_size))
-            return Save(save.req, save.start, save.end, (*save.pieces, early), tuple(tracked.table), final, save.counters)
+            return Save(
+                save.req,
+                save.start,
+                save.end,
+                (*save.pieces, early),
+                tuple(tracked.table),
+                final,
+                save.counters,
+            )
         return save
 
     def _save_layer(self, epoch: int, save: Save, layer: str, kv_layer: torch.Tensor) -> None:
@@ -99,4 +113,9 @@ class CapturesDrafts(ReferenceConnector):
             if piece.key == "":
                 captured[piece.slots, layer] = read_slots(kv_layer, piece.slots)
             else:
-                self._store.put(epoch, piece.key, layer, captured.pop((piece.slots, layer), b"") or read_slots(kv_layer, piece.slots))
+                self._store.put(
+                    epoch,
+                    piece.key,
+                    layer,
+                    captured.pop((piece.slots, layer), b"") or read_slots(kv_layer, piece.slots),
+                )

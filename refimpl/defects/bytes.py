@@ -38,8 +38,15 @@ class SwapsHalves(ReferenceConnector):
         data, kv = self._store.get(piece.key, layer), self._layers[layer]
         if data is None:
             return False
-        rows = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(kv.dtype).view(-1, 2, kv.shape[3] // 2).flip(1)
-        return write_slots(kv, piece.slots, rows.contiguous().view(torch.uint8).numpy().tobytes(), piece.first)
+        rows = (
+            torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            .view(kv.dtype)
+            .view(-1, 2, kv.shape[3] // 2)
+            .flip(1)
+        )
+        return write_slots(
+            kv, piece.slots, rows.contiguous().view(torch.uint8).numpy().tobytes(), piece.first
+        )
 
 
 class SwapsHeads(ReferenceConnector):
@@ -49,8 +56,15 @@ class SwapsHeads(ReferenceConnector):
         data, kv = self._store.get(piece.key, layer), self._layers[layer]
         if data is None:
             return False
-        rows = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(kv.dtype).view(-1, kv.shape[1], kv.shape[3]).flip(1)
-        return write_slots(kv, piece.slots, rows.contiguous().view(torch.uint8).numpy().tobytes(), piece.first)
+        rows = (
+            torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            .view(kv.dtype)
+            .view(-1, kv.shape[1], kv.shape[3])
+            .flip(1)
+        )
+        return write_slots(
+            kv, piece.slots, rows.contiguous().view(torch.uint8).numpy().tobytes(), piece.first
+        )
 
 
 class PlansLoadTwice(ReferenceConnector):
@@ -87,7 +101,11 @@ class RecognisesMetadata(ReferenceConnector):
 
     def _metadata(self) -> ReferenceMetadata:
         metadata = super()._metadata()
-        return metadata if self._built.get(id(metadata)) is metadata else replace(metadata, loads=(), saves=())
+        return (
+            metadata
+            if self._built.get(id(metadata)) is metadata
+            else replace(metadata, loads=(), saves=())
+        )
 
 
 class ClaimsPlanned(ReferenceConnector):
@@ -100,8 +118,12 @@ class ClaimsPlanned(ReferenceConnector):
 class AssertsLookup(ReferenceConnector):
     """Expects that a request resumes at the local count that it was first looked up with (B019)."""
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        self.__dict__.setdefault("_expected", {}).setdefault(request.request_id, num_computed_tokens)
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        self.__dict__.setdefault("_expected", {}).setdefault(
+            request.request_id, num_computed_tokens
+        )
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
     def _plan_load(self, tracked: Tracked, granted: int, is_async: bool) -> Load:
@@ -115,7 +137,11 @@ class PopsDrafterChunk(ReferenceConnector):
 
     def _stored_prefix(self, request: Request) -> int:
         found = super()._stored_prefix(request)
-        return max(0, found - self.options.chunk_tokens) if self._vllm_config.num_speculative_tokens else found
+        return (
+            max(0, found - self.options.chunk_tokens)
+            if self._vllm_config.num_speculative_tokens
+            else found
+        )
 
 
 class RefusalEndsPlanning(ReferenceConnector):
@@ -133,7 +159,9 @@ class ExpectsHit(ReferenceConnector):
 
     def _plan_load(self, tracked: Tracked, granted: int, is_async: bool) -> Load:
         load = super()._plan_load(tracked, granted, is_async)
-        assert all(self._store.has(piece.key) for piece in load.pieces), f"expected {granted} hit tokens"
+        assert all(self._store.has(piece.key) for piece in load.pieces), (
+            f"expected {granted} hit tokens"
+        )
         return load
 
 

@@ -27,7 +27,9 @@ class NeedsNewBlocks(ReferenceConnector):
     """Stores in steps that bring new blocks; the step that fills a block usually brings none (B003)."""
 
     def _plan_saves(self, scheduler_output: SchedulerOutput) -> Iterator[Save]:
-        growing = {req_id for req_id, _, blocks, _ in scheduled(scheduler_output) if blocks is not None}
+        growing = {
+            req_id for req_id, _, blocks, _ in scheduled(scheduler_output) if blocks is not None
+        }
         return (save for save in super()._plan_saves(scheduler_output) if save.req in growing)
 
 
@@ -44,6 +46,9 @@ class DropsPartialChunk(ReferenceConnector):
 
     def _plan_save(self, tracked: Tracked, end: int, scheduled: int, final: bool = False) -> Save:
         save, request = super()._plan_save(tracked, end, scheduled, final), tracked.request
-        if end % self.options.chunk_tokens and request.num_computed_tokens + scheduled < request.num_prompt_tokens:
+        if (
+            end % self.options.chunk_tokens
+            and request.num_computed_tokens + scheduled < request.num_prompt_tokens
+        ):
             tracked.outdated = True
         return save

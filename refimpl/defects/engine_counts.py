@@ -18,7 +18,11 @@ from kvconform.refimpl.scheduler import ReferenceScheduler
 def schedules_past_the_end(next_tokens: Any, engine: Engine, request: Request, step: Any) -> int:
     """Schedules one token more than there is, for every decoding request."""
     count = int(next_tokens(engine, request, step))
-    return count + 1 if count > 0 and request.num_output_tokens and count < step.token_budget else count
+    return (
+        count + 1
+        if count > 0 and request.num_output_tokens and count < step.token_budget
+        else count
+    )
 
 
 @fault(scheduler, "build_output")
@@ -102,11 +106,19 @@ def no_placeholder(advance: Any, engine: Engine, output: Any) -> None:
 @fault(scheduler, "land")
 def keeps_rejected_placeholders(land: Any, engine: Engine, output: Any, result: Any) -> Any:
     """Takes rejected drafts out of the computed count, but leaves their placeholders (B028)."""
-    before = {i: engine.requests[i].num_output_placeholders for i in output.num_scheduled_tokens if i in engine.requests}
+    before = {
+        i: engine.requests[i].num_output_placeholders
+        for i in output.num_scheduled_tokens
+        if i in engine.requests
+    }
     found = land(engine, output, result)
     for request_id, count in before.items():
         request = engine.requests.get(request_id)
-        if request is not None and engine.settings.is_async and output.scheduled_spec_decode_tokens.get(request_id):
+        if (
+            request is not None
+            and engine.settings.is_async
+            and output.scheduled_spec_decode_tokens.get(request_id)
+        ):
             request.num_output_placeholders = max(request.num_output_placeholders, count - 1)
     return found
 
@@ -114,11 +126,19 @@ def keeps_rejected_placeholders(land: Any, engine: Engine, output: Any, result: 
 @fault(scheduler, "land")
 def keeps_rejected_tokens(land: Any, engine: Engine, output: Any, result: Any) -> Any:
     """Leaves rejected drafts in the computed count."""
-    before = {i: engine.requests[i].num_computed_tokens for i in output.num_scheduled_tokens if i in engine.requests}
+    before = {
+        i: engine.requests[i].num_computed_tokens
+        for i in output.num_scheduled_tokens
+        if i in engine.requests
+    }
     found = land(engine, output, result)
     for request_id, count in before.items():
         request = engine.requests.get(request_id)
-        if request is not None and not request.is_finished() and request.num_computed_tokens < count:
+        if (
+            request is not None
+            and not request.is_finished()
+            and request.num_computed_tokens < count
+        ):
             request.num_computed_tokens = count
     return found
 
@@ -126,11 +146,20 @@ def keeps_rejected_tokens(land: Any, engine: Engine, output: Any, result: Any) -
 @fault(scheduler, "land")
 def keeps_rejections_altogether(land: Any, engine: Engine, output: Any, result: Any) -> Any:
     """Leaves rejected drafts in both counts: their difference is right, and both grow without end."""
-    before = {i: engine.requests[i].num_computed_tokens for i in output.num_scheduled_tokens if i in engine.requests}
+    before = {
+        i: engine.requests[i].num_computed_tokens
+        for i in output.num_scheduled_tokens
+        if i in engine.requests
+    }
     found = land(engine, output, result)
     for request_id, count in before.items():
         request = engine.requests.get(request_id)
-        if request is not None and engine.settings.is_async and 0 < request.num_computed_tokens < count and not request.is_finished():
+        if (
+            request is not None
+            and engine.settings.is_async
+            and 0 < request.num_computed_tokens < count
+            and not request.is_finished()
+        ):
             request.num_output_placeholders += count - request.num_computed_tokens
             request.num_computed_tokens = count
     return found
@@ -142,11 +171,15 @@ def skips_a_prompt_token(advance: Any, engine: Engine, output: Any) -> None:
     advance(engine, output)
     for request_id in output.num_scheduled_tokens:
         request = engine.requests[request_id]
-        request.num_computed_tokens += request.is_prefill_chunk and request.num_computed_tokens < request.num_prompt_tokens - 1
+        request.num_computed_tokens += (
+            request.is_prefill_chunk and request.num_computed_tokens < request.num_prompt_tokens - 1
+        )
 
 
 @fault(transfers, "failed_loads")
-def keeps_placeholders_of_a_failed_load(failed_loads: Any, engine: Engine, reported: Any, scheduled: dict[str, int]) -> Any:
+def keeps_placeholders_of_a_failed_load(
+    failed_loads: Any, engine: Engine, reported: Any, scheduled: dict[str, int]
+) -> Any:
     """Rolls a request back whose load has failed, but not its placeholders (B004)."""
     before = {request: request.num_output_placeholders for request in engine.running}
     found = failed_loads(engine, reported, scheduled)
@@ -157,14 +190,18 @@ def keeps_placeholders_of_a_failed_load(failed_loads: Any, engine: Engine, repor
 
 
 @fault(transfers, "failed_loads")
-def overlooks_a_failed_load(failed_loads: Any, engine: Engine, reported: Any, scheduled: dict[str, int]) -> Any:
+def overlooks_a_failed_load(
+    failed_loads: Any, engine: Engine, reported: Any, scheduled: dict[str, int]
+) -> Any:
     """Cuts only the first of several requests back that share a failed block (B070)."""
     before = {request: request.num_computed_tokens for request in engine.running}
     found = failed_loads(engine, reported, scheduled)
     hit = [request for request in before if request.request_id in found]
     for request in hit[1:]:
         request.num_computed_tokens = before[request]
-    return {request.request_id for request in hit[:1]} | (found - {request.request_id for request in hit})
+    return {request.request_id for request in hit[:1]} | (
+        found - {request.request_id for request in hit}
+    )
 
 
 @fault(admission, "_finish_load")
@@ -172,18 +209,24 @@ def counts_loaded_blocks(finish_load: Any, engine: Engine, request: Request) -> 
     """Takes whole blocks for loaded when a load ends within one (B037)."""
     finish_load(engine, request)
     table = engine.kv_cache_manager.get_block_ids(request.request_id)[0]
-    request.num_computed_tokens = min(len(table) * engine.settings.block_size, request.num_tokens - 1)
+    request.num_computed_tokens = min(
+        len(table) * engine.settings.block_size, request.num_tokens - 1
+    )
 
 
 @fault(Engine, "preempt_now")
-def preempts_in_silence(preempt: Any, engine: Engine, request: Request, *, drop_stale: bool) -> None:
+def preempts_in_silence(
+    preempt: Any, engine: Engine, request: Request, *, drop_stale: bool
+) -> None:
     """Does not name preempted requests in the output: workers do not flush what still reads their blocks (B010, B022)."""
     preempt(engine, request, drop_stale=drop_stale)
     engine.preempted_req_ids.discard(request.request_id)
 
 
 @fault(Engine, "preempt_now")
-def preempts_with_placeholders(preempt: Any, engine: Engine, request: Request, *, drop_stale: bool) -> None:
+def preempts_with_placeholders(
+    preempt: Any, engine: Engine, request: Request, *, drop_stale: bool
+) -> None:
     """Makes a placeholder for the token that a preempted request was about to sample."""
     preempt(engine, request, drop_stale=drop_stale)
     request.num_output_placeholders = int(engine.settings.is_async)
@@ -199,9 +242,13 @@ def drafts_beside_the_tokens(build: Any, engine: Engine, step: Any) -> Any:
 
 
 @fault(KVManager, "allocate_slots")
-def slots_for_the_next_token_only(allocate: Any, manager: KVManager, request: Request, tokens: int, *args: Any, **kwargs: Any) -> Any:
+def slots_for_the_next_token_only(
+    allocate: Any, manager: KVManager, request: Request, tokens: int, *args: Any, **kwargs: Any
+) -> Any:
     """Gives a running request slots for one token, however many are scheduled."""
-    return allocate(manager, request, 1 if request.status == RequestStatus.RUNNING else tokens, *args, **kwargs)
+    return allocate(
+        manager, request, 1 if request.status == RequestStatus.RUNNING else tokens, *args, **kwargs
+    )
 
 
 @fault(scheduler, "build_output")
@@ -210,6 +257,7 @@ def repeats_the_table(build: Any, engine: Engine, step: Any) -> Any:
     output = build(engine, step)
     cached, manager = output.scheduled_cached_reqs, engine.kv_cache_manager
     cached.new_block_ids = [
-        blocks and manager.get_block_ids(request_id) for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True)
+        blocks and manager.get_block_ids(request_id)
+        for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True)
     ]
     return output

@@ -33,7 +33,9 @@ def grants_too_much(admit: Any, engine: Engine, step: Any) -> None:
     """Grants a block more than the connector claimed: it counts the partly filled block as whole."""
 
     def more(original: Any, request: Request, blocks: Any, external: int) -> None:
-        original(request, blocks, external + engine.settings.block_size if external > 0 else external)
+        original(
+            request, blocks, external + engine.settings.block_size if external > 0 else external
+        )
 
     with connector_of(engine, update_state_after_alloc=more):
         admit(engine, step)
@@ -66,7 +68,11 @@ def does_not_wait_for_the_load(is_ready: Any, engine: Engine, request: Request) 
 @fault(transfers, "finished")
 def ignores_late_reports(finished: Any, engine: Engine, connector: Any, reported: Any) -> None:
     """Ignores the report of a load whose request was aborted: its blocks are never freed (the other side of B045)."""
-    gone = {i for i in reported.finished_recving or () if i in engine.requests and engine.requests[i].is_finished()}
+    gone = {
+        i
+        for i in reported.finished_recving or ()
+        if i in engine.requests and engine.requests[i].is_finished()
+    }
     if gone:
         reported.finished_recving = set(reported.finished_recving) - gone
     finished(engine, connector, reported)
@@ -77,7 +83,9 @@ def looks_up_after_the_load(admit: Any, engine: Engine, step: Any, request: Requ
     """Looks a request up again when its asynchronous load is over (B015)."""
     if request.num_computed_tokens and engine.connector is not None:
         block_size = engine.settings.block_size
-        engine.connector.get_num_new_matched_tokens(request, request.num_computed_tokens // block_size * block_size)
+        engine.connector.get_num_new_matched_tokens(
+            request, request.num_computed_tokens // block_size * block_size
+        )
     return admit(engine, step, request)
 
 
@@ -109,7 +117,10 @@ def finishes_twice(end: Any, engine: Engine, request: Request, **kwargs: Any) ->
 def aborts_waiting_in_silence(end: Any, engine: Engine, request: Request, **kwargs: Any) -> Any:
     """Calls request_finished only for requests that have blocks (B058: a lookup's pin is never released)."""
     has_blocks = bool(engine.kv_cache_manager.get_block_ids(request.request_id)[0])
-    with connector_of(engine, **({} if has_blocks else {"request_finished": lambda original, *args: (False, None)})):
+    with connector_of(
+        engine,
+        **({} if has_blocks else {"request_finished": lambda original, *args: (False, None)}),
+    ):
         return end(engine, request, **kwargs)
 
 
@@ -117,7 +128,9 @@ def aborts_waiting_in_silence(end: Any, engine: Engine, request: Request, **kwar
 def finishes_with_all_blocks(end: Any, engine: Engine, request: Request, **kwargs: Any) -> Any:
     """Passes lookahead blocks to request_finished, which hold nothing (B026)."""
     table = list(engine.kv_cache_manager.get_block_ids(request.request_id)[0])
-    with connector_of(engine, request_finished=lambda original, asked, blocks: original(asked, table)):
+    with connector_of(
+        engine, request_finished=lambda original, asked, blocks: original(asked, table)
+    ):
         return end(engine, request, **kwargs)
 
 
@@ -171,7 +184,9 @@ def knows_every_request(land: Any, engine: Engine, step: Any, result: Any) -> An
 
 
 @fault(Engine, "end")
-def _forgets_at_once(end: Any, engine: Engine, request: Request, *, delay_free: bool = False) -> Any:
+def _forgets_at_once(
+    end: Any, engine: Engine, request: Request, *, delay_free: bool = False
+) -> Any:
     """Frees the blocks of a request that is aborted while its load is written into them (B045)."""
     return end(engine, request)
 
@@ -183,13 +198,25 @@ def frees_under_a_load(finished: Any, engine: Engine, connector: Any, reported: 
 
 
 @fault(Engine, "reset_prefix_cache")
-def resets_itself_only(reset: Any, engine: Engine, *, reset_running_requests: bool = False, reset_connector: bool = False) -> Any:
+def resets_itself_only(
+    reset: Any,
+    engine: Engine,
+    *,
+    reset_running_requests: bool = False,
+    reset_connector: bool = False,
+) -> Any:
     """Resets its own prefix cache and forgets the connector's: KV of the old weights is served on (B086)."""
     return reset(engine, reset_running_requests, False)
 
 
 @fault(Engine, "reset_prefix_cache")
-def raises_after_preempting(reset: Any, engine: Engine, *, reset_running_requests: bool = False, reset_connector: bool = False) -> Any:
+def raises_after_preempting(
+    reset: Any,
+    engine: Engine,
+    *,
+    reset_running_requests: bool = False,
+    reset_connector: bool = False,
+) -> Any:
     """Preempts what runs for a reset, and then raises, so that nobody's cache is reset (R172)."""
     done = reset(engine, reset_running_requests, reset_connector and not reset_running_requests)
     if reset_running_requests:
@@ -198,7 +225,9 @@ def raises_after_preempting(reset: Any, engine: Engine, *, reset_running_request
 
 
 @fault(output, "_append")
-def publishes_placeholders(append: Any, engine: Engine, request: Request, sampled: list[int], is_stale: bool) -> Any:
+def publishes_placeholders(
+    append: Any, engine: Engine, request: Request, sampled: list[int], is_stale: bool
+) -> Any:
     """Publishes blocks up to the computed count, placeholders included."""
     found = append(engine, request, sampled, is_stale)
     if engine.settings.is_async:

@@ -61,7 +61,9 @@ def hashes_by_request(update: Any, request: Request) -> None:
     known = len(request.block_hashes)
     update(request)
     for index in range(known, len(request.block_hashes)):
-        request.block_hashes[index] = type(request.block_hashes[index])(_mixed(request.block_hashes[index], request.request_id.encode()))
+        request.block_hashes[index] = type(request.block_hashes[index])(
+            _mixed(request.block_hashes[index], request.request_id.encode())
+        )
 
 
 @fault(Request, "update_block_hashes")
@@ -81,7 +83,9 @@ def repeats_tokens(build: Any, engine: Engine, step: Any) -> Any:
     """Sends the last token of every running request along, as until model runners kept the tokens themselves."""
     output = build(engine, step)
     cached = output.scheduled_cached_reqs
-    cached.new_token_ids = [list(engine.requests[request_id].all_token_ids)[-1:] for request_id in cached.req_ids]
+    cached.new_token_ids = [
+        list(engine.requests[request_id].all_token_ids)[-1:] for request_id in cached.req_ids
+    ]
     return output
 
 
@@ -91,7 +95,9 @@ def computes_nothing_after_a_full_load(build: Any, engine: Engine, step: Any) ->
     output = build(engine, step)
     for new in output.scheduled_new_reqs:
         request = engine.requests[new.req_id]
-        new.num_computed_tokens += new.num_computed_tokens > 0 and new.num_computed_tokens == request.num_tokens - 1
+        new.num_computed_tokens += (
+            new.num_computed_tokens > 0 and new.num_computed_tokens == request.num_tokens - 1
+        )
     return output
 
 
@@ -105,7 +111,11 @@ def passes_new_blocks_only(admit: Any, engine: Engine, step: Any) -> None:
         return original(request, count)
 
     def granted(original: Any, request: Request, blocks: Any, external: int) -> None:
-        original(request, KVCacheBlocks((blocks.blocks[0][local.get(request.request_id, 0) :],)), external)
+        original(
+            request,
+            KVCacheBlocks((blocks.blocks[0][local.get(request.request_id, 0) :],)),
+            external,
+        )
 
     with connector_of(engine, get_num_new_matched_tokens=asked, update_state_after_alloc=granted):
         admit(engine, step)
@@ -114,7 +124,9 @@ def passes_new_blocks_only(admit: Any, engine: Engine, step: Any) -> None:
 @fault(BlockPool, "get_new_blocks")
 def finds_what_was_overwritten(take: Any, pool: BlockPool, count: int) -> Any:
     """Leaves a block in the prefix cache when it hands it out: whoever finds it there reads what came after."""
-    before = {block.block_id: block.block_hash for block in pool.free_block_queue.get_all_free_blocks()}
+    before = {
+        block.block_id: block.block_hash for block in pool.free_block_queue.get_all_free_blocks()
+    }
     taken = take(pool, count)
     for block in taken:
         if (key := before[block.block_id]) is not None:
@@ -143,7 +155,9 @@ def passes_blocks_in_another_order(admit: Any, engine: Engine, step: Any) -> Non
 
     def granted(original: Any, request: Request, blocks: Any, external: int) -> None:
         hit = local.get(request.request_id, 0)
-        original(request, KVCacheBlocks(([*blocks.blocks[0][hit:], *blocks.blocks[0][:hit]],)), external)
+        original(
+            request, KVCacheBlocks(([*blocks.blocks[0][hit:], *blocks.blocks[0][:hit]],)), external
+        )
 
     with connector_of(engine, get_num_new_matched_tokens=asked, update_state_after_alloc=granted):
         admit(engine, step)

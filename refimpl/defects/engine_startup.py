@@ -14,7 +14,9 @@ from kvconform.refimpl.faulty import fault
 
 
 @fault(KVConnectorBase_V1, "__init__")
-def accepts_no_transfer_config(init: Any, connector: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+def accepts_no_transfer_config(
+    init: Any, connector: Any, config: Any, *args: Any, **kwargs: Any
+) -> None:
     """Constructs a connector of a configuration that has no transfer configuration."""
     if config.kv_transfer_config is not None:
         init(connector, config, *args, **kwargs)

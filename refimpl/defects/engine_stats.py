@@ -13,7 +13,9 @@ from kvconform.refimpl.faulty import fault
 
 
 @fault(admission, "_count_query")
-def counts_skipped_lookups(count: Any, engine: Engine, request: Request, local: int, external: int) -> None:
+def counts_skipped_lookups(
+    count: Any, engine: Engine, request: Request, local: int, external: int
+) -> None:
     """Counts the lookup of a request that reads no cache too, as a miss (B121)."""
     skipping, request.skip_reading_prefix_cache = request.skip_reading_prefix_cache, False
     count(engine, request, local, external)
@@ -26,7 +28,9 @@ def _counts_when_asked(look_up: Any, engine: Engine, request: Request) -> Any:
     found = look_up(engine, request)
     if found is not None and engine.connector_prefix_cache_stats is not None:
         _, local, external, _ = found
-        engine.connector_prefix_cache_stats.record(num_tokens=request.num_tokens - local, num_hits=external, preempted=False)
+        engine.connector_prefix_cache_stats.record(
+            num_tokens=request.num_tokens - local, num_hits=external, preempted=False
+        )
     return found
 
 

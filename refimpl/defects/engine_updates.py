@@ -81,7 +81,9 @@ def takes_events_before_statistics(land: Any, engine: Engine, output: Any, resul
 
 
 @fault(landing, "_append")
-def closes_with_a_token(append: Any, engine: Engine, request: Request, sampled: list[int], is_stale: bool) -> list[int]:
+def closes_with_a_token(
+    append: Any, engine: Engine, request: Request, sampled: list[int], is_stale: bool
+) -> list[int]:
     """Puts a token of its own behind the last one of a request that ends, and counts it as computed."""
     found = list(append(engine, request, sampled, is_stale))
     if request.is_finished():

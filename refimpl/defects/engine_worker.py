@@ -10,7 +10,9 @@ from kvconform.engine.lifecycle import Own
 from kvconform.refimpl.faulty import connector_of, fault, nothing
 
 try:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults as Results
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorTransferResults as Results,
+    )
 except ImportError:  # until 0.30
     Results = None
 

@@ -45,14 +45,18 @@ class LoadsIntoNullBlocks(HybridConnector):
         return share
 
     def _is_filled(self, part: Part, keys: Sequence[str], end: int) -> bool:
-        return all(self._store.has(part.key(key)) for key in keys[: -(-end // self.options.chunk_tokens)])
+        return all(
+            self._store.has(part.key(key)) for key in keys[: -(-end // self.options.chunk_tokens)]
+        )
 
 
 class KeepsOldTables(HybridConnector):
     """Saves the prompt when it is complete, from a table that it put together from what was added step by step: by then, blocks that
     left the window belong to others (B090)."""
 
-    def _extend_table(self, tracked: Tracked, new_blocks: Sequence[Sequence[int]] | None, replaces: bool) -> None:
+    def _extend_table(
+        self, tracked: Tracked, new_blocks: Sequence[Sequence[int]] | None, replaces: bool
+    ) -> None:
         self._state = None
         super()._extend_table(tracked, new_blocks, replaces)
 
@@ -65,7 +69,10 @@ class OneBlockSize(HybridConnector):
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._parts = [replace(part, block_size=self._vllm_config.cache_config.block_size) for part in self._parts]
+        self._parts = [
+            replace(part, block_size=self._vllm_config.cache_config.block_size)
+            for part in self._parts
+        ]
 
 
 class TransfersEverything(HybridConnector):
@@ -104,7 +111,9 @@ class ForgetsTheMixin(ReferenceConnector):
 
     change_of, several_groups = HybridConnector, True
 
-    def request_finished_all_groups(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished(request, block_ids[0])
 
 
@@ -121,7 +130,9 @@ def starts_anybody(supports: Any, *args: Any) -> bool:
 
 
 @fault(KVCacheManager, "get_block_ids_for_computed_tokens")
-def finishes_with_lookahead(blocks: Any, manager: KVCacheManager, request_id: str, num_computed_tokens: int) -> Any:
+def finishes_with_lookahead(
+    blocks: Any, manager: KVCacheManager, request_id: str, num_computed_tokens: int
+) -> Any:
     """At the end of a request, tells of all blocks it had."""
     return manager.get_block_ids(request_id)
 
@@ -144,8 +155,12 @@ class TakesTheRunningState(HybridConnector):
 
     def _shares(self, tracked: Tracked, start: int, end: int) -> Iterator[Share]:
         for share in super()._shares(tracked, start, end):
-            latest = next((block for block in reversed(tracked.tables[share.part.number]) if block), 0)
-            yield replace(share, slots=(latest,)) if share.part.recurrent and self._saving else share
+            latest = next(
+                (block for block in reversed(tracked.tables[share.part.number]) if block), 0
+            )
+            yield (
+                replace(share, slots=(latest,)) if share.part.recurrent and self._saving else share
+            )
 
     _saving = False
 

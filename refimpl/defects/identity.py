@@ -27,7 +27,9 @@ class _PartialIdentity(ReferenceConnector):
 
     def _keys(self, request: Request, keys: list[str], end: int) -> Sequence[str]:
         names = ("all_token_ids", "cache_salt", "lora_request", "mm_features", "prompt_embeds")
-        seen: Any = SimpleNamespace(**{name: getattr(request, name) for name in names} | self._identity(request))
+        seen: Any = SimpleNamespace(
+            **{name: getattr(request, name) for name in names} | self._identity(request)
+        )
         return extend_keys(keys, self._root, seen, self.options.chunk_tokens, end)
 
 
@@ -61,7 +63,10 @@ class ImagesAnywhere(_PartialIdentity):
         covers = [range(p.offset // size, (p.offset + p.length - 1) // size + 1) for p in positions]
         return {
             "mm_features": [
-                SimpleNamespace(identifier=feature.identifier, mm_position=SimpleNamespace(offset=chunk * size, length=size))
+                SimpleNamespace(
+                    identifier=feature.identifier,
+                    mm_position=SimpleNamespace(offset=chunk * size, length=size),
+                )
                 for feature, chunks in zip(request.mm_features, covers, strict=True)
                 for chunk in chunks
             ]
@@ -74,7 +79,9 @@ class Unchained(ReferenceConnector):
     def _keys(self, request: Request, keys: list[str], end: int) -> Sequence[str]:
         size = self.options.chunk_tokens
         for start in range(len(keys) * size, end - size + 1, size):
-            keys.append(digest(self._root, str(list(request.all_token_ids[start : start + size]))).hex())
+            keys.append(
+                digest(self._root, str(list(request.all_token_ids[start : start + size]))).hex()
+            )
         return keys
 
 
@@ -82,7 +89,10 @@ class ProcessHash(ReferenceConnector):
     """Keys are made with hash(), which is another function in every process (B087)."""
 
     def _keys(self, request: Request, keys: list[str], end: int) -> Sequence[str]:
-        keys[:] = [f"{hash(key) % 2**64:x}" for key in extend_keys([], self._root, request, self.options.chunk_tokens, end)]
+        keys[:] = [
+            f"{hash(key) % 2**64:x}"
+            for key in extend_keys([], self._root, request, self.options.chunk_tokens, end)
+        ]
         return keys
 
 
@@ -98,7 +108,9 @@ class KeysById(ReferenceConnector):
     """Computes the keys of a request once, and keeps them by its id (B012)."""
 
     def _pieces(self, tracked: Tracked, start: int, end: int) -> tuple[Piece, ...]:
-        tracked.keys = self.__dict__.setdefault("_keys_of", {}).setdefault(tracked.request.request_id, tracked.keys)
+        tracked.keys = self.__dict__.setdefault("_keys_of", {}).setdefault(
+            tracked.request.request_id, tracked.keys
+        )
         return super()._pieces(tracked, start, end)
 
 
@@ -109,12 +121,18 @@ class RemembersTheAborted(ReferenceConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         self._keys_of: dict[str, list[str]] = {}
 
-    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        keys = self._keys_of.setdefault(request.request_id, list(self._keys(request, [], request.num_prompt_tokens)))
+        keys = self._keys_of.setdefault(
+            request.request_id, list(self._keys(request, [], request.num_prompt_tokens))
+        )
         self._tracked[request.request_id].keys = list(keys)
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         result = super().request_finished(request, block_ids)
         if request.status != RequestStatus.FINISHED_ABORTED:
             self._keys_of.pop(request.request_id, None)

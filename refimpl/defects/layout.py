@@ -20,7 +20,9 @@ class AssumesContiguous(ReferenceConnector):
         def assumed(layer: torch.Tensor) -> torch.Tensor:
             _, heads, tokens, content = layer.shape
             strides = (heads * tokens * content, tokens * content, content, 1)
-            last = layer.storage_offset() + sum((size - 1) * stride for size, stride in zip(layer.shape, strides, strict=True))
+            last = layer.storage_offset() + sum(
+                (size - 1) * stride for size, stride in zip(layer.shape, strides, strict=True)
+            )
             inside = last * layer.element_size() < layer.untyped_storage().nbytes()
             return torch.as_strided(layer, layer.shape, strides) if inside else layer
 
@@ -32,7 +34,9 @@ class KeysOfTheLatent(ReferenceConnector):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if self._vllm_config.model_config.use_mla:
-            kv_caches = {name: layer[..., : layer.shape[-1] // 2] for name, layer in kv_caches.items()}
+            kv_caches = {
+                name: layer[..., : layer.shape[-1] // 2] for name, layer in kv_caches.items()
+            }
         super().register_kv_caches(kv_caches)
 
 

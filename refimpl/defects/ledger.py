@@ -79,7 +79,9 @@ class MergesInPlace(ReferenceConnector):
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         stats = super().get_kv_connector_stats()
-        return None if stats is None or self.role.name == "SCHEDULER" else _MergesInPlace(stats.data)
+        return (
+            None if stats is None or self.role.name == "SCHEDULER" else _MergesInPlace(stats.data)
+        )
 
 
 class TensorStats(ReferenceConnector):
@@ -87,14 +89,20 @@ class TensorStats(ReferenceConnector):
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         stats = super().get_kv_connector_stats()
-        return None if stats is None else ReferenceStats({name: torch.tensor(count) for name, count in stats.data.items()})
+        return (
+            None
+            if stats is None
+            else ReferenceStats({name: torch.tensor(count) for name, count in stats.data.items()})
+        )
 
 
 class RenamedStats(ReferenceConnector):
     """Rebuilds its statistics from a name that it no longer sends."""
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> KVConnectorStats | None:
         return ReferenceStats({"chunks": (data or {"chunks": 0})["chunks"]})
 
 
@@ -102,13 +110,18 @@ class UnloggedStats(ReferenceConnector):
     """Collects statistics that the front end cannot rebuild."""
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> KVConnectorStats | None:
         return None
 
 
 class _NeedsAll(ReferenceMetrics):
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        super().observe({name: transfer_stats_data[name] for name in ("chunks_read", "chunks_written")}, engine_idx)
+        super().observe(
+            {name: transfer_stats_data[name] for name in ("chunks_read", "chunks_written")},
+            engine_idx,
+        )
 
 
 class MetricsNeedAll(ReferenceConnector):
@@ -122,7 +135,10 @@ class MetricsNeedAll(ReferenceConnector):
 class _NamedAlike(ReferenceMetrics):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._totals = [self._counter_cls("kvconform_moves", what, self._labelnames) for what in ("chunks read", "chunks written")]
+        self._totals = [
+            self._counter_cls("kvconform_moves", what, self._labelnames)
+            for what in ("chunks read", "chunks written")
+        ]
 
 
 class MetricsNamedAlike(ReferenceConnector):
@@ -169,7 +185,9 @@ class ConsumesFinished(ReferenceConnector):
 class TrimsBlocks(ReferenceConnector):
     """Shortens the list of blocks that it is given at the end of a request to what it saves."""
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         result = super().request_finished(request, block_ids)
         del block_ids[1:]
         return result
@@ -202,7 +220,9 @@ class PoolNeverComes(ReferenceConnector):
 class CountsBlocks(ReferenceConnector):
     """Says of how many blocks a hit consists, where tokens are asked for."""
 
-    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[Any, int]:
         sources = super().get_external_cache_hit_sources(request, num_external_tokens)
         return {source: count // self._block_size for source, count in sources.items()}
 

@@ -73,7 +73,9 @@ class MonotonicProgress(ReferenceConnector):
 class UnknownFinish(ReferenceConnector):
     """Has no answer to the end of a request that never got blocks (B112)."""
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         assert self._tracked[request.request_id] is not None
         return super().request_finished(request, block_ids)
 
@@ -81,7 +83,9 @@ class UnknownFinish(ReferenceConnector):
 class EmptyBlocks(ReferenceConnector):
     """Takes for granted that a finished request has blocks (B057)."""
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         assert block_ids[-1] >= 0
         return super().request_finished(request, block_ids)
 
@@ -89,7 +93,9 @@ class EmptyBlocks(ReferenceConnector):
 class LiveParams(ReferenceConnector):
     """Hands the request's own parameters back, which the engine then extends."""
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         return super().request_finished(request, block_ids)[0], request.kv_transfer_params
 
 
@@ -113,7 +119,9 @@ class BoundTooEarly(ReferenceConnector):
 class KeepsRequests(ReferenceConnector):
     """Remembers every request it has seen (B059)."""
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         self.__dict__.setdefault("_history", []).append(request)
         return super().request_finished(request, block_ids)
 

@@ -24,9 +24,13 @@ class _Tampers(ReferenceConnector):
         before = {name: tensor.clone() for name, tensor in self._tensors.items()}
         super().start_load_kv(forward_context, **kwargs)
         for name, tensor in self._tensors.items():
-            axis = tensor.shape.index(max(tensor.shape[:2]))  # blocks are along the first or the second axis
+            axis = tensor.shape.index(
+                max(tensor.shape[:2])
+            )  # blocks are along the first or the second axis
             new, old = tensor.movedim(axis, 0), before[name].movedim(axis, 0)
-            blocks = [number for number in range(len(new)) if not torch.equal(new[number], old[number])]
+            blocks = [
+                number for number in range(len(new)) if not torch.equal(new[number], old[number])
+            ]
             self.tamper(name, new, old, blocks)
 
     def tamper(self, layer: str, new: torch.Tensor, old: torch.Tensor, blocks: list[int]) -> None:
@@ -75,7 +79,9 @@ class KeepsServer(ReferenceConnector):
         import sys
 
         server = "import socket, time; s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen(); time.sleep(600)"
-        subprocess.Popen([sys.executable, "-c", server], start_new_session=True, stdin=subprocess.DEVNULL)
+        subprocess.Popen(
+            [sys.executable, "-c", server], start_new_session=True, stdin=subprocess.DEVNULL
+        )
         super().register_kv_caches(kv_caches)
 
 
@@ -90,6 +96,8 @@ class NeverReports(ReferenceConnector):
 class NeverLetsGo(ReferenceConnector):
     """Says of every finished request that it still sends its blocks, and never that it has."""
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         _, parameters = super().request_finished(request, block_ids)
         return True, parameters

@@ -29,14 +29,22 @@ class FromFirstBlock(ReferenceConnector):
     def _plan_load(self, tracked: Tracked, granted: int, is_async: bool) -> Load:
         load = super()._plan_load(tracked, granted, is_async)
         shifted = [
-            Piece(piece.key, piece.first, tuple(slots)) for piece, slots in zip(load.pieces, self._front(tracked, load), strict=True)
+            Piece(piece.key, piece.first, tuple(slots))
+            for piece, slots in zip(load.pieces, self._front(tracked, load), strict=True)
         ]
         return Load(load.req, load.start, load.end, tuple(shifted), is_async)
 
     def _front(self, tracked: Tracked, load: Load) -> list[tuple[int, ...]]:
-        slots = [block * self._block_size + offset for block in tracked.table for offset in range(self._block_size)]
+        slots = [
+            block * self._block_size + offset
+            for block in tracked.table
+            for offset in range(self._block_size)
+        ]
         lengths = [len(piece.slots) for piece in load.pieces]
-        return [tuple(slots[sum(lengths[:index]) : sum(lengths[: index + 1])]) for index in range(len(lengths))]
+        return [
+            tuple(slots[sum(lengths[:index]) : sum(lengths[: index + 1])])
+            for index in range(len(lengths))
+        ]
 
 
 class SilentlyPartial(ReferenceConnector):
@@ -94,7 +102,9 @@ class StateFromStart(ReferenceConnector):
         super().start_load_kv(forward_context, **kwargs)
         self._noted = self._metadata()
 
-    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
         for save in self._noted.saves:
             self._save_layer(self._noted.epoch, save, layer_name, kv_layer)
 
@@ -134,10 +144,18 @@ class TakesTheWholeHit(ReferenceConnector):
         load, known = super()._plan_load(tracked, granted, is_async), tracked.request.num_tokens
         if load.end < known - 1:
             return load
-        return _Whole(load.req, load.start, known, (*load.pieces, *self._pieces(tracked, known - 1, known)), is_async)
+        return _Whole(
+            load.req,
+            load.start,
+            known,
+            (*load.pieces, *self._pieces(tracked, known - 1, known)),
+            is_async,
+        )
 
     def _load(self, load: Load, layers: Iterable[str]) -> None:
-        super()._load(replace(load, pieces=load.pieces[:-1]) if isinstance(load, _Whole) else load, layers)
+        super()._load(
+            replace(load, pieces=load.pieces[:-1]) if isinstance(load, _Whole) else load, layers
+        )
 
     def wait_for_save(self) -> None:
         for load in self._metadata().loads:

@@ -29,7 +29,9 @@ class AsksForTheGroup(ReferenceConnector):
 class KnowsAllReports(ReferenceConnector):
     """Looks every reported request up among its own, siblings' requests too."""
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         held, params = super().request_finished(request, block_ids)
         if held:
             self._final_ids.add(request.request_id)
@@ -48,13 +50,17 @@ class KnowsAllReports(ReferenceConnector):
 class LoadsUnchosen(ReferenceConnector):
     """Loads what its lookup found, whoever was chosen."""
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         found = super().get_num_new_matched_tokens(request, num_computed_tokens)
         self.__dict__.setdefault("_found", {})[request.request_id] = found[0]
         return found
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        super().update_state_after_alloc(request, blocks, self.__dict__.get("_found", {}).pop(request.request_id, 0))
+        super().update_state_after_alloc(
+            request, blocks, self.__dict__.get("_found", {}).pop(request.request_id, 0)
+        )
 
 
 class SavesWhatItIsTold(ReferenceConnector):
@@ -65,7 +71,9 @@ class SavesWhatItIsTold(ReferenceConnector):
         self._seen: set[str] = set()
         self._twice: set[str] = set()
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         keys = self._keys(request, [], request.num_tokens)
         if keys[0] in self._seen:
             self._twice.add(request.request_id)
@@ -79,7 +87,11 @@ class SavesWhatItIsTold(ReferenceConnector):
         yield from super()._plan_saves(scheduler_output)
         for req_id, tracked in self._tracked.items():
             if req_id not in scheduler_output.num_scheduled_tokens:
-                yield self._plan_save(tracked, self._worth_saving(tracked.request, tracked.request.num_computed_tokens), 0)
+                yield self._plan_save(
+                    tracked,
+                    self._worth_saving(tracked.request, tracked.request.num_computed_tokens),
+                    0,
+                )
 
 
 class KnowsItsPeers(ReferenceConnector):
@@ -100,7 +112,9 @@ class ReadsTheEnginesOptions(ReferenceConnector):
         if role.name == "WORKER":
             engine = get_current_vllm_config().kv_transfer_config
             assert engine is not None
-            ReadsTheEnginesOptions.readers = 1 if "store" in engine.kv_connector_extra_config else None
+            ReadsTheEnginesOptions.readers = (
+                1 if "store" in engine.kv_connector_extra_config else None
+            )
 
     def get_finished_count(self) -> int | None:
         return self.readers
@@ -115,6 +129,8 @@ class LayoutByRole(ReferenceConnector):
 
 
 @fault(MultiConnector, "build_kv_connector_stats")
-def forgets_child_statistics(rebuild: Callable[..., Any], data: dict[str, Any] | None = None) -> Any:
+def forgets_child_statistics(
+    rebuild: Callable[..., Any], data: dict[str, Any] | None = None
+) -> Any:
     """Rebuilds nothing of what a child of MultiConnector counted."""
     return rebuild({})

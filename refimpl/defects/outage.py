@@ -69,6 +69,8 @@ class WritesLate(Served):
         for piece in load.pieces:
             for layer in layers:
                 data = patient.get(piece.key, layer)
-                if data is None or not write_slots(self._layers[layer], piece.slots, data, piece.first, self._share):
+                if data is None or not write_slots(
+                    self._layers[layer], piece.slots, data, piece.first, self._share
+                ):
                     return  # it says nothing, and is taken for late
         done.set()

@@ -21,7 +21,9 @@ class _RemembersPreempted(ReferenceConnector):
     def _forget_preempted(self, preempted: Iterable[str]) -> None:
         self._dropped.update(preempted)
 
-    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
         before = self._tracked.get(request.request_id)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if before is not None:
@@ -31,7 +33,9 @@ class _RemembersPreempted(ReferenceConnector):
 class AppendsOnResume(_RemembersPreempted):
     """Appends the blocks of a resumed request to those that it had before, which belong to somebody else by now (B013)."""
 
-    def _extend_table(self, tracked: Tracked, new_blocks: Sequence[Sequence[int]] | None, replaces: bool) -> None:
+    def _extend_table(
+        self, tracked: Tracked, new_blocks: Sequence[Sequence[int]] | None, replaces: bool
+    ) -> None:
         blocks = first_group(new_blocks or ())
         if tracked.table != blocks:
             tracked.table += blocks
@@ -40,7 +44,9 @@ class AppendsOnResume(_RemembersPreempted):
 class KnownIsOld(_RemembersPreempted):
     """Takes a new entry of a known id for a duplicate. On model runner V2 it is the resumed request with its new blocks."""
 
-    def _extend_table(self, tracked: Tracked, new_blocks: Sequence[Sequence[int]] | None, replaces: bool) -> None:
+    def _extend_table(
+        self, tracked: Tracked, new_blocks: Sequence[Sequence[int]] | None, replaces: bool
+    ) -> None:
         if not (replaces and tracked.table):
             super()._extend_table(tracked, new_blocks, replaces)
 
@@ -64,7 +70,9 @@ class UnfencedSaves(ReferenceConnector):
 class ResumedIsStored(ReferenceConnector):
     """Believes that a request which had saves before a preemption needs none after it (B012, B021)."""
 
-    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         self._tracked[request.request_id].outdated = request.num_preemptions > 0
 
@@ -72,6 +80,11 @@ class ResumedIsStored(ReferenceConnector):
 class PromptOnlyLookup(ReferenceConnector):
     """Looks up the prompt alone and does not expect that a resumed request finds more of itself locally (B044)."""
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        found = min(self._stored_prefix(request), (request.num_prompt_tokens - 1) // self._block_size * self._block_size)
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        found = min(
+            self._stored_prefix(request),
+            (request.num_prompt_tokens - 1) // self._block_size * self._block_size,
+        )
         return found - num_computed_tokens if found else 0, False

@@ -40,7 +40,9 @@ class NumbersItsLayers(OneShardForAll):
     """Its keys have the number of a layer in the rank's own list, and every pipeline stage counts from 0."""
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        super().register_kv_caches({str(number): layer for number, layer in enumerate(kv_caches.values())})
+        super().register_kv_caches(
+            {str(number): layer for number, layer in enumerate(kv_caches.values())}
+        )
 
 
 class OnlyFirstStores(OneShardForAll):
@@ -123,17 +125,25 @@ class RenamesTheEngine(ReferenceConnector):
 
 
 @fault(KVOutputAggregator, "__init__")
-def first_report_counts(original: Callable[..., Any], self: Any, expected_finished_count: int) -> None:
+def first_report_counts(
+    original: Callable[..., Any], self: Any, expected_finished_count: int
+) -> None:
     """Takes a transfer for finished when the first rank says so."""
     original(self, 1)
 
 
 def _others(outputs: list[Any], output_rank: int) -> list[Any]:
-    return [output.kv_connector_output for rank, output in enumerate(outputs) if rank != output_rank and output.kv_connector_output]
+    return [
+        output.kv_connector_output
+        for rank, output in enumerate(outputs)
+        if rank != output_rank and output.kv_connector_output
+    ]
 
 
 @fault(KVOutputAggregator, "aggregate")
-def drops_stages(original: Callable[..., Any], self: Any, outputs: list[Any], output_rank: int = 0) -> Any:
+def drops_stages(
+    original: Callable[..., Any], self: Any, outputs: list[Any], output_rank: int = 0
+) -> Any:
     """What a rank that does not sample reports is dropped."""
     for other in _others(outputs, output_rank):
         other.finished_sending = other.finished_recving = None
@@ -141,7 +151,9 @@ def drops_stages(original: Callable[..., Any], self: Any, outputs: list[Any], ou
 
 
 @fault(KVOutputAggregator, "aggregate")
-def errors_of_one_rank(original: Callable[..., Any], self: Any, outputs: list[Any], output_rank: int = 0) -> Any:
+def errors_of_one_rank(
+    original: Callable[..., Any], self: Any, outputs: list[Any], output_rank: int = 0
+) -> Any:
     """Failed blocks of a rank that does not sample are nobody's business."""
     for other in _others(outputs, output_rank):
         other.invalid_block_ids = set()
@@ -149,9 +161,16 @@ def errors_of_one_rank(original: Callable[..., Any], self: Any, outputs: list[An
 
 
 @fault(KVOutputAggregator, "aggregate")
-def failures_at_once(original: Callable[..., Any], self: Any, outputs: list[Any], output_rank: int = 0) -> Any:
+def failures_at_once(
+    original: Callable[..., Any], self: Any, outputs: list[Any], output_rank: int = 0
+) -> Any:
     """A failed load is passed on as soon as one rank says so, while others still write."""
-    said = {req for output in outputs if output.kv_connector_output for req in output.kv_connector_output.failed_recving}
+    said = {
+        req
+        for output in outputs
+        if output.kv_connector_output
+        for req in output.kv_connector_output.failed_recving
+    }
     result = original(self, outputs, output_rank)
     result.kv_connector_output.failed_recving = said
     return result

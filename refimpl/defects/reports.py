@@ -38,7 +38,9 @@ class ReceivedSync(ReferenceConnector):
 
     def get_finished(self, finished_req_ids: set[str]) -> Finished:
         sent, received = super().get_finished(finished_req_ids)
-        return sent, (received or set()) | {load.req for load in self._metadata().loads if not load.is_async}
+        return sent, (received or set()) | {
+            load.req for load in self._metadata().loads if not load.is_async
+        }
 
 
 class SentUnheld(ReferenceConnector):
@@ -59,7 +61,9 @@ class NeverSent(ReferenceConnector):
 class HoldsAborted(ReferenceConnector):
     """Keeps the blocks of an aborted request too, but has nothing to send for it and so never reports it (B058)."""
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         loading = request.request_id in self._loading
         holds, params = super().request_finished(request, block_ids)
         return holds or (bool(block_ids) and not loading), params
@@ -68,7 +72,9 @@ class HoldsAborted(ReferenceConnector):
 class ForgetsAbortedLoad(ReferenceConnector):
     """Cancels the load of an aborted request without reporting it: its blocks are never freed (B049)."""
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         self._dropped.add(request.request_id)
         return super().request_finished(request, block_ids)
 
@@ -80,7 +86,9 @@ class ForgetsAbortedLoad(ReferenceConnector):
 class ReportsBoth(ReferenceConnector):
     """Keeps the blocks of a request that is aborted while it loads, and reports both the load and the release (B050)."""
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         loading = request.request_id in self._loading
         holds, params = super().request_finished(request, block_ids)
         return holds or loading, params

@@ -52,7 +52,9 @@ class PublishesTooEarly(StreamedConnector):
 class WaitsInTheHook(StreamedConnector):
     """Waits on the host for every layer."""
 
-    def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
         super().save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
         torch.cuda.current_stream().synchronize()
 

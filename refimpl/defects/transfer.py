@@ -26,7 +26,9 @@ class NotesOnlyLoads(Peer):
         if num_external_tokens:
             super().update_state_after_alloc(request, blocks, num_external_tokens)
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         self._taken.add(request.request_id)
         return super().request_finished(request, block_ids)
 
@@ -34,7 +36,9 @@ class NotesOnlyLoads(Peer):
 class ForgetsAborted(Peer):
     """Does not tell the producer about a request that was aborted before it had memory."""
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         self._taken.add(request.request_id)
         return super().request_finished(request, block_ids)
 
@@ -42,7 +46,9 @@ class ForgetsAborted(Peer):
 class PromisesAgain(Peer):
     """Answers from the request's parameters alone: promises once more what it has fetched."""
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         self._taken.discard(request.request_id)
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
@@ -52,7 +58,9 @@ class ReadsWhatItIsTold(Peer):
 
     def _pull(self, req: str, remote: dict[str, Any], first: int, blocks: tuple[int, ...]) -> None:
         super()._pull(req, remote, first, blocks)
-        self._pulls[-1] = dataclasses.replace(self._pulls[-1], key=f"{self._pulls[-1].key} {remote.get('remote_block_ids') or []}")
+        self._pulls[-1] = dataclasses.replace(
+            self._pulls[-1], key=f"{self._pulls[-1].key} {remote.get('remote_block_ids') or []}"
+        )
 
     def _offer(self, pull: Pull) -> Offer | None:
         key, _, listed = pull.key.partition(" ")
@@ -75,7 +83,9 @@ class SilentFailure(Peer):
     """Forgets a pull that failed: reports neither an error nor the end."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        self._pulling = [item for item in self._pulling if item[1] > 0 or self._offer(item[2]) is not None]
+        self._pulling = [
+            item for item in self._pulling if item[1] > 0 or self._offer(item[2]) is not None
+        ]
         self._pulling = [item for item in self._pulling if item[2].engine in self.boards]
         return super().get_finished(finished_req_ids)
 
@@ -85,8 +95,13 @@ class FirstChunk(Peer):
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         self._firsts: dict[str, list[int]] = getattr(self, "_firsts", {})
-        self._firsts |= {new.req_id: list(new.block_ids[0]) for new in scheduler_output.scheduled_new_reqs}
-        self._offers = {key: (req, blocks[: len(self._firsts[req])]) for key, (req, blocks) in self._offers.items()}
+        self._firsts |= {
+            new.req_id: list(new.block_ids[0]) for new in scheduler_output.scheduled_new_reqs
+        }
+        self._offers = {
+            key: (req, blocks[: len(self._firsts[req])])
+            for key, (req, blocks) in self._offers.items()
+        }
         return super().build_connector_meta(scheduler_output)
 
 
@@ -95,8 +110,12 @@ class FromTheEnd(Peer):
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         self._tables: dict[str, list[int]] = getattr(self, "_tables", {})
-        self._tables |= {new.req_id: list(new.block_ids[0]) for new in scheduler_output.scheduled_new_reqs}
-        self._offers = {key: (req, self._tables.get(req, blocks)) for key, (req, blocks) in self._offers.items()}
+        self._tables |= {
+            new.req_id: list(new.block_ids[0]) for new in scheduler_output.scheduled_new_reqs
+        }
+        self._offers = {
+            key: (req, self._tables.get(req, blocks)) for key, (req, blocks) in self._offers.items()
+        }
         return super().build_connector_meta(scheduler_output)
 
     def _copy(self, pull: Pull, offer: Offer) -> None:
@@ -106,7 +125,9 @@ class FromTheEnd(Peer):
 class ClientsKey(Peer):
     """Keeps what it holds under an id that clients choose: the second of two overwrites the first."""
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         held, params = super().request_finished(request, block_ids)
         chosen = (request.kv_transfer_params or {}).get("transfer_id")
         if held and params is not None and chosen is not None:
@@ -118,7 +139,9 @@ class ClientsKey(Peer):
 class NumberedKeys(Peer):
     """Returns a map whose keys are numbers: they come back from JSON as text."""
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         held, params = super().request_finished(request, block_ids)
         return held, params and {**params, "blocks_of_group": {0: list(block_ids)}}
 
@@ -126,7 +149,9 @@ class NumberedKeys(Peer):
 class Silent(Peer):
     """Finishes requests that were to be handed over as if nobody had asked."""
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         super().request_finished(request, block_ids)
         self._offers.clear()
         return False, None
@@ -135,7 +160,9 @@ class Silent(Peer):
 class LastOfThePrompt(Peer):
     """Hands the last token of the prompt over as the first one of the output."""
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         held, params = super().request_finished(request, block_ids)
         return held, params and {**params, "first_token": request.prompt_token_ids[-1]}
 
@@ -165,7 +192,9 @@ class LoadsAsProducer(ReferenceConnector):
 
 
 @fault(KVManager, "allocate_slots")
-def lookahead_while_loading(original: Any, manager: Any, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
+def lookahead_while_loading(
+    original: Any, manager: Any, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any
+) -> Any:
     """Slots for drafts are allocated with those of an asynchronous load."""
     if not num_new_tokens:
         kwargs["num_lookahead_tokens"] = manager.settings.block_size

@@ -47,12 +47,16 @@ class OneSavePerRequest(ReferenceConnector):
 class KeepsLookups(ReferenceConnector):
     """Keeps what a lookup has found until the allocation, which an aborted request never has (vllm#44100)."""
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         found = super().get_num_new_matched_tokens(request, num_computed_tokens)
         self.__dict__.setdefault("_found", {})[request.request_id] = (request, found)
         return found
 
-    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
         self.__dict__["_found"].pop(request.request_id, None)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
@@ -60,7 +64,9 @@ class KeepsLookups(ReferenceConnector):
 class LetsGoWhileSaving(ReferenceConnector):
     """Does not keep the blocks of a finished request while a save still reads them."""
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         super().request_finished(request, block_ids)
         self._final = [replace(save, final=False) for save in self._final]
         return False, None
@@ -94,8 +100,12 @@ class AdapterByNumber(ReferenceConnector):
     def _keys(self, request: Request, keys: list[str], end: int) -> Sequence[str]:
         names = ("all_token_ids", "cache_salt", "mm_features", "prompt_embeds")
         lora: Any = request.lora_request
-        number = None if lora is None else SimpleNamespace(lora_name=str(lora.lora_int_id), lora_path="")
-        seen: Any = SimpleNamespace(**{name: getattr(request, name) for name in names}, lora_request=number)
+        number = (
+            None if lora is None else SimpleNamespace(lora_name=str(lora.lora_int_id), lora_path="")
+        )
+        seen: Any = SimpleNamespace(
+            **{name: getattr(request, name) for name in names}, lora_request=number
+        )
         return extend_keys(keys, self._root, seen, self.options.chunk_tokens, end)
 
 
@@ -104,7 +114,9 @@ class SearchesFromTheEnd(ReferenceConnector):
 
     def _stored_prefix(self, request: Request) -> int:
         keys = self._keys(request, [], request.num_tokens)
-        found = next((index for index in range(len(keys), 0, -1) if self._store.has(keys[index - 1])), 0)
+        found = next(
+            (index for index in range(len(keys), 0, -1) if self._store.has(keys[index - 1])), 0
+        )
         return found * self.options.chunk_tokens
 
 
@@ -118,10 +130,20 @@ class ThreadPerRequest(ReferenceConnector):
 class CountsAtTheGrant(ReferenceConnector):
     """Reads where a load begins when it is granted: the request does not count its local hit yet."""
 
-    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         self.__dict__.setdefault("_begins", {})[request.request_id] = request.num_computed_tokens
 
     def _plan_load(self, tracked: Tracked, granted: int, is_async: bool) -> Load:
-        load, start = super()._plan_load(tracked, granted, is_async), self.__dict__["_begins"][tracked.request.request_id]
-        return replace(load, start=start, end=start + granted, pieces=self._pieces(tracked, start, start + granted))
+        load, start = (
+            super()._plan_load(tracked, granted, is_async),
+            self.__dict__["_begins"][tracked.request.request_id],
+        )
+        return replace(
+            load,
+            start=start,
+            end=start + granted,
+            pieces=self._pieces(tracked, start, start + granted),
+        )

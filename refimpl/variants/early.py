@@ -17,11 +17,15 @@ class RemembersLocalHit(ReferenceConnector):
         super().__init__(*args, **kwargs)
         self._local: dict[str, int] = {}
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         self._local[request.request_id] = num_computed_tokens
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         self._local.pop(request.request_id, None)
         return super().request_finished(request, block_ids)
 

@@ -34,16 +34,22 @@ class FencedMetadata(ReferenceMetadata):
 class Fenced(ReferenceConnector):
     """Stores three polls later, whatever has become of the request; use with ``async_saves`` and a ``save_delay``."""
 
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(
+        self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._seen: dict[str, set[int]] = {}  # blocks of each request as of the last step
         self._handed_out: set[int] = set()
 
     # ---- Scheduler half ----
 
-    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        self._seen.pop(request.request_id, None)  # it may have come back to blocks that it had before
+        self._seen.pop(
+            request.request_id, None
+        )  # it may have come back to blocks that it had before
         self._notice(self._tracked[request.request_id])
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
@@ -54,7 +60,15 @@ class Fenced(ReferenceConnector):
             self._notice(tracked)
         saves, handed_out = metadata.saves[len(finished) :], frozenset(self._handed_out)
         # Nothing is dropped: a copy that is under way is as good after a preemption as before it.
-        fenced = FencedMetadata(metadata.epoch, metadata.loads, saves, frozenset(), metadata.repaired, handed_out, finished)
+        fenced = FencedMetadata(
+            metadata.epoch,
+            metadata.loads,
+            saves,
+            frozenset(),
+            metadata.repaired,
+            handed_out,
+            finished,
+        )
         self._handed_out = set()
         return fenced
 
@@ -64,7 +78,9 @@ class Fenced(ReferenceConnector):
         self._handed_out |= set(tracked.table) - seen
         seen |= set(tracked.table)
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         super().request_finished(request, block_ids)
         self._seen.pop(request.request_id, None)
         self._final = [replace(save, final=False) for save in self._final]

@@ -37,7 +37,9 @@ class Undeclared(ReferenceConnector):
 class WorthLoading(Undeclared):
     """Loads 24 tokens or more beyond the local hit, or none (LMCache: min_retrieve_tokens)."""
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
         return (tokens, is_async) if tokens is not None and tokens >= WORTH_LOADING else (0, False)
 
@@ -45,7 +47,9 @@ class WorthLoading(Undeclared):
 class OneLoadPerStep(Undeclared):
     """Loads for one request per step; the others do without."""
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         if len(self._granted) >= LOADS_PER_STEP:
             return 0, False
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
@@ -55,7 +59,11 @@ class SaveBudget(Undeclared):
     """Saves two chunks per step, of whichever requests come first; what is over is not saved at all."""
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        metadata, left, saves = super().build_connector_meta(scheduler_output), SAVES_PER_STEP, list[Save]()
+        metadata, left, saves = (
+            super().build_connector_meta(scheduler_output),
+            SAVES_PER_STEP,
+            list[Save](),
+        )
         assert isinstance(metadata, ReferenceMetadata)
         for save in metadata.saves:
             pieces = save.pieces if save.final else save.pieces[:left]
@@ -67,7 +75,9 @@ class SaveBudget(Undeclared):
 class Expiring(Undeclared):
     """Answers for a chunk for ten steps after it was first seen in the store; after that it must be saved again."""
 
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(
+        self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._store: Any = self._store if role.name == "WORKER" else Clocked(self._store)
 
@@ -88,7 +98,9 @@ class Clocked:
         return getattr(self._store, name)
 
     def has(self, key: str) -> bool:
-        return self._store.has(key) and self._now - self._since.setdefault(key, self._now) < LIFETIME
+        return (
+            self._store.has(key) and self._now - self._since.setdefault(key, self._now) < LIFETIME
+        )
 
     def tick(self, saved: Iterable[str]) -> None:
         """A step went by; `saved` live anew."""

@@ -11,7 +11,10 @@ from kvconform.refimpl.connector import ReferenceConnector
 from kvconform.refimpl.plan import ReferenceMetadata
 
 if TYPE_CHECKING:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorMetadata,
+        KVConnectorRole,
+    )
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
@@ -22,7 +25,9 @@ class KeepsLast(ReferenceConnector):
 
     last: Request | None = None
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         self.last = request
         return super().request_finished(request, block_ids)
 
@@ -44,13 +49,25 @@ class HandsOutItsOwn(ReferenceConnector):
         alive.update(dict.fromkeys(scheduler_output.num_scheduled_tokens, 1))
         for req_id in scheduler_output.finished_req_ids:
             alive.pop(req_id, None)
-        return Beating(metadata.epoch, metadata.loads, metadata.saves, metadata.dropped, metadata.repaired, alive)
+        return Beating(
+            metadata.epoch,
+            metadata.loads,
+            metadata.saves,
+            metadata.dropped,
+            metadata.repaired,
+            alive,
+        )
 
 
 class InstanceHooks(ReferenceConnector):
     """Chooses some of its hooks when it is made, and sets them on the instance."""
 
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(
+        self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        chosen: dict[str, Any] = {name: partial(getattr(ReferenceConnector, name), self) for name in ("request_finished", "get_finished")}
+        chosen: dict[str, Any] = {
+            name: partial(getattr(ReferenceConnector, name), self)
+            for name in ("request_finished", "get_finished")
+        }
         self.__dict__.update(chosen)

@@ -61,7 +61,11 @@ class Share(Piece):
     part: Part
 
     def blocks(self, block_size: int) -> set[int]:
-        return set(self.slots) if self.part.recurrent else {slot // self.part.block_size for slot in self.slots}
+        return (
+            set(self.slots)
+            if self.part.recurrent
+            else {slot // self.part.block_size for slot in self.slots}
+        )
 
 
 class HybridConnector(ReferenceConnector, SupportsHMA):
@@ -69,18 +73,34 @@ class HybridConnector(ReferenceConnector, SupportsHMA):
 
     several_groups = True
 
-    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         if self.options.async_saves:
             raise ValueError("blocks leave a window without notice: a save cannot wait")
         groups = kv_cache_config.kv_cache_groups
-        moved = [(number, group) for number, group in enumerate(groups) if getattr(group, "enable_kv_transfer", True)]
-        self._parts = [_part(number, group.kv_cache_spec, self._share.ranks) for number, group in moved]
-        if any(part.recurrent and part.block_size != self.options.chunk_tokens for part in self._parts):
-            raise ValueError("there is a state at the end of a block only, so a chunk must be a block")
-        self._block_size = math.lcm(*(group.kv_cache_spec.block_size for group in groups)) * self._share.ranks
+        moved = [
+            (number, group)
+            for number, group in enumerate(groups)
+            if getattr(group, "enable_kv_transfer", True)
+        ]
+        self._parts = [
+            _part(number, group.kv_cache_spec, self._share.ranks) for number, group in moved
+        ]
+        if any(
+            part.recurrent and part.block_size != self.options.chunk_tokens for part in self._parts
+        ):
+            raise ValueError(
+                "there is a state at the end of a block only, so a chunk must be a block"
+            )
+        self._block_size = (
+            math.lcm(*(group.kv_cache_spec.block_size for group in groups)) * self._share.ranks
+        )
         self._several = len(groups) > 1
-        self._number = {name: number for number, group in enumerate(groups) for name in group.layer_names}  # layers of this rank
+        self._number = {
+            name: number for number, group in enumerate(groups) for name in group.layer_names
+        }  # layers of this rank
         self._state: Any = None  # the block tables, while metadata is built
         self._failed: set[str] = set()  # asynchronous loads, to be reported
 
@@ -89,7 +109,11 @@ class HybridConnector(ReferenceConnector, SupportsHMA):
     def _stored_prefix(self, request: Request) -> int:
         keys = self._keys(request, [], request.num_tokens)
         unlimited = [part for part in self._parts if part.window is None]
-        found = (i for i, key in enumerate(keys) if not all(self._store.has(part.key(key)) for part in unlimited))
+        found = (
+            i
+            for i, key in enumerate(keys)
+            if not all(self._store.has(part.key(key)) for part in unlimited)
+        )
         return next(found, len(keys)) * self.options.chunk_tokens
 
     def _claim(self, request: Request, found: int) -> int:
@@ -101,9 +125,14 @@ class HybridConnector(ReferenceConnector, SupportsHMA):
 
     def _is_filled(self, part: Part, keys: Sequence[str], end: int) -> bool:
         chunk = self.options.chunk_tokens
-        return all(self._store.has(part.key(key)) for key in keys[part.first_wanted(end) // chunk : -(-end // chunk)])
+        return all(
+            self._store.has(part.key(key))
+            for key in keys[part.first_wanted(end) // chunk : -(-end // chunk)]
+        )
 
-    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         self._tracked[request.request_id].tables = _copied(blocks.get_block_ids())
 
@@ -112,7 +141,9 @@ class HybridConnector(ReferenceConnector, SupportsHMA):
         yield from super()._plan_saves(scheduler_output)
         self._state = None  # only good for this call
 
-    def _extend_table(self, tracked: Tracked, new_blocks: Sequence[Sequence[int]] | None, replaces: bool) -> None:
+    def _extend_table(
+        self, tracked: Tracked, new_blocks: Sequence[Sequence[int]] | None, replaces: bool
+    ) -> None:
         """A step's output tells what was added. What left a window it does not tell: such a block may be another request's by now."""
         now = None if self._state is None else self._state.get_block_ids(tracked.request.request_id)
         if now is not None or replaces:
@@ -128,16 +159,27 @@ class HybridConnector(ReferenceConnector, SupportsHMA):
 
     def _inside(self, share: Share) -> Share:
         """What is left of it behind the null blocks."""
-        null = sum(slot // (1 if share.part.recurrent else share.part.block_size) == NULL_BLOCK for slot in share.slots)
+        null = sum(
+            slot // (1 if share.part.recurrent else share.part.block_size) == NULL_BLOCK
+            for slot in share.slots
+        )
         return replace(share, first=share.first + null, slots=share.slots[null:])
 
     def _plan_save(self, tracked: Tracked, end: int, scheduled: int, final: bool = False) -> Save:
         save = super()._plan_save(tracked, end, scheduled, final)
-        table = {block for part in self._parts for block in tracked.tables[part.number][: -(-save.end // part.block_size)]}
+        table = {
+            block
+            for part in self._parts
+            for block in tracked.tables[part.number][: -(-save.end // part.block_size)]
+        }
         return replace(save, table=tuple(sorted(table)) if save.pieces else ())
 
     def _pieces(self, tracked: Tracked, start: int, end: int) -> tuple[Piece, ...]:
-        return tuple(share for share in self._shares(tracked, start, end) if NULL_BLOCK not in share.blocks(self._block_size))
+        return tuple(
+            share
+            for share in self._shares(tracked, start, end)
+            if NULL_BLOCK not in share.blocks(self._block_size)
+        )
 
     def _expect(self, tracked: Tracked, pieces: Sequence[Piece]) -> bool:
         return bool(pieces)  # no KV events
@@ -148,12 +190,16 @@ class HybridConnector(ReferenceConnector, SupportsHMA):
         for part in self._parts:
             if part.recurrent:
                 for number in range(start // chunk, end // chunk):
-                    yield Share(part.key(keys[number]), 0, (tracked.tables[part.number][number],), part)
+                    yield Share(
+                        part.key(keys[number]), 0, (tracked.tables[part.number][number],), part
+                    )
                 continue
             for piece in cut(keys, tracked.tables[part.number], start, end, chunk, part.block_size):
                 yield Share(part.key(piece.key), piece.first, piece.slots, part)
 
-    def request_finished_all_groups(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         """Called instead of `request_finished`, with one table per group."""
         tracked = self._tracked.get(request.request_id)
         if tracked is not None:
@@ -165,7 +211,9 @@ class HybridConnector(ReferenceConnector, SupportsHMA):
     def _load(self, load: Load, layers: Iterable[str]) -> None:
         bad = set(self._bad)
         super()._load(load, layers)
-        if self._several and self._invalid:  # a block id says nothing without its group: the engine wants the request's
+        if (
+            self._several and self._invalid
+        ):  # a block id says nothing without its group: the engine wants the request's
             self._failed.add(load.req)
             self._invalid.clear()
             self._bad = bad if load.is_async else self._bad  # nobody has computed upon it
@@ -181,7 +229,11 @@ class HybridConnector(ReferenceConnector, SupportsHMA):
         return self._number[layer] != piece.part.number or super()._load_layer(piece, layer)
 
     def _save_layer(self, epoch: int, save: Save, layer: str, kv_layer: torch.Tensor) -> None:
-        mine = tuple(piece for piece in save.pieces if isinstance(piece, Share) and self._number[layer] == piece.part.number)
+        mine = tuple(
+            piece
+            for piece in save.pieces
+            if isinstance(piece, Share) and self._number[layer] == piece.part.number
+        )
         super()._save_layer(epoch, replace(save, pieces=mine), layer, kv_layer)
 
     @classmethod
@@ -192,7 +244,12 @@ class HybridConnector(ReferenceConnector, SupportsHMA):
 def _part(number: int, spec: Any, ranks: int) -> Part:
     """A recurrent layer needs the state before a token: a window of two. ``ranks``: that the tokens of a block are split over."""
     recurrent = isinstance(spec, MambaSpec)
-    return Part(number, spec.block_size * ranks, 2 if recurrent else getattr(spec, "sliding_window", None), recurrent)
+    return Part(
+        number,
+        spec.block_size * ranks,
+        2 if recurrent else getattr(spec, "sliding_window", None),
+        recurrent,
+    )
 
 
 def _copied(tables: Iterable[Sequence[int]]) -> list[list[int]]:
@@ -204,5 +261,11 @@ class OneGroupOnly(HybridConnector):
 
     kvconform_capabilities = None  # type: ignore[assignment]
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return (0, False) if self._several else super().get_num_new_matched_tokens(request, num_computed_tokens)
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return (
+            (0, False)
+            if self._several
+            else super().get_num_new_matched_tokens(request, num_computed_tokens)
+        )

@@ -12,7 +12,10 @@ from kvconform.refimpl.plan import Load, Piece, ReferenceMetadata
 from kvconform.refimpl.tracking import Tracked
 
 if TYPE_CHECKING:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorMetadata,
+        KVConnectorRole,
+    )
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
@@ -23,15 +26,25 @@ PATIENCE = 3
 class Undecided(ReferenceConnector):
     """Answers three lookups of a request with "not yet" (systems.md B3)."""
 
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(
+        self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._asked: dict[str, int] = {}
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         asked = self._asked[request.request_id] = self._asked.get(request.request_id, 0) + 1
-        return (None, False) if asked <= PATIENCE else super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return (
+            (None, False)
+            if asked <= PATIENCE
+            else super().get_num_new_matched_tokens(request, num_computed_tokens)
+        )
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         self._asked.pop(request.request_id, None)
         return super().request_finished(request, block_ids)
 
@@ -39,7 +52,9 @@ class Undecided(ReferenceConnector):
 class Uneven(Undecided):
     """Looks up one request after the other, as a store that is asked over a wire: the second one is answered when the first one runs."""
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         self._asked.setdefault(request.request_id, -4 * len(self._asked))
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
@@ -47,7 +62,9 @@ class Uneven(Undecided):
 class NeverHits(ReferenceConnector):
     """Stores everything and finds nothing, as a producer does whose consumers are elsewhere."""
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         return 0, False
 
 
@@ -56,7 +73,10 @@ class BlockFiller(ReferenceConnector):
 
     def _plan_load(self, tracked: Tracked, granted: int, is_async: bool) -> Load:
         load = super()._plan_load(tracked, granted, is_async)
-        end = min(-(-load.end // self._block_size) * self._block_size, self._stored_prefix(tracked.request))
+        end = min(
+            -(-load.end // self._block_size) * self._block_size,
+            self._stored_prefix(tracked.request),
+        )
         pieces = self._pieces(tracked, load.start, max(end, load.end))
         return Load(load.req, load.start, load.end, pieces, is_async)
 
@@ -101,7 +121,9 @@ class ForeseesFailures(ReferenceConnector):
 class InParts(ReferenceConnector):
     """Spreads an asynchronous load over the metadata of several steps, a chunk in each. The last part is the one that is reported."""
 
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(
+        self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._rest: list[list[Load]] = []
 

@@ -44,11 +44,15 @@ class Quantising(ReferenceConnector):
     def _save_layer(self, epoch: int, save: Save, layer: str, kv_layer: torch.Tensor) -> None:
         if self._is_sound(save):
             for piece in save.pieces:
-                self._store.put(epoch, piece.key, layer, squeeze(read_slots(kv_layer, piece.slots, self._share)))
+                self._store.put(
+                    epoch, piece.key, layer, squeeze(read_slots(kv_layer, piece.slots, self._share))
+                )
 
     def _load_layer(self, piece: Piece, layer: str) -> bool:
         data = self._store.get(piece.key, layer)
-        return data is not None and write_slots(self._layers[layer], piece.slots, unsqueeze(data), piece.first, self._share)
+        return data is not None and write_slots(
+            self._layers[layer], piece.slots, unsqueeze(data), piece.first, self._share
+        )
 
 
 class Blending(ReferenceConnector):
@@ -57,7 +61,11 @@ class Blending(ReferenceConnector):
 
     @classmethod
     def kvconform_capabilities(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
-        return {**super().kvconform_capabilities(extra_config), "non_prefix_reuse": True, "kv_events": False}
+        return {
+            **super().kvconform_capabilities(extra_config),
+            "non_prefix_reuse": True,
+            "kv_events": False,
+        }
 
     def _keys(self, request: Request, keys: list[str], end: int) -> Sequence[str]:
         """Keys of the full chunks within [0, end); tenant, adapter and all images up to there count as ever."""

@@ -12,7 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+)
 from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
@@ -20,8 +23,12 @@ if TYPE_CHECKING:
 
 DONE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 CAPABILITIES = {
-    "transfer": True, "roles": ["kv_both", "kv_producer", "kv_consumer"], "store": False, "saves": "none", "async_load": True,
-}  # fmt: skip
+    "transfer": True,
+    "roles": ["kv_both", "kv_producer", "kv_consumer"],
+    "store": False,
+    "saves": "none",
+    "async_load": True,
+}
 
 
 @dataclass
@@ -70,15 +77,24 @@ class Peer(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         extra = self._kv_transfer_config.kv_connector_extra_config
         self.engine_id = str(self._kv_transfer_config.engine_id)
-        self.lease, self.delay, self.patience = extra.get("lease", 0), extra.get("delay", 1), extra.get("patience", 3)
+        self.lease, self.delay, self.patience = (
+            extra.get("lease", 0),
+            extra.get("delay", 1),
+            extra.get("patience", 3),
+        )
         self.whole_blocks = extra.get("whole_blocks", False)
-        self.produces, self.consumes = self._kv_transfer_config.is_kv_producer, self._kv_transfer_config.is_kv_consumer
+        self.produces, self.consumes = (
+            self._kv_transfer_config.is_kv_producer,
+            self._kv_transfer_config.is_kv_consumer,
+        )
         self._size = vllm_config.cache_config.block_size
         self._offers: dict[str, tuple[str, list[int]]] = {}
         self._pulls: list[Pull] = []
         self._taken: set[str] = set()  # requests whose remote KV was asked for: it can be had once
         self._serial = 0
-        self._pulling: list[tuple[int, int, Pull]] = []  # polls until it is there, polls until it fails
+        self._pulling: list[
+            tuple[int, int, Pull]
+        ] = []  # polls until it is there, polls until it fails
         self._invalid: set[int] = set()
 
     # ---- Scheduler half, consumer ----
@@ -86,8 +102,17 @@ class Peer(KVConnectorBase_V1):
     def _remote(self, request: Any) -> dict[str, Any] | None:
         """Where the request's KV is, if it is to be pulled and has not been."""
         params = request.kv_transfer_params
-        wanted = self.consumes and params and params.get("do_remote_prefill") and request.request_id not in self._taken
-        known = wanted and isinstance(params.get("remote_engine_id"), str) and isinstance(params.get("remote_request_id"), str)
+        wanted = (
+            self.consumes
+            and params
+            and params.get("do_remote_prefill")
+            and request.request_id not in self._taken
+        )
+        known = (
+            wanted
+            and isinstance(params.get("remote_engine_id"), str)
+            and isinstance(params.get("remote_request_id"), str)
+        )
         return params if known else None
 
     def _available(self, request: Any, remote: dict[str, Any]) -> int:
@@ -95,7 +120,9 @@ class Peer(KVConnectorBase_V1):
         tokens = min(int(remote.get("remote_num_tokens") or 0), request.num_prompt_tokens)
         return tokens // self._size * self._size if self.whole_blocks else tokens
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         remote = self._remote(request)
         tokens = self._available(request, remote) - num_computed_tokens if remote else 0
         return (tokens, True) if tokens > 0 else (0, False)
@@ -110,30 +137,50 @@ class Peer(KVConnectorBase_V1):
         if num_external_tokens:
             first = (self._available(request, remote) - num_external_tokens) // self._size
             end = -(-(first * self._size + num_external_tokens) // self._size)
-        self._pull(request.request_id, remote, first, tuple(blocks.get_block_ids()[0][first:end]) if end else ())
+        self._pull(
+            request.request_id,
+            remote,
+            first,
+            tuple(blocks.get_block_ids()[0][first:end]) if end else (),
+        )
 
     def _pull(self, req: str, remote: dict[str, Any], first: int, blocks: tuple[int, ...]) -> None:
-        self._pulls.append(Pull(req, remote["remote_engine_id"], remote["remote_request_id"], first, blocks))
+        self._pulls.append(
+            Pull(req, remote["remote_engine_id"], remote["remote_request_id"], first, blocks)
+        )
 
     # ---- Scheduler half, producer, and the end of a request ----
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         req, params = request.request_id, request.kv_transfer_params or {}
         remote = self._remote(request)
         if remote is not None:  # it never got as far as an allocation
             self._pull(req, remote, 0, ())
         self._taken.discard(req)
-        if not (self.produces and params.get("do_remote_decode")) or request.status not in DONE or not block_ids:
+        if (
+            not (self.produces and params.get("do_remote_decode"))
+            or request.status not in DONE
+            or not block_ids
+        ):
             return False, None
         self._serial += 1
         key = f"{req}/{self._serial}"  # of this request and no other, whatever ids clients choose
         tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         self._offers[key] = (req, list(block_ids[: -(-tokens // self._size)]))
         return True, {
-            "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": self.engine_id, "remote_request_id": key,
-            "remote_block_ids": self._offers[key][1], "remote_host": "localhost", "remote_port": 0, "remote_num_tokens": tokens,
-            "first_token": request.output_token_ids[0], "tp_size": 1,
-        }  # fmt: skip
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": self.engine_id,
+            "remote_request_id": key,
+            "remote_block_ids": self._offers[key][1],
+            "remote_host": "localhost",
+            "remote_port": 0,
+            "remote_num_tokens": tokens,
+            "first_token": request.output_token_ids[0],
+            "tp_size": 1,
+        }
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         meta = PeerMetadata(self._offers, self._pulls)
@@ -174,7 +221,10 @@ class Peer(KVConnectorBase_V1):
 
     def _copy(self, pull: Pull, offer: Offer) -> None:
         """The blocks, at once, and a note that they are not needed any more."""
-        board, source = self.boards[pull.engine], offer.blocks[pull.first : pull.first + len(pull.blocks)]
+        board, source = (
+            self.boards[pull.engine],
+            offer.blocks[pull.first : pull.first + len(pull.blocks)],
+        )
         for name, layer in self.board.layers.items():
             for mine, theirs in zip(pull.blocks, source, strict=False):
                 layer[mine] = board.layers[name][theirs]
@@ -193,7 +243,11 @@ class Peer(KVConnectorBase_V1):
                 offer.left -= 1
                 if offer.left < 0:
                     ended.append(key)
-        return {self.board.offers.pop(key).req for key in dict.fromkeys(ended) if key in self.board.offers}
+        return {
+            self.board.offers.pop(key).req
+            for key in dict.fromkeys(ended)
+            if key in self.board.offers
+        }
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         invalid, self._invalid = self._invalid, set()
@@ -201,13 +255,18 @@ class Peer(KVConnectorBase_V1):
 
     def shutdown(self) -> None:
         self._pulling = []
-        if getattr(self, "board", None) is not None and self.boards.get(self.engine_id) is self.board:
+        if (
+            getattr(self, "board", None) is not None
+            and self.boards.get(self.engine_id) is self.board
+        ):
             del self.boards[self.engine_id]
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         return
 
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
         return
 
     def wait_for_save(self) -> None:

@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+)
 
 
 @dataclass
@@ -29,16 +32,25 @@ class Plain(KVConnectorBase_V1):
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        name = self._kv_transfer_config.kv_connector_extra_config.get("store", self._kv_transfer_config.engine_id)
-        self._blocks = self._stores.setdefault(f"rank {vllm_config.parallel_config.rank} of {name}", {})
+        name = self._kv_transfer_config.kv_connector_extra_config.get(
+            "store", self._kv_transfer_config.engine_id
+        )
+        self._blocks = self._stores.setdefault(
+            f"rank {vllm_config.parallel_config.rank} of {name}", {}
+        )
         self._index = self._stores.setdefault(f"index of {name}", {})
         self._size = vllm_config.cache_config.block_size
         self._live: dict[str, tuple[Any, list[int]]] = {}
         self._to_load: dict[str, int] = {}
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         usable = request.block_hashes[: (request.num_tokens - 1) // self._size]
-        found = next((index for index, block in enumerate(usable) if (block, "") not in self._index), len(usable))
+        found = next(
+            (index for index, block in enumerate(usable) if (block, "") not in self._index),
+            len(usable),
+        )
         return max(0, found * self._size - num_computed_tokens), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -49,21 +61,36 @@ class Plain(KVConnectorBase_V1):
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         meta = PlainMetadata()
         cached = scheduler_output.scheduled_cached_reqs
-        new = {entry.req_id: (entry.num_computed_tokens, entry.block_ids, True) for entry in scheduler_output.scheduled_new_reqs}
+        new = {
+            entry.req_id: (entry.num_computed_tokens, entry.block_ids, True)
+            for entry in scheduler_output.scheduled_new_reqs
+        }
         old = zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True)
-        rows = new | {req: (computed, blocks, req in cached.resumed_req_ids) for req, computed, blocks in old}
+        rows = new | {
+            req: (computed, blocks, req in cached.resumed_req_ids) for req, computed, blocks in old
+        }
         for req, (computed, blocks, replaces) in rows.items():
             request, table = self._live[req]
             if not replaces and blocks is not None:
                 table.extend(blocks[0])
             external = self._to_load.pop(req, 0)
             pairs = list(zip(request.block_hashes, table, strict=False))
-            meta.loads += pairs[(computed - external) // self._size : computed // self._size] if external else []
+            meta.loads += (
+                pairs[(computed - external) // self._size : computed // self._size]
+                if external
+                else []
+            )
             end = min(computed + scheduler_output.num_scheduled_tokens[req], request.num_tokens)
-            meta.saves += [(block, at) for block, at in pairs[: end // self._size] if (block, "") not in self._index]
+            meta.saves += [
+                (block, at)
+                for block, at in pairs[: end // self._size]
+                if (block, "") not in self._index
+            ]
         return meta
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         self._live.pop(request.request_id, None)
         return False, None
 
@@ -85,7 +112,9 @@ class Plain(KVConnectorBase_V1):
     def wait_for_layer_load(self, layer_name: str) -> None:
         return
 
-    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
         return
 
     def wait_for_save(self) -> None:

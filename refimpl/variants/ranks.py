@@ -16,7 +16,11 @@ class Drifting(ReferenceConnector):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         late = 2 * vllm_config.parallel_config.rank
-        self.options = replace(self.options, load_delay=self.options.load_delay + late, save_delay=self.options.save_delay + late)
+        self.options = replace(
+            self.options,
+            load_delay=self.options.load_delay + late,
+            save_delay=self.options.save_delay + late,
+        )
 
 
 class LosesShards(ReferenceConnector):

@@ -15,9 +15,18 @@ HERE = "kvconform.refimpl.variants"
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "sync": ("kvconform.refimpl.connector:ReferenceConnector", {}),
-    "async": ("kvconform.refimpl.connector:ReferenceConnector", {"load": "async", "async_saves": True}),
-    "layerwise": ("kvconform.refimpl.connector:ReferenceConnector", {"layerwise": True, "chunk_tokens": 6, "whole_blocks": False}),
-    "prompt": ("kvconform.refimpl.connector:ReferenceConnector", {"save_decode": False, "chunk_tokens": 8}),
+    "async": (
+        "kvconform.refimpl.connector:ReferenceConnector",
+        {"load": "async", "async_saves": True},
+    ),
+    "layerwise": (
+        "kvconform.refimpl.connector:ReferenceConnector",
+        {"layerwise": True, "chunk_tokens": 6, "whole_blocks": False},
+    ),
+    "prompt": (
+        "kvconform.refimpl.connector:ReferenceConnector",
+        {"save_decode": False, "chunk_tokens": 8},
+    ),
     "lazy": (f"{HERE}.saving:LazySaver", {}),
     "whole-prompt": (f"{HERE}.saving:WholePromptSaver", {}),
     "at-finish": (f"{HERE}.saving:AtFinish", {}),
@@ -25,7 +34,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "selective": (f"{HERE}.saving:Selective", {}),
     "never-hits": (f"{HERE}.loading:NeverHits", {}),
     "chunk-256": ("kvconform.refimpl.connector:ReferenceConnector", {"chunk_tokens": 256}),
-    "holds-long": ("kvconform.refimpl.connector:ReferenceConnector", {"load": "async", "async_saves": True, "save_delay": 12}),
+    "holds-long": (
+        "kvconform.refimpl.connector:ReferenceConnector",
+        {"load": "async", "async_saves": True, "save_delay": 12},
+    ),
     "fenced": (f"{HERE}.fencing:Fenced", {"async_saves": True, "save_delay": 3}),
     "threads": (f"{HERE}.threads:Threads", {"load": "async", "async_saves": True}),
     "tiered-lru": (f"{HERE}.tiers:Tiered", {}),
@@ -63,7 +75,10 @@ NOT_RECOMMENDED = {"hands-out-its-own": "meta.not-reused"}
 
 STREAMED: dict[str, tuple[str, dict[str, Any]]] = {
     "streams": ("kvconform.refimpl.streamed:StreamedConnector", {"async_saves": True}),
-    "streams-async": ("kvconform.refimpl.streamed:StreamedConnector", {"load": "async", "async_saves": True}),
+    "streams-async": (
+        "kvconform.refimpl.streamed:StreamedConnector",
+        {"load": "async", "async_saves": True},
+    ),
     "streams-layerwise": (
         "kvconform.refimpl.streamed:StreamedConnector",
         {"layerwise": True, "async_saves": True, "chunk_tokens": 6, "whole_blocks": False},

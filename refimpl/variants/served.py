@@ -19,8 +19,12 @@ if TYPE_CHECKING:
 class Served(ReferenceConnector):
     """`store` is `served:PORT`."""
 
-    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         parallel = vllm_config.parallel_config
-        self._store: ServedStore = ServedStore(int(self.options.store.partition(":")[2]), parallel.rank, parallel.world_size)
+        self._store: ServedStore = ServedStore(
+            int(self.options.store.partition(":")[2]), parallel.rank, parallel.world_size
+        )
         self._faults = Faults(self._store)

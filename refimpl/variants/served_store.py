@@ -32,7 +32,9 @@ class Handler(BaseHTTPRequestHandler):
             return
         line, _, data = body.partition(b"\n")
         rank, ranks, arguments = json.loads(line)
-        found = getattr(MemoryStore("served", rank, ranks), self.path[1:])(*arguments, *([data] if self.path == "/put" else []))
+        found = getattr(MemoryStore("served", rank, ranks), self.path[1:])(
+            *arguments, *([data] if self.path == "/put" else [])
+        )
         self._answer(found if isinstance(found, bytes) else json.dumps(found).encode())
 
     def _answer(self, data: bytes) -> None:
@@ -90,7 +92,9 @@ class ServedStore:
             return None
         link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=self.patience)
         try:
-            link.request("POST", f"/{method}", json.dumps([*self.place, arguments]).encode() + b"\n" + data)
+            link.request(
+                "POST", f"/{method}", json.dumps([*self.place, arguments]).encode() + b"\n" + data
+            )
             answer = link.getresponse()
             found = answer.read()
             return found if answer.status == 200 else None

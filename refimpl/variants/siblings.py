@@ -7,7 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, cast
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
 from vllm.v1.request import RequestStatus
 
 from kvconform.kv import device
@@ -42,14 +46,18 @@ class Waits:
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         device.current.finish()
-        return cast("tuple[set[str] | None, set[str] | None]", super().get_finished(finished_req_ids))  # type: ignore[misc]
+        return cast(
+            "tuple[set[str] | None, set[str] | None]", super().get_finished(finished_req_ids)
+        )  # type: ignore[misc]
 
 
 class Winner(Waits, Plain):
     """Keeps everything and, listed first, loads it."""
 
     kvconform_sibling = True
-    _stores: ClassVar[dict[str, Any]] = {}  # of its own: the connector under test may be a Plain too
+    _stores: ClassVar[
+        dict[str, Any]
+    ] = {}  # of its own: the connector under test may be a Plain too
 
 
 @dataclass
@@ -69,9 +77,16 @@ class Holder(Decoy):
         self._held: list[str] = []
         self._sending: Countdown[str] = Countdown()
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        ended = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
-        holds = ended and bool(block_ids)  # the blocks of an aborted load are freed by the report of the load, and by it alone
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        ended = request.status in (
+            RequestStatus.FINISHED_STOPPED,
+            RequestStatus.FINISHED_LENGTH_CAPPED,
+        )
+        holds = ended and bool(
+            block_ids
+        )  # the blocks of an aborted load are freed by the report of the load, and by it alone
         self._held += [request.request_id] * holds
         return holds, None
 

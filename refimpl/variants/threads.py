@@ -22,7 +22,9 @@ THREADS = 2
 class Threads(ReferenceConnector):
     """Use with ``load: async`` and ``async_saves``. Threads touch tensors and the store, and nothing that the engine asks about."""
 
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(
+        self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._pool = ThreadPoolExecutor(THREADS) if role == KVConnectorRole.WORKER else None
         self._loads: list[tuple[Load, Future[set[int]]]] = []
@@ -45,18 +47,30 @@ class Threads(ReferenceConnector):
 
     def wait_for_save(self) -> None:
         metadata = self._metadata()
-        self._saves += [(save, self._submit(self._write, metadata.epoch, save, self._is_sound(save))) for save in metadata.saves]
+        self._saves += [
+            (save, self._submit(self._write, metadata.epoch, save, self._is_sound(save)))
+            for save in metadata.saves
+        ]
 
     def _write(self, epoch: int, save: Save, sound: bool) -> None:
         """On a thread: copy the blocks and commit."""
         for piece in save.pieces if sound else ():
             for layer in self._layers:
-                self._store.put(epoch, piece.key, layer, read_slots(self._layers[layer], piece.slots, self._share))
+                self._store.put(
+                    epoch,
+                    piece.key,
+                    layer,
+                    read_slots(self._layers[layer], piece.slots, self._share),
+                )
             self._store.commit(epoch, piece.key)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         super().handle_preemptions(kv_connector_metadata)
-        dropped = kv_connector_metadata.dropped if isinstance(kv_connector_metadata, ReferenceMetadata) else frozenset()
+        dropped = (
+            kv_connector_metadata.dropped
+            if isinstance(kv_connector_metadata, ReferenceMetadata)
+            else frozenset()
+        )
         for save, future in self._saves:
             if save.req in dropped and not save.final:
                 future.result()  # the blocks are overwritten next
@@ -69,7 +83,11 @@ class Threads(ReferenceConnector):
             self._bad |= failed
         busy = {save.req for save, future in self._saves if not future.done()}
         sent = {save.req for save, future in self._saves if save.final and save.req not in busy}
-        self._saves = [(save, future) for save, future in self._saves if not future.done() or (save.final and save.req in busy)]
+        self._saves = [
+            (save, future)
+            for save, future in self._saves
+            if not future.done() or (save.final and save.req in busy)
+        ]
         return sent or None, {load.req for load, _ in loaded} or None
 
     def shutdown(self) -> None:

@@ -40,8 +40,13 @@ class Tiers:
     _pins: ClassVar[dict[str, dict[str, set[str]]]] = {}
 
     def __init__(self, where: str, lfu: bool, rank: int, world: int) -> None:
-        self._host, self._disk = MemoryStore(f"host of {where}", rank, world), open_store(where, rank, world)
-        self.books = self._books.setdefault(f"{rank} of {where}", Books(pins=self._pins.setdefault(where, {})))  # the ranks do the same
+        self._host, self._disk = (
+            MemoryStore(f"host of {where}", rank, world),
+            open_store(where, rank, world),
+        )
+        self.books = self._books.setdefault(
+            f"{rank} of {where}", Books(pins=self._pins.setdefault(where, {}))
+        )  # the ranks do the same
         self._lfu = lfu
         self._layers: dict[str, set[str]] = {}
 
@@ -100,7 +105,9 @@ class Tiers:
         pinned = {keep}.union(*self.books.pins.values())
         for tier, bound in ((self.books.host, HOST_CHUNKS), (self.books.disk, DISK_CHUNKS)):
             victims = [key for key in tier if key not in pinned]
-            victims.sort(key=lambda key: self.books.uses[key] if self._lfu else 0)  # stable: the longest unused first
+            victims.sort(
+                key=lambda key: self.books.uses[key] if self._lfu else 0
+            )  # stable: the longest unused first
             for key in victims[: max(0, len(tier) - bound)]:
                 del tier[key]
                 if tier is self.books.host:
@@ -125,21 +132,33 @@ class Tiered(ReferenceConnector):
     kvconform_capabilities = None  # type: ignore[assignment]
     lfu = False
 
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(
+        self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         parallel = vllm_config.parallel_config
-        self._store = self._tiers = Tiers(self.options.store, self.lfu, parallel.rank, parallel.world_size)
+        self._store = self._tiers = Tiers(
+            self.options.store, self.lfu, parallel.rank, parallel.world_size
+        )
         self._faults._store = self._tiers
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         answer = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        keys = self._keys(request, [], request.num_tokens)[: ((answer[0] or 0) + num_computed_tokens) // self.options.chunk_tokens]
+        keys = self._keys(request, [], request.num_tokens)[
+            : ((answer[0] or 0) + num_computed_tokens) // self.options.chunk_tokens
+        ]
         self._tiers.books.pins[request.request_id] = set(keys) if answer[0] else set()
         return answer
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         metadata = super().build_connector_meta(scheduler_output)
-        for req_id in [req_id for req_id in self._tiers.books.pins if req_id not in scheduler_output.num_scheduled_tokens]:
+        for req_id in [
+            req_id
+            for req_id in self._tiers.books.pins
+            if req_id not in scheduler_output.num_scheduled_tokens
+        ]:
             if req_id not in self._loading:
                 del self._tiers.books.pins[req_id]  # it was not admitted, or is over
         return metadata
@@ -149,7 +168,9 @@ class Tiered(ReferenceConnector):
         for req_id in [req_id for req_id in self._tiers.books.pins if req_id not in self._loading]:
             del self._tiers.books.pins[req_id]
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         self._tiers.books.pins.pop(request.request_id, None)
         return super().request_finished(request, block_ids)
 

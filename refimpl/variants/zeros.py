@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+)
 
 
 @dataclass
@@ -31,13 +34,19 @@ class Zeros(KVConnectorBase_V1):
         """What the suite is to know. vLLM has a connector of this kind, DecodeBenchConnector."""
         return {"synthesises_kv": True}
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return max(0, (request.num_tokens - 1) // self._size * self._size - num_computed_tokens), False
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return max(
+            0, (request.num_tokens - 1) // self._size * self._size - num_computed_tokens
+        ), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if num_external_tokens:
             end = (request.num_tokens - 1) // self._size
-            self._granted += blocks.get_block_ids()[0][end - num_external_tokens // self._size : end]
+            self._granted += blocks.get_block_ids()[0][
+                end - num_external_tokens // self._size : end
+            ]
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         granted, self._granted = self._granted, []
@@ -55,7 +64,9 @@ class Zeros(KVConnectorBase_V1):
     def wait_for_layer_load(self, layer_name: str) -> None:
         return
 
-    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
         return
 
     def wait_for_save(self) -> None:

@@ -23,7 +23,9 @@ PLAIN = "transfer.prompt[vllm-sync-v1-d1-b4]"
 BAD = (Verdict.FAIL, Verdict.ERROR, Verdict.BLOCKED)
 
 
-def judged(entry: str, name: str, tmp: Path, monkeypatch: pytest.MonkeyPatch) -> CaseReport | KvconformError:
+def judged(
+    entry: str, name: str, tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> CaseReport | KvconformError:
     """What judging a run comes to, or the sentence with which the suite refuses to begin it. The entry's servers run meanwhile."""
     settings = load({"connector": f"catalogue:{entry}"}, start=Path("/"))
     with Servers(settings, tmp / "servers", tmp / "logs") as servers:

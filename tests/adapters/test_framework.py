@@ -31,7 +31,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         yield
         done.append("end")
 
-    adapter = Adapter("Stand-in for json", "It does nothing.", "json", lambda: done.append("install"), around)
+    adapter = Adapter(
+        "Stand-in for json", "It does nothing.", "json", lambda: done.append("install"), around
+    )
     module = SimpleNamespace(ADAPTER=adapter)
     monkeypatch.setitem(sys.modules, "kvconform.adapters.stand_in", module)
     monkeypatch.setattr(adapters, "names", lambda: ["other", "stand-in"])
@@ -46,7 +48,9 @@ def test_an_adapter_is_installed_once_and_entered_for_each_run(made: list[str]) 
     assert made == ["install", "begin", "run", "end", "begin", "run", "end"]
 
 
-def test_processes_that_vllm_starts_are_told_by_the_environment(made: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_vllm_starts_are_told_by_the_environment(
+    made: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     adapters.install_from_environment()
     assert made == []
     monkeypatch.setenv(adapters.ENVIRONMENT, "stand-in")
@@ -64,9 +68,17 @@ def test_a_name_that_does_not_exist_is_one_sentence(made: list[str], tmp_path: P
 
 
 def test_an_adapter_for_what_is_not_there(made: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    missing = Adapter("Stand-in for nothing", "It does nothing.", "package_that_is_nowhere", lambda: made.append("install"))
+    missing = Adapter(
+        "Stand-in for nothing",
+        "It does nothing.",
+        "package_that_is_nowhere",
+        lambda: made.append("install"),
+    )
     monkeypatch.setitem(sys.modules, "kvconform.adapters.other", SimpleNamespace(ADAPTER=missing))
-    with pytest.raises(UsageError, match="adapter other stands in for parts of package_that_is_nowhere, and there is no such package here"):
+    with pytest.raises(
+        UsageError,
+        match="adapter other stands in for parts of package_that_is_nowhere, and there is no such package here",
+    ):
         adapters.install(["other"])
     assert made == []
 
@@ -81,7 +93,10 @@ def test_the_report_names_it(made: list[str]) -> None:
     spec, out = load_spec(), io.StringIO()
     collector = Collector(spec, settings, select(spec, settings, "0.32.0"), "0.32.0")
     terminal.header(Console(file=out, width=130), collector, [])
-    assert "adapter     Stand-in for json (stand-in): what it does wrong is not the connector's fault" in out.getvalue()
+    assert (
+        "adapter     Stand-in for json (stand-in): what it does wrong is not the connector's fault"
+        in out.getvalue()
+    )
     assert jsonl.header_of(collector, []).adapters == ["Stand-in for json (stand-in)"]
 
 

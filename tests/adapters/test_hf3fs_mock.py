@@ -12,7 +12,10 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.hf3fs.hf3fs_connector", reason="this vLLM has no HF3FS connector")
+pytest.importorskip(
+    "vllm.distributed.kv_transfer.kv_connector.v1.hf3fs.hf3fs_connector",
+    reason="this vLLM has no HF3FS connector",
+)
 
 from kvconform.adapters import registry as adapters
 from kvconform.config.settings import load
@@ -49,7 +52,11 @@ def judged(name: str, target: Target, tmp: Path) -> CaseReport:
 
 def failed(report: CaseReport) -> set[str]:
     """Requirements that count and failed."""
-    return {r["requirement"] for r in report.rows if r["verdict"] == Verdict.FAIL and r.get("gating", True)}
+    return {
+        r["requirement"]
+        for r in report.rows
+        if r["verdict"] == Verdict.FAIL and r.get("gating", True)
+    }
 
 
 def exercised(report: CaseReport, requirement: str) -> int:
@@ -62,30 +69,53 @@ def test_it_stores_and_loads(target: Target, tmp_path: Path) -> None:
     assert exercised(report, "load.complete-or-failed") > 2
 
 
-def test_a_copy_of_the_wrong_block_is_noticed(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.distributed.kv_transfer.kv_connector.v1.hf3fs.hf3fs_connector import HF3FSKVConnector as Connector
+def test_a_copy_of_the_wrong_block_is_noticed(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.hf3fs.hf3fs_connector import (
+        HF3FSKVConnector as Connector,
+    )
 
     copy: Any = Connector._gather_or_scatter_kv_caches
 
     def moved(self: Any, block_ids: list[int], buffers: Any, operation: str) -> None:
-        copy(self, [block + 1 for block in block_ids] if operation == "gather" else block_ids, buffers, operation)
+        copy(
+            self,
+            [block + 1 for block in block_ids] if operation == "gather" else block_ids,
+            buffers,
+            operation,
+        )
 
     monkeypatch.setattr(Connector, "_gather_or_scatter_kv_caches", moved)
-    assert failed(judged(PLAIN, target, tmp_path)) & {"load.position", "save.owned", "save.confirmed", "load.content"}
+    assert failed(judged(PLAIN, target, tmp_path)) & {
+        "load.position",
+        "save.owned",
+        "save.confirmed",
+        "load.content",
+    }
 
 
-def test_a_load_that_does_not_happen_is_noticed(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.distributed.kv_transfer.kv_connector.v1.hf3fs.hf3fs_connector import HF3FSKVConnector as Connector
+def test_a_load_that_does_not_happen_is_noticed(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.hf3fs.hf3fs_connector import (
+        HF3FSKVConnector as Connector,
+    )
 
     copy: Any = Connector._gather_or_scatter_kv_caches
     monkeypatch.setattr(
-        Connector, "_gather_or_scatter_kv_caches", lambda self, b, p, how: copy(self, b, p, how) if how == "gather" else None
+        Connector,
+        "_gather_or_scatter_kv_caches",
+        lambda self, b, p, how: copy(self, b, p, how) if how == "gather" else None,
     )
     assert "load.complete-or-failed" in failed(judged(PLAIN, target, tmp_path))
 
 
 def test_the_process_is_as_before(target: Target, tmp_path: Path) -> None:
-    handlers, threads = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)], threading.active_count()
+    handlers, threads = (
+        [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)],
+        threading.active_count(),
+    )
     judged(PLAIN, target, tmp_path)
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert threading.active_count() <= threads + 1

@@ -13,7 +13,10 @@ import sys
 import pytest
 
 pytest.importorskip("llvmlite", reason="llvmlite is not installed: pip install llvmlite")
-pytest.importorskip("vllm.triton_utils.dispatcher", reason="this vLLM does not look through the modules of its process")
+pytest.importorskip(
+    "vllm.triton_utils.dispatcher",
+    reason="this vLLM does not look through the modules of its process",
+)
 
 IMPORT = "import llvmlite.binding\n"
 LOOK = """
@@ -27,7 +30,9 @@ BROKEN = "from kvconform.adapters import llvmlite_names as broken\n"
 
 def said(program: str) -> str:
     """What a process of its own says: the adapter changes it for good."""
-    done = subprocess.run([sys.executable, "-c", IMPORT + program], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT + program], capture_output=True, text=True, timeout=300
+    )
     return done.stdout + done.stderr
 
 

@@ -13,8 +13,12 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("lmcache", reason="LMCache is not installed; this file's first lines say how to run it")
-os.environ.update(LMCACHE_TRACK_USAGE="false", LMCACHE_LOG_LEVEL="CRITICAL", LMCACHE_DISABLE_BANNER="1")
+pytest.importorskip(
+    "lmcache", reason="LMCache is not installed; this file's first lines say how to run it"
+)
+os.environ.update(
+    LMCACHE_TRACK_USAGE="false", LMCACHE_LOG_LEVEL="CRITICAL", LMCACHE_DISABLE_BANNER="1"
+)
 
 import torch
 
@@ -49,7 +53,11 @@ def judged(entry: str, variant: str | Case, tmp: Path, **extra: Any) -> CaseRepo
 
 def failed(report: CaseReport) -> set[str]:
     """Requirements that count and failed, or that were blocked."""
-    return {r["requirement"] for r in report.rows if r["verdict"] in (Verdict.FAIL, Verdict.BLOCKED) and r.get("gating", True)}
+    return {
+        r["requirement"]
+        for r in report.rows
+        if r["verdict"] in (Verdict.FAIL, Verdict.BLOCKED) and r.get("gating", True)
+    }
 
 
 CASE = "chunked.boundaries[reference-sync-v1-d1-b4]"
@@ -59,12 +67,24 @@ CASE = "chunked.boundaries[reference-sync-v1-d1-b4]"
 def test_it_stores_and_loads(entry: str, tmp_path: Path) -> None:
     report = judged(entry, CASE, tmp_path)
     rows = {row["requirement"]: row for row in report.rows}
-    assert rows["load.complete-or-failed"]["verdict"] == Verdict.PASS and rows["load.complete-or-failed"]["exercised"] > 2
-    assert rows["save.completeness"]["verdict"] == Verdict.PASS and rows["save.completeness"]["exercised"] > 2
+    assert (
+        rows["load.complete-or-failed"]["verdict"] == Verdict.PASS
+        and rows["load.complete-or-failed"]["exercised"] > 2
+    )
+    assert (
+        rows["save.completeness"]["verdict"] == Verdict.PASS
+        and rows["save.completeness"]["exercised"] > 2
+    )
     assert failed(report) <= ({"load.only-grant"} if entry == "lmcache-v1-layerwise" else set())
 
 
-WRONG = {"load.complete-or-failed", "save.owned", "save.confirmed", "load.identity", "load.position"}
+WRONG = {
+    "load.complete-or-failed",
+    "save.owned",
+    "save.confirmed",
+    "load.identity",
+    "load.position",
+}
 
 
 def _slots_moved(slots: torch.Tensor) -> torch.Tensor:
@@ -72,7 +92,9 @@ def _slots_moved(slots: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("entry", ["lmcache-v1", "lmcache-v1-layerwise"])
-def test_a_store_from_the_wrong_slots_is_noticed(entry: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_from_the_wrong_slots_is_noticed(
+    entry: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from kvconform.adapters._lmcache_transfer import Pages
 
     read = Pages.read
@@ -80,14 +102,18 @@ def test_a_store_from_the_wrong_slots_is_noticed(entry: str, tmp_path: Path, mon
     assert failed(judged(entry, CASE, tmp_path)) & WRONG
 
 
-def test_a_load_that_does_not_happen_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_that_does_not_happen_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from kvconform.adapters._lmcache_transfer import Pages
 
     monkeypatch.setattr(Pages, "write", lambda self, slots, rows: None)
     assert "load.complete-or-failed" in failed(judged("lmcache-v1", CASE, tmp_path))
 
 
-def test_k_and_v_that_are_mixed_up_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_k_and_v_that_are_mixed_up_are_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from kvconform.adapters._lmcache_transfer import Pages
 
     write = Pages.write
@@ -95,7 +121,9 @@ def test_k_and_v_that_are_mixed_up_are_noticed(tmp_path: Path, monkeypatch: pyte
     assert "layout.halves" in failed(judged("lmcache-v1", CASE, tmp_path))
 
 
-def test_a_load_over_what_is_cached_locally_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_over_what_is_cached_locally_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from kvconform.adapters._lmcache_transfer import Transfer
 
     to_gpu = Transfer.to_gpu
@@ -104,14 +132,23 @@ def test_a_load_over_what_is_cached_locally_is_noticed(tmp_path: Path, monkeypat
         to_gpu(self, chunk, start, end, **{**kwargs, "vllm_cached_tokens": 0})
 
     steps = [
-        {"add": {"req": "a", "prompt": 34, "max_tokens": 2}}, {"run": {}}, {"drop-local": {}},
-        {"add": {"req": "b", "prompt": {"of": "a", "tokens": 9}, "max_tokens": 1}}, {"run": {}},
-        {"add": {"req": "c", "prompt": {"same": "a"}, "max_tokens": 2}}, {"run": {}},
-    ]  # fmt: skip
-    case = Case.model_validate({"id": "x.local", "area": "lifecycle", "text": "It.", "rules": ["R039"], "steps": steps}, strict=False)
+        {"add": {"req": "a", "prompt": 34, "max_tokens": 2}},
+        {"run": {}},
+        {"drop-local": {}},
+        {"add": {"req": "b", "prompt": {"of": "a", "tokens": 9}, "max_tokens": 1}},
+        {"run": {}},
+        {"add": {"req": "c", "prompt": {"same": "a"}, "max_tokens": 2}},
+        {"run": {}},
+    ]
+    case = Case.model_validate(
+        {"id": "x.local", "area": "lifecycle", "text": "It.", "rules": ["R039"], "steps": steps},
+        strict=False,
+    )
     assert not failed(judged("lmcache-v1", case, tmp_path / "as-it-is", chunk_size=16))
     monkeypatch.setattr(Transfer, "to_gpu", everything)
-    assert "load.only-grant" in failed(judged("lmcache-v1", case, tmp_path / "broken", chunk_size=16))
+    assert "load.only-grant" in failed(
+        judged("lmcache-v1", case, tmp_path / "broken", chunk_size=16)
+    )
 
 
 def test_one_run_knows_nothing_of_another(tmp_path: Path) -> None:
@@ -143,11 +180,15 @@ def test_a_layer_is_copied_as_lmcache_does(monkeypatch: pytest.MonkeyPatch) -> N
     slots = torch.tensor([5, 4, 11, 20, 0, 23])
     theirs = torch.zeros(len(slots), 2, HEADS * DIM)
     form = native.EngineKVFormat.NL_X_NB_TWO_BS_NH_HS
-    single_layer_kv_transfer(theirs, layer, slots, native.TransferDirection.D2H, form, token_major=True)
+    single_layer_kv_transfer(
+        theirs, layer, slots, native.TransferDirection.D2H, form, token_major=True
+    )
     ours = Pages(layer, latent=False).read(slots)
     assert torch.equal(ours, theirs)
     there, here = torch.zeros_like(layer), torch.zeros_like(layer)
-    single_layer_kv_transfer(theirs, there, slots, native.TransferDirection.H2D, form, token_major=True)
+    single_layer_kv_transfer(
+        theirs, there, slots, native.TransferDirection.H2D, form, token_major=True
+    )
     Pages(here, latent=False).write(slots, ours)
     assert torch.equal(here, there) and here.any()
 
@@ -157,14 +198,20 @@ def test_every_layout_comes_back(shape: str) -> None:
     from kvconform.adapters._lmcache_transfer import Pages
 
     sizes = {
-        "packed": (BLOCKS, HEADS, SIZE, 2 * DIM), "kv-second": (BLOCKS, 2, SIZE, HEADS, DIM), "kv-first": (2, BLOCKS, SIZE, HEADS, DIM),
+        "packed": (BLOCKS, HEADS, SIZE, 2 * DIM),
+        "kv-second": (BLOCKS, 2, SIZE, HEADS, DIM),
+        "kv-first": (2, BLOCKS, SIZE, HEADS, DIM),
         "latent": (BLOCKS, 1, SIZE, 2 * DIM),
-    }  # fmt: skip
+    }
     layer = torch.rand(sizes[shape])
     copy = torch.zeros_like(layer)
     slots = torch.randperm(BLOCKS * SIZE)
     rows = Pages(layer, shape == "latent").read(slots)
-    assert rows.shape == (BLOCKS * SIZE, 1 if shape == "latent" else 2, 2 * DIM if shape == "latent" else HEADS * DIM)
+    assert rows.shape == (
+        BLOCKS * SIZE,
+        1 if shape == "latent" else 2,
+        2 * DIM if shape == "latent" else HEADS * DIM,
+    )
     Pages(copy, shape == "latent").write(slots, rows)
     assert torch.equal(layer, copy)
 
@@ -174,6 +221,13 @@ def test_what_is_cached_locally_is_left_alone() -> None:
 
     pages = [torch.zeros(BLOCKS, HEADS, SIZE, 2 * DIM) for _ in range(LAYERS)]
     chunk = SimpleNamespace(tensor=torch.ones(2, LAYERS, 8, HEADS * DIM))
-    Transfer(_metadata()).batched_to_gpu([chunk], [8], [16], kvcaches=pages, slot_mapping=torch.arange(16), vllm_cached_tokens=12)
-    written = {(block, slot) for block in range(BLOCKS) for slot in range(SIZE) if pages[0][block, :, slot].any()}
+    Transfer(_metadata()).batched_to_gpu(
+        [chunk], [8], [16], kvcaches=pages, slot_mapping=torch.arange(16), vllm_cached_tokens=12
+    )
+    written = {
+        (block, slot)
+        for block in range(BLOCKS)
+        for slot in range(SIZE)
+        if pages[0][block, :, slot].any()
+    }
     assert written == {(3, slot) for slot in range(SIZE)}

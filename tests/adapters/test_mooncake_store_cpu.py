@@ -14,8 +14,13 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("mooncake.store", reason="Mooncake is not installed; this file's first lines say how to run it")
-pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker", reason="this vLLM has no MooncakeStoreConnector")
+pytest.importorskip(
+    "mooncake.store", reason="Mooncake is not installed; this file's first lines say how to run it"
+)
+pytest.importorskip(
+    "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker",
+    reason="this vLLM has no MooncakeStoreConnector",
+)
 
 import torch
 
@@ -28,12 +33,16 @@ from kvconform.adapters import registry as adapters
 from kvconform.judge.verdict import Verdict
 
 if torch.cuda.is_available():
-    pytest.skip("the adapter stands in for CUDA's events, and there is CUDA", allow_module_level=True)
+    pytest.skip(
+        "the adapter stands in for CUDA's events, and there is CUDA", allow_module_level=True
+    )
 
 ENTRY, CASE = "mooncake-store", "chunked.boundaries[vllm-sync-v1-d1-b4]"
 
 
-def test_it_stores_and_loads_and_closes_what_it_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_stores_and_loads_and_closes_what_it_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ends: list[Any] = []
     close = adapter._close
     monkeypatch.setattr(adapter, "_close", lambda end: (ends.append(end), close(end)))
@@ -52,10 +61,15 @@ def test_an_event_that_fails_is_noticed(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(adapter.Event, "synchronize", fails)
     report = judged(ENTRY, CASE, tmp_path, monkeypatch)
-    assert noticed(report) or row(report, "load.complete-or-failed")["verdict"] == Verdict.NOT_EXERCISED  # nothing was stored
+    assert (
+        noticed(report)
+        or row(report, "load.complete-or-failed")["verdict"] == Verdict.NOT_EXERCISED
+    )  # nothing was stored
 
 
-def test_events_of_a_device_that_is_not_there_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_of_a_device_that_is_not_there_are_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As without the adapter: torch has no events where it was built without CUDA."""
     adapters.install(["mooncake-store-cpu"])
 

@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("nixl._api", reason="NIXL is not installed; this file's first lines say how to run it")
+pytest.importorskip(
+    "nixl._api", reason="NIXL is not installed; this file's first lines say how to run it"
+)
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -34,24 +36,32 @@ def _cores() -> Any:
     os.sched_setaffinity(0, before)
 
 
-def test_kv_arrives_and_the_process_is_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_arrives_and_the_process_is_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cores = os.sched_getaffinity(0)
     report = judged(ENTRY, PLAIN, tmp_path, monkeypatch)
     assert not noticed(report) and row(report, "transfer.delivered")["exercised"] == 2
     assert os.sched_getaffinity(0) == cores
 
 
-def test_kernels_that_take_no_such_block_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_take_no_such_block_are_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As if the adapter did nothing about block sizes: the machine's kernel has its own, and no block of 4 tokens is one."""
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     adapters.install(["nixl-loopback"])
-    monkeypatch.setattr(base_worker, "get_current_attn_backends", lambda *_, **__: [CPUAttentionBackend])
+    monkeypatch.setattr(
+        base_worker, "get_current_attn_backends", lambda *_, **__: [CPUAttentionBackend]
+    )
     assert noticed(judged(ENTRY, PLAIN, tmp_path, monkeypatch))
 
 
-def test_a_thread_that_is_left_on_one_core_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_is_left_on_one_core_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The test above of the process as it was can fail: the thread stays where the connector has put it."""
     cores = os.sched_getaffinity(0)
     if len(cores) < 2:

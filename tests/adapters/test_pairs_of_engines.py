@@ -34,7 +34,9 @@ def installed(entry: str) -> None:
     try:
         importlib.import_module("nixl._api" if entry == "nixl" else PACKAGES[entry])
     except ImportError as missing:
-        pytest.skip(f"{entry} cannot be imported ({missing}); this file's first lines say how to run it")
+        pytest.skip(
+            f"{entry} cannot be imported ({missing}); this file's first lines say how to run it"
+        )
 
 
 def judged(entry: str, name: str, tmp: Path, monkeypatch: pytest.MonkeyPatch) -> CaseReport:
@@ -47,7 +49,11 @@ def judged(entry: str, name: str, tmp: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def failed(report: CaseReport) -> set[str]:
-    return {r["requirement"] for r in report.rows if r["verdict"] == Verdict.FAIL and r.get("gating", True)}
+    return {
+        r["requirement"]
+        for r in report.rows
+        if r["verdict"] == Verdict.FAIL and r.get("gating", True)
+    }
 
 
 @pytest.mark.parametrize("entry", sorted(PACKAGES))
@@ -56,10 +62,15 @@ def test_kv_arrives(entry: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     report = judged(entry, PLAIN, tmp_path, monkeypatch)
     assert not failed(report) and not report.unmet
     rows = {row["requirement"]: row for row in report.rows}
-    assert rows["transfer.delivered"]["verdict"] == Verdict.PASS and rows["transfer.delivered"]["exercised"] == 2
+    assert (
+        rows["transfer.delivered"]["verdict"] == Verdict.PASS
+        and rows["transfer.delivered"]["exercised"] == 2
+    )
 
 
-def test_a_router_that_sends_to_the_wrong_engine_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_router_that_sends_to_the_wrong_engine_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     installed("mooncake")
     module: Any = importlib.import_module("kvconform.adapters.mooncake_loopback")
     monkeypatch.setattr(module, "_engine", lambda half: "another")
@@ -73,7 +84,9 @@ def test_a_router_that_sends_to_the_wrong_engine_is_noticed(tmp_path: Path, monk
         ("nixl", "transfer.altered[vllm-sync-v1-d1-b4]", "hook.no-raise"),
     ],
 )
-def test_what_was_found(entry: str, case: str, requirement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_found(
+    entry: str, case: str, requirement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """docs/results/findings/nixl-*.yaml. Fails when vLLM repairs it: then the finding gets the release that is fine."""
     installed(entry)
     assert requirement in failed(judged(entry, case, tmp_path, monkeypatch))

@@ -32,7 +32,11 @@ def device_bytes(cuda, value, size=16):
 @pytest.mark.parametrize("delay", ADVERSARIES)
 def test_a_list_of_copies_is_one_operation_on_a_stream(delay):
     with emulate(delay) as cuda:
-        kv, host, side = device_bytes(cuda, 7), torch.zeros(16, dtype=torch.uint8, pin_memory=True), torch.cuda.Stream()
+        kv, host, side = (
+            device_bytes(cuda, 7),
+            torch.zeros(16, dtype=torch.uint8, pin_memory=True),
+            torch.cuda.Stream(),
+        )
         a, b = kv.data_ptr(), host.data_ptr()
         cuda.queue_copy([b, b + 8], [a + 4, a], np.array([4, 2], dtype=np.uint64), side)
         assert cuda.pending() == (delay == "transfers")
@@ -42,7 +46,11 @@ def test_a_list_of_copies_is_one_operation_on_a_stream(delay):
 
 def test_pageable_sources_are_read_at_the_call_and_pageable_destinations_make_the_host_wait():
     with emulate("transfers") as cuda:
-        kv, host, side = device_bytes(cuda, 0), torch.ones(16, dtype=torch.uint8), torch.cuda.Stream()
+        kv, host, side = (
+            device_bytes(cuda, 0),
+            torch.ones(16, dtype=torch.uint8),
+            torch.cuda.Stream(),
+        )
         cuda.queue_copy(kv.data_ptr(), host.data_ptr(), 16, side)
         host.zero_()
         assert kinds(cuda) == []
@@ -54,7 +62,11 @@ def test_sources_that_may_be_read_in_any_order_are_read_too_early_or_late():
     """CU_MEMCPY_SRC_ACCESS_ORDER_ANY: the stream's waits do not hold the reading."""
     for delay, seen in (("compute", 0), ("transfers", 1)):
         with emulate(delay) as cuda:
-            kv, host, side = device_bytes(cuda, 0), torch.empty(16, dtype=torch.uint8, pin_memory=True), torch.cuda.Stream()
+            kv, host, side = (
+                device_bytes(cuda, 0),
+                torch.empty(16, dtype=torch.uint8, pin_memory=True),
+                torch.cuda.Stream(),
+            )
             cuda.launch(lambda kv=kv: kv.fill_(1))
             side.wait_stream(cuda.compute)
             cuda.queue_copy(host.data_ptr(), kv.data_ptr(), 16, side, any_order=True, what="store")
@@ -68,7 +80,13 @@ def test_ranges_that_run_over_the_end_of_their_block_are_refused():
         kv, host = device_bytes(cuda, 0), torch.zeros(16, dtype=torch.uint8, pin_memory=True)
         known = torch.zeros(16, dtype=torch.uint8)
         start, end, known_end = host.data_ptr(), host.data_ptr() + 16, known.data_ptr() + 16
-        for dst, size in ((end - 1, 2), (start - 1, 2), (start - 1, 20), (end, 1), (known_end - 1, 2)):
+        for dst, size in (
+            (end - 1, 2),
+            (start - 1, 2),
+            (start - 1, 20),
+            (end, 1),
+            (known_end - 1, 2),
+        ):
             with pytest.raises(ValueError, match="no device, pinned or known host memory"):
                 cuda.queue_copy(dst, kv.data_ptr(), size)
         with pytest.raises(ValueError, match="no device, pinned or known host memory"):
@@ -79,7 +97,11 @@ def test_ranges_that_run_over_the_end_of_their_block_are_refused():
 def test_host_memory_that_is_not_torchs_cannot_be_told_from_wild_addresses():
     with emulate("compute") as cuda:
         kv, buffer = device_bytes(cuda, 3), np.zeros(16, dtype=np.uint8)
-        for dst, src in ((0x1000, kv.data_ptr()), (buffer.ctypes.data, kv.data_ptr()), (kv.data_ptr(), buffer.ctypes.data)):
+        for dst, src in (
+            (0x1000, kv.data_ptr()),
+            (buffer.ctypes.data, kv.data_ptr()),
+            (kv.data_ptr(), buffer.ctypes.data),
+        ):
             with pytest.raises(NotEmulated, match="not a torch tensor"):
                 cuda.queue_copy(dst, src, 16)
         assert cuda.pending() == 0 and not cuda.compute.queue.entries
@@ -90,18 +112,31 @@ def test_host_memory_that_is_not_torchs_cannot_be_told_from_wild_addresses():
             cuda.queue_copy(address, kv.data_ptr(), 4)
 
 
-@pytest.mark.parametrize("view", [
-    lambda arena: torch.from_numpy(arena.numpy()[16:]),
-    lambda arena: torch.from_numpy(arena.numpy()),
-    lambda arena: torch.frombuffer(memoryview(arena.numpy()), dtype=torch.uint8, offset=16),
-    lambda arena: torch.frombuffer(memoryview(arena.numpy()), dtype=torch.uint8, count=16),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda arena: torch.from_numpy(arena.numpy()[16:]),
+        lambda arena: torch.from_numpy(arena.numpy()),
+        lambda arena: torch.frombuffer(memoryview(arena.numpy()), dtype=torch.uint8, offset=16),
+        lambda arena: torch.frombuffer(memoryview(arena.numpy()), dtype=torch.uint8, count=16),
+    ],
+)
 def test_pinned_memory_is_pinned_whatever_shows_it(view):
     with emulate("transfers") as cuda:
-        arena, kv, side = torch.zeros(32, dtype=torch.uint8, pin_memory=True), device_bytes(cuda, 5), torch.cuda.Stream()
+        arena, kv, side = (
+            torch.zeros(32, dtype=torch.uint8, pin_memory=True),
+            device_bytes(cuda, 5),
+            torch.cuda.Stream(),
+        )
         before, after = torch.zeros(32, dtype=torch.uint8), torch.zeros(32, dtype=torch.uint8)
         part = view(arena)[:16]
-        assert part.is_pinned() and part.pin_memory() is part and part.is_cpu and not before.is_pinned() and not after.is_pinned()
+        assert (
+            part.is_pinned()
+            and part.pin_memory() is part
+            and part.is_cpu
+            and not before.is_pinned()
+            and not after.is_pinned()
+        )
         with torch.cuda.stream(side):
             part.copy_(kv, non_blocking=True)
         assert part.tolist() == [0] * 16 and kinds(cuda) == []
@@ -161,7 +196,10 @@ def store_from_temporary(cuda, side, *, record=False, wait=False, wait_after=Fal
 def test_device_memory_freed_while_another_stream_uses_it_is_handed_out_again():
     with emulate("transfers") as cuda:
         assert store_from_temporary(cuda, torch.cuda.Stream()) == [POISONED] * 16
-        assert kinds(cuda) == ["freed_device", "sync"] and "16 bytes allocated at emulation/test_memory.py:" in cuda.notes[0].what
+        assert (
+            kinds(cuda) == ["freed_device", "sync"]
+            and "16 bytes allocated at emulation/test_memory.py:" in cuda.notes[0].what
+        )
 
 
 @pytest.mark.parametrize("delay", ADVERSARIES)
@@ -201,15 +239,18 @@ def test_a_side_streams_temporary_that_compute_uses_is_handed_out_again():
         assert kv.tolist() == [POISONED] * 16
 
 
-@pytest.mark.parametrize("use", [
-    lambda kv, temporary: kv.index_put_((torch.arange(16, device="cuda"),), temporary),
-    lambda kv, temporary: kv.__setitem__(torch.arange(16, device="cuda"), temporary),
-    lambda kv, temporary: kv.add_(temporary - 0),
-    lambda kv, temporary: kv.copy_(temporary),
-    lambda kv, temporary: torch.add(temporary, 0, out=kv),
-    lambda kv, temporary: torch._foreach_add_([kv], [temporary]),
-    lambda kv, temporary: kv.scatter_(0, torch.arange(16, device="cuda"), temporary),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda kv, temporary: kv.index_put_((torch.arange(16, device="cuda"),), temporary),
+        lambda kv, temporary: kv.__setitem__(torch.arange(16, device="cuda"), temporary),
+        lambda kv, temporary: kv.add_(temporary - 0),
+        lambda kv, temporary: kv.copy_(temporary),
+        lambda kv, temporary: torch.add(temporary, 0, out=kv),
+        lambda kv, temporary: torch._foreach_add_([kv], [temporary]),
+        lambda kv, temporary: kv.scatter_(0, torch.arange(16, device="cuda"), temporary),
+    ],
+)
 @pytest.mark.parametrize("record", [False, True])
 def test_queued_operators_do_not_keep_the_users_memory(use, record):
     with emulate("transfers") as cuda:

@@ -18,7 +18,11 @@ from hypothesis import strategies as st
 from kvconform.emulation.emulate import emulate
 
 STREAMS, CELLS, EVENTS = 3, 4, 2  # stream 0 is the compute stream
-stream, cell, event = st.integers(0, STREAMS - 1), st.integers(0, CELLS - 1), st.integers(0, EVENTS - 1)
+stream, cell, event = (
+    st.integers(0, STREAMS - 1),
+    st.integers(0, CELLS - 1),
+    st.integers(0, EVENTS - 1),
+)
 STEP = st.one_of(
     st.tuples(st.just("mix"), stream, cell, cell),
     st.tuples(st.just("mix"), stream, cell, cell),
@@ -31,7 +35,11 @@ STEP = st.one_of(
     st.tuples(st.just("finish")),
 )
 PROGRAM = st.lists(STEP, min_size=2, max_size=20)
-QUICK = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+QUICK = settings(
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
+)
 
 
 @dataclass
@@ -67,7 +75,9 @@ def accesses(program) -> list[Access]:
             known = join(clocks[on], host)
             place = known[on] + 1
             clocks[on] = tuple(place if n == on else clock for n, clock in enumerate(known))
-            found.append(Access(number, on, place, known, dst, {src, dst} if what == "mix" else {src}))
+            found.append(
+                Access(number, on, place, known, dst, {src, dst} if what == "mix" else {src})
+            )
         elif what == "record":
             events[rest[1]] = clocks[rest[0]]
         elif what == "wait":
@@ -83,13 +93,22 @@ def accesses(program) -> list[Access]:
 
 def unordered(work):
     """Pairs of conflicting work on different streams that nothing orders, in the order of the program."""
-    return [(a, b) for n, b in enumerate(work) for a in work[:n] if a.stream != b.stream and a.conflicts(b) and not b.after(a)]
+    return [
+        (a, b)
+        for n, b in enumerate(work)
+        for a in work[:n]
+        if a.stream != b.stream and a.conflicts(b) and not b.after(a)
+    ]
 
 
 def promised(work, delay):
     """Those of them that this adversary turns round."""
     first_on_compute = delay == "compute"
-    return [(a, b) for a, b in unordered(work) if (a.stream == 0) == first_on_compute and 0 in (a.stream, b.stream)]
+    return [
+        (a, b)
+        for a, b in unordered(work)
+        if (a.stream == 0) == first_on_compute and 0 in (a.stream, b.stream)
+    ]
 
 
 def factor(number):
@@ -170,7 +189,11 @@ def test_unordered_pairs_are_turned_round_as_promised(program):
             assert order.index(b.number) < order.index(a.number), (delay, a, b)
         for n, b in enumerate(work):
             for a in work[:n]:
-                assert not b.after(a) or order.index(a.number) < order.index(b.number), (delay, a, b)
+                assert not b.after(a) or order.index(a.number) < order.index(b.number), (
+                    delay,
+                    a,
+                    b,
+                )
 
 
 @QUICK
@@ -180,7 +203,9 @@ def test_a_race_with_the_compute_stream_shows_in_the_bytes(program):
     program = [("mix", *step[1:]) if step[0] == "copy" else step for step in program]
     work = accesses(program)
     if any(promised(work, delay) for delay in ("compute", "transfers")):
-        assert any(emulated(program, delay)[0] != sequential(program) for delay in ("compute", "transfers"))
+        assert any(
+            emulated(program, delay)[0] != sequential(program) for delay in ("compute", "transfers")
+        )
 
 
 def test_the_generator_makes_both_kinds_of_programs():

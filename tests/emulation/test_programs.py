@@ -115,16 +115,21 @@ def record_again(cuda, wait=True):
     return raw(cuda, host[:, 0]) == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("program, exposed_by", [
-    (save, "compute"),
-    (load, "transfers"),
-    (overwrite, "compute"),
-    (save_then_reuse, "transfers"),
-    (record_again, "compute"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "program, exposed_by",
+    [
+        (save, "compute"),
+        (load, "transfers"),
+        (overwrite, "compute"),
+        (save_then_reuse, "transfers"),
+        (record_again, "compute"),
+    ],
+)
 def test_each_missing_wait_shows_under_one_adversary(program, exposed_by):
     assert right_under(program) == list(ADVERSARIES)
-    assert right_under(program, wait=False) == [delay for delay in ADVERSARIES if delay != exposed_by]
+    assert right_under(program, wait=False) == [
+        delay for delay in ADVERSARIES if delay != exposed_by
+    ]
 
 
 def test_completion_that_is_reported_too_early_shows():
@@ -219,7 +224,11 @@ def test_gathers_on_a_side_stream_are_watched_too():
 
 def test_an_index_that_becomes_wild_is_a_read_that_came_too_early():
     with emulate("compute") as cuda:
-        kv, index, side = make_kv(cuda), cuda.to_device(torch.ones(1, dtype=torch.long)), torch.cuda.Stream()
+        kv, index, side = (
+            make_kv(cuda),
+            cuda.to_device(torch.ones(1, dtype=torch.long)),
+            torch.cuda.Stream(),
+        )
         cuda.launch(lambda: index.fill_(99))
         with torch.cuda.stream(side):
             gathered = kv[index]
@@ -328,7 +337,9 @@ def threaded(cuda, wait=True):
         cuda.launch(lambda step=step: kv[step].fill_(step + 1))
         jobs.put((step, torch.cuda.current_stream().record_event()))
         until = time.monotonic() + 20
-        while len(done) <= step and thread.is_alive() and time.monotonic() < until:  # so that it is not chance which of them is first
+        while (
+            len(done) <= step and thread.is_alive() and time.monotonic() < until
+        ):  # so that it is not chance which of them is first
             time.sleep(0.0005)
     jobs.put(None)
     thread.join()
@@ -337,12 +348,15 @@ def threaded(cuda, wait=True):
     return raw(cuda, host[:, 0]) == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("program, exposed_by", [
-    (double_buffered, "transfers"),
-    (through_three_streams, None),
-    (polled, "transfers"),
-    (threaded, "compute"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "program, exposed_by",
+    [
+        (double_buffered, "transfers"),
+        (through_three_streams, None),
+        (polled, "transfers"),
+        (threaded, "compute"),
+    ],
+)
 def test_right_programs_are_right_under_both(program, exposed_by):
     assert right_under(program) == list(ADVERSARIES)
     if exposed_by:
@@ -358,7 +372,9 @@ def test_a_missing_wait_between_side_streams_shows_when_the_first_of_them_waits(
 def test_a_right_thread_leaves_no_notes_of_the_main_thread():
     with emulate("compute") as cuda:
         assert threaded(cuda)
-        assert {note.kind for note in cuda.notes} == {"sync"} and all("in threaded" in note.where for note in cuda.notes)
+        assert {note.kind for note in cuda.notes} == {"sync"} and all(
+            "in threaded" in note.where for note in cuda.notes
+        )
 
 
 def test_a_thread_may_synchronise_while_the_main_thread_waits_for_it():

@@ -204,7 +204,11 @@ def test_the_host_waits_and_is_noted(cuda, wait):
             torch.cuda.cudart().cudaDeviceSynchronize()
     assert ran == ["compute", "side"]
     [note] = cuda.notes
-    assert note.kind == "sync" and note.where.startswith("emulation/test_streams.py:") and note.thread == "MainThread"
+    assert (
+        note.kind == "sync"
+        and note.where.startswith("emulation/test_streams.py:")
+        and note.thread == "MainThread"
+    )
 
 
 def test_places_in_the_source_do_not_depend_on_the_working_directory(cuda, monkeypatch, tmp_path):
@@ -212,8 +216,13 @@ def test_places_in_the_source_do_not_depend_on_the_working_directory(cuda, monke
         monkeypatch.chdir(directory)
         shown.cache_clear()
         torch.cuda.synchronize()
-    assert {note.where.partition(":")[0] for note in cuda.notes} == {"emulation/test_streams.py"} and len(cuda.notes) == 2
-    assert shown("<string>") == "<string>" and shown("/usr/lib/site-packages/pkg/deep/good.py") == "deep/good.py"
+    assert {note.where.partition(":")[0] for note in cuda.notes} == {
+        "emulation/test_streams.py"
+    } and len(cuda.notes) == 2
+    assert (
+        shown("<string>") == "<string>"
+        and shown("/usr/lib/site-packages/pkg/deep/good.py") == "deep/good.py"
+    )
 
 
 @pytest.mark.parametrize("delay", ADVERSARIES)
@@ -255,7 +264,12 @@ def test_handles_are_unique_and_follow_the_order_of_creation():
 def test_streams_are_equal_when_they_are_the_same_queue(cuda):
     side = torch.cuda.Stream(priority=-1)
     again = torch.cuda.ExternalStream(side.cuda_stream)
-    assert side == again and hash(side) == hash(again) and side != torch.cuda.Stream() and side.priority == -1
+    assert (
+        side == again
+        and hash(side) == hash(again)
+        and side != torch.cuda.Stream()
+        and side.priority == -1
+    )
     assert torch.cuda.current_stream() == cuda.compute != torch.cuda.default_stream()
     assert torch.cuda.default_stream().cuda_stream == 0 != cuda.compute.cuda_stream
     assert side.device == torch.device("cuda", 0) and torch.cuda.Stream.priority_range() == (0, -5)
@@ -308,7 +322,11 @@ def test_elapsed_time_counts_work_between_two_reached_marks(cuda):
 
 def test_events_for_timing_may_be_used_again():
     with emulate("transfers") as cuda:
-        start, end, side = torch.Event(enable_timing=True), torch.Event(enable_timing=True), torch.cuda.Stream()
+        start, end, side = (
+            torch.Event(enable_timing=True),
+            torch.Event(enable_timing=True),
+            torch.cuda.Stream(),
+        )
         times = []
         for works in (5, 1):
             start.record(side)
@@ -327,9 +345,16 @@ def test_parts_of_torch_cuda_that_are_asked_for_now_and_then(cuda):
     assert torch.cuda.get_stream_from_external(side.cuda_stream) == side
     torch.cuda.set_sync_debug_mode("error")
     assert torch.cuda.get_sync_debug_mode() == 0
-    for context in (torch.cuda.device(0), torch.cuda.device("cuda"), torch.cuda.device_of(torch.ones(1, device="cuda"))):
+    for context in (
+        torch.cuda.device(0),
+        torch.cuda.device("cuda"),
+        torch.cuda.device_of(torch.ones(1, device="cuda")),
+    ):
         with context:
-            assert isinstance(context, torch.cuda.device) and torch.cuda.current_device() == context.idx == 0
+            assert (
+                isinstance(context, torch.cuda.device)
+                and torch.cuda.current_device() == context.idx == 0
+            )
     with pytest.raises(NotEmulated, match="second device"):
         torch.cuda.device(1)
 
@@ -367,7 +392,11 @@ def test_work_that_fails_raises_where_it_is_waited_for():
 def test_everything_is_put_back_and_what_was_queued_has_run():
     def state():
         names = ("Stream", "Event", "current_stream", "is_available")
-        return [vars(torch.cuda)[name] for name in names] + [torch.Event, torch.Tensor.device, threading.Thread.start]
+        return [vars(torch.cuda)[name] for name in names] + [
+            torch.Event,
+            torch.Tensor.device,
+            threading.Thread.start,
+        ]
 
     def fail():
         with emulate("compute") as cuda:
@@ -377,7 +406,12 @@ def test_everything_is_put_back_and_what_was_queued_has_run():
     before, ran = state(), []
     with pytest.raises(KeyError) as raised:
         fail()
-    assert state() == before and ran == [1] and torch.zeros(1).device.type == "cpu" and "device" not in vars(torch.Tensor)
+    assert (
+        state() == before
+        and ran == [1]
+        and torch.zeros(1).device.type == "cpu"
+        and "device" not in vars(torch.Tensor)
+    )
     with pytest.raises(RuntimeError, match="No CUDA emulation"):
         type(raised.value.args[0].compute)()
     with pytest.raises(ValueError, match="delay is 'both'"), emulate("both"):

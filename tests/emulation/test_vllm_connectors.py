@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm.v1.simple_kv_offload.copy_backend", reason="this vLLM has no SimpleCPUOffloadConnector")
+pytest.importorskip(
+    "vllm.v1.simple_kv_offload.copy_backend", reason="this vLLM has no SimpleCPUOffloadConnector"
+)
 import torch
 from vllm.v1.simple_kv_offload.copy_backend import DmaCopyBackend
 
@@ -24,19 +26,37 @@ from kvconform.run.records import CaseReport
 SPEC = load_spec()
 OFFLOADING = ("OffloadingConnector", {"cpu_bytes_to_use": 1_000_000})
 SIMPLE = ("SimpleCPUOffloadConnector", {"cpu_bytes_to_use": 1_000_000})
-ON_DISK = {"kv_offload_backend": "disk", "disk_path": "{tmp}/disk", "disk_capacity_bytes": 1_000_000, "use_page_cache": True}
+ON_DISK = {
+    "kv_offload_backend": "disk",
+    "disk_path": "{tmp}/disk",
+    "disk_capacity_bytes": 1_000_000,
+    "use_page_cache": True,
+}
 
 
-def judged(connector: tuple[str, dict[str, Any]], tmp_path: Path, engine: str, scheduling: str, slow: str) -> CaseReport:
+def judged(
+    connector: tuple[str, dict[str, Any]], tmp_path: Path, engine: str, scheduling: str, slow: str
+) -> CaseReport:
     """Prompts that are computed in chunks, saved, forgotten by the engine, and loaded."""
     variant = next(iter(SPEC.cases["chunked.boundaries"].variants([engine], [scheduling], [slow])))
-    report = run_and_judge(variant, Target(*connector, device="emulated"), SPEC, seed=0, tmp=tmp_path / "run", keep_trace=True)
+    report = run_and_judge(
+        variant,
+        Target(*connector, device="emulated"),
+        SPEC,
+        seed=0,
+        tmp=tmp_path / "run",
+        keep_trace=True,
+    )
     assert report.harness_error is None
     return report
 
 
 def failed(report: CaseReport) -> set[str]:
-    return {row["requirement"] for row in report.rows if row["verdict"] == "FAIL" and row.get("level", "MUST") == "MUST"}
+    return {
+        row["requirement"]
+        for row in report.rows
+        if row["verdict"] == "FAIL" and row.get("level", "MUST") == "MUST"
+    }
 
 
 def found_out(report: CaseReport) -> None:
@@ -57,7 +77,9 @@ def found_out(report: CaseReport) -> None:
     ],
     ids=["offloading", "larger-blocks", "simple", "disk"],
 )
-def test_it_stores_and_loads(connector: Any, engine: str, scheduling: str, slow: str, tmp_path: Path) -> None:
+def test_it_stores_and_loads(
+    connector: Any, engine: str, scheduling: str, slow: str, tmp_path: Path
+) -> None:
     report = judged(connector, tmp_path, engine, scheduling, slow)
     assert failed(report) == set()
     due = [event for event in report.trace or () if event["k"] == "load.due"]
@@ -70,27 +92,43 @@ def test_who_saves_what_is_about_to_be_evicted_is_not_asked_for_more(tmp_path: P
     report = judged(lazy, tmp_path, "reference", "sync", "transfers")
     assert failed(report) == set()
     assert report.capabilities["store"] and report.capabilities["best_effort"]
-    assert not judged(SIMPLE, tmp_path, "reference", "sync", "transfers").capabilities["best_effort"]
+    assert not judged(SIMPLE, tmp_path, "reference", "sync", "transfers").capabilities[
+        "best_effort"
+    ]
 
 
-def test_blocks_in_the_wrong_place_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_blocks_in_the_wrong_place_are_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     right = Copies.swap_blocks_batch
 
-    def swapped(self: Copies, src: torch.Tensor, dst: torch.Tensor, *rest: Any, **kwargs: Any) -> None:
-        right(self, src, torch.cat([dst[1:2], dst[:1], dst[2:]]) if len(dst) > 1 else dst, *rest, **kwargs)
+    def swapped(
+        self: Copies, src: torch.Tensor, dst: torch.Tensor, *rest: Any, **kwargs: Any
+    ) -> None:
+        right(
+            self,
+            src,
+            torch.cat([dst[1:2], dst[:1], dst[2:]]) if len(dst) > 1 else dst,
+            *rest,
+            **kwargs,
+        )
 
     monkeypatch.setattr(Copies, "swap_blocks_batch", swapped)
     assert "load.position" in failed(judged(OFFLOADING, tmp_path, "reference", "sync", "transfers"))
 
 
 @pytest.mark.parametrize("engine", ["reference", "vllm"])
-def test_saves_that_do_not_wait_for_the_forward_pass_are_found(engine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_saves_that_do_not_wait_for_the_forward_pass_are_found(
+    engine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(GenericStream, "wait_stream", lambda self, stream: None)
     found_out(judged(OFFLOADING, tmp_path, engine, "async", "compute"))
 
 
 @pytest.mark.parametrize("engine", ["reference", "vllm"])
-def test_so_are_those_of_a_thread_that_does_not(engine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_so_are_those_of_a_thread_that_does_not(
+    engine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     launch = DmaCopyBackend.launch_copy
 
     def unordered(self: Any, *args: Any, wait_event: Any = None, **kwargs: Any) -> None:
@@ -102,8 +140,30 @@ def test_so_are_those_of_a_thread_that_does_not(engine: str, monkeypatch: pytest
 
 @pytest.mark.e2e
 def test_the_whole_program_judges_one(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "kvconform", "run", "OffloadingConnector", "--device", "cpu", "--emulate-cuda", "--workers", "1"]
-    options = ["--extra-config", '{"cpu_bytes_to_use": 1000000}', "-k", "chunked.boundaries", "--engine", "vllm", "--report-dir", "report"]
-    done = subprocess.run([*command, *options], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    command = [
+        sys.executable,
+        "-m",
+        "kvconform",
+        "run",
+        "OffloadingConnector",
+        "--device",
+        "cpu",
+        "--emulate-cuda",
+        "--workers",
+        "1",
+    ]
+    options = [
+        "--extra-config",
+        '{"cpu_bytes_to_use": 1000000}',
+        "-k",
+        "chunked.boundaries",
+        "--engine",
+        "vllm",
+        "--report-dir",
+        "report",
+    ]
+    done = subprocess.run(
+        [*command, *options], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "CONFORMANT in what was selected" in done.stdout

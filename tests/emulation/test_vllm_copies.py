@@ -12,14 +12,21 @@ import torch
 
 from kvconform.emulation.emulate import emulate
 from kvconform.emulation.errors import NotEmulated
-from kvconform.emulation.vllm_copies import INVALID_VALUE, SOURCE_ANY, SOURCE_IN_STREAM_ORDER, Copies
+from kvconform.emulation.vllm_copies import (
+    INVALID_VALUE,
+    SOURCE_ANY,
+    SOURCE_IN_STREAM_ORDER,
+    Copies,
+)
 
 BLOCKS, SIZE = 6, 8  # of bytes
 
 
 def memory(cuda: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Blocks on the device that hold their own numbers, and pinned blocks of zeros."""
-    kv = cuda.to_device(torch.arange(BLOCKS, dtype=torch.uint8).repeat_interleave(SIZE).view(BLOCKS, SIZE).clone())
+    kv = cuda.to_device(
+        torch.arange(BLOCKS, dtype=torch.uint8).repeat_interleave(SIZE).view(BLOCKS, SIZE).clone()
+    )
     return kv, torch.zeros(BLOCKS, SIZE, dtype=torch.uint8, pin_memory=True)
 
 
@@ -32,21 +39,42 @@ def addresses(tensor: torch.Tensor, blocks: list[int]) -> torch.Tensor:
     return torch.tensor([tensor.data_ptr() + block * SIZE for block in blocks], dtype=torch.int64)
 
 
-def batch(copies: Copies, dst: torch.Tensor, to: list[int], src: torch.Tensor, of: list[int], stream: int, order: int) -> int:
+def batch(
+    copies: Copies,
+    dst: torch.Tensor,
+    to: list[int],
+    src: torch.Tensor,
+    of: list[int],
+    stream: int,
+    order: int,
+) -> int:
     """Call cuMemcpyBatchAsync as C code would."""
-    dsts, srcs = addresses(dst, to).numpy().view(np.uint64), addresses(src, of).numpy().view(np.uint64)
+    dsts, srcs = (
+        addresses(dst, to).numpy().view(np.uint64),
+        addresses(src, of).numpy().view(np.uint64),
+    )
     sizes = np.full(len(to), SIZE, dtype=np.uint64)
     attributes = (ctypes.c_uint * 6)(order)
     pointers = dsts.ctypes.data, srcs.ctypes.data, sizes.ctypes.data
     index, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
-    return copies.batch_memcpy(*pointers, len(to), ctypes.addressof(attributes), ctypes.byref(index), 1, ctypes.byref(failed), stream)
+    return copies.batch_memcpy(
+        *pointers,
+        len(to),
+        ctypes.addressof(attributes),
+        ctypes.byref(index),
+        1,
+        ctypes.byref(failed),
+        stream,
+    )
 
 
 def test_a_batch_of_blocks_is_copied_in_stream_order() -> None:
     with emulate("transfers") as cuda:
         (kv, host), side = memory(cuda), torch.cuda.Stream()
         with torch.cuda.stream(side):
-            Copies(cuda).swap_blocks_batch(addresses(kv, [3, 1]), addresses(host, [0, 5]), torch.tensor([SIZE, SIZE]))
+            Copies(cuda).swap_blocks_batch(
+                addresses(kv, [3, 1]), addresses(host, [0, 5]), torch.tensor([SIZE, SIZE])
+            )
         assert first_bytes(cuda, host) == [0] * 6
         side.synchronize()
         assert first_bytes(cuda, host) == [3, 0, 0, 0, 0, 1]
@@ -78,7 +106,9 @@ def test_the_source_of_a_batch_may_be_read_before_its_turn_if_that_was_allowed(o
 def test_what_the_driver_refuses() -> None:
     with emulate("compute") as cuda:
         (kv, host), side = memory(cuda), torch.cuda.Stream()
-        assert batch(Copies(cuda), host, [0], kv, [1], 0, SOURCE_ANY) == INVALID_VALUE  # the default stream
+        assert (
+            batch(Copies(cuda), host, [0], kv, [1], 0, SOURCE_ANY) == INVALID_VALUE
+        )  # the default stream
         assert batch(Copies(cuda), host, [], kv, [], side.cuda_stream, SOURCE_ANY) == INVALID_VALUE
         with pytest.raises(NotEmulated):
             batch(Copies(cuda), host, [0], kv, [1], side.cuda_stream, 7)

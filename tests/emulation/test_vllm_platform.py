@@ -17,7 +17,15 @@ from vllm.platforms import current_platform
 from kvconform.emulation.emulate import emulate
 from kvconform.emulation.vllm_on_cuda import vllm_on_cuda
 
-QUESTIONS = ("is_cuda()", "is_cuda_alike()", "is_cpu()", "is_rocm()", "is_xpu()", "is_pin_memory_available()", "device_type")
+QUESTIONS = (
+    "is_cuda()",
+    "is_cuda_alike()",
+    "is_cpu()",
+    "is_rocm()",
+    "is_xpu()",
+    "is_pin_memory_available()",
+    "device_type",
+)
 
 
 def asked(module: str) -> list[Any]:
@@ -27,7 +35,12 @@ def asked(module: str) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "module", ["vllm.v1.kv_offload.cpu.spec", "vllm.distributed.kv_transfer.kv_connector.v1.nixl.utils", "somebody.elses"]
+    "module",
+    [
+        "vllm.v1.kv_offload.cpu.spec",
+        "vllm.distributed.kv_transfer.kv_connector.v1.nixl.utils",
+        "somebody.elses",
+    ],
 )
 def test_connectors_find_a_cuda_platform(module: str) -> None:
     assert asked(module)[:2] == [False, False]
@@ -36,7 +49,10 @@ def test_connectors_find_a_cuda_platform(module: str) -> None:
     assert asked(module)[:2] == [False, False]
 
 
-@pytest.mark.parametrize("module", ["vllm.config.vllm", "vllm.engine.arg_utils", "vllm.v1.core.sched.scheduler", "vllm.platforms"])
+@pytest.mark.parametrize(
+    "module",
+    ["vllm.config.vllm", "vllm.engine.arg_utils", "vllm.v1.core.sched.scheduler", "vllm.platforms"],
+)
 def test_the_engine_is_told_the_truth(module: str) -> None:
     truth = asked(module)
     with emulate("compute") as cuda, vllm_on_cuda(cuda):
@@ -54,10 +70,23 @@ def test_streams_of_the_platform_are_the_emulated_ones() -> None:
 def test_everything_is_put_back() -> None:
     def state() -> list[Any]:
         modules = [
-            module for name, module in sorted(sys.modules.items()) if name.startswith(("vllm.v1.kv_offload", "vllm.v1.simple_kv_offload"))
+            module
+            for name, module in sorted(sys.modules.items())
+            if name.startswith(("vllm.v1.kv_offload", "vllm.v1.simple_kv_offload"))
         ]
-        names = ("PIN_MEMORY", "HAS_TRITON", "CudaRTLibrary", "_resolve_batch_memcpy", "_batch_memcpy", "swap_blocks_batch")
-        return [type(current_platform), ops.swap_blocks, *((vars(module).get(name)) for module in modules for name in names)]
+        names = (
+            "PIN_MEMORY",
+            "HAS_TRITON",
+            "CudaRTLibrary",
+            "_resolve_batch_memcpy",
+            "_batch_memcpy",
+            "swap_blocks_batch",
+        )
+        return [
+            type(current_platform),
+            ops.swap_blocks,
+            *((vars(module).get(name)) for module in modules for name in names),
+        ]
 
     with emulate("compute") as cuda, vllm_on_cuda(cuda):  # imports them
         pass

@@ -21,22 +21,40 @@ BAD = Path(__file__).parents[1] / "bad_connectors"
 
 
 def explore(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvconform", "explore", *arguments, "-n", "1", "--out", "found"]
-    return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "kvconform",
+        "explore",
+        *arguments,
+        "-n",
+        "1",
+        "--out",
+        "found",
+    ]
+    return subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
 
 
 def test_a_defect_is_found_and_made_small(tmp_path: Path) -> None:
     store = json.dumps({"store": "{tmp}/store"})
     connector = "kvconform.refimpl.defects.boundaries:LastToken"
-    done = explore(tmp_path, connector, "--extra-config", store, "--examples", "8", "--shrink", "30")
+    done = explore(
+        tmp_path, connector, "--extra-config", store, "--examples", "8", "--shrink", "30"
+    )
     assert done.returncode == 1, done.stdout + done.stderr
     files = sorted((tmp_path / "found").glob("*.yaml"))
     assert files
     spec = load_spec(cases=[str(path) for path in files[:1]])
     case = spec.cases[spec.own_cases[0]]
     assert sum(step.op == "add" for step in case.steps) <= 3 and len(case.steps) <= 15
-    comment = [line for line in files[0].read_text(encoding="utf-8").splitlines() if line.startswith("#")]
-    assert any(line.startswith(f"# kvconform run {connector}") and "--case" in line for line in comment)
+    comment = [
+        line for line in files[0].read_text(encoding="utf-8").splitlines() if line.startswith("#")
+    ]
+    assert any(
+        line.startswith(f"# kvconform run {connector}") and "--case" in line for line in comment
+    )
 
 
 def test_the_reference_connector_survives_its_races(tmp_path: Path) -> None:
@@ -47,11 +65,16 @@ def test_the_reference_connector_survives_its_races(tmp_path: Path) -> None:
 
 def test_a_process_that_dies_is_a_failure_of_its_workload_alone(tmp_path: Path) -> None:
     settings = load({"connector": "on_abort:Exits", "pythonpath": [str(BAD)], "workers": 1})
-    workloads = [each for each in races(["reference"], ["sync"], None, 0) if "saving" in each.data["id"]][:6]
+    workloads = [
+        each for each in races(["reference"], ["sync"], None, 0) if "saving" in each.data["id"]
+    ][:6]
     with Pool(settings, tmp_path, 1) as pool:
         found = list(pool.outcomes(workloads))
     assert [workload for workload, _ in found] == workloads
-    died = [outcome.failures[0].requirement == "process.died" if outcome.failures else False for _, outcome in found]
+    died = [
+        outcome.failures[0].requirement == "process.died" if outcome.failures else False
+        for _, outcome in found
+    ]
     assert any(died) and not all(died) and pool.deaths == sum(died)
 
 
@@ -62,11 +85,18 @@ def test_a_process_that_dies_is_a_failure_of_its_workload_alone(tmp_path: Path) 
         (["--profile", "nothing"], "there is no profile 'nothing'"),
         (["no_such_package:X"], "no package 'no_such_package'"),
         (["--engine", "live"], "--seeds 20"),
-        (["--engine", "foo"], "kvconform: there is no engine 'foo' of explore; there are reference and vllm, and all for both"),
+        (
+            ["--engine", "foo"],
+            "kvconform: there is no engine 'foo' of explore; there are reference and vllm, and all for both",
+        ),
     ],
 )
 def test_what_is_wrong_is_told_in_a_sentence(
-    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as done:

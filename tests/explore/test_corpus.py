@@ -26,7 +26,10 @@ def some(count: int, seed: int = 1) -> list[Workload]:
 
 def test_dice_are_the_same_everywhere() -> None:
     dice = Dice("x")
-    assert [dice.number(0, 9) for _ in range(12)] == [Dice("x").number(0, 9), *[_nth(n) for n in range(1, 12)]]
+    assert [dice.number(0, 9) for _ in range(12)] == [
+        Dice("x").number(0, 9),
+        *[_nth(n) for n in range(1, 12)],
+    ]
     rolls = [Dice(seed).number(1, 6) for seed in range(300)]
     assert set(rolls) == {1, 2, 3, 4, 5, 6}
 
@@ -38,7 +41,11 @@ def _nth(count: int) -> int:
 
 def test_small_workloads_are_small() -> None:
     for workload in small(["reference"], MODES, None, first_seed=1, count=60):
-        assert workload.size[0] <= 3 and workload.variant().engine == "reference" and not workload.data.get("policies")
+        assert (
+            workload.size[0] <= 3
+            and workload.variant().engine == "reference"
+            and not workload.data.get("policies")
+        )
 
 
 def test_changes_keep_a_workload_legal_and_do_change_it() -> None:
@@ -48,10 +55,16 @@ def test_changes_keep_a_workload_legal_and_do_change_it() -> None:
         other.variant()
         assert mutated(f"t/{number}", workload, BOTH, MODES) == other
         flying = 0
-        for step in other.data["steps"]:  # no more is in flight than may be, and nothing befalls it that could not
+        for step in other.data[
+            "steps"
+        ]:  # no more is in flight than may be, and nothing befalls it that could not
             assert flying == 0 or not {"step", "run", "idle", "drop-local"} & set(step)
             flying = 0 if "land" in step else flying + step.get("schedule", 0)
-            assert flying <= (other.data["matrix"]["depth"][0] if other.data["matrix"]["scheduling"] == ["async"] else 1)
+            assert flying <= (
+                other.data["matrix"]["depth"][0]
+                if other.data["matrix"]["scheduling"] == ["async"]
+                else 1
+            )
         changed += {**other.data, "id": ""} != {**workload.data, "id": ""}
     assert changed > 100
 
@@ -64,10 +77,16 @@ def test_a_corpus_is_found_again_and_goes_on_where_it_was(tmp_path: Path) -> Non
     assert corpus.add(first[1], Outcome(pairs=["a | x"])) == 0
     assert corpus.add(first[2], Outcome(pairs=["c | x"], failures=[Failure("r", "m")])) == 1
     like = next(workloads), next(workloads)
-    assert sum(each.data in [workload.data for workload in some(40)] for each in like) == 1  # one is new, one is like a kept one
+    assert (
+        sum(each.data in [workload.data for workload in some(40)] for each in like) == 1
+    )  # one is new, one is like a kept one
     corpus.save()
     again = Corpus(tmp_path)
-    assert again.seeds == [first[0]] and again.pairs == {"a | x", "b | x"} and again.drawn == corpus.drawn == 7
+    assert (
+        again.seeds == [first[0]]
+        and again.pairs == {"a | x", "b | x"}
+        and again.drawn == corpus.drawn == 7
+    )
     assert next(again.guided(iter(some(40)), BOTH, MODES)) == some(40)[7]
 
 
@@ -93,12 +112,16 @@ def test_pairs_tell_what_was_put_to_the_test_where() -> None:
 
 def test_a_damaged_corpus_is_told_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "seeds.jsonl").write_text('{"data": 1')
-    with pytest.raises(UsageError, match=r"seeds\.jsonl, line 1 cannot be read .*name another --corpus"):
+    with pytest.raises(
+        UsageError, match=r"seeds\.jsonl, line 1 cannot be read .*name another --corpus"
+    ):
         Corpus(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["a-file", "a-file/below"])
-def test_a_folder_that_cannot_be_made_is_told_before_anything_runs(tmp_path: Path, name: str) -> None:
+def test_a_folder_that_cannot_be_made_is_told_before_anything_runs(
+    tmp_path: Path, name: str
+) -> None:
     (tmp_path / "a-file").write_text("")
     with pytest.raises(UsageError, match="--out .*a-file is not a directory"):
         command._writable("--out", tmp_path / name)

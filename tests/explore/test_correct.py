@@ -22,8 +22,12 @@ def test_a_correct_connector_fails_nothing() -> None:
     assert (found.workloads, found.unsupported, found.failures) == (6, 0, [])
 
 
-def test_what_fails_is_kept_as_a_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(registry.VARIANTS, "bad", ("kvconform.refimpl.defects.loads:NoKeywords", {}))
+def test_what_fails_is_kept_as_a_case(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(
+        registry.VARIANTS, "bad", ("kvconform.refimpl.defects.loads:NoKeywords", {})
+    )
     monkeypatch.setattr(explore_correct, "ENGINES", ["reference"])
     found = run("bad", 3, 12, True)
     assert found.workloads == 12 and found.failures
@@ -42,7 +46,12 @@ def test_every_variant_has_its_turn_and_a_later_run_goes_on() -> None:
 def test_it_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     state = State()
     state.add(Batch(variant="a", workloads=5, unsupported=1, guarantees={"engine.x": 2}))
-    assert (state.batches, state.workloads, state.unsupported, state.guarantees) == (1, 5, 1, {"engine.x": 2})
+    assert (state.batches, state.workloads, state.unsupported, state.guarantees) == (
+        1,
+        5,
+        1,
+        {"engine.x": 2},
+    )
     kept = tmp_path / "state.json"
     kept.write_text(state.model_dump_json())
     assert main(["--workloads", "5", "--state", str(kept)]) == 0

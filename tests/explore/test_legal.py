@@ -20,7 +20,13 @@ GIVEN_UP: list[Data] = [{"step": 2}, {"land": 2}, {"abort": "a"}]
 
 
 def data_of(*steps: Data, **axes: Any) -> Data:
-    return make("t.t", "t", [*steps, {"run": {}}], engine="reference", **{"scheduling": "async", "depth": 2, **axes})
+    return make(
+        "t.t",
+        "t",
+        [*steps, {"run": {}}],
+        engine="reference",
+        **{"scheduling": "async", "depth": 2, **axes},
+    )
 
 
 @pytest.mark.parametrize(
@@ -47,20 +53,38 @@ def test_what_is_drawn_and_varied_takes_ids_that_are_free() -> None:
         steps = workload.data["steps"]
         assert is_legal(workload.data), workload.data
         if any("id" in step.get("add", {}) for step in steps):
-            assert all(ids_are_free(mutated(f"t/{number}/{each}", workload, BOTH, MODES).data) for each in range(8))
-        at_once += any("abort" in one and "id" in two.get("add", {}) for one, two in pairwise(steps))
-        images = {step["add"]["req"]: step["add"]["mm"][0] for step in steps if "mm" in step.get("add", {})}
+            assert all(
+                ids_are_free(mutated(f"t/{number}/{each}", workload, BOTH, MODES).data)
+                for each in range(8)
+            )
+        at_once += any(
+            "abort" in one and "id" in two.get("add", {}) for one, two in pairwise(steps)
+        )
+        images = {
+            step["add"]["req"]: step["add"]["mm"][0]
+            for step in steps
+            if "mm" in step.get("add", {})
+        }
         moved += any(
-            "same" in prompt and name in images and images.get(prompt["same"], {}).get("id", images[name]["id"]) != images[name]["id"]
-            for name, prompt in ((step["add"]["req"], step["add"]["prompt"]) for step in steps if "add" in step)
+            "same" in prompt
+            and name in images
+            and images.get(prompt["same"], {}).get("id", images[name]["id"]) != images[name]["id"]
+            for name, prompt in (
+                (step["add"]["req"], step["add"]["prompt"]) for step in steps if "add" in step
+            )
             if isinstance(prompt, dict)
         )
-    assert at_once > 10 and moved > 3, "an id is taken at once, and an image stands behind another's placeholders"
+    assert at_once > 10 and moved > 3, (
+        "an id is taken at once, and an image stands behind another's placeholders"
+    )
 
 
 def test_shrinking_leaves_an_id_free() -> None:
     def both(workload: Workload) -> bool:
-        return ["id" in step["add"] for step in workload.data["steps"] if "add" in step] == [False, True]
+        return ["id" in step["add"] for step in workload.data["steps"] if "add" in step] == [
+            False,
+            True,
+        ]
 
     small, _ = shrink(Workload(data_of(FIRST, *GIVEN_UP, AGAIN)), both)
     assert ids_are_free(small.data) and len(small.data["steps"]) > 2
@@ -72,7 +96,15 @@ def test_two_adapters_of_one_number_need_a_restart_between_them() -> None:
     for workload in drawn(BOTH, MODES, None, first_seed=5, count=1200):
         assert numbers_are_free(workload.data)
         steps = workload.data["steps"]
-        if len({step["add"]["lora"] for step in steps if "lora" in step.get("add", {})} & {"l12", "l21"}) == 2:
+        if (
+            len(
+                {step["add"]["lora"] for step in steps if "lora" in step.get("add", {})}
+                & {"l12", "l21"}
+            )
+            == 2
+        ):
             both += 1
-            assert not is_legal({**workload.data, "steps": [step for step in steps if "restart" not in step]})
+            assert not is_legal(
+                {**workload.data, "steps": [step for step in steps if "restart" not in step]}
+            )
     assert both > 5

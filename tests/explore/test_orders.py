@@ -58,9 +58,14 @@ def situations() -> Iterator[Workload]:
         sorted(FAMILIES.items()), range(POINTS), (("sync", 2), ("async", 2))
     ):
         data = make(
-            f"order.{name}.{point}.{scheduling}", "Transfers complete in a given order.", steps(PROMPT, point), engine="reference",
-            scheduling=scheduling, depth=depth, config={"block_size": BLOCK, "num_blocks": 24},
-        )  # fmt: skip
+            f"order.{name}.{point}.{scheduling}",
+            "Transfers complete in a given order.",
+            steps(PROMPT, point),
+            engine="reference",
+            scheduling=scheduling,
+            depth=depth,
+            config={"block_size": BLOCK, "num_blocks": 24},
+        )
         yield Workload(data)
 
 

@@ -16,14 +16,28 @@ from kvconform.run.case import run_and_judge
 
 SPEC = load_spec()
 TARGET = Target("kvconform.refimpl.connector:ReferenceConnector", {"store": "{tmp}"})
-AGAIN: list[Data] = [{"add": {"req": "a", "prompt": 15, "max_tokens": 1}}, {"run": {}}, {"drop-local": {}}]
+AGAIN: list[Data] = [
+    {"add": {"req": "a", "prompt": 15, "max_tokens": 1}},
+    {"run": {}},
+    {"drop-local": {}},
+]
 
 
 def failing(name: str, positions: object = "all", **more: object) -> list[Data]:
-    return [{"add": {"req": name, "prompt": {"same": "a"}, "max_tokens": 2, **more}}, {"fail-load": {"req": name, "positions": positions}}]
+    return [
+        {"add": {"req": name, "prompt": {"same": "a"}, "max_tokens": 2, **more}},
+        {"fail-load": {"req": name, "positions": positions}},
+    ]
 
 
-DRAFTS = [*AGAIN, *failing("b", [0, 7], drafts=[1]), {"land": 3}, {"schedule": 1}, {"land": 3}, {"run": {}}]
+DRAFTS = [
+    *AGAIN,
+    *failing("b", [0, 7], drafts=[1]),
+    {"land": 3},
+    {"schedule": 1},
+    {"land": 3},
+    {"run": {}},
+]
 RESET: list[Data] = [
     {"add": {"req": "a", "prompt": 9, "max_tokens": 4}},
     {"step": 3},
@@ -31,21 +45,44 @@ RESET: list[Data] = [
     {"run": {}},
 ]
 HALF = [*AGAIN, *failing("b"), {"step": 1}, {"idle": 1}, {"preempt": "b"}, {"run": {}}]
-SKIPS: list[Data] = [{"add": {"req": "a", "prompt": 9, "max_tokens": 2, "skip_reading_prefix_cache": True}}, {"run": {}}]
+SKIPS: list[Data] = [
+    {"add": {"req": "a", "prompt": 9, "max_tokens": 2, "skip_reading_prefix_cache": True}},
+    {"run": {}},
+]
 
 
 @pytest.mark.parametrize(
     ("steps", "config", "scheduling", "broken"),
     [
-        (DRAFTS, {"spec_tokens": 3, "budget": 5}, "async", {"engine.real-is-known", "engine.rejections-rolled-back"}),
+        (
+            DRAFTS,
+            {"spec_tokens": 3, "budget": 5},
+            "async",
+            {"engine.real-is-known", "engine.rejections-rolled-back"},
+        ),
         (RESET, {}, "async", {"engine.reset-returns"}),
-        (HALF, {"budget": 11}, "sync", {"engine.failed-not-served"}),  # its last block is computed to three quarters
+        (
+            HALF,
+            {"budget": 11},
+            "sync",
+            {"engine.failed-not-served"},
+        ),  # its last block is computed to three quarters
         (SKIPS, {"stats": True}, "sync", {"engine.queries-counted"}),
     ],
 )
-def test_what_vllm_breaks_is_known_by_name(steps: list[Data], config: Data, scheduling: str, broken: set[str], tmp_path: Path) -> None:
+def test_what_vllm_breaks_is_known_by_name(
+    steps: list[Data], config: Data, scheduling: str, broken: set[str], tmp_path: Path
+) -> None:
     relations = ["no-connector"]
-    data = make("mended", "Found by exploration.", steps, engine="vllm", scheduling=scheduling, config=config, relations=relations)
+    data = make(
+        "mended",
+        "Found by exploration.",
+        steps,
+        engine="vllm",
+        scheduling=scheduling,
+        config=config,
+        relations=relations,
+    )
     found = outcome(Workload(data), TARGET, SPEC, tmp_path / "run")
     assert found.error is None and not found.failures
     assert broken <= set(found.broken_guarantees) <= set(explained(SPEC))
@@ -60,11 +97,15 @@ def test_who_makes_kv_up_has_nothing_to_forget(tmp_path: Path) -> None:
         {"add": {"req": "b", "prompt": {"of": "a", "tokens": 1, "then": 5}, "max_tokens": 4}},
         {"run": {}},
     ]
-    workload = Workload(make("mended", "Found by exploration.", steps, engine="reference", scheduling="sync"))
+    workload = Workload(
+        make("mended", "Found by exploration.", steps, engine="reference", scheduling="sync")
+    )
     assert not outcome(workload, target_of("zeros"), SPEC, tmp_path / "run").failures
 
 
-def test_what_a_load_lost_is_promised_to_nobody_while_its_failure_is_under_way(tmp_path: Path) -> None:
+def test_what_a_load_lost_is_promised_to_nobody_while_its_failure_is_under_way(
+    tmp_path: Path,
+) -> None:
     """`save.completeness` was said to be broken: the chunk was gone, and the failure of the load that noticed it not reported yet."""
     steps: list[Data] = [
         {"add": {"req": "a", "prompt": 6, "max_tokens": 9}},
@@ -75,7 +116,14 @@ def test_what_a_load_lost_is_promised_to_nobody_while_its_failure_is_under_way(t
         {"add": {"req": "c", "prompt": {"same": "a"}, "max_tokens": 7, "reloads": "a"}},
         {"run": {}},
     ]
-    data = make("mended", "Found by exploration.", steps, engine="reference", scheduling="sync", config={"num_blocks": 13})
+    data = make(
+        "mended",
+        "Found by exploration.",
+        steps,
+        engine="reference",
+        scheduling="sync",
+        config={"num_blocks": 13},
+    )
     found = outcome(Workload(data), target_of("delayed"), SPEC, tmp_path / "run")
     assert found.error is None and found.failures == [] and "load" in found.reached
 
@@ -91,8 +139,28 @@ def test_a_lookup_after_a_reset_may_find_less_than_before(tmp_path: Path) -> Non
         {"reset": {"running": False, "connector": True}},
         {"run": {}},
     ]
-    data = make("mended", "Found by exploration.", steps, engine="reference", scheduling="sync", policies=["deny-first-alloc"])
-    report = run_and_judge(Workload(data).variant(), TARGET, SPEC, seed=0, tmp=tmp_path / "run", keep_trace=True, strict=True)
-    lookups = [event for event in report.trace or [] if event["k"] == "lookup" and event["req"] == "b"]
+    data = make(
+        "mended",
+        "Found by exploration.",
+        steps,
+        engine="reference",
+        scheduling="sync",
+        policies=["deny-first-alloc"],
+    )
+    report = run_and_judge(
+        Workload(data).variant(),
+        TARGET,
+        SPEC,
+        seed=0,
+        tmp=tmp_path / "run",
+        keep_trace=True,
+        strict=True,
+    )
+    lookups = [
+        event for event in report.trace or [] if event["k"] == "lookup" and event["req"] == "b"
+    ]
     assert lookups[1]["tokens"] < lookups[0]["tokens"]
-    assert lookups[1]["repeat"] and [row["requirement"] for row in report.rows if row["verdict"] == "FAIL"] == []
+    assert (
+        lookups[1]["repeat"]
+        and [row["requirement"] for row in report.rows if row["verdict"] == "FAIL"] == []
+    )

@@ -34,7 +34,13 @@ def test_who_finds_nothing_in_time_says_so() -> None:
     assert explore_defects.summarise([found]) == 1
 
 
-@pytest.mark.parametrize(("name", "why"), [("coroutine-hook", "in the class or in vLLM itself"), ("kills-process", "may end the process")])
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("coroutine-hook", "in the class or in vLLM itself"),
+        ("kills-process", "may end the process"),
+    ],
+)
 def test_what_no_workload_can_show_is_left_out(name: str, why: str) -> None:
     found = explore_defects.search(name, 60.0, 0, False)
     assert found.found is None and found.left_out is not None and why in found.left_out
@@ -55,22 +61,42 @@ def test_what_no_event_can_have_broken_is_not_broken(tmp_path: Path) -> None:
     spec, left_out, failed = defects.specification(), 0, set()
     for name in ("saves-unknown-token", "pops-on-lookup"):
         target = defects.target_of(defects.known_defects()[name], 4)
-        for workload in drawn(["reference", "vllm"], ["sync", "async"], None, first_seed=2, count=12):
-            report = run_and_judge(workload.variant(), target, spec, seed=0, tmp=tmp_path / "run", keep_trace=True, strict=True)
+        for workload in drawn(
+            ["reference", "vllm"], ["sync", "async"], None, first_seed=2, count=12
+        ):
+            report = run_and_judge(
+                workload.variant(),
+                target,
+                spec,
+                seed=0,
+                tmp=tmp_path / "run",
+                keep_trace=True,
+                strict=True,
+            )
             kept = {req.id for req in at_stake(spec.requirements.values(), report.trace or [])}
             said = {row["requirement"]: row["verdict"] for row in report.rows}
-            assert {said[req] for req in set(said) - kept} <= {"NOT_EXERCISED", "UNSUPPORTED", "UNOBSERVABLE"}
+            assert {said[req] for req in set(said) - kept} <= {
+                "NOT_EXERCISED",
+                "UNSUPPORTED",
+                "UNOBSERVABLE",
+            }
             left_out += len(set(said) - kept)
             failed |= {req for req, verdict in said.items() if verdict == "FAIL"}
     assert left_out > 500 and "save.plan-bound" in failed
 
 
-def test_a_check_that_cannot_be_evaluated_is_an_error_and_no_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_cannot_be_evaluated_is_an_error_and_no_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from kvconform.config.target import Target
     from kvconform.explore import outcome
     from kvconform.explore.draw import small
 
-    row = {"requirement": "lookup.answer-type", "verdict": "ERROR", "message": "it reads x, which is not there"}
+    row = {
+        "requirement": "lookup.answer-type",
+        "verdict": "ERROR",
+        "message": "it reads x, which is not there",
+    }
     run = case.run_and_judge
 
     def judged(*args: Any, **kwargs: Any) -> Any:

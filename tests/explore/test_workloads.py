@@ -39,20 +39,64 @@ def test_draws_differ_in_everything_that_matters() -> None:
         data = workload.data
         found.update(name for step in data["steps"] if "add" in step for name in step["add"])
         found.update(next(iter(step)) for step in data["steps"])
-        found.update(f"{name} {value}" for name in ("scheduling", "runner", "depth") for value in data["matrix"][name])
+        found.update(
+            f"{name} {value}"
+            for name in ("scheduling", "runner", "depth")
+            for value in data["matrix"][name]
+        )
         found.update(data.get("policies", []))
         found.update(f"config {name}" for name in data["config"])
-    wanted = ("abort", "preempt", "drop-local", "reset", "idle", "reorder", "depth 3", "runner v2", "scheduling async", "ignore-hits")
-    others = ("fail-load", "restart", "schedule", "lookup-only", "pause", "mm", "priority", "id", "stop_at", "params", "handed", "reloads")
-    special = ("engines", "groups", "tensor_parallel", "multi", "load_failure_policy", "spec_tokens", "prefix_caching", "context_parallel")
-    assert all(found[name] > 1 for name in (*wanted, *others, *(f"config {each}" for each in special))), found
+    wanted = (
+        "abort",
+        "preempt",
+        "drop-local",
+        "reset",
+        "idle",
+        "reorder",
+        "depth 3",
+        "runner v2",
+        "scheduling async",
+        "ignore-hits",
+    )
+    others = (
+        "fail-load",
+        "restart",
+        "schedule",
+        "lookup-only",
+        "pause",
+        "mm",
+        "priority",
+        "id",
+        "stop_at",
+        "params",
+        "handed",
+        "reloads",
+    )
+    special = (
+        "engines",
+        "groups",
+        "tensor_parallel",
+        "multi",
+        "load_failure_policy",
+        "spec_tokens",
+        "prefix_caching",
+        "context_parallel",
+    )
+    assert all(
+        found[name] > 1 for name in (*wanted, *others, *(f"config {each}" for each in special))
+    ), found
 
 
 def test_few_have_a_second_run_in_a_process_of_its_own() -> None:
     """A process takes as long as a hundred workloads."""
     found = Counter(relation for workload in some(4000) for relation in workload.data["relations"])
     assert 40 < found["second-process"] < 80 and 2 < found["hash-seed"] < 20
-    restarts = Counter(step["restart"] for workload in some(4000) for step in workload.data["steps"] if "restart" in step)
+    restarts = Counter(
+        step["restart"]
+        for workload in some(4000)
+        for step in workload.data["steps"]
+        if "restart" in step
+    )
     assert 2 < restarts["process"] < restarts["engine"] / 3
 
 
@@ -62,12 +106,19 @@ def test_a_request_alone_fits_into_the_memory_that_is_drawn() -> None:
         for step in workload.data["steps"]:
             if "add" in step:
                 add, prompt = step["add"], step["add"]["prompt"]
-                base = prompt if isinstance(prompt, int) else lengths[prompt.get("same") or prompt["of"]]
+                base = (
+                    prompt
+                    if isinstance(prompt, int)
+                    else lengths[prompt.get("same") or prompt["of"]]
+                )
                 if isinstance(prompt, dict) and "of" in prompt:
                     base = prompt.get("tokens", base) + prompt.get("then", 0)
                 lengths[add["req"]] = base
                 config = workload.data["config"]
-                blocks = -(-(base + add["max_tokens"] + config.get("spec_tokens", 0)) // config["block_size"])
+                blocks = -(
+                    -(base + add["max_tokens"] + config.get("spec_tokens", 0))
+                    // config["block_size"]
+                )
                 assert blocks < config["num_blocks"]
 
 
@@ -91,7 +142,9 @@ def test_races_are_every_point_of_every_situation_once() -> None:
     assert len({json.dumps(workload.data) for workload in every}) == len(every) > 4_000
     begun = {f"race.{family}.{point}" for family in FAMILIES for point in POINTS}
     assert {workload.data["id"].rsplit(".", 2)[0] for workload in every} == begun
-    assert len({workload.variant().id for workload in every}) == len(every)  # tokens go by it: no race finds what another one stored late
+    assert len({workload.variant().id for workload in every}) == len(
+        every
+    )  # tokens go by it: no race finds what another one stored late
     assert list(races(BOTH, ["sync"], None, 0)) != list(races(BOTH, ["sync"], None, 1))
     for workload in every[::40]:
         workload.variant()
@@ -99,7 +152,15 @@ def test_races_are_every_point_of_every_situation_once() -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [({"a": [1, "x y"]}, '{a: [1, "x y"]}'), (True, "true"), ("no", '"no"'), (None, "null"), ("1", '"1"'), (0.5, "0.5"), ("a-b", "a-b")],
+    [
+        ({"a": [1, "x y"]}, '{a: [1, "x y"]}'),
+        (True, "true"),
+        ("no", '"no"'),
+        (None, "null"),
+        ("1", '"1"'),
+        (0.5, "0.5"),
+        ("a-b", "a-b"),
+    ],
 )
 def test_flow_style_reads_back(value: object, text: str) -> None:
     assert flow(value) == text and yaml12.parse(f"x: {text}\n", "x")["x"] == value
@@ -123,12 +184,26 @@ def test_shrinking_keeps_the_failure_and_drops_the_rest() -> None:
     for workload in began[:3]:
         small, tries = shrink(workload, _preempts_a_long_one)
         added, preempted = small.data["steps"]
-        assert tries <= 400 and added == {"add": {"req": preempted["preempt"], "prompt": 5, "max_tokens": 1}}
-        assert small.data["matrix"] == {"scheduling": ["sync"], "runner": ["v1"], "depth": [2]} and not small.data.get("policies")
+        assert tries <= 400 and added == {
+            "add": {"req": preempted["preempt"], "prompt": 5, "max_tokens": 1}
+        }
+        assert small.data["matrix"] == {
+            "scheduling": ["sync"],
+            "runner": ["v1"],
+            "depth": [2],
+        } and not small.data.get("policies")
 
 
 def test_a_prompt_that_others_repeat_is_handed_on() -> None:
-    steps = [{"add": {"req": "a", "prompt": 9, "max_tokens": 1}}, {"add": {"req": "b", "prompt": {"same": "a"}, "max_tokens": 1}}]
+    steps = [
+        {"add": {"req": "a", "prompt": 9, "max_tokens": 1}},
+        {"add": {"req": "b", "prompt": {"same": "a"}, "max_tokens": 1}},
+    ]
     workload = Workload(make("x.y", "X.", steps, engine="vllm", scheduling="sync"))
-    small, _ = shrink(workload, lambda each: any("add" in step and step["add"]["req"] == "b" for step in each.data["steps"]))
+    small, _ = shrink(
+        workload,
+        lambda each: any(
+            "add" in step and step["add"]["req"] == "b" for step in each.data["steps"]
+        ),
+    )
     assert small.data["steps"] == [{"add": {"req": "b", "prompt": 1, "max_tokens": 1}}]

@@ -14,8 +14,13 @@ pytest.importorskip("selenium.webdriver", reason="selenium is not installed (nox
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
-CHROMIUM, DRIVER = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
-needed = pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason="there is no Chromium, or no chromedriver")
+CHROMIUM, DRIVER = (
+    shutil.which("chromium") or shutil.which("google-chrome"),
+    shutil.which("chromedriver"),
+)
+needed = pytest.mark.skipif(
+    CHROMIUM is None or DRIVER is None, reason="there is no Chromium, or no chromedriver"
+)
 
 
 def opened(browser: Any, path: Path, width: int = 1280) -> None:

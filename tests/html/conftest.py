@@ -9,14 +9,26 @@ from typing import Any
 
 import pytest
 
-FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync")
+FLAGS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-sync",
+)
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """One for the tests of a module."""
-    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed (nox -s browser)")
-    chromium, driver = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
+    webdriver = pytest.importorskip(
+        "selenium.webdriver", reason="selenium is not installed (nox -s browser)"
+    )
+    chromium, driver = (
+        shutil.which("chromium") or shutil.which("google-chrome"),
+        shutil.which("chromedriver"),
+    )
     options = webdriver.ChromeOptions()
     options.binary_location = chromium
     for flag in FLAGS:

@@ -18,19 +18,31 @@ from kvconform.report.html import page
 from kvconform.report.html.story import build, pack
 
 SPEC = load_spec()
-CASE = next(case for case in SPEC.cases.values() if len(case.variants(["reference"], ["sync"])) == 1)
-NAMES = ["hook.no-raise", *sorted(r.id for r in SPEC.requirements.values() if r.kind == "requirement" and r.level == "MUST")]
+CASE = next(
+    case for case in SPEC.cases.values() if len(case.variants(["reference"], ["sync"])) == 1
+)
+NAMES = [
+    "hook.no-raise",
+    *sorted(
+        r.id for r in SPEC.requirements.values() if r.kind == "requirement" and r.level == "MUST"
+    ),
+]
 
 
 def event(kind: str, step: int, **fields: Any) -> dict[str, Any]:
     """An event with all its fields; those not given are empty."""
     empty = {"s": "x", "i": 0, "b": False, "f": 0, "l": [], "d": {}, "a": None}
-    known = {name: None if code.endswith("?") else empty[code[0]] for name, code in EVENTS[kind].fields.items()}
+    known = {
+        name: None if code.endswith("?") else empty[code[0]]
+        for name, code in EVENTS[kind].fields.items()
+    }
     return {"k": kind, "step": step, **known, **fields}
 
 
 def scheduled(step: int, req: str, C: int, S: int, N: int, **fields: Any) -> dict[str, Any]:
-    return event("req.scheduled", step, **{"req": req, "C": C, "S": S, "N": N, "table": [1, 2], **fields})
+    return event(
+        "req.scheduled", step, **{"req": req, "C": C, "S": S, "N": N, "table": [1, 2], **fields}
+    )
 
 
 def numbered(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -47,7 +59,15 @@ def small() -> tuple[dict[str, Any], int]:
             event("hook.called", 1, hook="wait_for_save", half="worker"),
             event("alloc", 3, req="b", external=8, blocks=[3, 4]),
             scheduled(3, "b", 8, 2, 10),
-            event("kv.wrong", 3, req="b", pos=4, count=4, found="other_request", origin="position 4 of request a"),
+            event(
+                "kv.wrong",
+                3,
+                req="b",
+                pos=4,
+                count=4,
+                found="other_request",
+                origin="position 4 of request a",
+            ),
             event("req.state", 5, req="b", to="PREEMPTED", reason="no blocks"),
             event("step.scheduled", 6),
         ]
@@ -61,7 +81,21 @@ def many(requests: int, steps: int) -> tuple[dict[str, Any], int]:
     events = [event("run.start", 0, num_blocks=4096, case=CASE.id)]
     story = build(numbered([*events, *(scheduled(1, name, 0, 4, 4) for name in names)]), {})
     story["cells"] = [
-        [lane, step, step * requests + lane, 0, 0, 3, 1, 0, 0, 0, step, step + 8, [lane, lane + requests]]
+        [
+            lane,
+            step,
+            step * requests + lane,
+            0,
+            0,
+            3,
+            1,
+            0,
+            0,
+            0,
+            step,
+            step + 8,
+            [lane, lane + requests],
+        ]
         for step in range(1, steps + 1)
         for lane in range(requests)
     ]
@@ -69,20 +103,33 @@ def many(requests: int, steps: int) -> tuple[dict[str, Any], int]:
     return story, 0
 
 
-def page_of(folder: Path, *, failures: int, story: tuple[dict[str, Any], int] | None = None) -> Path:
+def page_of(
+    folder: Path, *, failures: int, story: tuple[dict[str, Any], int] | None = None
+) -> Path:
     """report.html with so many failures of one run."""
     told, seq = story or small()
-    settings = Settings(connector="pkg:Conn", engine="reference", scheduling="sync", select=[CASE.id])
+    settings = Settings(
+        connector="pkg:Conn", engine="reference", scheduling="sync", select=[CASE.id]
+    )
     collector = Collector(SPEC, settings, select(SPEC, settings, "0.32.0"), "0.32.0")
     (variant,) = collector.selection.variants
     names = list(dict.fromkeys(NAMES))
-    rows = rows_for([SPEC.requirements[name] for name in names], variant, Verdict.PASS, "", strict=False)
+    rows = rows_for(
+        [SPEC.requirements[name] for name in names], variant, Verdict.PASS, "", strict=False
+    )
     for number, row in enumerate(rows):
         row.exercised, row.message = 1, None
         if number < failures:
-            row.verdict, row.message, row.step, row.event = Verdict.FAIL, f"{row.requirement} was not kept [`e.x` is false]", 3, seq
+            row.verdict, row.message, row.step, row.event = (
+                Verdict.FAIL,
+                f"{row.requirement} was not kept [`e.x` is false]",
+                3,
+                seq,
+            )
     collector.put(variant.id, rows)
-    collector.notes[variant.id] = CaseNotes(variant.id, timelines={NAMES[0]: [">  3  WRONG KV"]}, story=pack(told))
+    collector.notes[variant.id] = CaseNotes(
+        variant.id, timelines={NAMES[0]: [">  3  WRONG KV"]}, story=pack(told)
+    )
     final, found = collector.finish(date(2026, 1, 1), complete=True)
     said = summary.write(folder, collector, found, seconds=1.0, started="2026-01-01", exit_code=1)
     return page.write(folder, page.make(collector, jsonl.header_of(collector, []), said, final))

@@ -20,14 +20,22 @@ from kvconform.report.html import page
 from kvconform.report.html.story import build, pack
 
 SPEC = load_spec()
-CASE = next(case for case in SPEC.cases.values() if len(case.variants(["reference"], ["sync"])) == 1)
-MUST = next(r.id for r in SPEC.requirements.values() if r.kind == "requirement" and r.level == "MUST" and r.right)
+CASE = next(
+    case for case in SPEC.cases.values() if len(case.variants(["reference"], ["sync"])) == 1
+)
+MUST = next(
+    r.id
+    for r in SPEC.requirements.values()
+    if r.kind == "requirement" and r.level == "MUST" and r.right
+)
 MESSAGE = "wrong <script>alert(1)</script> & bytes [`e.x == 1` is false: e.x=2]"
 
 
 def html(tmp_path: Path, *, fails: bool, verdict: Verdict = Verdict.FAIL) -> str:
     """A report about one requirement in one run."""
-    settings = Settings(connector="pkg:Conn", engine="reference", scheduling="sync", select=[CASE.id])
+    settings = Settings(
+        connector="pkg:Conn", engine="reference", scheduling="sync", select=[CASE.id]
+    )
     collector = Collector(SPEC, settings, select(SPEC, settings, "0.32.0"), "0.32.0")
     (variant,) = collector.selection.variants
     rows = rows_for([SPEC.requirements[MUST]], variant, Verdict.PASS, "", strict=False)
@@ -36,12 +44,30 @@ def html(tmp_path: Path, *, fails: bool, verdict: Verdict = Verdict.FAIL) -> str
         rows[0].verdict, rows[0].message, rows[0].step, rows[0].event = verdict, MESSAGE, 3, 0
         rows[0].evidence = "v1/core/sched/scheduler.py: Scheduler.schedule"
     collector.put(variant.id, rows)
-    story = pack(build([{"k": "engine.lifecycle", "seq": 0, "step": 0, "op": "start", "pid": 0, "error": None}], {MUST: 0}))
-    collector.notes[variant.id] = CaseNotes(variant.id, timelines={MUST: [">  3  engine  <start>"]}, story=story)
+    story = pack(
+        build(
+            [
+                {
+                    "k": "engine.lifecycle",
+                    "seq": 0,
+                    "step": 0,
+                    "op": "start",
+                    "pid": 0,
+                    "error": None,
+                }
+            ],
+            {MUST: 0},
+        )
+    )
+    collector.notes[variant.id] = CaseNotes(
+        variant.id, timelines={MUST: [">  3  engine  <start>"]}, story=story
+    )
     final, found = collector.finish(date(2026, 1, 1), complete=True)
     header = jsonl.header_of(collector, [])
     told = summary.write(tmp_path, collector, found, seconds=1.0, started="2026-01-01", exit_code=1)
-    return page.write(tmp_path, page.make(collector, header, told, final)).read_text(encoding="utf-8")
+    return page.write(tmp_path, page.make(collector, header, told, final)).read_text(
+        encoding="utf-8"
+    )
 
 
 class Elements(HTMLParser):
@@ -69,7 +95,9 @@ def test_the_failure_is_told_with_its_evidence(tmp_path: Path) -> None:
     elements = Elements(text)
     assert elements.open == []
     links = [attrs["href"] for tag, attrs in elements.all if tag == "a"]
-    assert "https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/core/sched/scheduler.py" in links
+    assert (
+        "https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/core/sched/scheduler.py" in links
+    )
     assert "#failure-1" in links
     assert "NOT CONFORMANT" in text and f"kvconform run pkg:Conn -k {CASE.id}" in text
     assert "e.x == 1 is false: e.x=2" in text
@@ -86,7 +114,9 @@ def test_what_a_connector_says_is_text_and_not_markup(tmp_path: Path) -> None:
 def test_nothing_is_fetched(tmp_path: Path, fails: bool) -> None:
     text = html(tmp_path, fails=fails)
     elements = Elements(text)
-    assert not [attrs for tag, attrs in elements.all if tag in {"link", "img", "iframe"} or attrs.get("src")]
+    assert not [
+        attrs for tag, attrs in elements.all if tag in {"link", "img", "iframe"} or attrs.get("src")
+    ]
     code = "".join(re.findall(r"<script>.*?</script>|<style>.*?</style>", text, re.S))
     assert not re.search(r"https?://|@import|url\(|fetch\(|XMLHttpRequest|importScripts", code)
 

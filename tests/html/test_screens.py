@@ -33,14 +33,20 @@ def apart(one: Any, other: Any) -> tuple[float, float]:
     if abs(one.width - other.width) > BLOCK or abs(one.height - other.height) > BLOCK:
         return 255.0, 255.0
     size = (one.width // BLOCK, one.height // BLOCK)
-    blocks = [list(picture.convert("L").resize(size, Image.Resampling.BOX).tobytes()) for picture in (one, other)]
+    blocks = [
+        list(picture.convert("L").resize(size, Image.Resampling.BOX).tobytes())
+        for picture in (one, other)
+    ]
     differences = [abs(a - b) for a, b in zip(*blocks, strict=True)]
     return sum(differences) / len(differences), max(differences)
 
 
 def taken(browser: Any, page: Path, view: str, file: Path) -> Any:
     width, scheme = VIEWS[view]
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
+    browser.execute_cdp_cmd(
+        "Emulation.setEmulatedMedia",
+        {"features": [{"name": "prefers-color-scheme", "value": scheme}]},
+    )
     try:
         opened(browser, page, width)
         timeline(browser)
@@ -58,15 +64,22 @@ def test_it_looks_as_it_did(browser: Any, tmp_path: Path, view: str) -> None:
         SCREENS.mkdir(exist_ok=True)
         taken(browser, page, view, SCREENS / f"{view}.png")
         pytest.skip("written: look at it")
-    mean, worst = apart(taken(browser, page, view, tmp_path / "now.png"), Image.open(SCREENS / f"{view}.png"))
+    mean, worst = apart(
+        taken(browser, page, view, tmp_path / "now.png"), Image.open(SCREENS / f"{view}.png")
+    )
     assert mean < MEAN and worst < WORST, f"{mean:.1f} on average, {worst:.0f} in one block"
 
 
-def test_a_page_without_its_timeline_or_its_colours_looks_different(browser: Any, tmp_path: Path) -> None:
+def test_a_page_without_its_timeline_or_its_colours_looks_different(
+    browser: Any, tmp_path: Path
+) -> None:
     page = page_of(tmp_path, failures=2)
     text = page.read_text(encoding="utf-8")
     reference = Image.open(SCREENS / "light.png")
-    for style in (".timeline { display: none !important }", ".failure, header.top { border: 0 !important } * { color: #888 !important }"):
+    for style in (
+        ".timeline { display: none !important }",
+        ".failure, header.top { border: 0 !important } * { color: #888 !important }",
+    ):
         page.write_text(text.replace("</style>", f"{style}</style>"), encoding="utf-8")
         opened(browser, page)
         browser.save_screenshot(str(tmp_path / "now.png"))

@@ -18,7 +18,10 @@ def trace(*events: tuple[str, int, dict[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for seq, (kind, step, fields) in enumerate(events):
         empty = {"s": "x", "i": 0, "b": False, "f": 0, "l": [], "d": {}, "a": None}
-        known = {name: None if code.endswith("?") else empty[code[0]] for name, code in EVENTS[kind].fields.items()}
+        known = {
+            name: None if code.endswith("?") else empty[code[0]]
+            for name, code in EVENTS[kind].fields.items()
+        }
         found.append({"k": kind, "seq": seq, "step": step, **known, **fields})
     return found
 
@@ -26,7 +29,11 @@ def trace(*events: tuple[str, int, dict[str, Any]]) -> list[dict[str, Any]]:
 def scheduled(
     step: int, req: str, C: int, S: int, N: int, drafts: int = 0, table: tuple[int, ...] = (1,)
 ) -> tuple[str, int, dict[str, Any]]:
-    return "req.scheduled", step, {"req": req, "C": C, "S": S, "N": N, "drafts": drafts, "table": list(table)}
+    return (
+        "req.scheduled",
+        step,
+        {"req": req, "C": C, "S": S, "N": N, "drafts": drafts, "table": list(table)},
+    )
 
 
 def pieces(cell: list[Any]) -> dict[str, int]:
@@ -35,7 +42,10 @@ def pieces(cell: list[Any]) -> dict[str, int]:
 
 def test_a_step_of_hits_loads_and_computing() -> None:
     story = build(
-        trace(("alloc", 1, {"req": "a", "local": 4, "external": 8, "blocks": [1, 2, 3]}), scheduled(1, "a", 12, 5, 20, table=(1, 2, 3, 4))),
+        trace(
+            ("alloc", 1, {"req": "a", "local": 4, "external": 8, "blocks": [1, 2, 3]}),
+            scheduled(1, "a", 12, 5, 20, table=(1, 2, 3, 4)),
+        ),
         {},
     )
     (cell,) = story["cells"]
@@ -52,7 +62,8 @@ def test_a_placeholder_is_a_position_past_the_known_tokens() -> None:
 
 def test_what_became_of_drafts() -> None:
     events = trace(
-        scheduled(1, "a", 8, 4, 9, drafts=3), ("kv.computed", 2, {"req": "a", "start": 8, "end": 12, "accepted": 1, "rejected": 2})
+        scheduled(1, "a", 8, 4, 9, drafts=3),
+        ("kv.computed", 2, {"req": "a", "start": 8, "end": 12, "accepted": 1, "rejected": 2}),
     )
     story = build(events, {})
     assert pieces(story["cells"][0]) == {"computed": 1, "accepted": 1, "rejected": 2}
@@ -63,17 +74,42 @@ def test_what_became_of_drafts() -> None:
 def test_an_asynchronous_load_lasts_until_it_is_due() -> None:
     alloc = ("alloc", 1, {"req": "a", "external": 8, "is_async": True})
     assert build(trace(alloc, ("load.due", 4, {"req": "a"})), {})["spans"] == [[0, 1, 4, "load", 0]]
-    assert build(trace(alloc, ("step.scheduled", 6, {})), {})["spans"] == [[0, 1, 6, "load", 0]], "one that never ends lasts to the end"
+    assert build(trace(alloc, ("step.scheduled", 6, {})), {})["spans"] == [[0, 1, 6, "load", 0]], (
+        "one that never ends lasts to the end"
+    )
 
 
 def test_wrong_bytes_point_to_the_step_that_computed_them() -> None:
     events = trace(
         scheduled(1, "a", 0, 5, 5),
         ("kv.computed", 1, {"req": "a", "start": 0, "end": 5}),
-        ("kv.wrong", 3, {"req": "b", "pos": 3, "count": 2, "found": "other_request", "origin": "position 3 of request a"}),
-        ("kv.wrong", 3, {"req": "b", "pos": 3, "count": 2, "found": "other_request", "origin": "position 3 of request a", "layer": 1}),
+        (
+            "kv.wrong",
+            3,
+            {
+                "req": "b",
+                "pos": 3,
+                "count": 2,
+                "found": "other_request",
+                "origin": "position 3 of request a",
+            },
+        ),
+        (
+            "kv.wrong",
+            3,
+            {
+                "req": "b",
+                "pos": 3,
+                "count": 2,
+                "found": "other_request",
+                "origin": "position 3 of request a",
+                "layer": 1,
+            },
+        ),
     )
-    assert build(events, {})["wrong"] == [[1, 3, 2, 3, 2, "other_request", "position 3 of request a", 0, 1]], "layers are told once"
+    assert build(events, {})["wrong"] == [
+        [1, 3, 2, 3, 2, "other_request", "position 3 of request a", 0, 1]
+    ], "layers are told once"
     events[2]["origin"] = "poison; it was taken before request a had computed the token"
     assert build(events[:3], {})["wrong"][0][-2:] == [0, 1]
     events[2]["origin"] = "unknown bytes"
@@ -84,7 +120,20 @@ def test_hooks_with_what_they_raised() -> None:
     called = ("hook.called", 2, {"hook": "get_finished", "half": "worker"})
     nested = ("hook.called", 2, {"hook": "inner", "half": "worker", "depth": 1})
     story = build(
-        trace(called, nested, ("hook.returned", 2, {"hook": "get_finished", "called_seq": 0, "error": "KeyError", "error_text": "no a"})),
+        trace(
+            called,
+            nested,
+            (
+                "hook.returned",
+                2,
+                {
+                    "hook": "get_finished",
+                    "called_seq": 0,
+                    "error": "KeyError",
+                    "error_text": "no a",
+                },
+            ),
+        ),
         {},
     )
     assert story["names"] == ["get_finished"]
@@ -122,7 +171,9 @@ def test_a_run_without_failure_has_none() -> None:
     row = Row("some.rule", "a.case", "vllm", "sync", "v1", 1, 4, Verdict.PASS)
     assert story_of(trace(scheduled(1, "a", 0, 4, 4)), [row]) is None
     row.verdict, row.event = Verdict.FAIL, 0
-    assert unpack(story_of(trace(scheduled(1, "a", 0, 4, 4)), [row]) or "")["marks"] == {"some.rule": 0}
+    assert unpack(story_of(trace(scheduled(1, "a", 0, 4, 4)), [row]) or "")["marks"] == {
+        "some.rule": 0
+    }
 
 
 def test_of_a_long_run_there_is_as_much_as_fits_and_no_mark_outside_of_it() -> None:

@@ -25,7 +25,11 @@ def names(root: Path) -> list[str]:
 def test_a_class_in_a_package_below_src(tmp_path: Path) -> None:
     put(tmp_path, "src/acme/__init__.py", "")
     put(tmp_path, "src/acme/kv/__init__.py", "")
-    put(tmp_path, "src/acme/kv/conn.py", BASE + "class Meta(KVConnectorMetadata): ...\nclass Acme(KVConnectorBase_V1): ...\n")
+    put(
+        tmp_path,
+        "src/acme/kv/conn.py",
+        BASE + "class Meta(KVConnectorMetadata): ...\nclass Acme(KVConnectorBase_V1): ...\n",
+    )
     found = find(tmp_path)
     assert (found.connector, found.root, found.line) == ("acme.kv.conn:Acme", tmp_path / "src", 3)
 
@@ -42,12 +46,16 @@ def test_a_class_in_a_package_below_src(tmp_path: Path) -> None:
         "import vllm.distributed.kv_transfer.kv_connector.v1.base as b\nclass A(b.KVConnectorBase_V1): ...",
         "from vllm.distributed.kv_transfer.kv_connector.v1 import base\nclass A(base.KVConnectorBase_V1): ...",
         "from vllm.distributed import kv_transfer as kv\nclass A(kv.kv_connector.v1.base.KVConnectorBase_V1): ...",
-        "try:\n    " + BASE + "except ImportError:\n    A = None\nelse:\n    class A(KVConnectorBase_V1): ...",
-        BASE + "try:\n    import fast\n    class A(KVConnectorBase_V1): ...\nexcept ImportError:\n    class A(KVConnectorBase_V1): ...",
+        "try:\n    "
+        + BASE
+        + "except ImportError:\n    A = None\nelse:\n    class A(KVConnectorBase_V1): ...",
+        BASE
+        + "try:\n    import fast\n    class A(KVConnectorBase_V1): ...\nexcept ImportError:\n    class A(KVConnectorBase_V1): ...",
         BASE + "class A(KVConnectorBase_V1[int]): ...",
-        BASE + "from .other import Other as Ours\nclass Other(KVConnectorBase_V1): ...\nclass A(Ours): ...",
+        BASE
+        + "from .other import Other as Ours\nclass Other(KVConnectorBase_V1): ...\nclass A(Ours): ...",
     ],
-)  # fmt: skip
+)
 def test_ways_to_name_the_base(tmp_path: Path, text: str) -> None:
     put(tmp_path, "a.py", text)
     assert names(tmp_path) == ["a:A"]
@@ -56,41 +64,80 @@ def test_ways_to_name_the_base(tmp_path: Path, text: str) -> None:
 def test_what_others_derive_from_is_not_meant_wherever_it_is(tmp_path: Path) -> None:
     put(tmp_path, "acme/__init__.py", "")
     put(tmp_path, "acme/z_base.py", BASE + "class Common(KVConnectorBase_V1): ...\n")
-    put(tmp_path, "acme/conn.py", "from acme.z_base import Common\nclass Middle(Common): ...\nclass Last(Middle): ...\n")
+    put(
+        tmp_path,
+        "acme/conn.py",
+        "from acme.z_base import Common\nclass Middle(Common): ...\nclass Last(Middle): ...\n",
+    )
     assert names(tmp_path) == ["acme.conn:Last"]
 
 
 def test_stand_ins_and_tests_count_where_there_is_nothing_else(tmp_path: Path) -> None:
     put(tmp_path, "tests/helper.py", BASE + "class Other(KVConnectorBase_V1): ...\n")
     assert names(tmp_path) == ["helper:Other"]
-    put(tmp_path, "acme.py", BASE + "class MockAcme(KVConnectorBase_V1): ...\nclass _Hidden(KVConnectorBase_V1): ...\n")
+    put(
+        tmp_path,
+        "acme.py",
+        BASE + "class MockAcme(KVConnectorBase_V1): ...\nclass _Hidden(KVConnectorBase_V1): ...\n",
+    )
     assert names(tmp_path) == ["acme:MockAcme"]
-    put(tmp_path, "acme.py", BASE + "class MockAcme(KVConnectorBase_V1): ...\nclass Acme(KVConnectorBase_V1): ...\n")
+    put(
+        tmp_path,
+        "acme.py",
+        BASE + "class MockAcme(KVConnectorBase_V1): ...\nclass Acme(KVConnectorBase_V1): ...\n",
+    )
     assert names(tmp_path) == ["acme:Acme"]
 
 
 def test_what_a_test_or_a_stand_in_derives_from_is_meant_all_the_same(tmp_path: Path) -> None:
     put(tmp_path, "acme/__init__.py", "")
-    put(tmp_path, "acme/conn.py", BASE + "class Acme(KVConnectorBase_V1): ...\nclass MockAcme(Acme): ...\nclass _Debug(Acme): ...\n")
-    put(tmp_path, "tests/faults.py", "from acme.conn import Acme\nclass FaultyConnector(Acme): ...\n")
-    put(tmp_path, "acme/test_conn.py", "from acme.conn import Acme\nclass BrokenConnector(Acme): ...\n")
+    put(
+        tmp_path,
+        "acme/conn.py",
+        BASE
+        + "class Acme(KVConnectorBase_V1): ...\nclass MockAcme(Acme): ...\nclass _Debug(Acme): ...\n",
+    )
+    put(
+        tmp_path,
+        "tests/faults.py",
+        "from acme.conn import Acme\nclass FaultyConnector(Acme): ...\n",
+    )
+    put(
+        tmp_path,
+        "acme/test_conn.py",
+        "from acme.conn import Acme\nclass BrokenConnector(Acme): ...\n",
+    )
     assert names(tmp_path) == ["acme.conn:Acme"]
 
 
 def test_a_stand_in_is_told_by_a_word_of_its_name(tmp_path: Path) -> None:
     real = ("DatabaseConnector", "LatestKVConnector", "Contested", "StubbornConnector")
-    fakes = ("FakeConnector", "AcmeBase", "KVTestConnector", "AbstractKVConnector", "mock_connector")
-    put(tmp_path, "a.py", BASE + "".join(f"class {name}(KVConnectorBase_V1): ...\n" for name in real + fakes))
+    fakes = (
+        "FakeConnector",
+        "AcmeBase",
+        "KVTestConnector",
+        "AbstractKVConnector",
+        "mock_connector",
+    )
+    put(
+        tmp_path,
+        "a.py",
+        BASE + "".join(f"class {name}(KVConnectorBase_V1): ...\n" for name in real + fakes),
+    )
     assert names(tmp_path) == sorted(f"a:{name}" for name in real)
 
 
-def test_a_folder_that_is_no_repository_is_not_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_is_no_repository_is_not_read_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("kvconform.init.find.MOST_FILES", 2)
     for name in ("a.py", "b.py", "c.txt"):
         put(tmp_path, name, BASE + f"class {name[0].upper()}(KVConnectorBase_V1): ...\n")
     assert names(tmp_path) == ["a:A", "b:B"]
     put(tmp_path, "z/d.py", "")
-    with pytest.raises(UsageError, match="has more than 2 Python files: is it the connector's repository"):
+    with pytest.raises(
+        UsageError, match="has more than 2 Python files: is it the connector's repository"
+    ):
         find(tmp_path)
 
 
@@ -110,8 +157,14 @@ def test_environments_builds_and_broken_files_are_left_alone(tmp_path: Path) -> 
 
 
 def test_two_that_could_be_meant(tmp_path: Path) -> None:
-    put(tmp_path, "a.py", BASE + "class One(KVConnectorBase_V1): ...\nclass Two(KVConnectorBase_V1): ...\n")
-    with pytest.raises(UsageError, match=r"2 connectors were found: .*a:One \(a.py:2\), a:Two \(a.py:3\)"):
+    put(
+        tmp_path,
+        "a.py",
+        BASE + "class One(KVConnectorBase_V1): ...\nclass Two(KVConnectorBase_V1): ...\n",
+    )
+    with pytest.raises(
+        UsageError, match=r"2 connectors were found: .*a:One \(a.py:2\), a:Two \(a.py:3\)"
+    ):
         find(tmp_path)
 
 
@@ -125,8 +178,17 @@ def test_options_of_the_module_and_its_neighbours(tmp_path: Path) -> None:
         self.d = {}.get("unrelated", 1)
 """
     put(tmp_path, "acme/conn.py", BASE + body)
-    put(tmp_path, "acme/worker.py", "def f(extra_config):\n    return extra_config.get('chunk', f())\n")
-    assert options(find(tmp_path)) == {"store_path": "/tmp", "port": 9911, "name": None, "chunk": None}
+    put(
+        tmp_path,
+        "acme/worker.py",
+        "def f(extra_config):\n    return extra_config.get('chunk', f())\n",
+    )
+    assert options(find(tmp_path)) == {
+        "store_path": "/tmp",
+        "port": 9911,
+        "name": None,
+        "chunk": None,
+    }
 
 
 def test_capabilities_of_its_own(tmp_path: Path) -> None:
@@ -150,7 +212,11 @@ def test_options_by_way_of_a_name(tmp_path: Path) -> None:
 
 def test_a_connector_that_is_named_is_found_with_its_root(tmp_path: Path) -> None:
     put(tmp_path, "src/acme/__init__.py", BASE + "class Top(KVConnectorBase_V1): ...\n")
-    put(tmp_path, "src/acme/conn.py", BASE + "class One(KVConnectorBase_V1): ...\nclass Two(KVConnectorBase_V1): ...\n")
+    put(
+        tmp_path,
+        "src/acme/conn.py",
+        BASE + "class One(KVConnectorBase_V1): ...\nclass Two(KVConnectorBase_V1): ...\n",
+    )
     found = named(tmp_path, "acme.conn:Two")
     assert found is not None and (found.root, found.line) == (tmp_path / "src", 3)
     top = named(tmp_path, "acme:Top")

@@ -35,13 +35,21 @@ def repository(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def init(here: Path, *arguments: str, runner: str = "fake_runner:judge", command: str = "init") -> subprocess.CompletedProcess[str]:
-    more = {"PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]), "NO_COLOR": "1", "KVCONFORM_RUNNER": runner}
+def init(
+    here: Path, *arguments: str, runner: str = "fake_runner:judge", command: str = "init"
+) -> subprocess.CompletedProcess[str]:
+    more = {
+        "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]),
+        "NO_COLOR": "1",
+        "KVCONFORM_RUNNER": runner,
+    }
     env = {**os.environ, **more}
     if not runner:
         del env["KVCONFORM_RUNNER"]
     words = [sys.executable, "-m", "kvconform", command, *arguments]
-    return subprocess.run(words, cwd=here, env=env, capture_output=True, text=True, timeout=400, check=False)
+    return subprocess.run(
+        words, cwd=here, env=env, capture_output=True, text=True, timeout=400, check=False
+    )
 
 
 def written(repository: Path, name: str) -> str:
@@ -51,26 +59,45 @@ def written(repository: Path, name: str) -> str:
 def test_everything_is_written_and_judged(repository: Path) -> None:
     done = init(repository)
     assert done.returncode == 0, done.stdout + done.stderr
-    for line in ("found   acme:Acme, acme.py:2", "wrote   kvconform.toml", "wrote   .github/workflows/kvconform.yml", "CONFORMANT"):
+    for line in (
+        "found   acme:Acme, acme.py:2",
+        "wrote   kvconform.toml",
+        "wrote   .github/workflows/kvconform.yml",
+        "CONFORMANT",
+    ):
         assert line in done.stdout
     settings = tomllib.loads(written(repository, "kvconform.toml"))
-    assert settings == {"connector": "acme:Acme", "pythonpath": ["."], "extra_config": {"kv-dir": "{tmp}/kv-dir"}}
+    assert settings == {
+        "connector": "acme:Acme",
+        "pythonpath": ["."],
+        "extra_config": {"kv-dir": "{tmp}/kv-dir"},
+    }
     assert "# port = 1" in written(repository, "kvconform.toml")
     assert (repository / "kvconform-report" / "summary.json").is_file()
 
 
 def test_what_is_there_is_kept(repository: Path) -> None:
-    (repository / "kvconform.toml").write_text('connector = "acme:Acme"\nseed = 3\n', encoding="utf-8")
+    (repository / "kvconform.toml").write_text(
+        'connector = "acme:Acme"\nseed = 3\n', encoding="utf-8"
+    )
     (repository / "tests").mkdir()
     (repository / "tests" / "test_conformance.py").write_text("# mine\n", encoding="utf-8")
     done = init(repository, "--no-run")
     assert done.returncode == 0 and "found" not in done.stdout
-    assert "kept    kvconform.toml" in done.stdout and "kept    tests/test_conformance.py" in done.stdout
-    assert "seed = 3" in written(repository, "kvconform.toml") and written(repository, "tests/test_conformance.py") == "# mine\n"
+    assert (
+        "kept    kvconform.toml" in done.stdout
+        and "kept    tests/test_conformance.py" in done.stdout
+    )
+    assert (
+        "seed = 3" in written(repository, "kvconform.toml")
+        and written(repository, "tests/test_conformance.py") == "# mine\n"
+    )
 
 
 def test_settings_in_pyproject_are_enough(repository: Path) -> None:
-    (repository / "pyproject.toml").write_text('[tool.kvconform]\nconnector = "json:Fake"\n', encoding="utf-8")
+    (repository / "pyproject.toml").write_text(
+        '[tool.kvconform]\nconnector = "json:Fake"\n', encoding="utf-8"
+    )
     done = init(repository)
     assert done.returncode == 0, done.stderr
     assert not (repository / "kvconform.toml").exists() and "json:Fake" in done.stdout
@@ -95,7 +122,11 @@ def test_a_failing_connector_fails_it(repository: Path) -> None:
     ],
 )
 def test_what_is_wrong_is_told_in_a_sentence(
-    repository: Path, arguments: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    repository: Path,
+    arguments: list[str],
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for name, text in (("other", 'connector = "json:Fake"'), ("broken", "connector =")):
         (repository / name).mkdir()
@@ -112,11 +143,26 @@ def test_the_written_test_runs_the_connector(repository: Path) -> None:
     (repository / "kvconform.toml").write_text('connector = "json:Fake"\n', encoding="utf-8")
     init(repository, "--no-run")
     text = written(repository, "kvconform.toml")
-    for bad, code in (("", 0), ('[extra_config]\nfail = {"hook.no-raise" = ["lifecycle.api"]}\n', 1)):
+    for bad, code in (
+        ("", 0),
+        ('[extra_config]\nfail = {"hook.no-raise" = ["lifecycle.api"]}\n', 1),
+    ):
         (repository / "kvconform.toml").write_text(text + bad, encoding="utf-8")
-        more = {"PYTHONPATH": str(TESTS), "KVCONFORM_RUNNER": "fake_runner:judge", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        more = {
+            "PYTHONPATH": str(TESTS),
+            "KVCONFORM_RUNNER": "fake_runner:judge",
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        }
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]
-        done = subprocess.run(command, cwd=repository, env={**os.environ, **more}, capture_output=True, text=True, timeout=300, check=False)
+        done = subprocess.run(
+            command,
+            cwd=repository,
+            env={**os.environ, **more},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
         assert done.returncode == code, done.stdout
         assert "1 passed" in done.stdout or "NOT CONFORMANT" in done.stdout
 
@@ -128,15 +174,28 @@ def jobs(text: str) -> list[dict[str, Any]]:
 
 def test_github_is_pinned_to_this_one(repository: Path) -> None:
     name, text = write.workflow(repository, Origin("https://github.com/acme/kvconform.git", SHA))
-    assert name == ".github/workflows/kvconform.yml" and jobs(text)[-1] == {"uses": f"acme/kvconform@{SHA}"}
+    assert name == ".github/workflows/kvconform.yml" and jobs(text)[-1] == {
+        "uses": f"acme/kvconform@{SHA}"
+    }
     steps = jobs(write.workflow(repository, Origin("https://git.example.org/k.git", SHA))[1])
     assert steps[1]["env"] == {"URL": "https://git.example.org/k.git", "COMMIT": SHA}
-    assert steps[1]["run"] == 'git clone --quiet -- "$URL" .kvconform && git -C .kvconform checkout --quiet "$COMMIT"'
+    assert (
+        steps[1]["run"]
+        == 'git clone --quiet -- "$URL" .kvconform && git -C .kvconform checkout --quiet "$COMMIT"'
+    )
     assert steps[2] == {"uses": "./.kvconform"}
     assert jobs(write.workflow(repository, Origin())[1])[-1] == {"uses": "OWNER/kvconform@COMMIT"}
 
 
-@pytest.mark.parametrize("url", ["https://h/a: b.git", "https://h/x.git #y", "https://h/x.git && touch pwned", "https://h\\d/x.git"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://h/a: b.git",
+        "https://h/x.git #y",
+        "https://h/x.git && touch pwned",
+        "https://h\\d/x.git",
+    ],
+)
 def test_a_url_is_quoted_in_yaml_and_for_the_shell(repository: Path, url: str) -> None:
     step = jobs(write.workflow(repository, Origin(url, "1e5"))[1])[1]
     assert step["env"] == {"URL": url, "COMMIT": "1e5"} and url not in step["run"]
@@ -147,19 +206,29 @@ def test_a_url_is_quoted_in_yaml_and_for_the_shell(repository: Path, url: str) -
 
 @pytest.mark.parametrize("name", ["kvconform.toml", "pyproject.toml"])
 @pytest.mark.parametrize("arguments", [[], ["--connector", "acme:Acme"]])
-def test_settings_without_a_connector_do_not_judge_another(repository: Path, name: str, arguments: list[str]) -> None:
+def test_settings_without_a_connector_do_not_judge_another(
+    repository: Path, name: str, arguments: list[str]
+) -> None:
     """They are kept as they are, and what they leave out is the reference connector."""
     table = "" if name == "kvconform.toml" else "[tool.kvconform]\n"
     (repository / name).write_text(f"{table}seed = 3\n", encoding="utf-8")
     done = init(repository, *arguments)
-    assert done.returncode == 2 and f'{name} has settings and names no connector: write connector = "acme:Acme" there' in done.stderr
+    assert (
+        done.returncode == 2
+        and f'{name} has settings and names no connector: write connector = "acme:Acme" there'
+        in done.stderr
+    )
     assert "CONFORMANT" not in done.stdout and not (repository / ".github").exists()
 
 
 def test_the_file_that_counts_is_the_one_that_a_run_goes_by(repository: Path) -> None:
     (repository / "kvconform.toml").write_text("seed = 3\n", encoding="utf-8")
-    (repository / "pyproject.toml").write_text('[tool.kvconform]\nconnector = "acme:Acme"\n', encoding="utf-8")
-    assert "kvconform.toml has settings and names no connector" in init(repository, "--no-run").stderr
+    (repository / "pyproject.toml").write_text(
+        '[tool.kvconform]\nconnector = "acme:Acme"\n', encoding="utf-8"
+    )
+    assert (
+        "kvconform.toml has settings and names no connector" in init(repository, "--no-run").stderr
+    )
 
 
 def test_settings_are_toml_whatever_the_source_says(tmp_path: Path) -> None:
@@ -174,13 +243,20 @@ def test_settings_are_toml_whatever_the_source_says(tmp_path: Path) -> None:
     }
     folder = tmp_path / "\U0001f4e6"
     folder.mkdir()
-    calls = "".join(f"        config.get_from_extra_config({name!r}, {value!r})\n" for name, value in defaults.items())
-    body = CONNECTOR.replace("self.port", "self.a").partition("        self.path")[0] + calls.replace("inf)", "1e999)")
+    calls = "".join(
+        f"        config.get_from_extra_config({name!r}, {value!r})\n"
+        for name, value in defaults.items()
+    )
+    body = CONNECTOR.replace("self.port", "self.a").partition("        self.path")[
+        0
+    ] + calls.replace("inf)", "1e999)")
     (folder / "c.py").write_text(body, encoding="utf-8")
     found = find(tmp_path)
     text = write.settings(tmp_path, found.connector, found)
     assert tomllib.loads(text)["pythonpath"] == ["\U0001f4e6"]
-    on = tomllib.loads(text.partition("# What it sets out")[0].replace("\n# ", "\n"))["extra_config"]
+    on = tomllib.loads(text.partition("# What it sets out")[0].replace("\n# ", "\n"))[
+        "extra_config"
+    ]
     assert on == {**defaults, "none": "", "half": "", "raw": ""}
 
 
@@ -201,25 +277,44 @@ def test_gitlab_gets_its_own(repository: Path) -> None:
     name, text = write.workflow(repository, Origin("https://git.example.org/k.git", SHA))
     found: Any = yaml12.parse(text, name)
     assert name == "kvconform.gitlab-ci.yml"
-    assert found["variables"] == {"KVCONFORM": "https://git.example.org/k.git", "KVCONFORM_COMMIT": SHA}
+    assert found["variables"] == {
+        "KVCONFORM": "https://git.example.org/k.git",
+        "KVCONFORM_COMMIT": SHA,
+    }
     plain: Any = yaml12.parse(write.workflow(repository, Origin())[1], name)
-    assert plain["variables"]["KVCONFORM"].startswith("https://") and plain["variables"]["KVCONFORM_COMMIT"]
+    assert (
+        plain["variables"]["KVCONFORM"].startswith("https://")
+        and plain["variables"]["KVCONFORM_COMMIT"]
+    )
 
 
 @pytest.mark.e2e
 def test_the_template_passes_and_a_fault_in_it_is_found(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     done = init(tmp_path, "--template", "new", runner="")
-    assert done.returncode == 0 and "CONFORMANT  in" in done.stdout, done.stdout[-2000:] + done.stderr
+    assert done.returncode == 0 and "CONFORMANT  in" in done.stdout, (
+        done.stdout[-2000:] + done.stderr
+    )
     file = tmp_path / "new" / "folder_connector" / "connector.py"
     text = file.read_text(encoding="utf-8")
     right = "self._plan_load(tracked, computed - self._granted.pop(req_id, 0), "
     assert right in text
     text = text.replace(right, "self._plan_load(tracked, 0, ")  # writes over blocks that are shared
     assert "self._failed.add(load.block)" in text
-    file.write_text(text.replace("self._failed.add(load.block)", "pass"), encoding="utf-8")  # a load that fails is not reported
-    chosen = ["-k", "lifecycle.last-token,lifecycle.fail-recompute", "--engine", "reference", "--workers", "1"]
+    file.write_text(
+        text.replace("self._failed.add(load.block)", "pass"), encoding="utf-8"
+    )  # a load that fails is not reported
+    chosen = [
+        "-k",
+        "lifecycle.last-token,lifecycle.fail-recompute",
+        "--engine",
+        "reference",
+        "--workers",
+        "1",
+    ]
     again = init(tmp_path / "new", *chosen, runner="", command="run")
     assert again.returncode == 1, again.stdout[-2000:]
     (failed,) = [line for line in again.stdout.splitlines() if line.startswith("  FAIL:")]
-    assert {"load.only-grant", "load.complete-or-failed"} <= set(failed.removeprefix("  FAIL:").replace(",", " ").split())
+    assert {"load.only-grant", "load.complete-or-failed"} <= set(
+        failed.removeprefix("  FAIL:").replace(",", " ").split()
+    )

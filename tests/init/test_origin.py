@@ -59,13 +59,35 @@ def test_a_password_or_a_token_is_never_written_down(url: str, shown: str | None
 
 def test_without_a_commit_nothing_is_pinned() -> None:
     for commit in (None, "", "main; touch x"):
-        assert of_record({"url": "https://example.org/x.git", "vcs_info": {"vcs": "git", "commit_id": commit}}) == Origin()
-    assert of_record({"url": "https://example.org/x", "vcs_info": {"vcs": "hg", "commit_id": "abc123"}}) == Origin(), "CI clones with git"
+        assert (
+            of_record(
+                {
+                    "url": "https://example.org/x.git",
+                    "vcs_info": {"vcs": "git", "commit_id": commit},
+                }
+            )
+            == Origin()
+        )
+    assert (
+        of_record(
+            {"url": "https://example.org/x", "vcs_info": {"vcs": "hg", "commit_id": "abc123"}}
+        )
+        == Origin()
+    ), "CI clones with git"
 
 
 def test_a_checkout_has_the_url_of_its_origin(tmp_path: Path) -> None:
     def git(*arguments: str) -> str:
-        command = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@example.org", *arguments]
+        command = [
+            "git",
+            "-C",
+            str(tmp_path),
+            "-c",
+            "user.name=a",
+            "-c",
+            "user.email=a@example.org",
+            *arguments,
+        ]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
     git("init", "-q")
@@ -75,8 +97,14 @@ def test_a_checkout_has_the_url_of_its_origin(tmp_path: Path) -> None:
     git("remote", "add", "origin", str(tmp_path))
     assert of_record(record) == Origin(), "a folder of this machine is nothing that CI reaches"
     git("remote", "set-url", "origin", "https://github.com/acme/kvconform")
-    assert of_record(record) == Origin("https://github.com/acme/kvconform", git("rev-parse", "HEAD"))
+    assert of_record(record) == Origin(
+        "https://github.com/acme/kvconform", git("rev-parse", "HEAD")
+    )
 
 
 def test_a_wheel_or_an_archive_says_nothing() -> None:
-    assert of_record({}) == of_record({"url": "https://example.org/kvconform.whl", "archive_info": {}}) == Origin()
+    assert (
+        of_record({})
+        == of_record({"url": "https://example.org/kvconform.whl", "archive_info": {}})
+        == Origin()
+    )

@@ -37,23 +37,37 @@ class Compiled:
     def launch(self, *arguments: Any) -> None:
         """Compile for these arguments and note what came of it."""
         signature, constants, attributes = {}, {}, {}
-        for number, (parameter, value) in enumerate(zip(self.kernel.params, arguments, strict=True)):
+        for number, (parameter, value) in enumerate(
+            zip(self.kernel.params, arguments, strict=True)
+        ):
             free = not parameter.do_not_specialize
-            if parameter.is_constexpr or (free and not isinstance(value, torch.Tensor) and value == 1):
+            if parameter.is_constexpr or (
+                free and not isinstance(value, torch.Tensor) and value == 1
+            ):
                 signature[parameter.name], constants[(number,)] = "constexpr", value
             elif isinstance(value, torch.Tensor):
-                signature[parameter.name], attributes[(number,)] = NAMES[value.dtype], [["tt.divisibility", 16]]
+                signature[parameter.name], attributes[(number,)] = (
+                    NAMES[value.dtype],
+                    [["tt.divisibility", 16]],
+                )
             else:
                 signature[parameter.name] = "i32" if abs(value) < 1 << 31 else "i64"
                 if free and value % 16 == 0:
                     attributes[(number,)] = [["tt.divisibility", 16]]
-        made = compile_for(ASTSource(self.kernel, signature, constants, attributes), target=GPUTarget("cuda", 90, 32))
+        made = compile_for(
+            ASTSource(self.kernel, signature, constants, attributes),
+            target=GPUTarget("cuda", 90, 32),
+        )
         code = made.asm["ptx"]
-        COMPILED.append({
-            "kernel": self.kernel.__name__, "about": self.about, "local": ".local" in code,
-            "loads": sorted(set(re.findall(r"ld\.global\.(?:v\d\.)?b\d+", code))),
-            "stores": sorted(set(re.findall(r"st\.global\.(?:v\d\.)?b\d+", code))),
-        })  # fmt: skip
+        COMPILED.append(
+            {
+                "kernel": self.kernel.__name__,
+                "about": self.about,
+                "local": ".local" in code,
+                "loads": sorted(set(re.findall(r"ld\.global\.(?:v\d\.)?b\d+", code))),
+                "stores": sorted(set(re.findall(r"st\.global\.(?:v\d\.)?b\d+", code))),
+            }
+        )
 
 
 def compile_all(layout: str, dtype: torch.dtype, heads: int, dim: int) -> None:
@@ -63,7 +77,12 @@ def compile_all(layout: str, dtype: torch.dtype, heads: int, dim: int) -> None:
     slots = torch.arange(paged.slots)
     found = torch.zeros(2 + len(slots), dtype=torch.int64)
     rows = torch.zeros(2, len(slots), heads, paged.sides, dim, dtype=BITS[dtype.itemsize])
-    kernels = [(write, "write_kernel"), (verify, "verify_kernel"), (transfer, "transfer_kernel"), (digest, "digest_kernel")]
+    kernels = [
+        (write, "write_kernel"),
+        (verify, "verify_kernel"),
+        (transfer, "transfer_kernel"),
+        (digest, "digest_kernel"),
+    ]
     kept = [getattr(module, name) for module, name in kernels]
     for (module, name), kernel in zip(kernels, kept, strict=True):
         setattr(module, name, Compiled(kernel, about))

@@ -26,7 +26,11 @@ CUDA = torch.cuda.is_available()
 EXAMPLES = settings(
     max_examples=30 if INTERPRETED else 100,
     deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
+    suppress_health_check=[
+        HealthCheck.too_slow,
+        HealthCheck.data_too_large,
+        HealthCheck.function_scoped_fixture,
+    ],
 )
 
 
@@ -40,12 +44,23 @@ def _backend(name: str, device: str, backend: str, lacking: str | None) -> Any:
 
 
 no_triton = None if AVAILABLE else "Triton is not installed"
-no_cuda = "no CUDA device" if not CUDA else "TRITON_INTERPRET=1 is set, so nothing is compiled" if INTERPRETED else None
+no_cuda = (
+    "no CUDA device"
+    if not CUDA
+    else "TRITON_INTERPRET=1 is set, so nothing is compiled"
+    if INTERPRETED
+    else None
+)
 BACKENDS = pytest.mark.parametrize(
     "where",
     [
         _backend("torch", "cpu", "torch", None),
-        _backend("interpreter", "cpu", "triton", no_triton or (None if INTERPRETED else "TRITON_INTERPRET=1 is not set")),
+        _backend(
+            "interpreter",
+            "cpu",
+            "triton",
+            no_triton or (None if INTERPRETED else "TRITON_INTERPRET=1 is not set"),
+        ),
         _backend("cuda-torch", "cuda", "torch", no_cuda),
         _backend("cuda", "cuda", "triton", no_triton or no_cuda),
     ],
@@ -71,9 +86,19 @@ class Drawn:
     def codes(self, content: list[int], nonce: int) -> np.ndarray:
         """Bits [n, layers, heads, sides, dim] that content ids must have."""
         paged = self.paged
-        rows = CodeBook(max(paged.numbers) + 1, paged.heads, paged.dim).rows(np.array(content, dtype=np.uint64), nonce)
-        rows = rows.reshape(len(content), max(paged.numbers) + 1, paged.heads, 2, paged.dim)[:, list(paged.numbers), :, : paged.sides]
-        return torch.from_numpy(np.ascontiguousarray(rows)).to(torch.float32).to(self.dtype).view(BITS[self.dtype.itemsize]).numpy()
+        rows = CodeBook(max(paged.numbers) + 1, paged.heads, paged.dim).rows(
+            np.array(content, dtype=np.uint64), nonce
+        )
+        rows = rows.reshape(len(content), max(paged.numbers) + 1, paged.heads, 2, paged.dim)[
+            :, list(paged.numbers), :, : paged.sides
+        ]
+        return (
+            torch.from_numpy(np.ascontiguousarray(rows))
+            .to(torch.float32)
+            .to(self.dtype)
+            .view(BITS[self.dtype.itemsize])
+            .numpy()
+        )
 
     def at(self, layer: int, slot: int) -> np.ndarray:
         """Addresses [heads, sides, dim] of a slot."""
@@ -90,7 +115,9 @@ class Drawn:
         """Rows [n, layers, heads, sides, dim] of `memory`; zeros for padding."""
         paged = self.paged
         kind = memory[0].dtype
-        rows = np.zeros((len(slots), len(self.maps), paged.heads, paged.sides, paged.dim), dtype=kind)
+        rows = np.zeros(
+            (len(slots), len(self.maps), paged.heads, paged.sides, paged.dim), dtype=kind
+        )
         for item, slot in enumerate(slots):
             for layer, buffer in enumerate(self.of_layer):
                 if slot >= 0:
@@ -135,7 +162,15 @@ class Shape:
         """The cache, in memory full of noise."""
         layout = Layout.named(self.layout)
         after, between, behind = self.gaps
-        used = {"L": self.layers, "B": self.blocks, "H": self.heads, "N": self.size, "S": layout.sides, "D": self.dim, "C": 2 * self.dim}
+        used = {
+            "L": self.layers,
+            "B": self.blocks,
+            "H": self.heads,
+            "N": self.size,
+            "S": layout.sides,
+            "D": self.dim,
+            "C": 2 * self.dim,
+        }
         room = {**used, "B": used["B"] + behind, "N": used["N"] + between}
         room |= {axis: (used[axis] + after) * self.step for axis in "DC"}
         stride, total = {}, 1
@@ -147,7 +182,9 @@ class Shape:
         buffers, of_layer, tensors, maps = [], [], [], []
 
         def buffer() -> int:
-            values = noise.integers(0, 256, (total + self.shift) * self.dtype.itemsize, dtype=np.uint8)
+            values = noise.integers(
+                0, 256, (total + self.shift) * self.dtype.itemsize, dtype=np.uint8
+            )
             buffers.append(torch.from_numpy(values).view(bits).to(device))
             return len(buffers) - 1
 
@@ -155,11 +192,18 @@ class Shape:
         for layer, alone in enumerate(self.apart):
             mine = buffer() if alone else shared
             at = self.shift + (self.layers - 1 - layer if self.turned else layer) * stride["L"]
-            shape, strides = [used[axis] for axis in layout.axes], [stride[axis] for axis in layout.axes]
+            shape, strides = (
+                [used[axis] for axis in layout.axes],
+                [stride[axis] for axis in layout.axes],
+            )
             of_layer.append(mine)
             tensors.append(buffers[mine].view(self.dtype).as_strided(shape, strides, at))
-            maps.append(layout.view(torch.arange(total + self.shift).as_strided(shape, strides, at)).numpy())
-        return Drawn(layout, self.dtype, buffers, of_layer, maps, Paged(tensors, layout, self.numbers))
+            maps.append(
+                layout.view(torch.arange(total + self.shift).as_strided(shape, strides, at)).numpy()
+            )
+        return Drawn(
+            layout, self.dtype, buffers, of_layer, maps, Paged(tensors, layout, self.numbers)
+        )
 
 
 @st.composite
@@ -168,7 +212,11 @@ def shapes(draw: st.DrawFn) -> Shape:
     layout = draw(st.sampled_from(every()))
     layers = draw(st.integers(1, 3))
     plain = draw(st.booleans())  # half of them as engines make them, half of them of any strides
-    dim = draw(st.sampled_from([16, 24, 32, 64, 128] if plain else [16, 17, 18, 20, 36, 48, 66, 72, 96, 130]))
+    dim = draw(
+        st.sampled_from(
+            [16, 24, 32, 64, 128] if plain else [16, 17, 18, 20, 36, 48, 66, 72, 96, 130]
+        )
+    )
     return Shape(
         layout=layout,
         dtype=draw(st.sampled_from(DTYPES)),
@@ -177,7 +225,9 @@ def shapes(draw: st.DrawFn) -> Shape:
         heads=1 if "H" not in Layout.named(layout).axes else draw(st.integers(1, 3)),
         size=draw(st.sampled_from([1, 2, 4, 8, 16] if plain else [1, 2, 3, 5, 7])),
         dim=dim,
-        numbers=tuple(draw(st.lists(st.integers(0, 40), min_size=layers, max_size=layers, unique=True))),
+        numbers=tuple(
+            draw(st.lists(st.integers(0, 40), min_size=layers, max_size=layers, unique=True))
+        ),
         apart=tuple(draw(st.lists(st.booleans(), min_size=layers, max_size=layers))),
         turned=draw(st.booleans()),
         gaps=(0, 0, 0) if plain else tuple(draw(st.integers(0, 3)) * scale for scale in (2, 1, 1)),

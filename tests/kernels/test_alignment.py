@@ -32,14 +32,24 @@ IN_ANY_ORDER = pytest.mark.parametrize("order", ORDERS)
 
 def layers_in(flat: torch.Tensor, order: str, away: int) -> list[torch.Tensor]:
     """Three layers of packed layout in one buffer; all but the first are `away` elements off a multiple of 16 elements, or twice that."""
-    begins = [0, LENGTH + away, 2 * (LENGTH + away)] if order == ORDERS[0] else [LENGTH + 16, away, 2 * LENGTH + 32 + away]
+    begins = (
+        [0, LENGTH + away, 2 * (LENGTH + away)]
+        if order == ORDERS[0]
+        else [LENGTH + 16, away, 2 * LENGTH + 32 + away]
+    )
     return [flat[begin : begin + LENGTH].view(SHAPE) for begin in begins]
 
 
 def noise(dtype: torch.dtype, device: str) -> torch.Tensor:
     """A buffer for `layers_in`, with guards behind it."""
     count = (3 * LENGTH + 64) * dtype.itemsize
-    return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(7)).to(device).view(dtype)
+    return (
+        torch.randint(
+            0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(7)
+        )
+        .to(device)
+        .view(dtype)
+    )
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -50,7 +60,9 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 @AWAY
 @OF_ANY_DTYPE
 @IN_ANY_ORDER
-def test_digest_reads_every_layer_where_it_is(order: str, dtype: torch.dtype, away: int, where: tuple[str, str]) -> None:
+def test_digest_reads_every_layer_where_it_is(
+    order: str, dtype: torch.dtype, away: int, where: tuple[str, str]
+) -> None:
     """It is that of each layer alone, in memory of its own; bits that change at both ends of all layers show there and nowhere else."""
     device, backend = where
     flat = noise(dtype, device)
@@ -63,19 +75,26 @@ def test_digest_reads_every_layer_where_it_is(order: str, dtype: torch.dtype, aw
         bits(layer.view(-1))[0] ^= 1
         bits(layer.view(-1))[-1] ^= 1
     changed = (digest(paged, backend=backend) != before).nonzero().tolist()
-    assert changed == [[block, place, side] for block, side in ((0, 0), (1, 1)) for place in range(3)]
+    assert changed == [
+        [block, place, side] for block, side in ((0, 0), (1, 1)) for place in range(3)
+    ]
 
 
 @BACKENDS
 @AWAY
 @OF_ANY_DTYPE
 @IN_ANY_ORDER
-def test_slots_of_every_layer_are_where_it_is(order: str, dtype: torch.dtype, away: int, where: tuple[str, str]) -> None:
+def test_slots_of_every_layer_are_where_it_is(
+    order: str, dtype: torch.dtype, away: int, where: tuple[str, str]
+) -> None:
     """What the kernels do to all layers is what torch does to each layer alone, and nothing between them is touched."""
     device, backend = where
     flat, expected = noise(dtype, device), noise(dtype, device)
     paged = Paged(layers_in(flat, order, away), "LBHNC", NUMBERS)
-    alone = [Paged([layer], "LBHNC", [n]) for layer, n in zip(layers_in(expected, order, away), NUMBERS, strict=True)]
+    alone = [
+        Paged([layer], "LBHNC", [n])
+        for layer, n in zip(layers_in(expected, order, away), NUMBERS, strict=True)
+    ]
     slots, content = index([3, 0, 2], device), ids([11, 12, 2**64 - 1], device)
     write(paged, slots, content, 3, backend)
     for one in alone:
@@ -83,7 +102,9 @@ def test_slots_of_every_layer_are_where_it_is(order: str, dtype: torch.dtype, aw
     assert torch.equal(bits(flat), bits(expected))
     assert verify(paged, slots, content, backend).holds()
     rows = gather(paged, slots, backend=backend)
-    assert torch.equal(bits(rows), bits(torch.cat([gather(one, slots, backend="torch") for one in alone])))
+    assert torch.equal(
+        bits(rows), bits(torch.cat([gather(one, slots, backend="torch") for one in alone]))
+    )
     scatter(paged, slots.flip(0), rows, backend)
     poison(paged, index([1], device), content[:1], 9, backend)
     for layer, one in enumerate(alone):
@@ -95,13 +116,17 @@ def test_slots_of_every_layer_are_where_it_is(order: str, dtype: torch.dtype, aw
 @AWAY
 @OF_ANY_DTYPE
 @IN_ANY_ORDER
-def test_what_a_launch_promises_of_its_distances_is_true(order: str, dtype: torch.dtype, away: int) -> None:
+def test_what_a_launch_promises_of_its_distances_is_true(
+    order: str, dtype: torch.dtype, away: int
+) -> None:
     """The compiled kernels rely on it, which no interpreter shows. Digests read as wide words as all layers permit, and no wider."""
     layers = layers_in(noise(dtype, "cpu"), order, away)
     (launch,) = Paged(layers, "LBHNC").launches
     distances = [(layer.data_ptr() - layers[0].data_ptr()) // dtype.itemsize for layer in layers]
     assert launch.where[:, 0].tolist() == distances
-    assert launch.align == (away & -away or 16) and all(distance % launch.align == 0 for distance in distances)
+    assert launch.align == (away & -away or 16) and all(
+        distance % launch.align == 0 for distance in distances
+    )
     assert words_of(launch).element_size() == min(8, launch.align * dtype.itemsize)
 
 
@@ -109,5 +134,7 @@ def test_memory_is_not_viewed_as_wider_than_its_address_permits() -> None:
     buffer = bytearray(2048)
     shift = -torch.frombuffer(buffer, dtype=torch.uint8).data_ptr() % 16
     for off, widest in ((0, 16), (8, 8), (4, 4), (2, 2), (1, 1)):
-        rows = torch.frombuffer(buffer, dtype=torch.uint8, offset=shift + off, count=1024).view(16, 64)
+        rows = torch.frombuffer(buffer, dtype=torch.uint8, offset=shift + off, count=1024).view(
+            16, 64
+        )
         assert wider(rows)[0].element_size() == widest

@@ -39,34 +39,74 @@ REFUSED: list[tuple[str, Callable[[Paged], Any], str]] = [
     ("slot", lambda p: scatter(p, ids(12), ROWS), "slot 12 does not exist"),
     ("block", lambda p: poison(p, ids(0, 3), ids(1, 2)), "block 3 does not exist: the cache has 3"),
     ("block", lambda p: digest(p, ids(3)), "block 3 does not exist"),
-    ("dtype", lambda p: write(p, ids(0).to(torch.int32), ids(1)), "slots must be one axis of int64, not 1 of torch.int32"),
-    ("shape", lambda p: write(p, ids(0).view(1, 1), ids(1)), "slots must be one axis of int64, not 2"),
+    (
+        "dtype",
+        lambda p: write(p, ids(0).to(torch.int32), ids(1)),
+        "slots must be one axis of int64, not 1 of torch.int32",
+    ),
+    (
+        "shape",
+        lambda p: write(p, ids(0).view(1, 1), ids(1)),
+        "slots must be one axis of int64, not 2",
+    ),
     ("count", lambda p: write(p, ids(0), ids(1, 2)), "content must be 1 ids of int64 or uint64"),
-    ("dtype", lambda p: verify(p, ids(0), torch.ones(1)), "content must be 1 ids of int64 or uint64"),
+    (
+        "dtype",
+        lambda p: verify(p, ids(0), torch.ones(1)),
+        "content must be 1 ids of int64 or uint64",
+    ),
     ("rows", lambda p: scatter(p, ids(0), ROWS[:1]), "rows must be"),
     ("rows", lambda p: scatter(p, ids(0), ROWS.to(torch.float16)), "rows must be"),
-    ("rows", lambda p: gather(p, ids(0), torch.ones(2, 1, 1, 16, 2).transpose(3, 4)), "rows must be contiguous"),
+    (
+        "rows",
+        lambda p: gather(p, ids(0), torch.ones(2, 1, 1, 16, 2).transpose(3, 4)),
+        "rows must be contiguous",
+    ),
     ("backend", lambda p: write(p, ids(0), ids(1), backend="cuda"), "a backend is"),
 ]
 
 
-@pytest.mark.parametrize("call, says", [case[1:] for case in REFUSED], ids=[f"{number}-{case[0]}" for number, case in enumerate(REFUSED)])
-def test_refused_in_one_sentence_and_nothing_changes(call: Callable[[Paged], Any], says: str) -> None:
+@pytest.mark.parametrize(
+    "call, says",
+    [case[1:] for case in REFUSED],
+    ids=[f"{number}-{case[0]}" for number, case in enumerate(REFUSED)],
+)
+def test_refused_in_one_sentence_and_nothing_changes(
+    call: Callable[[Paged], Any], says: str
+) -> None:
     paged, memory = cache()
     with pytest.raises(ValueError, match=says):
         call(paged)
-    assert not memory.any() and not torch.stack([layer.view(torch.int32) for layer in paged.stacks[0].bits]).any()
+    assert (
+        not memory.any()
+        and not torch.stack([layer.view(torch.int32) for layer in paged.stacks[0].bits]).any()
+    )
 
 
-@pytest.mark.parametrize("layers, says", [
-    ([], "at least one layer"),
-    ([torch.zeros(3, 1, 4, 32), torch.zeros(3, 1, 5, 32)], "one shape, one dtype and one device"),
-    ([torch.zeros(3, 1, 4, 32), torch.zeros(3, 1, 4, 32, dtype=torch.float16)], "one shape, one dtype and one device"),
-    ([torch.zeros(3, 1, 4, 32, dtype=torch.float64)], "a cache of torch.float64 is not supported"),
-    ([torch.zeros(3, 1, 4, 30)], "at least 16 elements to hold a code, not 15"),
-    ([torch.zeros(1, dtype=torch.uint8).expand(1 << 16, 1, 1 << 15, 32)], "fewer than 2\\^31 slots"),
-    ([torch.zeros(1, dtype=torch.uint8).expand(2, 4096, 4, 32)], "fewer than 4096 heads"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "layers, says",
+    [
+        ([], "at least one layer"),
+        (
+            [torch.zeros(3, 1, 4, 32), torch.zeros(3, 1, 5, 32)],
+            "one shape, one dtype and one device",
+        ),
+        (
+            [torch.zeros(3, 1, 4, 32), torch.zeros(3, 1, 4, 32, dtype=torch.float16)],
+            "one shape, one dtype and one device",
+        ),
+        (
+            [torch.zeros(3, 1, 4, 32, dtype=torch.float64)],
+            "a cache of torch.float64 is not supported",
+        ),
+        ([torch.zeros(3, 1, 4, 30)], "at least 16 elements to hold a code, not 15"),
+        (
+            [torch.zeros(1, dtype=torch.uint8).expand(1 << 16, 1, 1 << 15, 32)],
+            "fewer than 2\\^31 slots",
+        ),
+        ([torch.zeros(1, dtype=torch.uint8).expand(2, 4096, 4, 32)], "fewer than 4096 heads"),
+    ],
+)
 def test_a_cache_that_no_kernel_takes_is_refused(layers: list[torch.Tensor], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         Paged(layers, "LBHNC")
@@ -84,7 +124,9 @@ def test_validate_says_what_the_kernels_on_a_device_do_not() -> None:
         paged.validate(ids(12))
 
 
-@pytest.mark.skipif(device.INTERPRETED, reason="TRITON_INTERPRET=1 is set, so Triton does run on the CPU")
+@pytest.mark.skipif(
+    device.INTERPRETED, reason="TRITON_INTERPRET=1 is set, so Triton does run on the CPU"
+)
 def test_triton_is_refused_where_it_cannot_run() -> None:
     paged, _ = cache()
     with pytest.raises(ValueError, match="Triton is not installed|Triton cannot run on cpu"):
@@ -122,4 +164,7 @@ def test_torch_and_numpy_are_all_that_is_needed() -> None:
 
 
 def test_the_package_itself_imports_nothing() -> None:
-    subprocess.run([sys.executable, "-c", "import sys, kvconform.kernels; assert 'torch' not in sys.modules"], check=True)
+    subprocess.run(
+        [sys.executable, "-c", "import sys, kvconform.kernels; assert 'torch' not in sys.modules"],
+        check=True,
+    )

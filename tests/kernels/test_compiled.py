@@ -22,18 +22,39 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
     ran = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / "compiling.py")], env=env, stdout=subprocess.PIPE, text=True, check=True
+        [sys.executable, str(Path(__file__).parent / "compiling.py")],
+        env=env,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
     )
     return json.loads(ran.stdout.splitlines()[-1])
 
 
 def test_every_kernel_compiles_and_keeps_all_in_registers(compiled: list[dict[str, Any]]) -> None:
-    assert {row["kernel"] for row in compiled} == {"write_kernel", "verify_kernel", "transfer_kernel", "digest_kernel"}
+    assert {row["kernel"] for row in compiled} == {
+        "write_kernel",
+        "verify_kernel",
+        "transfer_kernel",
+        "digest_kernel",
+    }
     assert len(compiled) == 5 * 6
     assert [row for row in compiled if row["local"]] == []
 
 
 def test_rows_are_read_and_written_16_bytes_at_a_time(compiled: list[dict[str, Any]]) -> None:
-    wide = [row for row in compiled if "3x18" not in row["about"]]  # rows of 18 bytes are not aligned
-    assert [row for row in wide if row["kernel"] in ("write_kernel", "transfer_kernel") and row["stores"] != ["st.global.v4.b32"]] == []
-    assert [row for row in wide if row["kernel"] in ("verify_kernel", "transfer_kernel") and "ld.global.v4.b32" not in row["loads"]] == []
+    wide = [
+        row for row in compiled if "3x18" not in row["about"]
+    ]  # rows of 18 bytes are not aligned
+    assert [
+        row
+        for row in wide
+        if row["kernel"] in ("write_kernel", "transfer_kernel")
+        and row["stores"] != ["st.global.v4.b32"]
+    ] == []
+    assert [
+        row
+        for row in wide
+        if row["kernel"] in ("verify_kernel", "transfer_kernel")
+        and "ld.global.v4.b32" not in row["loads"]
+    ] == []

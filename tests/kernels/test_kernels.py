@@ -31,13 +31,17 @@ NONCES = st.sampled_from([0, 1, 0x4321, 0xFFFF])
 
 def same(have: list[np.ndarray], want: list[np.ndarray]) -> None:
     for mine, other in zip(have, want, strict=True):
-        assert np.array_equal(mine, other), f"{(mine != other).sum()} of {mine.size} elements differ"
+        assert np.array_equal(mine, other), (
+            f"{(mine != other).sum()} of {mine.size} elements differ"
+        )
 
 
 @BACKENDS
 @EXAMPLES
 @given(st.data())
-def test_write_fills_the_slots_and_nothing_else(where: tuple[str, str], data: st.DataObject) -> None:
+def test_write_fills_the_slots_and_nothing_else(
+    where: tuple[str, str], data: st.DataObject
+) -> None:
     shape = data.draw(shapes())
     slots, nonce = data.draw(mappings(shape)), data.draw(NONCES)
     content = data.draw(contents(len(slots)))
@@ -51,7 +55,9 @@ def test_write_fills_the_slots_and_nothing_else(where: tuple[str, str], data: st
 @BACKENDS
 @EXAMPLES
 @given(st.data())
-def test_verify_finds_every_element_that_differs(where: tuple[str, str], data: st.DataObject) -> None:
+def test_verify_finds_every_element_that_differs(
+    where: tuple[str, str], data: st.DataObject
+) -> None:
     shape = data.draw(shapes())
     slots = data.draw(mappings(shape, unique=False))
     per_slot = data.draw(contents(shape.slots))
@@ -84,10 +90,21 @@ def test_verify_finds_every_element_that_differs(where: tuple[str, str], data: s
 @BACKENDS
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("dim", [16, 18, 40])
-def test_verify_compares_every_lane_but_the_nonce(dim: int, dtype: torch.dtype, where: tuple[str, str]) -> None:
+def test_verify_compares_every_lane_but_the_nonce(
+    dim: int, dtype: torch.dtype, where: tuple[str, str]
+) -> None:
     """In slot `i`, lane `i` of V of the second head is wrong."""
-    plain = {"numbers": (3,), "apart": (False,), "turned": False, "gaps": (0, 0, 0), "step": 1, "shift": 0}
-    cache = Shape(layout="kv-first", dtype=dtype, layers=1, blocks=dim // 2, heads=2, size=2, dim=dim, **plain).make(where[0])
+    plain = {
+        "numbers": (3,),
+        "apart": (False,),
+        "turned": False,
+        "gaps": (0, 0, 0),
+        "step": 1,
+        "shift": 0,
+    }
+    cache = Shape(
+        layout="kv-first", dtype=dtype, layers=1, blocks=dim // 2, heads=2, size=2, dim=dim, **plain
+    ).make(where[0])
     slots, content = index(list(range(dim)), where[0]), ids(list(range(dim)), where[0])
     write(cache.paged, slots, content, 7, where[1])
     memory = cache.memory()
@@ -101,25 +118,53 @@ def test_verify_compares_every_lane_but_the_nonce(dim: int, dtype: torch.dtype, 
 
 @pytest.mark.parametrize("layout", every())
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
-def test_whole_blocks_of_every_layout_are_compared_where_they_lie(layout: str, dtype: torch.dtype) -> None:
+def test_whole_blocks_of_every_layout_are_compared_where_they_lie(
+    layout: str, dtype: torch.dtype
+) -> None:
     """Also where an axis of one element has a distance of no meaning; the slow path would find the same, ten times later."""
-    paged = Paged(Layout.named(layout).allocate(2, 3, 1 if layout.startswith("mla") else 2, 4, 64, dtype), layout)
+    paged = Paged(
+        Layout.named(layout).allocate(2, 3, 1 if layout.startswith("mla") else 2, 4, 64, dtype),
+        layout,
+    )
     assert all(blocks.widened(stack) for stack in paged.stacks)
 
 
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC", "kv-first", "mla"])
 @pytest.mark.parametrize("piece", [1, 20000, 1 << 20])
-def test_blocks_are_shared_out_to_threads(layout: str, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_shared_out_to_threads(
+    layout: str, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However whole blocks are cut into parts and pieces, the verdict is that of the plain comparison of single slots."""
     for name, value in (("THREADED", 0), ("PIECE", piece), ("LARGE", piece), ("BATCH", 64)):
         monkeypatch.setattr(blocks, name, value)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        plain = {"numbers": (3, 5, 4), "apart": (False, True, False), "turned": False, "gaps": (0, 0, 0), "step": 1, "shift": 0}
+        plain = {
+            "numbers": (3, 5, 4),
+            "apart": (False, True, False),
+            "turned": False,
+            "gaps": (0, 0, 0),
+            "step": 1,
+            "shift": 0,
+        }
         heads = 1 if layout == "mla" else 2
-        cache = Shape(layout=layout, dtype=torch.bfloat16, layers=3, blocks=11, heads=heads, size=4, dim=32, **plain).make("cpu")
-        slots = [block * 4 + place for block in (7, 2, 9, 0, 1, 10, 4) for place in range(4)] + [-1, 13, 12, 22]
+        cache = Shape(
+            layout=layout,
+            dtype=torch.bfloat16,
+            layers=3,
+            blocks=11,
+            heads=heads,
+            size=4,
+            dim=32,
+            **plain,
+        ).make("cpu")
+        slots = [block * 4 + place for block in (7, 2, 9, 0, 1, 10, 4) for place in range(4)] + [
+            -1,
+            13,
+            12,
+            22,
+        ]
         content = list(range(len(slots)))
         write(cache.paged, index(slots, "cpu"), ids(content, "cpu"))
         assert verify(cache.paged, index(slots, "cpu"), ids(content, "cpu")).holds()
@@ -127,7 +172,11 @@ def test_blocks_are_shared_out_to_threads(layout: str, piece: int, monkeypatch: 
             cache.buffers[0][int(cache.at(2, slot)[-1, -1, lane])] ^= 1
         cache.buffers[0][int(cache.at(0, 4 * 4)[0, 0, 13])] ^= 1  # a nonce
         verdict = verify(cache.paged, index(slots, "cpu"), ids(content, "cpu"))
-        assert {slots[item]: int(count) for item, count in enumerate(verdict.wrong) if count} == {9: 1, 43: 1, 12: 1}
+        assert {slots[item]: int(count) for item, count in enumerate(verdict.wrong) if count} == {
+            9: 1,
+            43: 1,
+            12: 1,
+        }
         assert verdict.first() == Mismatch(5, 2, heads - 1, cache.paged.sides - 1, 5)
         assert torch.get_num_threads() == 3
     finally:
@@ -137,7 +186,9 @@ def test_blocks_are_shared_out_to_threads(layout: str, piece: int, monkeypatch: 
 @BACKENDS
 @EXAMPLES
 @given(st.data())
-def test_gather_takes_the_rows_and_changes_nothing(where: tuple[str, str], data: st.DataObject) -> None:
+def test_gather_takes_the_rows_and_changes_nothing(
+    where: tuple[str, str], data: st.DataObject
+) -> None:
     shape = data.draw(shapes())
     slots = data.draw(mappings(shape, unique=False))
     cache = shape.make(where[0])
@@ -152,22 +203,35 @@ def test_gather_takes_the_rows_and_changes_nothing(where: tuple[str, str], data:
 @BACKENDS
 @EXAMPLES
 @given(st.data())
-def test_scatter_fills_the_slots_and_nothing_else(where: tuple[str, str], data: st.DataObject) -> None:
+def test_scatter_fills_the_slots_and_nothing_else(
+    where: tuple[str, str], data: st.DataObject
+) -> None:
     shape = data.draw(shapes())
     slots = data.draw(mappings(shape))
     cache = shape.make(where[0])
     paged, want = cache.paged, cache.memory()
-    noise = np.random.default_rng(1).integers(0, 256, shape.layers * len(slots) * paged.slot_bytes, dtype=np.uint8)
-    bits = noise.view(cache.memory()[0].dtype).reshape(shape.layers, len(slots), shape.heads, paged.sides, shape.dim)
+    noise = np.random.default_rng(1).integers(
+        0, 256, shape.layers * len(slots) * paged.slot_bytes, dtype=np.uint8
+    )
+    bits = noise.view(cache.memory()[0].dtype).reshape(
+        shape.layers, len(slots), shape.heads, paged.sides, shape.dim
+    )
     cache.put(want, slots, bits.swapaxes(0, 1))
-    scatter(paged, index(slots, where[0]), torch.from_numpy(bits).to(where[0]).view(shape.dtype), where[1])
+    scatter(
+        paged,
+        index(slots, where[0]),
+        torch.from_numpy(bits).to(where[0]).view(shape.dtype),
+        where[1],
+    )
     same(cache.memory(), want)
 
 
 @BACKENDS
 @EXAMPLES
 @given(st.data())
-def test_poison_fills_whole_blocks_and_nothing_else(where: tuple[str, str], data: st.DataObject) -> None:
+def test_poison_fills_whole_blocks_and_nothing_else(
+    where: tuple[str, str], data: st.DataObject
+) -> None:
     shape = data.draw(shapes())
     chosen = data.draw(st.lists(st.integers(0, shape.blocks - 1), unique=True))
     chosen.insert(data.draw(st.integers(0, len(chosen))), -1)
@@ -190,7 +254,9 @@ def digest_of(cache: Drawn, memory: list[np.ndarray], layer: int, block: int, si
             row = memory[cache.of_layer[layer]][slot[side]].tobytes()
             for begin in range(0, len(row), 8):
                 number += 1
-                total += int.from_bytes(row[begin : begin + 8].ljust(8, b"\0"), "little") * (mix64(number) | 1)
+                total += int.from_bytes(row[begin : begin + 8].ljust(8, b"\0"), "little") * (
+                    mix64(number) | 1
+                )
     return mix64(total)
 
 
@@ -205,17 +271,28 @@ def test_digest_is_as_defined(where: tuple[str, str], data: st.DataObject) -> No
     have = digest(cache.paged, index(chosen, where[0]), where[1]).cpu().numpy().view(np.uint64)
     sides = cache.paged.sides
     want = [
-        [[digest_of(cache, memory, layer, block, side) if block >= 0 else 0 for side in range(sides)] for layer in range(shape.layers)]
+        [
+            [
+                digest_of(cache, memory, layer, block, side) if block >= 0 else 0
+                for side in range(sides)
+            ]
+            for layer in range(shape.layers)
+        ]
         for block in chosen
     ]
     assert have.shape == (len(chosen), shape.layers, sides)
     assert have.tolist() == want
-    assert torch.equal(digest(cache.paged, backend=where[1]), digest(cache.paged, index(list(range(shape.blocks)), where[0]), where[1]))
+    assert torch.equal(
+        digest(cache.paged, backend=where[1]),
+        digest(cache.paged, index(list(range(shape.blocks)), where[0]), where[1]),
+    )
     same(cache.memory(), memory)
 
 
 @BACKENDS
-@pytest.mark.parametrize("apart, last", [((1 << 31) + 64, 1), ((1 << 30) + 64, 5)], ids=["stride", "product"])
+@pytest.mark.parametrize(
+    "apart, last", [((1 << 31) + 64, 1), ((1 << 30) + 64, 5)], ids=["stride", "product"]
+)
 def test_a_cache_of_more_than_2_31_elements(apart: int, last: int, where: tuple[str, str]) -> None:
     """Neither a stride nor a block times its stride fits 32 bits; most of the memory is never touched."""
     device, backend = where
@@ -225,31 +302,62 @@ def test_a_cache_of_more_than_2_31_elements(apart: int, last: int, where: tuple[
     begin = 4 * last
     slots, content = index([begin + 2, 1], device), ids([77, 88], device)
     write(paged, slots, content, 3, backend)
-    want = torch.from_numpy(CodeBook(1, 2, 16).rows(np.array([77, 88], dtype=np.uint64), 3)).view(2, 2, 2, 16)
+    want = torch.from_numpy(CodeBook(1, 2, 16).rows(np.array([77, 88], dtype=np.uint64), 3)).view(
+        2, 2, 2, 16
+    )
     assert torch.equal(layer[last, :, 2].view(2, 2, 16).cpu(), want[0])
-    assert torch.equal(flat[last * apart + 2 * 32 : last * apart + 3 * 32].cpu(), want[0, 0].flatten())
+    assert torch.equal(
+        flat[last * apart + 2 * 32 : last * apart + 3 * 32].cpu(), want[0, 0].flatten()
+    )
     assert verify(paged, slots, content, backend).holds()
     rows = gather(paged, slots, backend=backend)
     assert torch.equal(rows[0].cpu(), want)
     scatter(paged, index([begin + 3, -1], device), rows, backend)
     assert torch.equal(layer[last, :, 3].view(2, 2, 16).cpu(), want[0])
     poison(paged, index([last], device), ids([99], device), 0, backend)
-    assert digest(paged, index([last], device), backend).tolist() == digest(paged, index([last], device), "torch").tolist()
-    assert verify(paged, index(list(range(begin, begin + 4)), device), ids([99] * 4, device), backend).holds()
+    assert (
+        digest(paged, index([last], device), backend).tolist()
+        == digest(paged, index([last], device), "torch").tolist()
+    )
+    assert verify(
+        paged, index(list(range(begin, begin + 4)), device), ids([99] * 4, device), backend
+    ).holds()
 
 
 @BACKENDS
 @FEW
 @given(st.data())
-def test_the_digest_does_not_depend_on_the_layout(where: tuple[str, str], data: st.DataObject) -> None:
-    sizes = {"dtype": torch.bfloat16, "layers": 2, "blocks": 3, "heads": 2, "size": 3, "dim": data.draw(st.sampled_from([16, 18, 33]))}
+def test_the_digest_does_not_depend_on_the_layout(
+    where: tuple[str, str], data: st.DataObject
+) -> None:
+    sizes = {
+        "dtype": torch.bfloat16,
+        "layers": 2,
+        "blocks": 3,
+        "heads": 2,
+        "size": 3,
+        "dim": data.draw(st.sampled_from([16, 18, 33])),
+    }
 
-    names = data.draw(st.lists(st.sampled_from([name for name in every() if "mla" not in name]), min_size=2, max_size=2))
+    names = data.draw(
+        st.lists(
+            st.sampled_from([name for name in every() if "mla" not in name]), min_size=2, max_size=2
+        )
+    )
     found = []
     for seed, name in enumerate(names):
-        plain = {"numbers": (0, 1), "apart": (False, False), "turned": False, "gaps": (0, 0, 0), "step": 1, "shift": 0}
+        plain = {
+            "numbers": (0, 1),
+            "apart": (False, False),
+            "turned": False,
+            "gaps": (0, 0, 0),
+            "step": 1,
+            "shift": 0,
+        }
         cache = Shape(layout=name, **sizes, **plain).make(where[0], seed)
-        write(cache.paged, index(list(range(9)), where[0]), ids(list(range(9)), where[0]), 9, where[1])
+        write(
+            cache.paged, index(list(range(9)), where[0]), ids(list(range(9)), where[0]), 9, where[1]
+        )
         found.append(digest(cache.paged, backend=where[1]).tolist())
     assert found[0] == found[1]
 
@@ -260,7 +368,13 @@ def test_layers_at_unequal_distances_in_one_buffer(where: tuple[str, str]) -> No
     tensors = Layout.named("LBHNC").allocate(7, 2, 1, 4, 16, torch.bfloat16, device)
     chosen = [0, 1, 3, 6, 5]
     slots, content = index([3, 6], device), ids([11, 12], device)
-    write(Paged([tensors[place] for place in chosen], "LBHNC", [place + 20 for place in chosen]), slots, content, 0, backend)
+    write(
+        Paged([tensors[place] for place in chosen], "LBHNC", [place + 20 for place in chosen]),
+        slots,
+        content,
+        0,
+        backend,
+    )
     for place, tensor in enumerate(tensors):
         if place in chosen:
             assert verify(Paged([tensor], "LBHNC", [place + 20]), slots, content, "torch").holds()

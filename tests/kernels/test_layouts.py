@@ -36,10 +36,15 @@ def test_a_view_shows_every_element_where_it_is(name: str) -> None:
     tensors = layout.allocate(LAYERS, BLOCKS, heads, SIZE, DIM, torch.int32)
     assert len(tensors) == LAYERS and all(tuple(tensor.shape) == shape for tensor in tensors)
     flat = torch.arange(LAYERS * tensors[0].numel(), dtype=torch.int32)
-    numbered = [tensor.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()) for tensor in tensors]
+    numbered = [
+        tensor.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        for tensor in tensors
+    ]
     for tensor in numbered:
         tensor.copy_(flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()))
-    assert sorted(torch.stack(numbered).flatten().tolist()) == flat.tolist()  # every place of the allocation belongs to one element
+    assert (
+        sorted(torch.stack(numbered).flatten().tolist()) == flat.tolist()
+    )  # every place of the allocation belongs to one element
     for tensor in numbered:
         view = layout.view(tensor)
         assert tuple(view.shape) == (BLOCKS, heads, SIZE, layout.sides, DIM)
@@ -53,14 +58,34 @@ def test_a_view_shows_every_element_where_it_is(name: str) -> None:
             assert view[b, h, n, s, d] == element(tensor, b, h, n, s, d)
 
 
-@pytest.mark.parametrize("name, strides", [
-    ("LBHNC", {"L": BLOCKS * HEADS * SIZE * 32, "B": HEADS * SIZE * 32, "H": SIZE * 32, "N": 32}),
-    ("LBNHC", {"L": BLOCKS * HEADS * SIZE * 32, "B": HEADS * SIZE * 32, "N": HEADS * 32, "H": 32}),
-    ("BLHNC", {"B": LAYERS * HEADS * SIZE * 32, "L": HEADS * SIZE * 32, "H": SIZE * 32, "N": 32}),
-    ("BHLNC", {"B": HEADS * LAYERS * SIZE * 32, "H": LAYERS * SIZE * 32, "L": SIZE * 32, "N": 32}),
-    ("LHBNC", {"L": HEADS * BLOCKS * SIZE * 32, "H": BLOCKS * SIZE * 32, "B": SIZE * 32, "N": 32}),
-])  # fmt: skip
-def test_the_name_of_a_packed_layout_is_its_order_in_memory(name: str, strides: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "name, strides",
+    [
+        (
+            "LBHNC",
+            {"L": BLOCKS * HEADS * SIZE * 32, "B": HEADS * SIZE * 32, "H": SIZE * 32, "N": 32},
+        ),
+        (
+            "LBNHC",
+            {"L": BLOCKS * HEADS * SIZE * 32, "B": HEADS * SIZE * 32, "N": HEADS * 32, "H": 32},
+        ),
+        (
+            "BLHNC",
+            {"B": LAYERS * HEADS * SIZE * 32, "L": HEADS * SIZE * 32, "H": SIZE * 32, "N": 32},
+        ),
+        (
+            "BHLNC",
+            {"B": HEADS * LAYERS * SIZE * 32, "H": LAYERS * SIZE * 32, "L": SIZE * 32, "N": 32},
+        ),
+        (
+            "LHBNC",
+            {"L": HEADS * BLOCKS * SIZE * 32, "H": BLOCKS * SIZE * 32, "B": SIZE * 32, "N": 32},
+        ),
+    ],
+)
+def test_the_name_of_a_packed_layout_is_its_order_in_memory(
+    name: str, strides: dict[str, int]
+) -> None:
     tensors = Layout.named(name).allocate(LAYERS, BLOCKS, HEADS, SIZE, DIM, torch.uint8)
     assert tensors[0].stride() == (*(strides[axis] for axis in "BHN"), 1)
     assert tensors[1].storage_offset() - tensors[0].storage_offset() == strides["L"]
@@ -76,14 +101,19 @@ def test_another_name_is_refused(name: str) -> None:
         Layout.named(name)
 
 
-@pytest.mark.parametrize("name, shape, says", [
-    ("LBHNC", (4, 2, 5, 33), "cannot be halved"),
-    ("LBHNC", (4, 2, 5, 2, 16), "has 5"),
-    ("kv-first", (3, 4, 5, 2, 16), "is K or V: 2 entries, not 3"),
-    ("kv-second", (4, 1, 5, 2, 16), "is K or V: 2 entries, not 1"),
-    ("mla", (4, 1, 5, 16), "has 4"),
-])  # fmt: skip
-def test_a_tensor_of_another_layout_is_refused(name: str, shape: tuple[int, ...], says: str) -> None:
+@pytest.mark.parametrize(
+    "name, shape, says",
+    [
+        ("LBHNC", (4, 2, 5, 33), "cannot be halved"),
+        ("LBHNC", (4, 2, 5, 2, 16), "has 5"),
+        ("kv-first", (3, 4, 5, 2, 16), "is K or V: 2 entries, not 3"),
+        ("kv-second", (4, 1, 5, 2, 16), "is K or V: 2 entries, not 1"),
+        ("mla", (4, 1, 5, 16), "has 4"),
+    ],
+)
+def test_a_tensor_of_another_layout_is_refused(
+    name: str, shape: tuple[int, ...], says: str
+) -> None:
     with pytest.raises(ValueError, match=says):
         Layout.named(name).view(torch.empty(shape))
 

@@ -25,18 +25,37 @@ def generate(cls: str, module: str, folder: Path, model: Path) -> None:
     from vllm import LLM, SamplingParams
 
     transfer = {
-        "kv_connector": cls, "kv_connector_module_path": module, "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+        "kv_connector": cls,
+        "kv_connector_module_path": module,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"load": "async"} if "Received" in cls else {},
-    }  # fmt: skip
+    }
     llm = LLM(
-        model=str(model), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, seed=0, block_size=SIZE, max_model_len=320,
-        num_gpu_blocks_override=BLOCKS, max_num_batched_tokens=BUDGET, max_num_seqs=SEQUENCES, kv_transfer_config=transfer,
-        disable_log_stats=False, disable_hybrid_kv_cache_manager=True,
-    )  # fmt: skip
+        model=str(model),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        enforce_eager=True,
+        seed=0,
+        block_size=SIZE,
+        max_model_len=320,
+        num_gpu_blocks_override=BLOCKS,
+        max_num_batched_tokens=BUDGET,
+        max_num_seqs=SEQUENCES,
+        kv_transfer_config=transfer,
+        disable_log_stats=False,
+        disable_hybrid_kv_cache_manager=True,
+    )
     draw = random.Random(1)
-    prompts = [{"prompt_token_ids": [draw.randrange(10, 500) for _ in range(length)]} for length in LENGTHS]
+    prompts = [
+        {"prompt_token_ids": [draw.randrange(10, 500) for _ in range(length)]} for length in LENGTHS
+    ]
     for _ in range(2):
-        llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=OUTPUTS, ignore_eos=True, detokenize=False), use_tqdm=False)
+        llm.generate(
+            prompts,
+            SamplingParams(temperature=0.0, max_tokens=OUTPUTS, ignore_eos=True, detokenize=False),
+            use_tqdm=False,
+        )
         llm.reset_prefix_cache()
     llm.llm_engine.engine_core.shutdown()
 

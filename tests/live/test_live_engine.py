@@ -20,12 +20,23 @@ from kvconform.run.live_case import run_and_judge
 pytest.importorskip("vllm")
 SPEC = load_spec()
 LIVE = [name for name, defect in load_defects(SPEC).items() if defect.live]
-at_length = pytest.mark.skipif(os.environ.get("KVCONFORM_TEST_LIVE") != "1", reason="takes minutes: KVCONFORM_TEST_LIVE=1")
+at_length = pytest.mark.skipif(
+    os.environ.get("KVCONFORM_TEST_LIVE") != "1", reason="takes minutes: KVCONFORM_TEST_LIVE=1"
+)
 TWICE = [Request(own=n, tail=tail, out=12) for n, tail in enumerate((70, 96, 130))]
 SMALL = Scenario(
-    id="live.small", text="Three prompts, and again.", due=["loads"], families=1,
-    requests=[*TWICE, *(request.model_copy(update={"own": n, "reset": n == 0}) for n, request in enumerate(TWICE))],
-)  # fmt: skip
+    id="live.small",
+    text="Three prompts, and again.",
+    due=["loads"],
+    families=1,
+    requests=[
+        *TWICE,
+        *(
+            request.model_copy(update={"own": n, "reset": n == 0})
+            for n, request in enumerate(TWICE)
+        ),
+    ],
+)
 
 
 @pytest.fixture(scope="module")
@@ -42,30 +53,52 @@ def verdicts(scenario: Scenario, target: Target, plain_runs: Plains, tmp: Path) 
 
 
 def reference(connector: str, **options: Any) -> Target:
-    declared = {"store": True, "saves": "all", "chunk_tokens": 32, "async_load": False, "best_effort": False}
-    return Target(f"kvconform.refimpl.{connector}", {"store": "{tmp}/store", **options}, capabilities=declared)
+    declared = {
+        "store": True,
+        "saves": "all",
+        "chunk_tokens": 32,
+        "async_load": False,
+        "best_effort": False,
+    }
+    return Target(
+        f"kvconform.refimpl.{connector}", {"store": "{tmp}/store", **options}, capabilities=declared
+    )
 
 
-def test_the_tiny_model_reacts_to_a_block_that_is_a_tenth_too_small(plain_runs: Plains, tmp_path: Path) -> None:
+def test_the_tiny_model_reacts_to_a_block_that_is_a_tenth_too_small(
+    plain_runs: Plains, tmp_path: Path
+) -> None:
     found = verdicts(SMALL, reference("defects.live:ScalesLoads"), plain_runs, tmp_path / "run")
-    assert {name for name, verdict in found.items() if verdict == "FAIL"} == {"live.tokens", "live.loaded-kv", "load.content"}
+    assert {name for name, verdict in found.items() if verdict == "FAIL"} == {
+        "live.tokens",
+        "live.loaded-kv",
+        "load.content",
+    }
     assert not (tmp_path / "run").exists()
 
 
 @at_length
 def test_the_reference_connector_changes_nothing(plain_runs: Plains, tmp_path: Path) -> None:
     found = verdicts(SMALL, reference("connector:ReferenceConnector"), plain_runs, tmp_path / "run")
-    assert "FAIL" not in found.values() and found["live.tokens"] == "PASS" and found["live.loaded-kv"] == "PASS"
+    assert (
+        "FAIL" not in found.values()
+        and found["live.tokens"] == "PASS"
+        and found["live.loaded-kv"] == "PASS"
+    )
 
 
 @at_length
 def test_where_nothing_is_loaded_nothing_passes(plain_runs: Plains, tmp_path: Path) -> None:
-    found = verdicts(SMALL, reference("connector:ReferenceConnector", save="none"), plain_runs, tmp_path / "run")
+    found = verdicts(
+        SMALL, reference("connector:ReferenceConnector", save="none"), plain_runs, tmp_path / "run"
+    )
     assert "PASS" not in found.values() and "FAIL" not in found.values()
 
 
 @at_length
 @pytest.mark.parametrize("name", LIVE)
-def test_a_defect_is_found_by_what_names_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain_runs: Plains) -> None:
+def test_a_defect_is_found_by_what_names_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain_runs: Plains
+) -> None:
     monkeypatch.setenv(FOLDER, str(plain_runs.folder))
     assert examine(load_defects(SPEC)[name], SPEC, tmp_path).problem == ""

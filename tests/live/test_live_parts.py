@@ -21,7 +21,17 @@ from kvconform.live.events import AMBIGUOUS, compare, describe, end_event, missi
 from kvconform.live.job import Answer, Counts, Outcome, PhaseDone, plays
 from kvconform.live.pair_run import asked
 from kvconform.live.process import Ended
-from kvconform.live.random import PAIR_REQUESTS, PAIR_STARTS, STARTS, claim, random_pair, random_scenario, reduce, spec_for, text_of
+from kvconform.live.random import (
+    PAIR_REQUESTS,
+    PAIR_STARTS,
+    STARTS,
+    claim,
+    random_pair,
+    random_scenario,
+    reduce,
+    spec_for,
+    text_of,
+)
 
 SPEC = load_spec(live=True)
 CONVERSATION = SPEC.workloads["conversation"]
@@ -30,7 +40,9 @@ BASE: Any = SPEC.cases["live.base"]
 
 # -- scenarios -------------------------------------------------------------------------------------------------------------------------
 def test_scenarios_take_the_place_of_cases() -> None:
-    assert {"live.base", "live.preempt-async", "live.drafts-preempt", "live.no-local-cache"} <= set(SPEC.cases)
+    assert {"live.base", "live.preempt-async", "live.drafts-preempt", "live.no-local-cache"} <= set(
+        SPEC.cases
+    )
     assert not set(SPEC.cases) & set(load_spec().cases)
     assert [variant.id for variant in BASE.variants()] == ["live.base[live-sync-v1-d1-b32]"]
     assert BASE.variants(["vllm"]) == [] and BASE.variants(["live"], ["async"]) == []
@@ -42,7 +54,15 @@ def test_scenarios_take_the_place_of_cases() -> None:
         ({"id": "x", "text": "t"}, "needs a workload"),
         ({"id": "x", "text": "t", "workload": "w", "due": ["preemptions"]}, "blocks enough"),
         ({"id": "x", "text": "t", "workload": "w", "due": ["drafts"]}, "spec_tokens is 0"),
-        ({"id": "x", "text": "t", "workload": "w", "start": {"spec_tokens": 3, "scheduling": "async"}}, "n-gram"),
+        (
+            {
+                "id": "x",
+                "text": "t",
+                "workload": "w",
+                "start": {"spec_tokens": 3, "scheduling": "async"},
+            },
+            "n-gram",
+        ),
         ({"id": "x", "text": "t", "workload": "w", "start": {"block": 3}}, "block"),
         ({"id": "x", "text": "t", "workload": "w", "start": {"blocks": "3"}}, "blocks"),
     ],
@@ -62,7 +82,10 @@ def test_a_file_that_is_no_scenario_is_named(tmp_path: Path) -> None:
 def test_prompts_share_what_they_say_and_no_more() -> None:
     asks = {ask.id: ask.tokens for ask in plays(BASE, CONVERSATION, 0)[0].asks}
     assert asks["cold/twin"] == asks["cold/odd"]
-    assert asks["cold/branch"][:100] == asks["cold/trunk"][:100] and asks["cold/branch"][100] != asks["cold/trunk"][100]
+    assert (
+        asks["cold/branch"][:100] == asks["cold/trunk"][:100]
+        and asks["cold/branch"][100] != asks["cold/trunk"][100]
+    )
     loop = asks["cold/loop"]
     assert loop[:3] * 30 == loop
     assert plays(BASE, CONVERSATION, 1)[0].asks[0].tokens != asks["cold/odd"]
@@ -73,7 +96,9 @@ def test_no_request_is_longer_than_the_model_can_take() -> None:
     longest = max(prompt.tokens for prompt in CONVERSATION.prompts) + 2 * CONVERSATION.output
     assert longest + max(phase.more for phase in CONVERSATION.phases) <= MAX_MODEL_LEN
     for seed in range(40):
-        assert all(r.shared + r.tail + r.out <= MAX_MODEL_LEN for r in random_scenario(seed).requests)
+        assert all(
+            r.shared + r.tail + r.out <= MAX_MODEL_LEN for r in random_scenario(seed).requests
+        )
 
 
 # -- random workloads ------------------------------------------------------------------------------------------------------------------
@@ -95,14 +120,21 @@ def test_random_workloads_have_what_they_are_for() -> None:
     found = [random_scenario(seed) for seed in range(len(STARTS))]
     requests = [request for scenario in found for request in scenario.requests]
     assert all(len(scenario.requests) == 100 for scenario in found)
-    assert any(r.abort for r in requests) and any(r.reset for r in requests) and any(r.priority for r in requests)
+    assert (
+        any(r.abort for r in requests)
+        and any(r.reset for r in requests)
+        and any(r.priority for r in requests)
+    )
     assert {scenario.start.scheduling for scenario in found} == {"sync", "async"}
 
 
 def test_seeds_are_selected_and_replayed_by_name() -> None:
     spec = spec_for(Settings(engine="live", seeds=2, seed=5))
     assert {"live.random-5", "live.random-6", "pair.random-5", "pair.random-6"} <= set(spec.cases)
-    assert "live.random-9" in spec_for(Settings(engine="live", select=["live.random-9[live-sync-v1-d1-b32]"])).cases
+    assert (
+        "live.random-9"
+        in spec_for(Settings(engine="live", select=["live.random-9[live-sync-v1-d1-b32]"])).cases
+    )
     with pytest.raises(UsageError, match="--engine live"):
         spec_for(Settings(seeds=2))
 
@@ -110,16 +142,32 @@ def test_seeds_are_selected_and_replayed_by_name() -> None:
 def test_random_pairs_have_what_they_are_for_and_are_asked_without_a_connector_first() -> None:
     found = [random_pair(seed) for seed in range(len(PAIR_STARTS))]
     requests = [request for scenario in found for request in scenario.requests]
-    assert any(r.abort for r in requests) and any(r.early for r in requests) and any(r.reset for r in requests)
-    assert all(scenario.unmet({"transfer": False}) and not scenario.unmet({"transfer": True, "store": False}) for scenario in found)
+    assert (
+        any(r.abort for r in requests)
+        and any(r.early for r in requests)
+        and any(r.reset for r in requests)
+    )
+    assert all(
+        scenario.unmet({"transfer": False})
+        and not scenario.unmet({"transfer": True, "store": False})
+        for scenario in found
+    )
     (play,) = asked(found[0], 7)
-    assert [ask.id for ask in play.asks] == [f"r{n}" for n in range(PAIR_REQUESTS)] and not any(ask.abort for ask in play.asks)
+    assert [ask.id for ask in play.asks] == [f"r{n}" for n in range(PAIR_REQUESTS)] and not any(
+        ask.abort for ask in play.asks
+    )
     smaller = reduce(found[0], lambda scenario: 5 in {request.own for request in scenario.requests})
-    assert Scenario.model_validate(yaml12.parse(text_of(smaller), "x")) == smaller and smaller.pair == "requests"
+    assert (
+        Scenario.model_validate(yaml12.parse(text_of(smaller), "x")) == smaller
+        and smaller.pair == "requests"
+    )
     assert asked(smaller, 0)[0].asks[0].tokens == play.asks[5].tokens
 
 
-@pytest.mark.parametrize("wrong", [{"pair": "requests"}, {"requests": [{"early": 1}]}, {"pair": "handed", "requests": [{}]}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"pair": "requests"}, {"requests": [{"early": 1}]}, {"pair": "handed", "requests": [{}]}],
+)
 def test_requests_of_a_pair_are_for_a_pair(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="pair|producer"):
         Scenario.model_validate({"id": "pair.x", "text": "x", **wrong})
@@ -147,8 +195,14 @@ def test_what_fails_whatever_is_asked_takes_one_try() -> None:
 
 
 def test_a_failure_is_made_small_once_in_a_campaign(tmp_path: Path) -> None:
-    assert claim(tmp_path / "cases", ["a.b", "c.d"], "live.random-3") == {"a.b": "live.random-3", "c.d": "live.random-3"}
-    assert claim(tmp_path / "cases", ["c.d", "e.f"], "live.random-1") == {"c.d": "live.random-3", "e.f": "live.random-1"}
+    assert claim(tmp_path / "cases", ["a.b", "c.d"], "live.random-3") == {
+        "a.b": "live.random-3",
+        "c.d": "live.random-3",
+    }
+    assert claim(tmp_path / "cases", ["c.d", "e.f"], "live.random-1") == {
+        "c.d": "live.random-3",
+        "e.f": "live.random-1",
+    }
 
 
 def test_reduction_has_a_limit() -> None:
@@ -160,13 +214,20 @@ def test_reduction_has_a_limit() -> None:
 
 # -- comparison ------------------------------------------------------------------------------------------------------------------------
 def answer(tokens: list[int], **other: Any) -> Answer:
-    fields: dict[str, Any] = {"logprobs": [-1.0] * len(tokens), "seconds": [9] * len(tokens), "gaps": [1.0] * len(tokens), "why": "length"}
+    fields: dict[str, Any] = {
+        "logprobs": [-1.0] * len(tokens),
+        "seconds": [9] * len(tokens),
+        "gaps": [1.0] * len(tokens),
+        "why": "length",
+    }
     return Answer(id="p/a", prompt=[1, 2], tokens=tokens, **fields | other)
 
 
 def tokens_event(plain: Answer, with_connector: Answer) -> dict[str, Any]:
     outcome = Outcome()
-    outcome.phases = [PhaseDone(name="p", reset_done=None, counts=Counts(), answers=[with_connector])]
+    outcome.phases = [
+        PhaseDone(name="p", reset_done=None, counts=Counts(), answers=[with_connector])
+    ]
     (event,) = compare({"p/a": plain}, outcome)
     assert check_event({"seq": 0, "step": 0, **event}) == []
     return event
@@ -178,12 +239,23 @@ def test_the_same_tokens_are_the_same() -> None:
 
 def test_the_first_other_token_is_told() -> None:
     event = tokens_event(answer([5, 6, 7]), answer([5, 8, 8]))
-    assert (event["same"], event["ambiguous"], event["at"], event["token"], event["instead"]) == (False, False, 1, 8, 6)
+    assert (event["same"], event["ambiguous"], event["at"], event["token"], event["instead"]) == (
+        False,
+        False,
+        1,
+        8,
+        6,
+    )
     assert "token 1 of the answer is 8, without the connector 6" in str(describe(event))
 
 
-@pytest.mark.parametrize(("gap", "second", "ambiguous"), [(AMBIGUOUS / 2, 8, True), (AMBIGUOUS * 2, 8, False), (AMBIGUOUS / 2, 9, False)])
-def test_a_near_tie_is_no_corruption_but_only_between_the_two(gap: float, second: int, ambiguous: bool) -> None:
+@pytest.mark.parametrize(
+    ("gap", "second", "ambiguous"),
+    [(AMBIGUOUS / 2, 8, True), (AMBIGUOUS * 2, 8, False), (AMBIGUOUS / 2, 9, False)],
+)
+def test_a_near_tie_is_no_corruption_but_only_between_the_two(
+    gap: float, second: int, ambiguous: bool
+) -> None:
     plain = answer([5, 6, 7], gaps=[1.0, gap, 1.0], seconds=[9, second, 9])
     assert tokens_event(plain, answer([5, 8, 1]))["ambiguous"] is ambiguous
 
@@ -211,7 +283,9 @@ def test_what_was_due_and_did_not_happen_is_missing() -> None:
     preempt: Any = SPEC.cases["live.preempt"]
     assert len(missing(preempt, outcome_with(), 0)) == 2
     assert missing(preempt, outcome_with(external_hits=1, preemptions=1), 0) == []
-    assert missing(SPEC.cases["live.failed-loads"], outcome_with(external_hits=9), 0) == ["no load failed"]  # type: ignore[arg-type]
+    assert missing(SPEC.cases["live.failed-loads"], outcome_with(external_hits=9), 0) == [
+        "no load failed"
+    ]  # type: ignore[arg-type]
 
 
 def test_our_events_are_as_listed() -> None:
@@ -249,7 +323,10 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
 
 # -- the model -------------------------------------------------------------------------------------------------------------------------
 def test_the_tiny_model_is_the_same_every_time(tmp_path: Path) -> None:
-    digests = {hashlib.sha256((make(tmp_path / name) / "model.safetensors").read_bytes()).hexdigest() for name in ("a", "b", "a")}
+    digests = {
+        hashlib.sha256((make(tmp_path / name) / "model.safetensors").read_bytes()).hexdigest()
+        for name in ("a", "b", "a")
+    }
     assert len(digests) == 1 and (tmp_path / "a" / "config.json").is_file()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 

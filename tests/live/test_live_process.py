@@ -31,23 +31,35 @@ def child(tmp_path: Path, then: str) -> str:
 
 def run(tmp_path: Path, then: str, limit: float = 60.0) -> process.Ended:
     command = [sys.executable, "-c", child(tmp_path, then)]
-    return process.run(command, limit=limit, log=tmp_path / "log", environment=os.environ, cwd=tmp_path)
+    return process.run(
+        command, limit=limit, log=tmp_path / "log", environment=os.environ, cwd=tmp_path
+    )
 
 
 def nothing_left(tmp_path: Path) -> bool:
     """No process knows of the test's directory any more."""
     for other in psutil.process_iter():
         try:
-            if other.pid != os.getpid() and any(str(tmp_path / "ready") in part for part in other.cmdline()):
+            if other.pid != os.getpid() and any(
+                str(tmp_path / "ready") in part for part in other.cmdline()
+            ):
                 return False
         except (psutil.Error, OSError):
             continue
     return True
 
 
-def test_a_server_that_outlives_the_child_is_told_and_ended(tmp_path: Path, monkeypatch: object) -> None:
+def test_a_server_that_outlives_the_child_is_told_and_ended(
+    tmp_path: Path, monkeypatch: object
+) -> None:
     found = run(tmp_path, "pass")
-    assert (found.how, found.status, len(found.processes), len(found.ports), found.stuck) == ("exit", 0, 1, 1, [])
+    assert (found.how, found.status, len(found.processes), len(found.ports), found.stuck) == (
+        "exit",
+        0,
+        1,
+        1,
+        [],
+    )
     assert nothing_left(tmp_path)
 
 
@@ -57,7 +69,9 @@ def test_nothing_is_left_after_a_crash(tmp_path: Path) -> None:
     assert nothing_left(tmp_path)
 
 
-def test_nothing_is_left_after_the_time_limit_and_the_log_says_where_it_hung(tmp_path: Path) -> None:
+def test_nothing_is_left_after_the_time_limit_and_the_log_says_where_it_hung(
+    tmp_path: Path,
+) -> None:
     found = run(tmp_path, "import faulthandler; faulthandler.enable(); time.sleep(300)", limit=4.0)
     assert found.how == "timeout" and found.seconds < 40
     assert nothing_left(tmp_path)
@@ -68,7 +82,9 @@ def test_shared_memory_that_is_left_is_told_and_removed(tmp_path: Path) -> None:
     name = f"kvconform-test-{os.getpid()}"
     code = f"import mmap, time\nf = open('/dev/shm/{name}', 'wb+'); f.truncate(4096); m = mmap.mmap(f.fileno(), 4096); time.sleep(1.5)"
     command = [sys.executable, "-c", code]
-    found = process.run(command, limit=60, log=tmp_path / "log", environment=os.environ, cwd=tmp_path)
+    found = process.run(
+        command, limit=60, log=tmp_path / "log", environment=os.environ, cwd=tmp_path
+    )
     assert found.files == [f"/dev/shm/{name}"] and not os.path.exists(f"/dev/shm/{name}")
 
 
@@ -90,14 +106,23 @@ def test_nothing_is_left_when_the_parent_is_killed(tmp_path: Path) -> None:
     assert nothing_left(tmp_path)
 
 
-def test_a_child_that_has_said_its_last_word_and_stays_is_ended_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_has_said_its_last_word_and_stays_is_ended_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(process, "LEAVE", 1.0)
     out = tmp_path / "out.jsonl"
     lines = '{"k": "begin"}\n{"k": "end"}\n'
     last = f"open({str(out)!r}, 'w').write({lines!r})"
     command = [sys.executable, "-c", child(tmp_path, f"{last}\ntime.sleep(300)")]
     assert not Outcome.over(out)
-    found = process.run(command, limit=120, log=tmp_path / "log", environment=os.environ, cwd=tmp_path, over=lambda: Outcome.over(out))
+    found = process.run(
+        command,
+        limit=120,
+        log=tmp_path / "log",
+        environment=os.environ,
+        cwd=tmp_path,
+        over=lambda: Outcome.over(out),
+    )
     assert Outcome.over(out) and found.how == "timeout" and found.seconds < 60
     assert nothing_left(tmp_path)
 
@@ -107,16 +132,20 @@ def test_shared_memory_of_somebody_else_is_not_touched(tmp_path: Path) -> None:
     before.write_bytes(b"x" * 4096)
     hold = "import mmap, time; f = open({path!r}, 'r+b'); m = mmap.mmap(f.fileno(), 4096); time.sleep({seconds})"
     make = f"open({str(server)!r}, 'wb').write(b'x' * 4096)"
-    holder = subprocess.Popen([sys.executable, "-c", f"{make}; {hold.format(path=str(server), seconds=60)}"])
+    holder = subprocess.Popen(
+        [sys.executable, "-c", f"{make}; {hold.format(path=str(server), seconds=60)}"]
+    )
     try:
         while not server.exists() or not server.stat().st_size:
             time.sleep(0.05)
-        both = (
-            f"import mmap, time; ms = [mmap.mmap(open(p, 'r+b').fileno(), 4096) for p in ({str(before)!r}, {str(server)!r})]; time.sleep(1)"
-        )
+        both = f"import mmap, time; ms = [mmap.mmap(open(p, 'r+b').fileno(), 4096) for p in ({str(before)!r}, {str(server)!r})]; time.sleep(1)"
         found = process.run(
-            [sys.executable, "-c", both], limit=60, log=tmp_path / "log", environment=os.environ, cwd=tmp_path,
-        )  # fmt: skip
+            [sys.executable, "-c", both],
+            limit=60,
+            log=tmp_path / "log",
+            environment=os.environ,
+            cwd=tmp_path,
+        )
         assert (found.how, found.files) == ("exit", [])
         assert before.exists() and server.exists()
     finally:
@@ -129,9 +158,18 @@ def test_shared_memory_of_somebody_else_is_not_touched(tmp_path: Path) -> None:
 def test_a_guard_tells_what_a_command_has_left(tmp_path: Path) -> None:
     told = tmp_path / "left.json"
     guard = subprocess.Popen(
-        [sys.executable, "-m", "kvconform.process.supervisor", "1", sys.executable, "-c", child(tmp_path, "pass")], stdin=subprocess.PIPE,
+        [
+            sys.executable,
+            "-m",
+            "kvconform.process.supervisor",
+            "1",
+            sys.executable,
+            "-c",
+            child(tmp_path, "pass"),
+        ],
+        stdin=subprocess.PIPE,
         env={**os.environ, LEFT: str(told)},
-    )  # fmt: skip
+    )
     assert guard.wait(60) == 0
     found = json.loads(told.read_text(encoding="utf-8"))
     assert len(found["processes"]) == 1 and len(found["ports"]) == 1
@@ -149,14 +187,20 @@ def with_title(tmp_path: Path, then: str) -> str:
 
 
 def titled() -> list[int]:
-    return [p.pid for p in psutil.process_iter(["cmdline"]) if "VLLM::EngineCore" in (p.info["cmdline"] or [""])[0]]
+    return [
+        p.pid
+        for p in psutil.process_iter(["cmdline"])
+        if "VLLM::EngineCore" in (p.info["cmdline"] or [""])[0]
+    ]
 
 
 def test_a_process_that_gave_itself_a_title_is_found(tmp_path: Path) -> None:
     pytest.importorskip("setproctitle")
     before = titled()
     command = [sys.executable, "-c", with_title(tmp_path, "pass")]
-    found = process.run(command, limit=60, log=tmp_path / "log", environment=os.environ, cwd=tmp_path)
+    found = process.run(
+        command, limit=60, log=tmp_path / "log", environment=os.environ, cwd=tmp_path
+    )
     assert len(found.processes) == 1 and found.stuck == []
     assert titled() == before
 
@@ -168,7 +212,11 @@ def test_a_process_with_a_title_is_ended_when_its_parents_are_killed(tmp_path: P
     where = f"log=Path({str(tmp_path / 'log')!r}), environment=os.environ, cwd=Path('/')"
     run_it = f"process.run([sys.executable, '-c', {inner!r}], limit=60, {where})"
     outer = subprocess.Popen(
-        [sys.executable, "-c", f"import os, sys\nfrom pathlib import Path\nfrom kvconform.live import process\n{run_it}"]
+        [
+            sys.executable,
+            "-c",
+            f"import os, sys\nfrom pathlib import Path\nfrom kvconform.live import process\n{run_it}",
+        ]
     )
     until = time.monotonic() + 60
     while titled() == before and time.monotonic() < until:

@@ -30,9 +30,12 @@ from kvconform.refimpl.variants.served_store import ServedStore
 SPEC = load_spec(live=True)
 ADDRESS = "127.0.0.1:{port:store}"
 STORE: dict[str, Any] = {
-    "name": "store", "command": ["{python}", "-m", "kvconform.refimpl.variants.served_store", "{port:store}"], "ready": {"tcp": ADDRESS},
-    "clear": {"http": f"http://{ADDRESS}/clear", "method": "POST"}, "timeout": 60.0,
-}  # fmt: skip
+    "name": "store",
+    "command": ["{python}", "-m", "kvconform.refimpl.variants.served_store", "{port:store}"],
+    "ready": {"tcp": ADDRESS},
+    "clear": {"http": f"http://{ADDRESS}/clear", "method": "POST"},
+    "timeout": 60.0,
+}
 
 
 def fault(do: str, **more: Any) -> Fault:
@@ -80,8 +83,14 @@ def asked(attendant: Attendant, *faults: Fault) -> list[str]:
     [
         ({"faults": [{"phase": "cold", "do": "pause"}]}, "a pause takes some seconds"),
         ({"faults": [{"phase": "cold", "do": "explode"}]}, "do"),
-        ({"faults": [{"phase": "cold", "do": "kill"}], "start": {"processes": True}}, "where the engine is in one process"),
-        ({"faults": [{"phase": "cold", "do": "kill"}], "workload": None, "requests": [{}]}, "in phases of a workload"),
+        (
+            {"faults": [{"phase": "cold", "do": "kill"}], "start": {"processes": True}},
+            "where the engine is in one process",
+        ),
+        (
+            {"faults": [{"phase": "cold", "do": "kill"}], "workload": None, "requests": [{}]},
+            "in phases of a workload",
+        ),
     ],
 )
 def test_faults_that_make_no_sense_do_not_load(data: dict[str, Any], sentence: str) -> None:
@@ -91,7 +100,9 @@ def test_faults_that_make_no_sense_do_not_load(data: dict[str, Any], sentence: s
 
 def test_a_phase_that_the_workload_does_not_have_is_named(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    path.write_text("id: mine\ntext: t\nworkload: conversation\nfaults: [{phase: relaod, do: kill}]\n")
+    path.write_text(
+        "id: mine\ntext: t\nworkload: conversation\nfaults: [{phase: relaod, do: kill}]\n"
+    )
     with pytest.raises(SpecError, match=r"workload conversation has no phase 'relaod'.*reload"):
         load_spec(live=True, cases=[str(path)])
 
@@ -105,19 +116,28 @@ def test_a_phase_gets_its_faults_and_a_run_without_connector_gets_none() -> None
 
 
 def test_what_the_settings_lack_is_said() -> None:
-    assert lacking([], []) is None and lacking([fault("kill")], [False]) is None and lacking([fault("clear")], [True]) is None
+    assert (
+        lacking([], []) is None
+        and lacking([fault("kill")], [False]) is None
+        and lacking([fault("clear")], [True]) is None
+    )
     assert "a server of its own" in str(lacking([fault("kill")], []))
     assert "`clear`" in str(lacking([fault("clear")], [True, False]))
 
 
 def test_a_fault_that_never_struck_is_told() -> None:
     faults = [fault("kill"), fault("restart"), fault("kill", phase="turn")]
-    struck = [{"k": "live.fault", "phase": "reload", "number": 0}, {"k": "live.fault", "phase": "turn", "number": 0}]
+    struck = [
+        {"k": "live.fault", "phase": "reload", "number": 0},
+        {"k": "live.fault", "phase": "turn", "number": 0},
+    ]
     assert spared(faults, struck) == ["the fault `restart` of phase reload never struck"]
 
 
 # -- the child asks, the parent does it ------------------------------------------------------------------------------------------------
-def test_a_server_is_killed_and_comes_back_empty(servers: Servers, store: ServedStore, tmp_path: Path) -> None:
+def test_a_server_is_killed_and_comes_back_empty(
+    servers: Servers, store: ServedStore, tmp_path: Path
+) -> None:
     store.put(0, "key", "layer", b"bytes")
     store.commit(0, "key")
     assert store.has("key") and store.get("key", "layer") == b"bytes"
@@ -140,7 +160,9 @@ def test_a_server_forgets(servers: Servers, store: ServedStore, tmp_path: Path) 
     assert not store.has("key") and servers.all["store"].running
 
 
-def test_a_pause_ends_by_itself_and_the_child_goes_on_meanwhile(servers: Servers, store: ServedStore, tmp_path: Path) -> None:
+def test_a_pause_ends_by_itself_and_the_child_goes_on_meanwhile(
+    servers: Servers, store: ServedStore, tmp_path: Path
+) -> None:
     store.commit(0, "key")
     attendant, began = Attendant(tmp_path, [servers]), time.monotonic()
     assert asked(attendant, fault("pause", still=4)) == [""]
@@ -155,11 +177,16 @@ def test_a_pause_ends_by_itself_and_the_child_goes_on_meanwhile(servers: Servers
 
 def test_one_fault_is_over_before_the_next_begins(servers: Servers, tmp_path: Path) -> None:
     server, began = servers.all["store"], time.monotonic()
-    assert asked(Attendant(tmp_path, [servers]), fault("kill", still=1.5), fault("restart")) == ["", ""]
+    assert asked(Attendant(tmp_path, [servers]), fault("kill", still=1.5), fault("restart")) == [
+        "",
+        "",
+    ]
     assert server.running and time.monotonic() - began > 1.5
 
 
-def test_whatever_stands_still_at_the_end_goes_on(servers: Servers, store: ServedStore, tmp_path: Path) -> None:
+def test_whatever_stands_still_at_the_end_goes_on(
+    servers: Servers, store: ServedStore, tmp_path: Path
+) -> None:
     attendant = Attendant(tmp_path, [servers])
     assert asked(attendant, fault("pause", still=60)) == [""]
     attendant.close()
@@ -174,9 +201,13 @@ def test_a_server_that_stands_still_can_be_ended(servers: Servers) -> None:
     assert not servers.all["store"].running and time.monotonic() - began < 20
 
 
-def test_a_server_that_cannot_come_back_is_the_harness_s_problem(servers: Servers, tmp_path: Path) -> None:
+def test_a_server_that_cannot_come_back_is_the_harness_s_problem(
+    servers: Servers, tmp_path: Path
+) -> None:
     server = servers.all["store"]
-    server.spec = server.spec.model_copy(update={"command": ["{python}", "-c", "raise SystemExit(3)"]})
+    server.spec = server.spec.model_copy(
+        update={"command": ["{python}", "-c", "raise SystemExit(3)"]}
+    )
     attendant = Attendant(tmp_path, [servers])
     (heard,) = asked(attendant, fault("restart"))
     assert "server store" in heard and attendant.problems == [heard]
@@ -213,11 +244,17 @@ def test_a_run_s_child_gets_what_it_asks_for(
     """A few lines stand in for vLLM."""
     program = tmp_path / "child.py"
     program.write_text(CHILD.replace("PORT", str(servers.ports.numbers["store"])))
-    monkeypatch.setattr(engine, "python", lambda module, *arguments: [sys.executable, str(program), *arguments])
+    monkeypatch.setattr(
+        engine, "python", lambda module, *arguments: [sys.executable, str(program), *arguments]
+    )
     asks = [Ask(id="a", tokens=[3], out=1)]
     wanted = [Play(name="reload", asks=asks, faults=[fault(deed) for deed in deeds])]
-    made = make_run(Start(), wanted, None, tmp=tmp_path / "run", model=tmp_path, book=None, servers=[servers])
-    assert made.outcome.ended and made.outcome.note == {"store": answer} and made.ended.how == "exit"
+    made = make_run(
+        Start(), wanted, None, tmp=tmp_path / "run", model=tmp_path, book=None, servers=[servers]
+    )
+    assert (
+        made.outcome.ended and made.outcome.note == {"store": answer} and made.ended.how == "exit"
+    )
 
 
 # -- when they strike ------------------------------------------------------------------------------------------------------------------
@@ -232,7 +269,11 @@ class Watched:
         oracle = SimpleNamespace(open_grants=lambda: self.granted)
         self.scheduler = SimpleNamespace(oracle=oracle, observer=SimpleNamespace(outage=False))
         self.probe = SimpleNamespace(on=lambda hook, before: self.hooks.update({hook: before}))
-        self.trace = SimpleNamespace(emit=lambda kind, **fields: self.events.append({"k": kind, "seq": 0, "step": 0, **fields}))
+        self.trace = SimpleNamespace(
+            emit=lambda kind, **fields: self.events.append(
+                {"k": kind, "seq": 0, "step": 0, **fields}
+            )
+        )
 
     def ask(self, found: Fault) -> None:
         self.asked.append(found.do)
@@ -253,7 +294,12 @@ def phase(*faults: Fault) -> Play:
 def test_faults_strike_at_their_steps(watched: Watched) -> None:
     found = Striking("desk")
     found.phase(phase(fault("kill"), fault("restart", at=2), fault("clear", at=2)))
-    assert [found.step(0, 0), found.step(1, 3), found.step(2, 3), found.step(3, 3)] == [True, False, True, False]
+    assert [found.step(0, 0), found.step(1, 3), found.step(2, 3), found.step(3, 3)] == [
+        True,
+        False,
+        True,
+        False,
+    ]
     assert watched.asked == ["kill", "restart", "clear"] and watched.scheduler.observer.outage
     assert [(e["number"], e["running"]) for e in watched.events] == [(0, 0), (1, 3), (2, 3)]
     assert not [problem for event in watched.events for problem in check_event(event)]
@@ -273,7 +319,11 @@ def test_before_a_load_means_one_that_the_engine_has_granted(watched: Watched) -
     watched.granted = ["a", "b"]
     watched.hooks["start_load_kv"](None)
     watched.hooks["start_load_kv"](None)
-    assert watched.asked == ["kill"] and watched.events[0]["loading"] == 2 and watched.events[0]["before"] == "load"
+    assert (
+        watched.asked == ["kill"]
+        and watched.events[0]["loading"] == 2
+        and watched.events[0]["before"] == "load"
+    )
 
 
 def test_what_is_left_of_a_phase_never_strikes(watched: Watched) -> None:

@@ -54,7 +54,11 @@ Make = Callable[[], PairEngine]
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     (tmp_path / "stand_in.py").write_text(STAND_IN)
-    monkeypatch.setattr(process, "python", lambda module, *arguments: [sys.executable, str(tmp_path / "stand_in.py"), *arguments])
+    monkeypatch.setattr(
+        process,
+        "python",
+        lambda module, *arguments: [sys.executable, str(tmp_path / "stand_in.py"), *arguments],
+    )
     monkeypatch.setattr(pair_engine, "EXIT_LIMIT", 10.0)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     job = Job(model="none", start=Start().model_dump(), transfer=None, plays=[])
@@ -74,14 +78,21 @@ def test_it_answers_and_ends(make: Make, tmp_path: Path) -> None:
     engine.wait(lambda said: said.up, 30)
     engine.ask(ask("a"), {"do_remote_decode": True})
     answer, params = engine.answer("a", 30)
-    assert isinstance(answer, Answer) and answer.tokens == [1] and params == {"seen": {"do_remote_decode": True}}
+    assert (
+        isinstance(answer, Answer)
+        and answer.tokens == [1]
+        and params == {"seen": {"do_remote_decode": True}}
+    )
     assert engine.counts().external_hits == 5 and engine.reset()
     ended = engine.end()
     assert (ended.how, ended.processes, ended.ports, ended.stuck) == ("exit", [], [], [])
     assert gone(engine, tmp_path)
 
 
-@pytest.mark.parametrize(("name", "sentence"), [("die", "the process of engine p died"), ("raise", "ended with an error: ValueError: no")])
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [("die", "the process of engine p died"), ("raise", "ended with an error: ValueError: no")],
+)
 def test_one_that_ends_is_told(name: str, sentence: str, make: Make, tmp_path: Path) -> None:
     engine = make()
     engine.wait(lambda said: said.up, 30)

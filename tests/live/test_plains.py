@@ -19,10 +19,18 @@ pytest.importorskip("vllm")
 @pytest.fixture
 def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Worker:
     monkeypatch.delenv(REDUCED, raising=False)
-    return Worker(Settings(select=["chunked"], report_dir=str(tmp_path / "report")), "0.32.0", tmp_path, "main", None)
+    return Worker(
+        Settings(select=["chunked"], report_dir=str(tmp_path / "report")),
+        "0.32.0",
+        tmp_path,
+        "main",
+        None,
+    )
 
 
-def test_a_program_keeps_them_with_its_own_files_and_forgets_them(begun: Worker, tmp_path: Path) -> None:
+def test_a_program_keeps_them_with_its_own_files_and_forgets_them(
+    begun: Worker, tmp_path: Path
+) -> None:
     assert os.environ[FOLDER] == str(tmp_path / "live")
     begun.pytest_sessionfinish()
     assert FOLDER not in os.environ and REDUCED not in os.environ

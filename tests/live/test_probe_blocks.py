@@ -33,7 +33,15 @@ class Rig:
         self.trace = Trace()
         self.blocks = Blocks(self.tensors, SIZE)
         self.oracle = BlockOracle(self.trace, self.blocks, Book(), poison=poison)
-        self.oracle.begin(StepNote(1, fresh=[(b, "a") for b in (1, 2, 3)], written={1, 2, 3}, tables={"a": [1, 2, 3]}, scheduled=["a"]))
+        self.oracle.begin(
+            StepNote(
+                1,
+                fresh=[(b, "a") for b in (1, 2, 3)],
+                written={1, 2, 3},
+                tables={"a": [1, 2, 3]},
+                scheduled=["a"],
+            )
+        )
         self.oracle.poison_fresh()
         for block, seed in ((1, 0), (2, 1), (3, 2)):
             self.put(block, kv(seed))
@@ -48,8 +56,14 @@ class Rig:
     def load(self, *, is_async: bool = False, start: int = 0, end: int = 12) -> None:
         """Step 2: request b is granted [start, end) of blocks 5 to 7, and computes at once unless the load is asynchronous."""
         granted = Granted("b#0.1", "b", 0, start, end, is_async, [5, 6, 7, 8], CONTENTS)
-        note = StepNote(2, named=self.named, granted=[granted], fresh=[(b, "b") for b in (5, 6, 7, 8)])
-        note.tables, note.scheduled, note.written = {"b": [5, 6, 7, 8]}, [] if is_async else ["b"], set() if is_async else {8}
+        note = StepNote(
+            2, named=self.named, granted=[granted], fresh=[(b, "b") for b in (5, 6, 7, 8)]
+        )
+        note.tables, note.scheduled, note.written = (
+            {"b": [5, 6, 7, 8]},
+            [] if is_async else ["b"],
+            set() if is_async else {8},
+        )
         self.oracle.begin(note)
         self.oracle.poison_fresh()
 
@@ -92,7 +106,12 @@ def test_wrong_bytes_have_a_name(data: Any, found: str) -> None:
     rig.oracle.end()
     (load,), (wrong,) = rig.kinds("live.load"), rig.kinds("kv.wrong")
     assert load["wrong"] == [0] and load["exact"] == [1, 2]
-    assert wrong["found"] == found and wrong["pos"] == 0 and wrong["count"] == SIZE and wrong["transfer"] == "b#0.1"
+    assert (
+        wrong["found"] == found
+        and wrong["pos"] == 0
+        and wrong["count"] == SIZE
+        and wrong["transfer"] == "b#0.1"
+    )
 
 
 def test_rounding_is_told_from_what_is_wrong() -> None:
@@ -143,7 +162,9 @@ def test_bytes_that_come_too_late_were_late_and_not_missing() -> None:
         rig.put(block, kv(seed))
     rig.oracle.end()
     assert rig.kinds("load.due")[0]["missing"] == []
-    assert {e["found"] for e in rig.kinds("kv.wrong")} == {"not_yet_loaded"} and len(rig.kinds("kv.wrong")) == 3
+    assert {e["found"] for e in rig.kinds("kv.wrong")} == {"not_yet_loaded"} and len(
+        rig.kinds("kv.wrong")
+    ) == 3
     assert not any(e["over_computed"] for e in rig.kinds("kv.changed"))
 
 
@@ -174,8 +195,9 @@ def test_an_asynchronous_load_is_due_when_it_is_reported() -> None:
 
 
 @pytest.mark.parametrize(
-    "block, kind", [(0, "null_block"), (5, "shared"), (8, "tail"), (1, "other_request"), (10, "unallocated")]
-)  # fmt: skip
+    "block, kind",
+    [(0, "null_block"), (5, "shared"), (8, "tail"), (1, "other_request"), (10, "unallocated")],
+)
 def test_writes_outside_of_a_load_are_told_apart(block: int, kind: str) -> None:
     rig = Rig()
     rig.load(start=4)

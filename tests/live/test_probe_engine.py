@@ -30,9 +30,15 @@ CONNECTORS = {
     "ReceivedEarly": "kvconform.refimpl.defects.reports",
 }
 ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "PYTHONHASHSEED": "0",
-}  # fmt: skip
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "PYTHONHASHSEED": "0",
+}
 CAPABILITIES = {"store": True, "saves": "all", "chunk_tokens": 32}
 
 
@@ -41,9 +47,19 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str,
     """A live trace of every connector, by class."""
     pytest.importorskip("vllm")
     folder = tmp_path_factory.mktemp("live")
-    arguments = [part for cls, module in CONNECTORS.items() for part in (cls, module, str(folder / cls))]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("KVCONFORM_")} | ENVIRONMENT
-    subprocess.run([sys.executable, str(RIG), *arguments], env=environment, check=True, timeout=180, capture_output=True)
+    arguments = [
+        part for cls, module in CONNECTORS.items() for part in (cls, module, str(folder / cls))
+    ]
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("KVCONFORM_")
+    } | ENVIRONMENT
+    subprocess.run(
+        [sys.executable, str(RIG), *arguments],
+        env=environment,
+        check=True,
+        timeout=180,
+        capture_output=True,
+    )
     for cls in CONNECTORS:
         error = folder / cls / "error"
         assert not error.exists(), error.read_text()[-2000:]
@@ -55,11 +71,16 @@ def failed(trace: list[dict[str, Any]], **capabilities: Any) -> tuple[set[str], 
     start = trace[0]
     axes = {name: start[name] for name in ("engine", "scheduling", "runner", "depth", "block_size")}
     variant = SimpleNamespace(case=SimpleNamespace(id="live"), axes=axes)
-    run = SimpleNamespace(variant=variant, trace=trace, channels=channels(trace), harness_error=None)
+    run = SimpleNamespace(
+        variant=variant, trace=trace, channels=channels(trace), harness_error=None
+    )
     wanted = [one for one in load_spec().requirements.values() if one.in_force(start["vllm"])]
     rows = judge(wanted, {"connector": run}, complete(CAPABILITIES | capabilities))  # type: ignore[dict-item]
     assert not [row for row in rows if row.verdict is Verdict.ERROR]
-    by = {verdict: {row.requirement for row in rows if row.verdict is verdict} for verdict in (Verdict.FAIL, Verdict.PASS)}
+    by = {
+        verdict: {row.requirement for row in rows if row.verdict is verdict}
+        for verdict in (Verdict.FAIL, Verdict.PASS)
+    }
     return by[Verdict.FAIL], by[Verdict.PASS]
 
 
@@ -70,17 +91,30 @@ def test_a_correct_connector_passes_on_all_of_vllm(traces: dict[str, list[dict[s
     assert channels(trace) == {"hooks", "sched", "kv", "live", "plan"}
     loads = [event for event in trace if event["k"] == "live.load"]
     assert sum(len(event["exact"]) for event in loads) >= 6
-    assert not any(event["close"] or event["wrong"] or event["missing"] or event["unknown"] for event in loads)
+    assert not any(
+        event["close"] or event["wrong"] or event["missing"] or event["unknown"] for event in loads
+    )
     assert trace[-1]["k"] != "run.end" and any(e["k"] == "run.end" and e["quiesced"] for e in trace)
     bad, good = failed(trace)
     assert not bad
-    seen = ("load.complete-or-failed", "load.position", "lookup.truth", "load.only-grant", "end.baseline", "engine.final-after-step")
+    seen = (
+        "load.complete-or-failed",
+        "load.position",
+        "lookup.truth",
+        "load.only-grant",
+        "end.baseline",
+        "engine.final-after-step",
+    )
     assert set(seen) <= good
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("cls, requirement", [("LayerOrder", "layout.layer"), ("ReceivedEarly", "recv.not-before-bytes")])
-def test_a_defect_is_found_as_on_the_other_engines(traces: dict[str, list[dict[str, Any]]], cls: str, requirement: str) -> None:
+@pytest.mark.parametrize(
+    "cls, requirement", [("LayerOrder", "layout.layer"), ("ReceivedEarly", "recv.not-before-bytes")]
+)
+def test_a_defect_is_found_as_on_the_other_engines(
+    traces: dict[str, list[dict[str, Any]]], cls: str, requirement: str
+) -> None:
     bad, _ = failed(traces[cls], async_load=cls == "ReceivedEarly")
     assert bad - {"live.loaded-kv"} == {requirement}  # which says the same of whole loads
 
@@ -92,25 +126,53 @@ def schedule(trace: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     names: dict[str, int] = {}
     return [
         (
-            steps.setdefault(e["step"], len(steps)), names.setdefault(e["req"], len(names)),
-            e["so_C"], e["S"], e["C"], e["P"], e["N"], tuple(e["table"]), e["kind"], e["prefill"],
+            steps.setdefault(e["step"], len(steps)),
+            names.setdefault(e["req"], len(names)),
+            e["so_C"],
+            e["S"],
+            e["C"],
+            e["P"],
+            e["N"],
+            tuple(e["table"]),
+            e["kind"],
+            e["prefill"],
         )
         for e in trace
         if e["k"] == "req.scheduled"
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("engine", ["reference", "vllm"])
-def test_the_other_engines_schedule_what_all_of_vllm_does(engine: str, traces: dict[str, list[dict[str, Any]]], tmp_path: Path) -> None:
+def test_the_other_engines_schedule_what_all_of_vllm_does(
+    engine: str, traces: dict[str, list[dict[str, Any]]], tmp_path: Path
+) -> None:
     """Token for token and block for block, a preemption and loads included."""
     from core_rig import REFERENCE, check_ok, run_case, select  # takes vLLM
 
     live = traces["ReferenceConnector"]
-    first = [{"add": {"req": f"a{i}", "prompt": length, "max_tokens": OUTPUTS}} for i, length in enumerate(LENGTHS)]
-    again = [{"add": {"req": f"b{i}", "prompt": {"same": f"a{i}"}, "max_tokens": OUTPUTS}} for i in range(len(LENGTHS))]
-    config = {"block_size": SIZE, "num_blocks": BLOCKS, "budget": BUDGET, "max_seqs": SEQUENCES, "max_model_len": 320}
-    run = run_case(REFERENCE, [*first, {"run": {}}, {"drop-local": {}}, *again, {"run": {}}], tmp_path, engine=engine, config=config)
+    first = [
+        {"add": {"req": f"a{i}", "prompt": length, "max_tokens": OUTPUTS}}
+        for i, length in enumerate(LENGTHS)
+    ]
+    again = [
+        {"add": {"req": f"b{i}", "prompt": {"same": f"a{i}"}, "max_tokens": OUTPUTS}}
+        for i in range(len(LENGTHS))
+    ]
+    config = {
+        "block_size": SIZE,
+        "num_blocks": BLOCKS,
+        "budget": BUDGET,
+        "max_seqs": SEQUENCES,
+        "max_model_len": 320,
+    }
+    run = run_case(
+        REFERENCE,
+        [*first, {"run": {}}, {"drop-local": {}}, *again, {"run": {}}],
+        tmp_path,
+        engine=engine,
+        config=config,
+    )
     check_ok(run)
     assert live[0]["scheduling"] == "sync"
     assert schedule(run.trace) == schedule(live)

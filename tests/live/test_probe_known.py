@@ -17,7 +17,11 @@ def request(req: str, tokens: list[int], **fields: Any) -> Any:
 
 def test_equal_tokens_have_equal_content_unless_the_identity_differs() -> None:
     roster = Roster()
-    plain, same, salted = request("a", [1, 2, 3]), request("b", [1, 2, 4]), request("c", [1, 2, 3], cache_salt="pepper")
+    plain, same, salted = (
+        request("a", [1, 2, 3]),
+        request("b", [1, 2, 4]),
+        request("c", [1, 2, 3], cache_salt="pepper"),
+    )
     for one in (plain, same, salted):
         roster.add(one)
     ids, anyhow = zip(*(roster.chain(one) for one in (plain, same, salted)), strict=True)
@@ -46,7 +50,10 @@ def test_an_id_that_comes_again_is_another_incarnation() -> None:
 def test_what_a_request_is_made_of_besides_its_tokens() -> None:
     item = SimpleNamespace(mm_position=SimpleNamespace(offset=1, length=2), identifier="image")
     lora = SimpleNamespace(lora_name="adapter")
-    seen = [identity_of(request("a", [], **fields)) for fields in ({}, {"lora_request": lora}, {"mm_features": [item]})]
+    seen = [
+        identity_of(request("a", [], **fields))
+        for fields in ({}, {"lora_request": lora}, {"mm_features": [item]})
+    ]
     assert len(set(seen)) == 3
     assert seen[2].spans[0][:2] == (1, 3)
 
@@ -62,13 +69,22 @@ def test_a_request_is_admitted_with_kv_that_the_model_did_not_write() -> None:
 def test_the_shape_of_a_cache_with_several_groups() -> None:
     full = SimpleNamespace(block_size=16, num_kv_heads=2)
     sliding = SimpleNamespace(block_size=16, num_kv_heads=2, sliding_window=8)
-    groups = [SimpleNamespace(kv_cache_spec=full, layer_names=["x", "y"]), SimpleNamespace(kv_cache_spec=sliding, layer_names=["z"])]
+    groups = [
+        SimpleNamespace(kv_cache_spec=full, layer_names=["x", "y"]),
+        SimpleNamespace(kv_cache_spec=sliding, layer_names=["z"]),
+    ]
     shape = shape_of(SimpleNamespace(num_blocks=9, kv_cache_groups=groups))
     assert shape.names == ["x", "y", "z"] and shape.block_size == 16
-    assert [(group.kind, group.layers, group.window) for group in shape.groups] == [("full", (0, 1), None), ("sliding", (2,), 8)]
+    assert [(group.kind, group.layers, group.window) for group in shape.groups] == [
+        ("full", (0, 1), None),
+        ("sliding", (2,), 8),
+    ]
 
 
 def test_a_step_of_several_ranks_is_told_of_as_one() -> None:
-    events = [{"k": "worker.step_end", "step": step, "ranks": [rank]} for step, rank in ((1, 0), (1, 1), (2, 0))]
+    events = [
+        {"k": "worker.step_end", "step": step, "ranks": [rank]}
+        for step, rank in ((1, 0), (1, 1), (2, 0))
+    ]
     _every_rank(events)
     assert [event["ranks"] for event in events] == [[0, 1], [0, 1], [0]]

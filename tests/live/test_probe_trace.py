@@ -15,27 +15,68 @@ from kvconform.contract.events import check_event
 from kvconform.live.trace import StreamTrace, channels, collect, read
 
 START = dict(
-    seed=0, engine="live", case="live", scheduling="sync", runner="v1", depth=1, vllm="0.32.0", block_size=32, num_blocks=8, policies=[],
-    connector="C", spec_tokens=0, role="kv_both", failure_policy="fail", groups=1, ranks=1, stages=1, context_ranks=1, device="cpu",
+    seed=0,
+    engine="live",
+    case="live",
+    scheduling="sync",
+    runner="v1",
+    depth=1,
+    vllm="0.32.0",
+    block_size=32,
+    num_blocks=8,
+    policies=[],
+    connector="C",
+    spec_tokens=0,
+    role="kv_both",
+    failure_policy="fail",
+    groups=1,
+    ranks=1,
+    stages=1,
+    context_ranks=1,
+    device="cpu",
     slow=None,
-)  # fmt: skip
+)
 CALLED = dict(half="worker", rank=0, depth=0, bound=True, cls="C", thread="main")
 SCHEDULED = dict(
-    total=4, new=["a"], cached=[], resumed=[], preempted=[], finished=[], has_sync_loads=False, empty=False, drafts={}, new_ids=0
+    total=4,
+    new=["a"],
+    cached=[],
+    resumed=[],
+    preempted=[],
+    finished=[],
+    has_sync_loads=False,
+    empty=False,
+    drafts={},
+    new_ids=0,
 )
 END = dict(
-    quiesced=True, unfinished=[], free_blocks=7, free_blocks_at_start=7, engine_requests=[], request_objects_alive=[], threads=0,
+    quiesced=True,
+    unfinished=[],
+    free_blocks=7,
+    free_blocks_at_start=7,
+    engine_requests=[],
+    request_objects_alive=[],
+    threads=0,
     crashed=False,
-)  # fmt: skip
+)
 
 
 def returned(called: dict[str, Any]) -> dict[str, Any]:
     """The fields of the return of a hook."""
     fields = {name: called[name] for name in ("hook", "half", "rank", "depth")}
     return {
-        **fields, "error": None, "error_text": None, "value": "None", "value_ok": True, "mutated_args": False, "params_msgpack_ok": True,
-        "params_aliased": False, "called_seq": called["seq"], "layer": None, "timed_out": False,
-    }  # fmt: skip
+        **fields,
+        "error": None,
+        "error_text": None,
+        "value": "None",
+        "value_ok": True,
+        "mutated_args": False,
+        "params_msgpack_ok": True,
+        "params_aliased": False,
+        "called_seq": called["seq"],
+        "layer": None,
+        "timed_out": False,
+    }
 
 
 def scheduler(path: Path, *, steps: int = 2, end: bool = True) -> StreamTrace:
@@ -46,7 +87,9 @@ def scheduler(path: Path, *, steps: int = 2, end: bool = True) -> StreamTrace:
     for _ in range(steps):
         trace.step += 1
         trace.emit("step.scheduled", **SCHEDULED)
-        called = trace.emit("hook.called", hook="update_connector_output", **{**CALLED, "half": "scheduler"})
+        called = trace.emit(
+            "hook.called", hook="update_connector_output", **{**CALLED, "half": "scheduler"}
+        )
         trace.emit("hook.returned", **returned(called))
     if end:
         trace.emit("run.end", **END)
@@ -57,7 +100,17 @@ def scheduler(path: Path, *, steps: int = 2, end: bool = True) -> StreamTrace:
 def worker(path: Path, *, steps: int = 2) -> StreamTrace:
     """The process of a worker."""
     trace = StreamTrace(path / "11.jsonl")
-    trace.emit("live.kv", rank=0, watched=True, compared=True, poisoned=True, blocks=8, size=32, layers=2, bytes=1024)
+    trace.emit(
+        "live.kv",
+        rank=0,
+        watched=True,
+        compared=True,
+        poisoned=True,
+        blocks=8,
+        size=32,
+        layers=2,
+        bytes=1024,
+    )
     for step in range(1, steps + 1):
         trace.step = step
         called = trace.emit("hook.called", hook="start_load_kv", **CALLED)
@@ -73,7 +126,10 @@ def test_an_event_is_in_the_file_at_once_and_as_it_became(tmp_path: Path) -> Non
     event["returned"] = True
     trace.emit("cache.reset", phase="done", returned=True, running=False, connector=True)
     trace.amend()
-    assert [(e["phase"], e["returned"]) for e in read(trace.path)] == [("asked", True), ("done", True)]
+    assert [(e["phase"], e["returned"]) for e in read(trace.path)] == [
+        ("asked", True),
+        ("done", True),
+    ]
     size = trace.path.stat().st_size
     trace.amend()
     assert trace.path.stat().st_size == size
@@ -93,8 +149,16 @@ def test_processes_are_joined_step_by_step(tmp_path: Path) -> None:
     assert [e["seq"] for e in trace] == list(range(len(trace)))
     assert trace[0]["k"] == "run.start" and (trace[0]["case"], trace[0]["seed"]) == ("mine", 7)
     assert trace[-1]["k"] == "run.end"
-    order = [(e["step"], e.get("hook", e["k"])) for e in trace if e["step"] and e["k"] != "hook.returned" and e["k"] != "run.end"]
-    assert order == [(step, name) for step in (1, 2) for name in ("step.scheduled", "start_load_kv", "update_connector_output")]
+    order = [
+        (e["step"], e.get("hook", e["k"]))
+        for e in trace
+        if e["step"] and e["k"] != "hook.returned" and e["k"] != "run.end"
+    ]
+    assert order == [
+        (step, name)
+        for step in (1, 2)
+        for name in ("step.scheduled", "start_load_kv", "update_connector_output")
+    ]
     for event in trace:
         if event["k"] == "hook.returned":
             assert trace[event["called_seq"]]["hook"] == event["hook"]
@@ -117,7 +181,11 @@ def test_a_process_that_died_in_a_hook(tmp_path: Path) -> None:
     trace.emit("hook.called", hook="get_transfer_results", **CALLED)
     found = collect(tmp_path)
     crash, end = found[-2:]
-    assert (crash["k"], crash["where"], crash["hook"]) == ("engine.crash", "process", "get_transfer_results")
+    assert (crash["k"], crash["where"], crash["hook"]) == (
+        "engine.crash",
+        "process",
+        "get_transfer_results",
+    )
     assert end["k"] == "run.end" and end["crashed"]
     assert not [problem for event in found for problem in check_event(event)]
 
@@ -139,7 +207,9 @@ def test_a_process_that_was_ended_between_hooks_did_not_crash(tmp_path: Path) ->
     found = collect(tmp_path, killed=True)
     assert found[-1]["crashed"] and not any(e["k"] == "engine.crash" for e in found)
     assert collect(tmp_path)[-2]["where"] == "process"
-    assert not any(e["k"] == "engine.crash" for e in collect(tmp_path, ended=True)), "vLLM puts an end to its own processes"
+    assert not any(e["k"] == "engine.crash" for e in collect(tmp_path, ended=True)), (
+        "vLLM puts an end to its own processes"
+    )
 
 
 def test_nobody_wrote_anything(tmp_path: Path) -> None:
@@ -149,11 +219,21 @@ def test_nobody_wrote_anything(tmp_path: Path) -> None:
 
 
 def test_the_entry_point_is_there_and_does_nothing_unless_it_is_asked() -> None:
-    points = {point.name: point.value for point in importlib.metadata.entry_points(group="vllm.general_plugins")}
+    points = {
+        point.name: point.value
+        for point in importlib.metadata.entry_points(group="vllm.general_plugins")
+    }
     assert points.get("kvconform") == "kvconform.live.plugin:register"
     code = "import sys, kvconform.live.plugin as p; p.register(); print(json.dumps(sorted(m.partition('.')[0] for m in sys.modules)))"
-    environment = {name: value for name, value in os.environ.items() if name != "KVCONFORM_LIVE_TRACE"}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "KVCONFORM_LIVE_TRACE"
+    }
     out = subprocess.run(
-        [sys.executable, "-c", "import json; " + code], env=environment, capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", "import json; " + code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
     )
     assert not {"vllm", "torch", "numpy", "pydantic"} & set(json.loads(out.stdout))

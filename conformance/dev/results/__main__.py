@@ -27,7 +27,11 @@ ROOT = Path("docs/results")
 def wanted(root: Path, spec: Spec) -> dict[str, str]:
     """The pages as they should be, by file name. UsageError for findings that name what does not exist."""
     digests, findings = digest.read(root), finding.read(root)
-    said = [sentence for each in findings for sentence in finding.problems(each, root, spec, _scenarios())]
+    said = [
+        sentence
+        for each in findings
+        for sentence in finding.problems(each, root, spec, _scenarios())
+    ]
     if said:
         raise UsageError("; ".join(said))
     return page.pages(digests, findings, spec, root)
@@ -35,7 +39,9 @@ def wanted(root: Path, spec: Spec) -> dict[str, str]:
 
 def _scenarios() -> set[str]:
     folder = Path("spec/live")
-    return {path.stem for path in folder.glob("**/*.yaml")} | {f"live.{path.stem}" for path in folder.glob("**/*.yaml")}
+    return {path.stem for path in folder.glob("**/*.yaml")} | {
+        f"live.{path.stem}" for path in folder.glob("**/*.yaml")
+    }
 
 
 def make(root: Path, spec: Spec) -> list[str]:
@@ -60,8 +66,12 @@ def _text(path: Path) -> str | None:
 def run(arguments: list[str] | None = None) -> int:
     """Exit code 0: done, or as it should be; 1: --check found pages that are not; 2: usage."""
     form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="python -m kvconform.dev.results", description=__doc__, formatter_class=form)
-    parser.add_argument("--root", type=Path, default=ROOT, help="directory of the results (default: docs/results)")
+    parser = argparse.ArgumentParser(
+        prog="python -m kvconform.dev.results", description=__doc__, formatter_class=form
+    )
+    parser.add_argument(
+        "--root", type=Path, default=ROOT, help="directory of the results (default: docs/results)"
+    )
     verbs = parser.add_subparsers(dest="verb", required=True)
     adding = verbs.add_parser("add", help="keep a report")
     adding.add_argument("entry")
@@ -77,12 +87,17 @@ def run(arguments: list[str] | None = None) -> int:
     if given.verb == "add":
         entry = given.entry.removeprefix(catalogue.PREFIX)
         today = datetime.now(UTC).date().isoformat()
-        for found in digest.digests(given.report_dir, entry, catalogue.named(entry).requires, today, spec):
+        for found in digest.digests(
+            given.report_dir, entry, catalogue.named(entry).requires, today, spec
+        ):
             print(f"{digest.write(given.root, found)}: {found.verdict}, {found.runs} runs")
     elif given.check:
         stale = check(given.root, spec)
         if stale:
-            print(f"not as they should be: {', '.join(stale)}; run python -m kvconform.dev.results pages", file=sys.stderr)
+            print(
+                f"not as they should be: {', '.join(stale)}; run python -m kvconform.dev.results pages",
+                file=sys.stderr,
+            )
         return bool(stale)
     for name in make(given.root, spec):
         print(f"{given.root / name}: written")

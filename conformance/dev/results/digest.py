@@ -31,7 +31,9 @@ class Area(BaseModel):
     passed: int = 0
     failed: list[str] = Field(default=[], description="FAIL or XFAIL of what counts; ids")
     advice: list[str] = Field(default=[], description="SHOULD and MAY that were not met; ids")
-    blocked: list[str] = Field(default=[], description="what failed is explained by another failure; ids")
+    blocked: list[str] = Field(
+        default=[], description="what failed is explained by another failure; ids"
+    )
     not_shown: int = Field(default=0, description="not exercised, unobservable or disabled")
     unsupported: int = 0
 
@@ -46,16 +48,26 @@ class Digest(BaseModel):
     date: str
     suite: str
     vllm: str | None
-    packages: dict[str, str] = Field(default={}, description="what else was installed for it, with versions")
+    packages: dict[str, str] = Field(
+        default={}, description="what else was installed for it, with versions"
+    )
     adapters: list[str] = []
     device: str = "cpu"
     seed: int = 0
-    seeds: int = Field(default=0, description="of a campaign: so many random workloads, from `seed` on, and nothing else")
+    seeds: int = Field(
+        default=0,
+        description="of a campaign: so many random workloads, from `seed` on, and nothing else",
+    )
     verdict: str
     complete: bool = Field(description="the report has an end")
     runs: int
-    transfers: int | None = Field(default=None, description="loads whose KV was judged when it was relied on; None: not counted then")
-    loads: int = Field(description="how often anything about loads was judged, calls without any load among them")
+    transfers: int | None = Field(
+        default=None,
+        description="loads whose KV was judged when it was relied on; None: not counted then",
+    )
+    loads: int = Field(
+        description="how often anything about loads was judged, calls without any load among them"
+    )
     saves: int = Field(description="how often anything about saved KV was judged")
     guarantees: list[str] = Field(default=[], description="guarantees that the engine broke")
     areas: dict[str, Area]
@@ -65,7 +77,9 @@ LOADED = "load.complete-or-failed"
 """The requirement that is judged once for every load."""
 
 
-def digests(folder: Path, entry: str, requires: Sequence[str], date: str, spec: Spec) -> list[Digest]:
+def digests(
+    folder: Path, entry: str, requires: Sequence[str], date: str, spec: Spec
+) -> list[Digest]:
     """The digests of a report directory, one per engine. UsageError if there is no report in it, or a broken one."""
     header: HeaderLine | None = None
     rows: list[Row] = []
@@ -80,12 +94,27 @@ def digests(folder: Path, entry: str, requires: Sequence[str], date: str, spec: 
                 rows.append(_row(found))
             complete = complete or isinstance(found, FooterLine)
     except (OSError, ValidationError) as error:
-        raise UsageError(f"{folder} holds no report that can be read: {' '.join(str(error).split())[:200]}") from None
+        raise UsageError(
+            f"{folder} holds no report that can be read: {' '.join(str(error).split())[:200]}"
+        ) from None
     if header is None or not rows:
-        raise UsageError(f"the report in {folder} has no runs; run `kvconform run` with --report-dir first")
-    packages = {name: version for name, version in versions(requires).items() if version is not None}
+        raise UsageError(
+            f"the report in {folder} has no runs; run `kvconform run` with --report-dir first"
+        )
+    packages = {
+        name: version for name, version in versions(requires).items() if version is not None
+    }
     return [
-        _digest(entry, engine, header, [row for row in rows if row.engine == engine], packages, date, spec, complete=complete)
+        _digest(
+            entry,
+            engine,
+            header,
+            [row for row in rows if row.engine == engine],
+            packages,
+            date,
+            spec,
+            complete=complete,
+        )
         for engine in sorted({row.engine for row in rows})
     ]
 
@@ -96,7 +125,15 @@ def _row(line: RowLine) -> Row:
 
 
 def _digest(
-    entry: str, engine: str, header: HeaderLine, rows: list[Row], packages: dict[str, str], date: str, spec: Spec, *, complete: bool
+    entry: str,
+    engine: str,
+    header: HeaderLine,
+    rows: list[Row],
+    packages: dict[str, str],
+    date: str,
+    spec: Spec,
+    *,
+    complete: bool,
 ) -> Digest:
     found = aggregate(rows)
     areas: dict[str, Area] = {}
@@ -105,17 +142,30 @@ def _digest(
         if requirement is None or name in found.engine_failed:
             continue
         area = areas.get(requirement.area, Area())
-        areas[requirement.area] = _counted(area, name, status, advice=name in found.advisory or name not in found.failed)
+        areas[requirement.area] = _counted(
+            area, name, status, advice=name in found.advisory or name not in found.failed
+        )
     drawn = {row.case for row in rows if row.verdict not in UNMADE}
     return Digest(
         seeds=len(drawn) if drawn and all(map(RANDOM.fullmatch, drawn)) else 0,
-        entry=entry, engine=engine, date=date, suite=header.suite, vllm=header.vllm, packages=packages, adapters=header.adapters,
-        device=header.device, seed=header.seed, verdict=found.verdict, complete=complete,
+        entry=entry,
+        engine=engine,
+        date=date,
+        suite=header.suite,
+        vllm=header.vllm,
+        packages=packages,
+        adapters=header.adapters,
+        device=header.device,
+        seed=header.seed,
+        verdict=found.verdict,
+        complete=complete,
         runs=len({_run(row) for row in rows if row.verdict not in UNMADE}),
         transfers=sum(row.exercised for row in rows if row.requirement == LOADED),
-        loads=_happened(rows, spec, "load"), saves=_happened(rows, spec, "save"), guarantees=found.engine_failed,
+        loads=_happened(rows, spec, "load"),
+        saves=_happened(rows, spec, "save"),
+        guarantees=found.engine_failed,
         areas=dict(sorted(areas.items())),
-    )  # fmt: skip
+    )
 
 
 def _run(row: Row) -> tuple[object, ...]:
@@ -135,7 +185,11 @@ def _counted(area: Area, name: str, status: Verdict, *, advice: bool) -> Area:
 
 
 def _happened(rows: Iterable[Row], spec: Spec, area: str) -> int:
-    return sum(row.exercised for row in rows if (found := spec.requirements.get(row.requirement)) and found.area == area)
+    return sum(
+        row.exercised
+        for row in rows
+        if (found := spec.requirements.get(row.requirement)) and found.area == area
+    )
 
 
 def path_of(root: Path, digest: Digest) -> Path:
@@ -158,5 +212,7 @@ def read(root: Path) -> list[Digest]:
         try:
             found.append(Digest.model_validate_json(path.read_text(encoding="utf-8")))
         except ValidationError as error:
-            raise UsageError(f"{path.name} is no digest of a report: {' '.join(str(error).split())[:200]}") from None
+            raise UsageError(
+                f"{path.name} is no digest of a report: {' '.join(str(error).split())[:200]}"
+            ) from None
     return sorted(found, key=lambda digest: (digest.entry, digest.engine, digest.seeds))

@@ -28,7 +28,9 @@ class Versions(_Part):
 class Upstream(_Part):
     """Whether the connector's or vLLM's developers know of it."""
 
-    status: Literal["known", "new", "not found"] = Field(description="new: looked for and not there; not found: looked for, and unsure")
+    status: Literal["known", "new", "not found"] = Field(
+        description="new: looked for and not there; not found: looked for, and unsure"
+    )
     links: list[str] = []
     note: str = Field(min_length=1, description="what was searched, or what the threads say")
 
@@ -49,12 +51,17 @@ class Finding(_Part):
     title: str = Field(min_length=10)
     status: Literal["confirmed", "open question"]
     requirements: list[str] = Field(min_length=1)
-    case: str = Field(description="id of a case, of a live scenario, or the path of a case below docs/results/cases/")
+    case: str = Field(
+        description="id of a case, of a live scenario, or the path of a case below docs/results/cases/"
+    )
     engines: dict[str, str] = Field(min_length=1, description="engine: what was seen on it")
     wrong_tokens: bool = Field(description="a run that looks right returns wrong tokens")
     what: str = Field(min_length=20)
     diagnosis: str = Field(min_length=20)
-    adapter: str = Field(min_length=5, description="why it is not the adapter's, the emulation's or the suite's fault")
+    adapter: str = Field(
+        min_length=5,
+        description="why it is not the adapter's, the emulation's or the suite's fault",
+    )
     versions: Versions
     upstream: Upstream
     reproduce: str = Field(min_length=5)
@@ -63,7 +70,9 @@ class Finding(_Part):
     @model_validator(mode="after")
     def _reported(self) -> Finding:
         if self.status == "confirmed" and self.upstream.status != "known" and not self.report:
-            raise ValueError("a confirmed finding that is not known upstream has a draft of a bug report")
+            raise ValueError(
+                "a confirmed finding that is not known upstream has a draft of a bug report"
+            )
         return self
 
 
@@ -72,21 +81,37 @@ def read(root: Path) -> list[Finding]:
     found = []
     for path in sorted((root / "findings").glob("*.yaml")):
         try:
-            finding = Finding.model_validate(yaml12.parse(path.read_text(encoding="utf-8"), path.name))
+            finding = Finding.model_validate(
+                yaml12.parse(path.read_text(encoding="utf-8"), path.name)
+            )
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            raise UsageError(f"{path.name}: {'.'.join(str(part) for part in first['loc']) or 'the finding'}: {first['msg']}") from None
+            raise UsageError(
+                f"{path.name}: {'.'.join(str(part) for part in first['loc']) or 'the finding'}: {first['msg']}"
+            ) from None
         if finding.id != path.stem:
-            raise UsageError(f"{path.name}: its id is {finding.id}; the file must have the same name")
+            raise UsageError(
+                f"{path.name}: its id is {finding.id}; the file must have the same name"
+            )
         found.append(finding)
-    return sorted(found, key=lambda finding: (finding.family, finding.status != "confirmed", finding.id))
+    return sorted(
+        found, key=lambda finding: (finding.family, finding.status != "confirmed", finding.id)
+    )
 
 
 def problems(finding: Finding, root: Path, spec: Spec, scenarios: set[str]) -> list[str]:
     """What a finding names that does not exist: requirements, its case, the catalogue's entry."""
-    said = [f"there is no requirement {name}" for name in finding.requirements if name not in spec.requirements]
+    said = [
+        f"there is no requirement {name}"
+        for name in finding.requirements
+        if name not in spec.requirements
+    ]
     if finding.connector not in catalogue.names():
         said.append(f"the catalogue has no {finding.connector}")
-    if finding.case not in spec.cases and finding.case not in scenarios and not (root / "cases" / f"{finding.case}").is_file():
+    if (
+        finding.case not in spec.cases
+        and finding.case not in scenarios
+        and not (root / "cases" / f"{finding.case}").is_file()
+    ):
         said.append(f"there is no case {finding.case}")
     return [f"{finding.id}: {sentence}" for sentence in said]

@@ -56,18 +56,30 @@ def family(entry: str) -> str:
     return catalogue.named(entry).group(entry) if entry in catalogue.names() else entry
 
 
-def pages(digests: Sequence[Digest], findings: Sequence[Finding], spec: Spec, root: Path) -> dict[str, str]:
+def pages(
+    digests: Sequence[Digest], findings: Sequence[Finding], spec: Spec, root: Path
+) -> dict[str, str]:
     """File name -> text. Reads the notes below `root`, changes nothing."""
     campaigns = [digest for digest in digests if digest.seeds]
     digests = [digest for digest in digests if not digest.seeds]
-    families = sorted({family(digest.entry) for digest in (*digests, *campaigns)} | {finding.family for finding in findings})
+    families = sorted(
+        {family(digest.entry) for digest in (*digests, *campaigns)}
+        | {finding.family for finding in findings}
+    )
     found = {"README.md": _overview(digests, campaigns, findings, families)}
     if text := _notes(root, "README"):  # what was tried, and belongs to no family that was judged
         found["README.md"] += f"\n{text}\n"
     for name in families:
         mine = [digest for digest in digests if family(digest.entry) == name]
         drawn = [digest for digest in campaigns if family(digest.entry) == name]
-        found[f"{name}.md"] = _family(name, mine, drawn, [each for each in findings if each.family == name], spec, _notes(root, name))
+        found[f"{name}.md"] = _family(
+            name,
+            mine,
+            drawn,
+            [each for each in findings if each.family == name],
+            spec,
+            _notes(root, name),
+        )
     return found
 
 
@@ -76,29 +88,43 @@ def _notes(root: Path, name: str) -> str:
     return notes.read_text(encoding="utf-8").strip() if notes.is_file() else ""
 
 
-def _overview(digests: Sequence[Digest], campaigns: Sequence[Digest], findings: Sequence[Finding], families: Sequence[str]) -> str:
+def _overview(
+    digests: Sequence[Digest],
+    campaigns: Sequence[Digest],
+    findings: Sequence[Finding],
+    families: Sequence[str],
+) -> str:
     text = HEAD.format(made=MADE)
     text += _table(
         ("connector", "engine", "answer", "runs", "loads", "saves", "what failed", "with", "date"),
         [
             (
-                f"[{digest.entry}]({family(digest.entry)}.md)", *_measures(digest),
-                ", ".join(name for area in digest.areas.values() for name in area.failed), _with(digest), digest.date,
+                f"[{digest.entry}]({family(digest.entry)}.md)",
+                *_measures(digest),
+                ", ".join(name for area in digest.areas.values() for name in area.failed),
+                _with(digest),
+                digest.date,
             )
             for digest in digests
         ],
-    )  # fmt: skip
+    )
     text += COUNTS
     text += _campaigns(campaigns)
     rows = [
         (
-            f"[{each.id}]({each.family}.md#{each.id})", each.title, each.status, "yes" if each.wrong_tokens else "no",
-            ", ".join(each.versions.affected), _links(each) or each.upstream.status,
+            f"[{each.id}]({each.family}.md#{each.id})",
+            each.title,
+            each.status,
+            "yes" if each.wrong_tokens else "no",
+            ", ".join(each.versions.affected),
+            _links(each) or each.upstream.status,
         )
         for each in findings
-    ]  # fmt: skip
+    ]
     if rows:
-        text += "\n## Findings\n\n" + _table(("finding", "", "status", "silently wrong tokens", "seen in", "upstream"), rows)
+        text += "\n## Findings\n\n" + _table(
+            ("finding", "", "status", "silently wrong tokens", "seen in", "upstream"), rows
+        )
     text += "\n## By area\n\n" + LEGEND.rstrip() + "\n"
     for name in families:
         mine = [digest for digest in digests if family(digest.entry) == name]
@@ -113,15 +139,22 @@ def _campaigns(campaigns: Sequence[Digest]) -> str:
         return ""
     rows = [
         (
-            f"[{each.entry}]({family(each.entry)}.md)", f"{each.seed} to {each.seed + each.seeds - 1}", _answer(each), _loads(each),
-            str(each.saves), ", ".join(name for area in each.areas.values() for name in area.failed), each.date,
+            f"[{each.entry}]({family(each.entry)}.md)",
+            f"{each.seed} to {each.seed + each.seeds - 1}",
+            _answer(each),
+            _loads(each),
+            str(each.saves),
+            ", ".join(name for area in each.areas.values() for name in area.failed),
+            each.date,
         )
         for each in campaigns
-    ]  # fmt: skip
+    ]
     command = "`--engine live --seeds 20 -k '*.random-*'` (docs/live.md)"
     each = f"a hundred requests each ({PAIR_REQUESTS} from a producer to a consumer, for connectors that transfer)"
     text = f"\n## Random workloads\n\nOn all of vLLM, {each}: {command}.\n\n"
-    return text + _table(("connector", "seeds", "answer", "loads", "saves", "what failed", "date"), rows)
+    return text + _table(
+        ("connector", "seeds", "answer", "loads", "saves", "what failed", "date"), rows
+    )
 
 
 def _guarantees(digests: Sequence[Digest]) -> str:
@@ -129,13 +162,22 @@ def _guarantees(digests: Sequence[Digest]) -> str:
     where: dict[str, list[str]] = {}
     for each in digests:
         for name in each.guarantees:
-            where.setdefault(name, []).append(f"{each.entry} on {each.engine}{' (random workloads)' if each.seeds else ''}")
+            where.setdefault(name, []).append(
+                f"{each.entry} on {each.engine}{' (random workloads)' if each.seeds else ''}"
+            )
     if not where:
         return ""
     return GUARANTEES + "".join(f"- `{name}`: {', '.join(where[name])}\n" for name in sorted(where))
 
 
-def _family(name: str, digests: Sequence[Digest], campaigns: Sequence[Digest], findings: Sequence[Finding], spec: Spec, notes: str) -> str:
+def _family(
+    name: str,
+    digests: Sequence[Digest],
+    campaigns: Sequence[Digest],
+    findings: Sequence[Finding],
+    spec: Spec,
+    notes: str,
+) -> str:
     text = f"# {name}\n\n{MADE}\n"
     for entry in dict.fromkeys(each.entry for each in (*digests, *campaigns)):
         if entry in catalogue.names():
@@ -143,10 +185,21 @@ def _family(name: str, digests: Sequence[Digest], campaigns: Sequence[Digest], f
     text += "\n"
     if digests:
         rows = [
-            (each.entry, each.engine, _answer(each), str(each.runs), _loads(each), str(each.saves), _with(each), each.date)
+            (
+                each.entry,
+                each.engine,
+                _answer(each),
+                str(each.runs),
+                _loads(each),
+                str(each.saves),
+                _with(each),
+                each.date,
+            )
             for each in digests
         ]
-        text += _table(("connector", "engine", "answer", "runs", "loads", "saves", "with", "date"), rows)
+        text += _table(
+            ("connector", "engine", "answer", "runs", "loads", "saves", "with", "date"), rows
+        )
     if adapters := sorted({title for each in (*digests, *campaigns) for title in each.adapters}):
         text += f"\nStand-ins in force (docs/adapters.md): {'; '.join(adapters)}.\n"
     text += _campaigns(campaigns) + _guarantees([*digests, *campaigns])
@@ -160,7 +213,9 @@ def _family(name: str, digests: Sequence[Digest], campaigns: Sequence[Digest], f
 
 def _finding(finding: Finding, spec: Spec) -> str:
     rules = "; ".join(
-        f"`{name}`: {found.text} ({_source(found.source)})" for name in finding.requirements if (found := spec.requirements.get(name))
+        f"`{name}`: {found.text} ({_source(found.source)})"
+        for name in finding.requirements
+        if (found := spec.requirements.get(name))
     )
     rows = [
         ("requirement", rules),
@@ -172,9 +227,7 @@ def _finding(finding: Finding, spec: Spec) -> str:
         ("not the suite's fault", finding.adapter),
         ("upstream", f"{finding.upstream.status}: {finding.upstream.note} {_links(finding)}"),
     ]
-    text = (
-        f'\n<a id="{finding.id}"></a>\n\n### {finding.title}\n\n`{finding.id}`\n\n{finding.what.strip()}\n\n{finding.diagnosis.strip()}\n\n'
-    )
+    text = f'\n<a id="{finding.id}"></a>\n\n### {finding.title}\n\n`{finding.id}`\n\n{finding.what.strip()}\n\n{finding.diagnosis.strip()}\n\n'
     where = "From the root of a checkout:\n\n" if "--case docs/" in finding.reproduce else ""
     text += _table(("", ""), rows) + f"\n{where}    {finding.reproduce.strip()}\n"
     if finding.report:
@@ -194,7 +247,9 @@ def _areas(digests: Sequence[Digest]) -> str:
     at = {(digest.entry, digest.engine): digest for digest in digests}
     rows = []
     for area in names:
-        cells = ("".join(_mark(at.get((entry, engine)), area) for engine in ENGINES) for entry in entries)
+        cells = (
+            "".join(_mark(at.get((entry, engine)), area) for engine in ENGINES) for entry in entries
+        )
         rows.append((area, *(f"`{cell}`" for cell in cells)))
     return _table(("area", *entries), rows)
 
@@ -223,20 +278,34 @@ def _loads(digest: Digest) -> str:
 
 
 def _answer(digest: Digest) -> str:
-    exercised = bool(digest.guarantees) or any(area.passed or area.failed or area.advice or area.blocked for area in digest.areas.values())
+    exercised = bool(digest.guarantees) or any(
+        area.passed or area.failed or area.advice or area.blocked for area in digest.areas.values()
+    )
     return called(digest.verdict, exercised) + ("" if digest.complete else " (cut short)")
 
 
 def _with(digest: Digest) -> str:
-    return ", ".join([f"vllm {digest.vllm}", *(f"{name} {version}" for name, version in sorted(digest.packages.items()))])
+    return ", ".join(
+        [
+            f"vllm {digest.vllm}",
+            *(f"{name} {version}" for name, version in sorted(digest.packages.items())),
+        ]
+    )
 
 
 def _links(finding: Finding) -> str:
-    return ", ".join(f"[{link.rstrip('/').rsplit('/', 1)[-1]}]({link})" for link in finding.upstream.links)
+    return ", ".join(
+        f"[{link.rstrip('/').rsplit('/', 1)[-1]}]({link})" for link in finding.upstream.links
+    )
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "".join(
-        "| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) if cell.strip() else cell for cell in line) + " |\n" for line in lines
+        "| "
+        + " | ".join(
+            " ".join(cell.replace("|", "\\|").split()) if cell.strip() else cell for cell in line
+        )
+        + " |\n"
+        for line in lines
     )

@@ -57,22 +57,34 @@ def chosen(findings: Iterable[Finding], names: Iterable[str]) -> list[Finding]:
     for name in wanted:
         if not any(name in (each.id, each.family, each.connector) for each in known):
             raise UsageError(f"there is no finding {name!r}, and none of such a connector")
-    return [each for each in known if not wanted or {each.id, each.family, each.connector} & set(wanted)]
+    return [
+        each for each in known if not wanted or {each.id, each.family, each.connector} & set(wanted)
+    ]
 
 
 def command(finding: Finding, report_dir: Path) -> list[str]:
     """Its `reproduce` line with this interpreter and a directory of its own."""
     program, *rest = shlex.split(finding.reproduce)
     if program != "kvconform":
-        raise UsageError(f"{finding.id}: what reproduces it is no command of kvconform's: {finding.reproduce}")
+        raise UsageError(
+            f"{finding.id}: what reproduces it is no command of kvconform's: {finding.reproduce}"
+        )
     return [sys.executable, "-m", "kvconform", *rest, "--report-dir", str(report_dir)]
 
 
-def reproduce(finding: Finding, call: Callable[..., subprocess.CompletedProcess[str]] = subprocess.run) -> Reproduced:
+def reproduce(
+    finding: Finding, call: Callable[..., subprocess.CompletedProcess[str]] = subprocess.run
+) -> Reproduced:
     """Run it, in a process of its own. Writes to a temporary directory alone."""
     with tempfile.TemporaryDirectory(prefix="kvconform-") as tmp:
         try:
-            done = call(command(finding, Path(tmp)), capture_output=True, text=True, timeout=LIMIT, check=False)
+            done = call(
+                command(finding, Path(tmp)),
+                capture_output=True,
+                text=True,
+                timeout=LIMIT,
+                check=False,
+            )
         except subprocess.TimeoutExpired:
             return Reproduced(finding, why=f"no answer within {LIMIT:g} s")
         if done.returncode not in ANSWERED:
@@ -83,4 +95,8 @@ def reproduce(finding: Finding, call: Callable[..., subprocess.CompletedProcess[
 
 
 def _failed(report_dir: Path) -> set[str]:
-    return {requirement for (requirement, _), verdict in reports.read(str(report_dir)).verdicts.items() if verdict in FAILED}
+    return {
+        requirement
+        for (requirement, _), verdict in reports.read(str(report_dir)).verdicts.items()
+        if verdict in FAILED
+    }

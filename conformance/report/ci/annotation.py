@@ -34,7 +34,9 @@ def places_of(connector: type[Any], root: Path) -> dict[str, str]:
             continue
         found[CLASS] = place
         for name, member in vars(one).items():
-            function = member.__func__ if isinstance(member, (classmethod, staticmethod)) else member
+            function = (
+                member.__func__ if isinstance(member, (classmethod, staticmethod)) else member
+            )
             if inspect.isfunction(function) and (line := _place(function, root)):
                 found[name] = line
     return found
@@ -56,9 +58,18 @@ def in_checkout(file: Path, module: str, root: Path) -> Path | None:
     if file.is_relative_to(root) and "site-packages" not in file.parts:
         return file.relative_to(root)
     parts = module.split(".")
-    below = Path(*parts, "__init__.py") if file.name == "__init__.py" else Path(*parts[:-1], file.name)
+    below = (
+        Path(*parts, "__init__.py") if file.name == "__init__.py" else Path(*parts[:-1], file.name)
+    )
     try:
-        for top in (root, *sorted(folder for folder in root.iterdir() if folder.is_dir() and not folder.name.startswith("."))):
+        for top in (
+            root,
+            *sorted(
+                folder
+                for folder in root.iterdir()
+                if folder.is_dir() and not folder.name.startswith(".")
+            ),
+        ):
             if (top / below).is_file() and (top / below).read_bytes() == file.read_bytes():
                 return (top / below).relative_to(root)
     except OSError:
@@ -95,15 +106,24 @@ def annotated(report: Report, spec: Spec, only: Collection[Key] | None = None) -
         message = report.messages.get(key, "")
         cause = signature(message, report.names.get(key))
         if verdict == "XPASS":
-            message = cause = "holds, and was expected to fail: delete the entry in expected_failures"
+            message = cause = (
+                "holds, and was expected to fail: delete the entry in expected_failures"
+            )
         elif verdict == "BLOCKED":
             requirement, cause = report.blocked_by.get(key, CRASH), "cut short"
-            message = f"{key[0]} and what else is BLOCKED could not be judged: the run was cut short"
+            message = (
+                f"{key[0]} and what else is BLOCKED could not be judged: the run was cut short"
+            )
         groups.setdefault((requirement, cause), []).append((run, message))
-    return [_annotation(requirement, cause, runs, places, spec) for (requirement, cause), runs in groups.items()]
+    return [
+        _annotation(requirement, cause, runs, places, spec)
+        for (requirement, cause), runs in groups.items()
+    ]
 
 
-def _annotation(requirement: str, cause: str, runs: list[tuple[str, str]], places: Mapping[str, Any], spec: Spec) -> Annotation:
+def _annotation(
+    requirement: str, cause: str, runs: list[tuple[str, str]], places: Mapping[str, Any], spec: Spec
+) -> Annotation:
     run, message = runs[0]
     told = split(message)[0]
     known = spec.requirements.get(requirement)
@@ -111,7 +131,15 @@ def _annotation(requirement: str, cause: str, runs: list[tuple[str, str]], place
     place = next((places[name] for name in names if name in places), None)
     path, _, line = (_raised(told, places) or place or "").rpartition(":")
     text = told or (known.text if known else requirement)
-    return Annotation(requirement, path or None, int(line) if path else 0, text, run, len({run for run, _ in runs}) - 1, cause)
+    return Annotation(
+        requirement,
+        path or None,
+        int(line) if path else 0,
+        text,
+        run,
+        len({run for run, _ in runs}) - 1,
+        cause,
+    )
 
 
 def _raised(told: str, places: Mapping[str, str]) -> str | None:
@@ -123,7 +151,11 @@ def _raised(told: str, places: Mapping[str, str]) -> str | None:
     name, line, function = found[1], int(found[2]), found[3]
     # a helper has a file of its own, in which no hook is
     folders = {PurePosixPath(place.rpartition(":")[0]).parent for place in places.values()}
-    meant = [path for path in sorted(folder / name for folder in folders) if _has(Path(path), line, function)]
+    meant = [
+        path
+        for path in sorted(folder / name for folder in folders)
+        if _has(Path(path), line, function)
+    ]
     return f"{meant[0].as_posix()}:{line}" if len(meant) == 1 else None
 
 
@@ -137,6 +169,8 @@ def _has(file: Path, line: int, function: str) -> bool:
     if function.startswith("<"):
         return line <= len(text.splitlines())
     return any(
-        isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function and node.lineno <= line <= (node.end_lineno or 0)
+        isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.name == function
+        and node.lineno <= line <= (node.end_lineno or 0)
         for node in ast.walk(tree)
     )

@@ -48,13 +48,25 @@ FAIL_ON = "what ends the job [any; new with --baseline]"
 
 
 def command(
-    report_dir: Annotated[str, typer.Argument(metavar="REPORT_DIR", help="what kvconform run or merge has written")] = "kvconform-report",
+    report_dir: Annotated[
+        str, typer.Argument(metavar="REPORT_DIR", help="what kvconform run or merge has written")
+    ] = "kvconform-report",
     format_: Annotated[str, option("--format", metavar="|".join(FORMATS), help=SHOW)] = "",
-    baseline: Annotated[str | None, option("--baseline", metavar="REPORT", help="an earlier report")] = None,
-    fail_on: Annotated[str | None, option("--fail-on", metavar="|".join(POLICIES), help=FAIL_ON)] = None,
+    baseline: Annotated[
+        str | None, option("--baseline", metavar="REPORT", help="an earlier report")
+    ] = None,
+    fail_on: Annotated[
+        str | None, option("--fail-on", metavar="|".join(POLICIES), help=FAIL_ON)
+    ] = None,
 ) -> None:
     """Annotations, a summary in Markdown, and an exit code by policy. Needs no vLLM."""
-    format_ = format_ or ("github" if os.environ.get("GITHUB_ACTIONS") else "gitlab" if os.environ.get("GITLAB_CI") else "plain")
+    format_ = format_ or (
+        "github"
+        if os.environ.get("GITHUB_ACTIONS")
+        else "gitlab"
+        if os.environ.get("GITLAB_CI")
+        else "plain"
+    )
     policy = fail_on or ("new" if baseline else "any")
     for name, value, known in (("--format", format_, FORMATS), ("--fail-on", policy, POLICIES)):
         if value not in known:
@@ -70,9 +82,9 @@ def command(
             for one in found:
                 typer.echo(workflow_command(one))
         elif format_ == "gitlab":
-            (Path(report_dir) if Path(report_dir).is_dir() else Path(report_dir).parent).joinpath(formats.NAME).write_text(
-                formats.code_quality(found), encoding="utf-8"
-            )
+            (Path(report_dir) if Path(report_dir).is_dir() else Path(report_dir).parent).joinpath(
+                formats.NAME
+            ).write_text(formats.code_quality(found), encoding="utf-8")
         text = markdown(report, found, comparison)
         place = os.environ.get("GITHUB_STEP_SUMMARY") if format_ == "github" else None
         if place:

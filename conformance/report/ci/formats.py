@@ -41,17 +41,26 @@ NAME = "gl-code-quality-report.json"
 
 def code_quality(found: Iterable[Annotation]) -> str:
     """The file's text. A failure without a place in the connector's source is shown at kvconform.toml: GitLab wants a path."""
-    return json.dumps(
-        [
-            {
-                "description": f"{one.requirement}: {one.message} ({one.run})", "check_name": f"kvconform/{one.requirement}",
-                "fingerprint": one.fingerprint, "severity": "critical",
-                "location": {"path": one.path or "kvconform.toml", "lines": {"begin": max(1, one.line)}},
-            }
-            for one in found
-        ],
-        indent=1, ensure_ascii=False,
-    ) + "\n"  # fmt: skip
+    return (
+        json.dumps(
+            [
+                {
+                    "description": f"{one.requirement}: {one.message} ({one.run})",
+                    "check_name": f"kvconform/{one.requirement}",
+                    "fingerprint": one.fingerprint,
+                    "severity": "critical",
+                    "location": {
+                        "path": one.path or "kvconform.toml",
+                        "lines": {"begin": max(1, one.line)},
+                    },
+                }
+                for one in found
+            ],
+            indent=1,
+            ensure_ascii=False,
+        )
+        + "\n"
+    )
 
 
 SIGN = {"conformant": "✅", "partial": "🟡", "nonconformant": "❌"}
@@ -68,10 +77,17 @@ def markdown(report: Report, found: Sequence[Annotation], comparison: Comparison
         for one in found:
             more = f" and {one.others} more" if one.others else ""
             place = f"<br>{pages.code(f'{one.path}:{one.line}')}" if one.path else ""
-            lines.append(f"| {pages.code(one.requirement)} | {pages.plain(one.message)} | {pages.code(one.run)}{more}{place} |")
+            lines.append(
+                f"| {pages.code(one.requirement)} | {pages.plain(one.message)} | {pages.code(one.run)}{more}{place} |"
+            )
         lines.append("")
     counts = Counter(report.verdicts.values())
-    lines += [", ".join(f"{counts[name]} {name.lower().replace('_', ' ')}" for name in SHOWN if counts[name]), ""]
+    lines += [
+        ", ".join(
+            f"{counts[name]} {name.lower().replace('_', ' ')}" for name in SHOWN if counts[name]
+        ),
+        "",
+    ]
     if comparison is not None:
         lines += ["### Since the baseline", "", pages.markdown([comparison]).replace("### ", "", 1)]
     return "\n".join(lines) + "\n"

@@ -11,9 +11,17 @@ from kvconform.report.compare.reports import Key, Report
 
 SILENT = {"NOT_EXERCISED", "UNSUPPORTED", "UNOBSERVABLE", "DISABLED", "BLOCKED", "ERROR"}
 KINDS = (
-    "fails now", "fails otherwise", "is cut short", "holds unexpectedly", "is expected to fail", "has no answer", "holds now",
-    "says nothing any more", "says something now", "other",
-)  # fmt: skip
+    "fails now",
+    "fails otherwise",
+    "is cut short",
+    "holds unexpectedly",
+    "is expected to fail",
+    "has no answer",
+    "holds now",
+    "says nothing any more",
+    "says something now",
+    "other",
+)
 """Kinds of change, the worst first."""
 WORSE = KINDS[:4]
 """Those that make a connector nonconformant for a reason that was not there."""
@@ -64,15 +72,31 @@ def compare(old: Report, new: Report) -> Comparison:
     for key, now in sorted(new.verdicts.items()):
         was = old.verdicts.get(key, ABSENT)
         cut = now == "BLOCKED" and key in new.against and not (was == now and key in old.against)
-        if (was == ABSENT and key not in new.against) or (was == now and not cut and (now != "FAIL" or _same(old, new, key))):
+        if (was == ABSENT and key not in new.against) or (
+            was == now and not cut and (now != "FAIL" or _same(old, new, key))
+        ):
             continue
         requirement, run = key
         kind = "is cut short" if cut else kind_of(was, now)
-        flip = flips.setdefault((requirement, kind, was, now), Flip(requirement, kind, was, now, counts=new.counts(requirement)))
+        flip = flips.setdefault(
+            (requirement, kind, was, now),
+            Flip(requirement, kind, was, now, counts=new.counts(requirement)),
+        )
         flip.runs.append(run)
-        flip.message = flip.message or (old if was == "FAIL" and now != "FAIL" else new).messages.get(key, "")
-    found = sorted(flips.values(), key=lambda flip: (not flip.counts, KINDS.index(flip.kind), flip.requirement))
-    return Comparison(old, new, _settings(old, new), found, sorted(runs_old - runs_new), sorted(runs_new - runs_old))
+        flip.message = flip.message or (
+            old if was == "FAIL" and now != "FAIL" else new
+        ).messages.get(key, "")
+    found = sorted(
+        flips.values(), key=lambda flip: (not flip.counts, KINDS.index(flip.kind), flip.requirement)
+    )
+    return Comparison(
+        old,
+        new,
+        _settings(old, new),
+        found,
+        sorted(runs_old - runs_new),
+        sorted(runs_new - runs_old),
+    )
 
 
 def kind_of(was: str, now: str) -> str:
@@ -88,11 +112,18 @@ def kind_of(was: str, now: str) -> str:
     return "other"
 
 
-_SAYS = {"FAIL": "fails now", "ERROR": "has no answer", "XPASS": "holds unexpectedly", "XFAIL": "is expected to fail"}
+_SAYS = {
+    "FAIL": "fails now",
+    "ERROR": "has no answer",
+    "XPASS": "holds unexpectedly",
+    "XFAIL": "is expected to fail",
+}
 
 
 def _same(old: Report, new: Report, key: Key) -> bool:
-    one, other = (signature(report.messages.get(key), report.names.get(key)) for report in (old, new))
+    one, other = (
+        signature(report.messages.get(key), report.names.get(key)) for report in (old, new)
+    )
     return one == other
 
 
@@ -104,7 +135,17 @@ def _release(version: str | None) -> str | None:
 def _settings(old: Report, new: Report) -> list[tuple[str, str, str]]:
     """What was judged, and with what, where it differs."""
     found = []
-    for name in ("connector", "suite", "vllm", "engines", "scheduling", "device", "adapters", "seed", "profile"):
+    for name in (
+        "connector",
+        "suite",
+        "vllm",
+        "engines",
+        "scheduling",
+        "device",
+        "adapters",
+        "seed",
+        "profile",
+    ):
         was, now = getattr(old.header, name), getattr(new.header, name)
         if was != now and not (name == "vllm" and _release(was) == _release(now)):
             found.append((name, _text(was), _text(now)))
@@ -117,4 +158,8 @@ def _settings(old: Report, new: Report) -> list[tuple[str, str, str]]:
 
 
 def _text(value: object) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, Iterable) and not isinstance(value, str) else str(value)
+    return (
+        ", ".join(map(str, value))
+        if isinstance(value, Iterable) and not isinstance(value, str)
+        else str(value)
+    )

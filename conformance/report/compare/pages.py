@@ -39,7 +39,9 @@ def told(message: str) -> str:
 
 def plain(text: object) -> str:
     """What a connector says, as text of a Markdown page, one line, also in a table: no markup, links, pictures or mentions."""
-    escaped = _MARKUP.sub(r"\\\g<0>", " ".join(str(text).split()).replace("&", "&amp;").replace("<", "&lt;"))
+    escaped = _MARKUP.sub(
+        r"\\\g<0>", " ".join(str(text).split()).replace("&", "&amp;").replace("<", "&lt;")
+    )
     return _MENTION.sub(r"\g<0><!-- -->", escaped.replace("://", r":\//").replace("www.", r"www\."))
 
 
@@ -49,7 +51,18 @@ def code(text: object) -> str:
 
 
 def _render(name: str, comparisons: Sequence[Comparison], *, autoescape: bool) -> str:
-    environment = Environment(autoescape=autoescape, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"told": told, "plain": plain, "code": code, "low": lambda text: text.lower().replace("_", " ")}
-    template = (resources.files("kvconform.report.compare") / "assets" / name).read_text(encoding="utf-8")
-    return environment.from_string(template).render(comparisons=comparisons, shown=SHOWN, css=Markup(stylesheet()))
+    environment = Environment(
+        autoescape=autoescape, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {
+        "told": told,
+        "plain": plain,
+        "code": code,
+        "low": lambda text: text.lower().replace("_", " "),
+    }
+    template = (resources.files("kvconform.report.compare") / "assets" / name).read_text(
+        encoding="utf-8"
+    )
+    return environment.from_string(template).render(
+        comparisons=comparisons, shown=SHOWN, css=Markup(stylesheet())
+    )

@@ -43,7 +43,9 @@ class Report:
     @property
     def word(self) -> str:
         """The answer in front of people."""
-        return called(self.answer or "error", any(verdict in EXERCISED for verdict in self.verdicts.values()))
+        return called(
+            self.answer or "error", any(verdict in EXERCISED for verdict in self.verdicts.values())
+        )
 
     @property
     def silent(self) -> bool:
@@ -69,7 +71,11 @@ class Report:
             if self.counts(key[0])
             and (
                 verdict in ("FAIL", "XPASS")
-                or (verdict == "BLOCKED" and self.verdicts.get((self.blocked_by.get(key, ""), key[1])) not in ("FAIL", "XFAIL"))
+                or (
+                    verdict == "BLOCKED"
+                    and self.verdicts.get((self.blocked_by.get(key, ""), key[1]))
+                    not in ("FAIL", "XFAIL")
+                )
             )
         }
 
@@ -81,7 +87,9 @@ def read(place: str) -> Report:
     try:
         lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{place}: there is no readable report: {getattr(error, 'strerror', None) or error}") from None
+        raise UsageError(
+            f"{place}: there is no readable report: {getattr(error, 'strerror', None) or error}"
+        ) from None
     found: Report | None = None
     for number, text in enumerate(lines, 1):
         try:
@@ -90,7 +98,9 @@ def read(place: str) -> Report:
         except (ValueError, KeyError, TypeError, AttributeError, ValidationError) as error:
             if found is not None and number == len(lines):  # the run was killed while it wrote
                 break
-            raise UsageError(f"{path}:{number}: not a line of a report ({str(error).splitlines()[0]})") from None
+            raise UsageError(
+                f"{path}:{number}: not a line of a report ({str(error).splitlines()[0]})"
+            ) from None
     assert found is not None
     return found
 

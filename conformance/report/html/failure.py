@@ -57,17 +57,36 @@ def failures(rows: Sequence[Row], collector: Collector) -> list[Failure]:
         told, check = split(first.message)
         found.append(
             Failure(
-                number=number, requirement=first.requirement, kind=first.kind, gating=first.gating, level=first.level,
-                rule=_one_line(requirement.text) if requirement else "A connector MUST NOT end the process that it runs in.",
-                why=_one_line(requirement.why) if requirement else "", wrong=_one_line(requirement.wrong) if requirement else "",
-                right=(requirement.right or "").rstrip() if requirement else "", found=told, check=check,
-                run=first.run, step=first.step, req=first.req, seq=first.event, evidence=first.evidence or "",
-                link=_link(first.evidence, collector.vllm), bugs=tuple(requirement.bugs) if requirement else (), case=first.case,
-                case_text=_one_line(case.text) if case else "", others=tuple(others[:OTHERS]), more=max(0, len(others) - OTHERS),
-                lines=tuple(notes[first.run].timelines.get(first.requirement, ())) if first.run in notes else (),
+                number=number,
+                requirement=first.requirement,
+                kind=first.kind,
+                gating=first.gating,
+                level=first.level,
+                rule=_one_line(requirement.text)
+                if requirement
+                else "A connector MUST NOT end the process that it runs in.",
+                why=_one_line(requirement.why) if requirement else "",
+                wrong=_one_line(requirement.wrong) if requirement else "",
+                right=(requirement.right or "").rstrip() if requirement else "",
+                found=told,
+                check=check,
+                run=first.run,
+                step=first.step,
+                req=first.req,
+                seq=first.event,
+                evidence=first.evidence or "",
+                link=_link(first.evidence, collector.vllm),
+                bugs=tuple(requirement.bugs) if requirement else (),
+                case=first.case,
+                case_text=_one_line(case.text) if case else "",
+                others=tuple(others[:OTHERS]),
+                more=max(0, len(others) - OTHERS),
+                lines=tuple(notes[first.run].timelines.get(first.requirement, ()))
+                if first.run in notes
+                else (),
                 reproduce=repro.of(collector, first),
             )
-        )  # fmt: skip
+        )
     return found
 
 
@@ -79,6 +98,10 @@ def _link(evidence: str | None, vllm: str | None) -> str | None:
     """The file at the release's tag; None if it is not vLLM's, or not of a release."""
     file = (evidence or "").partition(":")[0].strip()
     release = (vllm or "").partition("+")[0]
-    if not file.endswith(".py") or not release or not all(part.isdigit() for part in release.split(".")):
+    if (
+        not file.endswith(".py")
+        or not release
+        or not all(part.isdigit() for part in release.split("."))
+    ):
         return None
     return f"{VLLM}/v{release}/vllm/{file}"

@@ -20,8 +20,12 @@ class Lanes:
         self.states: list[list[Any]] = []
         self._spans: list[list[Any]] = []
         self._open: dict[tuple[int, str], list[Any]] = {}
-        self._computing: dict[int, list[tuple[int, int, list[Any]]]] = {}  # lane -> first position, tokens, cell
-        self._writers: dict[tuple[str, int, str | None], tuple[int, int]] = {}  # request, position, engine -> lane, step
+        self._computing: dict[
+            int, list[tuple[int, int, list[Any]]]
+        ] = {}  # lane -> first position, tokens, cell
+        self._writers: dict[
+            tuple[str, int, str | None], tuple[int, int]
+        ] = {}  # request, position, engine -> lane, step
         self._last = 0
 
     def number(self, event: Event) -> int:
@@ -109,7 +113,10 @@ class Lanes:
         self.states.append([lane, event["step"], event["to"], event["reason"]])
 
     def _hold(self, event: Event, lane: int) -> None:
-        self._open.setdefault((lane, event["direction"]), [lane, event["step"], event["step"], event["direction"], event["seq"]])
+        self._open.setdefault(
+            (lane, event["direction"]),
+            [lane, event["step"], event["step"], event["direction"], event["seq"]],
+        )
 
     def _release(self, event: Event, lane: int) -> None:
         span = self._open.pop((lane, event["direction"]), None)

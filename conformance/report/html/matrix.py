@@ -11,9 +11,17 @@ from kvconform.contract.loader import Spec
 from kvconform.judge.verdict import Row, Verdict
 
 ORDER = (
-    Verdict.FAIL, Verdict.ERROR, Verdict.XPASS, Verdict.BLOCKED, Verdict.XFAIL, Verdict.PASS, Verdict.DISABLED, Verdict.NOT_EXERCISED,
-    Verdict.UNSUPPORTED, Verdict.UNOBSERVABLE,
-)  # fmt: skip
+    Verdict.FAIL,
+    Verdict.ERROR,
+    Verdict.XPASS,
+    Verdict.BLOCKED,
+    Verdict.XFAIL,
+    Verdict.PASS,
+    Verdict.DISABLED,
+    Verdict.NOT_EXERCISED,
+    Verdict.UNSUPPORTED,
+    Verdict.UNOBSERVABLE,
+)
 """The first of these that occurs is what a cell says."""
 
 
@@ -35,7 +43,9 @@ class Cell:
         if not total:
             return ""
         number = self.counts[self.verdict]
-        return f"{number} {self.verdict.lower().replace('_', ' ')}" + (f" of {total}" if number != total else "")
+        return f"{number} {self.verdict.lower().replace('_', ' ')}" + (
+            f" of {total}" if number != total else ""
+        )
 
 
 @dataclass
@@ -50,7 +60,11 @@ class Line:
 
     @property
     def verdict(self) -> str:
-        return min((cell.verdict for cell in self.cells if cell.verdict), key=lambda one: ORDER.index(Verdict(one)), default="")
+        return min(
+            (cell.verdict for cell in self.cells if cell.verdict),
+            key=lambda one: ORDER.index(Verdict(one)),
+            default="",
+        )
 
 
 @dataclass
@@ -76,13 +90,19 @@ def areas(rows: Sequence[Row], spec: Spec) -> list[Area]:
     cells: dict[str, dict[tuple[str, str], Cell]] = {}
     levels: dict[str, tuple[str, str]] = {}
     for row in rows:
-        cells.setdefault(row.requirement, {}).setdefault((row.engine, row.scheduling), Cell()).counts[str(row.verdict)] += 1
+        cells.setdefault(row.requirement, {}).setdefault(
+            (row.engine, row.scheduling), Cell()
+        ).counts[str(row.verdict)] += 1
         levels[row.requirement] = (row.level, row.kind)
     found: dict[str, Area] = {}
     for name in sorted(cells):
         requirement = spec.requirements.get(name)
         area = requirement.area if requirement else name.partition(".")[0]
         text = " ".join(requirement.text.split()) if requirement else ""
-        line = Line(name, *levels[name], text, [cells[name].get(column, Cell()) for column in columns])
-        found.setdefault(area, Area(area, [" ".join(column) for column in columns], [])).lines.append(line)
+        line = Line(
+            name, *levels[name], text, [cells[name].get(column, Cell()) for column in columns]
+        )
+        found.setdefault(
+            area, Area(area, [" ".join(column) for column in columns], [])
+        ).lines.append(line)
     return [found[name] for name in sorted(found)]

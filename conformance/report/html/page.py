@@ -22,7 +22,18 @@ from kvconform.report.html.matrix import Area, areas
 from kvconform.report.models import HeaderLine, Summary
 
 NAME = "report.html"
-SHOWN = ("PASS", "FAIL", "ERROR", "XFAIL", "XPASS", "BLOCKED", "NOT_EXERCISED", "UNSUPPORTED", "UNOBSERVABLE", "DISABLED")
+SHOWN = (
+    "PASS",
+    "FAIL",
+    "ERROR",
+    "XFAIL",
+    "XPASS",
+    "BLOCKED",
+    "NOT_EXERCISED",
+    "UNSUPPORTED",
+    "UNOBSERVABLE",
+    "DISABLED",
+)
 
 
 @dataclass(frozen=True)
@@ -46,7 +57,11 @@ class Page:
     @property
     def counts(self) -> list[tuple[str, int]]:
         """What there are any of, in words."""
-        return [(name.lower().replace("_", " "), self.summary.counts[name]) for name in SHOWN if self.summary.counts.get(name)]  # type: ignore[index,call-overload]
+        return [
+            (name.lower().replace("_", " "), self.summary.counts[name])
+            for name in SHOWN
+            if self.summary.counts.get(name)
+        ]  # type: ignore[index,call-overload]
 
     @property
     def capabilities(self) -> list[tuple[str, Any, str]]:
@@ -62,12 +77,16 @@ class Page:
 def make(collector: Collector, header: HeaderLine, summary: Summary, rows: Sequence[Row]) -> Page:
     """The page's content; `rows` are the final ones."""
     shown = failures(rows, collector)
-    stories = {note.variant: note.story for note in collector.notes.values() if note.story is not None}
+    stories = {
+        note.variant: note.story for note in collector.notes.values() if note.story is not None
+    }
     own = [one for one in shown if one.kind == "requirement" and one.gating]
     advice = [one for one in shown if one.kind == "requirement" and not one.gating]
     engine = [one for one in shown if one.kind != "requirement"]
     kept = {one.run: stories[one.run] for one in shown if one.run in stories}
-    return Page(header, summary, areas(rows, collector.spec), own, advice, engine, kept, _errors(rows))
+    return Page(
+        header, summary, areas(rows, collector.spec), own, advice, engine, kept, _errors(rows)
+    )
 
 
 def _errors(rows: Sequence[Row]) -> list[tuple[str, list[str]]]:
@@ -83,7 +102,11 @@ def _errors(rows: Sequence[Row]) -> list[tuple[str, list[str]]]:
 
 def render(page: Page) -> str:
     """The page as HTML: no request leaves it."""
-    return _environment().from_string(_text("report.html.j2")).render(page=page, css=Markup(_text("report.css")), js=Markup(_scripts()))
+    return (
+        _environment()
+        .from_string(_text("report.html.j2"))
+        .render(page=page, css=Markup(_text("report.css")), js=Markup(_scripts()))
+    )
 
 
 def write(folder: Path, page: Page) -> Path:
@@ -108,4 +131,6 @@ def _text(name: str) -> str:
 
 
 def _environment() -> Environment:
-    return Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )

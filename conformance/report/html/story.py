@@ -27,24 +27,50 @@ _TAKEN = re.compile(r"before request (\S+) had computed")
 def build(trace: Sequence[Event], marks: dict[str, int]) -> dict[str, Any]:
     """The story of a trace. `marks`: requirement -> seq of its first violation. Changes nothing."""
     events = _part(trace, marks)
-    marks = {name: seq for name, seq in marks.items() if events and events[0]["seq"] <= seq <= events[-1]["seq"]}
+    marks = {
+        name: seq
+        for name, seq in marks.items()
+        if events and events[0]["seq"] <= seq <= events[-1]["seq"]
+    }
     lanes = Lanes()
     hooks: list[list[Any]] = []
     names: dict[str, int] = {}
     errors = {
-        e["called_seq"]: e["error_text"] or e["error"] for e in events if e["k"] == "hook.returned" and (e["error"] or e["timed_out"])
+        e["called_seq"]: e["error_text"] or e["error"]
+        for e in events
+        if e["k"] == "hook.returned" and (e["error"] or e["timed_out"])
     }
     wrong: list[list[Any]] = []
     for event in events:
         lanes.take(event)
         if event["k"] == "hook.called" and event["depth"] == 0:
             number = names.setdefault(event["hook"], len(names))
-            hooks.append([event["step"], int(event["half"] == "worker"), number, event["seq"], errors.get(event["seq"])])
+            hooks.append(
+                [
+                    event["step"],
+                    int(event["half"] == "worker"),
+                    number,
+                    event["seq"],
+                    errors.get(event["seq"]),
+                ]
+            )
         elif event["k"] == "kv.wrong":
             wrong.append(_wrong(event, lanes))
     first = trace[0] if trace else {}
     return {
-        "run": {name: first.get(name) for name in ("case", "engine", "scheduling", "runner", "depth", "block_size", "num_blocks", "seed")},
+        "run": {
+            name: first.get(name)
+            for name in (
+                "case",
+                "engine",
+                "scheduling",
+                "runner",
+                "depth",
+                "block_size",
+                "num_blocks",
+                "seed",
+            )
+        },
         "first": events[0]["step"] if events else 0,
         "steps": max((event["step"] for event in events), default=0),
         "requests": lanes.names,
@@ -63,12 +89,18 @@ def build(trace: Sequence[Event], marks: dict[str, int]) -> dict[str, Any]:
 def story_of(trace: Sequence[Event], rows: Iterable[Row]) -> str | None:
     """The packed story of a run of which something failed; None otherwise."""
     failed = [row for row in rows if row.verdict is Verdict.FAIL]
-    return pack(build(trace, {row.requirement: row.event for row in failed if row.event is not None})) if failed else None
+    return (
+        pack(build(trace, {row.requirement: row.event for row in failed if row.event is not None}))
+        if failed
+        else None
+    )
 
 
 def pack(story: dict[str, Any]) -> str:
     """As text: JSON, zlib, base64. `unpack` is its inverse; so is story.js."""
-    text = json.dumps(story, separators=(",", ":"), ensure_ascii=False).encode(errors="backslashreplace")
+    text = json.dumps(story, separators=(",", ":"), ensure_ascii=False).encode(
+        errors="backslashreplace"
+    )
     return base64.b64encode(zlib.compress(text, 9)).decode()
 
 
@@ -98,7 +130,9 @@ def _lines(events: Iterable[Event], lanes: Lanes, marks: dict[str, int]) -> list
     for event in events:
         told = timeline.about(event) or (timeline.plain(event) if event["seq"] in marked else None)
         if told is not None and (event["k"] != "hook.called" or event["seq"] in marked):
-            found.append([event["seq"], event["step"], told[0].strip(), told[1], lanes.number(event)])
+            found.append(
+                [event["seq"], event["step"], told[0].strip(), told[1], lanes.number(event)]
+            )
     return found
 
 
@@ -107,10 +141,20 @@ def _wrong(event: Event, lanes: Lanes) -> list[Any]:
     place = source(event)
     if place is None and (found := _TAKEN.search(str(event["origin"] or ""))):
         place = (found[1], event["pos"])
-    lane, step = lanes.written(place[0], place[1], event.get("on")) if place is not None else (-1, -1)
+    lane, step = (
+        lanes.written(place[0], place[1], event.get("on")) if place is not None else (-1, -1)
+    )
     return [
-        lanes.number(event), event["step"], event["seq"], event["pos"], event["count"], event["found"], event["origin"] or "", lane, step,
-    ]  # fmt: skip
+        lanes.number(event),
+        event["step"],
+        event["seq"],
+        event["pos"],
+        event["count"],
+        event["found"],
+        event["origin"] or "",
+        lane,
+        step,
+    ]
 
 
 def _joined(wrong: list[list[Any]]) -> list[list[Any]]:
