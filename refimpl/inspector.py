@@ -41,4 +41,8 @@ def _entry(
         "timing": timing,
         "key": key,
     }
-    return {"op": op, **where, **dict(zip("CSNP", counters, strict=True))}
+    return {
+        "op": op,
+        **where,
+        **dict(zip(("computed", "scheduled", "known", "placeholders"), counters, strict=True)),
+    }

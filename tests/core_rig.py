@@ -185,7 +185,7 @@ def select(trace: list[Event], kind: str, **where: Any) -> list[Event]:
     return [
         e
         for e in trace
-        if e["k"] == kind and all(e[name] == value for name, value in where.items())
+        if e["kind"] == kind and all(e[name] == value for name, value in where.items())
     ]
 
 
@@ -230,4 +230,4 @@ def check_ok(run: Run) -> None:
     assert run.harness_error is None, run.harness_error
     assert not select(run.trace, "engine.crash") and not select(run.trace, "engine.stall")
     assert not select(run.trace, "kv.wrong")
-    assert run.trace[-1]["k"] in ("run.end", "hook.returned", "engine.lifecycle")
+    assert run.trace[-1]["kind"] in ("run.end", "hook.returned", "engine.lifecycle")

@@ -59,7 +59,7 @@ def judge(
             )
             timelines[row.requirement] = [
                 {
-                    "k": "engine.stall",
+                    "kind": "engine.stall",
                     "seq": 5,
                     "step": 2,
                     "steps": 60,
@@ -68,7 +68,7 @@ def judge(
                 }
             ]
     trace: list[dict[str, Any]] = [
-        {"k": "engine.lifecycle", "seq": 0, "step": 0, "op": "start", "pid": 0, "error": None}
+        {"kind": "engine.lifecycle", "seq": 0, "step": 0, "op": "start", "pid": 0, "error": None}
     ]
     return SimpleNamespace(
         rows=[row.to_dict() for row in rows],

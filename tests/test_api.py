@@ -140,7 +140,7 @@ def test_the_api_case_emits_the_findings(tmp_path: Path) -> None:
         seed=0,
         tmp=tmp_path,
     )
-    found = {e["item"]: e["ok"] for e in run.trace if e["k"] == "api"}
+    found = {e["item"]: e["ok"] for e in run.trace if e["kind"] == "api"}
     assert [item for item, ok in found.items() if not ok] == [
         "hybrid-kept"
     ]  # it is for one group, and vLLM knows that

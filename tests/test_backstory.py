@@ -16,32 +16,41 @@ def trace(
     *events: Event, pos: int, origin: str, found: str = "other_position", **start: Any
 ) -> list[Event]:
     """A run with blocks of 4 tokens that ends with wrong bytes at `pos` of request b."""
-    first = {"k": "run.start", "block_size": 4, "groups": 1, "context_ranks": 1, **start}
-    wrong = {"k": "kv.wrong", "step": 99, "req": "b", "pos": pos, "found": found, "origin": origin}
+    first = {"kind": "run.start", "block_size": 4, "groups": 1, "context_ranks": 1, **start}
+    wrong = {
+        "kind": "kv.wrong",
+        "step": 99,
+        "req": "b",
+        "pos": pos,
+        "found": found,
+        "origin": origin,
+    }
     return [
         {"step": 0, **event, "seq": number} for number, event in enumerate((first, *events, wrong))
     ]
 
 
-def scheduled(step: int, req: str, *table: int, kind: str = "cached", generation: int = 0) -> Event:
+def scheduled(
+    step: int, req: str, *table: int, listed_as: str = "cached", generation: int = 0
+) -> Event:
     return {
-        "k": "req.scheduled",
+        "kind": "req.scheduled",
         "step": step,
         "req": req,
         "generation": generation,
-        "kind": kind,
+        "listed_as": listed_as,
         "table": list(table),
     }
 
 
 def preempted(step: int, req: str) -> Event:
-    return {"k": "req.state", "step": step, "req": req, "from": "RUNNING", "to": "PREEMPTED"}
+    return {"kind": "req.state", "step": step, "req": req, "from": "RUNNING", "to": "PREEMPTED"}
 
 
 STORY = (
-    scheduled(1, "a", 1, 2, 3, kind="new"),
+    scheduled(1, "a", 1, 2, 3, listed_as="new"),
     preempted(4, "a"),
-    scheduled(6, "a", 4, 5, 6, 7, kind="resumed"),
+    scheduled(6, "a", 4, 5, 6, 7, listed_as="resumed"),
     scheduled(9, "a", 4, 5, 6, 7),
 )
 FIRST = "token 7 at position 0 of request a"
@@ -49,10 +58,10 @@ FIRST = "token 7 at position 0 of request a"
 
 def test_the_origin_names_request_and_position() -> None:
     assert source(
-        {"k": "kv.wrong", "origin": "token 7 at position 12 of request a (incarnation 1)"}
+        {"kind": "kv.wrong", "origin": "token 7 at position 12 of request a (incarnation 1)"}
     ) == ("a", 12)
-    assert source({"k": "kv.wrong", "origin": "zeros: nobody ever wrote this slot"}) is None
-    assert source({"k": "load.due", "origin": "token 7 at position 12 of request a"}) is None
+    assert source({"kind": "kv.wrong", "origin": "zeros: nobody ever wrote this slot"}) is None
+    assert source({"kind": "load.due", "origin": "token 7 at position 12 of request a"}) is None
 
 
 def test_a_save_by_a_table_to_which_a_resumption_was_appended() -> None:
@@ -69,9 +78,9 @@ def test_a_save_by_a_table_to_which_a_resumption_was_appended() -> None:
 
 def test_a_save_by_the_table_from_before_the_preemption() -> None:
     run = trace(
-        scheduled(1, "a", 1, 2, 3, kind="new"),
+        scheduled(1, "a", 1, 2, 3, listed_as="new"),
         preempted(4, "a"),
-        scheduled(6, "a", 3, 5, kind="resumed"),
+        scheduled(6, "a", 3, 5, listed_as="resumed"),
         pos=8,
         origin=FIRST,
     )
@@ -87,9 +96,9 @@ def test_what_is_read_in_the_step_of_the_resumption_was_loaded_by_the_table_from
 ):
     """Nobody can have saved it from there: it came there in the same step."""
     mine = (
-        scheduled(1, "b", 1, 2, 3, kind="new"),
+        scheduled(1, "b", 1, 2, 3, listed_as="new"),
         preempted(4, "b"),
-        scheduled(99, "b", 5, 6, 2, 3, kind="resumed"),
+        scheduled(99, "b", 5, 6, 2, 3, listed_as="resumed"),
     )
     run = trace(*mine, pos=8, origin="token 7 at position 4 of request b")
     req, text = tell(run, run[-1]) or ("", "")
@@ -101,7 +110,7 @@ def test_what_is_read_in_the_step_of_the_resumption_was_loaded_by_the_table_from
 
 def test_the_saver_may_be_another_request_with_the_same_prefix() -> None:
     other = [{**event, "req": "c"} for event in STORY]
-    run = trace(scheduled(1, "a", 8, 9, kind="new"), *other, pos=12, origin=FIRST)
+    run = trace(scheduled(1, "a", 8, 9, listed_as="new"), *other, pos=12, origin=FIRST)
     assert (tell(run, run[-1]) or ("",))[0] == "c"
 
 
@@ -139,10 +148,10 @@ def test_nothing_is_said_where_tables_do_not_tell() -> None:
 
 def test_the_excerpt_shows_preemption_resumption_and_save_of_the_origin() -> None:
     many = [scheduled(10 + step, "b", 9) for step in range(EXCERPT + 5)]
-    saved = {"k": "plan", "step": 9, "op": "save", "req": "a", "start": 12, "end": 16}
-    elsewhere = {"k": "plan", "step": 9, "op": "save", "req": "a", "start": 16, "end": 20}
+    saved = {"kind": "plan", "step": 9, "op": "save", "req": "a", "start": 12, "end": 16}
+    elsewhere = {"kind": "plan", "step": 9, "op": "save", "req": "a", "start": 16, "end": 20}
     many.insert(
-        10, scheduled(40, "a", 4, 5, 6, 7, 8, kind="resumed")
+        10, scheduled(40, "a", 4, 5, 6, 7, 8, listed_as="resumed")
     )  # in the midst of what is about the reader
     run = trace(*STORY, saved, elsewhere, *many, pos=12, origin=FIRST)
     shown = excerpt(run, run[-1]["seq"], "b")

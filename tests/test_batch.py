@@ -253,7 +253,10 @@ def test_decoding(engine: str, scheduling: str, tmp_path: Path) -> None:
         scheduling=scheduling,
     )
     check_ok(run)
-    rows = [(e["C"], e["v_before"], e["v_after"]) for e in select(run.trace, "req.scheduled")]
+    rows = [
+        (e["computed"], e["final_before"], e["final_after"])
+        for e in select(run.trace, "req.scheduled")
+    ]
     assert rows == DECODE
 
 
@@ -272,7 +275,10 @@ def test_drafts(
         None, steps, tmp_path, engine=engine, scheduling=scheduling, config={"spec_tokens": 3}
     )
     check_ok(run)
-    rows = [(e["C"], e["v_before"], e["v_after"]) for e in select(run.trace, "req.scheduled")]
+    rows = [
+        (e["computed"], e["final_before"], e["final_after"])
+        for e in select(run.trace, "req.scheduled")
+    ]
     assert rows[: len(expected)] == expected
 
 
@@ -280,4 +286,9 @@ def test_what_was_loaded_counts_as_final_before_the_step(tmp_path: Path) -> None
     run = run_case("kvconform.refimpl.connector:ReferenceConnector", ROUND_TRIP, tmp_path)
     check_ok(run)
     first = select(run.trace, "req.scheduled", req="b")[0]
-    assert (first["C"], first["so_C"], first["v_before"], first["v_after"]) == (12, 12, 12, 13)
+    assert (
+        first["computed"],
+        first["output_computed"],
+        first["final_before"],
+        first["final_after"],
+    ) == (12, 12, 12, 13)

@@ -13,8 +13,15 @@ from test_verdict import END, FakeRun, lookup, requirement, trace, verdicts
 from kvconform.judge.verdict import Verdict
 
 LOST = (
-    {"k": "transfer.failed", "req": "a", "is_async": False, "blocks": [5]},
-    {"k": "req.state", "req": "a", "reason": "rollback", "C": 0, "P": 2, "N": 13},
+    {"kind": "transfer.failed", "req": "a", "is_async": False, "blocks": [5]},
+    {
+        "kind": "req.state",
+        "req": "a",
+        "reason": "rollback",
+        "computed": 0,
+        "placeholders": 2,
+        "known": 13,
+    },
 )
 
 
@@ -29,8 +36,8 @@ def test_what_came_before_the_engine_lost_track_is_still_judged() -> None:
 def test_a_comparison_with_a_run_that_lost_track_is_not_judged() -> None:
     relate = {"runs": ["connector", "no-connector"], "event": "sample", "project": "e.token"}
     req = requirement("compose.null-effect", relate=relate)
-    other = FakeRun(trace({"k": "sample", "req": "b", "generation": 0, "index": 0, "token": 5}))
-    sample = {"k": "sample", "req": "b", "generation": 0, "index": 0, "token": 6}
+    other = FakeRun(trace({"kind": "sample", "req": "b", "generation": 0, "index": 0, "token": 5}))
+    sample = {"kind": "sample", "req": "b", "generation": 0, "index": 0, "token": 6}
     assert verdicts([req], sample, runs={"no-connector": other})[req.id].verdict is Verdict.FAIL
     assert (
         verdicts([req], sample, *LOST, runs={"no-connector": other})[req.id].verdict

@@ -14,12 +14,12 @@ def rows(*steps: dict[str, int]) -> list[Event]:
     """Steps as request -> computed + scheduled tokens."""
     return [
         {
-            "k": "req.scheduled",
+            "kind": "req.scheduled",
             "req": req,
             "generation": 0,
-            "C": 0,
-            "S": end,
-            "N": 1000,
+            "computed": 0,
+            "scheduled": end,
+            "known": 1000,
             "step": step,
         }
         for step, entries in enumerate(steps)
@@ -37,7 +37,7 @@ def crowd(events: list[Event], **lookup: Any) -> Crowd:
 
 def alloc(req: str, external: int, step: int, is_async: bool = False) -> Event:
     return {
-        "k": "alloc",
+        "kind": "alloc",
         "req": req,
         "generation": 0,
         "external": external,
@@ -56,7 +56,13 @@ def test_requests_stand_before_beside_or_after_the_source() -> None:
 def test_loads_count_while_they_are_under_way() -> None:
     assert crowd([alloc("p", 8, 9), alloc("q", 0, 9), alloc("r", 4, 8)]).loads == (8,)
     pending = [alloc("p", 8, 3, is_async=True), alloc("q", 12, 3, is_async=True)]
-    done = {"k": "transfer.reported", "req": "p", "generation": 0, "direction": "recv", "step": 5}
+    done = {
+        "kind": "transfer.reported",
+        "req": "p",
+        "generation": 0,
+        "direction": "recv",
+        "step": 5,
+    }
     assert crowd(pending).loads == (8, 12)
     assert crowd([*pending, done]).loads == (12,)
 

@@ -109,7 +109,9 @@ def test_engines_that_know_each_other_by_id_say_the_same_wherever_the_run_keeps_
             )
             for name in ("a", "bcd")
         ]
-        assert any(e["k"] == "pair.params" for e in runs[0].trace) and runs[0].harness_error is None
+        assert (
+            any(e["kind"] == "pair.params" for e in runs[0].trace) and runs[0].harness_error is None
+        )
         assert json.dumps(runs[0].trace) == json.dumps(runs[1].trace)
 
 
@@ -145,7 +147,7 @@ def test_what_a_reset_should_have_forgotten_is_counted(tmp_path: Path) -> None:
             seed=0,
             tmp=tmp_path / str(len(counted)),
         )
-        last = [e for e in run.trace if e["k"] == "lookup"][-1]
+        last = [e for e in run.trace if e["kind"] == "lookup"][-1]
         counted.append(
             [
                 last[k]

@@ -140,7 +140,7 @@ def test_the_same_run_gives_the_same_trace(tmp_path: Path) -> None:
         judged(waits, tmp_path / part, variant, layerwise=True, async_saves=True).trace
         for part in ("a", "b")
     )
-    assert first == second and any(event["k"] == "device.note" for event in first or ())
+    assert first == second and any(event["kind"] == "device.note" for event in first or ())
 
 
 def test_an_early_read_is_told(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_an_early_read_is_told(tmp_path: Path) -> None:
     notes = [
         event
         for event in report.trace or ()
-        if event["k"] == "device.note" and event["what"] == "read_early"
+        if event["kind"] == "device.note" and event["what"] == "read_early"
     ]
     assert notes and "moving.py" in notes[0]["text"]
 

@@ -36,7 +36,7 @@ def test_spans(numbers: Any, text: str) -> None:
 
 
 WRONG = {
-    "k": "kv.wrong",
+    "kind": "kv.wrong",
     "req": "b",
     "layer": 1,
     "kv": "v",
@@ -48,7 +48,7 @@ WRONG = {
     "origin": "token 5 at position 3 of request a",
 }
 CHANGED = {
-    "k": "kv.changed",
+    "kind": "kv.changed",
     "after_hook": "start_load_kv",
     "layer": 0,
     "req": ["b"],
@@ -60,7 +60,7 @@ CHANGED = {
     "tail": [],
 }
 DUE = {
-    "k": "load.due",
+    "kind": "load.due",
     "req": "b",
     "local": 4,
     "granted": 8,
@@ -69,7 +69,7 @@ DUE = {
     "reported_failed": False,
 }
 END = {
-    "k": "run.end",
+    "kind": "run.end",
     "unfinished": ["a"],
     "free_blocks": 3,
     "free_blocks_at_start": 5,
@@ -77,7 +77,7 @@ END = {
     "threads": 0,
 }
 HOOK = {
-    "k": "hook.returned",
+    "kind": "hook.returned",
     "hook": "save_kv_layer",
     "layer": "l0",
     "error": "OSError",
@@ -85,9 +85,9 @@ HOOK = {
     "value": "None",
 }
 LOOKUP = {
-    "k": "lookup",
+    "kind": "lookup",
     "req": "b",
-    "N": 13,
+    "known": 13,
     "local": 4,
     "tokens": 8,
     "is_async": True,
@@ -95,16 +95,16 @@ LOOKUP = {
     "ever_plain": 11,
 }
 PLAN = {
-    "k": "plan",
+    "kind": "plan",
     "op": "save",
     "start": 4,
     "end": 12,
     "req": "b",
     "timing": "before_forward",
-    "C": 1,
-    "S": 2,
-    "P": 3,
-    "N": 9,
+    "computed": 1,
+    "scheduled": 2,
+    "placeholders": 3,
+    "known": 9,
 }
 
 
@@ -157,7 +157,7 @@ PLAN = {
         ),
         (
             {
-                "k": "alloc",
+                "kind": "alloc",
                 "req": "b",
                 "external": 8,
                 "local": 4,
@@ -196,29 +196,29 @@ PLAN = {
         ),
         ({**LOOKUP, "computed_before_reset": 6}, ["6 tokens are from before a reset of its cache"]),
         (
-            {"k": "hook.called", "hook": "wait_for_save", "half": "worker", "bound": False},
+            {"kind": "hook.called", "hook": "wait_for_save", "half": "worker", "bound": False},
             ["wait_for_save", "no step's metadata"],
         ),
         (PLAN, ["save positions 4-11 of b (before forward)", "C=1, S=2, P=3 and N=9"]),
         (
-            {"k": "engine.crash", "error": "AssertionError: x", "hook": "shutdown"},
+            {"kind": "engine.crash", "error": "AssertionError: x", "hook": "shutdown"},
             ["AssertionError: x (in shutdown)"],
         ),
-        ({"k": "engine.stall", "waiting_on": []}, ["waiting: nobody"]),
+        ({"kind": "engine.stall", "waiting_on": []}, ["waiting: nobody"]),
         (
-            {"k": "hold", "req": "a", "direction": "recv", "cause": "async load"},
+            {"kind": "hold", "req": "a", "direction": "recv", "cause": "async load"},
             ["holding a (recv) since async load"],
         ),
         (
-            {"k": "transfer.reported", "req": "a", "direction": "send", "held": False},
+            {"kind": "transfer.reported", "req": "a", "direction": "send", "held": False},
             ["finished_sending named a", "was not waiting"],
         ),
         (
-            {"k": "transfer.failed", "blocks": [1, 2], "outside_grant": []},
+            {"kind": "transfer.failed", "blocks": [1, 2], "outside_grant": []},
             ["blocks 1-2", "none were in no load"],
         ),
         (
-            {"k": "engine.lifecycle", "op": "shutdown", "error": "OSError"},
+            {"kind": "engine.lifecycle", "op": "shutdown", "error": "OSError"},
             ["shutdown raised OSError"],
         ),
     ],
@@ -232,7 +232,7 @@ def test_the_sentence_says_what_where_and_whose(event: Event, words: list[str]) 
 def test_every_event_of_real_runs_and_of_the_examples_can_be_told(tmp_path: Path) -> None:
     """What `describe` reads must be there: on real events, and for every event kind on which a requirement can fail."""
     run = run_case(REFERENCE, ROUND_TRIP, tmp_path)
-    told = {e["k"]: describe(e) for e in run.trace}
+    told = {e["kind"]: describe(e) for e in run.trace}
     assert {"lookup", "alloc", "load.due", "hook.returned", "run.end", "meta.built", "plan"} <= {
         k for k, text in told.items() if text
     }
@@ -271,8 +271,18 @@ SELF_EVIDENT = {
 
 def describe_dummy(kind: str) -> str | None:
     """Whether the kind has a sentence, tried on an event whose fields have some value of their type."""
-    values = {"s": "recv", "i": 1, "b": False, "f": 0.0, "l": [], "d": {}, "a": None}
+    values = {
+        "str": "recv",
+        "int": 1,
+        "bool": False,
+        "float": 0.0,
+        "list": [],
+        "dict": {},
+        "any": None,
+    }
     fixed = {"kv": "both", "via": "own", "timing": "before_forward", "how": "crash"}
-    fields = {name: fixed.get(name, values[code[0]]) for name, code in EVENTS[kind].fields.items()}
-    event = {"k": kind, "seq": 0, "step": 0, **fields}
+    fields = {
+        name: fixed.get(name, values[field.type]) for name, field in EVENTS[kind].fields.items()
+    }
+    event = {"kind": kind, "seq": 0, "step": 0, **fields}
     return describe(event) or describe_live(event)

@@ -45,8 +45,8 @@ def test_finds_a_package_that_only_pythonpath_names(
     target = Target("only_here_g8:Connector", extra_config={"store": "{tmp}"})
     run = run_elsewhere(variant, target, seed=0, tmp=tmp_path / "run", caps=None)
     assert run.harness_error is None
-    assert not [e for e in run.trace if e["k"] == "engine.crash"]
-    assert any(e["k"] == "run.end" and e["quiesced"] for e in run.trace)
+    assert not [e for e in run.trace if e["kind"] == "engine.crash"]
+    assert any(e["kind"] == "run.end" and e["quiesced"] for e in run.trace)
 
 
 def test_an_interpreter_that_dies_at_its_end_has_answered(
@@ -115,7 +115,7 @@ def test_a_fork_of_it_waits_for_a_thread_that_is_not_there(tmp_path: Path) -> No
 def test_a_fresh_interpreter_finds_what_a_fork_finds(tmp_path: Path) -> None:
     fresh = run_case(REFERENCE, RESTART, tmp_path / "run")
     forked = run_case(REFERENCE, RESTART, tmp_path / "run2", may_fork=True)
-    assert [e["k"] for e in fresh.trace] == [e["k"] for e in forked.trace]
+    assert [e["kind"] for e in fresh.trace] == [e["kind"] for e in forked.trace]
     assert fresh.unmet == forked.unmet
 
 

@@ -69,8 +69,8 @@ def trace(
     *events: Event, alive: tuple[str, ...] = (), known: tuple[str, ...] = (), free: int = 5
 ) -> list[Event]:
     """A run of 40 steps after these events. 5 blocks were free at its start."""
-    steps = [{"k": "step.scheduled"}, {"k": "req.scheduled", "req": "z"}] * 40
-    end = {"k": "run.end", "engine_requests": list(known), "request_objects_alive": list(alive)}
+    steps = [{"kind": "step.scheduled"}, {"kind": "req.scheduled", "req": "z"}] * 40
+    end = {"kind": "run.end", "engine_requests": list(known), "request_objects_alive": list(alive)}
     end |= {"free_blocks": free, "free_blocks_at_start": 5}
     return [{**event, "seq": number} for number, event in enumerate([*events, *steps, end])]
 
@@ -82,17 +82,17 @@ def shown(run: list[Event]) -> list[str]:
 
 def life(req: str, lookups: int = 1) -> list[Event]:
     return [
-        *({"k": "lookup", "req": req, "attempt": number} for number in range(lookups)),
-        {"k": "req.finished", "req": req, "tables": []},
+        *({"kind": "lookup", "req": req, "local": number} for number in range(lookups)),
+        {"kind": "req.finished", "req": req, "tables": []},
     ]
 
 
 def block(op: str, number: int, ref: int, owner: str | None = None) -> Event:
-    return {"k": "block", "op": op, "id": number, "ref": ref, "owner": owner}
+    return {"kind": "block", "op": op, "id": number, "ref": ref, "owner": owner}
 
 
 def finished(req: str, *table: int) -> Event:
-    return {"k": "req.finished", "req": req, "tables": [[4, 0, list(table)]]}
+    return {"kind": "req.finished", "req": req, "tables": [[4, 0, list(table)]]}
 
 
 def test_requests_of_the_engine_and_those_kept_alive() -> None:
@@ -111,7 +111,7 @@ def test_where_nothing_is_left_over_all_requests_are_shown() -> None:
 def test_of_a_long_life_the_beginning_and_the_end_are_shown() -> None:
     run = trace(*life("a", 100), alive=("a",))
     found = [event for event in excerpt(run, run[-1]["seq"], None) if "req" in event]
-    assert len(found) == EXCERPT and found[0]["attempt"] == 0 and found[-1]["k"] == "req.finished"
+    assert len(found) == EXCERPT and found[0]["local"] == 0 and found[-1]["kind"] == "req.finished"
 
 
 def test_of_many_requests_the_first_ones_are_shown() -> None:
@@ -149,7 +149,7 @@ def test_of_many_requests_the_first_ones_are_shown() -> None:
             [],
         ),  # the null block is nobody's
         ([block("alloc", 1, 1, "a"), block("free", 1, 0), block("alloc", 1, 1, "b")], ["b"]),
-        ([block("alloc", 1, 1, "a"), {"k": "engine.lifecycle", "op": "restart"}], []),
+        ([block("alloc", 1, 1, "a"), {"kind": "engine.lifecycle", "op": "restart"}], []),
         ([block("alloc", 1, 1, "nobody")], []),
         ([{**block("alloc", 1, 1, "a"), "on": "other"}], []),  # of the other engine
     ],

@@ -30,7 +30,7 @@ STEPS: list[dict[str, Any]] = [
     {"run": {}},
 ]
 CONFIG = {"budget": 12, "spec_tokens": 2}
-ROWS = {"req": "c", "fields": ["C", "S", "N"]}
+ROWS = {"req": "c", "fields": ["computed", "scheduled", "known"]}
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,8 @@ def test_the_run_is_what_the_numbers_below_count(given: Run) -> None:
         given.trace, "req.finished", status="FINISHED_ABORTED"
     )
     assert next(
-        (e["C"], e["S"], e["N"]) for e in select(given.trace, "req.scheduled", req="c")
+        (e["computed"], e["scheduled"], e["known"])
+        for e in select(given.trace, "req.scheduled", req="c")
     ) == (12, 7, 19)
 
 

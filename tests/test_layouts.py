@@ -99,7 +99,7 @@ def test_a_connector_gets_the_layout_that_it_requires_where_it_can_be_had(
     report = run_and_judge(
         SPEC.cases[case].variants()[-1], target, SPEC, seed=0, tmp=tmp_path, keep_trace=True
     )
-    registered = next(event for event in report.trace or () if event["k"] == "kv.registered")
+    registered = next(event for event in report.trace or () if event["kind"] == "kv.registered")
     assert (registered["required"], registered["layout"], registered["told"]) == (
         "LBNHC",
         layout,

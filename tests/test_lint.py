@@ -24,9 +24,9 @@ GOOD = {
     "rules": ["R023"],
     "event": "lookup",
     "where": "e.tokens",
-    "always": "e.local + e.tokens < e.N",
-    "good": [{"k": "lookup", "tokens": 3, "local": 4, "N": 8}],
-    "bad": [{"k": "lookup", "tokens": 4, "local": 4, "N": 8}],
+    "always": "e.local + e.tokens < e.known",
+    "good": [{"kind": "lookup", "tokens": 3, "local": 4, "known": 8}],
+    "bad": [{"kind": "lookup", "tokens": 4, "local": 4, "known": 8}],
 }
 CORE = """
 LIMIT: int = 3
@@ -111,26 +111,30 @@ def test_a_clean_specification(tmp_path: Path) -> None:
         ("L006", {"always": None, "never": "1 > 2", "where": None}, "constant"),
         ("L007", {"bad": []}, "no bad example"),
         ("L008", {"bad": [GOOD["bad"][0], GOOD["good"][0]]}, "bad[1] is accepted"),  # type: ignore[index]
-        ("L008", {"bad": [{"k": "lookup", "tokens": 0}]}, "bad[0] is accepted (never triggered)"),
+        (
+            "L008",
+            {"bad": [{"kind": "lookup", "tokens": 0}]},
+            "bad[0] is accepted (never triggered)",
+        ),
         ("L009", {"good": []}, "no good example"),
         (
             "L010",
             {"good": GOOD["bad"]},
-            "good[0] is rejected: `e.local + e.tokens < e.N` is false: e.local=4",
+            "good[0] is rejected: `e.local + e.tokens < e.known` is false: e.local=4",
         ),
         (
             "L011",
-            {"good": [{"k": "lookup", "tokens": 3, "local": 4, "N": 8, "M": 1}]},
+            {"good": [{"kind": "lookup", "tokens": 3, "local": 4, "known": 8, "M": 1}]},
             "lookup has no field 'M'",
         ),
-        ("L011", {"bad": [{"k": "look"}]}, "unknown event 'look'"),
+        ("L011", {"bad": [{"kind": "look"}]}, "unknown event 'look'"),
         ("L011", {"bad": [{"tokens": 3}]}, "is no event"),
         (
             "L012",
-            {"bad": [{"k": "lookup", "tokens": 4, "local": 4}]},
+            {"bad": [{"kind": "lookup", "tokens": 4, "local": 4}]},
             "bad[0]: the check of lookup.last-token cannot be evaluated",
         ),
-        ("L013", {"good": [{"k": "lookup", "tokens": 0}]}, "no good example triggers"),
+        ("L013", {"good": [{"kind": "lookup", "tokens": 0}]}, "no good example triggers"),
         ("L015", {"bugs": ["B132", "B133"]}, "there is no bug B133"),
         ("L017", {"rules": ["R230", "R231", "R001", "R000"]}, "there is no rule R231"),
         ("L018", {"source": None}, "names no source"),
@@ -169,7 +173,7 @@ def test_requirements(tmp_path: Path, code: str, change: dict[str, Any], words: 
             "never": True,
             "where": "e.tokens is None",
             "good": [],
-            "bad": [{"k": "lookup", "tokens": None}],
+            "bad": [{"kind": "lookup", "tokens": None}],
         },
     ],
 )
@@ -206,7 +210,7 @@ def test_two_requirements_with_one_text(tmp_path: Path) -> None:
 
 
 def test_relations_and_keyed_examples(tmp_path: Path) -> None:
-    sample = {"k": "sample", "req": "a", "index": 0}
+    sample = {"kind": "sample", "req": "a", "index": 0}
     relate = {"runs": ["connector", "no-connector"], "event": "sample", "project": "e.token"}
     change = {"event": None, "where": None, "always": None, "relate": relate}
     pair = [[{**sample, "token": 1}], [{**sample, "token": 1}]]
@@ -220,17 +224,20 @@ def test_relations_and_keyed_examples(tmp_path: Path) -> None:
 
 
 def test_examples_can_set_constants(tmp_path: Path) -> None:
-    event = {"k": "lookup", "tokens": 1}
+    event = {"kind": "lookup", "tokens": 1}
     change = {
         "always": "cap.store and cfg.depth == 3",
-        "good": [[{"cap": {"store": True}}, {"k": "run.start", "depth": 3}, event]],
+        "good": [[{"cap": {"store": True}}, {"kind": "run.start", "depth": 3}, event]],
     }
     assert (
         findings(
             tmp_path,
             {
                 **change,
-                "bad": [[{"cap": {"store": False}}, {"k": "run.start", "depth": 3}, event], event],
+                "bad": [
+                    [{"cap": {"store": False}}, {"kind": "run.start", "depth": 3}, event],
+                    event,
+                ],
             },
         )
         == []

@@ -15,9 +15,9 @@ from kvconform.refimpl.variants.registry import VARIANTS
 from kvconform.run.case import run_and_judge
 
 SPEC = load_spec()
-START = {"k": "run.start", "block_size": 4}
-FAILED = {"k": "transfer.failed", "req": "a", "is_async": False, "blocks": [5, 6]}
-STEP = {"k": "worker.step_begin"}
+START = {"kind": "run.start", "block_size": 4}
+FAILED = {"kind": "transfer.failed", "req": "a", "is_async": False, "blocks": [5, 6]}
+STEP = {"kind": "worker.step_begin"}
 
 
 def numbered(*events: dict[str, Any]) -> list[dict[str, Any]]:
@@ -26,21 +26,27 @@ def numbered(*events: dict[str, Any]) -> list[dict[str, Any]]:
 
 def rollback(computed: int, placeholders: int, known: int) -> dict[str, Any]:
     return {
-        "k": "req.state",
+        "kind": "req.state",
         "req": "a",
         "reason": "rollback",
-        "C": computed,
-        "P": placeholders,
-        "N": known,
+        "computed": computed,
+        "placeholders": placeholders,
+        "known": known,
     }
 
 
 def alloc(*shared: int) -> dict[str, Any]:
-    return {"k": "alloc", "req": "b", "shared_blocks": list(shared)}
+    return {"kind": "alloc", "req": "b", "shared_blocks": list(shared)}
 
 
 def row(start: int, tokens: int) -> dict[str, Any]:
-    return {"k": "req.scheduled", "req": "a", "so_C": start, "S": tokens, "table": [4, 5, 6]}
+    return {
+        "kind": "req.scheduled",
+        "req": "a",
+        "output_computed": start,
+        "scheduled": tokens,
+        "table": [4, 5, 6],
+    }
 
 
 @pytest.mark.parametrize(
@@ -67,7 +73,7 @@ def test_tokens_in_flight_that_are_not_taken_back(event: dict[str, Any], at: int
         ([row(4, 4), STEP], []),  # computed again
         ([row(4, 3), STEP], [5]),  # not to its end
         ([row(4, 3), STEP, row(7, 1), STEP], []),
-        ([{"k": "block", "op": "alloc", "id": 5}], []),  # somebody else's by now
+        ([{"kind": "block", "op": "alloc", "id": 5}], []),  # somebody else's by now
     ],
 )
 def test_blocks_that_are_served_unfilled(
@@ -86,7 +92,7 @@ def test_blocks_computed_in_the_step_under_way_are_not_unfilled() -> None:
 
 
 def ended(step: int, kind: str = "req.finished", generation: int = 0) -> dict[str, Any]:
-    return {"k": kind, "req": "a", "generation": generation, "step": step}
+    return {"kind": kind, "req": "a", "generation": generation, "step": step}
 
 
 @pytest.mark.parametrize("kind", ["req.finished", "sample"])
@@ -124,15 +130,15 @@ def test_what_vllm_breaks_is_no_failure_of_the_connector(case: str, tmp_path: Pa
         assert any("not judged" in (row.get("message") or "") for row in report.rows)
 
 
-ASKED = {"k": "lookup", "req": "b", "starved": True}
-END = {"k": "run.end", "quiesced": False}
+ASKED = {"kind": "lookup", "req": "b", "starved": True}
+END = {"kind": "run.end", "quiesced": False}
 
 
 @pytest.mark.parametrize(
     ("events", "at"),
     [
         ([ASKED, ASKED, END], 1),
-        ([ASKED, {"k": "alloc", "req": "b"}, END], None),  # it was only late
+        ([ASKED, {"kind": "alloc", "req": "b"}, END], None),  # it was only late
         ([ASKED, {**END, "quiesced": True}], None),
         ([{**ASKED, "starved": False}, END], None),
     ],

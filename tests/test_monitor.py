@@ -25,16 +25,16 @@ def run(req: Requirement, *events: Event) -> Monitor:
 
 
 def held(req: str = "a", direction: str = "send", **more: Any) -> Event:
-    return {"k": "hold", "req": req, "direction": direction, "generation": 0, **more}
+    return {"kind": "hold", "req": req, "direction": direction, "generation": 0, **more}
 
 
 def released(req: str = "a", **more: Any) -> Event:
-    return {"k": "release", "req": req, "direction": "send", "generation": 0, **more}
+    return {"kind": "release", "req": req, "direction": "send", "generation": 0, **more}
 
 
 def reported(req: str = "a", direction: str = "send", **more: Any) -> Event:
     return {
-        "k": "transfer.reported",
+        "kind": "transfer.reported",
         "req": req,
         "direction": direction,
         "generation": 0,
@@ -43,16 +43,16 @@ def reported(req: str = "a", direction: str = "send", **more: Any) -> Event:
     }
 
 
-END: Event = {"k": "run.end", "crashed": False}
+END: Event = {"kind": "run.end", "crashed": False}
 
 
 def test_always_and_never() -> None:
     always = requirement(event="lookup", where="e.tokens is not None", always="e.tokens >= 0")
     found = run(
         always,
-        {"k": "lookup", "tokens": None},
-        {"k": "lookup", "tokens": 3},
-        {"k": "lookup", "tokens": -4, "req": "a"},
+        {"kind": "lookup", "tokens": None},
+        {"kind": "lookup", "tokens": 3},
+        {"kind": "lookup", "tokens": -4, "req": "a"},
         held(),
     )
     assert (found.exercised, found.count) == (2, 1)
@@ -61,11 +61,11 @@ def test_always_and_never() -> None:
     assert violation.message == "`e.tokens >= 0` is false: e.tokens=-4"
     never = requirement(event="lookup", never="e.tokens == 3")
     assert (
-        run(never, {"k": "lookup", "tokens": 3}).violations[0].message
+        run(never, {"kind": "lookup", "tokens": 3}).violations[0].message
         == "`e.tokens == 3` is true: e.tokens=3"
     )
     at_all = requirement(event="engine.stall", never=True)
-    assert run(at_all, {"k": "engine.stall"}).count == 1 and run(at_all, held()).exercised == 0
+    assert run(at_all, {"kind": "engine.stall"}).count == 1 and run(at_all, held()).exercised == 0
 
 
 def test_count() -> None:
@@ -89,11 +89,11 @@ def test_count() -> None:
     found = run(least, reported("a"), reported("b"), reported("b"), END)
     assert [(v.req, v.seq, v.event) for v in found.violations] == [("a", 3, 0)]
     must_occur = requirement(event="sample", count={"min": 1})
-    assert run(must_occur, END).count == 1 and run(must_occur, {"k": "sample"}, END).count == 0
+    assert run(must_occur, END).count == 1 and run(must_occur, {"kind": "sample"}, END).count == 0
     unhashable = requirement(event="alloc", count={"per": "e.blocks", "max": 1})
     assert (
         run(
-            unhashable, {"k": "alloc", "blocks": [1, [2]]}, {"k": "alloc", "blocks": [1, [2]]}
+            unhashable, {"kind": "alloc", "blocks": [1, [2]]}, {"kind": "alloc", "blocks": [1, [2]]}
         ).count
         == 1
     )
@@ -126,7 +126,7 @@ PRECEDE = requirement(
 def test_precede(events: list[Event], violations: int) -> None:
     found = run(PRECEDE, *events)
     assert found.count == violations and found.exercised == sum(
-        event["k"] == "transfer.reported" for event in events
+        event["kind"] == "transfer.reported" for event in events
     )
 
 
@@ -171,7 +171,7 @@ def test_respond(events: list[Event], violations: int, unresolved: int) -> None:
 
 
 def test_respond_points_at_the_trigger_and_blames_the_deadline() -> None:
-    violation = run(RESPOND, {"k": "sample"}, held(), END).violations[0]
+    violation = run(RESPOND, {"kind": "sample"}, held(), END).violations[0]
     assert (violation.event, violation.seq) == (1, 2)
     assert violation.message == (
         "hold #1 (t.req='a', t.direction='send') was not followed by transfer.reported where"
@@ -188,8 +188,8 @@ def test_respond_with_a_guarded_deadline() -> None:
         },
     )
     failed, end = (
-        {"k": "transfer.failed", "is_async": True},
-        {"k": "worker.step_end", "forward": True},
+        {"kind": "transfer.failed", "is_async": True},
+        {"kind": "worker.step_end", "forward": True},
     )
     assert run(req, failed, {**end, "forward": False}, reported(), end).count == 0
     assert run(req, failed, end, reported()).count == 1
@@ -202,15 +202,15 @@ def test_a_check_that_raises_is_an_error_and_stops_nobody_else() -> None:
         {**bad.model_dump(exclude_none=True), "id": "x.good", "always": "e.local == 0"}
     )
     events = [
-        {"k": "lookup", "seq": 7, "step": 1, "tokens": None, "local": 0},
-        {"k": "lookup", "seq": 8, "step": 1, "tokens": 1, "local": 1},
+        {"kind": "lookup", "seq": 7, "step": 1, "tokens": None, "local": 0},
+        {"kind": "lookup", "seq": 8, "step": 1, "tokens": 1, "local": 1},
     ]
     for order in ([bad, good], [good, bad]):
         found = evaluate(order, events)
         error = found["x.y"].error
         assert error is not None and "lookup #7: TypeError" in error
         assert found["x.good"].error is None and found["x.good"].count == 1
-    missing = run(bad, {"k": "lookup"}).error
+    missing = run(bad, {"kind": "lookup"}).error
     assert missing is not None and "it reads 'tokens', which is not there" in missing
 
 
@@ -233,7 +233,7 @@ def test_a_rule_whose_event_is_its_breach_is_exercised_by_another_event() -> Non
         never="e.found == 'poison'",
         exercised={"event": "load.due", "where": "e.granted > 0"},
     )
-    due, wrong = {"k": "load.due", "granted": 4}, {"k": "kv.wrong", "found": "poison"}
+    due, wrong = {"kind": "load.due", "granted": 4}, {"kind": "kv.wrong", "found": "poison"}
     assert run(req, due, due, {**due, "granted": 0}).exercised == 2
     assert run(req, due, wrong).count == 1 and run(req).exercised == 0
     assert req.kinds == {"kv.wrong", "load.due"}
@@ -254,11 +254,11 @@ def test_a_rule_whose_event_is_its_breach_is_exercised_by_another_event() -> Non
 
 
 def test_only_so_many_violations_are_described() -> None:
-    found = run(requirement(event="sample", never=True), *[{"k": "sample"}] * 50)
+    found = run(requirement(event="sample", never=True), *[{"kind": "sample"}] * 50)
     assert found.count == 50 and len(found.violations) == KEPT
 
 
 def test_constants_of_the_run() -> None:
     req = requirement(event="sample", always="cap.store or cfg.depth > 1")
-    assert evaluate([req], [{"k": "sample"}], {"store": False}, {"depth": 2})["x.y"].count == 0
-    assert evaluate([req], [{"k": "sample"}], {"store": False}, {"depth": 1})["x.y"].count == 1
+    assert evaluate([req], [{"kind": "sample"}], {"store": False}, {"depth": 2})["x.y"].count == 0
+    assert evaluate([req], [{"kind": "sample"}], {"store": False}, {"depth": 1})["x.y"].count == 1

@@ -51,7 +51,7 @@ GUARDS: list[Guard] = [
 events_strategy = st.lists(
     st.fixed_dictionaries(
         {
-            "k": st.sampled_from(["hold", "release", "transfer.reported"]),
+            "kind": st.sampled_from(["hold", "release", "transfer.reported"]),
             "req": st.sampled_from("ab"),
             "direction": st.sampled_from(["send", "recv"]),
             "generation": st.integers(0, 2),
@@ -80,15 +80,15 @@ def test_precede_against_the_oracle(
     def satisfied(i: int) -> bool:
         t = trace[i]
         for j in range(i):
-            if trace[j]["k"] == kind and guard[1](trace[j], t):
+            if trace[j]["kind"] == kind and guard[1](trace[j], t):
                 over = end is not None and any(
-                    trace[x]["k"] == end[0] and end[1][1](trace[x], t) for x in range(j + 1, i)
+                    trace[x]["kind"] == end[0] and end[1][1](trace[x], t) for x in range(j + 1, i)
                 )
                 if not over:
                     return True
         return False
 
-    triggers = [i for i, event in enumerate(trace) if event["k"] == trigger]
+    triggers = [i for i, event in enumerate(trace) if event["kind"] == trigger]
     assert found.error is None and found.exercised == len(triggers)
     assert [violation.event for violation in found.violations] == [
         i for i in triggers if not satisfied(i)
@@ -106,19 +106,19 @@ def test_respond_against_the_oracle(
     found = evaluate([req], trace)["x.y"]
     late, unresolved = set(), 0
     for i, t in enumerate(trace):
-        if t["k"] != trigger:
+        if t["kind"] != trigger:
             continue
         limit = next(
             (
                 x
                 for x in range(i + 1, len(trace))
-                if trace[x]["k"] == by and deadline[1](trace[x], t)
+                if trace[x]["kind"] == by and deadline[1](trace[x], t)
             ),
             None,
         )
         last = len(trace) - 1 if limit is None else limit
         answered = any(
-            trace[x]["k"] == then and guard[1](trace[x], t) for x in range(i + 1, last + 1)
+            trace[x]["kind"] == then and guard[1](trace[x], t) for x in range(i + 1, last + 1)
         )
         if not answered and limit is not None:
             late.add((i, limit))
@@ -156,7 +156,7 @@ def test_count_against_the_oracle(
     }
     numbers: dict[Any, int] = {}
     for event in trace:
-        if event["k"] == "hold":
+        if event["kind"] == "hold":
             numbers[keys[per](event)] = numbers.get(keys[per](event), 0) + 1
     if per is None and not numbers:
         numbers = {0: 0}
@@ -174,7 +174,7 @@ def test_invariants_against_the_oracle(trace: list[Event], always: bool) -> None
         **{"always" if always else "never": "e.req == 'a' or e.transfer"},
     )
     found = evaluate([req], trace)["x.y"]
-    matching = [event for event in trace if event["k"] == "hold" and event["generation"]]
+    matching = [event for event in trace if event["kind"] == "hold" and event["generation"]]
     wrong = [
         event["seq"]
         for event in matching

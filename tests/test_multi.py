@@ -12,8 +12,10 @@ from kvconform.config.target import Target, inside
 from kvconform.contract.capabilities import complete
 from kvconform.contract.case import Case
 from kvconform.contract.loader import load_spec
+from kvconform.engine.engine import Engine
 from kvconform.run.calibration import profile_of
 from kvconform.run.case import run_and_judge
+from kvconform.run.driver import Driver
 from kvconform.run.runner import run_variant
 
 REFERENCE = "kvconform.refimpl.connector:ReferenceConnector"
@@ -40,12 +42,22 @@ def test_a_correct_child_fails_nothing(case: Case, name: str, tmp_path: Path) ->
 
 def test_the_child_is_recorded_and_nobody_else(tmp_path: Path) -> None:
     variant = SPEC.cases["multi.after-winner"].variants(["reference"])[0]
-    trace = run_variant(variant, Target(*TARGETS["sync"]), seed=0, tmp=tmp_path).trace
-    assert {event["cls"] for event in trace if event["k"] == "hook.called"} == {
-        "ReferenceConnector"
-    }
-    answers = [event for event in trace if event["k"] == "lookup" and event["tokens"]]
-    grants = [event for event in trace if event["k"] == "alloc"]
+    seen = set[str]()
+
+    class Classes:
+        """Notes the class of every connector whose hooks are recorded."""
+
+        def started(self, engine: Engine) -> None:
+            engine.probe.after_any.append(lambda call: seen.add(type(call.connector).__name__))
+
+        def finished(self, driver: Driver) -> None:
+            """Nothing to do."""
+
+    target = Target(*TARGETS["sync"])
+    trace = run_variant(variant, target, seed=0, tmp=tmp_path, watcher=Classes()).trace
+    assert seen == {"ReferenceConnector"}
+    answers = [event for event in trace if event["kind"] == "lookup" and event["tokens"]]
+    grants = [event for event in trace if event["kind"] == "alloc"]
     assert answers, "the child is asked although its sibling has it all"
     assert all(grant["external"] == 0 for grant in grants) and any(
         grant["blocks"] for grant in grants
@@ -70,7 +82,7 @@ def test_any_case_can_be_run_inside(tmp_path: Path) -> None:
         for name in ("connector", "inside-multi")
     ]
     alone, within = (
-        [(e["req"], e["tokens"]) for e in run.trace if e["k"] == "lookup"] for run in runs
+        [(e["req"], e["tokens"]) for e in run.trace if e["kind"] == "lookup"] for run in runs
     )
     assert alone == within and alone
 

@@ -50,7 +50,10 @@ def test_every_event_of_a_pair_is_as_listed_and_says_whose_it_is(tmp_path: Path)
     )
     assert [problem for event in run.trace for problem in check_event(event)] == []
     assert {event.get("on") for event in run.trace} == {None, "p", "d"}
-    assert {event["k"] for event in run.trace if "on" not in event} <= {"run.start", "run.engines"}
+    assert {event["kind"] for event in run.trace if "on" not in event} <= {
+        "run.start",
+        "run.engines",
+    }
 
 
 def test_a_pair_gives_the_same_trace_again(tmp_path: Path) -> None:
@@ -82,15 +85,15 @@ def test_each_engine_is_judged_by_its_own_share() -> None:
         }
     )
     trace = [
-        {"k": "run.start", "seq": 0, "step": 0},
+        {"kind": "run.start", "seq": 0, "step": 0},
         {
-            "k": "run.engines",
+            "kind": "run.engines",
             "seq": 1,
             "step": 0,
             "engines": {"p": "kv_producer", "d": "kv_consumer"},
         },
-        {"k": "step.scheduled", "seq": 2, "step": 1, "on": "p"},
-        {"k": "req.scheduled", "seq": 3, "step": 1, "on": "d", "req": "a"},
+        {"kind": "step.scheduled", "seq": 2, "step": 1, "on": "p"},
+        {"kind": "req.scheduled", "seq": 3, "step": 1, "on": "d", "req": "a"},
     ]
     monitor = evaluate_sides([rule], trace)["x.y"]
     assert monitor.exercised == 1 and [violation.seq for violation in monitor.violations] == [3]

@@ -57,11 +57,11 @@ def test_a_load_is_over_when_the_last_rank_is_done(tmp_path: Path) -> None:
     reports = {
         e["rank"]: e
         for e in trace
-        if e["k"] == "transfer.reported" and e["req"] == "c" and e["direction"] == "recv"
+        if e["kind"] == "transfer.reported" and e["req"] == "c" and e["direction"] == "recv"
     }
-    joined = next(e for e in trace if e["k"] == "ranks.joined" and "c" in e["received"])
+    joined = next(e for e in trace if e["kind"] == "ranks.joined" and "c" in e["received"])
     released = next(
-        e for e in trace if e["k"] == "release" and e["req"] == "c" and e["direction"] == "recv"
+        e for e in trace if e["kind"] == "release" and e["req"] == "c" and e["direction"] == "recv"
     )
     assert set(reports) == {0, 1} and reports[0]["step"] < reports[1]["step"] == joined["step"]
     assert released["seq"] > joined["seq"]

@@ -34,7 +34,7 @@ def compare(first: list[Event], second: list[Event], **relate: Any) -> RelateMon
 
 def sample(req: str, index: int, token: int) -> Event:
     return {
-        "k": "sample",
+        "kind": "sample",
         "req": req,
         "index": index,
         "token": token,
@@ -48,7 +48,7 @@ B = [sample("b", 0, 7)]
 
 
 def test_equal_runs() -> None:
-    found = compare([*A, {"k": "run.end"}], [{"k": "hold"}, *A])
+    found = compare([*A, {"kind": "run.end"}], [{"kind": "hold"}, *A])
     assert found.count == 0 and found.exercised == 4 and found.error is None
     assert compare([], []).exercised == 0
 
@@ -69,7 +69,7 @@ def test_the_first_difference_is_reported_with_both_sides() -> None:
     [(A[:1], A, "nothing against ('a', 1, 6)"), (A, A[:1], "('a', 1, 6) against nothing")],
 )
 def test_a_run_that_stops_earlier(first: list[Event], second: list[Event], text: str) -> None:
-    found = compare([*first, {"k": "run.end"}], second)
+    found = compare([*first, {"kind": "run.end"}], second)
     assert text in found.violations[0].message
     assert (
         found.violations[0].seq == 1
@@ -106,7 +106,7 @@ def test_guards_and_missing_runs() -> None:
 
 
 def test_a_projection_that_raises_is_an_error() -> None:
-    found = compare([{"k": "sample"}], [])
+    found = compare([{"kind": "sample"}], [])
     assert found.error is not None and "KeyError" in found.error
 
 

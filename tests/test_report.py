@@ -35,12 +35,12 @@ MUST = next(
 
 def event(kind: str, step: int = 1, /, **fields: Any) -> dict[str, Any]:
     """An event with all its fields; those not given are empty."""
-    empty = {"s": "x", "i": 0, "b": False, "f": 0, "l": [], "d": {}, "a": None}
+    empty = {"str": "x", "int": 0, "bool": False, "float": 0, "list": [], "dict": {}, "any": None}
     known = {
-        name: None if code.endswith("?") else empty[code[0]]
-        for name, code in EVENTS[kind].fields.items()
+        name: None if field.optional else empty[field.type]
+        for name, field in EVENTS[kind].fields.items()
     }
-    return {"k": kind, "seq": 0, "step": step, **known, **fields}
+    return {"kind": kind, "seq": 0, "step": step, **known, **fields}
 
 
 class TestTimeline:
@@ -87,10 +87,19 @@ class TestTimeline:
 
     def test_a_step(self) -> None:
         events = [
-            event("lookup", req="a", local=4, N=9, tokens=4),
+            event("lookup", req="a", local=4, known=9, tokens=4),
             event("alloc", req="a", local=4, external=4, blocks=[1, 2, 3, 7]),
             event("step.scheduled", total=1, new=["a"], has_sync_loads=True),
-            event("req.scheduled", req="a", kind="new", C=8, S=1, P=0, N=9, table=[1, 2, 3, 7]),
+            event(
+                "req.scheduled",
+                req="a",
+                listed_as="new",
+                computed=8,
+                scheduled=1,
+                placeholders=0,
+                known=9,
+                table=[1, 2, 3, 7],
+            ),
         ]
         assert timeline.render(events) == [
             "   1  lookup      a local=4 of N=9 -> 4 tokens",

@@ -36,7 +36,7 @@ def reports(tmp_path: Path, connector: str, steps: int) -> list[Event]:
     return [
         event
         for event in run.trace
-        if event["k"] in ("hold", "release", "transfer.reported") and event["req"] == "b"
+        if event["kind"] in ("hold", "release", "transfer.reported") and event["req"] == "b"
     ]
 
 
@@ -68,18 +68,18 @@ def test_the_second_report_is_one_too_many_whoever_comes_first(
 ) -> None:
     """With two steps the load was reported, and the engine had not taken note, when the client aborted: both reports were waited for."""
     found = reports(tmp_path, "reported_twice_rig:ReportsSendToo", steps)
-    assert [(event["k"], event["direction"]) for event in found][:4] == order
-    assert [event["second"] for event in found if event["k"] == "transfer.reported"] == [
+    assert [(event["kind"], event["direction"]) for event in found][:4] == order
+    assert [event["second"] for event in found if event["kind"] == "transfer.reported"] == [
         False,
         True,
     ]
-    assert all(event["held"] for event in found if event["k"] == "transfer.reported")
+    assert all(event["held"] for event in found if event["kind"] == "transfer.reported")
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_a_connector_that_leaves_it_at_the_load_reports_once(tmp_path: Path, steps: int) -> None:
     found = reports(tmp_path, REFERENCE, steps)
-    assert [event["second"] for event in found if event["k"] == "transfer.reported"] == [False]
+    assert [event["second"] for event in found if event["kind"] == "transfer.reported"] == [False]
 
 
 def test_a_request_that_was_loaded_and_is_sent_afterwards_is_another_matter(tmp_path: Path) -> None:

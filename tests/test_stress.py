@@ -49,11 +49,11 @@ def test_a_thousand_concurrent_requests(tmp_path: Path) -> None:
     finished = {
         e["req"]
         for e in run.trace
-        if e["k"] == "req.finished" and e["status"] == "FINISHED_LENGTH_CAPPED"
+        if e["kind"] == "req.finished" and e["status"] == "FINISHED_LENGTH_CAPPED"
     }
-    sampled = [e for e in run.trace if e["k"] == "sample"]
-    end = next(e for e in run.trace if e["k"] == "run.end")
+    sampled = [e for e in run.trace if e["kind"] == "sample"]
+    end = next(e for e in run.trace if e["kind"] == "run.end")
     assert len(finished) == REQUESTS
     assert len(sampled) == REQUESTS * OUTPUT and all(e["clean"] for e in sampled)
-    assert [e for e in run.trace if e["k"] == "kv.wrong"] == []
+    assert [e for e in run.trace if e["kind"] == "kv.wrong"] == []
     assert end["unfinished"] == [] and end["free_blocks"] == end["free_blocks_at_start"]

@@ -54,9 +54,11 @@ def test_no_lookup_before_the_grammar_is_there(scheduling: str, tmp_path: Path) 
     )
     assert run.harness_error is None
     mine = [e for e in run.trace if e.get("req") == "c"]
-    assert not any(e["k"] in ("lookup", "alloc") for e in mine)
-    assert [e["k"] for e in mine if e["k"] == "req.finished"] == ["req.finished"], (
+    assert not any(e["kind"] in ("lookup", "alloc") for e in mine)
+    assert [e["kind"] for e in mine if e["kind"] == "req.finished"] == ["req.finished"], (
         "aborted while it waited, and announced once"
     )
-    states = [(e["from"], e["to"]) for e in run.trace if e["k"] == "req.state" and e["req"] == "b"]
+    states = [
+        (e["from"], e["to"]) for e in run.trace if e["kind"] == "req.state" and e["req"] == "b"
+    ]
     assert states[0] == ("WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR", "RUNNING")

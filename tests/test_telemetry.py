@@ -144,7 +144,7 @@ def test_what_vllm_refuses() -> None:
     assert [item for item, ok, _ in found if not ok] == []
     assert static_checks.NAME not in vllm_api.KVConnectorFactory._registry
     assert static_checks._refuses("x", ValueError, lambda: None) == ("x", False, "is accepted")
-    assert static_checks._refuses("x", ValueError, lambda: {}["k"])[1] is False
+    assert static_checks._refuses("x", ValueError, lambda: {}["kind"])[1] is False
 
 
 class _Overrides(ReferenceConnector):

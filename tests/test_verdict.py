@@ -53,21 +53,20 @@ def requirement(name: str, **fields: Any) -> Requirement:
 
 
 def trace(*events: dict[str, Any]) -> list[dict[str, Any]]:
-    start = {"k": "run.start", "depth": 2}
+    start = {"kind": "run.start", "depth": 2}
     return [{"seq": seq, "step": seq // 2, **event} for seq, event in enumerate([start, *events])]
 
 
 def lookup(ok: bool = True, **more: Any) -> dict[str, Any]:
-    return {"k": "lookup", "type_ok": ok, "tokens": 1, "local": 0, "req": "a", **more}
+    return {"kind": "lookup", "type_ok": ok, "tokens": 1, "local": 0, "req": "a", **more}
 
 
-END = {"k": "run.end", "crashed": False, "free_blocks": 1, "free_blocks_at_start": 1}
+END = {"kind": "run.end", "crashed": False, "free_blocks": 1, "free_blocks_at_start": 1}
 CRASHED = {
-    "k": "engine.crash",
+    "kind": "engine.crash",
     "where": "hook",
     "error": "KeyError",
     "hook": "request_finished",
-    "cause_seq": 1,
 }
 
 
@@ -180,7 +179,7 @@ def test_a_consequence_is_blocked_by_an_earlier_failure() -> None:
 
 def test_a_consequence_is_not_blocked_by_what_came_later_or_only_should() -> None:
     effect = requirement("a.effect", event="sample", always="e.clean", consequence=True)
-    sample = {"k": "sample", "index": 0, "clean": False, "req": "a", "generation": 0}
+    sample = {"kind": "sample", "index": 0, "clean": False, "req": "a", "generation": 0}
     assert (
         verdicts([requirement("a.cause"), effect], sample, lookup(False))["a.effect"].verdict
         is Verdict.FAIL
@@ -200,7 +199,7 @@ def test_a_chain_of_consequences_has_one_root() -> None:
     first = requirement("a.first", event="sample", always="e.clean", consequence=True)
     second = requirement("a.second", event="run.end", always="e.free_blocks", consequence=True)
     events = (
-        {"k": "sample", "index": 0, "clean": False, "req": "a", "generation": 0},
+        {"kind": "sample", "index": 0, "clean": False, "req": "a", "generation": 0},
         {**END, "free_blocks": 0},
     )
     found = verdicts([second, first], *events)
@@ -213,7 +212,7 @@ PENDING = {
     "event": "hold",
     "respond": {"then": {"event": "transfer.reported", "where": "e.req == t.req"}, "by": "run.end"},
 }
-HOLD = {"k": "hold", "req": "a", "generation": 0, "direction": "send"}
+HOLD = {"kind": "hold", "req": "a", "generation": 0, "direction": "send"}
 
 
 def test_after_a_crash_nothing_is_blamed_on_what_came_after() -> None:
@@ -242,7 +241,7 @@ def test_obligations_that_a_crash_cut_short() -> None:
         assert (row.verdict, row.blocked_by) == (Verdict.BLOCKED, CRASH)
     assert (
         verdict(
-            requirement("a.b", **PENDING), HOLD, {"k": "transfer.reported", "req": "a"}, CRASHED
+            requirement("a.b", **PENDING), HOLD, {"kind": "transfer.reported", "req": "a"}, CRASHED
         )
         is Verdict.PASS
     )
@@ -254,11 +253,11 @@ def test_obligations_that_a_crash_cut_short() -> None:
 def test_relations_are_judged_over_the_runs() -> None:
     relate = {"runs": ["connector", "no-connector"], "event": "sample", "project": "e.token"}
     req = requirement("compose.null-effect", relate=relate, consequence=True)
-    other = FakeRun(trace({"k": "sample", "index": 0, "req": "a", "generation": 0, "token": 5}))
+    other = FakeRun(trace({"kind": "sample", "index": 0, "req": "a", "generation": 0, "token": 5}))
     assert (
         verdict(
             req,
-            {"k": "sample", "index": 0, "req": "a", "generation": 0, "token": 5},
+            {"kind": "sample", "index": 0, "req": "a", "generation": 0, "token": 5},
             runs={"no-connector": other},
         )
         is Verdict.PASS
@@ -266,20 +265,20 @@ def test_relations_are_judged_over_the_runs() -> None:
     assert (
         verdict(
             req,
-            {"k": "sample", "index": 0, "req": "a", "generation": 0, "token": 6},
+            {"kind": "sample", "index": 0, "req": "a", "generation": 0, "token": 6},
             runs={"no-connector": other},
         )
         is Verdict.FAIL
     )
     assert (
-        verdict(req, {"k": "sample", "index": 0, "req": "a", "generation": 0, "token": 5})
+        verdict(req, {"kind": "sample", "index": 0, "req": "a", "generation": 0, "token": 5})
         is Verdict.UNOBSERVABLE
     )
     assert verdict(req, runs={"no-connector": FakeRun([])}) is Verdict.NOT_EXERCISED
     found = verdicts(
         [requirement("a.b"), req],
         lookup(False),
-        {"k": "sample", "index": 0, "req": "a", "generation": 0, "token": 6},
+        {"kind": "sample", "index": 0, "req": "a", "generation": 0, "token": 6},
         runs={"no-connector": other},
     )
     assert found["compose.null-effect"].blocked_by == "a.b"

@@ -31,7 +31,7 @@ RUN, OTHER = VARIANTS[0].id, VARIANTS[1].id
 MUST = [r for r in SPEC.requirements.values() if r.kind == "requirement" and r.level == "MUST"][:3]
 TRACE: list[dict[str, Any]] = [
     {
-        "k": "step.scheduled",
+        "kind": "step.scheduled",
         "step": 1,
         "total": 5,
         "new": ["a"],
@@ -41,35 +41,35 @@ TRACE: list[dict[str, Any]] = [
         "finished": [],
     },
     {
-        "k": "req.scheduled",
+        "kind": "req.scheduled",
         "step": 1,
         "req": "a",
-        "kind": "new",
-        "C": 0,
-        "S": 5,
-        "P": 0,
-        "N": 9,
+        "listed_as": "new",
+        "computed": 0,
+        "scheduled": 5,
+        "placeholders": 0,
+        "known": 9,
         "drafts": 0,
         "table": [1, 2],
     },
     {
-        "k": "req.state",
+        "kind": "req.state",
         "step": 1,
         "req": "a",
         "from": None,
         "to": "RUNNING",
         "reason": "admit",
-        "C": 5,
-        "N": 9,
+        "computed": 5,
+        "known": 9,
     },
-    {"k": "sample", "step": 2, "req": "a", "index": 0, "token": 7},
+    {"kind": "sample", "step": 2, "req": "a", "index": 0, "token": 7},
     {
-        "k": "req.finished",
+        "kind": "req.finished",
         "step": 3,
         "req": "a",
         "status": "FINISHED_LENGTH_CAPPED",
-        "C": 10,
-        "N": 10,
+        "computed": 10,
+        "known": 10,
     },
 ]
 ANSWER = "step 1\n  build_connector_meta()\n    answer: int 1\n"
@@ -222,7 +222,7 @@ def test_changes_of_one_sort_are_told_once() -> None:
 
 
 def test_hooks_that_the_engine_calls() -> None:
-    call = {"k": "hook.called", "depth": 0, "thread": "main"}
+    call = {"kind": "hook.called", "depth": 0, "thread": "main"}
     trace = [
         {**call, "step": 0, "hook": "a"},
         {**call, "step": 1, "hook": "b"},

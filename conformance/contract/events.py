@@ -1,127 +1,87 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The closed list of events: what an engine run is made of, and all that a requirement may look at.
+"""The closed list of events: what a run is made of, and everything that a requirement may look at.
 
-An event is a plain dict `{"k": kind, "seq": int, "step": int, ...}`. `seq` numbers the events of one run from 0; `step` counts the
-`schedule()` calls of the run from 1 (0 before the first). Events carry no wall-clock time: the same case and seed give the same trace.
-Events and fields are added here (channel `live`: events_live.py). Field notation: `name:type` with
-types s(tring) i(nteger) b(oolean) f(loat) l(ist) d(ict) a(ny), and `?` where None is allowed too.
+An event is a plain dict `{"kind": str, "seq": int, "step": int, ...}`. `seq` numbers the events of
+one run from 0. `step` counts the `schedule()` calls of the run from 1 (0 before the first). Events
+carry no wall-clock time: the same case and seed give the same trace.
 
-
-What a kind of event is: its channel, its fields and their types.
-
-The kinds of events that only a run of all of vLLM has (engine `live`): a part of the closed list, in its notation (kvconform.contract.events).
+Fields are written as `name:type`, with the types str, int, bool, float, list, dict and any. `?`
+allows None.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-COMMON_FIELDS = ("k", "seq", "step")
+COMMON_FIELDS = ("kind", "seq", "step")
 ENGINE_FIELD = "on"
-"""Which of two engines an event is about; events of one-engine runs do not have it."""
+"""The engine that an event is about, in runs of two engines. Runs of one engine do not have it."""
 
 _TYPES: dict[str, tuple[type, ...]] = {
-    "s": (str,),
-    "i": (int,),
-    "b": (bool,),
-    "f": (int, float),
-    "l": (list, tuple),
-    "d": (dict,),
-    "a": (object,),
+    "str": (str,),
+    "int": (int,),
+    "bool": (bool,),
+    "float": (int, float),
+    "list": (list, tuple),
+    "dict": (dict,),
+    "any": (object,),
 }
 
 
 @dataclass(frozen=True, slots=True)
+class Field:
+    """The type of one field of an event."""
+
+    type: str
+    optional: bool
+
+    @classmethod
+    def parse(cls, text: str) -> Field:
+        """Parse `int` or `int?`. KeyError for an unknown type."""
+        name = text.removesuffix("?")
+        _ = _TYPES[name]
+        return cls(name, text.endswith("?") or name == "any")
+
+    def accepts(self, value: object) -> bool:
+        """Whether an event may have this value here."""
+        if value is None:
+            return self.optional
+        if isinstance(value, bool) and self.type in ("int", "float"):
+            return False
+        return isinstance(value, _TYPES[self.type])
+
+
+@dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of event: its channel, its fields (name -> type code, see events.py) and one line about it."""
+    """One kind of event: its channel, its fields, and one line about it."""
 
     name: str
     channel: str
     doc: str
-    fields: dict[str, str]
+    fields: dict[str, Field]
 
     def accepts(self, field: str) -> bool:
         """Whether a check on this kind may read `field`."""
         return field in self.fields or field in COMMON_FIELDS
 
     def problems(self, event: dict[str, object]) -> list[str]:
-        """Sentences about what is wrong with the shape of an event of this kind; empty if nothing is."""
+        """One sentence per mistake in the shape of an event of this kind."""
         found = [
-            f"{self.name}: field {f} missing"
-            for f in (*COMMON_FIELDS, *self.fields)
-            if f not in event
+            f"{self.name}: field {name} missing"
+            for name in (*COMMON_FIELDS, *self.fields)
+            if name not in event
         ]
-        for field, value in event.items():
-            if field in COMMON_FIELDS or field == ENGINE_FIELD:
+        for name, value in event.items():
+            if name in COMMON_FIELDS or name == ENGINE_FIELD:
                 continue
-            code = self.fields.get(field)
-            if code is None:
-                found.append(f"{self.name}: unknown field {field}")
-            elif value is None:
-                if not code.endswith("?") and code[0] != "a":
-                    found.append(f"{self.name}: {field} is None")
-            elif not isinstance(value, _TYPES[code[0]]) or (
-                isinstance(value, bool) and code[0] in "if"
-            ):
-                found.append(
-                    f"{self.name}: {field} is {value!r}, not {_TYPES[code[0]][0].__name__}"
-                )
+            field = self.fields.get(name)
+            if field is None:
+                found.append(f"{self.name}: unknown field {name}")
+            elif value is None and not field.optional:
+                found.append(f"{self.name}: {name} is None")
+            elif not field.accepts(value):
+                found.append(f"{self.name}: {name} is {value!r}, not {field.type}")
         return found
-
-
-LIVE: dict[str, Kind] = {}
-
-
-def _live_kind(name: str, fields: str, doc: str) -> None:
-    LIVE[name] = Kind(name, "live", doc, dict(part.split(":", 1) for part in fields.split()))
-
-
-_live_kind(
-    "live.kv",
-    "rank:i watched:b compared:b poisoned:b blocks:i size:i layers:i bytes:i",
-    "A worker's KV cache: is memory outside of loads watched, are loaded blocks compared with recorded KV, are fresh blocks poisoned;"
-    " blocks, tokens per block.",
-)
-_live_kind(
-    "live.load",
-    "req:s generation:i transfer:s? is_async:b granted:i blocks:i exact:l close:l wrong:l missing:l unknown:l error:f"
-    " reported_failed:b rank:i",
-    "The engine relies on a load. Of the `blocks` whole blocks that it was to fill: exact = bytes that the model computed for these"
-    " tokens, close = within rounding, wrong, missing = nobody wrote them, unknown = the model has not computed these tokens; error ="
-    " largest difference, as a part of the largest value.",
-)
-_live_kind(
-    "live.phase",
-    "phase:s answers:i reset:b? due:b asked:i loaded:i local:i preempted:i drafted:i accepted:i",
-    "A phase of a scenario is over: answers, whether the local prefix cache could be emptied before it (None: nobody asked), whether loads"
-    " were due in it; and over the phase, by vLLM's own metrics, tokens asked of the connector, loaded from it and found in the local"
-    " prefix cache, preemptions, drafts and those that were accepted.",
-)
-_live_kind(
-    "live.tokens",
-    "phase:s req:s prompt:i count:i plain:i same:b ambiguous:b aborted:b at:i? token:i? instead:i? gap:f? drift:f drift_at:i?",
-    "A request's greedy tokens against those that it got without a connector: `count` and `plain` of them; the first that differs, which it"
-    " is, instead of which, and by how much (natural logarithm) that was more likely than the second choice; ambiguous = the two were"
-    " nearly equally likely. drift = the largest difference of log probabilities before that.",
-)
-_live_kind(
-    "live.fault",
-    "phase:s number:i do:s still:f before:s? running:i loading:i",
-    "A server of the connector fails now, in a scenario that wants it: kill, restart, pause or clear, after `still` seconds in which it"
-    " answers nothing; right before the worker half loads or saves, or between two steps. Requests that run, and loads that the engine"
-    " has granted and does not rely on yet.",
-)
-_live_kind(
-    "live.happened",
-    "what:s count:i due:b",
-    "How often something happened in the whole run, and whether it was due.",
-)
-_live_kind(
-    "live.end",
-    "how:s phase:s? error:s? processes:l ports:l files:l",
-    "How vLLM's process ended (ended, crash, killed, timeout) and in which phase; what it left behind: processes, ports that these listened"
-    " on, files in shared memory.",
-)
 
 
 CHANNELS = ("hooks", "sched", "kv", "plan", "device", "live", "harness")
@@ -146,346 +106,482 @@ PROVENANCE = (
 )
 """What a wrong byte turned out to be (`kv.wrong.found`): a closed, disjoint list."""
 
-EVENTS: dict[str, Kind] = dict(LIVE)
+EVENTS: dict[str, Kind] = {}
 
 
 def _kind(name: str, channel: str, fields: str, doc: str) -> None:
-    EVENTS[name] = Kind(name, channel, doc, dict(part.split(":", 1) for part in fields.split()))
+    parsed = {
+        part.partition(":")[0]: Field.parse(part.partition(":")[2]) for part in fields.split()
+    }
+    EVENTS[name] = Kind(name, channel, doc, parsed)
 
 
-# --- the run -----------------------------------------------------------------------------------------------------------------------
+# -- the run
 _kind(
     "run.start",
     "harness",
-    "seed:i engine:s case:s scheduling:s runner:s depth:i vllm:s block_size:i num_blocks:i"
-    " policies:l connector:s? spec_tokens:i role:s failure_policy:s groups:i ranks:i stages:i context_ranks:i"
-    " device:s slow:s?",
+    "seed:int engine:str case:str scheduling:str runner:str depth:int vllm:str block_size:int "
+    "num_blocks:int policies:list connector:str? spec_tokens:int role:str failure_policy:str "
+    "groups:int ranks:int stages:int context_ranks:int device:str slow:str?",
     "The run begins; its fields are the constants `cfg`.",
 )
 _kind(
     "run.end",
     "harness",
-    "quiesced:b unfinished:l free_blocks:i free_blocks_at_start:i engine_requests:l request_objects_alive:l threads:i crashed:b",
-    "The run is over: what is still held. `crashed`: or cut short by a shutdown; `threads` counts threads that were not there before.",
+    "quiesced:bool unfinished:list free_blocks:int free_blocks_at_start:int "
+    "engine_requests:list request_objects_alive:list threads:int crashed:bool",
+    "The run is over: what is still held. `crashed`: or cut short by a shutdown; `threads` "
+    "counts threads that were not there before.",
 )
 _kind(
     "engine.lifecycle",
     "harness",
-    "op:s pid:i error:s?",
+    "op:str pid:int error:str?",
     "The engine starts, shuts down (also twice) or restarts.",
 )
 _kind(
     "engine.crash",
     "harness",
-    "where:s error:s hook:s? cause_seq:i?",
+    "where:str error:str hook:str?",
     "The engine died: of a hook, of itself or of the harness.",
 )
 _kind(
-    "engine.stall", "harness", "steps:i waiting_on:l seconds:i", "No progress for the stall limit."
+    "engine.stall",
+    "harness",
+    "steps:int waiting_on:list seconds:int",
+    "No progress for the stall limit.",
 )
 _kind(
     "cache.reset",
     "harness",
-    "phase:s returned:b? running:b connector:b",
+    "phase:str returned:bool? running:bool connector:bool",
     "The local (and, if asked, the connector's) cache is reset.",
 )
 _kind(
     "profile.expectation",
     "harness",
-    "what:s req:s of:s? promised:i reloadable:i",
-    "A request repeats earlier content: how much the declared capabilities promise, how much could be had.",
+    "what:str req:str of:str? promised:int reloadable:int",
+    "A request repeats earlier content: how much the declared capabilities promise, how much "
+    "could be had.",
 )
 _kind(
     "case.expectation",
     "harness",
-    "what:s holds:b detail:s?",
+    "what:str holds:bool detail:str?",
     "An expectation that the case itself states.",
 )
 _kind(
     "engine.api",
     "harness",
-    "item:s ok:b detail:s?",
+    "item:str ok:bool detail:str?",
     "One static check of the installed vLLM: what it refuses, what it has and has not.",
 )
 _kind(
     "api",
     "harness",
-    "item:s ok:b detail:s?",
+    "item:str ok:bool detail:str?",
     "One static check of the connector's class: signature, abstract or class-level method.",
 )
 
-# --- two engines in one run ----------------------------------------------------------------------------------------------------------
-_kind("run.engines", "harness", "engines:d", "The run has several engines: name -> kv_role.")
+# -- two engines in one run
+_kind(
+    "run.engines",
+    "harness",
+    "engines:dict",
+    "The run has several engines: name -> kv_role.",
+)
 _kind(
     "pair.engine",
     "harness",
-    "on:s role:s delivery:b?",
+    "on:str role:str delivery:bool?",
     "One engine of several; delivery = its connector's requires_kv_delivery.",
 )
 _kind(
     "pair.params",
     "sched",
-    "on:s req:s generation:i of:s asked:b finished:b none:b json:s? first_token:i? sampled:i?",
-    "The parameters that request `of` ended with are handed to request `req` of another engine; json = what JSON makes of them, if wrong.",
+    "on:str req:str generation:int of:str asked:bool finished:bool none:bool json:str? "
+    "first_token:int? sampled:int?",
+    "The parameters that request `of` ended with are handed to request `req` of another "
+    "engine; json = what JSON makes of them, if wrong.",
 )
 _kind(
     "pair.lookup",
     "sched",
-    "on:s role:s req:s generation:i of:s? stale:s? local:i tokens:i? by_savers:i consumed:b delivered:b?",
-    "A lookup, seen across engines; by_savers = prefix computed by engines that may save; consumed = it has loaded before.",
+    "on:str role:str req:str generation:int of:str? stale:str? local:int tokens:int? "
+    "by_savers:int consumed:bool delivered:bool?",
+    "A lookup, seen across engines; by_savers = prefix computed by engines that may save; "
+    "consumed = it has loaded before.",
 )
 _kind(
     "pair.request",
     "sched",
-    "on:s req:s generation:i of:s stale:s aborted:b offered:i local:i promised:i loaded:i wrong:b failed:b held:b released:i gone:b",
-    "At the end, for a request that was handed parameters: what became of the KV they refer to; gone = released before it was loaded.",
+    "on:str req:str generation:int of:str stale:str aborted:bool offered:int local:int "
+    "promised:int loaded:int wrong:bool failed:bool held:bool released:int gone:bool",
+    "At the end, for a request that was handed parameters: what became of the KV they refer "
+    "to; gone = released before it was loaded.",
 )
 
-# --- hooks: what the probe sees ------------------------------------------------------------------------------------------------------
+# -- hooks: what the probe sees
 _kind(
     "hook.called",
     "hooks",
-    "hook:s half:s rank:i depth:i bound:b? cls:s thread:s",
+    "hook:str half:str rank:int depth:int bound:bool? thread:str",
     "A hook is called; depth 0 = by the engine.",
 )
 _kind(
     "hook.returned",
     "hooks",
-    "hook:s half:s rank:i depth:i error:s? error_text:s? value:s? value_ok:b mutated_args:b params_msgpack_ok:b params_aliased:b"
-    " called_seq:i layer:s? timed_out:b",
+    "hook:str half:str rank:int depth:int error:str? error_text:str? value:str? value_ok:bool "
+    "mutated_args:bool params_msgpack_ok:bool params_aliased:bool called_seq:int layer:str? "
+    "timed_out:bool",
     "A hook returned or raised; value_ok and params_* are true where they do not apply.",
 )
 _kind(
     "meta.built",
     "hooks",
-    "ok:b pickles:b pickle_error:s? digest:s? output_mutated:b none:b block_state_kept:b of_step:i",
+    "ok:bool pickles:bool pickle_error:str? digest:str? output_mutated:bool none:bool "
+    "block_state_kept:bool of_step:int",
     "build_connector_meta returned.",
 )
 _kind(
     "meta.bound",
     "hooks",
-    "digest:s? same_as_built:b",
+    "digest:str? same_as_built:bool",
     "The worker half was given the metadata of its step.",
 )
-_kind("meta.cleared", "hooks", "digest:s? same_as_built:b", "The metadata was taken away again.")
-_kind("layer.wait", "hooks", "layer:s bound:b order:i", "wait_for_layer_load of one layer.")
+_kind(
+    "meta.cleared",
+    "hooks",
+    "digest:str? same_as_built:bool",
+    "The metadata was taken away again.",
+)
+_kind(
+    "layer.wait",
+    "hooks",
+    "layer:str bound:bool",
+    "wait_for_layer_load of one layer.",
+)
 _kind(
     "layer.save",
     "hooks",
-    "layer:s bound:b order:i whole:b",
+    "layer:str bound:bool whole:bool",
     "save_kv_layer of one layer; whole = with the layer's registered tensor.",
 )
 _kind(
     "device.note",
     "device",
-    "what:s text:s stream:s? hook:s? half:s? layer:s? forward:b",
-    "What the device noticed in a call of a hook. what: sync (the host waited for a stream), read_early (work on another stream read what"
-    " the compute stream wrote afterwards), freed_pinned, freed_device (memory was given back while work that uses it was still to run).",
+    "what:str text:str hook:str? half:str? layer:str? forward:bool",
+    "What the device noticed in a call of a hook. what: sync (the host waited for a stream), "
+    "read_early (work on another stream read what the compute stream wrote afterwards), "
+    "freed_pinned, freed_device (memory was given back while work that uses it was still to "
+    "run).",
 )
 _kind(
     "device.used",
     "device",
-    "streams:i by_address:i allocated:i",
-    "At the shutdown: streams that the connector made, copies by address that it queued, tensors that it had on the device.",
+    "streams:int by_address:int allocated:int",
+    "At the shutdown: streams that the connector made, copies by address that it queued, "
+    "tensors that it had on the device.",
 )
 _kind(
     "kv.event",
     "hooks",
-    "op:s keys:l medium:s? tokens:i problem:s repeated:b",
-    "The connector published a KV event (stored, removed, cleared); `problem` says what is wrong with its fields.",
+    "op:str keys:list tokens:int problem:str repeated:bool",
+    "The connector published a KV event (stored, removed, cleared); `problem` says what is "
+    "wrong with its fields.",
 )
 _kind(
     "stats.taken",
     "hooks",
-    "half:s empty:b kept:b merge:s? encode:s? rebuilt:b rebuild:s? observe:s?",
-    "Statistics were taken; the texts say what went wrong when they were merged, encoded, rebuilt and observed as metrics.",
+    "half:str empty:bool kept:bool merge:str? encode:str? rebuilt:bool rebuild:str? observe:str?",
+    "Statistics were taken; the texts say what went wrong when they were merged, encoded, "
+    "rebuilt and observed as metrics.",
 )
 _kind(
     "report.landed",
     "hooks",
-    "changed:l",
+    "changed:list",
     "A step's reports reach the scheduler; changed = what was changed after it was returned.",
 )
-_kind("handshake", "hooks", "none:b pickles:b detail:s?", "get_handshake_metadata returned.")
+_kind(
+    "handshake",
+    "hooks",
+    "none:bool pickles:bool detail:str?",
+    "get_handshake_metadata returned.",
+)
 
-# --- sched: the scheduler and its block pool -----------------------------------------------------------------------------------------
+# -- sched: the scheduler and its block pool
 _kind(
     "lookup",
     "sched",
-    "req:s generation:i attempt:i local:i tokens:i? is_async:b type_ok:b N:i status:s repeat:b prev_tokens:i? store_may_have_shrunk:b"
-    " same_claim_failed:i ever_computed:i ever_plain:i computed_before_reset:i after_reset:b prompt_len:i block_aligned:b C:i"
-    " starved:b",
-    "get_num_new_matched_tokens answered. starved = it answered with a load that fits, but for the blocks that the engine keeps free for an"
-    " earlier load of this request, which failed.",
+    "req:str generation:int local:int tokens:int? is_async:bool type_ok:bool known:int "
+    "status:str repeat:bool prev_tokens:int? store_may_have_shrunk:bool same_claim_failed:int "
+    "ever_computed:int ever_plain:int computed_before_reset:int after_reset:bool computed:int "
+    "starved:bool",
+    "get_num_new_matched_tokens answered. starved = it answered with a load that fits, but "
+    "for the blocks that the engine keeps free for an earlier load of this request, which "
+    "failed.",
 )
 _kind(
     "alloc",
     "sched",
-    "req:s generation:i attempt:i transfer:s? local:i claimed:i? external:i is_async:b blocks:l shared_blocks:l second_call:b C:i"
-    " tables:l unfilled:l?",
-    "update_state_after_alloc was called: the grant. tables = per KV cache group: tokens per block, window (0: none), block ids."
-    " unfilled = shared blocks whose load failed and that nothing has computed since.",
+    "req:str generation:int transfer:str? local:int claimed:int? external:int is_async:bool "
+    "blocks:list shared_blocks:list second_call:bool computed:int tables:list unfilled:list?",
+    "update_state_after_alloc was called: the grant. tables = per KV cache group: tokens per "
+    "block, window (0: none), block ids. unfilled = shared blocks whose load failed and that "
+    "nothing has computed since.",
 )
 _kind(
     "step.scheduled",
     "sched",
-    "total:i new:l cached:l resumed:l preempted:l finished:l has_sync_loads:b empty:b drafts:d new_ids:i?",
+    "total:int new:list cached:list resumed:list preempted:list finished:list "
+    "has_sync_loads:bool empty:bool drafts:dict new_ids:int?",
     "schedule() returned: one step's output.",
 )
 _kind(
     "req.scheduled",
     "sched",
-    "req:s generation:i kind:s so_C:i C:i S:i P:i N:i inflight:i drafts:i new_blocks:l? table:l num_output_tokens:i v_before:i v_after:i?"
-    " prefill:b all_ids:i? prefill_ids:i? prev_so_C:i? told:i",
-    "One request's share of a step. C is the count before it advances; v_before/v_after are the tokens whose KV is final; told = blocks at"
-    " the table's start that earlier outputs told of.",
+    "req:str generation:int listed_as:str output_computed:int computed:int scheduled:int "
+    "placeholders:int known:int in_flight:int drafts:int new_blocks:list? table:list "
+    "num_output_tokens:int final_before:int final_after:int? prefill:bool all_ids:int? "
+    "prefill_ids:int? told:int",
+    "One request's share of a step. C is the count before it advances; v_before/v_after are "
+    "the tokens whose KV is final; told = blocks at the table's start that earlier outputs "
+    "told of.",
 )
 _kind(
     "req.state",
     "sched",
-    "req:s generation:i from:s? to:s reason:s by:s C:i P:i N:i inflight:i",
+    "req:str generation:int from:str? to:str reason:str by:str computed:int placeholders:int "
+    "known:int in_flight:int",
     "A request changed its state.",
 )
 _kind(
     "req.updated",
     "sched",
-    "req:s generation:i of_step:i C:i P:i N:i inflight:i hashes:i cached_blocks:i real:i status:s",
+    "req:str generation:int of_step:int computed:int placeholders:int known:int in_flight:int "
+    "cached_blocks:int real:int status:str",
     "A step's output was processed for a request; real = C - P.",
 )
 _kind(
     "req.finished",
     "sched",
-    "req:s generation:i status:s C:i P:i N:i inflight:i blocks:l delayed:b v_final:i tables:l hook:s",
+    "req:str generation:int status:str computed:int placeholders:int known:int in_flight:int "
+    "blocks:list delayed:bool final:int tables:list hook:str",
     "A request finished; delayed = its blocks stay until finished_sending.",
 )
 _kind(
     "block",
     "sched",
-    "op:s id:i group:i owner:s? hashed:b ref:i in_flight:b",
-    "The block pool did something to one block; in_flight = a step that has not landed writes to it.",
+    "op:str id:int group:int owner:str? ref:int in_flight:bool",
+    "The block pool did something to one block; in_flight = a step that has not landed writes "
+    "to it.",
 )
 _kind(
     "hold",
     "sched",
-    "req:s generation:i direction:s transfer:s? cause:s",
+    "req:str generation:int direction:str transfer:str? cause:str",
     "The engine starts to wait for a transfer.",
 )
 _kind(
     "release",
     "sched",
-    "req:s generation:i direction:s transfer:s? cause:s",
+    "req:str generation:int direction:str transfer:str? cause:str",
     "The engine stops waiting for it.",
 )
 _kind(
     "transfer.reported",
     "sched",
-    "req:s generation:i transfer:s? rank:i direction:s known:b held:b second:b",
-    "The worker half reported a finished transfer; held = the engine waited for it; second = for load and send, the other was reported.",
+    "req:str generation:int transfer:str? rank:int direction:str held:bool second:bool",
+    "The worker half reported a finished transfer; held = the engine waited for it; second = "
+    "for load and send, the other was reported.",
 )
 _kind(
     "transfer.failed",
     "sched",
-    "req:s? transfer:s? rank:i blocks:l outside_grant:l groups:a is_async:b",
+    "req:str? transfer:str? rank:int blocks:list outside_grant:list groups:any is_async:bool",
     "The worker half reported blocks with load errors.",
 )
 _kind(
     "ranks.joined",
     "sched",
-    "expected:i sent:l received:l failed:l invalid:l all_sent:l all_received:l errors:l failures:l early:l late:l",
-    "What vLLM made of several ranks' reports, and what it had to: all_sent, all_received, errors, failures; early, late: the difference.",
+    "expected:int sent:list received:list failed:list invalid:list all_sent:list "
+    "all_received:list errors:list failures:list early:list late:list",
+    "What vLLM made of several ranks' reports, and what it had to: all_sent, all_received, "
+    "errors, failures; early, late: the difference.",
 )
 _kind(
     "engine.id",
     "hooks",
-    "rank:i half:s kept:b",
-    "The engine id that a half's configuration has once the halves have started, against the one given.",
+    "rank:int half:str kept:bool",
+    "The engine id that a half's configuration has once the halves have started, against the "
+    "one given.",
 )
-_kind("request.new", "sched", "req:s generation:i", "on_new_request was called.")
+_kind(
+    "request.new",
+    "sched",
+    "req:str generation:int",
+    "on_new_request was called.",
+)
 _kind(
     "hashes",
     "sched",
-    "req:s generation:i count:i full:i same:b distinct:b",
-    "The block hashes of a request at a lookup; same/distinct: equal content had this hash before, other content had another.",
+    "req:str generation:int count:int full:int same:bool distinct:bool",
+    "The block hashes of a request at a lookup; same/distinct: equal content had this hash "
+    "before, other content had another.",
 )
 _kind(
     "events.lookup",
     "sched",
-    "req:s announced:i got:i local:i tokens:i missing:l untold:l chain:l",
-    "A lookup against the KV events so far: tokens announced and had, blocks missing in between, blocks from the first unannounced on, all"
-    " announced blocks from the first one on.",
+    "req:str announced:int got:int local:int tokens:int missing:list untold:list chain:list",
+    "A lookup against the KV events so far: tokens announced and had, blocks missing in "
+    "between, blocks from the first unannounced on, all announced blocks from the first one "
+    "on.",
 )
 _kind(
     "queries",
     "sched",
-    "requests:i tokens:i hits:i due_requests:i due_tokens:i due_hits:i skipping:l",
-    "A step's statistics of the external cache, and (due_) what was admitted in it; skipping = requests that read no cache.",
+    "requests:int tokens:int hits:int due_requests:int due_tokens:int due_hits:int skipping:list",
+    "A step's statistics of the external cache, and (due_) what was admitted in it; skipping "
+    "= requests that read no cache.",
 )
 _kind(
     "sample",
     "sched",
-    "req:s generation:i index:i token:i clean:b prompt:i?",
+    "req:str generation:int index:int token:int clean:bool prompt:int?",
     "A token; clean = from right KV; prompt = its length.",
 )
 
-# --- kv: the worker and its memory ---------------------------------------------------------------------------------------------------
+# -- kv: the worker and its memory
 _kind(
     "worker.step_begin",
     "kv",
-    "forward:b tokens:i attn_metadata_none:b failed_forward:b",
+    "forward:bool tokens:int",
     "The worker begins a step.",
 )
 _kind(
     "worker.step_end",
     "kv",
-    "forward:b tokens:i attn_metadata_none:b failed_forward:b ranks:l",
-    "The worker is done with a step; ranks = of several, those on which the connector was bound to it.",
+    "forward:bool tokens:int ranks:list",
+    "The worker is done with a step; ranks = of several, those on which the connector was "
+    "bound to it.",
 )
 _kind(
     "kv.computed",
     "kv",
-    "req:s generation:i start:i end:i accepted:i rejected:i",
+    "req:str generation:int start:int end:int accepted:int rejected:int",
     "The model wrote KV of [start, end).",
 )
 _kind(
     "state.offered",
     "sched",
-    "req:s group:i block:i tokens:i in_table:b again:b",
-    "build_connector_meta is offered the state after a request's first `tokens` tokens, in a block; again = as it was before.",
+    "req:str group:int block:int tokens:int in_table:bool again:bool",
+    "build_connector_meta is offered the state after a request's first `tokens` tokens, in a "
+    "block; again = as it was before.",
 )
 _kind(
     "kv.registered",
     "harness",
-    "required:s? possible:l? layout:s told:s? shape:l strides:l own_shape:l? own_strides:l?",
-    "KV tensors: the layout that the class requires, what is possible (None: all), what the KVCacheConfig says; own = by vLLM's own code.",
+    "required:str? possible:list? layout:str told:str? shape:list strides:list "
+    "own_shape:list? own_strides:list?",
+    "KV tensors: the layout that the class requires, what is possible (None: all), what the "
+    "KVCacheConfig says; own = by vLLM's own code.",
 )
 _kind(
     "kv.changed",
     "kv",
-    "after_hook:s layer:i req:l transfer:l tail:l shared:l over_computed:l null_block:l unallocated:l other_request:l not_transferred:l"
-    " group:i?",
-    "KV memory changed during a hook; the lists hold slots. not_transferred = of a group that is no part of the transferred KV."
-    " group: the layer's, if there are several.",
+    "after_hook:str layer:int req:list transfer:list tail:list shared:list over_computed:list "
+    "null_block:list unallocated:list other_request:list not_transferred:list group:int?",
+    "KV memory changed during a hook; the lists hold slots. not_transferred = of a group that "
+    "is no part of the transferred KV. group: the layer's, if there are several.",
 )
 _kind(
     "load.due",
     "kv",
-    "req:s generation:i transfer:s? granted:i missing:l wrong:l reported_failed:b is_async:b local:i by_group:l early_reads:l",
-    "The engine is about to rely on a grant. by_group = of several groups, those that lack something: number, tokens per block, positions,"
-    " block table. early_reads = where work on other streams was queued that read too early, so far.",
+    "req:str generation:int transfer:str? granted:int missing:list wrong:list "
+    "reported_failed:bool is_async:bool local:int by_group:list early_reads:list",
+    "The engine is about to rely on a grant. by_group = of several groups, those that lack "
+    "something: number, tokens per block, positions, block table. early_reads = where work on "
+    "other streams was queued that read too early, so far.",
 )
 _kind(
     "kv.wrong",
     "kv",
-    "req:s generation:i layer:i kv:s pos:i count:i slot:i block:i via:s transfer:s? transfer_sync:b? found:s origin:s group:i?",
+    "req:str generation:int layer:int kv:str pos:int count:int block:int via:str "
+    "transfer:str? transfer_sync:bool? found:str origin:str group:int?",
     "A slot that is read does not hold what it must; `found` says what it holds.",
 )
 
-# --- plan: from a connector's optional Inspector -------------------------------------------------------------------------------------
+# -- plan: from a connector's optional Inspector
 _kind(
     "plan",
     "plan",
-    "op:s req:s start:i end:i timing:s key:s? C:i S:i N:i P:i",
+    "op:str req:str start:int end:int timing:str key:str? computed:int scheduled:int "
+    "known:int placeholders:int",
     "What the connector's metadata plans to do.",
+)
+
+# -- engine `live`: only a run of the complete vLLM has these
+_kind(
+    "live.kv",
+    "live",
+    "rank:int watched:bool compared:bool poisoned:bool blocks:int size:int layers:int bytes:int",
+    "A worker's KV cache: is memory outside of loads watched, are loaded blocks compared with "
+    "recorded KV, are fresh blocks poisoned; blocks, tokens per block.",
+)
+_kind(
+    "live.load",
+    "live",
+    "req:str generation:int transfer:str? is_async:bool granted:int blocks:int exact:list "
+    "close:list wrong:list missing:list unknown:list error:float reported_failed:bool "
+    "rank:int",
+    "The engine relies on a load. Of the `blocks` whole blocks that it was to fill: exact = "
+    "bytes that the model computed for these tokens, close = within rounding, wrong, missing "
+    "= nobody wrote them, unknown = the model has not computed these tokens; error = largest "
+    "difference, as a part of the largest value.",
+)
+_kind(
+    "live.phase",
+    "live",
+    "phase:str answers:int reset:bool? due:bool asked:int loaded:int local:int preempted:int "
+    "drafted:int accepted:int",
+    "A phase of a scenario is over: answers, whether the local prefix cache could be emptied "
+    "before it (None: nobody asked), whether loads were due in it; and over the phase, by "
+    "vLLM's own metrics, tokens asked of the connector, loaded from it and found in the local "
+    "prefix cache, preemptions, drafts and those that were accepted.",
+)
+_kind(
+    "live.tokens",
+    "live",
+    "phase:str req:str prompt:int count:int plain:int same:bool ambiguous:bool aborted:bool "
+    "at:int? token:int? instead:int? gap:float? drift:float drift_at:int?",
+    "A request's greedy tokens against those that it got without a connector: `count` and "
+    "`plain` of them; the first that differs, which it is, instead of which, and by how much "
+    "(natural logarithm) that was more likely than the second choice; ambiguous = the two "
+    "were nearly equally likely. drift = the largest difference of log probabilities before "
+    "that.",
+)
+_kind(
+    "live.fault",
+    "live",
+    "phase:str number:int do:str still:float before:str? running:int loading:int",
+    "A server of the connector fails now, in a scenario that wants it: kill, restart, pause "
+    "or clear, after `still` seconds in which it answers nothing; right before the worker "
+    "half loads or saves, or between two steps. Requests that run, and loads that the engine "
+    "has granted and does not rely on yet.",
+)
+_kind(
+    "live.happened",
+    "live",
+    "what:str count:int due:bool",
+    "How often something happened in the whole run, and whether it was due.",
+)
+_kind(
+    "live.end",
+    "live",
+    "how:str phase:str? error:str? processes:list ports:list files:list",
+    "How vLLM's process ended (ended, crash, killed, timeout) and in which phase; what it "
+    "left behind: processes, ports that these listened on, files in shared memory.",
 )
 
 
@@ -496,6 +592,6 @@ def channels_of(kinds: set[str]) -> set[str]:
 
 def check_event(event: dict[str, object]) -> list[str]:
     """Sentences about what is wrong with an event's shape; empty if it is as listed. For tests and for debugging, not for the hot path."""
-    name = event.get("k")
+    name = event.get("kind")
     kind = EVENTS.get(name) if isinstance(name, str) else None
     return [f"unknown event {name!r}"] if kind is None else kind.problems(event)

@@ -53,16 +53,16 @@ Rows = list[list[int | None]] | RowsPer
 GUARDS = ("when", "since")
 ROW_FIELDS = (
     "step",
-    "so_C",
-    "C",
-    "S",
-    "P",
-    "N",
-    "inflight",
+    "output_computed",
+    "computed",
+    "scheduled",
+    "placeholders",
+    "known",
+    "in_flight",
     "drafts",
     "num_output_tokens",
-    "v_before",
-    "v_after",
+    "final_before",
+    "final_after",
     "all_ids",
 )
 

@@ -58,7 +58,7 @@ def lacking(faults: Sequence[Fault], clearable: Sequence[bool]) -> str | None:
 
 def spared(faults: Sequence[Fault], events: Iterable[dict[str, Any]]) -> list[str]:
     """In words, the faults that never struck: their phase was over before."""
-    struck = {(e["phase"], e["number"]) for e in events if e["k"] == "live.fault"}
+    struck = {(e["phase"], e["number"]) for e in events if e["kind"] == "live.fault"}
     return [
         f"the fault `{fault.do}` of phase {fault.phase} never struck"
         for number, fault in numbered(faults)

@@ -24,7 +24,7 @@ class Trace:
         """Append an event of `kind`; returns the dict, whose fields may still be filled in until the run ends."""
         if self.rank is not None and (kind in RANKED or "rank" in fields):
             fields["rank"] = self.rank
-        event: Event = {"k": kind, "seq": len(self.events), "step": self.step, **fields}
+        event: Event = {"kind": kind, "seq": len(self.events), "step": self.step, **fields}
         self.events.append(event)
         return event
 

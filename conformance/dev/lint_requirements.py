@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The example traces of requirements (`good`, `bad`), evaluated with stand-in constants: an example holds only what its check reads.
 
-Before the events of a trace, `{cap: {...}}` sets capabilities and `{k: run.start, ...}` constants of the run.
+Before the events of a trace, `{cap: {...}}` sets capabilities and `{kind: run.start, ...}` constants of the run.
 
 
 Lint of requirements: wording, sources, and that their checks do what their examples say.
@@ -102,7 +102,7 @@ def _constants(
     cfg = dict(CFG)
     for event in trace:
         said |= event.get("cap", {})
-        if event.get("k") == "run.start":
+        if event.get("kind") == "run.start":
             cfg |= event
     choices = [complete({**caps, **said}) for caps in CAPS]
     return next((caps for caps in choices if req.applies_to(caps)), choices[0]), cfg
@@ -110,7 +110,7 @@ def _constants(
 
 def _prepare(trace: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The events, numbered."""
-    events = [event for event in trace if "k" in event]
+    events = [event for event in trace if "kind" in event]
     return [{"seq": seq, "step": 0, **event} for seq, event in enumerate(events)]
 
 
@@ -125,12 +125,12 @@ def misspelt(req: Requirement) -> Iterator[str]:
 
 
 def _misspelt_event(name: str, event: Any) -> Iterator[str]:
-    if not isinstance(event, dict) or not ("k" in event or event.keys() == {"cap"}):
+    if not isinstance(event, dict) or not ("kind" in event or event.keys() == {"cap"}):
         yield f"{name}: {event!r} is no event"
-    elif "k" in event:
-        kind = EVENTS.get(event["k"])
+    elif "kind" in event:
+        kind = EVENTS.get(event["kind"])
         if kind is None:
-            yield f"{name}: unknown event {event['k']!r}{did_you_mean(str(event['k']), EVENTS)}"
+            yield f"{name}: unknown event {event['kind']!r}{did_you_mean(str(event['kind']), EVENTS)}"
         else:
             for field in event.keys() - kind.fields.keys() - set(COMMON_FIELDS):
                 yield f"{name}: {kind.name} has no field {field!r}"

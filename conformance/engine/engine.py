@@ -214,7 +214,7 @@ class Engine(EngineControl, EngineExecution):
                 called = {
                     e["hook"]
                     for e in trace.events
-                    if e["k"] == "hook.called" and e["half"] == "scheduler"
+                    if e["kind"] == "hook.called" and e["half"] == "scheduler"
                 }
                 for item, ok, detail in (
                     *inspect_instance(self.connector),
@@ -314,11 +314,8 @@ class Engine(EngineControl, EngineExecution):
 
     def _layer_hook(self, call: Call) -> None:
         kind = "layer.wait" if call.hook == "wait_for_layer_load" else "layer.save"
-        self.worker.order += 1
         bound = bool(call.event and call.event["bound"])
-        event = self.trace.emit(
-            kind, layer=call.arg(0, "layer_name"), bound=bound, order=self.worker.order
-        )
+        event = self.trace.emit(kind, layer=call.arg(0, "layer_name"), bound=bound)
         if kind == "layer.save":
             cache = self.oracle.cache
             registered, given = (

@@ -214,7 +214,7 @@ class Follower(Worker):
     def begin(self, output: Any, fresh: list[tuple[int, str]]) -> None:
         """After the leader's `begin`, before its step."""
         leader = self.leader
-        self.fresh, self.rows, self.order, self._nonce = fresh, leader.rows, 0, leader._nonce
+        self.fresh, self.rows, self._nonce = fresh, leader.rows, leader._nonce
         self._corruption = leader._corruption
         if output.total_num_scheduled_tokens:
             self._encoded = self.cache.book.rows(
@@ -304,8 +304,6 @@ class EngineExecution:
             "worker.step_begin",
             forward=total > 0,
             tokens=total,
-            attn_metadata_none=total == 0,
-            failed_forward=False,
         )
         self.oracle.failed_blocks, self.oracle.failed_reqs, self.reported_now = set(), set(), set()
         self.observer.activity += 1 if total else 0
@@ -315,9 +313,7 @@ class EngineExecution:
             for rank in self.ranks:
                 rank.worker.overlap.take_back()
         self.ledger.after_execute(self.worker.rows, failed)
-        ended = dict(
-            forward=total > 0, tokens=total, attn_metadata_none=total == 0, failed_forward=False
-        )
+        ended = dict(forward=total > 0, tokens=total)
         self.trace.emit(
             "worker.step_end",
             **ended,
@@ -332,7 +328,7 @@ class EngineExecution:
         bound = [
             e
             for e in self.trace.events[first:]
-            if e["k"] == "hook.called" and e["hook"] == "bind_connector_metadata"
+            if e["kind"] == "hook.called" and e["hook"] == "bind_connector_metadata"
         ]
         return sorted({e["rank"] for e in bound if e["depth"] == 0})
 

@@ -132,7 +132,6 @@ class Worker:
         self._reads: list[Reads] = []
         self._corruption: dict[str, int] = {}
         self._nonce = 0
-        self.order = 0
         self.scheduled: set[str] = set()
         self._poison([(0, "the null block")])
 
@@ -185,7 +184,6 @@ class Worker:
         self.rows = self.batch.rows(output)
         self._nonce = (self._nonce + 1) & 0xFFFF
         self._corruption = {}
-        self.order = 0
         contents = []
         for row in self.rows:
             content = row.content()

@@ -61,7 +61,7 @@ def pairs_of(
     }
     states: dict[str, str] = {}
     for event in trace:
-        kind = event["k"]
+        kind = event["kind"]
         if kind == "req.state":
             found.add(f"{event['from']} > {event['to']}, {event['by']} | {axes[0]}")
             states[event["req"]] = event["to"]
@@ -187,7 +187,7 @@ def reached(trace: Iterable[dict[str, Any]]) -> list[str]:
     loading: set[str] = set()
     waited_for: set[str] = set()
     for event in trace:
-        kind = event["k"]
+        kind = event["kind"]
         if kind == "lookup" and (event["tokens"] or 0) > 0:
             found.add("hit")
         elif kind == "load.due":
@@ -203,7 +203,7 @@ def reached(trace: Iterable[dict[str, Any]]) -> list[str]:
             found.add("abort")
             if event["req"] in loading:
                 found.add("abort during a load")
-            if event["inflight"] or event["req"] in loading | waited_for:
+            if event["in_flight"] or event["req"] in loading | waited_for:
                 found.add("abort in flight")
         elif kind == "request.new" and event["generation"] > 0:
             found.add("id taken again")

@@ -33,7 +33,7 @@ class Stay:
 
 def source(event: Event) -> tuple[str, int] | None:
     """(request, position) that the bytes of a kv.wrong were first computed for, as its `origin` says; None if it names none."""
-    found = _PLACE.search(str(event.get("origin") or "")) if event["k"] == "kv.wrong" else None
+    found = _PLACE.search(str(event.get("origin") or "")) if event["kind"] == "kv.wrong" else None
     return (found[2], int(found[1])) if found else None
 
 
@@ -43,14 +43,14 @@ def stays(trace: Iterable[Event], until: int) -> dict[str, list[Stay]]:
     for e in trace:
         if e["seq"] > until:
             break
-        if e["k"] == "req.scheduled":
+        if e["kind"] == "req.scheduled":
             mine = found.setdefault(e["req"], [])
             if mine and mine[-1].generation != e["generation"]:
                 mine.clear()  # another request of the same id
             if not mine or mine[-1].preempted is not None:
                 mine.append(Stay(e["step"], e["generation"], []))
             mine[-1].table = e["table"]
-        elif e["k"] == "req.state" and e["to"] == "PREEMPTED" and found.get(e["req"]):
+        elif e["kind"] == "req.state" and e["to"] == "PREEMPTED" and found.get(e["req"]):
             found[e["req"]][-1].preempted = e["step"]
     return found
 
@@ -172,15 +172,15 @@ def excerpt(trace: list[Event], seq: int, req: str | None) -> list[Event]:
     If it is about what is left over at the end, the lives of the requests that it belongs to.
     """
     event = next(e for e in trace if e["seq"] == seq)
-    left = _left_over(trace, event) if event["k"] == "run.end" else []
+    left = _left_over(trace, event) if event["kind"] == "run.end" else []
     mine = {req} if req is not None else set(left)
     chosen = [
         e
         for e in trace
         if e["seq"] == seq
-        or e["k"] in TOLD
+        or e["kind"] in TOLD
         and (not mine or _about(e, mine))
-        or e["k"] == "hook.returned"
+        or e["kind"] == "hook.returned"
         and e["error"] is not None
     ]
     before = [e for e in chosen if e["seq"] <= seq][-(EXCERPT // 2 if left else EXCERPT) :]
@@ -217,14 +217,14 @@ def _holders(trace: list[Event], end: Event) -> list[str]:
     for e in trace:
         if e.get("on") != end.get("on"):
             continue
-        if e["k"] == "engine.lifecycle" and e["op"] == "restart":  # another pool
+        if e["kind"] == "engine.lifecycle" and e["op"] == "restart":  # another pool
             held.clear()
-        elif e["k"] == "block" and e["op"] == "alloc" and e["owner"] not in (None, "nobody"):
+        elif e["kind"] == "block" and e["op"] == "alloc" and e["owner"] not in (None, "nobody"):
             held[e["id"]] = [e["owner"]]
-        elif e["k"] == "block" and e["op"] == "free" and e["ref"] == 0:
+        elif e["kind"] == "block" and e["op"] == "free" and e["ref"] == 0:
             held.pop(e["id"], None)
         elif (
-            e["k"] == "req.finished"
+            e["kind"] == "req.finished"
         ):  # with a local hit, it has blocks that were handed out to others
             for block in {block for _, _, table in e["tables"] for block in table if block != 0}:
                 held.setdefault(block, []).append(e["req"])
@@ -236,7 +236,7 @@ def _lives(trace: list[Event], reqs: list[str], seq: int) -> list[Event]:
     reqs = reqs[: EXCERPT // LEAST]
     found: list[Event] = []
     for req in reqs:
-        mine = [e for e in trace if e["k"] in LIFE and e["seq"] < seq and e["req"] == req]
+        mine = [e for e in trace if e["kind"] in LIFE and e["seq"] < seq and e["req"] == req]
         size = EXCERPT // len(reqs)
         found += mine if len(mine) <= size else mine[: size // 2] + mine[size // 2 - size :]
     return found
@@ -253,11 +253,11 @@ def _of_origin(trace: list[Event], event: Event) -> list[Event]:
         for e in trace
         if e.get("req") in (req, story[0] if story else req)
         and (
-            e["k"] == "req.state"
+            e["kind"] == "req.state"
             and "PREEMPTED" in (e["from"], e["to"])
-            or e["k"] == "req.scheduled"
-            and e["kind"] in ("new", "resumed")
-            or e["k"] == "plan"
+            or e["kind"] == "req.scheduled"
+            and e["listed_as"] in ("new", "resumed")
+            or e["kind"] == "plan"
             and e["op"] == "save"
             and e["start"] <= max(pos, event["pos"])
             and min(pos, event["pos"]) < e["end"]

@@ -105,14 +105,14 @@ def _lookup(e: Event) -> str:
         if whole
         else f"{tokens!r}, a {type(tokens).__name__}"
     )
-    asked = f"asked for {e['req']} ({e['N']} tokens, {local} of them local), the connector answered {answer}"
+    asked = f"asked for {e['req']} ({e['known']} tokens, {local} of them local), the connector answered {answer}"
     asked += " (asynchronous)" if tokens is not None and e["is_async"] else ""
     if e.get("computed_before_reset"):
         return f"{asked}; of what it promises, {e['computed_before_reset']} tokens are from before a reset of its cache"
-    if whole and tokens > 0 and not e["is_async"] and local + tokens >= e["N"]:
+    if whole and tokens > 0 and not e["is_async"] and local + tokens >= e["known"]:
         asked += (
             ", which leaves nothing to compute"
-            if local + tokens == e["N"]
+            if local + tokens == e["known"]
             else ", more than the request has"
         )
     if whole and local + tokens <= min(e["ever_computed"], e["ever_plain"]):
@@ -199,7 +199,7 @@ def _bound(e: Event) -> str:
 def _plan(e: Event) -> str:
     return (
         f"the connector plans to {e['op']} positions {e['start']}-{e['end'] - 1} of {e['req']} ({e['timing'].replace('_', ' ')})"
-        f" when C={e['C']}, S={e['S']}, P={e['P']} and N={e['N']} tokens are known"
+        f" with {e['computed']} tokens computed, {e['scheduled']} scheduled, {e['placeholders']} placeholders and {e['known']} known"
     )
 
 
@@ -333,5 +333,5 @@ _TEXT: dict[str, Callable[[Event], str]] = {
 
 def describe(event: Event) -> str | None:
     """One sentence about an event, or None if its kind says enough by itself."""
-    text = _TEXT.get(event["k"])
+    text = _TEXT.get(event["kind"])
     return text(event) if text is not None else None

@@ -35,7 +35,7 @@ def note_unfilled(trace: Iterable[Event]) -> None:
     open_allocs: list[Event] = []
     size = 1
     for e in trace:
-        kind, on = e["k"], e.get("on")
+        kind, on = e["kind"], e.get("on")
         if kind == "run.start":
             size = e["block_size"]
         elif kind == "transfer.failed" and not e["is_async"]:
@@ -46,7 +46,10 @@ def note_unfilled(trace: Iterable[Event]) -> None:
         elif kind == "block" and e["op"] == "alloc":
             failed.pop((on, e["id"]), None)
         elif kind == "req.scheduled" and failed:
-            for position in range(e["so_C"], min(e["so_C"] + e["S"], len(e["table"]) * size)):
+            for position in range(
+                e["output_computed"],
+                min(e["output_computed"] + e["scheduled"], len(e["table"]) * size),
+            ):
                 key = on, e["table"][position // size]
                 if key in failed:
                     failed[key].discard(position % size)
@@ -66,27 +69,27 @@ def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
     finished: dict[tuple[Any, ...], int] = {}  # request -> step
     waiting: dict[tuple[Any, str], tuple[int, str]] = {}
     for e in trace:
-        if e["k"] == "lookup" and e.get("starved"):
+        if e["kind"] == "lookup" and e.get("starved"):
             waiting[e.get("on"), e["req"]] = e["seq"], STARVED.format(req=e["req"])
-        elif e["k"] in ("alloc", "req.finished"):
+        elif e["kind"] in ("alloc", "req.finished"):
             waiting.pop((e.get("on"), e["req"]), None)  # it was only late
-        elif e["k"] == "run.end" and waiting and not e["quiesced"]:
+        elif e["kind"] == "run.end" and waiting and not e["quiesced"]:
             return min(waiting.values())
-        if e["k"] in ("req.finished", "sample"):
+        if e["kind"] in ("req.finished", "sample"):
             who = e.get("on"), e["req"], e["generation"]
             if e["step"] > finished.get(who, e["step"]):
                 return e["seq"], OVERRUN.format(req=e["req"])
-            if e["k"] == "req.finished":
+            if e["kind"] == "req.finished":
                 finished[who] = e["step"]
-        elif e["k"] == "transfer.failed":
+        elif e["kind"] == "transfer.failed":
             failed = failed or not e["is_async"]
         elif (
             failed
-            and e["k"] == "req.state"
+            and e["kind"] == "req.state"
             and e["reason"] == "rollback"
-            and 0 < e["P"] != e["C"] - e["N"] + 1
+            and 0 < e["placeholders"] != e["computed"] - e["known"] + 1
         ):
             return e["seq"], MISCOUNTED.format(req=e["req"])
-        elif failed and e["k"] == "alloc" and e.get("unfilled"):
+        elif failed and e["kind"] == "alloc" and e.get("unfilled"):
             return e["seq"], SERVED.format(req=e["req"])
     return None

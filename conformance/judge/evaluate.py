@@ -56,7 +56,7 @@ def _looked_at(trace: Iterable[Event]) -> tuple[set[str], set[tuple[str, str]]]:
     seen: set[str] = set()
     called: set[tuple[str, str]] = set()
     for event in trace:
-        kind = event["k"]
+        kind = event["kind"]
         seen.add(kind)
         if kind in HOOKED and "hook" in event:
             called.add((kind, event["hook"]))
@@ -126,7 +126,7 @@ def evaluate(
     last: Event | None = None
     for event in events:
         last = event
-        kind = event["k"]
+        kind = event["kind"]
         watches = (
             of_hooks[kind, event["hook"]]
             if kind in HOOKED and "hook" in event

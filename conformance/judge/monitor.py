@@ -98,7 +98,7 @@ class Monitor:
                 if isinstance(error, KeyError)
                 else f"{type(error).__name__}: {error}"
             )
-            self.error = f"the check of {self.requirement.id} cannot be evaluated on {event['k']} #{event.get('seq', '?')}: {text}"
+            self.error = f"the check of {self.requirement.id} cannot be evaluated on {event['kind']} #{event.get('seq', '?')}: {text}"
 
     def violate(
         self, at: Event, about: Event, message: Callable[[], str], trigger: Event | None = None
@@ -158,7 +158,7 @@ class InvariantMonitor(Monitor):
         expression = self.requirement.expressions["check"]
         guard = self.requirement.expressions.get("where")
         if expression.constant:
-            return f"{e['k']} occurred" + (
+            return f"{e['kind']} occurred" + (
                 f" with `{guard.source}`: {guard.values(e)}" if guard else ""
             )
         source, values = expression.culprit(wanted, self.cap, self.cfg, e)
@@ -188,7 +188,9 @@ class CountMonitor(Monitor):
                 self.last[key] = e
                 if most is not None and number > most:
                     self.violate(
-                        e, e, lambda: f"{number} times {e['k']}{self.of(e)}, at most {most} allowed"
+                        e,
+                        e,
+                        lambda: f"{number} times {e['kind']}{self.of(e)}, at most {most} allowed",
                     )
 
         return {req.event: on_event}
@@ -252,7 +254,7 @@ class PrecedeMonitor(Monitor):
         before = _match_text(self.requirement.precede.before)
         state = "was over before it" if ended else "came before it"
         return (
-            f"{t['k']} {'after' if ended else 'without'} {before}"
+            f"{t['kind']} {'after' if ended else 'without'} {before}"
             + (f", which {state}" if ended else "")
             + self.values(t)
         )
@@ -349,7 +351,7 @@ class RespondMonitor(Monitor):
             else ""
         )
         text = f" ({values})" if values else ""
-        return f"{t['k']} #{t.get('seq', '?')}{text} was not followed by {_match_text(respond.then)} before {_match_text(respond.by)}"
+        return f"{t['kind']} #{t.get('seq', '?')}{text} was not followed by {_match_text(respond.then)} before {_match_text(respond.by)}"
 
     def finish(self, last: Event | None = None) -> None:
         self.unresolved = sum(map(len, self.open.values()))

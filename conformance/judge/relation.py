@@ -49,7 +49,7 @@ class RelateMonitor(Monitor):
         self.exercised = sum(len(group) for group in first.values()) + sum(
             len(group) for group in second.values()
         )
-        end: Event = traces[0][-1] if traces[0] else {"k": "run.end", "seq": 0, "step": 0}
+        end: Event = traces[0][-1] if traces[0] else {"kind": "run.end", "seq": 0, "step": 0}
         differences = [
             (one[1] if one is not None else end, key, index, one, two)
             for key in dict.fromkeys(
@@ -91,7 +91,7 @@ class RelateMonitor(Monitor):
         per = expressions["per"].bind(self.cap, self.cfg) if "per" in expressions else None
         found: Groups = {}
         for event in trace:
-            if event["k"] == relate.event and (where is None or where(event)):
+            if event["kind"] == relate.event and (where is None or where(event)):
                 key = hashable(per(event)) if per is not None else None
                 found.setdefault(key, []).append((project(event), event))
         return found
@@ -126,7 +126,7 @@ def _told(side: Side | None) -> str:
     return (
         "nothing of the kind"
         if side is None
-        else describe(dict(side[1])) or f"{side[1]['k']} {side[0]!r}"
+        else describe(dict(side[1])) or f"{side[1]['kind']} {side[0]!r}"
     )
 
 

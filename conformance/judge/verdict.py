@@ -38,7 +38,7 @@ def evaluate_sides(
     cfg: Mapping[str, Any] | None = None,
 ) -> dict[str, Monitor]:
     """As `evaluate`. With several engines, the outcomes of their shares are put together: violations in their order, counts added up."""
-    roles = next((event["engines"] for event in trace[:2] if event["k"] == "run.engines"), None)
+    roles = next((event["engines"] for event in trace[:2] if event["kind"] == "run.engines"), None)
     if roles is None:
         return evaluate(requirements, trace, cap, cfg)
     listed = list(requirements)
@@ -48,7 +48,7 @@ def evaluate_sides(
         part = [
             event
             for event in trace
-            if event.get(ENGINE_FIELD, name) == name or event["k"] in EVERYBODYS
+            if event.get(ENGINE_FIELD, name) == name or event["kind"] in EVERYBODYS
         ]
         for identifier, monitor in evaluate(
             single, part, cap, {**(cfg or {}), "role": role}
@@ -286,21 +286,25 @@ def rows_for(
 
 def _harness_crash(trace: Sequence[Event]) -> str | None:
     """The error of an `engine.crash` that is the harness's own fault."""
-    found = next((e for e in trace if e["k"] == "engine.crash" and e["where"] == "harness"), None)
+    found = next(
+        (e for e in trace if e["kind"] == "engine.crash" and e["where"] == "harness"), None
+    )
     return None if found is None else f"the harness failed: {found['error']}"
 
 
 def _crash_time(trace: Sequence[Event]) -> int | None:
     """The seq after which everything is explained by the crash; None without one, also if the case shut the engine down with work left."""
     for event in trace:
-        if event["k"] == "engine.crash":
+        if event["kind"] == "engine.crash":
             return int(event["seq"])
-    last = trace[-1] if trace else {"k": ""}
+    last = trace[-1] if trace else {"kind": ""}
     cut = any(
-        event["k"] == "engine.lifecycle" and event["op"] == "shutdown_again" for event in trace
+        event["kind"] == "engine.lifecycle" and event["op"] == "shutdown_again" for event in trace
     )
     return (
-        int(last["seq"]) - 1 if last["k"] == "run.end" and last.get("crashed") and not cut else None
+        int(last["seq"]) - 1
+        if last["kind"] == "run.end" and last.get("crashed") and not cut
+        else None
     )
 
 
@@ -308,7 +312,7 @@ def _judge_watched(
     watched: list[tuple[Requirement, Row]], runs: Mapping[str, RunLike], caps: Mapping[str, Any]
 ) -> None:
     trace = runs["connector"].trace
-    cfg = trace[0] if trace and trace[0]["k"] == "run.start" else {}
+    cfg = trace[0] if trace and trace[0]["kind"] == "run.start" else {}
     found: dict[str, Monitor] = dict(evaluate_sides((req for req, _ in watched), trace, caps, cfg))
     traces = {name: run.trace for name, run in runs.items()}
     for req, _ in watched:

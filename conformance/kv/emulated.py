@@ -116,10 +116,7 @@ class Emulated:
         told = [
             note for note in new if note.kind != "sync" or note.thread == here
         ]  # a thread of the connector's may wait
-        return [
-            {"what": note.kind, "text": f"{note.what} at {note.where}", "stream": note.stream}
-            for note in told
-        ]
+        return [{"what": note.kind, "text": f"{note.what} at {note.where}"} for note in told]
 
 
 @contextmanager

@@ -67,7 +67,7 @@ class Plains:
                     )
                 with (here / "run" / "out.jsonl").open("a", encoding="utf-8") as file:
                     file.write(
-                        json.dumps({"k": "note", "seconds": made.ended.seconds}) + "\n"
+                        json.dumps({"kind": "note", "seconds": made.ended.seconds}) + "\n"
                     )  # how fast this machine is
                 (here / "run" / "out.jsonl").rename(done)
                 shutil.rmtree(here / "run", ignore_errors=True)

@@ -316,7 +316,6 @@ class BlockOracle:
             kv="both",
             pos=number * size,
             count=size,
-            slot=load.block(number) * size,
             block=load.block(number),
             via="external",
             transfer=told.transfer,

@@ -56,7 +56,7 @@ class Child:
         self.striking = Striking(job.desk)
 
     def write(self, kind: str, **fields: Any) -> None:
-        self.out.write(json.dumps({"k": kind, **fields}) + "\n")
+        self.out.write(json.dumps({"kind": kind, **fields}) + "\n")
         self.out.flush()
 
     def run(self) -> None:

@@ -33,7 +33,7 @@ def compare(plain: Mapping[str, Answer], outcome: Outcome) -> list[Event]:
     found = []
     for phase in outcome.phases:
         found += [
-            {"k": "live.tokens", "phase": phase.name, **_one(plain[a.id], a)}
+            {"kind": "live.tokens", "phase": phase.name, **_one(plain[a.id], a)}
             for a in phase.answers
             if a.id in plain
         ]
@@ -78,7 +78,7 @@ def _one(plain: Answer, answer: Answer) -> Event:
 
 def describe(event: Event) -> str | None:
     """In words, what a `live.*` event that broke a requirement says; None for another."""
-    if event["k"] == "live.tokens" and not event["same"]:
+    if event["kind"] == "live.tokens" and not event["same"]:
         where = (
             f"request {event['req']} (phase {event['phase']}, prompt of {event['prompt']} tokens)"
         )
@@ -86,7 +86,7 @@ def describe(event: Event) -> str | None:
             return f"{where} got {event['count']} tokens, without the connector {event['plain']}"
         gap = f"its second choice there was less likely by a factor of {2.718281828 ** event['gap']:.3g}"
         return f"{where}: token {event['at']} of the answer is {event['token']}, without the connector {event['instead']} ({gap})"
-    if event["k"] == "live.tokens":
+    if event["kind"] == "live.tokens":
         where = (
             f"request {event['req']} (phase {event['phase']}, prompt of {event['prompt']} tokens)"
         )
@@ -94,7 +94,7 @@ def describe(event: Event) -> str | None:
             f"{where}: the log probability of token {event['drift_at']} of the answer, the same token as without the connector, "
             f"is off by {event['drift']:.3g}"
         )
-    if event["k"] == "live.end" and event["how"] != "ended":
+    if event["kind"] == "live.end" and event["how"] != "ended":
         after = f": {event['error']}" if event["error"] else ""
         what = {
             "crash": "vLLM ended with an error",
@@ -102,21 +102,21 @@ def describe(event: Event) -> str | None:
             "killed": "vLLM's process died",
         }[event["how"]]
         return f"{what} in phase {event['phase'] or 'start'}{after}"
-    if event["k"] == "live.end":
+    if event["kind"] == "live.end":
         left = [
             f"{name} {', '.join(map(str, event[name]))}"
             for name in ("processes", "ports", "files")
             if event[name]
         ]
         return f"left behind: {'; '.join(left)}"
-    if event["k"] == "live.load":
+    if event["kind"] == "live.load":
         bad = [
             f"{event[name]} {words}"
             for name, words in (("wrong", "hold other bytes"), ("missing", "were not written"))
             if event[name]
         ]
         return f"of {event['blocks']} blocks loaded for {event['req']} ({event['granted']} tokens) {', '.join(bad) or 'none is wrong'}"
-    if event["k"] == "live.phase":
+    if event["kind"] == "live.phase":
         return f"before phase {event['phase']}, when all requests had long finished, vLLM could not empty its prefix cache: blocks are held"
     return None
 
@@ -135,7 +135,7 @@ def own_events(
         counts = phase.counts
         found.append(
             {
-                "k": "live.phase",
+                "kind": "live.phase",
                 "phase": phase.name,
                 "answers": len(phase.answers),
                 "reset": phase.reset_done,
@@ -151,7 +151,7 @@ def own_events(
     found += compare(plain, outcome)
     totals = happened(outcome, failed_loads)
     found += [
-        {"k": "live.happened", "what": what, "count": count, "due": what in scenario.due}
+        {"kind": "live.happened", "what": what, "count": count, "due": what in scenario.due}
         for what, count in totals.items()
     ]
     return [*found, end_event(outcome, ended)]
@@ -217,7 +217,7 @@ def end_event(outcome: Outcome, ended: Ended) -> Event:
     )
     processes = [*([OWN] if stays else []), *ended.processes]
     return {
-        "k": "live.end",
+        "kind": "live.end",
         "how": how,
         "phase": None if how == "ended" else outcome.current,
         "error": error,
@@ -232,7 +232,7 @@ def _bare(variant: Variant, start: dict[str, Any], made: Made) -> list[dict[str,
     from kvconform.compat.installed import check_vllm
 
     first = {
-        "k": "run.start",
+        "kind": "run.start",
         "seq": 0,
         "step": 0,
         **start,

@@ -125,7 +125,7 @@ class Outcome:
                 data = json.loads(line)
             except ValueError:
                 break
-            kind = data.pop("k")
+            kind = data.pop("kind")
             if kind == "begin":
                 found.current = data["name"]
             elif kind == "phase":

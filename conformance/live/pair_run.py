@@ -345,7 +345,7 @@ def _trace(
     channels = [traces.channels(part) for part in parts.values() if part]
     found: list[Event] = [
         {**first, "role": "kv_both"},
-        {"k": "run.engines", "step": 0, "engines": ROLES},
+        {"kind": "run.engines", "step": 0, "engines": ROLES},
     ]
     for name, part in parts.items():
         place: dict[int, int] = {}
@@ -356,7 +356,7 @@ def _trace(
                 for key in traces.REFERENCES
                 if event.get(key) is not None
             }
-            if name == "p" and event["k"] == "engine.crash" and scenario.pair == "killed":
+            if name == "p" and event["kind"] == "engine.crash" and scenario.pair == "killed":
                 continue  # nobody's fault but ours
             found.append({**event, **moved, "on": name})
     own = own_events(
@@ -367,7 +367,7 @@ def _trace(
         _failed(found),
         {scenario.pair or ""},
     )
-    tokens_of = {event["req"]: event for event in own if event["k"] == "live.tokens"}
+    tokens_of = {event["req"]: event for event in own if event["kind"] == "live.tokens"}
     for name, stale in pair.stale.items():
         told = tokens_of.get(name)
         wrong = told is not None and not told["same"] and not told["ambiguous"]
@@ -375,7 +375,7 @@ def _trace(
         own.insert(
             -1,
             {
-                "k": "pair.request",
+                "kind": "pair.request",
                 "on": "d",
                 "req": name,
                 "generation": 0,
@@ -421,7 +421,7 @@ def _together(ended: dict[str, Ended]) -> Ended:
 
 
 def _failed(events: list[Event]) -> int:
-    return sum(event["k"] == "transfer.failed" for event in events)
+    return sum(event["kind"] == "transfer.failed" for event in events)
 
 
 def _last_words(log: Path) -> str:

@@ -234,12 +234,10 @@ class Recorder:
         self._dead = True
         from kvconform.engine.fault import _blame
 
-        where, hook, cause, last = _blame(error), None, None, self.probe.last_error
+        where, hook, last = _blame(error), None, self.probe.last_error
         if last is not None and last[1] in (error, error.__cause__, error.__context__):
-            where, hook, cause = "hook", last[0], last[2]
-        self.trace.emit(
-            "engine.crash", where=where, error=one_line(error), hook=hook, cause_seq=cause
-        )
+            where, hook = "hook", last[0]
+        self.trace.emit("engine.crash", where=where, error=one_line(error), hook=hook)
 
     def _shutdown(self, original: Callable[..., Any], core: Any, *args: Any, **kwargs: Any) -> Any:
         if (

@@ -70,7 +70,7 @@ def run_live(
         pace=float(plain.note.get("seconds", 0.0)),
     )
     events = _trace(scenario, variant, wanted, made, plain, seed, target)
-    if any(e["k"] == "live.tokens" and not e["same"] and not e["ambiguous"] for e in events):
+    if any(e["kind"] == "live.tokens" and not e["same"] and not e["ambiguous"] for e in events):
         # Is it the connector, or this way of starting vLLM?
         own, _ = plain_runs.get(
             _unhurried(resolved(wanted, plain)), scenario.start
@@ -103,7 +103,7 @@ def _unhurried(wanted: list[Play]) -> list[Play]:
 
 
 def _failed_loads(events: list[dict[str, Any]]) -> int:
-    return sum(e["k"] == "transfer.failed" for e in events)
+    return sum(e["kind"] == "transfer.failed" for e in events)
 
 
 def _trace(
@@ -127,7 +127,7 @@ def _trace(
     found = traces.collect(made.traces, **how, **start) or _bare(variant, start, made)
     hits = {play.name for play in wanted if play.hits}
     own = own_events(scenario, made.outcome, made.ended, plain.answers, _failed_loads(found), hits)
-    last = found.pop() if found[-1]["k"] == "run.end" else None
+    last = found.pop() if found[-1]["kind"] == "run.end" else None
     step = found[-1]["step"]
     for event in [*own, *([last] if last else [])]:
         found.append({**event, "seq": len(found), "step": event.get("step", step)})

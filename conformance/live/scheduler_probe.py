@@ -195,7 +195,12 @@ class SchedulerProbe:
     ) -> Share:
         event = self.ledger._current[req]
         share = Share(
-            req, event["so_C"], event["S"], event["drafts"], event, event["kind"] != "cached"
+            req,
+            event["output_computed"],
+            event["scheduled"],
+            event["drafts"],
+            event,
+            event["listed_as"] != "cached",
         )
         self.ledger._flying.setdefault(req, []).append(event)
         known, request = self.roster.known[req], self.scheduler.requests[req]
@@ -264,8 +269,8 @@ class SchedulerProbe:
         if share.drafts and index is not None and index < len(result.sampled_token_ids):
             end += max(0, len(result.sampled_token_ids[index]) - 1)
         if any(share.event is event for event in self.ledger._flying.get(share.req, ())):
-            share.event["v_before"] = min(before, share.start + share.count)
-            share.event["v_after"] = None if failed else end
+            share.event["final_before"] = min(before, share.start + share.count)
+            share.event["final_after"] = None if failed else end
         known.valid_end = end
         known.tainted = known.tainted or failed
 

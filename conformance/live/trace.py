@@ -58,7 +58,7 @@ CHANNELS = frozenset({"hooks", "sched", "kv", "live"})
 happens on a device."""
 UNWRITTEN = 1 << 40
 """From here on events are numbered, within their process, that it could not write itself."""
-REFERENCES = ("called_seq", "cause_seq")
+REFERENCES = ("called_seq",)
 """Fields that hold the `seq` of another event of the same process."""
 
 
@@ -77,15 +77,15 @@ def collect(
     processes = [events for path in sorted(directory.glob("*.jsonl")) if (events := read(path))]
     if not processes:
         return []
-    processes.sort(key=lambda events: not any(e["k"] == "run.start" for e in events))
+    processes.sort(key=lambda events: not any(e["kind"] == "run.start" for e in events))
     merged = _merge(processes)
     _every_rank(merged)
-    starts = [e for e in merged if e["k"] == "run.start"]
-    ends = [e for e in merged if e["k"] == "run.end"]
+    starts = [e for e in merged if e["kind"] == "run.start"]
+    ends = [e for e in merged if e["kind"] == "run.end"]
     rest = [
         e
         for e in merged
-        if e["k"] not in ("run.start", "run.end") or e is (ends[-1] if ends else None)
+        if e["kind"] not in ("run.start", "run.end") or e is (ends[-1] if ends else None)
     ]
     trace = [*({**e, **start} for e in starts[:1]), *rest]
     if starts and not ends:
@@ -96,13 +96,13 @@ def collect(
 def channels(trace: Iterable[Event]) -> frozenset[str]:
     """The channels that a trace has: `kv` only where the workers could look at the KV, and with a connector `hooks`."""
     events = list(trace)
-    looked = [e for e in events if e["k"] == "live.kv"]
+    looked = [e for e in events if e["kind"] == "live.kv"]
     found = {"sched", "live"}
-    if any(e["k"] == "hook.called" for e in events):
+    if any(e["kind"] == "hook.called" for e in events):
         found.add("hooks")
     if looked and all(e["watched"] and e["compared"] and e["poisoned"] for e in looked):
         found.add("kv")
-    if any(e["k"] == "plan" for e in events):
+    if any(e["kind"] == "plan" for e in events):
         found.add("plan")
     return frozenset(found)
 
@@ -131,8 +131,8 @@ def _merge(processes: list[list[Event]]) -> list[Event]:
     found: list[Event] = by_step.pop(0, [])
     for index, event in enumerate(main):
         found.append(event)
-        following = main[index + 1]["k"] if index + 1 < len(main) else ""
-        scheduled = event["k"] in ("req.scheduled", "block", "queries", "step.scheduled")
+        following = main[index + 1]["kind"] if index + 1 < len(main) else ""
+        scheduled = event["kind"] in ("req.scheduled", "block", "queries", "step.scheduled")
         if (
             scheduled
             and following not in ("req.scheduled", "block", "queries", "step.scheduled")
@@ -148,10 +148,10 @@ def _every_rank(events: list[Event]) -> None:
     """Each of several ranks knows of itself that it was bound in a step; put together, it is what worker.step_end says. Changes these."""
     bound: dict[int, set[int]] = {}
     for event in events:
-        if event["k"] == "worker.step_end":
+        if event["kind"] == "worker.step_end":
             bound.setdefault(event["step"], set()).update(event["ranks"])
     for event in events:
-        if event["k"] == "worker.step_end":
+        if event["kind"] == "worker.step_end":
             event["ranks"] = sorted(bound[event["step"]])
 
 
@@ -159,7 +159,7 @@ def _built(main: list[Event], index: int) -> bool:
     """Whether the step's output is complete: its requests were listed."""
     step = main[index]["step"]
     return any(
-        e["k"] == "step.scheduled" and e["step"] == step
+        e["kind"] == "step.scheduled" and e["step"] == step
         for e in main[max(0, index - 400) : index + 1]
     )
 
@@ -188,7 +188,7 @@ def _cut_short(trace: list[Event], *, killed: bool, ended: bool) -> list[Event]:
         fields = {name: running[name] for name in ("hook", "half", "rank", "depth")}
         found.append(
             {
-                "k": "hook.returned",
+                "kind": "hook.returned",
                 **common,
                 "_pid": running["_pid"],
                 **fields,
@@ -207,22 +207,21 @@ def _cut_short(trace: list[Event], *, killed: bool, ended: bool) -> list[Event]:
     gone = running is not None or not (
         killed or ended
     )  # one that was shut down is ended by vLLM, and need not say so
-    if not any(e["k"] == "engine.crash" for e in trace) and gone:
+    if not any(e["kind"] == "engine.crash" for e in trace) and gone:
         where = "hook" if killed else "process"
         error = "it did not return" if killed else "the process ended"
         found.append(
             {
-                "k": "engine.crash",
+                "kind": "engine.crash",
                 **common,
                 "where": where,
                 "error": error,
                 "hook": running and running["hook"],
-                "cause_seq": None,
             }
         )
     found.append(
         {
-            "k": "run.end",
+            "kind": "run.end",
             **common,
             "quiesced": False,
             "unfinished": [],
@@ -241,6 +240,6 @@ def _cut_short(trace: list[Event], *, killed: bool, ended: bool) -> list[Event]:
 
 def _running(trace: list[Event]) -> Event | None:
     """The outermost hook that has not returned, in whatever process."""
-    returned = {(e["_pid"], e["called_seq"]) for e in trace if e["k"] == "hook.returned"}
-    called = (e for e in trace if e["k"] == "hook.called" and e["depth"] == 0)
+    returned = {(e["_pid"], e["called_seq"]) for e in trace if e["kind"] == "hook.returned"}
+    called = (e for e in trace if e["kind"] == "hook.called" and e["depth"] == 0)
     return next((e for e in called if (e["_pid"], e["seq"]) not in returned), None)

@@ -44,7 +44,7 @@ class WorkerProbe:
     def __init__(
         self, trace: Trace, probe: Probe, worker: Any, book: Book, wishes: Wishes, *, alone: bool
     ) -> None:
-        self.trace, self.probe, self.order = trace, probe, 0
+        self.trace, self.probe = trace, probe
         self.rank = int(getattr(worker, "rank", 0))
         parallel = worker.vllm_config.parallel_config
         self.ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
@@ -111,12 +111,10 @@ class WorkerProbe:
         return list(self.tensors).index(call.arg(0, "layer_name"))
 
     def _layer_hook(self, call: Call) -> None:
-        self.order += 1
         name = call.arg(0, "layer_name")
         common = {
             "layer": name,
             "bound": bool(call.event and call.event["bound"]),
-            "order": self.order,
         }
         if call.hook == "wait_for_layer_load":
             self.trace.emit("layer.wait", **common)
@@ -135,14 +133,12 @@ class WorkerProbe:
         if self.note is None:
             return
         total = output.total_num_scheduled_tokens
-        self.trace.step, self.order = self.note.step, 0
+        self.trace.step = self.note.step
         if self.metadata is not None:
             self.metadata.current_digest = self.note.digest
         self.fields = {
             "forward": total > 0,
             "tokens": total,
-            "attn_metadata_none": total == 0,
-            "failed_forward": False,
         }
         self.trace.emit("worker.step_begin", **self.fields)
         self.first = len(self.trace.events)
@@ -157,11 +153,11 @@ class WorkerProbe:
         if self.oracle is not None and not failed:
             self.oracle.end()
         ranks = [self.rank] if self.ranks > 1 and self._bound() else []
-        self.trace.emit("worker.step_end", **{**self.fields, "failed_forward": failed}, ranks=ranks)
+        self.trace.emit("worker.step_end", **self.fields, ranks=ranks)
 
     def _bound(self) -> bool:
         return any(
-            e["k"] == "hook.called" and e["hook"] == "bind_connector_metadata"
+            e["kind"] == "hook.called" and e["hook"] == "bind_connector_metadata"
             for e in self.trace.events[self.first :]
         )
 

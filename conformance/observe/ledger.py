@@ -133,7 +133,6 @@ class Ledger:
         self._states: dict[str, tuple[str, int]] = {}
         self._current: dict[str, Event] = {}
         self._flying: dict[str, list[Event]] = {}
-        self._last: dict[tuple[str, int], int] = {}
         self._told: dict[
             tuple[str, int], int
         ] = {}  # blocks of a request that the outputs have told of
@@ -165,7 +164,6 @@ class Ledger:
                     id=block.block_id,
                     group=int(groups[block.block_id]),
                     owner=None,
-                    hashed=block.block_hash is not None,
                     ref=block.ref_cnt,
                     in_flight=block.block_id in written,
                 )
@@ -190,7 +188,6 @@ class Ledger:
                 id=block,
                 group=group,
                 owner=owner,
-                hashed=False,
                 ref=1,
                 in_flight=False,
             )
@@ -235,7 +232,7 @@ class Ledger:
                 for event in self._flying.pop(
                     req, ()
                 ):  # what those steps wrote is nobody's any more
-                    event["v_after"] = None
+                    event["final_after"] = None
             why = _REASONS.get(request.status, reason) if now != status else "rollback"
             if status == RequestStatus.WAITING_FOR_REMOTE_KVS.name and not request.is_finished():
                 why = "load"  # it ended: the request waits to be admitted, as preempted if it was (R124)
@@ -246,10 +243,10 @@ class Ledger:
                 **{"from": status, "to": now},
                 reason=why,
                 by=reason,
-                C=request.num_computed_tokens,
-                P=request.num_output_placeholders,
-                N=request.num_tokens,
-                inflight=request.num_in_flight_tokens,
+                computed=request.num_computed_tokens,
+                placeholders=request.num_output_placeholders,
+                known=request.num_tokens,
+                in_flight=request.num_in_flight_tokens,
             )
         self._objects = {}  # whoever holds a request here makes it look leaked
 
@@ -331,26 +328,24 @@ class Ledger:
             "req.scheduled",
             req=req,
             generation=key[1],
-            kind=kind,
-            so_C=so_c,
-            C=before,
-            S=count,
-            P=placeholders,
-            N=request.num_tokens,
-            inflight=request.num_in_flight_tokens - count,
+            listed_as=kind,
+            output_computed=so_c,
+            computed=before,
+            scheduled=count,
+            placeholders=placeholders,
+            known=request.num_tokens,
+            in_flight=request.num_in_flight_tokens - count,
             drafts=drafts,
             new_blocks=new_blocks,
             table=tables.get(req, [[]])[0],
             num_output_tokens=outputs,
-            v_before=None,
-            v_after=None,
+            final_before=None,
+            final_after=None,
             prefill=before - placeholders < request.num_tokens - 1,
             all_ids=all_ids,
             prefill_ids=prefill_ids,
-            prev_so_C=self._last.get(key),
             told=self._told.get(key, 0) if kind == "cached" else 0,
         )
-        self._last[key] = so_c
         self._told[key] = len(tables.get(req, [[]])[0])
         for size, table in zip(self.sizes, tables.get(req, ()), strict=False):
             self._writing.update(table[before // size : -(-(before + count) // size)])
@@ -362,8 +357,8 @@ class Ledger:
         for row in rows:
             event = self._current.get(row.state.chain.req)
             if event is not None:
-                event["v_before"] = min(row.before, row.start + row.count)
-                event["v_after"] = None if row.state.chain.req in failed else row.known
+                event["final_before"] = min(row.before, row.start + row.count)
+                event["final_after"] = None if row.state.chain.req in failed else row.known
                 self._flying.setdefault(row.state.chain.req, []).append(event)
 
     # -- after update ----------------------------------------------------------------------------------------------------------
@@ -383,11 +378,10 @@ class Ledger:
                 req=req,
                 generation=self.observer.generation(req),
                 of_step=step,
-                C=request.num_computed_tokens,
-                P=request.num_output_placeholders,
-                N=request.num_tokens,
-                inflight=request.num_in_flight_tokens,
-                hashes=len(request.block_hashes),
+                computed=request.num_computed_tokens,
+                placeholders=request.num_output_placeholders,
+                known=request.num_tokens,
+                in_flight=request.num_in_flight_tokens,
                 cached_blocks=cached,
                 real=request.num_computed_tokens - request.num_output_placeholders,
                 status=request.status.name,
@@ -439,9 +433,9 @@ class Ledger:
             if (live := ref()) is not None and self.scheduler.requests.get(r) is not live
         )
         last = {
-            (e["k"], e.get("on")): e["req"]
+            (e["kind"], e.get("on")): e["req"]
             for e in self.trace.events
-            if e["k"] in ("lookup", "alloc", "req.finished")
+            if e["kind"] in ("lookup", "alloc", "req.finished")
         }
         return [] if len(found) == 1 and found[0] in last.values() else found
 
@@ -460,7 +454,7 @@ def counted(trace: Trace, scheduler: Any) -> Iterator[None]:
     admitted = [
         event
         for event in trace.events[first:]
-        if event["k"] == "alloc" and not event["second_call"]
+        if event["kind"] == "alloc" and not event["second_call"]
     ]
     reading = [
         event

@@ -177,7 +177,6 @@ class Observer(MetadataObserver):
             valid_end,
             held_contents,
         )
-        self.attempts = 0
         self.lookups: dict[tuple[str, int], dict[str, Any]] = {}
         self.failed_claims: dict[tuple[str, int, int], int] = {}
         self.transfers = 0
@@ -240,18 +239,16 @@ class Observer(MetadataObserver):
         key = (request.request_id, self.generation(request.request_id))
         previous = self.lookups.get(key)
         ever, since, anyhow = self._prefix(request)
-        self.attempts += 1
         end = local + tokens if isinstance(tokens, int) else 0
         event = self.trace.emit(
             "lookup",
             req=key[0],
             generation=key[1],
-            attempt=self.attempts,
             local=local,
             tokens=tokens,
             is_async=is_async,
             type_ok=type_ok,
-            N=request.num_tokens,
+            known=request.num_tokens,
             status=_WAITING.get(request.status, request.status.name.lower()),
             repeat=previous is not None and not previous["allocated"],
             prev_tokens=None if previous is None else previous["tokens"],
@@ -268,9 +265,7 @@ class Observer(MetadataObserver):
             if self.reset_seen and end > local
             else 0,
             after_reset=self.reset_seen,
-            prompt_len=request.num_prompt_tokens,
-            block_aligned=not isinstance(tokens, int) or tokens % self.oracle.cache.block_size == 0,
-            C=request.num_computed_tokens,
+            computed=request.num_computed_tokens,
             starved=is_async
             and end > local
             and starved(self.scheduler, request, int(end), self.oracle.cache.block_size),
@@ -316,7 +311,6 @@ class Observer(MetadataObserver):
             "alloc",
             req=key[0],
             generation=key[1],
-            attempt=self.attempts,
             transfer=transfer,
             local=local,
             claimed=last["tokens"] if last and not second else None,
@@ -325,7 +319,7 @@ class Observer(MetadataObserver):
             blocks=table,
             shared_blocks=self._held_before(request, local // size),
             second_call=second,
-            C=request.num_computed_tokens,
+            computed=request.num_computed_tokens,
             tables=self._tables(tables),
         )
         if transfer is not None:
@@ -421,13 +415,13 @@ class Observer(MetadataObserver):
             req=request.request_id,
             generation=self.generation(request.request_id),
             status=request.status.name,
-            C=request.num_computed_tokens,
-            P=request.num_output_placeholders,
-            N=request.num_tokens,
-            inflight=request.num_in_flight_tokens,
+            computed=request.num_computed_tokens,
+            placeholders=request.num_output_placeholders,
+            known=request.num_tokens,
+            in_flight=request.num_in_flight_tokens,
             blocks=list(tables[0]) if tables else [],
             delayed=delayed,
-            v_final=final,
+            final=final,
             tables=self._tables(tables),
             hook=call.hook,
         )
@@ -455,7 +449,6 @@ class Observer(MetadataObserver):
                     transfer=grant.transfer if grant else None,
                     rank=0,
                     direction=direction,
-                    known=req in self.scheduler.requests,
                     held=direction in self.held.get(req, set()),
                     second=req in self.both and bool(seen - {direction}),
                 )

@@ -39,7 +39,7 @@ class Probe:
         self.after_any: list[Listener] = []
         self._depth = 0
         self._main = threading.get_ident()
-        self.last_error: tuple[str, BaseException, int] | None = None
+        self.last_error: tuple[str, BaseException] | None = None
 
     def on(
         self, hook: str, *, before: Listener | None = None, after: Listener | None = None
@@ -77,7 +77,6 @@ class Probe:
             rank=rank,
             depth=item.depth,
             bound=bound,
-            cls=type(connector).__name__,
             thread="main",
         )
         self._depth += 1
@@ -148,7 +147,7 @@ class Probe:
         if item.error is not None and (
             self.last_error is None or self.last_error[1] is not item.error
         ):
-            self.last_error = (item.hook, item.error, item.result_event["seq"])
+            self.last_error = (item.hook, item.error)
         if outermost:
             for listener in self.after.get(item.hook, ()):
                 listener(item)

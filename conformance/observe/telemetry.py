@@ -145,7 +145,7 @@ class Telemetry:
         ] = []  # the events of the last call, kept so that their identity means something
         self.last: dict[str, Any] = {}
         self.metrics: Any = None
-        self.first = not any(event["k"] == "request.new" for event in trace.events)
+        self.first = not any(event["kind"] == "request.new" for event in trace.events)
         _engines[trace] = _engines.get(trace, 0) + 1
         probe.on("take_events", after=self._events)
         probe.on("get_num_new_matched_tokens", after=self._lookup)
@@ -174,7 +174,6 @@ class Telemetry:
                 "kv.event",
                 op=op,
                 keys=self.book.numbers(hashes),
-                medium=getattr(event, "medium", None),
                 tokens=len(tokens),
                 problem=truth or _shape(op, event, hashes, tokens, size),
                 repeated=any(event is other for other in self.taken),

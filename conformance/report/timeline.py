@@ -29,7 +29,7 @@ def render(events: Iterable[Event], mark: int | None = None) -> list[str]:
     place: tuple[int, str] = (0, "")
     for event in events:
         marked = mark is not None and event.get("seq") == mark
-        if event["k"] == "hook.called" and not marked:
+        if event["kind"] == "hook.called" and not marked:
             if event["depth"] == 0:
                 here = (event["step"], event["half"])
                 if here != place:
@@ -88,7 +88,7 @@ def _line(step: int, what: str, text: str) -> list[str]:
 
 def about(event: Event) -> tuple[str, str] | None:
     """(what, text) of an event; None if it has nothing to tell."""
-    kind = event["k"]
+    kind = event["kind"]
     if kind in _QUIET:
         return None
     special = _SPECIAL.get(kind)
@@ -99,13 +99,13 @@ def about(event: Event) -> tuple[str, str] | None:
 
 def plain(event: Event) -> tuple[str, str]:
     """(what, fields) of any event."""
-    kind = event["k"]
+    kind = event["kind"]
     return kind.rpartition(".")[2] if len(kind) > 11 else kind, _fields(event)
 
 
 def _fields(event: Event, skip: Iterable[str] = ()) -> str:
     """`name=value` of the fields that say something."""
-    hidden = {"k", "seq", "step", "generation", *skip}
+    hidden = {"kind", "seq", "step", "generation", *skip}
     return " ".join(
         f"{name}={_short(value)}"
         for name, value in event.items()
@@ -160,7 +160,7 @@ def _scheduled(e: Event) -> tuple[str, str]:
     blocks = ranges(e["table"])
     return (
         f"  {e['req']}",
-        f"{e['kind']:<8} C={e['C']} S={e['S']} P={e['P']} N={e['N']}{drafts} blocks={blocks}",
+        f"{e['listed_as']:<8} computed={e['computed']} scheduled={e['scheduled']} placeholders={e['placeholders']} known={e['known']}{drafts} blocks={blocks}",
     )
 
 
@@ -170,7 +170,7 @@ def _lookup(e: Event) -> tuple[str, str]:
         if e["tokens"] is None
         else f"{e['tokens']} tokens" + (", asynchronously" if e["is_async"] else "")
     )
-    return "lookup", f"{e['req']} local={e['local']} of N={e['N']} -> {answer}"
+    return "lookup", f"{e['req']} local={e['local']} of known={e['known']} -> {answer}"
 
 
 def _alloc(e: Event) -> tuple[str, str]:
@@ -178,7 +178,7 @@ def _alloc(e: Event) -> tuple[str, str]:
     again = " second call" if e["second_call"] else ""
     return (
         "alloc",
-        f"{e['req']} C={e['C']} local={e['local']} external={e['external']}{how} blocks={_tables(e)}{again}",
+        f"{e['req']} computed={e['computed']} local={e['local']} external={e['external']}{how} blocks={_tables(e)}{again}",
     )
 
 
@@ -194,7 +194,7 @@ def _of(e: Event) -> str:
 def _state(e: Event) -> tuple[str, str]:
     return (
         "state",
-        f"{e['req']} {e['from'] or '-'} -> {e['to']} ({e['reason']}) C={e['C']} P={e['P']} N={e['N']}",
+        f"{e['req']} {e['from'] or '-'} -> {e['to']} ({e['reason']}) computed={e['computed']} placeholders={e['placeholders']} known={e['known']}",
     )
 
 
@@ -251,7 +251,7 @@ def _built(e: Event) -> tuple[str, str] | None:
 def _updated(e: Event) -> tuple[str, str]:
     return (
         "  landed",
-        f"{e['req']} step {e['of_step']}: C={e['C']} P={e['P']} N={e['N']} {e['status']}",
+        f"{e['req']} step {e['of_step']}: computed={e['computed']} placeholders={e['placeholders']} known={e['known']} {e['status']}",
     )
 
 

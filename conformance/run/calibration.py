@@ -53,9 +53,11 @@ class Calibration:
             answers = [
                 e
                 for e in run.trace
-                if e["k"] == "lookup" and e["req"] == "b" and e["tokens"] is not None
+                if e["kind"] == "lookup" and e["req"] == "b" and e["tokens"] is not None
             ]
-            crash = next((e for e in run.trace if e["k"] in ("engine.crash", "engine.stall")), None)
+            crash = next(
+                (e for e in run.trace if e["kind"] in ("engine.crash", "engine.stall")), None
+            )
             if crash is not None:
                 self.broke = self.broke or str(crash.get("error") or "nothing went on")
             claim = (

@@ -204,7 +204,7 @@ def _differ(req: Requirement, one: Run, other: Run) -> bool:
 
 def evidence_of(event: dict[str, Any]) -> str | None:
     """Where vLLM says what the hook of a `hook.returned` event is for."""
-    if event["k"] != "hook.returned":
+    if event["kind"] != "hook.returned":
         return None
     owner = (
         "SupportsHMA" if event["hook"] == "request_finished_all_groups" else "KVConnectorBase_V1"

@@ -30,7 +30,7 @@ from kvconform.run.promises import Promises
 from kvconform.run.records import Progress, Snapshot
 
 STALL_STEPS = 60
-COUNTERS = frozenset({"seq", "step", "called_seq", "of_step", "attempt", "digest"})
+COUNTERS = frozenset({"seq", "step", "called_seq", "of_step", "digest"})
 """Fields that go up from step to step although nothing happens; metadata may hold such a number, too."""
 PERIODS = 4
 """Steps after which a connector may say the same again: one that takes turns asks one request in one step, another in the next."""
@@ -255,8 +255,8 @@ class Driver:
             before = len(self.trace.events)
             iterate()
             done = self.trace.events[before:]
-            if not any(e["k"] == "lookup" and e["tokens"] is None for e in done) or any(
-                e["k"] == "req.scheduled" for e in done
+            if not any(e["kind"] == "lookup" and e["tokens"] is None for e in done) or any(
+                e["kind"] == "req.scheduled" for e in done
             ):
                 return
             if len(self.engine.queue) == 1:

@@ -68,9 +68,9 @@ class Expectations:
         return found
 
     def _applies(self, expectation: Any) -> bool:
-        start = next(e for e in self._events if e["k"] == "run.start")
+        start = next(e for e in self._events if e["kind"] == "run.start")
         if expectation.what in ("state", "rows") and any(
-            e["k"] == "lookup" and e["tokens"] is None for e in self._events
+            e["kind"] == "lookup" and e["tokens"] is None for e in self._events
         ):
             return (
                 False  # a connector that answers "not yet" legitimately shifts every step after it
@@ -91,7 +91,7 @@ class Expectations:
         return [
             e
             for e in self._events
-            if e["k"] == kind
+            if e["kind"] == kind
             and (
                 req is None
                 or (e.get("req") == req and e.get("generation", generation) == generation)
@@ -175,7 +175,9 @@ class Expectations:
         )
 
     def _resumed(self, arg: Any) -> str | None:
-        events = [e for e in self._of("req.scheduled", arg.req) if e["kind"].startswith("resumed")]
+        events = [
+            e for e in self._of("req.scheduled", arg.req) if e["listed_as"].startswith("resumed")
+        ]
         return self._bounded(arg, len(events), "resumptions")
 
     def _aborted(self, arg: Any) -> str | None:
@@ -187,7 +189,7 @@ class Expectations:
         events = [
             e
             for e in self._of("req.scheduled", arg.req)
-            if e["so_C"] < self._prompt_len(e["req"], e["generation"])
+            if e["output_computed"] < self._prompt_len(e["req"], e["generation"])
         ]
         return self._bounded(arg, len(events), "prefill chunks")
 
@@ -214,7 +216,7 @@ class Expectations:
         events = [
             e
             for e in self._events
-            if e["k"] == "transfer.failed" and (arg.req is None or e["req"] == self._id(arg.req))
+            if e["kind"] == "transfer.failed" and (arg.req is None or e["req"] == self._id(arg.req))
         ]
         return self._bounded(arg, len(events), "failed loads")
 
@@ -295,11 +297,11 @@ class Reloads:
         """Whether a load of content that begins like that of `source` has failed in this run, or was made to and is under way."""
         ids, prompts = self.driver.ids, self.driver.prompts
         events, failing = self.driver.trace.events, self.driver.failing
-        failed = {e["req"] for e in events if e["k"] == "transfer.failed"}
+        failed = {e["req"] for e in events if e["kind"] == "transfer.failed"}
         failed |= {
             e["req"]
             for e in events
-            if e["k"] == "alloc" and e["external"] > 0 and e["req"] in failing
+            if e["kind"] == "alloc" and e["external"] > 0 and e["req"] in failing
         }
         return any(
             ids[name] in failed and tokens[:1] == prompts[source][:1]
@@ -313,13 +315,13 @@ class Reloads:
         key = (self.driver.ids[source], self.driver.expectations.generation(source))
         began, kept, found = False, False, False
         for e in self.driver.trace.events:
-            if e["k"] == "cache.reset":
+            if e["kind"] == "cache.reset":
                 if e["phase"] == "returned" and e["returned"] is not False:
                     kept = True
                     found = found or began
                 elif e["phase"] == "done":
                     kept = kept and not e["returned"]
-            elif e["k"] == "alloc" and (e["req"], e["generation"]) == key:
+            elif e["kind"] == "alloc" and (e["req"], e["generation"]) == key:
                 began = True
                 found = found or (kept and e["local"] > 0)
         return found
@@ -334,9 +336,11 @@ class Reloads:
         mine = [
             e
             for e in self.driver.trace.events
-            if e["k"] in kinds and (e["req"], e["generation"]) == key
+            if e["kind"] in kinds and (e["req"], e["generation"]) == key
         ]
         if not mine or mine[-1].get("status") not in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"):
             return None
-        planned = max((min(e["C"] + e["S"], e["N"]) for e in mine[:-1]), default=0)
-        return min(int(mine[-1]["v_final"]), planned)
+        planned = max(
+            (min(e["computed"] + e["scheduled"], e["known"]) for e in mine[:-1]), default=0
+        )
+        return min(int(mine[-1]["final"]), planned)

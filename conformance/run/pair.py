@@ -101,7 +101,7 @@ class Handovers:
             (
                 e
                 for e in reversed(self.trace.events)
-                if e["k"] == "req.finished" and e["req"] == req
+                if e["kind"] == "req.finished" and e["req"] == req
             ),
             None,
         )
@@ -149,16 +149,16 @@ class Handovers:
     def end(self) -> None:
         """Fill in what became of promises, and sum up every request that was handed parameters."""
         events = self.trace.events
-        failed = {e["transfer"] for e in events if e["k"] == "transfer.failed" and e["transfer"]}
+        failed = {e["transfer"] for e in events if e["kind"] == "transfer.failed" and e["transfer"]}
         for handed in self.handed.values():
             mine = [e for e in events if e.get("req") == handed.req]
-            dues = [e for e in mine if e["k"] == "load.due"]
+            dues = [e for e in mine if e["kind"] == "load.due"]
             good = [e for e in dues if not (e["missing"] or e["wrong"] or e["transfer"] in failed)]
-            for lookup in (e for e in mine if e["k"] == "pair.lookup" and e["consumed"]):
+            for lookup in (e for e in mine if e["kind"] == "pair.lookup" and e["consumed"]):
                 later = [
                     e
                     for e in mine
-                    if e["k"] == "alloc" and e["seq"] > lookup["seq"] and not e["second_call"]
+                    if e["kind"] == "alloc" and e["seq"] > lookup["seq"] and not e["second_call"]
                 ][:1]
                 lookup["delivered"] = (
                     not later
@@ -178,7 +178,7 @@ class Handovers:
         events = self.trace.events
         ended, aborted = (
             self._ended(handed.of),
-            any(e["k"] == "req.finished" and e["status"] not in FINISHED for e in mine),
+            any(e["kind"] == "req.finished" and e["status"] not in FINISHED for e in mine),
         )
         tokens, theirs = self.driver.prompts[handed.name], self.driver.prompts[handed.of_name]
         common = next(
@@ -186,13 +186,11 @@ class Handovers:
             min(len(tokens), len(theirs)),
         )
         offered = (
-            min(common, ended["v_final"])
-            if ended is not None and ended["status"] in FINISHED
-            else 0
+            min(common, ended["final"]) if ended is not None and ended["status"] in FINISHED else 0
         )
         sends = [e for e in events if e.get("req") == handed.of and e.get("direction") == "send"]
-        released = [e["seq"] for e in sends if e["k"] == "transfer.reported"]
-        lookups = [e for e in mine if e["k"] == "lookup" and e["tokens"] is not None]
+        released = [e["seq"] for e in sends if e["kind"] == "transfer.reported"]
+        lookups = [e for e in mine if e["kind"] == "lookup" and e["tokens"] is not None]
         wrong = [e for e in dues if (e["missing"] and not e["reported_failed"]) or e["wrong"]]
         self.trace.emit(
             "pair.request",
@@ -204,13 +202,14 @@ class Handovers:
             aborted=aborted,
             offered=offered,
             local=max(
-                (e["local"] for e in mine if e["k"] == "alloc" and not e["second_call"]), default=0
+                (e["local"] for e in mine if e["kind"] == "alloc" and not e["second_call"]),
+                default=0,
             ),
             promised=max((e["tokens"] for e in lookups), default=0),
             loaded=sum(e["granted"] for e in good),
             wrong=any(e["transfer"] not in failed for e in wrong),
             failed=any(e["transfer"] in failed for e in dues),
-            held=any(e["k"] == "hold" for e in sends),
+            held=any(e["kind"] == "hold" for e in sends),
             released=len(released),
             gone=bool(released and dues) and released[0] < dues[0]["seq"],
         )

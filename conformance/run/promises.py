@@ -49,14 +49,16 @@ def crowd_of(
 ) -> Crowd:
     """The crowd of `source` (request id, generation) at a `lookup` event; at most MOST requests of each kind. Reads only."""
     asker = (lookup["req"], lookup["generation"])
-    rows = [(_of(e), e) for e in events if e["k"] == "req.scheduled" and _of(e) != asker]
+    rows = [(_of(e), e) for e in events if e["kind"] == "req.scheduled" and _of(e) != asker]
     mine = [e for key, e in rows if key == source]
     steps = {(e.get("on"), e["step"]) for e in mine}
     lengths: dict[tuple[str, int], int] = {}
     first: dict[tuple[str, int], int] = {}
     beside: set[tuple[str, int]] = set()
     for key, e in rows:
-        lengths[key] = max(lengths.get(key, 0), min(e["C"] + e["S"], e["N"], LONGEST))
+        lengths[key] = max(
+            lengths.get(key, 0), min(e["computed"] + e["scheduled"], e["known"], LONGEST)
+        )
         first.setdefault(key, e["seq"])
         if (e.get("on"), e["step"]) in steps:
             beside.add(key)
@@ -82,12 +84,12 @@ def _loads(events: Sequence[dict[str, Any]], lookup: dict[str, Any]) -> list[int
     now = (lookup.get("on"), lookup["step"])
     for e in events:
         if (
-            e["k"] == "alloc"
+            e["kind"] == "alloc"
             and e["external"] > 0
             and (e["is_async"] or (e.get("on"), e["step"]) == now)
         ):
             pending[_of(e)] = min(e["external"], LONGEST)
-        elif e["k"] == "transfer.reported" and e["direction"] == "recv":
+        elif e["kind"] == "transfer.reported" and e["direction"] == "recv":
             pending.pop(_of(e), None)
     return list(pending.values())
 

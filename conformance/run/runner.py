@@ -236,9 +236,9 @@ def _drive(
 def _scrub(trace: Trace, tmp: str) -> None:
     """Take the run's own directory out of error texts: the same run must give the same trace everywhere."""
     for event in trace.events:
-        names = _TEXTS.get(event["k"])
+        names = _TEXTS.get(event["kind"])
         if names is None or (
-            event["k"] == "hook.returned" and event["value"] in _SHORT and event["error"] is None
+            event["kind"] == "hook.returned" and event["value"] in _SHORT and event["error"] is None
         ):
             continue
         for name in names:
@@ -266,27 +266,28 @@ def _conclude(run: Run, trace: Trace, driver: Driver | None, error: BaseExceptio
 def _crashed(run: Run, trace: Trace, driver: Driver | None, error: BaseException) -> None:
     probe = Probe.active
     last = probe.last_error if probe is not None else None
-    where, hook, cause = _blame(error), None, None
+    where, hook = _blame(error), None
     note_unfilled(trace.events)
     if where == "harness" and lost(trace.events):
         where = "engine"  # it asked for the impossible
     if last is not None and (
         last[1] is error or last[1] is error.__cause__ or last[1] is error.__context__
     ):
-        where, hook, cause = "hook", last[0], last[2]
+        where, hook = "hook", last[0]
     elif driver is None and where != "harness":
         where, hook = "hook", "__init__"
-    elif illegal := [
-        e
+    elif any(
+        e["kind"] == "hook.returned" and (e["mutated_args"] or not e["value_ok"])
         for e in trace.events
-        if e["k"] == "hook.returned" and (e["mutated_args"] or not e["value_ok"])
-    ]:
-        where, cause = "engine", illegal[-1]["seq"]  # no engine need bear it
-    trace.emit("engine.crash", where=where, error=one_line(error), hook=hook, cause_seq=cause)
+    ):
+        where = "engine"  # no engine need bear an illegal value
+    trace.emit("engine.crash", where=where, error=one_line(error), hook=hook)
     run.traceback = "".join(traceback.format_exception(error))[-6000:]
     if where == "harness":
         run.harness_error = "".join(traceback.format_exception(error))[-3000:]
-    if not any(e["k"] == "run.end" for e in trace.events):  # a shutdown that raises comes after it
+    if not any(
+        e["kind"] == "run.end" for e in trace.events
+    ):  # a shutdown that raises comes after it
         if isinstance(trace, PairTrace):
             trace.on = None  # the end of all engines
         trace.emit(

@@ -60,7 +60,7 @@ def check(target: Target, tmp: Path, limit: float, *, engine: str = "all") -> No
         raise EnvironmentProblem(
             f"{target.connector} cannot run on the emulated device (docs/emulation.md): {run.lacks.rstrip('.')}"
         )
-    crash = next((e for e in run.trace if e["k"] == "engine.crash"), None)
+    crash = next((e for e in run.trace if e["kind"] == "engine.crash"), None)
     if crash is not None and crash["hook"] == "__init__":
         if not next(inspect_class(target.resolve(), {}, None))[1]:
             return  # its shape is what vLLM refuses: api.constructor and lifecycle.constructs say so in every case

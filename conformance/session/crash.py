@@ -86,7 +86,7 @@ def _trace(
     """The made-up trace: the run began, the hook was called, and that was it."""
     settings = variant.case.config
     start: dict[str, Any] = {
-        "k": "run.start",
+        "kind": "run.start",
         "seed": 0,
         "case": variant.case.id,
         "vllm": "0",
@@ -100,9 +100,9 @@ def _trace(
     events = [start]
     if hook is not None and hung:
         called = {"hook": hook, "half": "worker", "rank": 0, "depth": 0}
-        events.append({"k": "hook.called", **called, "bound": None, "cls": "", "thread": "main"})
+        events.append({"kind": "hook.called", **called, "bound": None, "cls": "", "thread": "main"})
         returned = {
-            "k": "hook.returned",
+            "kind": "hook.returned",
             **called,
             "error": "HookTimeout",
             "error_text": text,
@@ -117,11 +117,9 @@ def _trace(
         }
         events.append(returned)
     where = "hook" if hung else "process"
-    events.append(
-        {"k": "engine.crash", "where": where, "error": text, "hook": hook, "cause_seq": None}
-    )
+    events.append({"kind": "engine.crash", "where": where, "error": text, "hook": hook})
     end = {
-        "k": "run.end",
+        "kind": "run.end",
         "quiesced": False,
         "unfinished": [],
         "free_blocks": 0,

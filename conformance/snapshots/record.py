@@ -137,19 +137,19 @@ def record(
         (
             e
             for e in run.trace
-            if e["k"] in ("engine.crash", "engine.stall") and e["seq"] < recorder.cut
+            if e["kind"] in ("engine.crash", "engine.stall") and e["seq"] < recorder.cut
         ),
         None,
     )
     how = (
         None
         if ended is None
-        else f"{ended['k']}: {ended.get('error') or ', '.join(ended.get('waiting_on', []))}"
+        else f"{ended['kind']}: {ended.get('error') or ', '.join(ended.get('waiting_on', []))}"
     )
     calls = [
         recorder.call_of(e)
         for e in run.trace
-        if e["k"] == "hook.called" and e["depth"] == 0 and e["seq"] < recorder.cut
+        if e["kind"] == "hook.called" and e["depth"] == 0 and e["seq"] < recorder.cut
     ]
     return Recording(cell_name(variant), calls, recorder.stored, recorder.unread, how)
 

@@ -197,7 +197,7 @@ def hooks(trace: Iterable[dict[str, Any]]) -> list[list[Any]]:
     """[step, names of the hooks in the order of their calls]: those that the engine calls, not those that a connector calls in them."""
     found: list[list[Any]] = []
     for event in trace:
-        if event["k"] == "hook.called" and event["depth"] == 0 and event["thread"] == "main":
+        if event["kind"] == "hook.called" and event["depth"] == 0 and event["thread"] == "main":
             if not found or found[-1][0] != event["step"]:
                 found.append([event["step"], []])
             found[-1][1].append(event["hook"])
@@ -208,7 +208,7 @@ def engine(trace: Iterable[dict[str, Any]]) -> dict[str, list[str]]:
     """What the scheduler does, by aspect: `schedule`, `requests`, `blocks`, `tokens`; a line per event that begins with its step."""
     found: dict[str, list[str]] = {"schedule": [], "requests": [], "blocks": [], "tokens": []}
     for e in trace:
-        match e["k"]:
+        match e["kind"]:
             case "step.scheduled":
                 parts = [
                     f"{name} {', '.join(map(str, e[name]))}"
@@ -219,16 +219,19 @@ def engine(trace: Iterable[dict[str, Any]]) -> dict[str, list[str]]:
                     f"step {e['step']}: {e['total']} tokens; {'; '.join(parts)}".rstrip("; ")
                 )
             case "req.scheduled":
-                counts = " ".join(f"{name}={e[name]}" for name in ("C", "S", "P", "N", "drafts"))
-                found["schedule"].append(f"step {e['step']}: {e['req']} {e['kind']} {counts}")
+                counts = " ".join(
+                    f"{name}={e[name]}"
+                    for name in ("computed", "scheduled", "placeholders", "known", "drafts")
+                )
+                found["schedule"].append(f"step {e['step']}: {e['req']} {e['listed_as']} {counts}")
                 found["blocks"].append(f"step {e['step']}: {e['req']} has blocks {e['table']}")
             case "req.state":
                 found["requests"].append(
-                    f"step {e['step']}: {e['req']} {e['from'] or '-'} -> {e['to']} ({e['reason']}) C={e['C']} N={e['N']}"
+                    f"step {e['step']}: {e['req']} {e['from'] or '-'} -> {e['to']} ({e['reason']}) computed={e['computed']} known={e['known']}"
                 )
             case "req.finished":
                 found["requests"].append(
-                    f"step {e['step']}: {e['req']} ends as {e['status']}, C={e['C']} N={e['N']}"
+                    f"step {e['step']}: {e['req']} ends as {e['status']}, computed={e['computed']} known={e['known']}"
                 )
             case "cache.reset":
                 found["requests"].append(
@@ -239,7 +242,7 @@ def engine(trace: Iterable[dict[str, Any]]) -> dict[str, list[str]]:
                     f"step {e['step']}: {e['req']} output {e['index']} = {e['token']}"
                 )
             case "engine.crash" | "engine.stall":
-                found["requests"].append(f"step {e['step']}: {e['k']} {e.get('error', '')}")
+                found["requests"].append(f"step {e['step']}: {e['kind']} {e.get('error', '')}")
             case _:
                 pass
     return found

@@ -62,7 +62,7 @@ def failed(report: CaseReport) -> set[str]:
 def found_out(report: CaseReport) -> None:
     """It saved what was not there yet: the copy is named, and wrong bytes came back."""
     assert "streams.save-after-write" in failed(report)
-    assert any(event["wrong"] for event in report.trace or () if event["k"] == "load.due")
+    assert any(event["wrong"] for event in report.trace or () if event["kind"] == "load.due")
 
 
 @pytest.mark.parametrize("slow", ["compute", "transfers"])
@@ -82,7 +82,7 @@ def test_it_stores_and_loads(
 ) -> None:
     report = judged(connector, tmp_path, engine, scheduling, slow)
     assert failed(report) == set()
-    due = [event for event in report.trace or () if event["k"] == "load.due"]
+    due = [event for event in report.trace or () if event["kind"] == "load.due"]
     assert sum(event["granted"] for event in due) >= 24
     assert not any(event["missing"] or event["wrong"] for event in due)
 

@@ -94,9 +94,9 @@ def test_pairs_tell_what_was_put_to_the_test_where() -> None:
     [workload] = [each for each in some(40) if each.data["engines"] == ["vllm"]][:1]
     rows = [{"requirement": "save.x", "exercised": 2}, {"requirement": "load.y", "exercised": 0}]
     trace = [
-        {"k": "lookup", "req": "a"},
-        {"k": "req.state", "req": "a", "from": "WAITING", "to": "RUNNING", "by": "admit"},
-        {"k": "hold", "req": "a"},
+        {"kind": "lookup", "req": "a"},
+        {"kind": "req.state", "req": "a", "from": "WAITING", "to": "RUNNING", "by": "admit"},
+        {"kind": "hold", "req": "a"},
     ]
     found = pairs_of(workload.data, rows, trace)
     mode = f"scheduling {workload.data['matrix']['scheduling'][0]}"

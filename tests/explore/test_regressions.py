@@ -157,7 +157,7 @@ def test_a_lookup_after_a_reset_may_find_less_than_before(tmp_path: Path) -> Non
         strict=True,
     )
     lookups = [
-        event for event in report.trace or [] if event["k"] == "lookup" and event["req"] == "b"
+        event for event in report.trace or [] if event["kind"] == "lookup" and event["req"] == "b"
     ]
     assert lookups[1]["tokens"] < lookups[0]["tokens"]
     assert (

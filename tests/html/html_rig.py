@@ -31,17 +31,28 @@ NAMES = [
 
 def event(kind: str, step: int, **fields: Any) -> dict[str, Any]:
     """An event with all its fields; those not given are empty."""
-    empty = {"s": "x", "i": 0, "b": False, "f": 0, "l": [], "d": {}, "a": None}
+    empty = {"str": "x", "int": 0, "bool": False, "float": 0, "list": [], "dict": {}, "any": None}
     known = {
-        name: None if code.endswith("?") else empty[code[0]]
-        for name, code in EVENTS[kind].fields.items()
+        name: None if field.optional else empty[field.type]
+        for name, field in EVENTS[kind].fields.items()
     }
-    return {"k": kind, "step": step, **known, **fields}
+    return {"kind": kind, "step": step, **known, **fields}
 
 
-def scheduled(step: int, req: str, C: int, S: int, N: int, **fields: Any) -> dict[str, Any]:
+def scheduled(
+    step: int, req: str, computed: int, scheduled: int, known: int, **fields: Any
+) -> dict[str, Any]:
     return event(
-        "req.scheduled", step, **{"req": req, "C": C, "S": S, "N": N, "table": [1, 2], **fields}
+        "req.scheduled",
+        step,
+        **{
+            "req": req,
+            "computed": computed,
+            "scheduled": scheduled,
+            "known": known,
+            "table": [1, 2],
+            **fields,
+        },
     )
 
 

@@ -48,7 +48,7 @@ def html(tmp_path: Path, *, fails: bool, verdict: Verdict = Verdict.FAIL) -> str
         build(
             [
                 {
-                    "k": "engine.lifecycle",
+                    "kind": "engine.lifecycle",
                     "seq": 0,
                     "step": 0,
                     "op": "start",

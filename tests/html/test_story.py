@@ -17,22 +17,43 @@ def trace(*events: tuple[str, int, dict[str, Any]]) -> list[dict[str, Any]]:
     """Events with all their fields; those not given are empty."""
     found = []
     for seq, (kind, step, fields) in enumerate(events):
-        empty = {"s": "x", "i": 0, "b": False, "f": 0, "l": [], "d": {}, "a": None}
-        known = {
-            name: None if code.endswith("?") else empty[code[0]]
-            for name, code in EVENTS[kind].fields.items()
+        empty = {
+            "str": "x",
+            "int": 0,
+            "bool": False,
+            "float": 0,
+            "list": [],
+            "dict": {},
+            "any": None,
         }
-        found.append({"k": kind, "seq": seq, "step": step, **known, **fields})
+        known = {
+            name: None if field.optional else empty[field.type]
+            for name, field in EVENTS[kind].fields.items()
+        }
+        found.append({"kind": kind, "seq": seq, "step": step, **known, **fields})
     return found
 
 
 def scheduled(
-    step: int, req: str, C: int, S: int, N: int, drafts: int = 0, table: tuple[int, ...] = (1,)
+    step: int,
+    req: str,
+    computed: int,
+    scheduled: int,
+    known: int,
+    drafts: int = 0,
+    table: tuple[int, ...] = (1,),
 ) -> tuple[str, int, dict[str, Any]]:
     return (
         "req.scheduled",
         step,
-        {"req": req, "C": C, "S": S, "N": N, "drafts": drafts, "table": list(table)},
+        {
+            "req": req,
+            "computed": computed,
+            "scheduled": scheduled,
+            "known": known,
+            "drafts": drafts,
+            "table": list(table),
+        },
     )
 
 

@@ -290,7 +290,7 @@ def test_what_was_due_and_did_not_happen_is_missing() -> None:
 
 def test_our_events_are_as_listed() -> None:
     events = own_events(BASE, outcome_with(external_hits=3), Ended("exit", 0, 1.0), {}, 0, {"p"})
-    assert [event["k"] for event in events] == ["live.phase", *["live.happened"] * 4, "live.end"]
+    assert [event["kind"] for event in events] == ["live.phase", *["live.happened"] * 4, "live.end"]
     for event in events:
         assert check_event({"seq": 0, "step": 0, **event}) == []
 

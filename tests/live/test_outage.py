@@ -128,8 +128,8 @@ def test_what_the_settings_lack_is_said() -> None:
 def test_a_fault_that_never_struck_is_told() -> None:
     faults = [fault("kill"), fault("restart"), fault("kill", phase="turn")]
     struck = [
-        {"k": "live.fault", "phase": "reload", "number": 0},
-        {"k": "live.fault", "phase": "turn", "number": 0},
+        {"kind": "live.fault", "phase": "reload", "number": 0},
+        {"kind": "live.fault", "phase": "turn", "number": 0},
     ]
     assert spared(faults, struck) == ["the fault `restart` of phase reload never struck"]
 
@@ -271,7 +271,7 @@ class Watched:
         self.probe = SimpleNamespace(on=lambda hook, before: self.hooks.update({hook: before}))
         self.trace = SimpleNamespace(
             emit=lambda kind, **fields: self.events.append(
-                {"k": kind, "seq": 0, "step": 0, **fields}
+                {"kind": kind, "seq": 0, "step": 0, **fields}
             )
         )
 

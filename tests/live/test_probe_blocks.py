@@ -69,7 +69,7 @@ class Rig:
 
     def kinds(self, kind: str) -> list[dict[str, Any]]:
         """The events of a kind."""
-        return [event for event in self.trace.events if event["k"] == kind]
+        return [event for event in self.trace.events if event["kind"] == kind]
 
 
 def test_a_load_of_what_was_computed_is_exact() -> None:

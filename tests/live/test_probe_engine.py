@@ -89,12 +89,14 @@ def test_a_correct_connector_passes_on_all_of_vllm(traces: dict[str, list[dict[s
     trace = traces["ReferenceConnector"]
     assert not [problem for event in trace for problem in check_event(event)]
     assert channels(trace) == {"hooks", "sched", "kv", "live", "plan"}
-    loads = [event for event in trace if event["k"] == "live.load"]
+    loads = [event for event in trace if event["kind"] == "live.load"]
     assert sum(len(event["exact"]) for event in loads) >= 6
     assert not any(
         event["close"] or event["wrong"] or event["missing"] or event["unknown"] for event in loads
     )
-    assert trace[-1]["k"] != "run.end" and any(e["k"] == "run.end" and e["quiesced"] for e in trace)
+    assert trace[-1]["kind"] != "run.end" and any(
+        e["kind"] == "run.end" and e["quiesced"] for e in trace
+    )
     bad, good = failed(trace)
     assert not bad
     seen = (
@@ -128,17 +130,17 @@ def schedule(trace: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
         (
             steps.setdefault(e["step"], len(steps)),
             names.setdefault(e["req"], len(names)),
-            e["so_C"],
-            e["S"],
-            e["C"],
-            e["P"],
-            e["N"],
+            e["output_computed"],
+            e["scheduled"],
+            e["computed"],
+            e["placeholders"],
+            e["known"],
             tuple(e["table"]),
-            e["kind"],
+            e["listed_as"],
             e["prefill"],
         )
         for e in trace
-        if e["k"] == "req.scheduled"
+        if e["kind"] == "req.scheduled"
     ]
 
 

@@ -83,7 +83,7 @@ def test_the_shape_of_a_cache_with_several_groups() -> None:
 
 def test_a_step_of_several_ranks_is_told_of_as_one() -> None:
     events = [
-        {"k": "worker.step_end", "step": step, "ranks": [rank]}
+        {"kind": "worker.step_end", "step": step, "ranks": [rank]}
         for step, rank in ((1, 0), (1, 1), (2, 0))
     ]
     _every_rank(events)

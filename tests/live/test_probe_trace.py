@@ -36,7 +36,7 @@ START = dict(
     device="cpu",
     slow=None,
 )
-CALLED = dict(half="worker", rank=0, depth=0, bound=True, cls="C", thread="main")
+CALLED = dict(half="worker", rank=0, depth=0, bound=True, thread="main")
 SCHEDULED = dict(
     total=4,
     new=["a"],
@@ -147,12 +147,12 @@ def test_processes_are_joined_step_by_step(tmp_path: Path) -> None:
     worker(tmp_path)
     trace = collect(tmp_path, case="mine", seed=7)
     assert [e["seq"] for e in trace] == list(range(len(trace)))
-    assert trace[0]["k"] == "run.start" and (trace[0]["case"], trace[0]["seed"]) == ("mine", 7)
-    assert trace[-1]["k"] == "run.end"
+    assert trace[0]["kind"] == "run.start" and (trace[0]["case"], trace[0]["seed"]) == ("mine", 7)
+    assert trace[-1]["kind"] == "run.end"
     order = [
-        (e["step"], e.get("hook", e["k"]))
+        (e["step"], e.get("hook", e["kind"]))
         for e in trace
-        if e["step"] and e["k"] != "hook.returned" and e["k"] != "run.end"
+        if e["step"] and e["kind"] != "hook.returned" and e["kind"] != "run.end"
     ]
     assert order == [
         (step, name)
@@ -160,7 +160,7 @@ def test_processes_are_joined_step_by_step(tmp_path: Path) -> None:
         for name in ("step.scheduled", "start_load_kv", "update_connector_output")
     ]
     for event in trace:
-        if event["k"] == "hook.returned":
+        if event["kind"] == "hook.returned":
             assert trace[event["called_seq"]]["hook"] == event["hook"]
         assert not check_event(event), event
     assert channels(trace) == {"hooks", "sched", "kv", "live"}
@@ -181,12 +181,12 @@ def test_a_process_that_died_in_a_hook(tmp_path: Path) -> None:
     trace.emit("hook.called", hook="get_transfer_results", **CALLED)
     found = collect(tmp_path)
     crash, end = found[-2:]
-    assert (crash["k"], crash["where"], crash["hook"]) == (
+    assert (crash["kind"], crash["where"], crash["hook"]) == (
         "engine.crash",
         "process",
         "get_transfer_results",
     )
-    assert end["k"] == "run.end" and end["crashed"]
+    assert end["kind"] == "run.end" and end["crashed"]
     assert not [problem for event in found for problem in check_event(event)]
 
 
@@ -196,18 +196,22 @@ def test_a_hook_that_never_returned_until_the_process_was_ended(tmp_path: Path) 
     trace.emit("hook.called", hook="wait_for_save", **CALLED)
     found = collect(tmp_path, killed=True)
     late = found[-3]
-    assert (late["k"], late["hook"], late["timed_out"]) == ("hook.returned", "wait_for_save", True)
-    assert found[late["called_seq"]]["k"] == "hook.called"
-    assert found[-2]["k"] == "engine.crash" and found[-2]["where"] == "hook"
+    assert (late["kind"], late["hook"], late["timed_out"]) == (
+        "hook.returned",
+        "wait_for_save",
+        True,
+    )
+    assert found[late["called_seq"]]["kind"] == "hook.called"
+    assert found[-2]["kind"] == "engine.crash" and found[-2]["where"] == "hook"
     assert not [problem for event in found for problem in check_event(event)]
 
 
 def test_a_process_that_was_ended_between_hooks_did_not_crash(tmp_path: Path) -> None:
     scheduler(tmp_path, end=False)
     found = collect(tmp_path, killed=True)
-    assert found[-1]["crashed"] and not any(e["k"] == "engine.crash" for e in found)
+    assert found[-1]["crashed"] and not any(e["kind"] == "engine.crash" for e in found)
     assert collect(tmp_path)[-2]["where"] == "process"
-    assert not any(e["k"] == "engine.crash" for e in collect(tmp_path, ended=True)), (
+    assert not any(e["kind"] == "engine.crash" for e in collect(tmp_path, ended=True)), (
         "vLLM puts an end to its own processes"
     )
 

@@ -41,7 +41,7 @@ class Lanes:
     def take(self, event: Event) -> None:
         """Take the next event of the trace."""
         self._last = max(self._last, event["step"])
-        handler = getattr(self, "_" + event["k"].replace(".", "_"), None)
+        handler = getattr(self, "_" + event["kind"].replace(".", "_"), None)
         if handler is not None:
             handler(event, self.number(event))
 
@@ -83,14 +83,14 @@ class Lanes:
 
     def _req_scheduled(self, event: Event, lane: int) -> None:
         cell = self._cell(lane, event)
-        beyond = max(0, event["C"] + event["S"] - event["N"])
+        beyond = max(0, event["computed"] + event["scheduled"] - event["known"])
         drafts = min(event["drafts"], beyond)
         self._add(cell, "draft", drafts)
         self._add(cell, "placeholder", beyond - drafts)
-        self._add(cell, "computed", event["S"] - beyond)
+        self._add(cell, "computed", event["scheduled"] - beyond)
         cell[2] = event["seq"]
-        cell[-3:] = [event["C"], event["N"], event["table"]]
-        self._computing.setdefault(lane, []).append((event["C"], event["S"], cell))
+        cell[-3:] = [event["computed"], event["known"], event["table"]]
+        self._computing.setdefault(lane, []).append((event["computed"], event["scheduled"], cell))
 
     def _kv_computed(self, event: Event, lane: int) -> None:
         for pos in range(event["start"], event["end"]):

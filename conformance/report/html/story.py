@@ -38,12 +38,12 @@ def build(trace: Sequence[Event], marks: dict[str, int]) -> dict[str, Any]:
     errors = {
         e["called_seq"]: e["error_text"] or e["error"]
         for e in events
-        if e["k"] == "hook.returned" and (e["error"] or e["timed_out"])
+        if e["kind"] == "hook.returned" and (e["error"] or e["timed_out"])
     }
     wrong: list[list[Any]] = []
     for event in events:
         lanes.take(event)
-        if event["k"] == "hook.called" and event["depth"] == 0:
+        if event["kind"] == "hook.called" and event["depth"] == 0:
             number = names.setdefault(event["hook"], len(names))
             hooks.append(
                 [
@@ -54,7 +54,7 @@ def build(trace: Sequence[Event], marks: dict[str, int]) -> dict[str, Any]:
                     errors.get(event["seq"]),
                 ]
             )
-        elif event["k"] == "kv.wrong":
+        elif event["kind"] == "kv.wrong":
             wrong.append(_wrong(event, lanes))
     first = trace[0] if trace else {}
     return {
@@ -129,7 +129,7 @@ def _lines(events: Iterable[Event], lanes: Lanes, marks: dict[str, int]) -> list
     found = []
     for event in events:
         told = timeline.about(event) or (timeline.plain(event) if event["seq"] in marked else None)
-        if told is not None and (event["k"] != "hook.called" or event["seq"] in marked):
+        if told is not None and (event["kind"] != "hook.called" or event["seq"] in marked):
             found.append(
                 [event["seq"], event["step"], told[0].strip(), told[1], lanes.number(event)]
             )
