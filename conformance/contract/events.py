@@ -11,7 +11,9 @@ allows None.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 COMMON_FIELDS = ("kind", "seq", "step")
 ENGINE_FIELD = "on"
@@ -583,6 +585,69 @@ _kind(
     "How vLLM's process ended (ended, crash, killed, timeout) and in which phase; what it "
     "left behind: processes, ports that these listened on, files in shared memory.",
 )
+
+
+def run_start(
+    *,
+    seed: int,
+    engine: str,
+    case: str,
+    scheduling: str,
+    runner: str,
+    depth: int,
+    vllm: str,
+    block_size: int,
+    num_blocks: int,
+    connector: str | None,
+    policies: Sequence[str] = (),
+    spec_tokens: int = 0,
+    role: str = "kv_both",
+    failure_policy: str = "recompute",
+    groups: int = 1,
+    ranks: int = 1,
+    stages: int = 1,
+    context_ranks: int = 1,
+    device: str = "cpu",
+    slow: str | None = None,
+) -> dict[str, Any]:
+    """Return the fields of `run.start`. Every run of every engine begins with these. Pure."""
+    return {**locals(), "policies": list(policies)}
+
+
+def run_end(
+    *,
+    quiesced: bool,
+    unfinished: Sequence[str],
+    free_blocks: int,
+    free_blocks_at_start: int,
+    request_objects_alive: Sequence[str],
+    threads: int,
+    crashed: bool,
+) -> dict[str, Any]:
+    """Return the fields of `run.end`; `unfinished` are the requests that the engine still knows. Pure."""
+    return {
+        "quiesced": quiesced,
+        "unfinished": list(unfinished),
+        "free_blocks": free_blocks,
+        "free_blocks_at_start": free_blocks_at_start,
+        "engine_requests": list(unfinished),
+        "request_objects_alive": list(request_objects_alive),
+        "threads": threads,
+        "crashed": crashed,
+    }
+
+
+def run_cut_short() -> dict[str, Any]:
+    """Return the fields of `run.end` for a run that crashed, hung, or lost its process. Pure."""
+    return run_end(
+        quiesced=False,
+        unfinished=(),
+        free_blocks=0,
+        free_blocks_at_start=0,
+        request_objects_alive=(),
+        threads=0,
+        crashed=True,
+    )
 
 
 def channels_of(kinds: set[str]) -> set[str]:

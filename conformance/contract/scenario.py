@@ -276,9 +276,8 @@ class Scenario(Model):
             schedulings is not None and scheduling not in schedulings
         ):
             return []
-        return [
-            Variant(self, "live", scheduling, "v1", 2 if scheduling == "async" else 1, BLOCK_SIZE)
-        ]  # type: ignore[arg-type]
+        depth = 2 if scheduling == "async" else 1
+        return [Variant(self, "live", scheduling, "v1", depth, BLOCK_SIZE)]  # type: ignore[arg-type]
 
 
 BLOCK_SIZE = 32

@@ -13,20 +13,31 @@ RANKED = frozenset({"kv.changed", "kv.wrong", "load.due"})
 
 
 class Trace:
-    """Appends events (kinds and fields: `kvconform.contract.events`) and numbers them. `emit` and `back_to` change the trace; nothing else does."""
+    """Appends events (kinds and fields: `kvconform.contract.events`) and numbers them. `emit`, `amend` and `back_to` change the trace; nothing else does."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.step = 0
         self.rank: int | None = None
 
+    @classmethod
+    def of(cls, events: list[Event]) -> Trace:
+        """A trace of events that were recorded elsewhere. The list is shared."""
+        trace = cls()
+        trace.events = events
+        return trace
+
     def emit(self, kind: str, /, **fields: Any) -> Event:
-        """Append an event of `kind`; returns the dict, whose fields may still be filled in until the run ends."""
+        """Append an event of `kind`; returns the dict. `amend` changes it later; nothing else may."""
         if self.rank is not None and (kind in RANKED or "rank" in fields):
             fields["rank"] = self.rank
         event: Event = {"kind": kind, "seq": len(self.events), "step": self.step, **fields}
         self.events.append(event)
         return event
+
+    def amend(self, event: Event, **fields: Any) -> None:
+        """Fill in fields of an event that was emitted: what was not known then. Changes the event."""
+        event.update(fields)
 
     def place(self) -> Place:
         """Where the trace is now, for `back_to`."""

@@ -63,14 +63,14 @@ def plan(defects: Iterable[Defect], spec: Spec) -> list[Control]:
     """The control runs for these defects, each once. Imports their connectors."""
     found: dict[tuple[str, str, str, bool, str], dict[tuple[str, str], None]] = {}
     for defect in defects:
-        settings = (
-            json.dumps(value, sort_keys=True)
-            for value in (defect.extra_config, defect.capabilities)
+        key = (
+            sound(defect.connector),
+            json.dumps(defect.extra_config, sort_keys=True),
+            json.dumps(defect.capabilities, sort_keys=True),
+            defect.emulate_cuda,
+            json.dumps([server.model_dump() for server in defect.servers], sort_keys=True),
         )
-        servers = json.dumps([server.model_dump() for server in defect.servers], sort_keys=True)
-        runs = found.setdefault(
-            (sound(defect.connector), *settings, defect.emulate_cuda, servers), {}
-        )  # type: ignore[arg-type]
+        runs = found.setdefault(key, {})
         runs.update(
             dict.fromkeys((variant.case.id, variant.id) for variant in defect.variants(spec))
         )

@@ -32,7 +32,7 @@ from kvconform.kv.oracle import Oracle
 from kvconform.kv.provenance import Identity, Memory, Registry
 from kvconform.observe.call import Call
 from kvconform.observe.ledger import Joined, Ledger, counted
-from kvconform.observe.observer import Observer
+from kvconform.observe.observer import Observer, emit_layer
 from kvconform.observe.probe import Probe
 from kvconform.observe.static_checks import bound, inspect_class, inspect_engine, inspect_instance
 from kvconform.observe.telemetry import HashBook, Telemetry, Watch
@@ -313,18 +313,8 @@ class Engine(EngineControl, EngineExecution):
         self.inspector: Any = inspector() if callable(inspector) else None
 
     def _layer_hook(self, call: Call) -> None:
-        kind = "layer.wait" if call.hook == "wait_for_layer_load" else "layer.save"
-        bound = bool(call.event and call.event["bound"])
-        event = self.trace.emit(kind, layer=call.arg(0, "layer_name"), bound=bound)
-        if kind == "layer.save":
-            cache = self.oracle.cache
-            registered, given = (
-                dict(zip(cache.names, cache.tensors, strict=True)).get(event["layer"]),
-                call.arg(1, "kv_layer"),
-            )
-            event["whole"] = registered is None or (
-                given.data_ptr() == registered.data_ptr() and given.shape == registered.shape
-            )
+        cache = self.oracle.cache
+        emit_layer(self.trace, call, dict(zip(cache.names, cache.tensors, strict=True)))
 
     def _device_notes(self, call: Call) -> None:
         layer = (

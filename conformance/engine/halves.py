@@ -32,11 +32,11 @@ def noted(trace: Trace, op: str) -> Iterator[None]:
             yield
     except watchdog.HookTimeout as error:
         if op == "start":  # a shutdown that hangs is seen as the hook that it is
-            event["error"] = one_line(error)
+            trace.amend(event, error=one_line(error))
         raise
     except BaseException as error:
         shown = ordinary(error)
-        event["error"] = one_line(shown)
+        trace.amend(event, error=one_line(shown))
         if shown is not error:
             raise shown.with_traceback(
                 error.__traceback__

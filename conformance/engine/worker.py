@@ -170,7 +170,6 @@ class Worker:
                 id=block,
                 group=int(self.cache.group_of[block]),
                 owner=owner,
-                hashed=False,
                 ref=1,
                 in_flight=False,
             )

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from kvconform.contract.trace import Event
+from kvconform.contract.trace import Event, Trace
 
 MISCOUNTED = "the engine lost count of request {req} when its load failed (bug B004)"
 OVERRUN = "the engine added output to request {req}, which had finished (engine.finish-once)"
@@ -26,7 +26,7 @@ SERVED = (
 STARVED = "the engine kept blocks from request {req} for the load of its own that had failed (engine.retry-admitted)"
 
 
-def note_unfilled(trace: Iterable[Event]) -> None:
+def note_unfilled(trace: Trace) -> None:
     """Fill in `unfilled` of the alloc events: shared blocks whose synchronous load failed and that have not been computed to their
     end since, not even in the step under way. Changes these events."""
     failed: dict[
@@ -34,14 +34,14 @@ def note_unfilled(trace: Iterable[Event]) -> None:
     ] = {}  # places in the block that are to be computed again
     open_allocs: list[Event] = []
     size = 1
-    for e in trace:
+    for e in trace.events:
         kind, on = e["kind"], e.get("on")
         if kind == "run.start":
             size = e["block_size"]
         elif kind == "transfer.failed" and not e["is_async"]:
             failed.update({(on, block): set(range(size)) for block in e["blocks"]})
         elif kind == "alloc":
-            e["unfilled"] = []
+            trace.amend(e, unfilled=[])
             open_allocs += [e] if failed else []
         elif kind == "block" and e["op"] == "alloc":
             failed.pop((on, e["id"]), None)
@@ -57,9 +57,9 @@ def note_unfilled(trace: Iterable[Event]) -> None:
                         del failed[key]
         elif kind == "worker.step_begin" and open_allocs:
             for alloc in open_allocs:
-                alloc["unfilled"] = [
-                    block for block in alloc["shared_blocks"] if (alloc.get("on"), block) in failed
-                ]
+                shared = alloc["shared_blocks"]
+                unfilled = [block for block in shared if (alloc.get("on"), block) in failed]
+                trace.amend(alloc, unfilled=unfilled)
             open_allocs = []
 
 

@@ -355,7 +355,8 @@ class Oracle:
             )
         grant.written[layer, pos - grant.start] = True
         if grant.due is not None and grant.written[:, pos - grant.start].all():
-            grant.due["missing"].remove(pos)  # it was late, not missing
+            missing = [other for other in grant.due["missing"] if other != pos]
+            self.trace.amend(grant.due, missing=missing)  # it was late, not missing
         self.fill_kind[slot] = EXTERNAL
         self.fill_ref[slot] = self._ref(grant.transfer)
 

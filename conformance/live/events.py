@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from kvconform.contract.case import Variant
-from kvconform.contract.scenario import Scenario
+from kvconform.contract.events import run_start
+from kvconform.contract.scenario import Scenario, Start
 from kvconform.live.engine import Made
 from kvconform.live.job import Answer, Outcome
 from kvconform.live.process import Ended
@@ -231,26 +232,15 @@ def _bare(variant: Variant, start: dict[str, Any], made: Made) -> list[dict[str,
     """A trace of a run that the probe saw nothing of."""
     from kvconform.compat.installed import check_vllm
 
-    first = {
-        "kind": "run.start",
-        "seq": 0,
-        "step": 0,
+    engine: Start = variant.case.start  # type: ignore[attr-defined]
+    fields = run_start(
         **start,
-        "scheduling": variant.scheduling,
-        "runner": variant.runner,
-        "depth": variant.depth,
-        "vllm": check_vllm()[0],
-        "block_size": variant.block_size,
-        "num_blocks": variant.case.start.blocks,
-        "policies": [],  # type: ignore[attr-defined]
-        "spec_tokens": variant.case.start.spec_tokens,
-        "role": "kv_both",
-        "failure_policy": "recompute",
-        "groups": 1,
-        "ranks": 1,  # type: ignore[attr-defined]
-        "stages": 1,
-        "context_ranks": 1,
-        "device": "cpu",
-        "slow": None,
-    }
-    return [first]
+        scheduling=variant.scheduling,
+        runner=variant.runner,
+        depth=variant.depth,
+        vllm=check_vllm()[0],
+        block_size=variant.block_size,
+        num_blocks=engine.blocks,
+        spec_tokens=engine.spec_tokens,
+    )
+    return [{"kind": "run.start", "seq": 0, "step": 0, **fields}]

@@ -16,6 +16,7 @@ import torch
 
 _THREADS = torch.get_num_threads()
 from kvconform.compat import vllm_api  # noqa: E402
+from kvconform.contract.events import run_start  # noqa: E402
 
 torch.set_num_threads(_THREADS)  # compat has one thread do it all; here vLLM's own model computes
 
@@ -134,8 +135,7 @@ class Recorder:
             config.scheduler_config,
         )
         groups = cache.kv_cache_groups
-        self.trace.emit(
-            "run.start",
+        fields = run_start(
             seed=config.model_config.seed or 0,
             engine="live",
             case="live",
@@ -145,7 +145,6 @@ class Recorder:
             vllm=vllm_api.VLLM_VERSION,
             block_size=groups[0].kv_cache_spec.block_size if groups else 0,
             num_blocks=cache.num_blocks,
-            policies=[],
             connector=None if transfer is None else transfer.kv_connector,
             spec_tokens=config.num_speculative_tokens if config.speculative_config else 0,
             role="kv_both" if transfer is None else transfer.kv_role,
@@ -155,8 +154,8 @@ class Recorder:
             stages=parallel.pipeline_parallel_size,
             context_ranks=parallel.decode_context_parallel_size,
             device=str(config.device_config.device_type),
-            slow=None,
         )
+        self.trace.emit("run.start", **fields)
 
     def _thread(
         self, original: Callable[..., Any], thread: threading.Thread, *args: Any, **kwargs: Any
@@ -175,8 +174,6 @@ class Recorder:
         except BaseException as error:
             self._crashed(error)
             raise
-        finally:
-            self.trace.amend()
 
     def _execute(
         self, original: Callable[..., Any], worker: Any, output: Any, *args: Any, **kwargs: Any
@@ -193,7 +190,7 @@ class Recorder:
             self.worker.end(failed=True)
             raise
         if result is not None or not output.total_num_scheduled_tokens:
-            self._ended(self.worker)
+            self.worker.end()
         return result
 
     def _aggregate(
@@ -220,13 +217,8 @@ class Recorder:
     def _sample(self, original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(worker, *args, **kwargs)
         if self.worker is not None:
-            self._ended(self.worker)
+            self.worker.end()
         return result
-
-    def _ended(self, worker: WorkerProbe) -> None:
-        worker.end()
-        if self.scheduler is None:  # nobody else does it in this process
-            self.trace.amend()
 
     def _crashed(self, error: BaseException) -> None:
         if self._dead:
@@ -253,8 +245,7 @@ class Recorder:
                 return original(core, *args, **kwargs)
         finally:
             if end is not None:
-                end["threads"] = self._threads_left()
-            self.trace.amend()
+                self.trace.amend(end, threads=self._threads_left())
 
     def _threads_left(self) -> int:
         """Threads of the connector that are alive when they have had some time to end."""
@@ -269,21 +260,18 @@ class Recorder:
         if self.scheduler is None or self.scheduler.ended:
             return None
         self.scheduler.ended = True
-        end = self.scheduler.end()
-        end["crashed"] = self._dead
-        end["threads"] = sum(thread.is_alive() for thread in self.threads)
+        threads = sum(thread.is_alive() for thread in self.threads)
+        end = self.scheduler.end(threads=threads, crashed=self._dead)
         if self.scheduler.scheduler.connector is None and os.environ.get(BOOK):
             if self.worker is not None and self.worker.oracle is not None:
                 self.worker.oracle.enter(self.scheduler.pending)
             self.book.computed = self.scheduler.memory.ever, self.scheduler.memory.plain
             self.book.save(Path(os.environ[BOOK]))
-        self.trace.amend()
         return end
 
     def _exit(self) -> None:
         """The process ends without having shut its engine down."""
         self._end()
-        self.trace.amend()
 
 
 def _wrap(cls: type, name: str, around: Callable[..., Any]) -> None:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvconform.compat.vllm_api import RequestStatus
+from kvconform.contract.events import run_end
 from kvconform.contract.trace import Event, Trace
 from kvconform.kv.provenance import Memory
 from kvconform.live.state import (
@@ -269,8 +270,11 @@ class SchedulerProbe:
         if share.drafts and index is not None and index < len(result.sampled_token_ids):
             end += max(0, len(result.sampled_token_ids[index]) - 1)
         if any(share.event is event for event in self.ledger._flying.get(share.req, ())):
-            share.event["final_before"] = min(before, share.start + share.count)
-            share.event["final_after"] = None if failed else end
+            self.trace.amend(
+                share.event,
+                final_before=min(before, share.start + share.count),
+                final_after=None if failed else end,
+            )
         known.valid_end = end
         known.tainted = known.tainted or failed
 
@@ -344,18 +348,17 @@ class SchedulerProbe:
         )
         self.observer._errors(call)
 
-    def end(self) -> Event:
-        """Emit run.end; `threads` is for the caller to fill in. A front end that has all answers leaves an empty step in flight behind."""
+    def end(self, *, threads: int, crashed: bool) -> Event:
+        """Emit run.end. An empty step in flight does not count: a front end that has all answers leaves one."""
         live = sorted(self.scheduler.requests)
         left = bool(live) or any(note.scheduled for _, note, _ in self.flight)
-        return self.trace.emit(
-            "run.end",
+        fields = run_end(
             quiesced=not left,
             unfinished=live,
             free_blocks=self.pool.get_num_free_blocks(),
             free_blocks_at_start=self.blocks_at_start,
-            engine_requests=live,
             request_objects_alive=self.ledger.leaked(),
-            threads=0,
-            crashed=False,
+            threads=threads,
+            crashed=crashed,
         )
+        return self.trace.emit("run.end", **fields)

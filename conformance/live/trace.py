@@ -12,11 +12,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from kvconform.contract.events import run_cut_short
 from kvconform.contract.trace import Event, Trace
 from kvconform.judge.engine_bugs import note_unfilled
-
-REMEMBERED = 600
-"""So many of the last events are looked at again: fields of an event may be filled in some steps later."""
 
 
 class StreamTrace(Trace):
@@ -30,7 +28,6 @@ class StreamTrace(Trace):
         self.path = path
         self._lock = threading.RLock()
         self._file = path.open("a", buffering=1, encoding="utf-8")
-        self._written: dict[int, str] = {}
 
     def emit(self, kind: str, /, **fields: Any) -> Event:
         with self._lock:
@@ -38,19 +35,15 @@ class StreamTrace(Trace):
             self._write(event)
             return event
 
-    def _write(self, event: Event) -> None:
-        text = json.dumps(event, default=str)
-        if self._written.get(event["seq"]) != text and not self._file.closed:
-            self._written[event["seq"]] = text
-            self._file.write(text + "\n")
-
-    def amend(self) -> None:
-        """Write again what has changed of the last events. Called once per step, and at the end."""
+    def amend(self, event: Event, **fields: Any) -> None:
+        """As Trace.amend; writes the event again."""
         with self._lock:
-            for event in self.events[-REMEMBERED:]:
-                self._write(event)
-            for seq in [seq for seq in self._written if seq < len(self.events) - REMEMBERED]:
-                del self._written[seq]
+            super().amend(event, **fields)
+            self._write(event)
+
+    def _write(self, event: Event) -> None:
+        if not self._file.closed:
+            self._file.write(json.dumps(event, default=str) + "\n")
 
 
 CHANNELS = frozenset({"hooks", "sched", "kv", "live"})
@@ -174,7 +167,7 @@ def _numbered(trace: list[Event]) -> list[Event]:
         event["seq"] = number
     for event in trace:
         del event["_pid"]
-    note_unfilled(trace)
+    note_unfilled(Trace.of(trace))
     return trace
 
 
@@ -219,20 +212,7 @@ def _cut_short(trace: list[Event], *, killed: bool, ended: bool) -> list[Event]:
                 "hook": running and running["hook"],
             }
         )
-    found.append(
-        {
-            "kind": "run.end",
-            **common,
-            "quiesced": False,
-            "unfinished": [],
-            "free_blocks": 0,
-            "free_blocks_at_start": 0,
-            "engine_requests": [],
-            "request_objects_alive": [],
-            "threads": 0,
-            "crashed": True,
-        }
-    )
+    found.append({"kind": "run.end", **common, **run_cut_short()})
     for number, event in enumerate(found):
         event["seq"] = UNWRITTEN + number
     return found

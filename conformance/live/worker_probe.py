@@ -13,7 +13,7 @@ from kvconform.live.blocks import WATCHED, BlockOracle, Blocks
 from kvconform.live.book import Book
 from kvconform.live.state import StepNote, note_of, shape_of
 from kvconform.observe.call import Call
-from kvconform.observe.observer import MetadataObserver
+from kvconform.observe.observer import MetadataObserver, emit_layer
 from kvconform.observe.probe import Probe
 
 
@@ -111,19 +111,7 @@ class WorkerProbe:
         return list(self.tensors).index(call.arg(0, "layer_name"))
 
     def _layer_hook(self, call: Call) -> None:
-        name = call.arg(0, "layer_name")
-        common = {
-            "layer": name,
-            "bound": bool(call.event and call.event["bound"]),
-        }
-        if call.hook == "wait_for_layer_load":
-            self.trace.emit("layer.wait", **common)
-            return
-        tensor, given = self.tensors.get(name), call.arg(1, "kv_layer")
-        whole = tensor is None or (
-            given.data_ptr() == tensor.data_ptr() and given.shape == tensor.shape
-        )
-        self.trace.emit("layer.save", **common, whole=whole)
+        emit_layer(self.trace, call, self.tensors)
 
     # -- steps -----------------------------------------------------------------------------------------------------------------
     def begin(self, output: Any) -> None:

@@ -232,7 +232,7 @@ class Ledger:
                 for event in self._flying.pop(
                     req, ()
                 ):  # what those steps wrote is nobody's any more
-                    event["final_after"] = None
+                    self.trace.amend(event, final_after=None)
             why = _REASONS.get(request.status, reason) if now != status else "rollback"
             if status == RequestStatus.WAITING_FOR_REMOTE_KVS.name and not request.is_finished():
                 why = "load"  # it ended: the request waits to be admitted, as preempted if it was (R124)
@@ -357,8 +357,11 @@ class Ledger:
         for row in rows:
             event = self._current.get(row.state.chain.req)
             if event is not None:
-                event["final_before"] = min(row.before, row.start + row.count)
-                event["final_after"] = None if row.state.chain.req in failed else row.known
+                self.trace.amend(
+                    event,
+                    final_before=min(row.before, row.start + row.count),
+                    final_after=None if row.state.chain.req in failed else row.known,
+                )
                 self._flying.setdefault(row.state.chain.req, []).append(event)
 
     # -- after update ----------------------------------------------------------------------------------------------------------

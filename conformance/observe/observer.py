@@ -8,7 +8,7 @@ Turns what the scheduler and its connector half did into events (lookup, alloc, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -83,7 +83,7 @@ class MetadataObserver:
         self.built[id(meta)] = mark
         mutated = scheduler_output_digest(output) != call.scratch["digest"]
         if call.result_event is not None:
-            call.result_event["mutated_args"] = mutated
+            self.trace.amend(call.result_event, mutated_args=mutated)
         self.trace.emit(
             "meta.built",
             ok=isinstance(meta, KVConnectorMetadata),
@@ -531,6 +531,20 @@ class Observer(MetadataObserver):
                 self.memory.reset(self.held_contents())
                 self.reset_seen = True
                 self.activity += 1
+
+
+def emit_layer(trace: Trace, call: Call, registered: Mapping[str, Any]) -> None:
+    """Emit layer.wait or layer.save for a call of that hook. `registered`: KV tensors by layer name."""
+    name = call.arg(0, "layer_name")
+    bound = bool(call.event and call.event["bound"])
+    if call.hook == "wait_for_layer_load":
+        trace.emit("layer.wait", layer=name, bound=bound)
+        return
+    tensor, given = registered.get(name), call.arg(1, "kv_layer")
+    whole = tensor is None or (
+        given.data_ptr() == tensor.data_ptr() and given.shape == tensor.shape
+    )
+    trace.emit("layer.save", layer=name, bound=bound, whole=whole)
 
 
 def _answer(result: Any) -> tuple[Any, bool, bool]:

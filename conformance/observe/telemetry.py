@@ -421,7 +421,8 @@ class Watch:
 
     def _after(self, call: Call) -> None:
         if call.result_event is not None and call.error is None:
-            call.result_event["mutated_args"] = _picture(call) != call.scratch["argument"]
+            mutated = _picture(call) != call.scratch["argument"]
+            self.trace.amend(call.result_event, mutated_args=mutated)
 
 
 def _picture(call: Call) -> str:

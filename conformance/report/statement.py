@@ -105,12 +105,12 @@ def make(collector: Collector, found: Aggregate, *, judged: date) -> Statement:
         complete=not collector.selection.narrowed
         and collector.selection.shard is None
         and not collector.missing(),
-        verdict=found.verdict,
+        verdict=found.verdict,  # type: ignore[arg-type]
         passed=sum(status is Verdict.PASS for status in counting.values()),
-        core=len(counting),  # type: ignore[arg-type]
+        core=len(counting),
         capabilities=capabilities,
         requirements={name: status.value for name, status in sorted(counting.items())},
-        failed=found.failed,  # type: ignore[misc]
+        failed=found.failed,
     )
 
 

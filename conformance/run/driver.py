@@ -18,6 +18,7 @@ from kvconform.compat.step import AnyText, build_request
 from kvconform.config.target import Target
 from kvconform.contract.capabilities import tolerance
 from kvconform.contract.case import Variant
+from kvconform.contract.events import run_end
 from kvconform.contract.scenario import HAND_OVER
 from kvconform.contract.steps import OfPrompt, SamePrompt
 from kvconform.contract.trace import Event, Place, Trace
@@ -361,28 +362,29 @@ class Driver:
     # -- end -------------------------------------------------------------------------------------------------------------------
     def close(self, *, shut_down: bool, crashed: bool = False) -> None:
         """Emit run.end and, unless it happened already, shut the connector down."""
-        engine = self.engine
-        live = sorted(engine.scheduler.requests) if engine.scheduler is not None else []
-        leaked = engine.ledger.leaked()
-        if leaked:  # perhaps only a cycle that nobody holds
+        if self.engine.ledger.leaked():  # perhaps only a cycle of garbage
             gc.collect()
-            leaked = engine.ledger.leaked()
-        end = self.trace.emit(
-            "run.end",
-            quiesced=not engine.busy and not live,
-            unfinished=live,
-            free_blocks=engine.pool.get_num_free_blocks(),
-            free_blocks_at_start=engine.blocks_at_start,
-            engine_requests=live,
-            request_objects_alive=leaked,
-            threads=max(0, threading.active_count() - self.threads),
-            crashed=crashed,
-        )
+        end = self.trace.emit("run.end", **self._end_of(self.engine, crashed=crashed))
         if shut_down:
             self.shutdown()
-            end["threads"] = max(
-                0, threading.active_count() - self.threads
-            )  # a thread may live until then
+            self.trace.amend(end, threads=self._threads())  # a thread may live until the shutdown
+
+    def _end_of(self, engine: Engine, *, crashed: bool) -> dict[str, Any]:
+        """The fields of run.end for one engine."""
+        known = sorted(engine.scheduler.requests)
+        return run_end(
+            quiesced=not engine.busy and not known,
+            unfinished=known,
+            free_blocks=engine.pool.get_num_free_blocks(),
+            free_blocks_at_start=engine.blocks_at_start,
+            request_objects_alive=engine.ledger.leaked(),
+            threads=self._threads(),
+            crashed=crashed,
+        )
+
+    def _threads(self) -> int:
+        """Threads that were not there when the run began."""
+        return max(0, threading.active_count() - self.threads)
 
     def shutdown(self) -> None:
         """Shut the connector down."""

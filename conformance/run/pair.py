@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
-import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -154,18 +153,20 @@ class Handovers:
             mine = [e for e in events if e.get("req") == handed.req]
             dues = [e for e in mine if e["kind"] == "load.due"]
             good = [e for e in dues if not (e["missing"] or e["wrong"] or e["transfer"] in failed)]
-            for lookup in (e for e in mine if e["kind"] == "pair.lookup" and e["consumed"]):
-                later = [
-                    e
-                    for e in mine
-                    if e["kind"] == "alloc" and e["seq"] > lookup["seq"] and not e["second_call"]
-                ][:1]
-                lookup["delivered"] = (
-                    not later
-                    or not later[0]["external"]
-                    or any(e["transfer"] == later[0]["transfer"] for e in good)
-                )
+            for lookup in mine:
+                if lookup["kind"] == "pair.lookup" and lookup["consumed"]:
+                    delivered = self._delivered(lookup, mine, good)
+                    self.trace.amend(lookup, delivered=delivered)
             self._sum_up(handed, mine, dues, good, failed)
+
+    @staticmethod
+    def _delivered(lookup: Event, mine: list[Event], good: list[Event]) -> bool:
+        """Whether the tokens that a repeated lookup promised arrived. `good`: complete loads."""
+        grants = (e for e in mine if e["kind"] == "alloc" and not e["second_call"])
+        grant = next((e for e in grants if e["seq"] > lookup["seq"]), None)
+        if grant is None or not grant["external"]:
+            return True  # nothing was granted, so nothing is owed
+        return any(e["transfer"] == grant["transfer"] for e in good)
 
     def _sum_up(
         self,
@@ -353,26 +354,14 @@ class PairDriver(Driver):
         if not crashed:
             self.handovers.end()
         gc.collect()
-        ends = []
-        for name, engine in self.engines.items():
-            live = sorted(engine.scheduler.requests)
-            end = self.trace.emit(
-                "run.end",
-                on=name,
-                quiesced=not engine.busy and not live,
-                unfinished=live,
-                free_blocks=engine.pool.get_num_free_blocks(),
-                free_blocks_at_start=engine.blocks_at_start,
-                engine_requests=live,
-                request_objects_alive=engine.ledger.leaked(),
-                threads=max(0, threading.active_count() - self.threads),
-                crashed=crashed,
-            )
-            ends.append(end)
+        ends = [
+            self.trace.emit("run.end", on=name, **self._end_of(engine, crashed=crashed))
+            for name, engine in self.engines.items()
+        ]
         if shut_down:
             self.shutdown()
-            for end in ends:  # a thread may live until then
-                end["threads"] = max(0, threading.active_count() - self.threads)
+            for end in ends:  # a thread may live until the shutdown
+                self.trace.amend(end, threads=self._threads())
 
     def shutdown(self) -> None:
         """Both connectors of every engine."""

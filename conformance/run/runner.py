@@ -14,7 +14,7 @@ from kvconform.compat import vllm_api
 from kvconform.config.target import Target, inside
 from kvconform.contract.capabilities import complete
 from kvconform.contract.case import Device, Variant
-from kvconform.contract.events import EVENTS
+from kvconform.contract.events import EVENTS, run_cut_short, run_start
 from kvconform.contract.trace import PairTrace, Trace
 from kvconform.engine.fault import _blame
 from kvconform.engine.halves import stand_ins
@@ -100,8 +100,7 @@ def run_variant(
     )  # without a connector there is nobody to be late
     slow = variant.slow if kind != "cpu" else None
     trace = PairTrace() if settings.engines else Trace()
-    trace.emit(
-        "run.start",
+    start = run_start(
         seed=seed,
         engine=variant.engine,
         case=variant.case.id,
@@ -126,6 +125,7 @@ def run_variant(
         device=kind,
         slow=slow,
     )
+    trace.emit("run.start", **start)
     run = Run(
         variant,
         relation,
@@ -227,7 +227,7 @@ def _drive(
     ) as error:  # whatever connector or engine raised is a finding; our faults are told apart
         _conclude(run, trace, driver, error)
     finally:
-        note_unfilled(trace.events)
+        note_unfilled(trace)
         if driver is not None and driver.engine.inspector is not None:
             run.channels |= {"plan"}
         Probe.active = outer
@@ -244,7 +244,7 @@ def _scrub(trace: Trace, tmp: str) -> None:
         for name in names:
             text = event.get(name)
             if isinstance(text, str) and tmp in text:
-                event[name] = text.replace(tmp, "{tmp}")
+                trace.amend(event, **{name: text.replace(tmp, "{tmp}")})
 
 
 def _conclude(run: Run, trace: Trace, driver: Driver | None, error: BaseException) -> str | None:
@@ -267,7 +267,7 @@ def _crashed(run: Run, trace: Trace, driver: Driver | None, error: BaseException
     probe = Probe.active
     last = probe.last_error if probe is not None else None
     where, hook = _blame(error), None
-    note_unfilled(trace.events)
+    note_unfilled(trace)
     if where == "harness" and lost(trace.events):
         where = "engine"  # it asked for the impossible
     if last is not None and (
@@ -290,17 +290,7 @@ def _crashed(run: Run, trace: Trace, driver: Driver | None, error: BaseException
     ):  # a shutdown that raises comes after it
         if isinstance(trace, PairTrace):
             trace.on = None  # the end of all engines
-        trace.emit(
-            "run.end",
-            quiesced=False,
-            unfinished=[],
-            free_blocks=0,
-            free_blocks_at_start=0,
-            engine_requests=[],
-            request_objects_alive=[],
-            threads=0,
-            crashed=True,
-        )
+        trace.emit("run.end", **run_cut_short())
     if driver is not None and not isinstance(error, HookTimeout):
         try:
             driver.shutdown()

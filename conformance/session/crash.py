@@ -10,6 +10,7 @@ from typing import Any
 from kvconform.config.selection import Selection
 from kvconform.contract.capabilities import complete
 from kvconform.contract.case import Variant
+from kvconform.contract.events import run_cut_short, run_start
 from kvconform.contract.loader import Spec
 from kvconform.judge.verdict import Row, Verdict, judge, new_row
 from kvconform.process.watchdog import Note
@@ -85,22 +86,21 @@ def _trace(
 ) -> list[dict[str, Any]]:
     """The made-up trace: the run began, the hook was called, and that was it."""
     settings = variant.case.config
-    start: dict[str, Any] = {
-        "kind": "run.start",
-        "seed": 0,
-        "case": variant.case.id,
-        "vllm": "0",
-        "num_blocks": settings.num_blocks,
-        "connector": "",
-        "policies": list(variant.case.policies),
-        "spec_tokens": settings.spec_tokens,
-        "role": settings.role,
+    start = run_start(
+        seed=0,
+        case=variant.case.id,
+        vllm="0",
+        num_blocks=settings.num_blocks,
+        connector="",
+        policies=variant.case.policies,
+        spec_tokens=settings.spec_tokens,
+        role=settings.role,
         **variant.axes,
-    }
-    events = [start]
+    )
+    events: list[dict[str, Any]] = [{"kind": "run.start", **start}]
     if hook is not None and hung:
         called = {"hook": hook, "half": "worker", "rank": 0, "depth": 0}
-        events.append({"kind": "hook.called", **called, "bound": None, "cls": "", "thread": "main"})
+        events.append({"kind": "hook.called", **called, "bound": None, "thread": "main"})
         returned = {
             "kind": "hook.returned",
             **called,
@@ -118,16 +118,5 @@ def _trace(
         events.append(returned)
     where = "hook" if hung else "process"
     events.append({"kind": "engine.crash", "where": where, "error": text, "hook": hook})
-    end = {
-        "kind": "run.end",
-        "quiesced": False,
-        "unfinished": [],
-        "free_blocks": 0,
-        "free_blocks_at_start": 0,
-        "engine_requests": [],
-        "request_objects_alive": [],
-        "threads": 0,
-        "crashed": True,
-    }
-    events.append(end)
+    events.append({"kind": "run.end", **run_cut_short()})
     return [{**event, "seq": seq, "step": step} for seq, event in enumerate(events)]

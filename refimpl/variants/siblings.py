@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -46,9 +46,8 @@ class Waits:
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         device.current.finish()
-        return cast(
-            "tuple[set[str] | None, set[str] | None]", super().get_finished(finished_req_ids)
-        )  # type: ignore[misc]
+        found: Any = super().get_finished(finished_req_ids)  # type: ignore[misc]
+        return found
 
 
 class Winner(Waits, Plain):

@@ -93,7 +93,6 @@ def scheduler(path: Path, *, steps: int = 2, end: bool = True) -> StreamTrace:
         trace.emit("hook.returned", **returned(called))
     if end:
         trace.emit("run.end", **END)
-    trace.amend()
     return trace
 
 
@@ -115,7 +114,6 @@ def worker(path: Path, *, steps: int = 2) -> StreamTrace:
         trace.step = step
         called = trace.emit("hook.called", hook="start_load_kv", **CALLED)
         trace.emit("hook.returned", **returned(called))
-    trace.amend()
     return trace
 
 
@@ -123,16 +121,12 @@ def test_an_event_is_in_the_file_at_once_and_as_it_became(tmp_path: Path) -> Non
     trace = StreamTrace(tmp_path / "1.jsonl")
     event = trace.emit("cache.reset", phase="asked", returned=None, running=False, connector=True)
     assert [e["phase"] for e in read(trace.path)] == ["asked"]
-    event["returned"] = True
+    trace.amend(event, returned=True)
     trace.emit("cache.reset", phase="done", returned=True, running=False, connector=True)
-    trace.amend()
     assert [(e["phase"], e["returned"]) for e in read(trace.path)] == [
         ("asked", True),
         ("done", True),
     ]
-    size = trace.path.stat().st_size
-    trace.amend()
-    assert trace.path.stat().st_size == size
 
 
 def test_half_a_line_is_what_a_process_died_over(tmp_path: Path) -> None:
@@ -169,8 +163,7 @@ def test_processes_are_joined_step_by_step(tmp_path: Path) -> None:
 def test_kv_is_a_channel_only_where_all_of_it_was_looked_at(tmp_path: Path) -> None:
     scheduler(tmp_path)
     trace = worker(tmp_path)
-    trace.events[0]["watched"] = False
-    trace.amend()
+    trace.amend(trace.events[0], watched=False)
     assert channels(collect(tmp_path)) == {"hooks", "sched", "live"}
     assert channels([]) == {"sched", "live"}
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -57,11 +57,10 @@ class Page:
     @property
     def counts(self) -> list[tuple[str, int]]:
         """What there are any of, in words."""
+        counts: Mapping[str, int] = self.summary.counts  # type: ignore[assignment]
         return [
-            (name.lower().replace("_", " "), self.summary.counts[name])
-            for name in SHOWN
-            if self.summary.counts.get(name)
-        ]  # type: ignore[index,call-overload]
+            (name.lower().replace("_", " "), counts[name]) for name in SHOWN if counts.get(name)
+        ]
 
     @property
     def capabilities(self) -> list[tuple[str, Any, str]]:
