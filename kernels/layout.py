@@ -39,7 +39,7 @@ class Layout:
     @property
     def sides(self) -> int:
         """2 where there are K and V, 1 for a latent cache."""
-        return 1 if "scheduled" not in self.axes and "computed" not in self.axes else 2
+        return 1 if "S" not in self.axes and "C" not in self.axes else 2
 
     def view(self, layer: torch.Tensor) -> torch.Tensor:
         """A layer's tensor as [blocks, heads, block size, sides, dim], over the same memory; its strides may be anything.
@@ -51,14 +51,14 @@ class Layout:
                 f"a layer of layout {self.name} has the {len(self.axes)} axes {self.axes}, this one has {layer.dim()}"
             )
         axes = self.axes
-        if "computed" in axes:
+        if "C" in axes:
             at = axes.index("C")
             if layer.shape[at] % 2:
                 raise ValueError(
                     f"K and V share the last axis of layout {self.name}, and {layer.shape[at]} elements cannot be halved"
                 )
             layer, axes = layer.unflatten(at, (2, -1)), axes.replace("C", "SD")
-        if "scheduled" in axes and layer.shape[axes.index("S")] != 2:
+        if "S" in axes and layer.shape[axes.index("S")] != 2:
             raise ValueError(
                 f"axis {axes.index('S')} of layout {self.name} is K or V: 2 entries, not {layer.shape[axes.index('S')]}"
             )
@@ -85,10 +85,10 @@ class Layout:
             "L": layers,
             "B": blocks,
             "H": heads,
-            "known": block_size,
-            "scheduled": self.sides,
+            "N": block_size,
+            "S": self.sides,
             "D": dim,
-            "computed": 2 * dim,
+            "C": 2 * dim,
         }
         if "H" not in self.axes and heads != 1:
             raise ValueError(f"layout {self.name} has one head, not {heads}")

@@ -169,10 +169,10 @@ def test_the_template_with_nox_itself(repository: Path) -> None:
     assert verdicts(repository) == ["conformant"]
     file = repository / "folder_connector" / "connector.py"
     text = file.read_text(encoding="utf-8")
-    right = "self._plan_load(tracked, computed - self._granted.pop(req_id, 0), "
+    right = "tracked, computed - self._granted.pop(req_id, 0), "
     assert right in text
     file.write_text(
-        text.replace(right, "self._plan_load(tracked, 0, "), encoding="utf-8"
+        text.replace(right, "tracked, 0, "), encoding="utf-8"
     )  # writes over blocks that are shared
     done = act(repository, args=args)
     assert done.returncode == 1

@@ -199,7 +199,7 @@ PLAN = {
             {"kind": "hook.called", "hook": "wait_for_save", "half": "worker", "bound": False},
             ["wait_for_save", "no step's metadata"],
         ),
-        (PLAN, ["save positions 4-11 of b (before forward)", "C=1, S=2, P=3 and N=9"]),
+        (PLAN, ["save positions 4-11 of b (before forward)", "1 tokens computed, 2 scheduled, 3 placeholders and 9 known"]),
         (
             {"kind": "engine.crash", "error": "AssertionError: x", "hook": "shutdown"},
             ["AssertionError: x (in shutdown)"],

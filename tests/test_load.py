@@ -219,7 +219,7 @@ def test_broken_requirements_are_placed(
         ),
         (("run: {}", "expect: {stat: 1}"), "an expectation is a map with one key"),
         (
-            ("run: {}", "expect: {rows: {req: a, fields: [C, S], values: [[1]]}}"),
+            ("run: {}", "expect: {rows: {req: a, fields: [computed, scheduled], values: [[1]]}}"),
             "every row of values needs 2 numbers",
         ),
         (

@@ -162,9 +162,9 @@ def test_a_chunk_is_there_when_every_rank_has_committed_it(ranks: list[Store]) -
     for store in ranks:
         store.put(0, "k", "layer/1", b"data")
         assert not any(other.has("k") for other in ranks)
-        assert store.get("kind", "layer/1") is None
+        assert store.get("k", "layer/1") is None
         store.commit(0, "k")
-    assert [store.get("kind", "layer/1") for store in ranks] == [b"data", b"data"]
+    assert [store.get("k", "layer/1") for store in ranks] == [b"data", b"data"]
     assert list(ranks[0].keys()) == ["k"]
     ranks[1].drop("k")
     assert not ranks[0].has("k")
@@ -218,7 +218,7 @@ def test_what_an_earlier_epoch_still_writes_changes_no_chunk_of_this_one(
         store.put(1, "k", "layer", b"new")
         store.commit(1, "k")
         store.put(0, "k", "layer", b"old")
-    assert [store.get("kind", "layer") for store in ranks] == [b"new", b"new"]
+    assert [store.get("k", "layer") for store in ranks] == [b"new", b"new"]
 
 
 def test_a_countdown_counts_polls() -> None:

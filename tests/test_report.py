@@ -102,10 +102,10 @@ class TestTimeline:
             ),
         ]
         assert timeline.render(events) == [
-            "   1  lookup      a local=4 of N=9 -> 4 tokens",
-            "   1  alloc       a C=0 local=4 external=4 blocks=[1-3,7]",
+            "   1  lookup      a local=4 of known=9 -> 4 tokens",
+            "   1  alloc       a computed=0 local=4 external=4 blocks=[1-3,7]",
             "   1  schedule    1 tokens new=a loads before the forward pass",
-            "   1    a         new      C=8 S=1 P=0 N=9 blocks=[1-3,7]",
+            "   1    a         new      computed=8 scheduled=1 placeholders=0 known=9 blocks=[1-3,7]",
         ]
 
 

@@ -183,7 +183,7 @@ def test_metadata_and_stored_kv() -> None:
     ("event", "field", "value", "aspect"),
     [
         (0, "total", 4, "schedule"),
-        (1, "S", 4, "schedule"),
+        (1, "scheduled", 4, "schedule"),
         (1, "table", [1, 3], "blocks"),
         (2, "to", "WAITING", "requests"),
         (3, "token", 8, "tokens"),

@@ -146,7 +146,7 @@ class Outcome:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 65536))
             last = file.read().splitlines()[-1:]
-        return bool(last) and (last[0].startswith((b'{"k": "end"', b'{"k": "error"')))
+        return bool(last) and (last[0].startswith((b'{"kind": "end"', b'{"kind": "error"')))
 
     @property
     def answers(self) -> dict[str, Answer]:

@@ -297,9 +297,9 @@ def test_the_template_passes_and_a_fault_in_it_is_found(tmp_path: Path) -> None:
     )
     file = tmp_path / "new" / "folder_connector" / "connector.py"
     text = file.read_text(encoding="utf-8")
-    right = "self._plan_load(tracked, computed - self._granted.pop(req_id, 0), "
+    right = "tracked, computed - self._granted.pop(req_id, 0), "
     assert right in text
-    text = text.replace(right, "self._plan_load(tracked, 0, ")  # writes over blocks that are shared
+    text = text.replace(right, "tracked, 0, ")  # writes over blocks that are shared
     assert "self._failed.add(load.block)" in text
     file.write_text(
         text.replace("self._failed.add(load.block)", "pass"), encoding="utf-8"

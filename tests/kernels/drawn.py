@@ -166,12 +166,12 @@ class Shape:
             "L": self.layers,
             "B": self.blocks,
             "H": self.heads,
-            "known": self.size,
-            "scheduled": layout.sides,
+            "N": self.size,
+            "S": layout.sides,
             "D": self.dim,
-            "computed": 2 * self.dim,
+            "C": 2 * self.dim,
         }
-        room = {**used, "B": used["B"] + behind, "known": used["known"] + between}
+        room = {**used, "B": used["B"] + behind, "N": used["N"] + between}
         room |= {axis: (used[axis] + after) * self.step for axis in "DC"}
         stride, total = {}, 1
         for axis in reversed(layout.memory):

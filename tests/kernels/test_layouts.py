@@ -63,23 +63,23 @@ def test_a_view_shows_every_element_where_it_is(name: str) -> None:
     [
         (
             "LBHNC",
-            {"L": BLOCKS * HEADS * SIZE * 32, "B": HEADS * SIZE * 32, "H": SIZE * 32, "known": 32},
+            {"L": BLOCKS * HEADS * SIZE * 32, "B": HEADS * SIZE * 32, "H": SIZE * 32, "N": 32},
         ),
         (
             "LBNHC",
-            {"L": BLOCKS * HEADS * SIZE * 32, "B": HEADS * SIZE * 32, "known": HEADS * 32, "H": 32},
+            {"L": BLOCKS * HEADS * SIZE * 32, "B": HEADS * SIZE * 32, "N": HEADS * 32, "H": 32},
         ),
         (
             "BLHNC",
-            {"B": LAYERS * HEADS * SIZE * 32, "L": HEADS * SIZE * 32, "H": SIZE * 32, "known": 32},
+            {"B": LAYERS * HEADS * SIZE * 32, "L": HEADS * SIZE * 32, "H": SIZE * 32, "N": 32},
         ),
         (
             "BHLNC",
-            {"B": HEADS * LAYERS * SIZE * 32, "H": LAYERS * SIZE * 32, "L": SIZE * 32, "known": 32},
+            {"B": HEADS * LAYERS * SIZE * 32, "H": LAYERS * SIZE * 32, "L": SIZE * 32, "N": 32},
         ),
         (
             "LHBNC",
-            {"L": HEADS * BLOCKS * SIZE * 32, "H": BLOCKS * SIZE * 32, "B": SIZE * 32, "known": 32},
+            {"L": HEADS * BLOCKS * SIZE * 32, "H": BLOCKS * SIZE * 32, "B": SIZE * 32, "N": 32},
         ),
     ],
 )

@@ -316,7 +316,7 @@ def test_how_a_run_ended(ended: Ended, error: dict[str, Any] | None, done: bool,
 
 
 def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
-    (tmp_path / "out").write_text('{"k": "begin", "name": "cold"}\n{"k": "phase", "na')
+    (tmp_path / "out").write_text('{"kind": "begin", "name": "cold"}\n{"kind": "phase", "na')
     outcome = Outcome.read(tmp_path / "out")
     assert outcome.current == "cold" and not outcome.phases and not outcome.ended
 

@@ -233,7 +233,7 @@ try:
     answer = "up"
 except OSError:
     answer = "gone"
-Path(sys.argv[2]).write_text(json.dumps({"k": "note", "store": answer}) + "\\n" + json.dumps({"k": "end"}) + "\\n")
+Path(sys.argv[2]).write_text(json.dumps({"kind": "note", "store": answer}) + "\\n" + json.dumps({"kind": "end"}) + "\\n")
 """
 
 
