@@ -52,14 +52,14 @@ def test_a_tail_is_free_to_write_while_its_load_is_under_way(
 
 def test_every_failure_of_the_same_claim_counts(machine: Machine) -> None:
     seen = SimpleNamespace(
-        trace=machine.trace, oracle=machine.oracle, failed=[], failed_claims={}, activity=0
+        trace=machine.trace, _loads=machine.oracle, _failed_claims={}, activity=0
     )
     for attempt in (1, 2, 3):
         grant = machine.grant("a", [1, 2, 3, 4], 0, 8)
         for block in (1, 2):  # the second report of a failure is no second failure
             Observer._fail(seen, "a", grant, [block], [])  # type: ignore[arg-type]
             grant.failed.add(block)
-        assert seen.failed_claims == {("a", 0, 8): attempt}
+        assert seen._failed_claims == {("a", 0, 8): attempt}
         assert seen.activity == 2 * attempt, "the store may have become smaller"
 
 

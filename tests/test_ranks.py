@@ -14,7 +14,7 @@ from kvconform.config.target import Target
 from kvconform.contract.case import Case
 from kvconform.contract.loader import load_spec
 from kvconform.contract.trace import Trace
-from kvconform.observe.ledger import Joined
+from kvconform.observe.ledger import RankReports
 from kvconform.run.case import run_and_judge
 from kvconform.run.runner import run_variant
 
@@ -71,9 +71,9 @@ def report(**fields: Any) -> SimpleNamespace:
     return SimpleNamespace(kv_connector_output=KVConnectorOutput(**fields))
 
 
-def joined(count: int | None) -> tuple[Trace, Joined]:
+def joined(count: int | None) -> tuple[Trace, RankReports]:
     trace = Trace()
-    return trace, Joined(trace, SimpleNamespace(get_finished_count=lambda: count), 2, count)
+    return trace, RankReports(trace, SimpleNamespace(get_finished_count=lambda: count), 2, count)
 
 
 def test_errors_of_any_rank_count_and_failures_wait_for_all() -> None:

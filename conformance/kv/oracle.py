@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -184,13 +184,44 @@ class Wrong:
         return id(self.chain), self.layer, self.found, self.side
 
 
-class Oracle:
+class Shape(Protocol):
+    """What has to be known of a KV cache to note the loads into it."""
+
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def groups(self) -> tuple[Group, ...]: ...
+    @property
+    def share(self) -> tuple[int, int]: ...
+    @property
+    def group_of(self) -> np.ndarray: ...
+
+
+class Loads:
+    """The loads into one KV cache: what the engine granted, and what was reported as failed.
+
+    `failed_blocks` and `failed_reqs` are the failures reported in the current step.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self.grants: list[Grant] = []
+        self.failed_blocks: set[int] = set()
+        self.failed_reqs: set[str] = set()
+
+    def open_grants(self) -> list[Grant]:
+        """Grants that the engine has not relied on yet."""
+        return [grant for grant in self.grants if grant.open]
+
+
+class Oracle(Loads):
     """Judges bytes of one engine's cache. `tables()` returns the blocks that live requests hold.
 
     It emits kv.changed, load.due and kv.wrong; it never writes the cache.
     """
 
     def __init__(self, cache: PagedCache, registry: Registry, trace: Trace, tables: Tables) -> None:
+        super().__init__(cache)
         self.cache, self.registry, self.trace, self.tables = cache, registry, trace, tables
         self.device = device.current
         slots = cache.num_blocks * cache.stride
@@ -198,12 +229,9 @@ class Oracle:
         self.fill_ref: np.ndarray = np.full(slots, -1, dtype=np.int64)
         self.version: np.ndarray = np.zeros((len(cache.tensors), slots), dtype=np.int64)
         self.refs: list[str] = []
-        self.grants: list[Grant] = []
         self.overdue: list[Grant] = []
         self.pending: list[Wrong] = []
         self.reported: dict[tuple[int, int], int] = {}
-        self.failed_blocks: set[int] = set()
-        self.failed_reqs: set[str] = set()
 
     # -- what fills a slot -----------------------------------------------------------------------------------------------------
     def _ref(self, name: str) -> int:
@@ -230,10 +258,6 @@ class Oracle:
         ]:  # whatever arrives from now on is a stray write
             grant.due = None
             self.overdue.remove(grant)
-
-    def open_grants(self) -> list[Grant]:
-        """Grants that the engine has not relied on yet."""
-        return [g for g in self.grants if g.open]
 
     # -- writes by the connector -----------------------------------------------------------------------------------------------
     def check_writes(self, after_hook: str) -> None:

@@ -40,7 +40,8 @@ class Plains:
 
     def get(self, plays: list[Play], start: Start = PLAIN) -> tuple[Outcome, Path]:
         """What vLLM answers without a connector, and the book of its KV. Made now, unless some process has made it. RuntimeError if vLLM
-        does not come through."""
+        does not come through.
+        """
         text = repr(
             (
                 self.vllm,

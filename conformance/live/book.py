@@ -26,7 +26,8 @@ LIMIT = 512 << 20
 
 class Finding(NamedTuple):
     """How a loaded block compares: exact, close, wrong or unknown; the largest difference, as a part of the largest value; of a wrong
-    block the first layer, and what the bytes are (kvconform.contract.events.PROVENANCE) and where from."""
+    block the first layer, and what the bytes are (kvconform.contract.events.PROVENANCE) and where from.
+    """
 
     verdict: str
     error: float = 0.0

@@ -146,7 +146,8 @@ class Child:
 
     def _settle(self, engine: Any) -> None:
         """Let the engine make the steps that a server's makes when nobody asks any more: the connector hears who has finished, and what it
-        still sends is waited for."""
+        still sends is waited for.
+        """
         limit = time.monotonic() + RESET_LIMIT
         if not self.job.start["processes"]:
             while (
@@ -159,7 +160,8 @@ class Child:
 
     def _reset(self, engine: Any) -> bool:
         """Empty the local prefix cache. vLLM refuses as long as blocks are in use, as they are while a connector still saves them; an
-        engine in this process lives by being asked."""
+        engine in this process lives by being asked.
+        """
         limit = time.monotonic() + self.reset_limit
         here = not self.job.start["processes"]
         while not engine.reset_prefix_cache():
@@ -172,7 +174,7 @@ class Child:
         return True
 
     def _counts(self) -> Counts:
-        """vLLM's counters since the last call."""
+        """VLLM's counters since the last call."""
         now: dict[str, int] = {}
         for metric in self.llm.get_metrics():
             name = METRICS.get(metric.name)

@@ -59,7 +59,8 @@ def make_run(
     pace: float = 0.0,
 ) -> Made:
     """Make a run. Writes below `tmp` only. Nothing of it is left when this returns, but what the phases' faults did to `servers`.
-    RuntimeError if a fault could not be carried out. `pace`: seconds that a run without connector took here; time limits grow with it."""
+    RuntimeError if a fault could not be carried out. `pace`: seconds that a run without connector took here; time limits grow with it.
+    """
     tmp.mkdir(parents=True, exist_ok=True)
     for name in ("tmp", "trace", "work", "connector", "desk"):
         (tmp / name).mkdir(exist_ok=True)
@@ -144,7 +145,8 @@ def transfer_of(
 
 def resolved(plays: list[Play], plain: Outcome) -> list[Play]:
     """The phases with the prompts that the run without connector had: whatever a connector does to an answer, all that is asked later is
-    the same."""
+    the same.
+    """
     known = plain.answers
     return [
         play.model_copy(

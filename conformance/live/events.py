@@ -201,7 +201,8 @@ OWN = "vLLM's own process, which a thread keeps from ending"
 
 def end_event(outcome: Outcome, ended: Ended) -> Event:
     """How the engine and its processes ended. A process that had shut vLLM down and did not end counts as left behind; one that some
-    library took down after everything was said is nobody's loss."""
+    library took down after everything was said is nobody's loss.
+    """
     stays = outcome.ended and ended.how == "timeout"
     if outcome.ended:
         how = "ended"

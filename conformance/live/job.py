@@ -23,7 +23,8 @@ class _Part(BaseModel):
 
 class Ask(_Part):
     """A request: prompt token ids (behind prompt and answer of request `after`, if that is given), tokens wanted, step of arrival, steps
-    until it is aborted."""
+    until it is aborted.
+    """
 
     id: str
     tokens: list[int]
@@ -46,7 +47,8 @@ class Play(_Part):
 
 class Job(_Part):
     """One engine and what is asked of it. `transfer`: fields of vLLM's KVTransferConfig, None for no connector. `desk`: the directory where
-    faults of servers are asked for (kvconform.live.outage)."""
+    faults of servers are asked for (kvconform.live.outage).
+    """
 
     model: str
     start: dict[str, Any]
@@ -71,7 +73,8 @@ class Job(_Part):
 
 class Answer(_Part):
     """What a request came to: token ids, and per token its log probability, the second most likely token, and how much less likely that was
-    (natural logarithm). `why`: stop, length, abort. `internal`: the id that vLLM gave it."""
+    (natural logarithm). `why`: stop, length, abort. `internal`: the id that vLLM gave it.
+    """
 
     id: str
     internal: str = ""

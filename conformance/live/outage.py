@@ -200,5 +200,5 @@ def _loading() -> int:
     return (
         0
         if recorder is None or recorder.scheduler is None
-        else len(recorder.scheduler.oracle.open_grants())
+        else len(recorder.scheduler.loads.open_grants())
     )

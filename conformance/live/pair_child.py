@@ -105,7 +105,8 @@ class PairChild:
 
     def _do_reset(self) -> None:
         """Empty the local prefix cache: vLLM refuses while the connector holds blocks, and lets it say that it is done only in a step of a
-        request."""
+        request.
+        """
         limit, number = time.monotonic() + RESET_LIMIT, 0
         done = bool(self.engine.reset_prefix_cache())
         while not done and time.monotonic() < limit:

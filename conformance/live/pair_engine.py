@@ -134,7 +134,7 @@ class PairEngine:
         return self.said.answers[name]
 
     def counts(self, limit: float = 30) -> Counts:
-        """vLLM's counters since they were last asked for."""
+        """VLLM's counters since they were last asked for."""
         before = len(self.said.counts)
         self.send("counts")
         self.wait(lambda said: len(said.counts) > before, limit)

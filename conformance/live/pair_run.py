@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a scenario of a producer and a consumer: two vLLM engines in processes of their own, and a proxy that carries the kv_transfer_params
-of one's answers to the other's requests."""
+of one's answers to the other's requests.
+"""
 
 from __future__ import annotations
 
@@ -297,7 +298,8 @@ def run_pair(
     known: tuple[Outcome, Path] | None = None,
 ) -> tuple[list[Event], list[str], Made, frozenset[str]]:
     """(trace, what was due and did not happen, how it was made, channels). `known`: answers of a run without connector that has all of its
-    requests, if there is one. RuntimeError if vLLM fails without a connector."""
+    requests, if there is one. RuntimeError if vLLM fails without a connector.
+    """
     assert scenario.pair is not None
     plain, book = known or plain_runs.get(asked(scenario, seed))
     tmp.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,8 @@ TRACE = "KVCONFORM_LIVE_TRACE"
 
 def register() -> None:
     """Watch this process's vLLM from now on, if that is wanted, with the adapters and the device that are wanted. Called again, it
-    changes nothing."""
+    changes nothing.
+    """
     wanted = os.environ.get
     if wanted("KVCONFORM_ADAPTERS"):
         from kvconform.adapters.registry import install_from_environment

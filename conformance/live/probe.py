@@ -201,7 +201,8 @@ class Recorder:
         output_rank: int = 0,
     ) -> Any:
         """The engine joins what workers in other processes report; while the probe has it joined, and where all is in one process, it is
-        vLLM's own affair."""
+        vLLM's own affair.
+        """
         probe = self.scheduler
         if probe is None or probe.together or self._joining or not any(outputs):
             return original(aggregator, outputs, output_rank)

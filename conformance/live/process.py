@@ -35,7 +35,8 @@ EVERY = 0.25
 @dataclass
 class Ended:
     """How a child ended: `how` is exit, signal or timeout, `status` its exit status or the signal's number. Left over when it had gone:
-    processes (as their command lines), TCP ports that these listened on, files in /dev/shm. All of them are gone now, but `stuck`."""
+    processes (as their command lines), TCP ports that these listened on, files in /dev/shm. All of them are gone now, but `stuck`.
+    """
 
     how: str
     status: int
@@ -56,7 +57,8 @@ def run(
     over: Callable[[], bool] = lambda: False,
 ) -> Ended:
     """Run `command` to its end, to `limit` seconds, or to LEAVE seconds after `over` was first true. What it prints goes to `log`. Returns
-    when nothing of it is left; an exception (an interrupt, say) leaves nothing either."""
+    when nothing of it is left; an exception (an interrupt, say) leaves nothing either.
+    """
     mark = uuid.uuid4().hex
     began = time.monotonic()
     shared = Shared()

@@ -71,7 +71,8 @@ def _with(scenario: Scenario, requests: list[Request]) -> Scenario:
 
 def claim(folder: Path, requirements: Iterable[str], scenario: str) -> dict[str, str]:
     """Who makes the failure of each requirement small: the first workload of the campaign that fails it, so {requirement: its id}.
-    Another one that fails the same would cost minutes, and show the same. Writes a note for each into `folder`, which is made."""
+    Another one that fails the same would cost minutes, and show the same. Writes a note for each into `folder`, which is made.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     found = {}
     for requirement in requirements:

@@ -47,7 +47,8 @@ def run_live(
     known: Known | None = None,
 ) -> tuple[LiveRun, Made]:
     """Make the run of a scenario; its trace holds the probe's events and ours. `known`: answers of a run without connector that has all
-    of its requests, if there is one. RuntimeError if vLLM fails without a connector."""
+    of its requests, if there is one. RuntimeError if vLLM fails without a connector.
+    """
     if scenario.pair is not None:
         assert target is not None
         events, lacks, made, channels = run_pair(

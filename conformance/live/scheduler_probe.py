@@ -4,18 +4,18 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from types import SimpleNamespace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvconform.compat.vllm_api import RequestStatus
 from kvconform.contract.events import run_end
 from kvconform.contract.trace import Event, Trace
-from kvconform.kv.provenance import Memory
+from kvconform.kv.oracle import Loads
+from kvconform.kv.provenance import Identity, Memory
 from kvconform.live.state import (
     ATTRIBUTE,
+    Flight,
     Granted,
-    Grants,
     Known,
     Named,
     Roster,
@@ -23,63 +23,95 @@ from kvconform.live.state import (
     StepNote,
     shape_of,
 )
-from kvconform.observe.ledger import Joined, Ledger, counted
+from kvconform.observe.ledger import Ledger, RankReports, counted
 from kvconform.observe.observer import Observer
 from kvconform.observe.probe import Probe
 from kvconform.observe.telemetry import HashBook, Telemetry, Watch
+from kvconform.observe.view import block_tables
+
+
+class LiveView:
+    """What observer and ledger may ask of a running vLLM (kvconform.observe.view.SchedulerView)."""
+
+    other_loads: Sequence[Loads] = ()  # every worker process has its own probe
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler, self.roster = scheduler, Roster()
+        self.loads = Loads(shape_of(scheduler.kv_cache_config))
+        self.flight: deque[Flight] = deque()
+
+    def generation(self, req_id: str) -> int:
+        """See SchedulerView."""
+        return self.roster.generation(req_id)
+
+    def identity(self, req_id: str) -> Identity:
+        """See SchedulerView."""
+        return self.roster.identity(req_id)
+
+    def valid_end(self, req_id: str) -> int:
+        """See SchedulerView."""
+        known = self.roster.known.get(req_id)
+        if known is None:
+            return 0
+        end = known.valid_end
+        for flight in self.flight:
+            for share in flight.shares:
+                if share.req == req_id:
+                    start = share.start if share.fresh else min(share.start, end)
+                    end = start + share.count - share.drafts
+        return end
+
+    def held_contents(self) -> set[int]:
+        """See SchedulerView."""
+        held: set[int] = set()
+        for req_id in self.tables():
+            request = self.scheduler.requests[req_id]
+            if not request.is_finished():
+                held.update(self.roster.chain(request)[0][: self.valid_end(req_id)])
+        return held
+
+    def tables(self) -> dict[str, list[list[int]]]:
+        """See SchedulerView."""
+        return block_tables(self.scheduler)
+
+    def in_flight(self) -> list[int]:
+        """See SchedulerView."""
+        return [id(flight.output) for flight in self.flight]
 
 
 class SchedulerProbe:
-    """Wraps the methods of one scheduler. Emits events; changes nothing of it but these methods and the pool's."""
+    """Wraps methods of one scheduler. Emits events; changes nothing but these and the pool's.
+
+    `together`: the worker is in the same process.
+    """
 
     ended = False
+    reports: RankReports | None = None
 
     def __init__(self, trace: Trace, probe: Probe, scheduler: Any, *, together: bool) -> None:
-        self.trace, self.probe, self.scheduler = trace, probe, scheduler
-        self.together = together  # with the worker, in one process
-        self.roster, self.memory = Roster(), Memory()
+        self.trace, self.probe, self.scheduler, self.together = trace, probe, scheduler, together
+        self.view, self.memory = LiveView(scheduler), Memory()
+        self.roster, self.loads, self.flight = self.view.roster, self.view.loads, self.view.flight
         config = scheduler.vllm_config
-        self.oracle = Grants(shape_of(scheduler.kv_cache_config))
-        hashes = HashBook(
-            getattr(scheduler, "hash_block_size", self.oracle.cache.block_size),
-            self.roster.identity,
-        )
-        self.listeners = (
-            Watch(trace, probe, hashes, self.roster.generation),
-            Telemetry(trace, probe, hashes, config),
-        )
-        oracle: Any = self.oracle
-        self.observer = Observer(
-            trace,
-            probe,
-            oracle,
-            self.memory,
-            scheduler,
-            self.roster.generation,
-            self.roster.identity,
-            self.valid_end,
-            self._held_contents,
-        )
+        size = getattr(scheduler, "hash_block_size", self.loads.shape.block_size)
+        hashes = HashBook(size, self.roster.identity)
+        self.watch = Watch(trace, probe, hashes, self.roster.generation)
+        self.telemetry = Telemetry(trace, probe, hashes, config)
+        self.observer = Observer(trace, probe, self.memory, self.view)
         inspector = getattr(scheduler.connector, "kvconform_inspector", None)
         self.inspector: Any = inspector() if callable(inspector) else None
         self.pool = scheduler.kv_cache_manager.block_pool
-        sizes = [group.block_size for group in self.oracle.cache.groups]
         is_async = bool(config.scheduler_config.async_scheduling)
-        self.ledger = Ledger(trace, scheduler, self.pool, self.observer, sizes, is_async=is_async)
-        self.flight: deque[tuple[Any, StepNote, list[Share]]] = deque()
-        self.ledger.in_flight = lambda: [id(output) for output, _, _ in self.flight]
+        self.ledger = Ledger(trace, self.view, self.observer, is_async=is_async)
         self.blocks_at_start = self.pool.get_num_free_blocks()
         self.pending: list[Named] = []
         self._seen_grants = 0
         self._busy = 0
-        for name in (
-            "schedule",
-            "update_from_output",
-            "add_request",
-            "finish_requests",
-            "reset_prefix_cache",
-        ):
-            self._wrap(name, getattr(self, "_" + name))
+        self._wrap("schedule", self._schedule)
+        self._wrap("update_from_output", self._update_from_output)
+        self._wrap("add_request", self._add_request)
+        self._wrap("finish_requests", self._finish_requests)
+        self._wrap("reset_prefix_cache", self._reset_prefix_cache)
 
     def _wrap(self, name: str, around: Callable[..., Any]) -> None:
         original = getattr(self.scheduler, name)
@@ -95,37 +127,6 @@ class SchedulerProbe:
                 self._busy -= 1
 
         setattr(self.scheduler, name, wrapped)
-
-    # -- what is asked about requests ------------------------------------------------------------------------------------------
-    def tables(self) -> dict[str, list[list[int]]]:
-        """Block tables of all requests that hold blocks, by request id; one per group."""
-        manager, tables = self.scheduler.kv_cache_manager, {}
-        for req in self.scheduler.requests:
-            groups = [list(table) for table in manager.get_block_ids(req)]
-            if any(groups):
-                tables[req] = groups
-        return tables
-
-    def valid_end(self, req: str) -> int:
-        """End of a request's final KV once the steps in flight have run."""
-        known = self.roster.known.get(req)
-        if known is None:
-            return 0
-        end = known.valid_end
-        for _, _, shares in self.flight:
-            for share in shares:
-                if share.req == req:
-                    start = share.start if share.fresh else min(share.start, end)
-                    end = start + share.count - share.drafts
-        return end
-
-    def _held_contents(self) -> set[int]:
-        held: set[int] = set()
-        for req in self.tables():
-            request = self.scheduler.requests[req]
-            if not request.is_finished():
-                held.update(self.roster.chain(request)[0][: self.valid_end(req)])
-        return held
 
     # -- calls -----------------------------------------------------------------------------------------------------------------
     def _add_request(
@@ -161,7 +162,7 @@ class SchedulerProbe:
         self.ledger.before_schedule()
         with counted(self.trace, self.scheduler):
             output = original(*args, **kwargs)
-        tables = self.tables()
+        tables = self.view.tables()
         self.ledger.after_schedule(output, tables)
         fresh = self.ledger.take_fresh(tables)
         note = StepNote(
@@ -176,9 +177,7 @@ class SchedulerProbe:
         shares = [self._share(output, req, note, tables) for req in note.scheduled]
         note.granted, note.named, self.pending = self._granted(), self.pending, []
         if self.scheduler.connector is not None:
-            note.digest = self.observer.current_digest = self.observer.take_digest(
-                output.kv_connector_metadata
-            )
+            note.digest = self.observer.metadata.begin_step(output.kv_connector_metadata)
             for entry in (
                 self.inspector.plan(output.kv_connector_metadata)
                 if self.inspector is not None
@@ -186,15 +185,16 @@ class SchedulerProbe:
             ):
                 self.trace.emit("plan", **entry)
         self.observer.activity += 1 if output.total_num_scheduled_tokens else 0
-        self.oracle.failed_blocks, self.oracle.failed_reqs = set(), set()
+        self.loads.failed_blocks, self.loads.failed_reqs = set(), set()
         setattr(output, ATTRIBUTE, note)
-        self.flight.append((output, note, shares))
+        self.flight.append(Flight(output, note, shares))
         return output
 
     def _share(
         self, output: Any, req: str, note: StepNote, tables: dict[str, list[list[int]]]
     ) -> Share:
-        event = self.ledger._current[req]
+        event = self.ledger.launched(req)
+        assert event is not None  # the scheduler has just listed it
         share = Share(
             req,
             event["output_computed"],
@@ -203,13 +203,12 @@ class SchedulerProbe:
             event,
             event["listed_as"] != "cached",
         )
-        self.ledger._flying.setdefault(req, []).append(event)
         known, request = self.roster.known[req], self.scheduler.requests[req]
-        size, table = self.oracle.cache.block_size, tables.get(req, [[]])[0]
+        size, table = self.loads.shape.block_size, tables.get(req, [[]])[0]
         if share.fresh:
             known.admitted(share.start, size)
         end = None if self.scheduler.num_spec_tokens else -(-(share.start + share.count) // size)
-        note.written.update(table[min(share.start, self.valid_end(req)) // size : end])
+        note.written.update(table[min(share.start, self.view.valid_end(req)) // size : end])
         ids, plain = self.roster.chain(request)
         final = min(share.start + share.count - share.drafts, len(ids))
         self.memory.computed(ids[known.remembered : final], plain[known.remembered : final])
@@ -217,8 +216,8 @@ class SchedulerProbe:
         return share
 
     def _granted(self) -> list[Granted]:
-        fresh, self._seen_grants = self.oracle.grants[self._seen_grants :], len(self.oracle.grants)
-        size, found = self.oracle.cache.block_size, []
+        fresh, self._seen_grants = self.loads.grants[self._seen_grants :], len(self.loads.grants)
+        size, found = self.loads.shape.block_size, []
         for grant in fresh:
             ids, plain = self.roster.chain(self.scheduler.requests[grant.req])
             contents = [(ids[end - 1], plain[end - 1]) for end in range(size, len(ids) + 1, size)]
@@ -240,13 +239,13 @@ class SchedulerProbe:
         self, original: Callable[..., Any], output: Any, result: Any, *args: Any, **kwargs: Any
     ) -> Any:
         reports = result.kv_connector_output
-        position = next((n for n, (other, _, _) in enumerate(self.flight) if other is output), None)
+        position = next((n for n, other in enumerate(self.flight) if other.output is output), None)
         if position is None:
             return original(output, result, *args, **kwargs)
         _, note, shares = self.flight[position]
         self._settle(note.step)
         del self.flight[position]
-        tables = self.tables()
+        tables = self.view.tables()
         self.ledger.before_update()
         invalid = set(getattr(reports, "invalid_block_ids", None) or ())
         for share in shares:
@@ -269,19 +268,16 @@ class SchedulerProbe:
         index = result.req_id_to_index.get(share.req)
         if share.drafts and index is not None and index < len(result.sampled_token_ids):
             end += max(0, len(result.sampled_token_ids[index]) - 1)
-        if any(share.event is event for event in self.ledger._flying.get(share.req, ())):
-            self.trace.amend(
-                share.event,
-                final_before=min(before, share.start + share.count),
-                final_after=None if failed else end,
-            )
+        before = min(before, share.start + share.count)
+        after = None if failed else end
+        self.ledger.executed(share.event, final_before=before, final_after=after)
         known.valid_end = end
         known.tainted = known.tainted or failed
 
     def _name(self, request: Any, known: Known, table: list[int]) -> None:
         """Tell the workers what the blocks hold that the model has filled up and that are final now."""
         ids, plain = self.roster.chain(request)
-        size = self.oracle.cache.block_size
+        size = self.loads.shape.block_size
         self.memory.computed(
             ids[known.remembered : known.valid_end], plain[known.remembered : known.valid_end]
         )
@@ -305,13 +301,13 @@ class SchedulerProbe:
     # -- loads come to an end --------------------------------------------------------------------------------------------------
     def _settle(self, landed: int = 0) -> None:
         """Close the grants that the engine relies on by now. In one process, every step that was scheduled has been executed."""
-        reported, self.observer.recved = set(self.observer.recved), []
-        for grant in self.oracle.open_grants():
+        reported, self.observer.received = set(self.observer.received), []
+        for grant in self.loads.open_grants():
             if grant.is_async:
                 grant.open = grant.req in self.scheduler.requests and grant.req not in reported
             elif self.together or grant.started_step <= landed:
                 grant.open = False
-        for grant in self.oracle.grants:
+        for grant in self.loads.grants:
             if grant.failed or grant.given_up:
                 known = self.roster.known.get(grant.req)
                 if known is not None and known.generation == grant.generation:
@@ -319,9 +315,9 @@ class SchedulerProbe:
 
     def join(self, aggregator: Any, outputs: list[Any], rank: int) -> Any:
         """What vLLM makes of the reports of workers in other processes: its aggregator's answer. Emits what each of them reported."""
-        if self.joined is None:
+        if self.reports is None:
             count = getattr(aggregator, "_expected_finished_count", None)
-            self.joined = Joined(self.trace, None, len(outputs), count, aggregator)
+            self.reports = RankReports(self.trace, None, len(outputs), count, aggregator)
         for number, output in enumerate(outputs):
             reports = getattr(output, "kv_connector_output", None)
             if reports is not None:
@@ -329,29 +325,22 @@ class SchedulerProbe:
                 self._reported_elsewhere(reports)
         self.trace.rank = None
         return (
-            self.joined.join(outputs, rank)
+            self.reports.join(outputs, rank)
             if len(outputs) > 1
             else aggregator.aggregate(outputs, rank)
         )
 
-    joined: Joined | None = None
-
     def _reported_elsewhere(self, reports: Any) -> None:
-        names = ("finished_sending", "finished_recving", "failed_recving")
-        results = SimpleNamespace(**{name: getattr(reports, name, None) for name in names})
-        call: Any = SimpleNamespace(legal=True, result=results)
-        received = self.observer.recved
-        self.observer._reported(call)
-        self.observer.recved = [*received, *self.observer.recved]
-        call = SimpleNamespace(
-            legal=True, result=set(getattr(reports, "invalid_block_ids", None) or ())
-        )
-        self.observer._errors(call)
+        """Note what a worker in another process reported, in a KVConnectorOutput."""
+        before = self.observer.received
+        self.observer.reported(reports)
+        self.observer.received = [*before, *self.observer.received]
+        self.observer.load_errors(set(getattr(reports, "invalid_block_ids", None) or ()))
 
     def end(self, *, threads: int, crashed: bool) -> Event:
         """Emit run.end. An empty step in flight does not count: a front end that has all answers leaves one."""
         live = sorted(self.scheduler.requests)
-        left = bool(live) or any(note.scheduled for _, note, _ in self.flight)
+        left = bool(live) or any(flight.note.scheduled for flight in self.flight)
         fields = run_end(
             quiesced=not left,
             unfinished=live,

@@ -28,7 +28,8 @@ CPU_ASYNC = "KVCONFORM_LIVE_ASYNC"
 
 def install_cpu_async() -> None:
     """Change this process's vLLM for good: the configuration keeps the setting, and the CPU's model runner keeps the sampled tokens
-    itself, instead of leaving them on a device. A second call changes nothing."""
+    itself, instead of leaving them on a device. A second call changes nothing.
+    """
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -60,7 +61,8 @@ _installed = False
 
 def install_emulation() -> None:
     """Enter the emulation for the rest of this process's life, before a connector is made and after the probe is there, which calls hooks
-    of worker halves on the device. A second call changes nothing."""
+    of worker halves on the device. A second call changes nothing.
+    """
     global _installed
     if _installed:
         return
@@ -139,14 +141,15 @@ ENVIRONMENT = {
 
 def surroundings() -> None:
     """What has to be there before vLLM is configured: our plugin, which puts probe, adapters and device into this process. vLLM loads it
-    in the processes that it starts itself."""
+    in the processes that it starts itself.
+    """
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
 
 
 def engine(job: Job) -> Any:
-    """vLLM's LLM."""
+    """VLLM's LLM."""
     from vllm import LLM
     from vllm.config import KVTransferConfig
 

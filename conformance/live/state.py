@@ -11,7 +11,7 @@ What the scheduler's probe keeps of steps in flight: each request's share of the
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,7 +23,8 @@ from kvconform.kv.provenance import Chain, Identity
 @dataclass
 class Known:
     """One incarnation of a request id. `valid_end`: its KV is final up to there, as far as steps have landed; `named`: blocks that the
-    workers were told of; `remembered`: positions that the run's memory has; `tainted`: a load of it failed since it was admitted."""
+    workers were told of; `remembered`: positions that the run's memory has; `tainted`: a load of it failed since it was admitted.
+    """
 
     generation: int
     identity: Identity
@@ -94,7 +95,8 @@ ATTRIBUTE = "kvconform_note"
 @dataclass
 class Named:
     """A block whose KV is final: what the model computed for a content id. `plain`: the id of the same tokens under no identity; `upon`:
-    the blocks before it."""
+    the blocks before it.
+    """
 
     block: int
     content: int
@@ -125,7 +127,8 @@ class Granted:
 class StepNote:
     """One step. `step` counts schedule() calls; `digest` is that of the connector's metadata; `written` are blocks that the model may
     write; `fresh` the blocks handed out since the step before, and to whom, `zeroed` those of them that the engine itself clears;
-    `tables` the blocks of every request that has some; `scheduled` the requests that compute."""
+    `tables` the blocks of every request that has some; `scheduled` the requests that compute.
+    """
 
     step: int
     digest: str | None = None
@@ -187,20 +190,6 @@ def shape_of(config: Any) -> Shape:
     return Shape(config.num_blocks, tuple(groups), names)
 
 
-class Grants:
-    """What the observer and the ledger ask of an oracle: the shape of the cache, the loads under way, what was reported as failed."""
-
-    def __init__(self, shape: Shape) -> None:
-        self.cache = shape
-        self.grants: list[Any] = []
-        self.failed_blocks: set[int] = set()
-        self.failed_reqs: set[str] = set()
-
-    def open_grants(self) -> list[Any]:
-        """Loads that the engine has not relied on yet."""
-        return [grant for grant in self.grants if grant.open]
-
-
 @dataclass
 class Share:
     """A request's share of a step in flight: where it starts for the scheduler, tokens, drafts among them, its event; `fresh`: admitted."""
@@ -211,3 +200,11 @@ class Share:
     drafts: int
     event: Event
     fresh: bool
+
+
+class Flight(NamedTuple):
+    """A step that was scheduled and has not landed."""
+
+    output: Any
+    note: StepNote
+    shares: list[Share]

@@ -13,7 +13,8 @@ from kvconform.live.blocks import WATCHED, BlockOracle, Blocks
 from kvconform.live.book import Book
 from kvconform.live.state import StepNote, note_of, shape_of
 from kvconform.observe.call import Call
-from kvconform.observe.observer import MetadataObserver, emit_layer
+from kvconform.observe.metadata import MetadataObserver
+from kvconform.observe.observer import emit_layer
 from kvconform.observe.probe import Probe
 
 
@@ -22,17 +23,6 @@ class Wishes:
     """How a worker's KV is looked at: fill fresh blocks with poison?"""
 
     poison: bool = True
-
-
-class WorkerMetadata(MetadataObserver):
-    """The worker's share of following the metadata, where the scheduler is in another process."""
-
-    def __init__(self, trace: Trace, probe: Probe) -> None:
-        self.trace, self.built, self.offered = trace, {}, {}
-        for hook in ("handle_preemptions", "bind_connector_metadata"):
-            probe.on(hook, before=self._arrived)
-        probe.on("bind_connector_metadata", after=self._bound)
-        probe.on("clear_connector_metadata", after=self._cleared)
 
 
 class WorkerProbe:
@@ -49,7 +39,10 @@ class WorkerProbe:
         parallel = worker.vllm_config.parallel_config
         self.ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         trace.rank = self.rank if self.ranks > 1 else None
-        self.metadata = WorkerMetadata(trace, probe) if alone else None
+        self.metadata: MetadataObserver | None = None
+        if alone:
+            self.metadata = MetadataObserver(trace)
+            self.metadata.watch_worker(probe)
         self.tensors = registered(worker)
         self.oracle = self._oracle(worker, book, wishes)
         for hook in ("wait_for_layer_load", "save_kv_layer"):

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reports of several ranks as one: vLLM's own aggregator joins them, and what comes out is set against what went in.
+"""Keeps the books of one scheduler between its calls and emits what changed.
 
-Keeps book of one scheduler between its calls and emits what changed: steps, scheduled requests, states, blocks, releases.
-
-The engine's own statistics of the external cache, step by step, beside what they have to say.
+Steps, scheduled requests, states, blocks, releases, statistics, and the reports of several ranks.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,11 +17,13 @@ from kvconform.compat.step import has_sync_loads
 from kvconform.compat.vllm_api import FINISHED_ERROR, RequestStatus, is_chunk
 from kvconform.contract.trace import Event, Trace
 from kvconform.observe.observer import Observer
+from kvconform.observe.view import SchedulerView
 
 
-class Joined:
+class RankReports:
     """Joins one engine's reports step by step. `count`: what the connector's get_finished_count said, None for one of each rank.
-    `aggregator` is the engine's own, where it has one already."""
+    `aggregator` is the engine's own, where it has one already.
+    """
 
     def __init__(
         self, trace: Trace, connector: Any, ranks: int, count: int | None, aggregator: Any = None
@@ -107,56 +107,42 @@ _REASONS = {
 
 
 class Ledger:
-    """Reads a scheduler's requests before and after each call. Emits events; changes nothing in the engine but the pool's wrappers."""
+    """Reads a scheduler's requests before and after each call.
+
+    Emits events; changes nothing in the engine but two methods of its block pool, which it wraps.
+    """
 
     def __init__(
-        self,
-        trace: Trace,
-        scheduler: Any,
-        pool: Any,
-        observer: Observer,
-        sizes: Sequence[int],
-        *,
-        is_async: bool,
+        self, trace: Trace, view: SchedulerView, observer: Observer, *, is_async: bool
     ) -> None:
-        self.trace, self.scheduler, self.pool, self.observer, self.sizes = (
-            trace,
-            scheduler,
-            pool,
-            observer,
-            sizes,
-        )
-        self.is_async = is_async
-        self.fresh: list[int] = []
-        self.alive: list[tuple[str, weakref.ref[Any]]] = []
-        self.finals: dict[str, Any] = {}
-        self._states: dict[str, tuple[str, int]] = {}
-        self._current: dict[str, Event] = {}
-        self._flying: dict[str, list[Event]] = {}
-        self._told: dict[
-            tuple[str, int], int
-        ] = {}  # blocks of a request that the outputs have told of
+        self.trace, self.view, self.observer, self.is_async = trace, view, observer, is_async
+        self.pool = view.scheduler.kv_cache_manager.block_pool
+        self._sizes = [group.block_size for group in view.loads.shape.groups]
+        self._fresh: list[int] = []
+        self._alive: list[tuple[str, weakref.ref[Any]]] = []
+        self._states: dict[str, tuple[str, int]] = {}  # status and computed tokens before a call
+        self._objects: dict[str, Any] = {}  # requests before update_from_output
+        self._lengths: dict[str, int] = {}
+        self._current: dict[str, Event] = {}  # req.scheduled of the step scheduled last
+        self._flying: dict[str, list[Event]] = {}  # req.scheduled of steps that have not landed
+        self._told: dict[tuple[str, int], int] = {}  # table length that the outputs have shown
         self._writes: dict[int, set[int]] = {}  # id(output) -> blocks that the step writes
-        self.in_flight: Callable[[], list[int]] = (
-            list  # id(output) of the steps that have not landed
-        )
         self._wrap_pool()
 
     def _wrap_pool(self) -> None:
         get_new_blocks, free_blocks = self.pool.get_new_blocks, self.pool.free_blocks
-        groups = self.observer.oracle.cache.group_of
+        groups = self.view.loads.shape.group_of
 
         def take(count: int) -> list[Any]:
             blocks = get_new_blocks(count)
-            self.fresh.extend(block.block_id for block in blocks)
+            self._fresh.extend(block.block_id for block in blocks)
             return blocks  # type: ignore[no-any-return]
 
         def give(blocks: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
             listed = list(blocks)
             result = free_blocks(listed, *args, **kwargs)
-            written = {
-                block for output in self.in_flight() for block in self._writes.get(output, ())
-            }
+            steps = self.view.in_flight()
+            written = {block for step in steps for block in self._writes.get(step, ())}
             for block in listed:
                 self.trace.emit(
                     "block",
@@ -172,95 +158,85 @@ class Ledger:
         self.pool.get_new_blocks, self.pool.free_blocks = take, give
 
     def take_fresh(self, tables: dict[str, list[list[int]]]) -> list[tuple[int, str]]:
-        """Blocks that the last schedule handed out, with their owners. `tables`: per request, one per group. Notes whose group they are."""
+        """Return the blocks that the last schedule() handed out, with their owners.
+
+        `tables`: per request, one per group. Notes the group of each block; emits `block`.
+        """
         owners = {
             block: (req, number)
             for req, groups in tables.items()
             for number, table in enumerate(groups)
             for block in table
         }
-        fresh = [(block, owners.get(block, ("nobody", 0))) for block in self.fresh if block != 0]
+        fresh = [(block, owners.get(block, ("nobody", 0))) for block in self._fresh if block != 0]
         for block, (owner, group) in fresh:
-            self.observer.oracle.cache.group_of[block] = group
+            self.view.loads.shape.group_of[block] = group
             self.trace.emit(
-                "block",
-                op="alloc",
-                id=block,
-                group=group,
-                owner=owner,
-                ref=1,
-                in_flight=False,
+                "block", op="alloc", id=block, group=group, owner=owner, ref=1, in_flight=False
             )
-        self.fresh = []
+        self._fresh = []
         return [(block, owner) for block, (owner, _) in fresh]
 
-    # -- requests --------------------------------------------------------------------------------------------------------------
+    # -- requests
     def added(self, request: Any) -> None:
-        """A request is about to be added."""
-        self.alive.append((request.request_id, weakref.ref(request)))
+        """Note a request that is about to be added."""
+        self._alive.append((request.request_id, weakref.ref(request)))
         self._states[request.request_id] = (request.status.name, 0)
 
     def _snapshot(self) -> dict[str, tuple[str, int]]:
-        return {
-            r: (q.status.name, q.num_computed_tokens) for r, q in self.scheduler.requests.items()
-        }
+        requests = self.view.scheduler.requests
+        return {req: (each.status.name, each.num_computed_tokens) for req, each in requests.items()}
 
     def before_schedule(self) -> None:
-        """Before schedule()."""
+        """Note the requests before schedule()."""
         self._states = self._snapshot()
 
     def before_update(self) -> None:
-        """Before anything that changes requests outside schedule()."""
+        """Note the requests before anything that changes them outside of schedule()."""
         self._states = self._snapshot()
-        self._objects = dict(self.scheduler.requests)
-        self._lengths = {r: q.num_tokens for r, q in self._objects.items()}
-
-    _objects: dict[str, Any] = {}
-    _lengths: dict[str, int] = {}
+        self._objects = dict(self.view.scheduler.requests)
+        self._lengths = {req: each.num_tokens for req, each in self._objects.items()}
 
     def state_changes(self, reason: str) -> None:
-        """Emit req.state for every request whose status changed, or whose progress fell, since the snapshot."""
+        """Emit req.state for each request whose status changed, or whose progress fell."""
         for req, (status, computed) in self._states.items():
-            request = self.scheduler.requests.get(req) or self._objects.get(req)
+            request = self.view.scheduler.requests.get(req) or self._objects.get(req)
             if request is None:
                 continue
             now = request.status.name
-            fell = request.num_computed_tokens < computed
-            if now == status and not fell:
+            if now == status and request.num_computed_tokens >= computed:
                 continue
             if request.status != RequestStatus.RUNNING:
-                for event in self._flying.pop(
-                    req, ()
-                ):  # what those steps wrote is nobody's any more
+                for event in self._flying.pop(req, ()):  # those steps wrote for no request
                     self.trace.amend(event, final_after=None)
             why = _REASONS.get(request.status, reason) if now != status else "rollback"
             if status == RequestStatus.WAITING_FOR_REMOTE_KVS.name and not request.is_finished():
-                why = "load"  # it ended: the request waits to be admitted, as preempted if it was (R124)
+                why = "load"  # it ended; a request that was preempted waits as such (R124)
             self.trace.emit(
                 "req.state",
                 req=req,
-                generation=self.observer.generation(req),
+                generation=self.view.generation(req),
                 **{"from": status, "to": now},
                 reason=why,
                 by=reason,
-                computed=request.num_computed_tokens,
-                placeholders=request.num_output_placeholders,
-                known=request.num_tokens,
-                in_flight=request.num_in_flight_tokens,
+                **_counters(request),
             )
-        self._objects = {}  # whoever holds a request here makes it look leaked
+        self._objects = {}  # a request that is referenced here would look leaked
 
-    # -- after schedule --------------------------------------------------------------------------------------------------------
+    # -- after schedule
     def after_schedule(self, output: Any, tables: dict[str, list[list[int]]]) -> None:
-        """Emit step.scheduled, req.scheduled and req.state of one schedule(). `tables`: per request, one per group."""
+        """Emit step.scheduled, req.scheduled and req.state of one schedule().
+
+        `tables`: per request, one per group.
+        """
         cached = output.scheduled_cached_reqs
         resumed = set(getattr(cached, "resumed_req_ids", ()) or ())
-        drafts = {r: len(d) for r, d in output.scheduled_spec_decode_tokens.items()}
+        drafts = {req: len(ids) for req, ids in output.scheduled_spec_decode_tokens.items()}
         self.state_changes("admit")
         self.trace.emit(
             "step.scheduled",
             total=output.total_num_scheduled_tokens,
-            new=[n.req_id for n in output.scheduled_new_reqs],
+            new=[new.req_id for new in output.scheduled_new_reqs],
             cached=list(cached.req_ids),
             resumed=sorted(resumed),
             preempted=sorted(output.preempted_req_ids or ()),
@@ -270,36 +246,35 @@ class Ledger:
             drafts=drafts,
             new_ids=sum(map(len, getattr(cached, "new_token_ids", ()))),
         )
-        self._current, flying = {}, self.in_flight()
-        self._writes = {step: blocks for step, blocks in self._writes.items() if step in flying} | {
-            id(output): set()
-        }
-        self._writing = self._writes[id(output)]
+        self._current = {}
+        flying = self.view.in_flight()
+        self._writes = {step: blocks for step, blocks in self._writes.items() if step in flying}
+        self._writes[id(output)] = set()
+        requests = self.view.scheduler.requests
         for new in output.scheduled_new_reqs:
-            request = self.scheduler.requests[new.req_id]
-            kind = "resumed_as_new" if request.num_preemptions else "new"
+            request = requests[new.req_id]
             prefill = getattr(new, "prefill_token_ids", None)
             self._scheduled(
                 request,
-                kind,
-                new.num_computed_tokens,
                 output,
                 tables,
+                listed_as="resumed_as_new" if request.num_preemptions else "new",
+                output_computed=new.num_computed_tokens,
                 new_blocks=list(new.block_ids[0]),
-                outputs=0,
+                num_output_tokens=0,
                 all_ids=None,
                 prefill_ids=None if prefill is None else len(prefill),
             )
         for index, req in enumerate(cached.req_ids):
             blocks, ids = cached.new_block_ids[index], cached.all_token_ids.get(req)
             self._scheduled(
-                self.scheduler.requests[req],
-                "resumed" if req in resumed else "cached",
-                cached.num_computed_tokens[index],
+                requests[req],
                 output,
                 tables,
+                listed_as="resumed" if req in resumed else "cached",
+                output_computed=cached.num_computed_tokens[index],
                 new_blocks=None if blocks is None else list(blocks[0]),
-                outputs=cached.num_output_tokens[index],
+                num_output_tokens=cached.num_output_tokens[index],
                 all_ids=None if ids is None else len(ids),
                 prefill_ids=None,
             )
@@ -307,93 +282,98 @@ class Ledger:
     def _scheduled(
         self,
         request: Any,
-        kind: str,
-        so_c: int,
         output: Any,
         tables: dict[str, list[list[int]]],
         *,
-        new_blocks: list[int] | None,
-        outputs: int,
-        all_ids: int | None,
-        prefill_ids: int | None,
+        listed_as: str,
+        **of_output: Any,
     ) -> None:
+        """Emit req.scheduled; `of_output` are its fields that say what the SchedulerOutput says."""
         req, count = request.request_id, output.num_scheduled_tokens[request.request_id]
         drafts = len(output.scheduled_spec_decode_tokens.get(req, ()))
-        key = (req, self.observer.generation(req))
-        # schedule() has advanced the counters; the hook saw them as they were before: C by this step's tokens, P by what it will sample.
-        before, placeholders = request.num_computed_tokens - count, request.num_output_placeholders
+        key = (req, self.view.generation(req))
+        # schedule() has advanced the counters: the hook saw the computed tokens without this
+        # step's, and the placeholders without those that it will sample.
+        computed, placeholders = (
+            request.num_computed_tokens - count,
+            request.num_output_placeholders,
+        )
         if self.is_async and not is_chunk(request):
             placeholders -= 1 + drafts
+        table = tables.get(req, [[]])[0]
         self._current[req] = self.trace.emit(
             "req.scheduled",
             req=req,
             generation=key[1],
-            listed_as=kind,
-            output_computed=so_c,
-            computed=before,
+            listed_as=listed_as,
+            computed=computed,
             scheduled=count,
             placeholders=placeholders,
             known=request.num_tokens,
             in_flight=request.num_in_flight_tokens - count,
             drafts=drafts,
-            new_blocks=new_blocks,
-            table=tables.get(req, [[]])[0],
-            num_output_tokens=outputs,
+            table=table,
             final_before=None,
             final_after=None,
-            prefill=before - placeholders < request.num_tokens - 1,
-            all_ids=all_ids,
-            prefill_ids=prefill_ids,
-            told=self._told.get(key, 0) if kind == "cached" else 0,
+            prefill=computed - placeholders < request.num_tokens - 1,
+            told=self._told.get(key, 0) if listed_as == "cached" else 0,
+            **of_output,
         )
-        self._told[key] = len(tables.get(req, [[]])[0])
-        for size, table in zip(self.sizes, tables.get(req, ()), strict=False):
-            self._writing.update(table[before // size : -(-(before + count) // size)])
+        self._told[key] = len(table)
+        written = self._writes[id(output)]
+        for size, blocks in zip(self._sizes, tables.get(req, ()), strict=False):
+            written.update(blocks[computed // size : -(-(computed + count) // size)])
 
-    _writing: set[int] = set()
+    # -- execution
+    def launched(self, req: str) -> Event | None:
+        """Return the req.scheduled of the step that was scheduled last; from now on it flies."""
+        event = self._current.get(req)
+        if event is not None:
+            self._flying.setdefault(req, []).append(event)
+        return event
 
-    def after_execute(self, rows: Iterable[Any], failed: set[str]) -> None:
-        """Fill in what the worker made of the step: final KV before and after it (None where the request's load failed)."""
-        for row in rows:
-            event = self._current.get(row.state.chain.req)
-            if event is not None:
-                self.trace.amend(
-                    event,
-                    final_before=min(row.before, row.start + row.count),
-                    final_after=None if row.state.chain.req in failed else row.known,
-                )
-                self._flying.setdefault(row.state.chain.req, []).append(event)
+    def executed(self, event: Event, *, final_before: int, final_after: int | None) -> None:
+        """Fill in how far a request's KV was final before the step, and is after it, in tokens.
 
-    # -- after update ----------------------------------------------------------------------------------------------------------
+        `final_after` is None where its load failed. Nothing is filled in for a request that the
+        engine took off the step in the meantime.
+        """
+        if any(event is flying for flying in self._flying.get(event["req"], ())):
+            self.trace.amend(event, final_before=final_before, final_after=final_after)
+
+    # -- after update
     def after_update(self, output: Any, step: int, corrupt: set[str]) -> None:
-        """Emit sample, req.updated, req.state and releases of one update_from_output(); `corrupt` read wrong KV in that step."""
-        manager = self.scheduler.kv_cache_manager
+        """Emit sample, req.updated, req.state and releases of one update_from_output().
+
+        `corrupt`: requests that read wrong KV in that step.
+        """
+        scheduler = self.view.scheduler
         for req in output.num_scheduled_tokens:
             self._samples(req, clean=req not in corrupt)
-            request = self.scheduler.requests.get(req)
+            request = scheduler.requests.get(req)
             self._flying[req] = self._flying.get(req, [])[1:]
             if request is None:
                 continue
-            blocks = manager.get_block_ids(req)[0]
-            cached = sum(self.pool.blocks[b].block_hash is not None for b in blocks)
+            blocks = scheduler.kv_cache_manager.get_block_ids(req)[0]
+            cached = sum(self.pool.blocks[block].block_hash is not None for block in blocks)
             self.trace.emit(
                 "req.updated",
                 req=req,
-                generation=self.observer.generation(req),
+                generation=self.view.generation(req),
                 of_step=step,
-                computed=request.num_computed_tokens,
-                placeholders=request.num_output_placeholders,
-                known=request.num_tokens,
-                in_flight=request.num_in_flight_tokens,
                 cached_blocks=cached,
                 real=request.num_computed_tokens - request.num_output_placeholders,
                 status=request.status.name,
+                **_counters(request),
             )
         self.state_changes("output")
         self._releases()
 
     def _samples(self, req: str, *, clean: bool) -> None:
-        """Emit the tokens that the engine accepted: not those of a step that failed or was overtaken by a preemption."""
+        """Emit the tokens that the engine accepted.
+
+        Those of a step that failed, or that a preemption overtook, are not among them.
+        """
         request = self._objects.get(req)
         if request is None:
             return
@@ -401,7 +381,7 @@ class Ledger:
             self.trace.emit(
                 "sample",
                 req=req,
-                generation=self.observer.generation(req),
+                generation=self.view.generation(req),
                 index=position - request.num_prompt_tokens,
                 token=request.all_token_ids[position],
                 clean=clean,
@@ -409,20 +389,13 @@ class Ledger:
             )
 
     def _releases(self) -> None:
+        """Note the transfers that the engine no longer waits for."""
+        scheduler = self.view.scheduler
         for req, directions in list(self.observer.held.items()):
-            request = self.scheduler.requests.get(req)
+            request = scheduler.requests.get(req)
+            reported = req in scheduler.finished_recving_kv_req_ids
             for direction in sorted(directions):
-                waiting = (
-                    direction == "recv"
-                    and request is not None
-                    and (
-                        request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
-                        or request.is_finished()
-                    )
-                )
-                held = direction == "send" and request is not None
-                recved = req in self.scheduler.finished_recving_kv_req_ids
-                if recved or not (waiting or held):
+                if reported or not _waits(request, direction):
                     self.observer.release(req, direction, "reported")
 
     def leaked(self) -> list[str]:
@@ -432,8 +405,8 @@ class Ledger:
         """
         found = sorted(
             r
-            for r, ref in self.alive
-            if (live := ref()) is not None and self.scheduler.requests.get(r) is not live
+            for r, ref in self._alive
+            if (live := ref()) is not None and self.view.scheduler.requests.get(r) is not live
         )
         last = {
             (e["kind"], e.get("on")): e["req"]
@@ -443,10 +416,30 @@ class Ledger:
         return [] if len(found) == 1 and found[0] in last.values() else found
 
 
+def _counters(request: Any) -> dict[str, int]:
+    """The counters of a request, as fields of an event."""
+    return {
+        "computed": request.num_computed_tokens,
+        "placeholders": request.num_output_placeholders,
+        "known": request.num_tokens,
+        "in_flight": request.num_in_flight_tokens,
+    }
+
+
+def _waits(request: Any, direction: str) -> bool:
+    """Whether the engine keeps a request for a transfer in this direction."""
+    if request is None:
+        return False
+    if direction == "send":
+        return True
+    return request.status == RequestStatus.WAITING_FOR_REMOTE_KVS or request.is_finished()
+
+
 @contextmanager
 def counted(trace: Trace, scheduler: Any) -> Iterator[None]:
     """Around one schedule(): emit `queries` if it counted lookups, or admitted a request that was looked up. Nothing where the scheduler
-    keeps no statistics. Changes nothing but the trace."""
+    keeps no statistics. Changes nothing but the trace.
+    """
     stats = getattr(scheduler, "connector_prefix_cache_stats", None)
     if stats is None:
         yield

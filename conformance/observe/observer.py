@@ -1,244 +1,120 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follows the metadata of each step from build_connector_meta to the worker: is it what was built, and is it left alone afterwards?
-
-A request that stands in its own way: its load failed, and vLLM still keeps blocks free for it.
-
-Turns what the scheduler and its connector half did into events (lookup, alloc, req.scheduled, req.state, hold, release, ...).
-"""
+"""Turns what a scheduler and its connector half do into events: lookup, alloc, hold, release, ..."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from kvconform.compat.vllm_api import KVConnectorMetadata, RequestStatus
+from kvconform.compat.vllm_api import RequestStatus
 from kvconform.contract.trace import Event, Trace
-from kvconform.kv.oracle import Grant, Oracle
+from kvconform.kv.oracle import Grant, Loads
 from kvconform.kv.provenance import ROOT, Memory, extend
 from kvconform.observe.call import Call
-from kvconform.observe.digest import digest, pickle_round_trip, scheduler_output_digest
+from kvconform.observe.metadata import MetadataObserver
 from kvconform.observe.probe import Probe
-
-MULTI = "MultiKVConnectorMetadata"
-
-
-class MetadataObserver:
-    """Emits meta.built, meta.bound and meta.cleared. Changes nothing in the engine."""
-
-    trace: Trace
-    built: dict[int, str]
-    """Digest of each step's metadata, by the id of the object, until the step is executed."""
-    current_digest: str | None = None
-    arrived: str | None = None
-    arrived_in = -1  # step
-    latest: Any = None
-    handed: tuple[Any, str | None] | None = None
-    """The metadata of the last step and its digest when the worker was done with it."""
-    refilled = False
-    offered: dict[tuple[str, int, int], int]
-    """Block of each boundary state that was offered, by request, group and tokens."""
-    private: tuple[str, ...] = ()
-    """Where the run keeps its files, and what was made of that: metadata may hold it, and the trace must not depend on it."""
-
-    def _digest(self, meta: Any) -> str:
-        return digest(meta, self.private)
-
-    def _building(self, call: Call) -> None:
-        output = call.arg(0, "scheduler_output")
-        call.scratch["digest"] = scheduler_output_digest(output)
-        state: Any = getattr(output, "kv_connector_block_state", None)
-        offers = {} if state is None else getattr(state, "boundary_state_offloads", {})
-        for req, states in offers.items():
-            for group, block, tokens in states:
-                table = (state.get_block_ids(req) or [()] * (group + 1))[group]
-                key = (req, group, tokens)
-                self.trace.emit(
-                    "state.offered",
-                    req=req,
-                    group=group,
-                    block=block,
-                    tokens=tokens,
-                    in_table=block in table,
-                    again=self.offered.get(key) == block,
-                )
-                self.offered[key] = block
-
-    def _built(self, call: Call) -> None:
-        if call.error is not None:
-            return
-        output = call.arg(0, "scheduler_output")
-        meta = call.result
-        reason = None if meta is None else pickle_round_trip(meta)[1]
-        state = getattr(output, "kv_connector_block_state", None)
-        kept = (
-            state is not None and any(v is state for v in vars(meta).values())
-            if meta is not None and hasattr(meta, "__dict__")
-            else False
-        )
-        if self.handed is not None and self._digest(self.handed[0]) != self.handed[1]:
-            self.refilled = True  # the step before has not been given this object back: under a deep queue it may still read it
-        self.handed, self.latest = None, meta
-        mark = self._digest(meta)
-        self.built[id(meta)] = mark
-        mutated = scheduler_output_digest(output) != call.scratch["digest"]
-        if call.result_event is not None:
-            self.trace.amend(call.result_event, mutated_args=mutated)
-        self.trace.emit(
-            "meta.built",
-            ok=isinstance(meta, KVConnectorMetadata),
-            pickles=meta is not None and reason is None,
-            pickle_error=reason,
-            digest=mark,
-            output_mutated=mutated,
-            none=meta is None,
-            block_state_kept=kept,
-            of_step=self.trace.step,
-        )
-
-    def take_digest(self, meta: Any) -> str | None:
-        """The digest of a step's metadata when it was built; of the connector's own part where it is the child of a MultiConnector."""
-        parts = meta.metadata if type(meta).__name__ == MULTI else (meta,)
-        return next((self.built.pop(id(part)) for part in parts if id(part) in self.built), None)
-
-    def _arrived(self, call: Call) -> None:
-        # First sight of the worker: a connector may consume its own copy from then on. Until 0.22 the hooks came in another order.
-        metadata = call.args[0] if call.args else next(iter(call.kwargs.values()), None)
-        if not isinstance(metadata, set) and self.arrived_in != self.trace.step:
-            whole = (
-                type(metadata).__name__ == MULTI
-            )  # shown to a stand-in for the worker half, which is not the child of anything
-            self.arrived, self.arrived_in = (
-                None if whole else self._digest(metadata),
-                self.trace.step,
-            )
-
-    def _bound(self, call: Call) -> None:
-        built, mark = self.current_digest, self.arrived
-        same = built is None or mark is None or built == mark
-        self.trace.emit("meta.bound", digest=mark, same_as_built=same and not self.refilled)
-        self.refilled = False
-
-    def _cleared(self, call: Call) -> None:
-        self.handed = self.latest, self._digest(self.latest)
-        self.trace.emit("meta.cleared", digest=None, same_as_built=True)
-
-
-def starved(scheduler: Any, request: Any, end: int, block_size: int) -> bool:
-    """Whether an asynchronous load of positions up to `end` fits, but for what the engine has reserved for this request's failed load.
-
-    vLLM's scheduler leaves a request whose load failed completely among the prefills in flight. Reads only; False where the engine
-    reserves nothing, has several KV cache groups, or lacks blocks for another reason.
-    """
-    inflight = getattr(scheduler, "_inflight_prefills", ())
-    manager = scheduler.kv_cache_manager
-    if (
-        request not in inflight
-        or any(tables := manager.get_block_ids(request.request_id))
-        or len(tables) != 1
-    ):
-        return False
-    remaining = scheduler._request_remaining_blocks
-    verifying = getattr(scheduler, "_spec_decode_step_blocks", 0)
-    verifying = verifying() if callable(verifying) else verifying  # a method until 0.31
-    others = sum(remaining(other) for other in inflight if other is not request) + verifying
-    spare = manager.block_pool.get_num_free_blocks() - others - -(-end // block_size)
-    return bool(0 <= spare < remaining(request))
-
+from kvconform.observe.view import SchedulerView
 
 _WAITING = {RequestStatus.WAITING: "waiting", RequestStatus.PREEMPTED: "preempted"}
+Incarnation = tuple[str, int]
+"""A request id, and how often it was used before."""
 
 
-class Observer(MetadataObserver):
-    """Watches one engine. `generation(req_id)` and `identity(req_id)` come from the harness; nothing here changes engine state."""
+@dataclass
+class Lookup:
+    """The latest lookup of one incarnation of a request, and what became of it."""
+
+    tokens: Any
+    local: int
+    is_async: bool
+    activity: int
+    allocated: bool = False
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """Tokens at a request's start that some engine of the run has computed.
+
+    `ever` under the request's identity, `since_reset` of the connector's cache, `any_identity`
+    under whatever identity.
+    """
+
+    ever: int
+    since_reset: int
+    any_identity: int
+
+
+class Observer:
+    """Watches one scheduler. Emits events and keeps the loads of `view`; changes nothing else."""
 
     def __init__(
         self,
         trace: Trace,
         probe: Probe,
-        oracle: Oracle,
         memory: Memory,
-        scheduler: Any,
-        generation: Callable[[str], int],
-        identity: Callable[[str], Any],
-        valid_end: Callable[[str], int],
-        held_contents: Callable[[], set[int]],
+        view: SchedulerView,
+        private: tuple[str, ...] = (),
     ) -> None:
-        self.trace, self.probe, self.oracle, self.memory, self.scheduler = (
-            trace,
-            probe,
-            oracle,
-            memory,
-            scheduler,
-        )
-        self.generation, self.identity, self.valid_end, self.held_contents = (
-            generation,
-            identity,
-            valid_end,
-            held_contents,
-        )
-        self.lookups: dict[tuple[str, int], dict[str, Any]] = {}
-        self.failed_claims: dict[tuple[str, int, int], int] = {}
-        self.transfers = 0
-        self.held: dict[str, set[str]] = {}
-        self.reported: dict[
-            str, set[str]
-        ] = {}  # since the engine began to wait, by request: directions
-        self.both: set[str] = (
-            set()
-        )  # requests whose load and send the engine waits for at once, or did when the first was reported
-        self.activity = (
-            0  # counts whatever may make the store smaller: forward passes, failed loads, resets
-        )
-        self.reset_seen = False
-        self.outage = False  # what a lookup finds may be gone at any time, and we would not know
-        self.last_so_c: dict[tuple[str, int], int] = {}
-        self.scheduled: dict[str, Event] = {}
+        self.trace, self.memory, self.view = trace, memory, view
+        self.metadata = MetadataObserver(trace, private)
         self.on_lookup: Callable[[Any, Event], None] | None = None
-        self.built: dict[int, str] = {}
-        self.offered = {}
-        for hook, listener in (
-            ("get_num_new_matched_tokens", self._lookup),
-            ("update_state_after_alloc", self._alloc),
-            ("request_finished", self._finished),
-            ("request_finished_all_groups", self._finished),
-            ("build_connector_meta", self._built),
-            ("get_transfer_results", self._reported),
-            ("get_block_ids_with_load_errors", self._errors),
-            ("bind_connector_metadata", self._bound),
-            ("clear_connector_metadata", self._cleared),
-            ("reset_cache", self._reset),
-        ):
-            probe.on(hook, after=listener)
-        probe.on("build_connector_meta", before=self._building)
-        for hook in ("handle_preemptions", "bind_connector_metadata"):
-            probe.on(hook, before=self._arrived)
-        probe.on("reset_cache", before=lambda call: self._cache_reset("called", None))
-        self.failed: list[Event] = []
-        self.errors: set[int] = set()
+        self.activity = 0
+        """Counts whatever may shrink the store: forward passes, failed loads, resets."""
+        self.outage = False
+        """What a lookup finds may be gone at any time, without a sign of it."""
+        self.received: list[str] = []
+        """Requests whose asynchronous load was reported as finished in the latest report."""
+        self.held: dict[str, set[str]] = {}
+        """Directions of the transfers that the engine waits for, by request id."""
+        self._lookups: dict[Incarnation, Lookup] = {}
+        self._failed_claims: dict[tuple[str, int, int], int] = {}  # by incarnation and tokens
+        self._transfers = 0
+        self._reported: dict[str, set[str]] = {}  # directions, since the engine began to wait
+        self._both: set[str] = set()  # load and send awaited at once, or when one was reported
+        self._reset_seen = False
+        self._listen(probe)
 
-    # -- lookups and allocations -----------------------------------------------------------------------------------------------
-    def _prefix(self, request: Any) -> tuple[int, int, int]:
-        """Longest prefix of the request computed (ever, since the last reset, ever under whatever identity)."""
-        identity, chain, plain = self.identity(request.request_id), ROOT, ROOT
-        ever = since = anyhow = 0
+    def _listen(self, probe: Probe) -> None:
+        probe.on("get_num_new_matched_tokens", after=self._lookup)
+        probe.on("update_state_after_alloc", after=self._alloc)
+        probe.on("request_finished", after=self._finished)
+        probe.on("request_finished_all_groups", after=self._finished)
+        self.metadata.watch_scheduler(probe)
+        probe.on("get_transfer_results", after=self._results)
+        probe.on("get_block_ids_with_load_errors", after=self._errors)
+        self.metadata.watch_worker(probe)
+        probe.on("reset_cache", before=self._resetting, after=self._reset)
+
+    @property
+    def _loads(self) -> Loads:
+        return self.view.loads
+
+    def _incarnation(self, request: Any) -> Incarnation:
+        return request.request_id, self.view.generation(request.request_id)
+
+    # -- lookups
+    def _prefix(self, request: Any) -> Prefix:
+        identity, chain, plain = self.view.identity(request.request_id), ROOT, ROOT
+        ever = since_reset = any_identity = 0
         for position, token in enumerate(request.all_token_ids):
-            chain, plain = extend(chain, token, identity.extra(position)), extend(plain, token)
+            chain = extend(chain, token, identity.extra(position))
+            plain = extend(plain, token)
             if plain not in self.memory.plain:
                 break
-            anyhow += 1
+            any_identity += 1
             ever += ever == position and chain in self.memory.ever
-            since += since == position and chain in self.memory.since_reset
-        return ever, since, anyhow
+            since_reset += since_reset == position and chain in self.memory.since_reset
+        return Prefix(ever, since_reset, any_identity)
 
     def _lookup(self, call: Call) -> None:
         if call.error is not None:
             return
         request, local = call.arg(0, "request"), call.arg(1, "num_computed_tokens")
-        tokens, is_async, type_ok = _answer(call.result)
-        key = (request.request_id, self.generation(request.request_id))
-        previous = self.lookups.get(key)
-        ever, since, anyhow = self._prefix(request)
+        tokens, is_async, type_ok = _claim(call.result)
+        key = self._incarnation(request)
+        previous = self._lookups.get(key)
+        prefix = self._prefix(request)
         end = local + tokens if isinstance(tokens, int) else 0
         event = self.trace.emit(
             "lookup",
@@ -250,170 +126,166 @@ class Observer(MetadataObserver):
             type_ok=type_ok,
             known=request.num_tokens,
             status=_WAITING.get(request.status, request.status.name.lower()),
-            repeat=previous is not None and not previous["allocated"],
-            prev_tokens=None if previous is None else previous["tokens"],
-            store_may_have_shrunk=self.outage
-            or previous is None
-            or previous["activity"] != self.activity
-            or previous["local"] != local,
-            same_claim_failed=self.failed_claims.get(
-                (*key, tokens if isinstance(tokens, int) else -1), 0
-            ),
-            ever_computed=ever,
-            ever_plain=anyhow,
-            computed_before_reset=max(0, min(end, ever) - max(since, local))
-            if self.reset_seen and end > local
-            else 0,
-            after_reset=self.reset_seen,
+            repeat=previous is not None and not previous.allocated,
+            prev_tokens=None if previous is None else previous.tokens,
+            store_may_have_shrunk=self._may_have_shrunk(previous, local),
+            same_claim_failed=self._failures(key, tokens),
+            ever_computed=prefix.ever,
+            ever_plain=prefix.any_identity,
+            computed_before_reset=self._stale(prefix, local, end),
+            after_reset=self._reset_seen,
             computed=request.num_computed_tokens,
-            starved=is_async
-            and end > local
-            and starved(self.scheduler, request, int(end), self.oracle.cache.block_size),
+            starved=is_async and end > local and self._starved(request, int(end)),
         )
-        self.lookups[key] = {
-            "tokens": tokens,
-            "local": local,
-            "allocated": False,
-            "activity": self.activity,
-            "is_async": is_async,
-        }
+        self._lookups[key] = Lookup(tokens, local, is_async, self.activity)
         if self.on_lookup:
             self.on_lookup(request, event)
 
+    def _may_have_shrunk(self, previous: Lookup | None, local: int) -> bool:
+        """Whether a lookup may find less than the previous one of the same request."""
+        if self.outage or previous is None:
+            return True
+        return previous.activity != self.activity or previous.local != local
+
+    def _failures(self, key: Incarnation, tokens: Any) -> int:
+        """How many loads of so many tokens have failed for this incarnation of the request."""
+        return self._failed_claims.get((*key, tokens if isinstance(tokens, int) else -1), 0)
+
+    def _stale(self, prefix: Prefix, local: int, end: int) -> int:
+        """How many of the claimed tokens were only computed before a reset of the cache."""
+        if not self._reset_seen or end <= local:
+            return 0
+        return max(0, min(end, prefix.ever) - max(prefix.since_reset, local))
+
+    def _starved(self, request: Any, end: int) -> bool:
+        return starved(self.view.scheduler, request, end, self._loads.shape.block_size)
+
+    # -- grants
     def _alloc(self, call: Call) -> None:
         if call.error is not None:
             return
-        request, blocks, external = (
-            call.arg(0, "request"),
-            call.arg(1, "blocks"),
-            call.arg(2, "num_external_tokens"),
-        )
-        key = (request.request_id, self.generation(request.request_id))
-        last = self.lookups.get(key)
-        tables = [list(table) for table in blocks.get_block_ids()]
-        table = tables[0]
-        second = last is None or last["allocated"]
-        local = request.num_computed_tokens if second or last is None else last["local"]
-        is_async = bool(last and last["is_async"]) and external > 0
+        request = call.arg(0, "request")
+        tables = [list(table) for table in call.arg(1, "blocks").get_block_ids()]
+        external = call.arg(2, "num_external_tokens")
+        req, generation = self._incarnation(request)
+        known = self._lookups.get((req, generation))
+        second_call = known is None or known.allocated
+        lookup = None if second_call else known
+        local = request.num_computed_tokens if lookup is None else lookup.local
+        is_async = known is not None and known.is_async and external > 0
         transfer = None
         if external > 0:
-            self.transfers += 1
-            transfer = f"{key[0]}#{key[1]}.{self.transfers}"
-        if last:
-            last["allocated"] = True
-        self.offered = {
-            at: block for at, block in self.offered.items() if at[0] != key[0]
-        }  # it begins anew
-        if self.reset_seen and not second:
+            self._transfers += 1
+            transfer = f"{req}#{generation}.{self._transfers}"
+        if known is not None:
+            known.allocated = True
+        self.metadata.forget_offers(req)
+        if self._reset_seen and lookup is not None:
             self._still_local(request, local)
-        size = self.oracle.cache.block_size
         self.trace.emit(
             "alloc",
-            req=key[0],
-            generation=key[1],
+            req=req,
+            generation=generation,
             transfer=transfer,
             local=local,
-            claimed=last["tokens"] if last and not second else None,
+            claimed=None if lookup is None else lookup.tokens,
             external=external,
             is_async=is_async,
-            blocks=table,
-            shared_blocks=self._held_before(request, local // size),
-            second_call=second,
+            blocks=tables[0],
+            shared_blocks=self._held_before(request, local),
+            second_call=second_call,
             computed=request.num_computed_tokens,
             tables=self._tables(tables),
         )
         if transfer is not None:
-            grant = Grant(
-                transfer,
-                key[0],
-                key[1],
-                local,
-                local + external,
-                is_async,
-                tables,
-                self.oracle.cache.groups,
-                self.oracle.cache.share,
-            )
-            grant.started_step = self.trace.step
-            self.oracle.grants.append(grant)
-            for oracle in self.others:  # each rank is owed its own shard
-                oracle.grants.append(
-                    replace(
-                        grant,
-                        late=set(),
-                        failed=set(),
-                        groups=oracle.cache.groups,
-                        share=oracle.cache.share,
-                    )
-                )
+            positions = (local, local + external)
+            self._grant(transfer, (req, generation), positions, is_async, tables)
         if is_async:
-            self.hold(key[0], "recv", transfer, "async load")
+            self.hold(req, "recv", transfer, "async load")
 
-    def _held_before(self, request: Any, count: int) -> list[int]:
-        """The first `count` blocks that the engine holds for a request: its local hit."""
-        return list(self.scheduler.kv_cache_manager.get_block_ids(request.request_id)[0][:count])
+    def _grant(
+        self,
+        transfer: str,
+        incarnation: Incarnation,
+        positions: tuple[int, int],
+        is_async: bool,
+        tables: list[list[int]],
+    ) -> None:
+        """Note a load that the engine granted; each rank is owed its own shard of it."""
+        shape = self._loads.shape
+        grant = Grant(
+            transfer, *incarnation, *positions, is_async, tables, shape.groups, shape.share
+        )
+        grant.started_step = self.trace.step
+        self._loads.grants.append(grant)
+        for loads in self.view.other_loads:
+            shape = loads.shape
+            shard = replace(grant, late=set(), failed=set(), groups=shape.groups, share=shape.share)
+            loads.grants.append(shard)
+
+    def _held_before(self, request: Any, local: int) -> list[int]:
+        """The blocks of a request's local prefix-cache hit of `local` tokens."""
+        blocks = self.view.scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
+        return list(blocks[: local // self._loads.shape.block_size])
 
     def _tables(self, tables: Iterable[Sequence[int]]) -> list[list[Any]]:
         """Per group: tokens per block, tokens in the window (0: unlimited), block ids."""
+        groups = self._loads.shape.groups
         return [
-            [g.block_size, g.window or 0, list(table)]
-            for g, table in zip(self.oracle.cache.groups, tables, strict=False)
+            [group.block_size, group.window or 0, list(table)]
+            for group, table in zip(groups, tables, strict=False)
         ]
 
     def _still_local(self, request: Any, local: int) -> None:
-        """What the engine's own cache kept over a reset of the connector's may be saved again."""
-        identity, chain = self.identity(request.request_id), ROOT
+        """Note content that the engine's own cache kept over a reset: it may be saved again."""
+        identity, chain = self.view.identity(request.request_id), ROOT
         for position in range(local):
             chain = extend(chain, request.all_token_ids[position], identity.extra(position))
             self.memory.since_reset.add(chain)
 
-    # -- holds -----------------------------------------------------------------------------------------------------------------
+    # -- holds
     def hold(self, req: str, direction: str, transfer: str | None, cause: str) -> None:
-        """The engine waits for a completion report of this request."""
+        """Note that the engine waits for a completion report of this request."""
         held = self.held.setdefault(req, set())
         if not held:
-            self.reported[req] = set()
-            self.both.discard(req)
+            self._reported[req] = set()
+            self._both.discard(req)
         held.add(direction)
         if len(held) > 1:
-            self.both.add(req)
+            self._both.add(req)
         self.trace.emit(
             "hold",
             req=req,
-            generation=self.generation(req),
+            generation=self.view.generation(req),
             direction=direction,
             transfer=transfer,
             cause=cause,
         )
 
     def release(self, req: str, direction: str, cause: str) -> None:
-        """The engine took note of a completion report."""
-        if direction in self.held.get(req, set()):
-            self.held[req].discard(direction)
-            self.trace.emit(
-                "release",
-                req=req,
-                generation=self.generation(req),
-                direction=direction,
-                transfer=None,
-                cause=cause,
-            )
+        """Note that the engine took notice of a completion report."""
+        if direction not in self.held.get(req, set()):
+            return
+        self.held[req].discard(direction)
+        self.trace.emit(
+            "release",
+            req=req,
+            generation=self.view.generation(req),
+            direction=direction,
+            transfer=None,
+            cause=cause,
+        )
 
     def _finished(self, call: Call) -> None:
-        request = call.arg(0, "request")
-        blocks = call.arg(1, "block_ids")
+        request, blocks = call.arg(0, "request"), call.arg(1, "block_ids")
         tables = list(blocks) if isinstance(blocks, tuple) else [list(blocks or [])]
-        delayed = (
-            call.error is None
-            and isinstance(call.result, tuple)
-            and bool(call.result)
-            and call.result[0] is True
-        )
-        final = min(self.valid_end(request.request_id), request.num_tokens)
+        returned = call.result if call.error is None and isinstance(call.result, tuple) else ()
+        delayed = bool(returned) and returned[0] is True
+        req, generation = self._incarnation(request)
         self.trace.emit(
             "req.finished",
-            req=request.request_id,
-            generation=self.generation(request.request_id),
+            req=req,
+            generation=generation,
             status=request.status.name,
             computed=request.num_computed_tokens,
             placeholders=request.num_output_placeholders,
@@ -421,120 +293,145 @@ class Observer(MetadataObserver):
             in_flight=request.num_in_flight_tokens,
             blocks=list(tables[0]) if tables else [],
             delayed=delayed,
-            final=final,
+            final=min(self.view.valid_end(req), request.num_tokens),
             tables=self._tables(tables),
             hook=call.hook,
         )
         if delayed:
-            self.hold(request.request_id, "send", None, "request_finished returned True")
+            self.hold(req, "send", None, "request_finished returned True")
 
-    # -- worker reports --------------------------------------------------------------------------------------------------------
-    def _reported(self, call: Call) -> None:
-        if not call.legal:
-            return
-        sending, recving = call.result.finished_sending or (), call.result.finished_recving or ()
-        failed = set(getattr(call.result, "failed_recving", ()) or ())
-        for direction, ids in (("send", sending), ("recv", recving)):
-            for req in sorted(ids):
-                grant = (
-                    (self._open_async(req) or self._last_async(req))
-                    if direction == "recv"
-                    else None
-                )
-                seen = self.reported.setdefault(req, set())
-                self.trace.emit(
-                    "transfer.reported",
-                    req=req,
-                    generation=self.generation(req),
-                    transfer=grant.transfer if grant else None,
-                    rank=0,
-                    direction=direction,
-                    held=direction in self.held.get(req, set()),
-                    second=req in self.both and bool(seen - {direction}),
-                )
-                seen.add(direction)
+    # -- reports of the worker half
+    def _results(self, call: Call) -> None:
+        if call.legal:
+            self.reported(call.result)
+
+    def _errors(self, call: Call) -> None:
+        if call.legal:
+            self.load_errors(set(call.result or ()))
+
+    def reported(self, results: Any) -> None:
+        """Note the transfers that a worker reports as finished or failed.
+
+        `results` has finished_sending, finished_recving and failed_recving, as vLLM's
+        KVConnectorTransferResults and KVConnectorOutput do.
+        """
+        sending, received = results.finished_sending or (), results.finished_recving or ()
+        failed = set(getattr(results, "failed_recving", ()) or ())
+        for req in sorted(sending):
+            self._report(req, "send", None)
+        for req in sorted(received):
+            self._report(req, "recv", self._open_async(req) or self._last_async(req))
         for req in sorted(failed):
             grant = self._open_async(req)
             self._fail(req, grant, sorted(grant.blocks) if grant else [], [])
             if grant:
                 grant.given_up = True
-        self.oracle.failed_reqs = {
-            req for req in failed if self._open_async(req)
-        }  # of a synchronous load the engine hears nothing here
-        self.recved = list(recving)
+        # The engine takes no notice of a synchronous load here.
+        self._loads.failed_reqs = {req for req in failed if self._open_async(req)}
+        self.received = list(received)
+
+    def _report(self, req: str, direction: str, grant: Grant | None) -> None:
+        seen = self._reported.setdefault(req, set())
+        self.trace.emit(
+            "transfer.reported",
+            req=req,
+            generation=self.view.generation(req),
+            transfer=grant.transfer if grant else None,
+            rank=0,
+            direction=direction,
+            held=direction in self.held.get(req, set()),
+            second=req in self._both and bool(seen - {direction}),
+        )
+        seen.add(direction)
+
+    def load_errors(self, blocks: set[int]) -> None:
+        """Note the blocks that a worker reports as not loaded."""
+        loads = self._loads
+        loads.failed_blocks = blocks
+        if blocks and len(loads.shape.groups) > 1:  # the ids do not say which group they are of
+            self._fail(None, None, sorted(blocks), [])
+            return
+        left = set(blocks)
+        for grant in loads.open_grants():
+            hit = blocks & grant.blocks
+            if hit and grant.req not in loads.failed_reqs:
+                self._fail(grant.req, grant, sorted(hit), [])
+                grant.failed |= hit
+            left -= hit
+        if left:
+            self._fail(None, None, sorted(blocks), sorted(left))
 
     def _open_async(self, req: str) -> Grant | None:
-        return next((g for g in self.oracle.open_grants() if g.req == req and g.is_async), None)
+        grants = self._loads.open_grants()
+        return next((g for g in grants if g.req == req and g.is_async), None)
 
     def _last_async(self, req: str) -> Grant | None:
-        generation = self.generation(req)
-        return next(
-            (g for g in reversed(self.oracle.grants) if g.key == (req, generation) and g.is_async),
-            None,
-        )
+        key = req, self.view.generation(req)
+        grants = reversed(self._loads.grants)
+        return next((g for g in grants if g.key == key and g.is_async), None)
 
     def _fail(
         self, req: str | None, grant: Grant | None, blocks: list[int], outside: list[int]
     ) -> None:
-        event = self.trace.emit(
+        self.trace.emit(
             "transfer.failed",
             req=req,
             transfer=grant.transfer if grant else None,
             rank=0,
             blocks=blocks,
             outside_grant=outside,
-            groups=len(self.oracle.cache.groups),
+            groups=len(self._loads.shape.groups),
             is_async=bool(grant and grant.is_async),
         )
-        self.failed.append(event)
-        self.activity += 1  # what a load did not find is gone for others, too
-        if grant and not grant.failed and not grant.given_up:  # the first report of it
+        self.activity += 1  # what a load did not find is gone for other requests too
+        if grant and not grant.failed and not grant.given_up:  # its first report
             key = (grant.req, grant.generation, grant.end - grant.start)
-            self.failed_claims[key] = self.failed_claims.get(key, 0) + 1
+            self._failed_claims[key] = self._failed_claims.get(key, 0) + 1
 
-    def _errors(self, call: Call) -> None:
-        if not call.legal:
-            return
-        self.errors = set(call.result or ())
-        self.oracle.failed_blocks = self.errors
-        if self.errors and len(self.oracle.cache.groups) > 1:  # whose they are, nobody can tell
-            self._fail(None, None, sorted(self.errors), [])
-            return
-        left = set(self.errors)
-        for grant in self.oracle.open_grants():
-            hit = self.errors & grant.blocks
-            if hit and grant.req not in self.oracle.failed_reqs:
-                self._fail(grant.req, grant, sorted(hit), [])
-                grant.failed |= hit
-            left -= hit
-        if left:
-            self._fail(None, None, sorted(self.errors), sorted(left))
-
-    others: Sequence[Oracle] = ()
-    """Oracles of the other ranks."""
-    recved: list[str] = []
-
-    # -- reset -----------------------------------------------------------------------------------------------------------------
-    def _cache_reset(self, phase: str, returned: Any) -> None:
-        self.trace.emit(
-            "cache.reset",
-            phase=phase,
-            returned=returned,
-            running=bool(self.scheduler.running),
-            connector=True,
-        )
+    # -- reset
+    def _resetting(self, call: Call) -> None:
+        self._emit_reset("called", None)
 
     def _reset(self, call: Call) -> None:
-        if call.error is None:
-            self._cache_reset("returned", call.result)
-            if call.result is not False:
-                self.memory.reset(self.held_contents())
-                self.reset_seen = True
-                self.activity += 1
+        if call.error is not None:
+            return
+        self._emit_reset("returned", call.result)
+        if call.result is not False:
+            self.memory.reset(self.view.held_contents())
+            self._reset_seen = True
+            self.activity += 1
+
+    def _emit_reset(self, phase: str, returned: Any) -> None:
+        running = bool(self.view.scheduler.running)
+        self.trace.emit(
+            "cache.reset", phase=phase, returned=returned, running=running, connector=True
+        )
+
+
+def starved(scheduler: Any, request: Any, end: int, block_size: int) -> bool:
+    """Return whether a load up to `end` tokens fits but for blocks reserved for a failed one.
+
+    vLLM's scheduler leaves a request whose asynchronous load failed completely among the prefills
+    in flight, and keeps blocks free for it. False where the engine reserves nothing, has several
+    KV cache groups, or lacks blocks for another reason. Reads only.
+    """
+    inflight = getattr(scheduler, "_inflight_prefills", ())
+    manager = scheduler.kv_cache_manager
+    if request not in inflight:
+        return False
+    tables = manager.get_block_ids(request.request_id)
+    if any(tables) or len(tables) != 1:
+        return False
+    remaining = scheduler._request_remaining_blocks
+    verifying = getattr(scheduler, "_spec_decode_step_blocks", 0)
+    verifying = verifying() if callable(verifying) else verifying  # a method until 0.31
+    others = sum(remaining(other) for other in inflight if other is not request) + verifying
+    spare = manager.block_pool.get_num_free_blocks() - others - -(-end // block_size)
+    return bool(0 <= spare < remaining(request))
 
 
 def emit_layer(trace: Trace, call: Call, registered: Mapping[str, Any]) -> None:
-    """Emit layer.wait or layer.save for a call of that hook. `registered`: KV tensors by layer name."""
+    """Emit layer.wait or layer.save for a call of that hook. `registered`: KV tensors by layer."""
     name = call.arg(0, "layer_name")
     bound = bool(call.event and call.event["bound"])
     if call.hook == "wait_for_layer_load":
@@ -547,12 +444,12 @@ def emit_layer(trace: Trace, call: Call, registered: Mapping[str, Any]) -> None:
     trace.emit("layer.save", layer=name, bound=bound, whole=whole)
 
 
-def _answer(result: Any) -> tuple[Any, bool, bool]:
-    """(tokens, is_async, type_ok) of a lookup's answer; a malformed answer gives (None, False, False)."""
+def _claim(result: Any) -> tuple[Any, bool, bool]:
+    """Return (tokens, is_async, type_ok) of a lookup; (None, False, False) for a malformed one."""
     if not isinstance(result, tuple) or len(result) != 2:
         return None, False, False
     tokens, is_async = result
-    ok = (tokens is None or type(tokens) is int) and isinstance(is_async, bool)
-    if not (tokens is None or isinstance(tokens, (int, float))) or isinstance(tokens, bool):
+    if isinstance(tokens, bool) or not (tokens is None or isinstance(tokens, (int, float))):
         return None, False, False
-    return tokens, bool(is_async), ok
+    type_ok = (tokens is None or type(tokens) is int) and isinstance(is_async, bool)
+    return tokens, bool(is_async), type_ok

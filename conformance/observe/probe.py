@@ -105,7 +105,8 @@ class Probe:
 
     def half_of(self, connector: Any) -> str | None:
         """`scheduler` or `worker` if calls of it are recorded: of the connector that is judged, not of its siblings, and from the engine's
-        thread; else None."""
+        thread; else None.
+        """
         role = getattr(connector, "_role", None)
         if (
             role is None
@@ -228,7 +229,8 @@ class Patch:
     """Patches classes in place while it is entered, and restores every attribute afterwards.
 
     Within `parking`, what is left stays patched until other classes are: each attribute that is set on a class also undoes what Python has
-    learned about its objects."""
+    learned about its objects.
+    """
 
     _parks = False
     _parked: list[Patch] = []

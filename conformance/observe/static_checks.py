@@ -223,7 +223,7 @@ def _accepts_like(own: Any, base: Any) -> str | None:
 NAME = "KvconformNobody"
 
 
-def inspect_engine(config: Any, cache_config: Any, case: str) -> Iterator[Finding]:
+def inspect_engine(config: Any, cache_config: Any, child_registered_as: str) -> Iterator[Finding]:
     """(item, ok, detail) per check of the engine's own side. Leaves the registry, the environment and `config` as they were."""
     bare = copy.copy(config)
     bare.kv_transfer_config = None
@@ -256,7 +256,7 @@ def inspect_engine(config: Any, cache_config: Any, case: str) -> Iterator[Findin
         _keeps_hybrid(),
         "is turned off with a connector that supports several groups, and on without one",
     )
-    yield _multi_stats("_Talker" if case == "lifecycle.api" else NAME)
+    yield _multi_stats("_Talker" if child_registered_as == "its-class" else NAME)
     for owner, names in REMOVED.items():
         left = [
             name

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Follows each step's connector metadata from build_connector_meta to the worker.
+
+Is what reaches the worker what was built, and is it left alone afterwards?
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvconform.compat.vllm_api import KVConnectorMetadata
+from kvconform.contract.trace import Trace
+from kvconform.observe.call import Call
+from kvconform.observe.digest import digest, pickle_round_trip, scheduler_output_digest
+from kvconform.observe.probe import Probe
+
+MULTI = "MultiKVConnectorMetadata"
+
+
+class MetadataObserver:
+    """Emits meta.built, meta.bound, meta.cleared and state.offered. Changes nothing in the engine.
+
+    `private` are strings that name where the run keeps its files. Metadata may hold them, and the
+    trace must not depend on them.
+    """
+
+    def __init__(self, trace: Trace, private: tuple[str, ...] = ()) -> None:
+        self.trace, self.private = trace, private
+        self.current_digest: str | None = None
+        """Digest of the metadata of the step that is executed, when it was built."""
+        self._built: dict[int, str] = {}  # id(metadata) -> digest, until the step is executed
+        self._offered: dict[tuple[str, int, int], int] = {}  # (request, group, tokens) -> block
+        self._arrived: str | None = None
+        self._arrived_in_step = -1
+        self._latest: Any = None
+        self._handed: tuple[Any, str] | None = None  # the last step's, when the worker was done
+        self._refilled = False
+
+    def watch_scheduler(self, probe: Probe) -> None:
+        """Listen to the hooks of the scheduler half."""
+        probe.on("build_connector_meta", before=self._building, after=self._was_built)
+
+    def watch_worker(self, probe: Probe) -> None:
+        """Listen to the hooks of the worker half."""
+        for hook in ("handle_preemptions", "bind_connector_metadata"):
+            probe.on(hook, before=self._arrives)
+        probe.on("bind_connector_metadata", after=self._bound)
+        probe.on("clear_connector_metadata", after=self._cleared)
+
+    def begin_step(self, metadata: Any) -> str | None:
+        """Note that the step with this metadata is executed now; returns its digest when built.
+
+        In a MultiConnector it is the digest of the part of the connector under test.
+        """
+        parts = metadata.metadata if type(metadata).__name__ == MULTI else (metadata,)
+        known = (self._built.pop(id(part)) for part in parts if id(part) in self._built)
+        self.current_digest = next(known, None)
+        return self.current_digest
+
+    def forget_offers(self, req_id: str) -> None:
+        """Forget the boundary states that were offered for a request: it is admitted again."""
+        self._offered = {at: block for at, block in self._offered.items() if at[0] != req_id}
+
+    def _digest(self, metadata: Any) -> str:
+        return digest(metadata, self.private)
+
+    def _building(self, call: Call) -> None:
+        output = call.arg(0, "scheduler_output")
+        call.scratch["digest"] = scheduler_output_digest(output)
+        state: Any = getattr(output, "kv_connector_block_state", None)
+        offers = {} if state is None else getattr(state, "boundary_state_offloads", {})
+        for req, states in offers.items():
+            for group, block, tokens in states:
+                table = (state.get_block_ids(req) or [()] * (group + 1))[group]
+                key = (req, group, tokens)
+                self.trace.emit(
+                    "state.offered",
+                    req=req,
+                    group=group,
+                    block=block,
+                    tokens=tokens,
+                    in_table=block in table,
+                    again=self._offered.get(key) == block,
+                )
+                self._offered[key] = block
+
+    def _was_built(self, call: Call) -> None:
+        if call.error is not None:
+            return
+        output, metadata = call.arg(0, "scheduler_output"), call.result
+        if self._handed is not None and self._digest(self._handed[0]) != self._handed[1]:
+            # The step before has not been given this object back: in a deep queue it may read it.
+            self._refilled = True
+        self._handed, self._latest = None, metadata
+        built = self._digest(metadata)
+        self._built[id(metadata)] = built
+        mutated = scheduler_output_digest(output) != call.scratch["digest"]
+        if call.result_event is not None:
+            self.trace.amend(call.result_event, mutated_args=mutated)
+        reason = None if metadata is None else pickle_round_trip(metadata)[1]
+        self.trace.emit(
+            "meta.built",
+            ok=isinstance(metadata, KVConnectorMetadata),
+            pickles=metadata is not None and reason is None,
+            pickle_error=reason,
+            digest=built,
+            output_mutated=mutated,
+            none=metadata is None,
+            block_state_kept=_keeps_block_state(metadata, output),
+            of_step=self.trace.step,
+        )
+
+    def _arrives(self, call: Call) -> None:
+        """Note the metadata when the worker first sees it: from then on it may consume its copy.
+
+        Until vLLM 0.22 the hooks came in another order.
+        """
+        metadata = call.args[0] if call.args else next(iter(call.kwargs.values()), None)
+        if isinstance(metadata, set) or self._arrived_in_step == self.trace.step:
+            return
+        # A stand-in for the worker half is the child of no MultiConnector: it sees the whole.
+        whole = type(metadata).__name__ == MULTI
+        self._arrived = None if whole else self._digest(metadata)
+        self._arrived_in_step = self.trace.step
+
+    def _bound(self, call: Call) -> None:
+        built, arrived = self.current_digest, self._arrived
+        same = built is None or arrived is None or built == arrived
+        self.trace.emit("meta.bound", digest=arrived, same_as_built=same and not self._refilled)
+        self._refilled = False
+
+    def _cleared(self, call: Call) -> None:
+        self._handed = self._latest, self._digest(self._latest)
+        self.trace.emit("meta.cleared", digest=None, same_as_built=True)
+
+
+def _keeps_block_state(metadata: Any, output: Any) -> bool:
+    """Whether the metadata holds the SchedulerOutput's block state, which is the scheduler's own."""
+    state = getattr(output, "kv_connector_block_state", None)
+    if state is None or metadata is None or not hasattr(metadata, "__dict__"):
+        return False
+    return any(value is state for value in vars(metadata).values())
