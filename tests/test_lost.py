@@ -10,6 +10,7 @@ import pytest
 
 from kvconform.config.target import Target
 from kvconform.contract.loader import load_spec
+from kvconform.contract.trace import Trace
 from kvconform.judge.engine_bugs import lost, note_unfilled
 from kvconform.refimpl.variants.registry import VARIANTS
 from kvconform.run.case import run_and_judge
@@ -80,14 +81,14 @@ def test_blocks_that_are_served_unfilled(
     between: list[dict[str, Any]], unfilled: list[int]
 ) -> None:
     trace = numbered(START, FAILED, *between, alloc(4, 5), STEP)
-    note_unfilled(trace)
+    note_unfilled(Trace.of(trace))
     assert trace[-2]["unfilled"] == unfilled
     assert (lost(trace) is not None) == bool(unfilled)
 
 
 def test_blocks_computed_in_the_step_under_way_are_not_unfilled() -> None:
     trace = numbered(START, FAILED, alloc(5), row(0, 12), STEP)
-    note_unfilled(trace)
+    note_unfilled(Trace.of(trace))
     assert trace[2]["unfilled"] == []
 
 

@@ -139,7 +139,7 @@ def test_what_vllm_refuses() -> None:
         ),
     )
     cache = vllm_api.build_cache_config(8, 4, 2, 16, ["l0"])
-    found = list(static_checks.inspect_engine(config, cache, "lifecycle.api"))
+    found = list(static_checks.inspect_engine(config, cache, "its-class"))
     assert len(found) == len({item for item, _, _ in found}) == 18
     assert [item for item, ok, _ in found if not ok] == []
     assert static_checks.NAME not in vllm_api.KVConnectorFactory._registry

@@ -11,7 +11,7 @@ import pytest
 
 from kvconform.compat import vllm_api
 from kvconform.compat.vllm_api import SupportsHMA
-from kvconform.engine import setup
+from kvconform.engine import configs
 from kvconform.refimpl import faulty
 from kvconform.refimpl.connector import ReferenceConnector
 
@@ -72,8 +72,8 @@ def test_a_copy_is_equal_and_shares_nothing_that_changes() -> None:
         return vllm_api.build_config(**SIZES, transfer=first)
 
     first, second = transfer("a"), transfer("b")
-    made = setup.cached_config(("test", 1), first, make)
-    copied = setup.cached_config(("test", 1), second, lambda: pytest.fail("made again"))
+    made = configs.cached_config(("test", 1), first, make)
+    copied = configs.cached_config(("test", 1), second, lambda: pytest.fail("made again"))
     assert copied.kv_transfer_config is second and made.kv_transfer_config is first
     second.engine_id, second.kv_connector_extra_config = (
         first.engine_id,
@@ -84,49 +84,49 @@ def test_a_copy_is_equal_and_shares_nothing_that_changes() -> None:
     copied.compilation_config.static_forward_context["layer"] = object()
     copied.model_config.hf_text_config.head_dim = 99
     copied.additional_config["mine"] = 1
-    third = setup.cached_config(("test", 1), first, lambda: pytest.fail("made again"))
+    third = configs.cached_config(("test", 1), first, lambda: pytest.fail("made again"))
     assert differences(made, third) == [".instance_id"]
-    assert setup.cached_config(("test", 2), first, make) is not made
+    assert configs.cached_config(("test", 2), first, make) is not made
 
 
 def test_a_copied_transfer_configuration_has_the_options_and_the_id_of_its_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(setup, "_transfers", {})
+    monkeypatch.setattr(configs, "_transfers", {})
     for name in ("a", "b", "c"):
         options = {"store": name}
-        made = setup.cached_transfer_config(
+        made = configs.cached_transfer_config(
             ("key",), options, name, lambda name=name: transfer(name)
         )  # type: ignore[misc]
         assert differences(made, transfer(name)) == []
         made.kv_connector_extra_config["store"] = made.engine_id = "mine"
         assert options == {"store": name}
-    other = setup.cached_transfer_config(
+    other = configs.cached_transfer_config(
         ("another key",),
         {},
         "d",
         lambda: vllm_api.transfer_config("X", "kv_consumer", {}, None, "fail", "d"),
     )
-    assert other.kv_role == "kv_consumer" and len(setup._transfers) == 2
+    assert other.kv_role == "kv_consumer" and len(configs._transfers) == 2
 
 
-def test_no_transfer_configuration_is_configs_while_a_fault_is_in_force(
+def test_no_transfer_configuration_is_kept_while_a_fault_is_in_force(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(setup, "_transfers", {})
+    monkeypatch.setattr(configs, "_transfers", {})
     monkeypatch.setattr(faulty, "in_force", lambda: True)
     assert (
-        setup.cached_transfer_config(("key",), {}, "a", lambda: "made") == "made"
-        and not setup._transfers
+        configs.cached_transfer_config(("key",), {}, "a", lambda: "made") == "made"
+        and not configs._transfers
     )
 
 
 def test_the_oldest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setup, "MOST", 2)
-    monkeypatch.setattr(setup, "_configs", {})
+    monkeypatch.setattr(configs, "MOST", 2)
+    monkeypatch.setattr(configs, "_configs", {})
     for number in range(3):
-        setup.cached_config(number, None, dict)
-    assert list(setup._configs) == [1, 2]
+        configs.cached_config(number, None, dict)
+    assert list(configs._configs) == [1, 2]
 
 
 class Hybrid(ReferenceConnector, SupportsHMA):
@@ -144,7 +144,7 @@ def test_a_connector_among_siblings_has_a_configuration_of_its_own(tmp_path: Pat
         assert not select(run.trace, "engine.crash") and run.harness_error is None
 
 
-def test_nothing_is_taken_or_configs_while_a_fault_is_planted(
+def test_nothing_is_taken_or_kept_while_a_fault_is_planted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made: list[object] = []
@@ -155,12 +155,12 @@ def test_nothing_is_taken_or_configs_while_a_fault_is_planted(
 
     key = ("test", "fault")
     monkeypatch.setattr(faulty, "in_force", lambda: True)
-    assert setup.cached_config(key, transfer("a"), make) is made[0]
+    assert configs.cached_config(key, transfer("a"), make) is made[0]
     monkeypatch.setattr(faulty, "in_force", lambda: False)
-    assert setup.cached_config(key, transfer("a"), make) is made[1], (
+    assert configs.cached_config(key, transfer("a"), make) is made[1], (
         "what the fault made was not kept"
     )
     monkeypatch.setattr(faulty, "in_force", lambda: True)
-    assert setup.cached_config(key, transfer("a"), make) is made[2], (
+    assert configs.cached_config(key, transfer("a"), make) is made[2], (
         "and what was kept is not the fault's"
     )

@@ -108,6 +108,16 @@ class Matrix(Model):
     )
 
 
+class Inspection(Model):
+    """Static checks of the connector's class, of its instance, and of the installed vLLM.
+
+    `child_registered_as`: the name under which the factory knows a child of MultiConnector whose
+    statistics are rebuilt: that of its class, or another one.
+    """
+
+    child_registered_as: Literal["its-class", "another-name"] = "its-class"
+
+
 class Case(Model):
     """One case file."""
 
@@ -123,6 +133,7 @@ class Case(Model):
     matrix: Matrix = Matrix()
     engines: list[Engine] = Field(default=["reference", "vllm"], min_length=1)
     policies: list[str] = []
+    inspect: Inspection | None = None
     needs: CapabilityExpr = "core"
     relations: list[Relation] = ["no-connector"]
     steps: list[Step] = Field(min_length=1)

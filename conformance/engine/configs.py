@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the parts of an engine in the order in which vLLM does: worker half first, then the scheduler with its half.
-
-The reference engine's policies, done to vLLM's own scheduler where its code allows it: legal things that nothing announces.
-
-Copies of vLLM configurations that were made before: making one takes twenty milliseconds, which is longer than many a run.
-"""
+"""The vLLM configurations of an engine, cached: making one takes longer than many a run."""
 
 from __future__ import annotations
 
@@ -16,66 +11,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from vllm.v1.metrics.stats import PrefixCacheStats
-
 from kvconform.compat import groups, vllm_api
 from kvconform.config.target import Target
 from kvconform.contract.case import Variant
+from kvconform.engine.schedulers import configure_policies
 from kvconform.kv.cache import PagedCache
 from kvconform.kv.provenance import text_id
 from kvconform.refimpl import faulty
-
-
-def prepare(config: Any, policies: frozenset[str], block_size: int, draft_tokens: int) -> None:
-    """Policies that are configuration: split-prefill makes chunks shorter than a block, but not than a verification (vLLM asserts)."""
-    if "split-prefill" in policies:
-        config.scheduler_config.long_prefill_token_threshold = max(
-            1, block_size - 1, draft_tokens + 1
-        )
-
-
-def apply(scheduler: Any, policies: frozenset[str]) -> frozenset[str]:
-    """Patch one vLLM scheduler; returns the policies that are in force. Changes the scheduler's instance only."""
-    manager, applied = scheduler.kv_cache_manager, set(policies & {"split-prefill"})
-    pool = manager.block_pool
-    if "reuse-freed-first" in policies:
-        vllm_api.reuse_freed_first(pool.free_block_queue)
-        applied.add("reuse-freed-first")
-    if "permute-blocks" in policies:
-        get_new_blocks = pool.get_new_blocks
-        pool.get_new_blocks = lambda count: list(reversed(get_new_blocks(count)))
-        applied.add("permute-blocks")
-    if "deny-first-alloc" in policies:
-        _deny_first(scheduler, manager)
-        applied.add("deny-first-alloc")
-    if "ignore-hits" in policies:
-        add_request = scheduler.add_request
-
-        def add(request: Any) -> None:
-            request.skip_reading_prefix_cache = True
-            add_request(request)
-
-        scheduler.add_request = add
-        applied.add("ignore-hits")
-    return frozenset(applied)
-
-
-def _deny_first(scheduler: Any, manager: Any) -> None:
-    allocate, denied = manager.allocate_slots, set()
-
-    def allocate_slots(request: Any, *args: Any, **kwargs: Any) -> Any:
-        key = (request.request_id, id(request))
-        if (
-            request not in scheduler.running
-            and request.num_computed_tokens == 0
-            and key not in denied
-        ):
-            denied.add(key)
-            return None
-        return allocate(request, *args, **kwargs)
-
-    manager.allocate_slots = allocate_slots
-
 
 MOST = 256
 """Configurations that are kept."""
@@ -87,7 +29,8 @@ _ATOMS = frozenset({str, int, float, bool, type(None), bytes, tuple})
 def cached_config(key: Hashable, transfer: Any, make: Callable[[], Any]) -> Any:
     """`make()`, or a copy of what it made for an equal `key`, with this kv_transfer_config. Nothing of it is shared with other copies
     that anybody can change in place: it may be kept, and changed, as if it were made anew. While a fault is planted in vLLM's own code,
-    nothing is taken from what was made without it, nor kept."""
+    nothing is taken from what was made without it, nor kept.
+    """
     if faulty.in_force():
         return make()
     if key not in _configs:
@@ -212,7 +155,9 @@ def build_config(variant: Variant, target: Target, tmp: Path, *, with_connector:
         MODEL  # a path would differ from machine to machine, and connectors derive keys from it
     )
     config.scheduler_config.long_prefill_token_threshold = settings.long_prefill_threshold
-    prepare(config, frozenset(variant.case.policies), variant.block_size, settings.spec_tokens)
+    configure_policies(
+        config, frozenset(variant.case.policies), variant.block_size, settings.spec_tokens
+    )
     if settings.groups == ["latent"]:
         groups.make_latent(config)
     if "state" in settings.groups:
@@ -245,39 +190,3 @@ def build_cache_config(cache: PagedCache) -> Any:
     return vllm_api.build_cache_config(
         cache.num_blocks, cache.block_size, cache.book.heads, cache.book.head_dim, cache.names
     )
-
-
-def build_scheduler(
-    variant: Variant, config: Any, cache: Any, *, with_connector: bool
-) -> tuple[Any, frozenset[str]]:
-    """The scheduler of the variant's engine, which constructs (or is given) the scheduler half of the connector."""
-    wanted = frozenset(variant.case.policies)
-    if variant.engine == "reference":
-        from kvconform.refimpl.scheduler import ReferenceScheduler
-
-        connector = None
-        if with_connector:
-            connector = vllm_api.KVConnectorFactory.create_connector(
-                config=config, role=vllm_api.KVConnectorRole.SCHEDULER, kv_cache_config=cache
-            )
-        scheduler: Any = ReferenceScheduler(
-            config,
-            cache,
-            connector,
-            block_size=variant.block_size,
-            async_scheduling=variant.scheduling == "async",
-            runner=variant.runner,
-            policies=wanted,
-        )
-        if variant.case.config.stats and with_connector:
-            scheduler.connector_prefix_cache_stats = PrefixCacheStats()
-        return scheduler, wanted
-    scheduler = vllm_api.build_scheduler(
-        config,
-        cache,
-        block_size=variant.block_size,
-        scheduling=variant.scheduling,
-        runner=variant.runner,
-        stats=variant.case.config.stats,
-    )
-    return scheduler, apply(scheduler, wanted)

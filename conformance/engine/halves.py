@@ -45,8 +45,9 @@ def noted(trace: Trace, op: str) -> Iterator[None]:
 
 
 def refused(trace: Trace, cls: type, error: Exception, config: Any = None) -> None:
-    """vLLM looks at the class before it constructs it: note that it does not start, and whether its constructor, or what the class says
-    once there is a `config`, is why."""
+    """VLLM looks at the class before it constructs it: note that it does not start, and whether its constructor, or what the class says
+    once there is a `config`, is why.
+    """
     found = inspect_class(cls, {}, config)
     for item, ok, detail in [next(found)] if config is None else found:
         trace.emit("api", item=item, ok=ok, detail=detail)

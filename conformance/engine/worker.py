@@ -84,14 +84,16 @@ class Overlap:
 
 class AttentionMetadata(SimpleNamespace):
     """What this model passes as a layer's `attn_metadata`: slot_mapping [tokens] int64, query_start_loc [reqs + 1], seq_lens [reqs],
-    block_table [reqs, blocks], num_actual_tokens."""
+    block_table [reqs, blocks], num_actual_tokens.
+    """
 
 
 @dataclass
 class Reads:
     """What one group's layers write and read in a step, all requests one after the other: slots `written` [tokens], `slots` read [n] and
     the rows `expected` there [n, layers, heads, width]; `ends` of each request in n, `tops`: the position behind the last that it reads;
-    `source`: which of the step's rows are written."""
+    `source`: which of the step's rows are written.
+    """
 
     written: np.ndarray
     source: np.ndarray | slice
@@ -289,7 +291,8 @@ class Worker:
 
     def read_layer(self, layer: int) -> None:
         """The attention of one layer: read every known position, or those of the layer's window, through the block tables; wrong bytes
-        change the sampled token."""
+        change the sampled token.
+        """
         reads = self._reads[self.cache.group(layer)]
         self.device.launch(
             lambda: self.cache.differing(layer, reads.slots, reads.expected[:, layer]),

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Executes SchedulerOutputs on all ranks of an engine, and joins what the ranks report."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from kvconform.contract.case import Variant
+from kvconform.contract.trace import Trace
+from kvconform.engine.fault import check_starts
+from kvconform.engine.lifecycle import in_order
+from kvconform.engine.ranks import Rank
+from kvconform.engine.view import EngineView
+from kvconform.kv import device
+from kvconform.kv.oracle import Oracle
+from kvconform.kv.provenance import Chain
+from kvconform.observe.call import Call
+from kvconform.observe.digest import pickle_round_trip
+from kvconform.observe.ledger import Ledger, RankReports
+from kvconform.observe.observer import Observer, emit_layer
+from kvconform.observe.probe import Probe
+
+JUDGED_AFTER = (
+    "start_load_kv",
+    "wait_for_save",
+    "get_transfer_results",
+    "save_kv_layer",
+    "bind_connector_metadata",
+)
+"""Hooks in which a connector may write KV."""
+LOADING_SIBLINGS = {"winner", "fetcher"}
+"""Children of a MultiConnector that load, and come before the connector under test."""
+
+
+class Executor:
+    """Drives the workers through steps. `execute` changes caches, batch and trace."""
+
+    def __init__(
+        self,
+        variant: Variant,
+        trace: Trace,
+        view: EngineView,
+        observer: Observer,
+        ledger: Ledger,
+        *,
+        reports: RankReports | None,
+        pickle_metadata: bool,
+    ) -> None:
+        """Create the executor.
+
+        `reports` joins several ranks' reports. `pickle_metadata`: the workers get a copy of each
+        step's metadata that went through pickle.
+        """
+        self.trace, self.view, self.ranks = trace, view, view.ranks
+        self.observer, self.ledger, self.reports = observer, ledger, reports
+        self.pickle_metadata = pickle_metadata
+        self.progress = 0
+        """Counts the steps that computed something or finished a load."""
+        self._overlaps = variant.scheduling == "async" and variant.depth > 1
+        self._siblings_load = bool(LOADING_SIBLINGS & set(variant.case.config.multi))
+        self._received: set[str] = set()  # requests whose asynchronous load was just reported
+        connector = view.scheduler.connector
+        inspector = getattr(connector, "kvconform_inspector", None)
+        self.inspector: Any = inspector() if callable(inspector) else None
+
+    @property
+    def _oracle(self) -> Oracle:
+        return self.view.loads
+
+    # -- hooks
+    def listen(self, probe: Probe) -> None:
+        """Judge the connector's writes after every hook that may write, and poison fresh blocks."""
+        # Until 0.19 handle_preemptions is not called in every step: loads begin before it.
+        probe.on("handle_preemptions", after=lambda call: self._worker.poison_fresh())
+        probe.on("start_load_kv", before=self._poison_late)
+        for hook in ("wait_for_layer_load", "save_kv_layer"):
+            probe.on(hook, after=self._layer_hook)
+        for hook in JUDGED_AFTER:
+            probe.on(hook, after=lambda call: self._oracle.check_writes(call.hook))
+        if self._siblings_load:
+            for hook in ("start_load_kv", "get_transfer_results"):
+                probe.on(hook, before=lambda call: self._oracle.written_by_sibling(call.hook))
+        probe.on("get_transfer_results", after=self._note_received)
+        if device.current.streamed:
+            probe.after_any.append(self._device_notes)
+
+    @property
+    def _worker(self) -> Any:
+        return self.ranks.current.worker
+
+    def _poison_late(self, call: Call) -> None:
+        if self._worker.fresh:
+            self._worker.poison_fresh()
+
+    def _layer_hook(self, call: Call) -> None:
+        cache = self._oracle.cache
+        emit_layer(self.trace, call, dict(zip(cache.names, cache.tensors, strict=True)))
+
+    def _note_received(self, call: Call) -> None:
+        """Note the asynchronous loads that were reported: the engine may rely on them now."""
+        if call.legal:
+            self._received = set(call.result.finished_recving or ())
+
+    def _device_notes(self, call: Call) -> None:
+        of_layer = call.hook in ("wait_for_layer_load", "save_kv_layer")
+        layer = call.arg(0, "layer_name") if of_layer else None
+        for note in device.current.notes():
+            self.trace.emit(
+                "device.note",
+                **note,
+                hook=call.hook,
+                half=call.half,
+                layer=layer,
+                forward=bool(self._worker.rows),
+            )
+
+    # -- one step
+    def execute(self, output: Any, fresh: list[tuple[int, str]]) -> Any:
+        """Execute a SchedulerOutput; returns the ModelRunnerOutput of the rank that samples.
+
+        `fresh`: blocks that were handed out since the step before, with their owners. EngineFault
+        if a request is to be computed from a negative position.
+        """
+        check_starts(output)
+        if self.view.scheduler.connector is not None:
+            self._take_metadata(output)
+        leader = self.ranks.leader.worker
+        leader.begin(output, fresh)
+        tokens, first = output.total_num_scheduled_tokens, len(self.trace.events)
+        self.trace.emit("worker.step_begin", forward=tokens > 0, tokens=tokens)
+        self._begin_reports()
+        if tokens:
+            self.observer.activity += 1
+        leader.scheduled = set(output.num_scheduled_tokens)
+        result, failed = self._on_all_ranks(output)
+        if self._overlaps:
+            for rank in self.ranks.members:
+                rank.worker.overlap.take_back()
+        for row in leader.rows:
+            self._note_final(row, failed)
+        bound = self._bound_since(first) if len(self.ranks.members) > 1 else []
+        self.trace.emit("worker.step_end", forward=tokens > 0, tokens=tokens, ranks=bound)
+        if tokens or self._received:
+            self.progress += 1
+        return result
+
+    def _take_metadata(self, output: Any) -> None:
+        """Note the step's metadata, and what the connector says that it plans."""
+        metadata = output.kv_connector_metadata
+        self.observer.metadata.begin_step(metadata)
+        if self.inspector is not None:
+            for entry in self.inspector.plan(metadata):
+                self.trace.emit("plan", **entry)
+        if self.pickle_metadata:
+            unpickled, reason = pickle_round_trip(metadata)
+            if reason is None:
+                output.kv_connector_metadata = unpickled
+
+    def _begin_reports(self) -> None:
+        self._oracle.failed_blocks, self._oracle.failed_reqs = set(), set()
+        self._received = set()
+
+    def _on_all_ranks(self, output: Any) -> tuple[Any, set[str]]:
+        """Run the step on every rank.
+
+        Returns the output of the rank that samples, and the requests whose loads failed on any.
+        """
+        metadata = output.kv_connector_metadata
+        results: list[Any] = []
+        failed: set[str] = set()
+        for rank in self.ranks.members:
+            with self.ranks.driving(rank):
+                if rank is not self.ranks.leader:
+                    rank.worker.begin(output, list(self.ranks.leader.worker.fresh))
+                if self.reports is not None:  # every worker process unpickles its own
+                    output.kv_connector_metadata = pickle_round_trip(metadata)[0] or metadata
+                self._begin_reports()
+                results.append(copy.copy(rank.lifecycle.step(output)))
+                self._settle(rank)
+                failed |= self._failed(rank)
+        output.kv_connector_metadata = metadata
+        joined = results[0] if self.reports is None else self.reports.join(results)
+        return in_order(joined), failed
+
+    def _settle(self, rank: Rank) -> None:
+        """Judge what a rank's half of the connector wrote and what its worker read."""
+        oracle = rank.worker.oracle
+        oracle.check_writes("wait_for_save")
+        device.current.finish()
+        self._due(oracle)
+        oracle.settle_reads()
+
+    def _due(self, oracle: Oracle) -> None:
+        """Close the grants that the engine relies on from now on."""
+        requests = self.view.scheduler.requests
+        for grant in oracle.open_grants():
+            state = self.view.batch.requests.get(grant.req)
+            if grant.is_async:
+                if grant.req not in requests:
+                    grant.open = False  # the engine took another rank's report for the last one
+                elif grant.req in self._received:  # a failure may be reported in any step before
+                    oracle.due(grant, self._chain(grant.req))
+            elif state is not None and grant.req in self.ranks.leader.worker.scheduled:
+                oracle.due(grant, state.chain)
+
+    def _chain(self, req_id: str) -> Chain:
+        """Return the contents of a request's known tokens, also of those that no worker computed."""
+        info = self.view.info(req_id)
+        chain = Chain(req_id, info.generation, info.identity)
+        for token in self.view.scheduler.requests[req_id].all_token_ids:
+            chain.append(token)
+        return chain
+
+    @staticmethod
+    def _failed(rank: Rank) -> set[str]:
+        """Return the requests of this step whose blocks a rank reported as not loaded."""
+        blocks = rank.worker.oracle.failed_blocks
+        rows = rank.worker.rows if blocks else ()
+        return {row.state.chain.req for row in rows if blocks & set(row.state.table)}
+
+    def _note_final(self, row: Any, failed: set[str]) -> None:
+        req = row.state.chain.req
+        event = self.ledger.launched(req)
+        if event is not None:
+            before = min(row.before, row.start + row.count)
+            after = None if req in failed else row.known
+            self.ledger.executed(event, final_before=before, final_after=after)
+
+    def _bound_since(self, first: int) -> list[int]:
+        """Return the ranks whose half was given metadata since event `first`."""
+        bound = (
+            event
+            for event in self.trace.events[first:]
+            if event["kind"] == "hook.called" and event["hook"] == "bind_connector_metadata"
+        )
+        return sorted({event["rank"] for event in bound if event["depth"] == 0})

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the scheduler of an engine, and makes vLLM's own follow the reference engine's policies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.metrics.stats import PrefixCacheStats
+
+from kvconform.compat import vllm_api
+from kvconform.contract.case import Variant
+
+
+def configure_policies(
+    config: Any, policies: frozenset[str], block_size: int, draft_tokens: int
+) -> None:
+    """Policies that are configuration: split-prefill makes chunks shorter than a block, but not than a verification (vLLM asserts)."""
+    if "split-prefill" in policies:
+        config.scheduler_config.long_prefill_token_threshold = max(
+            1, block_size - 1, draft_tokens + 1
+        )
+
+
+def apply_policies(scheduler: Any, policies: frozenset[str]) -> frozenset[str]:
+    """Patch one vLLM scheduler; returns the policies that are in force. Changes the scheduler's instance only."""
+    manager, applied = scheduler.kv_cache_manager, set(policies & {"split-prefill"})
+    pool = manager.block_pool
+    if "reuse-freed-first" in policies:
+        vllm_api.reuse_freed_first(pool.free_block_queue)
+        applied.add("reuse-freed-first")
+    if "permute-blocks" in policies:
+        get_new_blocks = pool.get_new_blocks
+        pool.get_new_blocks = lambda count: list(reversed(get_new_blocks(count)))
+        applied.add("permute-blocks")
+    if "deny-first-alloc" in policies:
+        _deny_first(scheduler, manager)
+        applied.add("deny-first-alloc")
+    if "ignore-hits" in policies:
+        add_request = scheduler.add_request
+
+        def add(request: Any) -> None:
+            request.skip_reading_prefix_cache = True
+            add_request(request)
+
+        scheduler.add_request = add
+        applied.add("ignore-hits")
+    return frozenset(applied)
+
+
+def _deny_first(scheduler: Any, manager: Any) -> None:
+    allocate, denied = manager.allocate_slots, set()
+
+    def allocate_slots(request: Any, *args: Any, **kwargs: Any) -> Any:
+        key = (request.request_id, id(request))
+        if (
+            request not in scheduler.running
+            and request.num_computed_tokens == 0
+            and key not in denied
+        ):
+            denied.add(key)
+            return None
+        return allocate(request, *args, **kwargs)
+
+    manager.allocate_slots = allocate_slots
+
+
+def build_scheduler(variant: Variant, config: Any, cache: Any, *, with_connector: bool) -> Any:
+    """The scheduler of the variant's engine, which constructs (or is given) the scheduler half of the connector."""
+    wanted = frozenset(variant.case.policies)
+    if variant.engine == "reference":
+        from kvconform.refimpl.scheduler import ReferenceScheduler
+
+        connector = None
+        if with_connector:
+            connector = vllm_api.KVConnectorFactory.create_connector(
+                config=config, role=vllm_api.KVConnectorRole.SCHEDULER, kv_cache_config=cache
+            )
+        scheduler: Any = ReferenceScheduler(
+            config,
+            cache,
+            connector,
+            block_size=variant.block_size,
+            async_scheduling=variant.scheduling == "async",
+            runner=variant.runner,
+            policies=wanted,
+        )
+        if variant.case.config.stats and with_connector:
+            scheduler.connector_prefix_cache_stats = PrefixCacheStats()
+        return scheduler
+    scheduler = vllm_api.build_scheduler(
+        config,
+        cache,
+        block_size=variant.block_size,
+        scheduling=variant.scheduling,
+        runner=variant.runner,
+        stats=variant.case.config.stats,
+    )
+    apply_policies(scheduler, wanted)
+    return scheduler

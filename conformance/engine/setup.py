@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds an engine in the order in which vLLM does: worker halves, caches, then the scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from vllm.config import set_current_vllm_config
+
+from kvconform.compat.groups import registered, resolve_layout
+from kvconform.config.target import Target
+from kvconform.contract.case import Inspection, Variant
+from kvconform.contract.trace import Trace
+from kvconform.engine.batch import Batch, Info
+from kvconform.engine.configs import build_cache_config, build_config, run_id
+from kvconform.engine.engine import Engine, EngineParts
+from kvconform.engine.executor import Executor
+from kvconform.engine.halves import introduce, note_engine_ids, noted, refused, start_worker_half
+from kvconform.engine.lifecycle import make_lifecycle
+from kvconform.engine.ranks import Follower, Place, Rank, Ranks, config_of, places, shard, widen
+from kvconform.engine.schedulers import build_scheduler
+from kvconform.engine.view import EngineView
+from kvconform.engine.worker import Worker
+from kvconform.kv.cache import PagedCache, groups_of
+from kvconform.kv.oracle import Oracle
+from kvconform.kv.provenance import Memory, Registry
+from kvconform.observe.ledger import Ledger, RankReports
+from kvconform.observe.observer import Observer
+from kvconform.observe.probe import Probe
+from kvconform.observe.static_checks import bound, inspect_class, inspect_engine, inspect_instance
+from kvconform.observe.telemetry import HashBook, Telemetry, Watch
+
+Shard = tuple[PagedCache, Registry]
+
+
+def build(
+    variant: Variant,
+    target: Target,
+    trace: Trace,
+    registry: Registry,
+    memory: Memory,
+    info: Callable[[str], Info],
+    tmp: Path,
+    *,
+    relation: str,
+) -> Engine:
+    """Build the engine of a run, with the connector of `target` unless it is the baseline run.
+
+    `info(req_id)` is what the harness knows of a live request, or KeyError. Emits what the parts
+    say while they are built; raises what vLLM or the connector raises.
+    """
+    connected = relation != "no-connector" and target.connector is not None
+    inspection = variant.case.inspect if connected else None
+    probe = Probe(trace)
+    Probe.active = probe
+    config, shards = _configure(variant, target, trace, registry, tmp, connected=connected)
+    given_id = config.kv_transfer_config.engine_id if connected else None
+    ranks = Ranks(_ranks(variant, config, shards, connected=connected), trace)
+    view = EngineView(info, ranks)
+    hashes = HashBook(variant.block_size, view.identity)
+    watch = Watch(trace, probe, hashes, view.generation)
+    telemetry = Telemetry(trace, probe, hashes, config)
+    if connected:
+        with noted(trace, "start"):
+            _start_worker_halves(ranks, target, relation)
+    if inspection is not None:
+        _inspect_classes(trace, variant, target, ranks.leader, tmp, inspection)
+    _build_workers(variant, trace, view, memory)
+    with noted(trace, "start") if connected else nullcontext():
+        leader = ranks.leader
+        view.scheduler = build_scheduler(
+            variant, config, leader.cache_config, with_connector=connected
+        )
+    reports = None
+    if connected:
+        connector = view.scheduler.connector
+        count = introduce(connector, ranks.members)
+        note_engine_ids(trace, given_id, config, ranks.members)
+        if inspection is not None:
+            _inspect_instance(trace, connector)
+        if len(ranks.members) > 1:
+            reports = RankReports(trace, connector, len(ranks.members), count)
+    observer = Observer(trace, probe, memory, view, private=(str(tmp), run_id(tmp)))
+    ledger = Ledger(trace, view, observer, is_async=variant.scheduling == "async")
+    executor = Executor(
+        variant,
+        trace,
+        view,
+        observer,
+        ledger,
+        reports=reports,
+        pickle_metadata=relation == "pickled-metadata",
+    )
+    executor.listen(probe)
+    return Engine(
+        EngineParts(
+            variant,
+            trace,
+            probe,
+            view.scheduler,
+            view,
+            executor,
+            observer,
+            ledger,
+            watch,
+            telemetry,
+        )
+    )
+
+
+def _configure(
+    variant: Variant,
+    target: Target,
+    trace: Trace,
+    registry: Registry,
+    tmp: Path,
+    *,
+    connected: bool,
+) -> tuple[Any, list[tuple[Place, Shard]]]:
+    """Return the VllmConfig, and the place, cache and registry of each rank."""
+    settings, config = variant.case.config, None
+    try:
+        config = build_config(variant, target, tmp, with_connector=connected)
+        layout = resolve_layout(config, settings.layout)
+    except Exception as error:
+        if connected:
+            refused(trace, target.resolve(), error, config)
+        raise
+    groups = groups_of(
+        settings.groups,
+        layers=registry.book.layers,
+        block_size=variant.block_size,
+        heads=registry.book.heads,
+        window=settings.window,
+    )
+    size = (settings.num_blocks, variant.block_size)
+    found = [
+        (place, shard(registry, place, *size, layout, groups))
+        for place in places(settings, with_connector=connected)
+    ]
+    return config, found
+
+
+def _ranks(
+    variant: Variant, config: Any, shards: list[tuple[Place, Shard]], *, connected: bool
+) -> list[Rank]:
+    """Return the ranks, without worker and half. Changes `config`: it says how many there are."""
+    leading, (cache, _) = shards[-1]
+    cache_config = build_cache_config(cache)
+    widen(config, leading)
+    layers = cache_config.kv_cache_groups[0].layer_names
+    return [
+        Rank(
+            place,
+            *part,
+            config_of(config, place),
+            cache_config if part[0].names == layers else build_cache_config(part[0]),
+        )
+        for place, part in shards
+    ]
+
+
+def _start_worker_halves(ranks: Ranks, target: Target, relation: str) -> None:
+    for rank in ranks.members:
+        with ranks.driving(rank):
+            rank.half = start_worker_half(
+                rank.config, rank.cache_config, rank.cache, target, relation=relation
+            )
+
+
+def _inspect_classes(
+    trace: Trace,
+    variant: Variant,
+    target: Target,
+    leader: Rank,
+    tmp: Path,
+    inspection: Inspection,
+) -> None:
+    """Emit the static checks of the connector's class and, on engine vllm, of vLLM itself."""
+    options = target.options(tmp, variant.block_size)
+    for item, ok, detail in inspect_class(target.resolve(), options, leader.config):
+        trace.emit("api", item=item, ok=ok, detail=detail)
+    if variant.engine == "vllm":
+        child = inspection.child_registered_as
+        for item, ok, detail in inspect_engine(leader.config, leader.cache_config, child):
+            trace.emit("engine.api", item=item, ok=ok, detail=detail)
+    if hasattr(leader.half, "get_mem_pool_context"):  # asked before the KV tensors are allocated
+        leader.half.get_mem_pool_context()
+
+
+def _inspect_instance(trace: Trace, connector: Any) -> None:
+    """Emit the checks of the scheduler half's instance, and of what was bound to it."""
+    called = {
+        event["hook"]
+        for event in trace.events
+        if event["kind"] == "hook.called" and event["half"] == "scheduler"
+    }
+    for item, ok, detail in (*inspect_instance(connector), bound(connector, called)):
+        trace.emit("api", item=item, ok=ok, detail=detail)
+
+
+def _build_workers(variant: Variant, trace: Trace, view: EngineView, memory: Memory) -> None:
+    """Give each rank its oracle, worker and lifecycle, and register the KV caches."""
+    settings, ranks = variant.case.config, view.ranks
+    batch = view.batch = Batch(variant.block_size, view.incarnation, ranks.leader.cache.groups)
+    for rank in ranks.members:
+        oracle = Oracle(rank.cache, rank.registry, trace, view.held_blocks)
+        kind = Worker if rank is ranks.leader else Follower
+        rank.worker = kind(rank.cache, rank.registry, trace, oracle, batch, memory.computed)
+        rank.lifecycle = make_lifecycle(
+            variant.engine,
+            rank.worker,
+            rank.half,
+            rank.config,
+            runner=variant.runner,
+            speculative=settings.spec_tokens > 0,
+        )
+        with set_current_vllm_config(rank.config), ranks.driving(rank):
+            rank.lifecycle.register()
+        trace.emit(
+            "kv.registered",
+            **registered(rank.cache, rank.config, rank.cache_config, settings.layout),
+        )
+    for rank in ranks.members[:-1]:
+        assert isinstance(rank.worker, Follower)
+        rank.worker.leader = ranks.leader.worker
