@@ -15,7 +15,7 @@ from kvconform.config.target import Target
 from kvconform.contract.loader import load_spec
 from kvconform.contract.trace import Trace
 from kvconform.refimpl.connector import ReferenceConnector
-from kvconform.run.driver import STALL_STEPS, Idle
+from kvconform.run.driver import STALL_STEPS, StallDetector
 from kvconform.run.records import Run
 from kvconform.run.runner import run_variant
 
@@ -197,7 +197,7 @@ def test_only_steps_that_say_nothing_new_are_forgotten(
     says: Callable[[int], dict[str, Any]], kept: int
 ) -> None:
     trace = Trace()
-    idle = Idle(trace, Target(None, half="scheduler"))
+    idle = StallDetector(trace, Target(None, half="scheduler"))
     for step in range(1, 101):
         trace.step += 1
         trace.emit("hook.called")
@@ -209,7 +209,7 @@ def test_only_steps_that_say_nothing_new_are_forgotten(
 
 def test_steps_before_there_was_progress_do_not_count() -> None:
     trace = Trace()
-    idle = Idle(trace, Target(None, half="scheduler"))
+    idle = StallDetector(trace, Target(None, half="scheduler"))
     for step in range(1, 101):
         if step == 50:
             idle.over()

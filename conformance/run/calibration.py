@@ -20,7 +20,8 @@ from kvconform.run.runner import run_variant
 @dataclass
 class Profile:
     """Capabilities of a target, where each came from (declared, inferred, default; kvconform.judge.aggregate for what is contradicted), and its
-    promises."""
+    promises.
+    """
 
     caps: dict[str, Any]
     sources: dict[str, str]
@@ -29,7 +30,8 @@ class Profile:
 
 class Calibration:
     """Runs the plain round trip, on the reference engine if that can; results are kept per (workload, block size). `broke`: how the first
-    run that broke off did, and `announced` what a lookup in one said that there is: tokens, and whether they come asynchronously."""
+    run that broke off did, and `announced` what a lookup in one said that there is: tokens, and whether they come asynchronously.
+    """
 
     def __init__(self, target: Target, tmp: Path) -> None:
         self.target, self.tmp = target, tmp

@@ -197,7 +197,8 @@ def differs_always(req: Requirement, main: Run, again: Callable[[str], Run]) -> 
 
 def _differ(req: Requirement, one: Run, other: Run) -> bool:
     assert req.relate is not None
-    traces = dict(zip(req.relate.runs, (one.trace, other.trace), strict=True))
+    first, second = req.relate.runs
+    traces = {str(first): one.trace, str(second): other.trace}
     monitor = relate_runs(req, traces, one.caps, one.trace[0])
     return monitor is not None and bool(monitor.violations)
 

@@ -48,7 +48,8 @@ class ElsewhereError(RuntimeError):
 
 def left_behind() -> list[str]:
     """Names of the threads that connectors have left in this process. A forked one would have what waits for them, and not the threads;
-    vLLM's processes never begin like that. Threads of native libraries are not seen."""
+    vLLM's processes never begin like that. Threads of native libraries are not seen.
+    """
     known = {*_BEFORE, threading.main_thread()}  # of a fork: the one that forked
     return sorted(
         each.name
@@ -101,7 +102,9 @@ def run_first_part(
             try:
                 driver = create()
                 driver.execute_part(steps)
-                answer = pickle.dumps((trace.events, trace.step, driver.progress, driver.registry))
+                answer = pickle.dumps(
+                    (trace.events, trace.step, driver.state.progress, driver.registry)
+                )
             except (Exception, HookTimeout, SystemExit) as error:
                 fault = conclude(driver, error)
                 answer = pickle.dumps((trace.events, trace.step, FirstPartEnded(fault), None))
@@ -183,7 +186,8 @@ def _interpreter(
 ) -> tuple[str, int | None]:
     """Do a job in another interpreter, which writes `answer.json` to `folder`: (what it printed as errors, its exit status or None if it
     did not end in time). Nothing that it started is left, its temporary files are in `folder`, and how it ends once it has answered does
-    not matter."""
+    not matter.
+    """
     (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
     limit = max(LIMIT, HOOKS * watchdog.limit())
     with (folder / "errors").open("w+", encoding="utf-8", errors="replace") as errors:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carries the kv_transfer_params of one engine's requests to another's, as a proxy does, and keeps book of what they brought.
+"""Drives two engines through one case in lock step.
 
-Drives two engines through one case, in lock step: over one store, or a producer that hands its KV to a consumer.
+Over one store, or as producer and consumer: then it carries the kv_transfer_params of one engine's
+requests to the other's, as a proxy does, and keeps the books of what they brought.
 """
 
 from __future__ import annotations
@@ -9,20 +10,19 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from kvconform.contract.case import Config
+from kvconform.contract.steps import Run as RunArgument
 from kvconform.contract.trace import Event, PairTrace, Trace
 from kvconform.engine.engine import Engine
 from kvconform.kv.provenance import ROOT, PartMemory, extend
 from kvconform.observe.call import Call
-from kvconform.run.driver import Driver, Idle
-
-if TYPE_CHECKING:
-    pass
+from kvconform.run.driver import Driver, StallDetector
 
 FINISHED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 FIRST_TOKEN = ("first_tok", "first_token", "first_token_id")
@@ -45,7 +45,7 @@ class Handovers:
     """Of one run. Emits pair.params, pair.lookup and pair.request."""
 
     def __init__(self, trace: Trace, driver: PairDriver) -> None:
-        self.trace, self.driver = trace, driver
+        self.trace, self.driver, self.state = trace, driver, driver.state
         self.returned: dict[str, dict[str, Any] | None] = {}
         self.handed: dict[str, Handover] = {}
         self.sampled: dict[str, int | None] = {}
@@ -65,7 +65,7 @@ class Handovers:
         """The parameters for request `add` of engine `on`, through msgpack (engine to front end) and JSON (front end to client)."""
         if self.driver.engine.connector is None:
             return None
-        of, req = self.driver.ids[handed.of], add.id or add.req
+        of, req = self.state.ids[handed.of], add.id or add.req
         stale = (
             "altered"
             if handed.alter
@@ -82,7 +82,7 @@ class Handovers:
             req=req,
             generation=0,
             of=of,
-            asked=self.driver.adds[handed.of].hand_over,
+            asked=self.state.adds[handed.of].hand_over,
             finished=ended is not None and ended["status"] in FINISHED,
             none=params is None,
             json=problem,
@@ -136,7 +136,7 @@ class Handovers:
 
     def _by_savers(self, request: Any) -> int:
         """Tokens of the request's prefix that engines which may save have computed."""
-        identity, chain = self.driver.info(request.request_id).identity, ROOT
+        identity, chain = self.state.info(request.request_id).identity, ROOT
         known = [memory.own for memory in self.driver.savers()]
         for position, token in enumerate(request.all_token_ids):
             chain = extend(chain, token, identity.extra(position))
@@ -181,7 +181,7 @@ class Handovers:
             self._ended(handed.of),
             any(e["kind"] == "req.finished" and e["status"] not in FINISHED for e in mine),
         )
-        tokens, theirs = self.driver.prompts[handed.name], self.driver.prompts[handed.of_name]
+        tokens, theirs = self.state.prompts[handed.name], self.state.prompts[handed.of_name]
         common = next(
             (i for i, (a, b) in enumerate(zip(tokens, theirs, strict=False)) if a != b),
             min(len(tokens), len(theirs)),
@@ -243,49 +243,39 @@ class EngineConfig(Config):
 
 
 class PairDriver(Driver):
-    """Owns the engines of `config.engines`; `engine` is the one that steps are about."""
+    """Owns the engines of `config.engines`; `engine` is the one that the next step is about."""
 
     engines: dict[str, Engine]
     trace: PairTrace
 
+    def _table(self) -> Mapping[str, Callable[[Any], None]]:
+        return {**super()._table(), "on": self._turn_to}
+
     def _start(self) -> Engine:
-        roles: dict[str, str] = dict(self.variant.case.config.engines)
-        self.roles, self.engines, self.memories = (
-            roles,
-            {},
-            {n: PartMemory(self.memory) for n in roles},
-        )
+        self.roles: dict[str, str] = dict(self.variant.case.config.engines)
+        self.memories = {name: PartMemory(self.state.memory) for name in self.roles}
         self.handovers = Handovers(self.trace, self)
-        self.trace.emit("run.engines", engines=roles)
-        for name in roles:
+        self.engines = {}
+        self.trace.emit("run.engines", engines=self.roles)
+        for name in self.roles:
             self.trace.on = name
             self.engines[name] = self._start_engine(name)
-        first = self.engines[next(iter(roles))]
-        announced = [engine.watches[1].stored for engine in self.engines.values()]
+        first = next(iter(self.roles))
+        book = self.engines[first].watch.book
+        announced = [engine.telemetry.stored for engine in self.engines.values()]
         for engine in self.engines.values():
-            engine.watches[0].book = engine.watches[1].book = first.watches[0].book
-            engine.watches[1].withdrawn_from = announced
-        self._do_on(next(iter(roles)))
+            engine.watch.book = engine.telemetry.book = book
+            engine.telemetry.withdrawn_from = announced
+        self._turn_to(first)
         return self.engine
 
     def _start_engine(self, name: str) -> Engine:
-        given = self.variant.case.config
-        config = EngineConfig(**{**dict(given), "role": self.roles[name], "name": name})
-        variant = dataclasses.replace(
-            self.variant, case=self.variant.case.model_copy(update={"config": config})
-        )
+        given = dict(self.variant.case.config)
+        config = EngineConfig(**{**given, "role": self.roles[name], "name": name})
+        case = self.variant.case.model_copy(update={"config": config})
+        variant = dataclasses.replace(self.variant, case=case)
         target = dataclasses.replace(self.target, role=None)
-        engine = Engine(
-            variant,
-            target,
-            self.trace,
-            self.registry,
-            self.memories[name],
-            self.info,
-            self.tmp,
-            relation=self.relation,
-        )
-        self._observe(engine)
+        engine = self._build(variant, target, self.memories[name])
         delivery = None if engine.connector is None else bool(engine.connector.requires_kv_delivery)
         self.trace.emit("pair.engine", on=name, role=self.roles[name], delivery=delivery)
         self.handovers.listen(engine)
@@ -298,7 +288,7 @@ class PairDriver(Driver):
         ]
 
     # -- steps -----------------------------------------------------------------------------------------------------------------
-    def _do_on(self, name: str) -> None:
+    def _turn_to(self, name: str) -> None:
         self.trace.on, self.engine = name, self.engines[name]
 
     def _params(self, add: Any) -> dict[str, Any] | None:
@@ -306,19 +296,23 @@ class PairDriver(Driver):
             return super()._params(add)
         return self.handovers.take(add.handed, self.trace.on or "", add)
 
-    def _do_run(self, run: Any) -> None:
-        self._run(run.max, until=run.until)
+    def _run_step(self, run: RunArgument) -> None:
+        self.run_dry(run.max, until=run.until)
 
-    def _run(self, limit: int | None, until: str | None = None) -> None:
-        """All engines in turn, until none has anything left to do, or that request has finished."""
-        here, idle, left = self.trace.on or "", Idle(self.trace, self.target), limit or RUN_LIMIT
+    def run_dry(self, limit: int | None = None, until: str | None = None) -> None:
+        """Iterate all engines in turn, until nothing is left to do or request `until` finished."""
+        here, idle, left = (
+            self.trace.on or "",
+            StallDetector(self.trace, self.target),
+            limit or RUN_LIMIT,
+        )
         while left:
             busy = [name for name, engine in self.engines.items() if engine.busy]
-            if not busy or (until is not None and self._over(self.ids[until])):
+            if not busy or (until is not None and self._over(self.state.ids[until])):
                 break
             before = self._progress()
             for name in busy:
-                self._do_on(name)
+                self._turn_to(name)
                 self.engine.iterate()
             if self._progress() != before:
                 idle.over()
@@ -331,7 +325,7 @@ class PairDriver(Driver):
                 self._stall(idle)
         if not left and limit is None:
             self._stall(idle)
-        self._do_on(here)
+        self._turn_to(here)
 
     def _over(self, req: str) -> bool:
         found = [
@@ -366,5 +360,5 @@ class PairDriver(Driver):
     def shutdown(self) -> None:
         """Both connectors of every engine."""
         for name, engine in self.engines.items():
-            self._do_on(name)
+            self._turn_to(name)
             engine.shutdown()

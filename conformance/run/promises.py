@@ -22,7 +22,8 @@ LONGEST = 256
 class Crowd:
     """Tokens of the requests that ran before the source, in steps of its own (`beside`) and after it; tokens of the loads that were under
     way when its content was looked up again (`loads`), and of that content what the engine's own cache had (`local`). `steps` are those
-    that went by from the source's first one to the lookup: what a connector stored may have expired."""
+    that went by from the source's first one to the lookup: what a connector stored may have expired.
+    """
 
     before: tuple[int, ...] = ()
     beside: tuple[int, ...] = ()
@@ -103,7 +104,8 @@ ROOM = 100
 class Plain:
     """`prompt` + `outputs` tokens are computed, then a prompt of `wanted` tokens shares the first `common` of them. Nothing is cut into
     chunks, preempted or speculated on, in a crowd neither. `groups` are the KV cache groups, if there are several; `window` is theirs;
-    `caching`: whether the engine has a prefix cache of its own; `room`: how many times as many blocks as are needed there are."""
+    `caching`: whether the engine has a prefix cache of its own; `room`: how many times as many blocks as are needed there are.
+    """
 
     prompt: int
     outputs: int

@@ -1,25 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one part of a case hands to the next, also from one process to another."""
+"""Records of a run: what its parts share while it is made, and what it leaves."""
 
 from __future__ import annotations
 
 import weakref
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from kvconform.contract.case import Variant
+from kvconform.contract.steps import Add
+from kvconform.contract.trace import Event, Trace
 from kvconform.engine.batch import Info
 from kvconform.kv.provenance import Memory
+from kvconform.run.promises import Promises
 
 
 class Snapshot:
-    """Follows a request without keeping it alive: tokens and status as of the last look, for prompts built on outputs."""
+    """A request's tokens, without keeping the request alive: for prompts built on outputs."""
 
     def __init__(self, request: Any) -> None:
         self._ref: Any = weakref.ref(request)
-        self._tokens = (
-            request._all_token_ids
-        )  # the list itself: it outlives the request and is extended in place
+        # The list itself: it outlives the request and is extended in place.
+        self._tokens = request._all_token_ids
         self.num_prompt_tokens = request.num_prompt_tokens
         self.request_id = request.request_id
 
@@ -33,17 +35,21 @@ class Snapshot:
 
     @property
     def live(self) -> Any:
-        """The request, or None when nobody keeps it any more."""
+        """The request, or None if it is gone."""
         return self._ref() if self._ref is not None else None
 
 
 @dataclass
 class Progress:
-    """What one part of a case hands to the next, also from one process to another."""
+    """What the steps of a case have brought about. One process hands it to the next.
+
+    `infos` and `generations` are by request id; the other maps by the case's name of a request.
+    `reloads`: requests that repeat the content of another, until their first lookup.
+    """
 
     memory: Memory = field(default_factory=Memory)
     infos: dict[str, Info] = field(default_factory=dict)
-    adds: dict[str, Any] = field(default_factory=dict)
+    adds: dict[str, Add] = field(default_factory=dict)
     prompts: dict[str, list[int]] = field(default_factory=dict)
     ids: dict[str, str] = field(default_factory=dict)
     requests: dict[str, Snapshot] = field(default_factory=dict)
@@ -51,14 +57,61 @@ class Progress:
     reloads: dict[str, str] = field(default_factory=dict)
 
 
+@dataclass(kw_only=True)
+class RunState(Progress):
+    """What the driver of a run and those who judge its steps know in common.
+
+    `failing`: ids of requests whose load was made to fail.
+    """
+
+    variant: Variant
+    trace: Trace
+    caps: dict[str, Any]
+    promises: Promises | None
+    failing: set[str] = field(default_factory=set)
+
+    @classmethod
+    def resume(cls, before: Progress | None, **run: Any) -> RunState:
+        """Return the state of a run that goes on where another process has stopped."""
+        return cls(**_shared(before or Progress()), **run)
+
+    @property
+    def progress(self) -> Progress:
+        """The part that the next process takes over. The maps are shared, not copied."""
+        return Progress(**_shared(self))
+
+    def info(self, req_id: str) -> Info:
+        """Return what the harness knows about the live incarnation of a request id, or KeyError."""
+        return self.infos[req_id]
+
+    def generation(self, name: str) -> int:
+        """Return the incarnation that a case's name stands for.
+
+        Names with the same client id are numbered in the order of the case.
+        """
+        same = [other for other in self.adds if self.ids[other] == self.ids[name]]
+        return same.index(name)
+
+    def incarnation(self, name: str) -> tuple[str, int]:
+        """Return the request id and the incarnation that a case's name stands for."""
+        return self.ids[name], self.generation(name)
+
+
+def _shared(progress: Progress) -> dict[str, Any]:
+    return {each.name: getattr(progress, each.name) for each in fields(Progress)}
+
+
 @dataclass
 class Run:
-    """One engine run: its trace, the capabilities it was judged by, the channels that the engine has, the traceback of a crash, and what
-    the device could not do for it."""
+    """One engine run.
+
+    `caps` are the capabilities that it is judged by, `channels` those that the engine has, `unmet`
+    stimuli that did not happen, `traceback` that of a crash, `lacks` what the device could not do.
+    """
 
     variant: Variant
     relation: str
-    trace: list[dict[str, Any]]
+    trace: list[Event]
     caps: dict[str, Any]
     channels: frozenset[str]
     harness_error: str | None = None
@@ -67,21 +120,20 @@ class Run:
     lacks: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able, without what the process that asked for the run knows: variant, relation and capabilities."""
-        sent = {
-            name: getattr(self, name)
-            for name in ("trace", "harness_error", "unmet", "traceback", "lacks")
-        }
-        return sent | {"channels": sorted(self.channels)}
+        """JSON-able, without what the process that asked for the run knows.
+
+        That is variant, relation and capabilities.
+        """
+        sent = ("trace", "harness_error", "unmet", "traceback", "lacks")
+        return {name: getattr(self, name) for name in sent} | {"channels": sorted(self.channels)}
 
     @classmethod
     def from_dict(
         cls, data: dict[str, Any], variant: Variant, relation: str, caps: dict[str, Any]
     ) -> Run:
-        """The inverse of `to_dict`."""
-        return cls(
-            variant, relation, caps=caps, **{**data, "channels": frozenset(data["channels"])}
-        )
+        """Return the run that `to_dict` made `data` of."""
+        channels = frozenset(data["channels"])
+        return cls(variant, relation, caps=caps, **{**data, "channels": channels})
 
 
 @dataclass

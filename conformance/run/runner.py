@@ -16,9 +16,9 @@ from kvconform.contract.capabilities import complete
 from kvconform.contract.case import Device, Variant
 from kvconform.contract.events import EVENTS, run_cut_short, run_start
 from kvconform.contract.trace import PairTrace, Trace
+from kvconform.engine.configs import HEAD_DIM, HEADS, LAYERS
 from kvconform.engine.fault import _blame
 from kvconform.engine.halves import stand_ins
-from kvconform.engine.setup import HEAD_DIM, HEADS, LAYERS
 from kvconform.errors import KvconformError, one_line
 from kvconform.judge.engine_bugs import lost, note_unfilled
 from kvconform.kernels.codes import CodeBook

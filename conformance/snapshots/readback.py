@@ -52,8 +52,8 @@ class Stored:
 def read_back(driver: Driver) -> list[Stored]:
     """Ask for every request of the case in turn, each from an empty local cache. Changes the engine and the trace."""
     found = []
-    for name in list(driver.adds):
-        add, tokens = driver.adds[name], len(driver.requests[name].all_token_ids)
+    for name in list(driver.state.adds):
+        add, tokens = driver.state.adds[name], len(driver.state.requests[name].all_token_ids)
         item = Stored(name, tokens)
         found.append(item)
         if tokens + 2 > driver.variant.case.config.max_model_len or add.skip_reading_prefix_cache:
@@ -68,9 +68,9 @@ def read_back(driver: Driver) -> list[Stored]:
             mm=add.mm,
         )
         with _Reading(driver.engine.oracle, reader.req) as reading:
-            driver._do_add(reader)
+            driver.add(reader)
             try:
-                driver._run(None)
+                driver.run_dry()
             except Stalled:
                 return found  # what a stalled engine would say of the others means nothing
         for grant, chain, parts in reading.parts:
