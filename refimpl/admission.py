@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Admission: from the waiting queue into a step. Lookup, allocation, and the start of external loads."""
+"""Admission of waiting requests to a step: lookup, allocation, and the start of external loads."""
 
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import Any, Literal
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.request import Request, RequestStatus
@@ -17,11 +17,14 @@ LOADING = RequestStatus.WAITING_FOR_REMOTE_KVS
 
 
 def admit_waiting(engine: Engine, step: Step) -> None:
-    """Admit waiting requests into `step` until the budget, the slots, the memory or the queue is exhausted.
+    """Admit waiting requests to `step` until budget, slots, memory or the queue is exhausted.
 
-    Who holds blocks comes first. A request that cannot go on now is skipped and keeps its place; one that finds no memory ends it.
+    Requests that hold blocks come first. A request that cannot continue now is skipped and keeps
+    its place. A request for which there is no memory ends the admission.
     """
-    settings, holding, others = engine.settings, list[Request](), list[Request]()
+    settings = engine.settings
+    skipped_holding: list[Request] = []
+    skipped_others: list[Request] = []
     while (
         step.token_budget > 0
         and step.input_budget > settings.draft_slots
@@ -36,34 +39,35 @@ def admit_waiting(engine: Engine, step: Step) -> None:
             break
         queue.popleft()
         if outcome == "skip":
-            (
-                holding if request.num_computed_tokens > 0 or request.status == LOADING else others
-            ).append(request)
-    engine.kv_holding_waiting.prepend_requests(holding)
-    engine.waiting.prepend_requests(others)
+            holds_blocks = request.num_computed_tokens > 0 or request.status == LOADING
+            (skipped_holding if holds_blocks else skipped_others).append(request)
+    engine.kv_holding_waiting.prepend_requests(skipped_holding)
+    engine.waiting.prepend_requests(skipped_others)
 
 
 def _is_ready(engine: Engine, request: Request) -> bool:
-    """Whether the request may be admitted now. A finished asynchronous load is taken into account here."""
+    """Return whether the request may be admitted now.
+
+    If its asynchronous load has been reported, the load is completed here.
+    """
     if request.status == LOADING:
         if request.request_id not in engine.finished_recving_kv_req_ids:
             return False
         _finish_load(engine, request)
-        request.status = (
-            RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
-        )
-    # Tokens that are still to be delivered would come twice if the request ran again before them.
+        was_preempted = request.num_preemptions > 0
+        request.status = RequestStatus.PREEMPTED if was_preempted else RequestStatus.WAITING
+    # Stale tokens that are still to be delivered would come twice if the request ran before them.
     return not request.num_stale_output_tokens or request.drop_stale_output
 
 
 def _finish_load(engine: Engine, request: Request) -> None:
     """Publish what an asynchronous load brought; after a failure, what is left of it."""
-    manager, request_id = engine.kv_cache_manager, request.request_id
+    manager = engine.kv_cache_manager
+    request_id = request.request_id
     if request_id in engine.failed_recving_kv_req_ids and not request.num_computed_tokens:
         manager.free(request)
-        engine.inflight_prefills.discard(
-            request
-        )  # it starts anew: its reservation must not stand in its own way
+        # It starts again from nothing: its own reservation must not block it.
+        engine.inflight_prefills.discard(request)
     else:
         manager.cache_blocks(request, request.num_computed_tokens)
     # If everything was loaded, the last token is computed again, in place, for its logits (R024).
@@ -73,23 +77,25 @@ def _finish_load(engine: Engine, request: Request) -> None:
 
 
 def _look_up(engine: Engine, request: Request) -> tuple[KVCacheBlocks, int, int, bool] | None:
-    """(local blocks, local tokens, external tokens, load asynchronously); None when the connector does not know yet."""
+    """Return (local blocks, local tokens, external tokens, whether to load asynchronously).
+
+    None if the connector does not know yet. EngineAssertion if its answer is illegal.
+    """
     blocks, local, _ = engine.kv_cache_manager.get_computed_blocks(request)
     if engine.connector is None:
         return blocks, local, 0, False
-    external, is_async = _checked_answer(
-        engine.connector.get_num_new_matched_tokens(request, local), request
-    )
-    if request.skip_reading_prefix_cache or (
-        external is not None and "ignore-hits" in engine.settings.policies
-    ):
+    answer = engine.connector.get_num_new_matched_tokens(request, local)
+    external, is_async = _checked_answer(answer, request)
+    ignores_hits = external is not None and "ignore-hits" in engine.settings.policies
+    if request.skip_reading_prefix_cache or ignores_hits:
         external, is_async = 0, False
     if external is None:
         return None
     if local + external > request.num_tokens:
         raise EngineAssertion(
             "R022",
-            f"{request.request_id}: {external} tokens beyond {local}, the request has {request.num_tokens}",
+            f"{request.request_id}: {external} tokens beyond {local}, "
+            f"the request has {request.num_tokens}",
         )
     if is_async and external <= 0:
         raise EngineAssertion(
@@ -99,7 +105,10 @@ def _look_up(engine: Engine, request: Request) -> tuple[KVCacheBlocks, int, int,
 
 
 def _checked_answer(answer: Any, request: Request) -> tuple[int | None, bool]:
-    """A lookup's answer as (tokens or None, asynchronous). EngineAssertion if it is not a pair with a whole number."""
+    """Return a lookup's answer as (tokens or None, asynchronous).
+
+    EngineAssertion if it is not a pair that begins with a whole number or None.
+    """
     try:
         tokens, is_async = answer
         return (None if tokens is None else operator.index(tokens)), bool(is_async)
@@ -109,9 +118,16 @@ def _checked_answer(answer: Any, request: Request) -> tuple[int | None, bool]:
         ) from error
 
 
-def _admit(engine: Engine, step: Step, request: Request) -> str:
-    """Admit one request: 'admitted', 'skip' (not now, try the next) or 'stop' (no budget or no memory: nobody behind it either)."""
-    settings, manager, connector = engine.settings, engine.kv_cache_manager, engine.connector
+def _admit(engine: Engine, step: Step, request: Request) -> Literal["admitted", "skip", "stop"]:
+    """Try to admit one request, and return the outcome.
+
+    "skip": not now, try the next request. "stop": no budget or no memory is left, so no request
+    behind it is admitted either.
+    """
+    settings = engine.settings
+    manager = engine.kv_cache_manager
+    connector = engine.connector
+
     blocks, local, external, is_async = manager.empty_kv_cache_blocks, 0, 0, False
     computed = request.num_computed_tokens
     if computed == 0:
@@ -120,6 +136,7 @@ def _admit(engine: Engine, step: Step, request: Request) -> str:
             return "skip"
         blocks, local, external, is_async = found
         computed = local + external
+
     new_tokens, drafts = (0, 0) if is_async else _chunk(engine, step, request, computed)
     if new_tokens is None:
         return "stop"
@@ -128,6 +145,13 @@ def _admit(engine: Engine, step: Step, request: Request) -> str:
     if "deny-first-alloc" in settings.policies and request not in engine.denied_once:
         engine.denied_once.add(request)
         return "stop"
+
+    reserved_blocks = 0
+    if is_async:
+        # An asynchronous load holds its blocks without making progress: it must leave enough for
+        # the requests that are already under way.
+        needs = map(manager.blocks_to_complete, engine.inflight_prefills)
+        reserved_blocks = settings.spec_step_blocks + sum(needs)
     granted = manager.allocate_slots(
         request,
         new_tokens,
@@ -137,26 +161,26 @@ def _admit(engine: Engine, step: Step, request: Request) -> str:
         num_external_computed_tokens=external,
         delay_cache_blocks=is_async,
         full_sequence_must_fit=settings.reserve_full_prompt,
-        # An asynchronous load holds its blocks without making progress: it must leave enough for who is already on the way.
-        reserved_blocks=settings.spec_step_blocks
-        + sum(map(manager.blocks_to_complete, engine.inflight_prefills))
-        if is_async
-        else 0,
+        reserved_blocks=reserved_blocks,
         has_scheduled_reqs=bool(engine.running),
     )
     if granted is None:
         return "stop"
+
     table = manager.get_blocks(request.request_id)
     if connector is not None:
         connector.update_state_after_alloc(request, table, external)
+        # vLLM has this hook since 0.32.
         if (
             external > 0
             and not request.num_preemptions
             and hasattr(connector, "get_external_cache_hit_sources")
-        ):  # since 0.32
+        ):
             connector.get_external_cache_hit_sources(request, external)
-        if not request.num_computed_tokens:  # it was looked up
+        was_looked_up = not request.num_computed_tokens
+        if was_looked_up:
             _count_query(engine, request, local, external)
+
     request.num_computed_tokens = computed
     if is_async or computed + new_tokens < request.num_tokens:
         engine.inflight_prefills.add(request)
@@ -174,31 +198,36 @@ def _admit(engine: Engine, step: Step, request: Request) -> str:
 
 
 def _count_query(engine: Engine, request: Request, local: int, external: int) -> None:
-    """Count a lookup that led to an admission; not that of a request that reads no cache, whose answer was thrown away."""
+    """Count a lookup that led to an admission.
+
+    The lookup of a request that reads no cache is not counted: its answer was discarded.
+    """
     if engine.connector_prefix_cache_stats is not None and not request.skip_reading_prefix_cache:
-        tokens, again = request.num_tokens - local, request.num_preemptions > 0
         engine.connector_prefix_cache_stats.record(
-            num_tokens=tokens, num_hits=external, preempted=again
+            num_tokens=request.num_tokens - local,
+            num_hits=external,
+            preempted=request.num_preemptions > 0,
         )
 
 
 def _chunk(engine: Engine, step: Step, request: Request, computed: int) -> tuple[int | None, int]:
-    """(tokens to schedule, drafts among them): None when the request has to wait for a larger budget."""
-    settings, drafts = engine.settings, 0
+    """Return (tokens to schedule, drafts among them).
+
+    (None, 0) if the request has to wait for a larger budget.
+    """
+    settings = engine.settings
+    drafts = 0
     budget = min(step.token_budget, step.input_budget - settings.draft_slots)
     new_tokens = request.num_tokens - computed
-    if (
-        settings.num_spec
-        and new_tokens == 1
-        and not step.has_prefill
-        and (step.running or computed > 0)
-    ):
-        # One token beside decoding requests: pad it with drafts that will be rejected, so that all rows have one length.
+    joins_decodes = new_tokens == 1 and not step.has_prefill and (step.running or computed > 0)
+    if settings.num_spec and joins_decodes:
+        # Pad the token with drafts that will be rejected, so that all rows have one length.
         wide = 1 + settings.num_spec
         if computed + wide + 1 <= settings.max_model_len and not 0 < step.long_prefill < wide:
             if wide > budget:
                 return None, 0
-            new_tokens, drafts = wide, settings.num_spec
+            new_tokens = wide
+            drafts = settings.num_spec
     if 0 < step.long_prefill < new_tokens:
         new_tokens = step.long_prefill
     if new_tokens > budget and not settings.chunked_prefill:
@@ -206,6 +235,7 @@ def _chunk(engine: Engine, step: Step, request: Request, computed: int) -> tuple
     if new_tokens <= 0:
         raise EngineAssertion(
             "R023",
-            f"{request.request_id}: {computed} of {request.num_tokens} tokens computed, none left to run",
+            f"{request.request_id}: {computed} of {request.num_tokens} tokens computed, "
+            "none left to run",
         )
     return min(new_tokens, budget), drafts

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reference connector: a correct KV cache behind vLLM, short enough to start your own from.
 
-Its scheduler half decides, its worker half copies; they share nothing but the metadata of each step and the store. Symbols: C, S, N
-are a request's computed tokens, this step's scheduled tokens, and its known tokens.
+The scheduler half decides, the worker half copies. They share only the metadata of each step and
+the store. In the comments, C, S and N are a request's computed tokens, the tokens scheduled for it
+in this step, and its known tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ if TYPE_CHECKING:
 
 
 class ReferenceConnector(SuiteHooks, Telemetry, Copying):
-    """A best-effort KV cache for models with one group of attention layers. Options: see ``Options``."""
+    """A best-effort KV cache for models with one group of attention layers.
+
+    See `Options` for its configuration.
+    """
 
     several_groups = False
 
@@ -50,150 +54,169 @@ class ReferenceConnector(SuiteHooks, Telemetry, Copying):
         self.options = Options.of(vllm_config)
         self._share = Share.of(vllm_config)
         self._block_size = self._share.block_size
-        self._may_save, self._may_load = (
-            self._kv_transfer_config.is_kv_producer,
-            self._kv_transfer_config.is_kv_consumer,
-        )
-        self._store = open_store(
-            self.options.store,
-            vllm_config.parallel_config.rank,
-            vllm_config.parallel_config.world_size,
-        )
+        self._may_save = self._kv_transfer_config.is_kv_producer
+        self._may_load = self._kv_transfer_config.is_kv_consumer
+        parallel = vllm_config.parallel_config
+        self._store = open_store(self.options.store, parallel.rank, parallel.world_size)
         self._root = root_key(vllm_config)
-        # Scheduler half. Requests enter these maps when they get blocks and leave them when they lose them.
+
+        # Scheduler half.
+        # Requests that hold blocks: added when they get them, removed when they lose them.
         self._tracked: dict[str, Tracked] = {}
-        self._granted: dict[
-            str, tuple[Tracked, int, bool]
-        ] = {}  # loads of this step: tokens, asynchronous?
-        self._loading: set[str] = set()  # asynchronous loads that the worker has not reported yet
+        # Loads that the engine granted in this step: (request, tokens, asynchronous).
+        self._granted: dict[str, tuple[Tracked, int, bool]] = {}
+        # Requests with an asynchronous load that the worker has not reported yet.
+        self._loading: set[str] = set()
+        # For the next step's metadata.
         self._final: list[Save] = []
         self._dropped: set[str] = set()
         self._repaired: set[int] = set()
         self._was_reset = False
         self._faults = Faults(self._store)
+
         # Worker half.
         self._layers: dict[str, torch.Tensor] = {}
-        self._hooked: set[str] = set()  # layers that were saved in their hook in this step
-        self._saved: ReferenceMetadata | None = None  # whose saves were done
+        # Layers that their hook saved in this step.
+        self._hooked: set[str] = set()
+        # The metadata whose saves are done.
+        self._saved: ReferenceMetadata | None = None
         self._load_queue: Countdown[Load] = Countdown()
         self._save_queue: Countdown[tuple[int, Save]] = Countdown()
+        # Requests whose last save is done: to be reported.
         self._sent: set[str] = set()
-        self._invalid: set[int] = set()  # to be reported
-        self._bad: set[int] = set()  # hold garbage until the engine recomputes them
+        # Blocks whose load failed: to be reported.
+        self._invalid: set[int] = set()
+        # Blocks that hold garbage until the engine recomputes them.
+        self._bad: set[int] = set()
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False  # a lost save is a later miss, nothing worse
+        return False  # a lost save only causes a later miss
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         return bool(extra_config.get("layerwise", False))
 
-    # ---- Scheduler half: lookup and grant ----
+    # -- Scheduler half: lookup and grant
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """A pure question, asked again at every attempt to admit the request, and perhaps never followed by an allocation."""
+        """Return how many more tokens can be loaded, and whether asynchronously.
+
+        The engine asks at every attempt to admit the request, and an allocation may never follow.
+        So this changes nothing.
+        """
         if not self._may_load:
             return 0, False
         matched = self._claim(request, self._stored_prefix(request)) - num_computed_tokens
-        return (matched, self.options.load == "async") if matched > 0 else (0, False)
+        if matched <= 0:
+            return 0, False
+        return matched, self.options.load == "async"
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """Called at every admission: with the granted tokens, and a second time, with none, when an asynchronous load is over."""
-        tracked = self._tracked[request.request_id] = Tracked(
-            request, first_group(blocks.get_block_ids())
-        )
+        """Take note of the request's blocks and of the granted load.
+
+        Called at every admission. After an asynchronous load, the request is admitted a second
+        time, without external tokens.
+        """
+        tracked = Tracked(request, first_group(blocks.get_block_ids()))
+        self._tracked[request.request_id] = tracked
         if num_external_tokens > 0:
-            self._granted[request.request_id] = (
-                tracked,
-                num_external_tokens,
-                self.options.load == "async",
-            )
+            is_async = self.options.load == "async"
+            self._granted[request.request_id] = (tracked, num_external_tokens, is_async)
 
     def _stored_prefix(self, request: Request) -> int:
-        """Tokens of the longest stored prefix. Of the prompt and the output: a resumed request has both."""
+        """Return the length of the longest stored prefix, in tokens.
+
+        Output tokens count too: a request that resumes after a preemption has both.
+        """
         keys = self._keys(request, [], request.num_tokens)
-        found = next(
-            (index for index, key in enumerate(keys) if not self._store.has(key)), len(keys)
-        )
+        missing = (index for index, key in enumerate(keys) if not self._store.has(key))
+        found = next(missing, len(keys))
         self._withdraw(keys[found:])
         return found * self.options.chunk_tokens
 
     def _claim(self, request: Request, found: int) -> int:
-        """How far a load may reach. A synchronous one leaves a token to compute, for there must be something to sample from."""
-        limit = request.num_tokens - (0 if self.options.load == "async" else 1)
-        return (
-            min(found, limit) // self._block_size * self._block_size
-            if self.options.whole_blocks
-            else min(found, limit)
-        )
+        """Return the position up to which a load may reach.
 
-    # ---- Scheduler half: the plan of a step ----
+        A synchronous load leaves one token to compute: its logits are needed for sampling.
+        """
+        is_async = self.options.load == "async"
+        limit = request.num_tokens if is_async else request.num_tokens - 1
+        claim = min(found, limit)
+        if self.options.whole_blocks:
+            claim -= claim % self._block_size
+        return claim
+
+    # -- Scheduler half: the plan of a step
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self._forget_preempted(scheduler_output.preempted_req_ids or ())
         loads = tuple(self._plan_load(*granted) for granted in self._granted.values())
-        saves = (
-            *self._final,
-            *(save for save in self._plan_saves(scheduler_output) if save.pieces),
-        )
+        planned = (save for save in self._plan_saves(scheduler_output) if save.pieces)
+        saves = (*self._final, *planned)
         metadata = ReferenceMetadata(
             self._store.epoch(), loads, saves, frozenset(self._dropped), frozenset(self._repaired)
         )
-        self._granted, self._final, self._dropped, self._repaired = {}, [], set(), set()
+        self._granted = {}
+        self._final = []
+        self._dropped = set()
+        self._repaired = set()
         for tracked in self._tracked.values():
             tracked.fresh = False
         return metadata
 
     def _forget_preempted(self, preempted: Iterable[str]) -> None:
-        """Their blocks belong to somebody else now. One that came back within the same step already has new blocks: keep those."""
+        """Forget requests whose blocks the engine has freed.
+
+        A request that was admitted again in the same step already has new blocks: keep those.
+        """
         for req_id in preempted:
             self._dropped.add(req_id)
             if req_id in self._tracked and not self._tracked[req_id].fresh:
                 del self._tracked[req_id]
 
     def _plan_load(self, tracked: Tracked, granted: int, is_async: bool) -> Load:
-        """The grant ends where the request's computed tokens end now. Blocks before it are shared with others: never written."""
+        """Plan the load of `granted` tokens, the last of the request's computed tokens.
+
+        Earlier blocks may be shared with other requests and must not be written.
+        """
         request = tracked.request
-        end = self._grant_end(request, granted) or min(
-            len(tracked.table) * self._block_size, request.num_tokens
-        )
+        end = self._grant_end(request, granted)
+        if not end:
+            end = min(len(tracked.table) * self._block_size, request.num_tokens)
+        start = end - granted
         if is_async:
             self._loading.add(request.request_id)
-        return self._faults.strike(
-            Load(
-                request.request_id,
-                end - granted,
-                end,
-                self._pieces(tracked, end - granted, end),
-                is_async,
-            )
-        )
+        pieces = self._pieces(tracked, start, end)
+        return self._faults.strike(Load(request.request_id, start, end, pieces, is_async))
 
     def _grant_end(self, request: Request, granted: int) -> int:
-        """Zero for asynchronous loads until 0.17, which counts them when they are over, and then by whole blocks."""
+        """Return the position where the grant ends, or 0 if the engine does not show it.
+
+        Until 0.17, vLLM counts the tokens of an asynchronous load only when it has finished, and
+        then in whole blocks.
+        """
         return request.num_computed_tokens
 
     def _plan_saves(self, scheduler_output: SchedulerOutput) -> Iterator[Save]:
+        chunk = self.options.chunk_tokens
         for req_id, computed, new_blocks, replaces in scheduled(scheduler_output):
             tracked = self._tracked.get(req_id)
-            if tracked is not None:
-                self._extend_table(tracked, new_blocks, replaces)
-                if (
-                    tracked.fresh and self._was_reset
-                ):  # the engine's own cache may have survived the reset: its KV is not stored again
-                    tracked.first = -(-computed // self.options.chunk_tokens)
-                tracked.saved = min(
-                    tracked.saved, computed // self.options.chunk_tokens
-                )  # C falls back when a load has failed
-                count = scheduler_output.num_scheduled_tokens[req_id]
-                yield self._plan_save(
-                    tracked, self._save_bound(tracked.request, computed, count), count
-                )
+            if tracked is None:
+                continue
+            self._extend_table(tracked, new_blocks, replaces)
+            if tracked.fresh and self._was_reset:
+                # The engine's own cache may have survived the reset: do not store its KV again.
+                tracked.first = -(-computed // chunk)
+            # C falls back after a failed load.
+            tracked.saved = min(tracked.saved, computed // chunk)
+            count = scheduler_output.num_scheduled_tokens[req_id]
+            end = self._save_bound(tracked.request, computed, count)
+            yield self._plan_save(tracked, end, count)
 
     def _extend_table(
         self, tracked: Tracked, new_blocks: Sequence[Sequence[int]] | None, replaces: bool
@@ -204,24 +227,32 @@ class ReferenceConnector(SuiteHooks, Telemetry, Copying):
             tracked.table += first_group(new_blocks)
 
     def _save_bound(self, request: Request, computed: int, scheduled: int) -> int:
-        """KV is final for [0, min(C+S, N)) once the step is over: what lies beyond is a placeholder, a draft or a lookahead slot."""
+        """Return the end of the KV that is final after the step: min(C + S, N).
+
+        Beyond it there are only placeholders, drafts and lookahead slots.
+        """
         return self._worth_saving(request, min(computed + scheduled, request.num_tokens))
 
     def _worth_saving(self, request: Request, end: int) -> int:
         return end if self.options.save_decode else min(end, request.num_prompt_tokens)
 
     def _plan_save(self, tracked: Tracked, end: int, scheduled: int, final: bool = False) -> Save:
-        """Whole chunks only; one that this step leaves incomplete is completed by a later step. Advances ``tracked``."""
-        request, chunk = tracked.request, self.options.chunk_tokens
-        start, end = max(tracked.saved, tracked.first) * chunk, end - end % chunk
-        pieces = (
-            self._pieces(tracked, start, end) if self._may_save and not tracked.outdated else ()
-        )
-        pieces = tuple(
-            piece
-            for piece in pieces
-            if not self._store.has(piece.key) and NULL_BLOCK not in piece.blocks(self._block_size)
-        )
+        """Plan to save the whole chunks below `end`; advances `tracked`.
+
+        A chunk that this step leaves incomplete is saved by the step that completes it.
+        """
+        request = tracked.request
+        chunk = self.options.chunk_tokens
+        start = max(tracked.saved, tracked.first) * chunk
+        end -= end % chunk
+        pieces: tuple[Piece, ...] = ()
+        if self._may_save and not tracked.outdated:
+            pieces = tuple(
+                piece
+                for piece in self._pieces(tracked, start, end)
+                if not self._store.has(piece.key)
+                and NULL_BLOCK not in piece.blocks(self._block_size)
+            )
         tracked.saved = max(tracked.saved, end // chunk)
         tracked.planned |= self._expect(tracked, pieces)
         counters = (
@@ -233,21 +264,25 @@ class ReferenceConnector(SuiteHooks, Telemetry, Copying):
         table = tuple(tracked.table[: -(-end // self._block_size)]) if pieces else ()
         return Save(request.request_id, start, end, pieces, table, final, counters)
 
-    # ---- Scheduler half: the end of a request, reports, reset ----
+    # -- Scheduler half: the end of a request, reports, reset
 
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Called once for every request in whatever state, also for those never seen before. True keeps the blocks until we report."""
+        """Return whether the engine must keep the request's blocks until the worker reports it.
+
+        Called once for every request, whatever its state, even if it never got any blocks.
+        """
         req_id = request.request_id
         tracked = self._tracked.pop(req_id, None)
         self._faults.disarm(req_id)
         if tracked is None or req_id in self._loading:
             return False, None  # the report of the load releases the blocks
-        if not block_ids or request.status not in (
+        is_complete = request.status in (
             RequestStatus.FINISHED_STOPPED,
             RequestStatus.FINISHED_LENGTH_CAPPED,
-        ):
+        )
+        if not block_ids or not is_complete:
             self._dropped.add(req_id)
             return False, None
         tracked.table = list(block_ids)
@@ -258,7 +293,10 @@ class ReferenceConnector(SuiteHooks, Telemetry, Copying):
         return holds, None
 
     def _finish_bound(self, request: Request) -> int:
-        """The last token was sampled but never computed, and C may count drafts: [0, min(C, N-1)) is what exists."""
+        """Return the end of the KV that a finished request has: min(C, N - 1).
+
+        The last token was sampled but never computed, and C may count drafts.
+        """
         return self._worth_saving(request, min(request.num_computed_tokens, request.num_tokens - 1))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -268,16 +306,14 @@ class ReferenceConnector(SuiteHooks, Telemetry, Copying):
     def reset_cache(self) -> bool | None:
         self._was_reset = True
         self._store.reset()
-        for (
-            tracked
-        ) in self._tracked.values():  # the KV in their blocks is as old as what was in the store
+        # The KV in the blocks is as old as the KV that was in the store: do not save it. This goes
+        # for live requests and for the last saves of finished ones.
+        for tracked in self._tracked.values():
             tracked.outdated = True
-        self._final = [
-            replace(save, pieces=()) for save in self._final
-        ]  # nor are the last saves of requests that are over
+        self._final = [replace(save, pieces=()) for save in self._final]
         return True
 
-    # ---- Worker half ----
+    # -- Worker half
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._layers = {
@@ -285,23 +321,31 @@ class ReferenceConnector(SuiteHooks, Telemetry, Copying):
         }
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Nothing is bound yet, and the blocks of ``dropped`` requests are about to be overwritten: abandon what still reads them."""
+        """Abandon the saves of dropped requests: their blocks are about to be overwritten.
+
+        The metadata is not bound yet, so it comes as an argument.
+        """
         if not isinstance(kv_connector_metadata, ReferenceMetadata):
-            return  # a release that passes ids here (SuiteHooks.bind_connector_metadata)
+            return  # a vLLM release that passes ids (see SuiteHooks.bind_connector_metadata)
         dropped = kv_connector_metadata.dropped
         self._save_queue.drop(lambda queued: queued[1].req in dropped and not queued[1].final)
         self._bad -= kv_connector_metadata.repaired
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Called in every step, with or without a forward pass; after it, unless the step needs a synchronous load."""
+        """Start the loads of the step.
+
+        Called in every step. It comes before the forward pass if the step has a synchronous load,
+        otherwise after it, or without one.
+        """
+        layers: Iterable[str] = () if self.options.layerwise else self._layers
         for load in self._metadata().loads:
             if load.is_async:
                 self._load_queue.add(load, self.options.load_delay)
             else:
-                self._load(load, () if self.options.layerwise else self._layers)
-        if (
-            forward_context.attn_metadata is None
-        ):  # no forward pass; releases until 0.30 do not call wait_for_save then
+                self._load(load, layers)
+        has_forward_pass = forward_context.attn_metadata is not None
+        if not has_forward_pass:
+            # Until 0.30, vLLM does not call wait_for_save in such a step.
             self.wait_for_save()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -319,17 +363,19 @@ class ReferenceConnector(SuiteHooks, Telemetry, Copying):
                 self._save_layer(self._metadata().epoch, save, layer_name, kv_layer)
 
     def wait_for_save(self) -> None:
-        """After all forward passes of the step. Layers that no hook saved (no forward pass, a drafter's layers) are saved here."""
+        """Save the layers that no hook has saved, or queue the saves of the step.
+
+        Called after all forward passes of the step. `save_kv_layer` is not called without a
+        forward pass, nor for the layers of a drafter.
+        """
         metadata = self._metadata()
-        for save in metadata.saves if metadata is not self._saved else ():
-            if self.options.async_saves:
-                self._save_queue.add((metadata.epoch, save), self.options.save_delay)
-            else:
-                self._save(
-                    metadata.epoch,
-                    save,
-                    [layer for layer in self._layers if layer not in self._hooked],
-                )
+        if metadata is not self._saved:
+            layers = [layer for layer in self._layers if layer not in self._hooked]
+            for save in metadata.saves:
+                if self.options.async_saves:
+                    self._save_queue.add((metadata.epoch, save), self.options.save_delay)
+                else:
+                    self._save(metadata.epoch, save, layers)
         self._hooked.clear()
         self._saved = metadata
 
@@ -347,8 +393,12 @@ class ReferenceConnector(SuiteHooks, Telemetry, Copying):
         return invalid
 
     def shutdown(self) -> None:
-        """May come twice, and with transfers under way: they are abandoned, an uncommitted chunk is never seen."""
-        self._load_queue, self._save_queue = Countdown(), Countdown()
+        """Abandon all transfers. May be called twice.
+
+        A chunk that is not committed never becomes visible.
+        """
+        self._load_queue = Countdown()
+        self._save_queue = Countdown()
         self._layers = {}
 
     def _metadata(self) -> ReferenceMetadata:
@@ -356,10 +406,14 @@ class ReferenceConnector(SuiteHooks, Telemetry, Copying):
         assert isinstance(metadata, ReferenceMetadata)
         return metadata
 
+    # -- Scheduler half: keys and pieces
+
     def _keys(self, request: Request, keys: list[str], end: int) -> Sequence[str]:
+        """Append to `keys` the keys of the whole chunks below `end`; return `keys`."""
         return extend_keys(keys, self._root, request, self.options.chunk_tokens, end)
 
     def _pieces(self, tracked: Tracked, start: int, end: int) -> tuple[Piece, ...]:
+        """Cut the positions `[start, end)` of the request at chunk boundaries."""
         chunk = self.options.chunk_tokens
         keys = self._keys(tracked.request, tracked.keys, -(-end // chunk) * chunk)
         return cut(keys, tracked.table, start, end, chunk, self._block_size)

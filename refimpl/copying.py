@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the reference connector's worker half copies: between the slots of its layers and the store, piece by piece."""
+"""Copies of the reference connector's worker half: between its layers' slots and the store."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 
 
 class Copying:
-    """The copies of the worker half. The connector has what they need, and where they note what failed (`_invalid`, `_bad`) or was sent."""
+    """The copying part of the worker half.
+
+    The connector provides the attributes. Failed blocks are noted in `_invalid` and `_bad`,
+    requests whose last save is done in `_sent`.
+    """
 
     _store: Store
     _share: Share
@@ -26,8 +30,9 @@ class Copying:
     _sent: set[str]
 
     def _load(self, load: Load, layers: Iterable[str]) -> None:
-        """Fill the granted slots, or say which blocks could not be filled. Never less than either."""
+        """Fill the granted slots; note the blocks that could not be filled completely."""
         for piece in load.pieces:
+            # A list, not a generator: all layers are loaded, even after one that failed.
             if not self._store.has(piece.key) or not all(
                 [self._load_layer(piece, layer) for layer in layers]
             ):
@@ -36,12 +41,14 @@ class Copying:
                 self._bad |= piece.blocks(self._block_size)
 
     def _load_layer(self, piece: Piece, layer: str) -> bool:
+        """Fill the piece's slots in one layer; return whether the store had the data."""
         data = self._store.get(piece.key, layer)
-        return data is not None and write_slots(
-            self._layers[layer], piece.slots, data, piece.first, self._share
-        )
+        if data is None:
+            return False
+        return write_slots(self._layers[layer], piece.slots, data, piece.first, self._share)
 
     def _save(self, epoch: int, save: Save, layers: Iterable[str]) -> None:
+        """Store these layers and commit the chunks."""
         for layer in layers:
             self._save_layer(epoch, save, layer, self._layers[layer])
         if self._is_sound(save):
@@ -53,10 +60,9 @@ class Copying:
     def _save_layer(self, epoch: int, save: Save, layer: str, kv_layer: torch.Tensor) -> None:
         if self._is_sound(save):
             for piece in save.pieces:
-                self._store.put(
-                    epoch, piece.key, layer, read_slots(kv_layer, piece.slots, self._share)
-                )
+                data = read_slots(kv_layer, piece.slots, self._share)
+                self._store.put(epoch, piece.key, layer, data)
 
     def _is_sound(self, save: Save) -> bool:
-        """KV computed upon a failed load is garbage, whichever request computed it."""
+        """Return whether the KV depends on no failed load, whichever request computed it."""
         return self._bad.isdisjoint(save.table)

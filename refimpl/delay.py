@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transfers that take a while, without threads: an item comes due a number of polls after it was added."""
+"""A queue for transfers that take a while: an item is due a number of polls after it was added."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ T = TypeVar("T")
 
 
 class Countdown(Generic[T]):
-    """A queue whose items wait for polls. The engine polls a connector once per step, so delays repeat from run to run."""
+    """A queue whose items wait for polls instead of time.
+
+    The engine polls a connector once per step, so the delays are deterministic.
+    """
 
     def __init__(self) -> None:
         self._waiting: list[tuple[int, T]] = []
@@ -20,20 +23,22 @@ class Countdown(Generic[T]):
         return len(self._waiting)
 
     def add(self, item: T, polls: int) -> None:
-        """``polls`` = 0: due at the next poll."""
+        """Add an item that is due after `polls` further polls; 0: at the next poll."""
         self._waiting.append((self._polls + polls, item))
 
     def poll(self) -> list[T]:
-        """The items that are due now, in the order in which they were added."""
+        """Remove and return the items that are due, in the order in which they were added."""
         due = [item for at, item in self._waiting if at <= self._polls]
         self._waiting = [(at, item) for at, item in self._waiting if at > self._polls]
         self._polls += 1
         return due
 
     def drop(self, unwanted: Callable[[T], bool]) -> None:
+        """Remove the items for which `unwanted` is true."""
         self._waiting = [(at, item) for at, item in self._waiting if not unwanted(item)]
 
     def take(self) -> list[T]:
-        """All items, due or not; none are left."""
-        taken, self._waiting = [item for _, item in self._waiting], []
+        """Remove and return all items, due or not."""
+        taken = [item for _, item in self._waiting]
+        self._waiting = []
         return taken

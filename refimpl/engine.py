@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of a reference engine, and the lives of its requests: added, preempted, finished, held for a transfer, forgotten.
+"""State of the reference engine: the lives of its requests, their blocks, and its invariants.
 
-The state of a request is vLLM's own `Request`. In the comments: C = num_computed_tokens (counts every scheduled step, landed or not),
-P = num_output_placeholders (tokens sampled but not known yet, asynchronous scheduling only), N = num_tokens (known token ids).
-
-
-Invariants of the reference engine: blocks have owners, owners have blocks, counters make sense.
+A request is vLLM's own `Request`. It is added, preempted, finished, perhaps held for a transfer,
+and forgotten. In the comments, C = num_computed_tokens (it counts every scheduled step, landed or
+not), P = num_output_placeholders (tokens sampled but not known yet, asynchronous scheduling only)
+and N = num_tokens (known token ids).
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, SupportsHMA
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -24,21 +23,21 @@ from kvconform.refimpl.kv_manager import KVManager
 from kvconform.refimpl.queues import WaitingQueue
 from kvconform.refimpl.settings import Settings
 
-if TYPE_CHECKING:
-    pass
-
 
 def check_integrity(engine: Engine) -> None:
-    """Raise IntegrityError for the first invariant that does not hold. Valid between steps; a connector's own holds (touch) are allowed."""
+    """Raise IntegrityError for the first invariant that does not hold.
+
+    The invariants hold between steps: every block in use has owners, requests hold blocks for
+    their tokens, counters are consistent. A connector may hold blocks of its own (`touch`).
+    """
     _check_blocks(engine)
     places = Counter(
-        r.request_id
+        request.request_id
         for queue in (engine.running, engine.waiting, engine.kv_holding_waiting)
-        for r in queue
+        for request in queue
     )
-    for request_id in (
-        places.keys() | engine.kv_cache_manager.tables.keys()
-    ) - engine.requests.keys():
+    mentioned = places.keys() | engine.kv_cache_manager.tables.keys()
+    for request_id in mentioned - engine.requests.keys():
         raise IntegrityError(
             f"request {request_id}", "is queued or holds blocks and does not exist"
         )
@@ -47,68 +46,87 @@ def check_integrity(engine: Engine) -> None:
 
 
 def _check_blocks(engine: Engine) -> None:
-    pool, tables = engine.kv_cache_manager.block_pool, engine.kv_cache_manager.tables
+    pool = engine.kv_cache_manager.block_pool
+    tables = engine.kv_cache_manager.tables
     owners = Counter(block.block_id for table in tables.values() for block in table)
     owners.update(block.block_id for _, blocks in engine.deferred_frees for block in blocks)
     queue = {block.block_id for block in pool.free_block_queue.get_all_free_blocks()}
     for block in pool.blocks[1:]:
-        name, free, owned = (
-            f"block {block.block_id}",
-            block.block_id in queue,
-            owners[block.block_id],
-        )
-        if free != (block.ref_cnt == 0) or block.ref_cnt < owned:
+        name = f"block {block.block_id}"
+        is_free = block.block_id in queue
+        owned = owners[block.block_id]
+        if is_free != (block.ref_cnt == 0) or block.ref_cnt < owned:
             raise IntegrityError(
                 name,
-                f"held {block.ref_cnt} times, in {owned} tables, {'' if free else 'not '}in the free queue",
+                f"held {block.ref_cnt} times, in {owned} tables, "
+                f"{'' if is_free else 'not '}in the free queue",
             )
         if block.block_hash is not None and not pool.is_cached(block):
             raise IntegrityError(name, "has a hash that the prefix cache does not know")
-        # Two requests share a block through the prefix cache only; a block leaves it while held only when a load fails for good.
-        if owned > 1 and block.block_hash is None and engine.settings.recompute_failed_loads:
+        # Requests share only cached blocks. A block in use leaves the prefix cache only when a
+        # load fails without being recomputed.
+        is_shared = owned > 1
+        if is_shared and block.block_hash is None and engine.settings.recompute_failed_loads:
             raise IntegrityError(name, f"shared by {owned} requests without being cached")
     if owners[0] or 0 in queue:
         raise IntegrityError("block 0", "the null block was handed out")
 
 
 def _check_request(engine: Engine, request: Request, places: int) -> None:
-    name, manager = f"request {request.request_id}", engine.kv_cache_manager
-    table, cached = (
-        manager.tables.get(request.request_id, []),
-        manager.num_cached.get(request.request_id, 0),
+    manager = engine.kv_cache_manager
+    table = manager.tables.get(request.request_id, [])
+    block_ids = [block.block_id for block in table]
+    cached = manager.num_cached.get(request.request_id, 0)
+    computed = request.num_computed_tokens
+    placeholders = request.num_output_placeholders
+    in_flight = request.num_in_flight_tokens
+    stale = request.num_stale_output_tokens
+    is_finished = request.is_finished()
+
+    def refuse_if(wrong: bool, message: str) -> None:
+        if wrong:
+            raise IntegrityError(f"request {request.request_id}", message)
+
+    refuse_if(
+        places != (0 if is_finished else 1),
+        f"{request.status.name}, in {places} queues",
     )
-    computed, placeholders = request.num_computed_tokens, request.num_output_placeholders
-    in_flight, stale = request.num_in_flight_tokens, request.num_stale_output_tokens
-    wrong = {
-        f"{request.status.name}, in {places} queues": places != (not request.is_finished()),
-        f"in the running list as {request.status.name}": request in engine.running
-        and request.status != RequestStatus.RUNNING,
-        f"holds a block twice: {[block.block_id for block in table]}": len(
-            {block.block_id for block in table}
-        )
-        != len(table),
-        f"{computed} computed tokens in {len(table)} blocks": not request.is_finished()
-        and computed > len(table) * manager.block_size,
-        f"{cached} blocks published of {len(table)}, {len(request.block_hashes)} hashes": cached
-        > min(len(table), len(request.block_hashes)),
-        f"{placeholders} placeholders, {in_flight} tokens in flight, {stale} of them stale": min(
-            placeholders, in_flight, stale
-        )
-        < 0,
-        f"{placeholders} placeholders though scheduling is synchronous": placeholders
-        and not engine.settings.is_async,
-        # With a connector, a negative answer to a lookup (R025) gets here.
-        f"{computed} computed tokens": computed < 0 and engine.connector is None,
-    }
-    for what in (what for what, holds in wrong.items() if holds):
-        raise IntegrityError(name, what)
+    refuse_if(
+        request in engine.running and request.status != RequestStatus.RUNNING,
+        f"in the running list as {request.status.name}",
+    )
+    refuse_if(
+        len(set(block_ids)) != len(block_ids),
+        f"holds a block twice: {block_ids}",
+    )
+    refuse_if(
+        not is_finished and computed > len(table) * manager.block_size,
+        f"{computed} computed tokens in {len(table)} blocks",
+    )
+    refuse_if(
+        cached > min(len(table), len(request.block_hashes)),
+        f"{cached} blocks published of {len(table)}, {len(request.block_hashes)} hashes",
+    )
+    refuse_if(
+        min(placeholders, in_flight, stale) < 0,
+        f"{placeholders} placeholders, {in_flight} tokens in flight, {stale} of them stale",
+    )
+    refuse_if(
+        placeholders != 0 and not engine.settings.is_async,
+        f"{placeholders} placeholders though scheduling is synchronous",
+    )
+    # A connector's negative lookup answer gets here (R025), so this holds only without one.
+    refuse_if(
+        computed < 0 and engine.connector is None,
+        f"{computed} computed tokens",
+    )
 
 
 class Engine:
-    """Requests, queues and blocks of one engine, and everything that its owner does to them between two steps.
+    """Requests, queues and blocks of one engine, and what its owner does to them between steps.
 
-    `connector` is the scheduler half, already constructed; it is bound here. `policies` are names from settings.POLICIES. ValueError for a
-    configuration that the reference engine does not do.
+    `connector` is the scheduler half, already constructed; it is bound here. `policies` are names
+    from settings.POLICIES. ValueError for a configuration that is not supported.
     """
 
     def __init__(
@@ -125,8 +143,10 @@ class Engine:
         self.settings = Settings(
             vllm_config, kv_cache_config, block_size, async_scheduling, runner, policies
         )
-        self.connector, self.num_spec_tokens = connector, self.settings.num_spec
-        # Asked once (R162): whether tokens that were in flight at a preemption are dropped, for their KV was promised to somebody.
+        self.connector = connector
+        self.num_spec_tokens = self.settings.num_spec
+        # Read once (R162). If true, tokens in flight at a preemption are dropped: their KV was to
+        # be delivered, and the preemption frees it.
         self.requires_kv_delivery = (
             connector.requires_kv_delivery if connector is not None else False
         )
@@ -134,64 +154,68 @@ class Engine:
         if connector is not None:
             connector.bind_kv_cache_manager(self.kv_cache_manager)
 
-        self.requests: dict[
-            str, Request
-        ] = {}  # also finished ones whose blocks a transfer still holds
+        # All requests, also finished ones whose blocks are still held for a transfer.
+        self.requests: dict[str, Request] = {}
         self.waiting = WaitingQueue(self.settings.priority)
-        self.kv_holding_waiting = WaitingQueue(
-            self.settings.priority
-        )  # loading, or loaded: served before `waiting`
+        # Requests that load or have loaded KV: served before `waiting`.
+        self.kv_holding_waiting = WaitingQueue(self.settings.priority)
         self.running: list[Request] = []
-        self.pause_level = 0  # 1: nothing new starts, what holds blocks goes on; 2: nothing runs
-        self.finished_req_ids, self.preempted_req_ids = (
-            set[str](),
-            set[str](),
-        )  # since the last step
-        self.scheduled_before: set[str] = set()  # in the last step
-        self.finished_recving_kv_req_ids, self.failed_recving_kv_req_ids = set[str](), set[str]()
-        self.inflight_prefills: set[Request] = (
-            set()
-        )  # loading or in the middle of their prompt: their blocks are spoken for
-        self.in_flight: dict[
-            int, tuple[SchedulerOutput, dict[str, Request]]
-        ] = {}  # id(output) -> who was scheduled
-        # Deferred frees (R150): blocks wait until every step that may write them has landed. Both counters count steps with tokens.
-        self.scheduled_steps = self.landed_steps = 0
+        # 1: no new request starts, those that hold blocks continue. 2: nothing runs.
+        self.pause_level = 0
+
+        # Since the last step.
+        self.finished_req_ids: set[str] = set()
+        self.preempted_req_ids: set[str] = set()
+        # Requests in the last step.
+        self.scheduled_before: set[str] = set()
+        # Requests whose asynchronous load was reported, and requests whose load has failed.
+        self.finished_recving_kv_req_ids: set[str] = set()
+        self.failed_recving_kv_req_ids: set[str] = set()
+        # Requests that load, or whose prompt is not complete: their blocks are reserved.
+        self.inflight_prefills: set[Request] = set()
+        # Steps in flight: id(output) -> the output and the requests in it.
+        self.in_flight: dict[int, tuple[SchedulerOutput, dict[str, Request]]] = {}
+
+        # Deferred frees (R150): blocks wait until every step that may write them has landed. Both
+        # counters count steps with tokens.
+        self.scheduled_steps = 0
+        self.landed_steps = 0
         self.deferred_frees: deque[tuple[int, list[KVCacheBlock]]] = deque()
-        self.connector_prefix_cache_stats: Any = (
-            None  # vLLM's PrefixCacheStats, where somebody wants to know
-        )
-        self.denied_once: set[Request] = set()  # policy deny-first-alloc
+
+        # vLLM's PrefixCacheStats, if the owner collects them.
+        self.connector_prefix_cache_stats: Any = None
+        # For the policy deny-first-alloc.
+        self.denied_once: set[Request] = set()
         self.preempted_between_steps = False
 
-    # -- questions --
+    # -- questions
 
     def get_num_unfinished_requests(self) -> int:
-        """Requests that can still be scheduled, the pause considered."""
+        """Return the number of requests that can still be scheduled, given the pause level."""
         waiting = len(self.kv_holding_waiting) + (len(self.waiting) if self.pause_level == 0 else 0)
         return waiting + len(self.running) if self.pause_level < 2 else 0
 
     def has_unfinished_requests(self) -> bool:
-        """Whether any request can still be scheduled."""
+        """Return whether any request can still be scheduled."""
         return self.get_num_unfinished_requests() > 0
 
     def has_finished_requests(self) -> bool:
-        """Whether a finish is still to be announced, or a finished request's blocks are still held for a transfer."""
+        """Return whether a finish is still to be announced, or blocks are held for a transfer."""
         alive = len(self.running) + len(self.waiting) + len(self.kv_holding_waiting)
         return bool(self.finished_req_ids) or (
             self.connector is not None and len(self.requests) > alive
         )
 
     def has_requests(self) -> bool:
-        """Whether the engine has to go on stepping (R151, R224)."""
+        """Return whether the engine has to make further steps (R151, R224)."""
         busy = self.has_unfinished_requests() or self.has_finished_requests()
         return busy or (self.connector is not None and self.connector.has_pending_push_work())
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError, naming the block or the request, if the engine's books do not add up. Call it between steps."""
+        """Raise IntegrityError for the first broken invariant. Call it between steps."""
         check_integrity(self)
 
-    # -- requests --
+    # -- requests
 
     def add_request(self, request: Request) -> None:
         """Queue a request. EngineAssertion if its id is in use."""
@@ -203,7 +227,8 @@ class Engine:
             or request.structured_output_request is not None
         ):
             raise ValueError(
-                f"The reference engine runs plain generation only; {request.request_id} wants more."
+                f"The reference engine supports plain generation only, not {request.request_id}: "
+                "it is resumable, a pooling request, or has structured output."
             )
         self.waiting.add_request(request)
         self.requests[request.request_id] = request
@@ -213,12 +238,16 @@ class Engine:
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[Request]:
-        """End requests from outside (abort, error), in the order given; None: all. Returns those that were not finished yet."""
-        ids = (
-            [request_ids]
-            if isinstance(request_ids, str)
-            else list(self.requests if request_ids is None else dict.fromkeys(request_ids))
-        )
+        """End requests from outside (abort, error), in the order given; None: all.
+
+        Returns those that were not finished yet.
+        """
+        if isinstance(request_ids, str):
+            ids = [request_ids]
+        elif request_ids is None:
+            ids = list(self.requests)
+        else:
+            ids = list(dict.fromkeys(request_ids))
         ending = [
             request
             for request in map(self.requests.get, ids)
@@ -227,26 +256,29 @@ class Engine:
         self.leave_queues(set(ending))
         for request in ending:
             request_id = request.request_id
-            # A load that is under way writes into the blocks: they are freed when it reports (R126).
-            loading = (
+            # A load in progress still writes into the blocks: its report frees them (R126).
+            is_loading = (
                 request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
                 and request_id not in self.finished_recving_kv_req_ids
             )
             self.finished_recving_kv_req_ids.discard(request_id)
             self.failed_recving_kv_req_ids.discard(request_id)
             request.status = finished_status
-            self.end(request, delay_free=loading)
+            self.end(request, delay_free=is_loading)
         return ending
 
     def leave_queues(self, requests: set[Request]) -> None:
-        """Take requests out of whatever queue they are in."""
+        """Remove requests from the queues that they are in."""
         if requests:
             self.running = [request for request in self.running if request not in requests]
             self.waiting.remove_requests(requests)
             self.kv_holding_waiting.remove_requests(requests)
 
     def end(self, request: Request, *, delay_free: bool = False) -> dict[str, Any] | None:
-        """Tell the connector that a request is finished; free its blocks unless it takes them. Returns what the client is to get."""
+        """Report a finished request to the connector; return the connector's KV transfer params.
+
+        The blocks are freed unless the connector keeps them, or `delay_free` is set.
+        """
         delay, params = False, None
         self.inflight_prefills.discard(request)
         self.denied_once.discard(request)
@@ -267,32 +299,38 @@ class Engine:
         if not request.is_finished():
             raise EngineAssertion(
                 "R146",
-                f"{request.request_id} is {request.status.name}, not finished: its blocks cannot be freed",
+                f"{request.request_id} is {request.status.name}, not finished: "
+                "its blocks cannot be freed",
             )
         self.free_blocks(request)
         del self.requests[request.request_id]
 
     def frees_at_once(self, request: Request) -> bool:
-        """Whether no step in flight may still write the request's blocks, as far as that matters here (R150)."""
+        """Return whether the request's blocks need not wait for a step in flight (R150)."""
         return not self.settings.defer_frees or request.last_sched_seq <= self.landed_steps
 
     def free_blocks(self, request: Request) -> None:
-        """Free the request's blocks, now or when the last step that was scheduled has landed."""
+        """Free the request's blocks, now or when the last scheduled step has landed."""
         if self.frees_at_once(request):
             self.kv_cache_manager.free(request)
         elif blocks := self.kv_cache_manager.pop_blocks_for_free(request):
             self.deferred_frees.append((self.scheduled_steps, blocks))
 
-    # -- preemption and reset --
+    # -- preemption and reset
 
     def preempt_now(self, request: Request, *, drop_stale: bool) -> None:
-        """Take the blocks of a request that left `running` and put it in front of the waiting ones. It will compute everything again."""
+        """Free the blocks of a request that has left `running`, and queue it in front.
+
+        It will compute all its tokens again. `drop_stale`: the tokens in flight are dropped.
+        """
         self.free_blocks(request)
         self.inflight_prefills.discard(request)
         request.status = RequestStatus.PREEMPTED
-        request.num_computed_tokens = request.num_output_placeholders = 0
+        request.num_computed_tokens = 0
+        request.num_output_placeholders = 0
         request.spec_token_ids = []
-        # What is in flight is stale (R161): delivered without moving the counters, or dropped. Once dropped it stays dropped.
+        # Tokens in flight are stale (R161): they are delivered without moving the counters, or
+        # dropped. Those that were to be dropped stay so: their positions were sampled again.
         request.drop_stale_output = drop_stale or (
             request.drop_stale_output and request.num_stale_output_tokens > 0
         )
@@ -302,9 +340,10 @@ class Engine:
         self.preempted_req_ids.add(request.request_id)
 
     def preempt(self, request_id: str) -> bool:
-        """Preempt a running request as if memory had run out: its blocks go, and nobody is admitted in the next step.
+        """Preempt a running request as if memory had run out.
 
-        False, and nothing changed, if it is not running or its blocks could not be freed at once (R160): land a step and ask again.
+        No waiting request is admitted in the next step. False, and nothing changed, if the request
+        is not running or its blocks could not be freed at once (R160): land a step and try again.
         """
         request = self.requests.get(request_id)
         if request is None or request not in self.running or not self.frees_at_once(request):
@@ -317,10 +356,12 @@ class Engine:
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        """Empty the local prefix cache and, if asked, the connector's. False if blocks are in use or the connector failed.
+        """Empty the local prefix cache and, if asked, the connector's cache.
 
-        With `reset_running_requests` everything that runs is preempted first and may resume in the next step (R153); RuntimeError if blocks
-        are held even so (R172): by a load, a transfer after a finish, or a step in flight.
+        False if blocks are in use or the connector failed. With `reset_running_requests`, all
+        running requests are preempted first; they may resume in the next step (R153). RuntimeError
+        if blocks are held even so (R172): by a load, a transfer after a finish, or a step in
+        flight.
         """
         if reset_running_requests:
             while self.running:
@@ -329,7 +370,8 @@ class Engine:
         done = self.kv_cache_manager.block_pool.reset_prefix_cache()
         if reset_running_requests and not done:
             raise RuntimeError(
-                "The KV cache was not reset: blocks are still held though everything that runs was preempted (R172)."
+                "The KV cache was not reset: blocks are still held "
+                "though all running requests were preempted (R172)."
             )
         if reset_connector and self.connector is not None:
             done = self.connector.reset_cache() is not False and done
@@ -340,6 +382,6 @@ class Engine:
         self.pause_level = int(pause_state)
 
     def shutdown(self) -> None:
-        """Shut the connector's scheduler half down."""
+        """Shut down the connector's scheduler half."""
         if self.connector is not None:
             self.connector.shutdown()

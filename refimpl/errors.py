@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the reference engine raises: an engine assertion (somebody broke the contract) or a broken invariant (the engine is wrong)."""
+"""Errors of the reference engine: a breach of the contract by its caller, or a broken invariant."""
 
 from __future__ import annotations
 
 
 class EngineAssertion(AssertionError):
-    """The engine refuses to go on: an answer or a report of the connector is illegal. `rule` names the rule of the contract (R001..)."""
+    """Raised when the engine refuses an illegal answer or report of the connector.
+
+    `rule` is the rule of the contract that was broken (R001, ...).
+    """
 
     def __init__(self, rule: str, message: str) -> None:
         super().__init__(f"{rule}: {message}")
@@ -13,7 +16,10 @@ class EngineAssertion(AssertionError):
 
 
 class IntegrityError(Exception):
-    """The reference engine's own books are wrong. `subject` names the block or the request ("block 7", "request r0")."""
+    """Raised when the reference engine's own state is inconsistent.
+
+    `subject` is the block or the request concerned ("block 7", "request r0").
+    """
 
     def __init__(self, subject: str, message: str) -> None:
         super().__init__(f"{subject}: {message}")

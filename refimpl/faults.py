@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks that vanish between lookup and load, on demand: so the suite can see what a connector does about it (capability
-``fault_injection``)."""
+"""Chunks that vanish between lookup and load, on request of the suite.
+
+They let the suite judge how a connector handles a failed load (capability `fault_injection`).
+"""
 
 from __future__ import annotations
 
@@ -11,21 +13,22 @@ from kvconform.refimpl.store import Store
 
 
 class Faults:
-    """Armed per request, spent by its next load."""
+    """Losses of chunks, armed per request and applied to its next load."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._armed: dict[str, frozenset[int] | None] = {}
 
     def arm(self, req_id: str, positions: Iterable[int] | None) -> None:
-        """Lose the chunks that hold these token positions; None: all chunks of the load."""
+        """Lose the chunks of the next load that hold these token positions; None: all of them."""
         self._armed[req_id] = None if positions is None else frozenset(positions)
 
     def disarm(self, req_id: str) -> None:
+        """Cancel what is armed for a request, if anything."""
         self._armed.pop(req_id, None)
 
     def strike(self, load: Load) -> Load:
-        """Called with every planned load; returns it."""
+        """Drop the armed chunks of a planned load from the store; return the load unchanged."""
         positions = self._armed.pop(load.req, frozenset())
         low = load.start
         for piece in load.pieces:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optional window into a connector: what a step's metadata plans.
+"""The optional inspector of a connector: shows the suite what a step's metadata plans.
 
-Any connector may offer one: a method ``kvconform_inspector()`` that returns an object with this method. Without it the suite judges what
-it sees from outside.
+Any connector may offer one: a method `kvconform_inspector()` that returns an object with a method
+`plan`. Without it, the suite judges only what it observes from outside.
 """
 
 from __future__ import annotations
@@ -16,8 +16,12 @@ class Inspector:
     """Reads the reference connector's metadata; changes nothing."""
 
     def plan(self, metadata: object) -> list[dict[str, Any]]:
-        """One entry per load and save: op, req, start, end (token positions), timing, key of the last chunk, and C, S, N, P at
-        planning (saves)."""
+        """Return one entry per load and per save of a step's metadata.
+
+        Fields: `op`; `req`; `start` and `end`, in token positions; `timing`; `key`, of the last
+        chunk; and for saves C, S, N and P (`computed`, `scheduled`, `known`, `placeholders`) as
+        they were when the save was planned.
+        """
         if not isinstance(metadata, ReferenceMetadata):
             return []
         entries = []
@@ -33,16 +37,16 @@ class Inspector:
 def _entry(
     op: str, transfer: Load | Save, timing: str, counters: tuple[int, int, int, int]
 ) -> dict[str, Any]:
-    key = transfer.pieces[-1].key if transfer.pieces else ""
-    where = {
+    computed, scheduled, known, placeholders = counters
+    return {
+        "op": op,
         "req": transfer.req,
         "start": transfer.start,
         "end": transfer.end,
         "timing": timing,
-        "key": key,
-    }
-    return {
-        "op": op,
-        **where,
-        **dict(zip(("computed", "scheduled", "known", "placeholders"), counters, strict=True)),
+        "key": transfer.pieces[-1].key if transfer.pieces else "",
+        "computed": computed,
+        "scheduled": scheduled,
+        "known": known,
+        "placeholders": placeholders,
     }

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunk keys: what a chunk of KV *is*, independent of process, request and block table.
+"""Chunk keys: identify the content of a chunk of KV across processes, requests and block tables.
 
-A key is a chained SHA-256 over fixed-size chunks of token ids. The chain starts at a root that names the model and the numbers'
-format, then the request's tenant (cache salt) and adapter; each link adds what changes the KV although the token ids are equal:
-multi-modal items with their position, prompt embeddings. Python's ``hash()`` differs between processes and must not appear here.
+A key is a chained SHA-256 over fixed-size chunks of token ids. The chain starts at a root that
+names the model and the number format; then come the request's tenant (cache salt) and adapter. Each
+link also covers what changes the KV although the token ids are equal: multi-modal items with their
+positions, and prompt embeddings. Python's `hash()` differs between processes: never use it here.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 FORMAT = "kvconform-1"
-"""Change it whenever the bytes of a stored chunk or the way to its key change."""
+"""Version of the stored bytes and of the keys: change it whenever one of them changes."""
 
 
 def digest(*parts: bytes | str) -> bytes:
-    """SHA-256 over length-prefixed parts: ``("ab", "c")`` and ``("a", "bc")`` differ."""
+    """Return the SHA-256 of length-prefixed parts: `("ab", "c")` and `("a", "bc")` differ."""
     state = hashlib.sha256()
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
@@ -32,32 +33,39 @@ def digest(*parts: bytes | str) -> bytes:
 
 
 def root_key(vllm_config: VllmConfig) -> bytes:
-    """The start of every chain: KV of another model, number format or sharding never shares a key."""
+    """Return the start of every chain.
+
+    KV of another model, number format or sharding never shares a key.
+    """
     model: Any = getattr(vllm_config, "model_config", None)
-    names = [
-        str(getattr(model, name, None)) for name in ("model", "revision", "dtype", "quantization")
-    ]
-    cache_dtype = str(getattr(vllm_config.cache_config, "cache_dtype", None))
-    slices = vllm_config.parallel_config.decode_context_parallel_size  # of the tokens of a block
-    return digest(
-        FORMAT,
-        *names,
-        cache_dtype,
-        str(vllm_config.parallel_config.world_size),
-        *([f"cp{slices}"] if slices > 1 else []),
-    )
+    parallel = vllm_config.parallel_config
+    parts = [FORMAT]
+    for name in ("model", "revision", "dtype", "quantization"):
+        parts.append(str(getattr(model, name, None)))
+    parts.append(str(getattr(vllm_config.cache_config, "cache_dtype", None)))
+    parts.append(str(parallel.world_size))
+    # The tokens of a block are split over so many ranks.
+    slices = parallel.decode_context_parallel_size
+    if slices > 1:
+        parts.append(f"cp{slices}")
+    return digest(*parts)
 
 
 def request_key(root: bytes, request: Request) -> bytes:
-    """The chain's second link: who may share (salt) and with which weights (LoRA name *and* path; its integer id is per process)."""
+    """Return the chain's second link: the tenants that may share KV, and the adapter.
+
+    An adapter is identified by its name *and* path; its integer id differs between processes.
+    """
     lora: Any = request.lora_request
     adapter = () if lora is None else (str(lora.lora_name), str(getattr(lora, "lora_path", "")))
     return digest(root, "salt", request.cache_salt or "", "lora", *adapter)
 
 
 def chunk_extras(request: Request, start: int, end: int) -> list[bytes | str]:
-    """What changes the KV of tokens ``[start, end)`` and is not in their ids. Image placeholders, for one, have equal ids for all
-    images."""
+    """Return what changes the KV of the tokens `[start, end)` and is not in their ids.
+
+    For example, the placeholders of all images have equal ids.
+    """
     extras: list[bytes | str] = []
     for feature in request.mm_features:
         offset, length = feature.mm_position.offset, feature.mm_position.length
@@ -72,8 +80,10 @@ def chunk_extras(request: Request, start: int, end: int) -> list[bytes | str]:
 def extend_keys(
     keys: list[str], root: bytes, request: Request, chunk_tokens: int, end: int
 ) -> Sequence[str]:
-    """Append the keys of the full chunks within ``[0, end)`` that ``keys`` lacks; returns ``keys``. ``end`` must not exceed the
-    known tokens."""
+    """Append to `keys` the missing keys of the whole chunks within `[0, end)`; return `keys`.
+
+    `end` must not exceed the known tokens.
+    """
     parent = bytes.fromhex(keys[-1]) if keys else request_key(root, request)
     for start in range(len(keys) * chunk_tokens, end - chunk_tokens + 1, chunk_tokens):
         stop = start + chunk_tokens

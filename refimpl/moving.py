@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of slots out of a layer on a device, and into it, without making the host wait: by the kernels where they can run."""
+"""Copies of slots out of and into a layer on a device, without blocking the host.
+
+The project's kernels do them where they can run, otherwise PyTorch's indexing.
+"""
 
 from __future__ import annotations
 
@@ -11,33 +14,38 @@ from kvconform.refimpl.paging import blocks_first
 
 
 class Moving:
-    """One layer. ``slots`` [n] int64 is on its device; rows are ``[n, heads, values]``, contiguous (with an axis for K and V before
-    ``values`` in releases that have one). ``kernels``: whether they do it, by default on a GPU; an emulated one has no kernels."""
+    """The slots of one layer.
+
+    Slots are an int64 tensor `[n]` on the layer's device; rows are contiguous `[n, heads, values]`,
+    with an axis for K and V before `values` in vLLM releases that have one. `kernels`: whether the
+    kernels are used; by default, if the layer is on a GPU. An emulated GPU has no kernels.
+    """
 
     def __init__(self, layer: torch.Tensor, kernels: bool | None = None) -> None:
         self._view = blocks_first(layer)
-        if kernels is None:  # asked of the tensor itself: what torch.Tensor says may be emulated
+        if kernels is None:
+            # From the tensor's dispatch key: the attributes of torch.Tensor may be emulated.
             kernels = bool(torch._C._dispatch_keys(layer).has(torch._C.DispatchKey.CUDA))
         self._paged = Paged([layer], "LBHNC") if kernels and layer.dim() == 4 else None
 
     @property
     def row(self) -> tuple[int, ...]:
-        """Shape of one slot's row."""
+        """The shape of one slot's row."""
         return (self._view.shape[1], *self._view.shape[3:])
 
     def take(self, slots: torch.Tensor) -> torch.Tensor:
-        """A copy of the rows."""
+        """Return a copy of the slots' rows."""
         if self._paged is not None:
             return gather(self._paged, slots).view(len(slots), *self.row)
-        return self._view[slots // self._view.shape[2], :, slots % self._view.shape[2]].contiguous()
+        block_size = self._view.shape[2]
+        return self._view[slots // block_size, :, slots % block_size].contiguous()
 
     def put(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
-        """Write the rows; changes the layer."""
-        if self._paged is not None:
-            scatter(
-                self._paged,
-                slots,
-                rows.view(1, len(slots), self._paged.heads, self._paged.sides, self._paged.dim),
-            )
+        """Write the rows into the slots of the layer."""
+        paged = self._paged
+        if paged is not None:
+            shaped = rows.view(1, len(slots), paged.heads, paged.sides, paged.dim)
+            scatter(paged, slots, shaped)
         else:
-            self._view[slots // self._view.shape[2], :, slots % self._view.shape[2]] = rows
+            block_size = self._view.shape[2]
+            self._view[slots // block_size, :, slots % block_size] = rows

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of the reference connector (``kv_connector_extra_config``)."""
+"""Options of the reference connector (`kv_connector_extra_config`)."""
 
 from __future__ import annotations
 
@@ -14,27 +14,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options:
-    """``store``:
-
-    a directory or ``memory:NAME``. ``chunk_tokens``: tokens per chunk, need not fit the block size. ``load``: ``sync`` or
-    ``async``. ``layerwise``: move each layer in its own hook. ``save_decode``: store generated tokens too. ``async_saves``: take
-    blocks over at a request's end and store behind the step. ``load_delay``, ``save_delay``: polls until an asynchronous transfer
-    is over. ``whole_blocks``: claim whole blocks only.
-    """
+    """The options of one connector."""
 
     store: str
+    """A directory, or `memory:NAME`. Default: memory, named after the engine."""
     chunk_tokens: int
+    """Tokens per chunk; need not be a multiple of the block size. Default: one block."""
     load: str = "sync"
+    """`sync` or `async`."""
     layerwise: bool = False
+    """Move each layer in its own hook."""
     save_decode: bool = True
+    """Save the KV of generated tokens too."""
     async_saves: bool = False
+    """Save after the step; keep the blocks of a finished request until its last save is done."""
     load_delay: int = 1
+    """Polls until an asynchronous load is done."""
     save_delay: int = 1
+    """Polls until an asynchronous save is done."""
     whole_blocks: bool = True
+    """Claim whole blocks only."""
 
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> Options:
-        """Raises ValueError for an unknown option or an impossible value."""
+        """Return the options in a configuration.
+
+        ValueError for an unknown option or an impossible value.
+        """
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
         given: dict[str, Any] = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Landing a step: sampled tokens, rejected drafts, stops, and then what the connector reported."""
+"""Landing of a step: its sampled tokens, rejected drafts and stops, and the connector's report."""
 
 from __future__ import annotations
 
@@ -21,19 +21,18 @@ def land(
 ) -> dict[int, EngineCoreOutputs]:
     """Apply the result of the oldest step in flight. Returns the clients' outputs by client index.
 
-    Order (R204): deferred frees, failed loads, sampled tokens (request_finished), requests that fail, update_connector_output, finished
-    transfers, get_kv_connector_stats, take_events.
+    Order (R204): deferred frees, failed loads, sampled tokens (request_finished), requests that
+    fail, update_connector_output, finished transfers, get_kv_connector_stats, take_events.
     """
     if engine.settings.defer_frees and output.total_num_scheduled_tokens:
         engine.landed_steps += 1
         while engine.deferred_frees and engine.deferred_frees[0][0] <= engine.landed_steps:
-            engine.kv_cache_manager.block_pool.free_blocks(
-                reversed(engine.deferred_frees.popleft()[1])
-            )
+            _, blocks = engine.deferred_frees.popleft()
+            engine.kv_cache_manager.block_pool.free_blocks(reversed(blocks))
     reported = result.kv_connector_output
-    failed = (
-        transfers.failed_loads(engine, reported, output.num_scheduled_tokens) if reported else set()
-    )
+    failed: set[str] = set()
+    if reported:
+        failed = transfers.failed_loads(engine, reported, output.num_scheduled_tokens)
 
     scheduled = engine.in_flight.pop(id(output), (output, engine.requests))[1]
     outputs: dict[int, list[EngineCoreOutput]] = defaultdict(list)
@@ -41,33 +40,28 @@ def land(
     for request_id, tokens in output.num_scheduled_tokens.items():
         request = engine.requests.get(request_id)
         if request is None or request != scheduled.get(request_id):
-            continue  # finished, and its id may belong to another request by now
+            continue  # finished; its id may belong to another request now
         request.num_in_flight_tokens -= tokens
         is_stale = request.num_stale_output_tokens > 0
         if is_stale:
             request.num_stale_output_tokens -= tokens
-        if (
-            request_id in failed
-            or request.is_finished()
-            or (is_stale and request.drop_stale_output)
-        ):
+        is_dropped = is_stale and request.drop_stale_output
+        if request_id in failed or request.is_finished() or is_dropped:
             continue
-        sampled = (
-            result.sampled_token_ids[result.req_id_to_index[request_id]]
-            if result.sampled_token_ids
-            else []
-        )
+        sampled: list[int] = []
+        if result.sampled_token_ids:
+            sampled = result.sampled_token_ids[result.req_id_to_index[request_id]]
         if not sampled:
             continue
-        rejected = len(output.scheduled_spec_decode_tokens.get(request_id, ())) - (len(sampled) - 1)
-        if rejected:
-            request.num_computed_tokens -= rejected if request.num_computed_tokens > 0 else 0
-            request.num_output_placeholders -= (
-                rejected if request.num_output_placeholders > 0 else 0
-            )
-        item = EngineCoreOutput(
-            request_id=request_id, new_token_ids=_append(engine, request, sampled, is_stale)
-        )
+        drafts = output.scheduled_spec_decode_tokens.get(request_id, ())
+        accepted = len(sampled) - 1
+        rejected = len(drafts) - accepted
+        if request.num_computed_tokens > 0:
+            request.num_computed_tokens -= rejected
+        if request.num_output_placeholders > 0:
+            request.num_output_placeholders -= rejected
+        new_tokens = _append(engine, request, sampled, is_stale)
+        item = EngineCoreOutput(request_id=request_id, new_token_ids=new_tokens)
         outputs[request.client_index].append(item)
         if request.is_finished():
             stopped.add(request)
@@ -78,12 +72,13 @@ def land(
 
     if failed and not engine.settings.recompute_failed_loads:
         for request in engine.finish_requests(sorted(failed), FINISHED_ERROR):
-            reason = request.get_finished_reason()
-            outputs[request.client_index].append(
-                EngineCoreOutput(
-                    request_id=request.request_id, new_token_ids=[], finish_reason=reason
-                )
+            item = EngineCoreOutput(
+                request_id=request.request_id,
+                new_token_ids=[],
+                finish_reason=request.get_finished_reason(),
             )
+            outputs[request.client_index].append(item)
+
     if engine.connector is not None:
         if reported:
             transfers.finished(engine, engine.connector, reported)
@@ -100,32 +95,37 @@ def land(
 
 
 def _append(engine: Engine, request: Request, sampled: list[int], is_stale: bool) -> list[int]:
-    """Append tokens until one stops the request; returns those that count. Publishes the blocks that are now known and computed."""
-    count, stops = 0, False
+    """Append tokens until one stops the request; return the tokens appended.
+
+    Publishes the blocks that are now known and computed.
+    """
+    count = 0
+    stops = False
     while count < len(sampled) and not stops:
         request.append_output_token_ids(sampled[count])
         stops = _stops(engine, request, sampled[count])
         count += 1
     if engine.settings.is_async:
-        request.num_output_placeholders -= 0 if is_stale else count
-        if request.num_output_placeholders < 0:
+        if not is_stale:
+            request.num_output_placeholders -= count
+        placeholders = request.num_output_placeholders
+        if placeholders < 0:
             raise EngineAssertion(
-                "R161",
-                f"{request.request_id}: more tokens than placeholders ({request.num_output_placeholders})",
+                "R161", f"{request.request_id}: more tokens than placeholders ({placeholders})"
             )
-        engine.kv_cache_manager.cache_blocks(
-            request, request.num_computed_tokens - request.num_output_placeholders
-        )
+        known = request.num_computed_tokens - placeholders
+        engine.kv_cache_manager.cache_blocks(request, known)
     return sampled[:count]
 
 
 def _stops(engine: Engine, request: Request, token: int) -> bool:
-    """Whether `token`, the last one, ends the request; its status says so."""
+    """Return whether `token`, the last one, ends the request; if so, set its final status."""
     params = request.sampling_params
     if token == later(params, "eos_token_id", None):
         request.status = RequestStatus.FINISHED_STOPPED
     elif token in (params.stop_token_ids or ()):
-        request.status, request.stop_reason = RequestStatus.FINISHED_STOPPED, token
+        request.status = RequestStatus.FINISHED_STOPPED
+        request.stop_reason = token
     elif (
         request.num_tokens >= engine.settings.max_model_len
         or request.num_output_tokens >= request.max_tokens

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler half tells the worker half: plain, frozen, picklable; nothing in it belongs to the engine or changes later."""
+"""Metadata of a step: the loads and saves that the scheduler half plans for the worker half.
+
+It is frozen and picklable. Nothing in it belongs to the engine or changes later.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +17,26 @@ from kvconform.refimpl.paging import slots_of
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of one chunk: its rows ``[first, first + len(slots))`` and the slots that hold them."""
+    """Part of one chunk: its rows `[first, first + len(slots))` and the slots that hold them."""
 
     key: str
     first: int
     slots: tuple[int, ...]
 
     def blocks(self, block_size: int) -> set[int]:
+        """Return the ids of the blocks that the slots are in."""
         return {slot // block_size for slot in self.slots}
 
 
 def cut(
     keys: Sequence[str], table: Sequence[int], start: int, end: int, chunk: int, block_size: int
 ) -> tuple[Piece, ...]:
-    """The positions ``[start, end)``, cut at chunk boundaries. ``keys``: of all chunks from position 0; ``table``: block ids from
-    position 0."""
-    cuts = [max(start, index * chunk) for index in range(start // chunk, -(-end // chunk))] + [end]
+    """Return the positions `[start, end)`, cut at chunk boundaries.
+
+    `keys` and `table` are the request's chunk keys and block ids, from position 0.
+    """
+    cuts = [max(start, index * chunk) for index in range(start // chunk, -(-end // chunk))]
+    cuts.append(end)
     spans = [(low, high) for low, high in pairwise(cuts) if low < high]
     return tuple(
         Piece(keys[low // chunk], low % chunk, slots_of(table, low, high, block_size))
@@ -39,7 +46,7 @@ def cut(
 
 @dataclass(frozen=True)
 class Load:
-    """Fill the positions ``[start, end)`` of a request: exactly the tokens that the engine granted."""
+    """A load of the positions `[start, end)`: exactly the tokens that the engine granted."""
 
     req: str
     start: int
@@ -50,10 +57,11 @@ class Load:
 
 @dataclass(frozen=True)
 class Save:
-    """Store whole chunks of the positions ``[start, end)`` of a request once this step's forward pass is over.
+    """A save of the whole chunks in the positions `[start, end)`, after the step's forward pass.
 
-    ``table``: the blocks that the saved KV depends on. ``final``: the request is over, its blocks are kept for this save alone, and
-    its completion must be reported. ``counters``: C, S, N and P of the request when this was planned; for diagnosis.
+    `table`: the blocks that the saved KV depends on. `final`: the request is finished, its blocks
+    are kept only for this save, and the completion must be reported. `counters`: the request's C,
+    S, N and P when the save was planned, for diagnosis.
     """
 
     req: str
@@ -67,8 +75,12 @@ class Save:
 
 @dataclass(frozen=True)
 class ReferenceMetadata(KVConnectorMetadata):
-    """One step's plan. ``dropped``: requests that lost their blocks, so their unfinished saves are void. ``repaired``: blocks whose
-    failed load the engine has taken note of; from this step on it recomputes them."""
+    """The plan of one step.
+
+    `epoch`: the store's epoch at planning. `dropped`: requests that lost their blocks; their
+    unfinished saves are void. `repaired`: blocks whose failed load the engine has acknowledged;
+    from this step on, it recomputes them.
+    """
 
     epoch: int
     loads: tuple[Load, ...] = ()

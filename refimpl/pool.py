@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The block pool: every KV block, the queue of free ones in eviction order, and the local prefix cache."""
+"""The block pool: all KV blocks, the free blocks in eviction order, and the local prefix cache."""
 
 from __future__ import annotations
 
@@ -17,71 +17,79 @@ from kvconform.compat.vllm_api import set_block_hash
 
 
 class FreeQueue(FreeKVCacheBlockQueue):
-    """vLLM's queue of free blocks, the next to be handed out first. (Old releases of it cannot take a block at that end.)"""
+    """vLLM's queue of free blocks, the next to be allocated first.
+
+    Adds `push_front`, which the queue of older releases does not have.
+    """
 
     def push_front(self, block: KVCacheBlock) -> None:
-        """Make `block` the next to be handed out."""
-        head, second = self.fake_free_list_head, self.fake_free_list_head.next_free_block
+        """Make `block` the next to be allocated."""
+        head = self.fake_free_list_head
+        second = head.next_free_block
         assert second is not None
-        head.next_free_block = second.prev_free_block = block
-        block.prev_free_block, block.next_free_block = head, second
+        head.next_free_block = block
+        second.prev_free_block = block
+        block.prev_free_block = head
+        block.next_free_block = second
         self.num_free_blocks += 1
 
 
 class BlockPool:
-    """Blocks 0..num_blocks-1 of one KV cache group. Block 0 is the null block: never handed out, its count is not kept.
+    """Blocks 0..num_blocks-1 of one KV cache group.
 
-    A block is free while nobody holds it (`ref_cnt` 0). A free block keeps its hash, and so its bytes, until it is handed out: the local
-    prefix cache is the set of hashed blocks, free or not. Unhashed blocks are handed out first, the last freed before the others; then
-    hashed ones, the longest unused first, the tail of a request before its head.
+    Block 0 is the null block: it is never allocated, and its holders are not counted. A block is
+    free while it has no holder (`ref_cnt` 0). A free block keeps its hash, and so its bytes, until
+    it is allocated: the local prefix cache is the set of hashed blocks, free or not. Unhashed
+    blocks are allocated first, the last freed before the others. Then come hashed blocks, the
+    longest unused first, the tail of a request before its head.
 
-    A connector is handed the pool (bind_gpu_block_pool). It is no vLLM BlockPool, but what connectors read of one, and their ways to hold
-    blocks, have vLLM's names, and vLLM's types: blocks, free_block_queue, cached_block_hash_to_block, touch, free_blocks, ...
+    A connector gets the pool (bind_gpu_block_pool). It is not vLLM's BlockPool, but the attributes
+    that connectors read, and the methods with which they hold blocks, have vLLM's names and types:
+    blocks, free_block_queue, cached_block_hash_to_block, touch, free_blocks, ...
     """
 
     def __init__(
         self, num_blocks: int, caching: bool, policies: frozenset[str], block_size: int
     ) -> None:
-        self.enable_caching, self.num_gpu_blocks, self.hash_block_size = (
-            caching,
-            num_blocks,
-            block_size,
-        )
+        self.enable_caching = caching
+        self.num_gpu_blocks = num_blocks
+        self.hash_block_size = block_size
         self.blocks = [KVCacheBlock(i) for i in range(num_blocks)]
-        self.null_block, self.blocks[0].is_null = self.blocks[0], True
+        self.null_block = self.blocks[0]
+        self.null_block.is_null = True
         self.free_block_queue = FreeQueue(self.blocks[1:])
-        self.cached_block_hash_to_block = (
-            BlockHashToBlockMap()
-        )  # hash with group -> blocks with these bytes, oldest first
-        self.cached_block_hashes_by_block: dict[
-            int, set[bytes]
-        ] = {}  # further hashes of a block: there are none here
-        self._all_first, self._permute = (
-            "reuse-freed-first" in policies,
-            "permute-blocks" in policies,
-        )
+        # Hash with group -> blocks with these bytes, oldest first.
+        self.cached_block_hash_to_block = BlockHashToBlockMap()
+        # Further hashes of a block: always empty here.
+        self.cached_block_hashes_by_block: dict[int, set[bytes]] = {}
+        self._all_first = "reuse-freed-first" in policies
+        self._permute = "permute-blocks" in policies
 
     def get_num_free_blocks(self) -> int:
-        """Blocks that can be handed out, hashed ones included."""
+        """Return the number of blocks that can be allocated, hashed ones included."""
         return self.free_block_queue.num_free_blocks
 
     def get_cached_block(
         self, block_hash: bytes, kv_cache_group_ids: Sequence[int] = (0,)
     ) -> list[KVCacheBlock] | None:
-        """The oldest cached block with this hash, in a list, or None. State is not changed."""
+        """Return the oldest cached block with this hash, in a list, or None. Changes nothing."""
         found = self.cached_block_hash_to_block.get_one_block(
             make_block_hash_with_group_id(block_hash, kv_cache_group_ids[0])
         )
         return [found] if found else None
 
     def is_cached(self, block: KVCacheBlock) -> bool:
-        """Whether the prefix cache has this very block under its hash."""
+        """Return whether the prefix cache has this very block under its hash."""
         same = self.cached_block_hash_to_block._cache.get(block.block_hash)
         return block is (same.get(block.block_id) if isinstance(same, dict) else same)
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
-        """Take `num_blocks` free blocks, each held once and without a hash. ValueError if there are not enough."""
-        if num_blocks > (free := self.get_num_free_blocks()):
+        """Allocate `num_blocks` free blocks, each held once and without a hash.
+
+        ValueError if fewer are free.
+        """
+        free = self.get_num_free_blocks()
+        if num_blocks > free:
             raise ValueError(f"{num_blocks} blocks wanted, {free} are free")
         taken = [self.free_block_queue.popleft() for _ in range(num_blocks)]
         for block in taken:
@@ -90,7 +98,7 @@ class BlockPool:
         return taken[::-1] if self._permute else taken
 
     def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Hold these blocks once more; free ones leave the queue with their hash."""
+        """Hold these blocks once more; free ones leave the queue and keep their hash."""
         for block in blocks:
             if block.ref_cnt == 0 and not block.is_null:
                 self.free_block_queue.remove(block)
@@ -126,13 +134,14 @@ class BlockPool:
             self.cached_block_hash_to_block.insert(key, blocks[i])
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
-        """Forget the hashes of these blocks; who holds them keeps holding them."""
+        """Forget the hashes of these blocks; their holders keep them."""
         for block_id in block_ids:
             self._evict(self.blocks[block_id])
 
     def _evict(self, block: KVCacheBlock) -> None:
-        """Take a block out of the prefix cache, if it is in."""
-        if (key := block.block_hash) is not None:
+        """Remove a block from the prefix cache, if it is in it."""
+        key = block.block_hash
+        if key is not None:
             self.cached_block_hash_to_block.pop(key, block.block_id)
             block.reset_hash()
 

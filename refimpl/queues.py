@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The waiting queue: first come first served, or by priority."""
+"""The waiting queue: first come, first served, or by priority."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from vllm.v1.request import Request
 
 
 class WaitingQueue(deque[Request]):
-    """Requests that wait, the next one first. With `priority`, the order is the requests' own (priority, arrival, id)."""
+    """Waiting requests, the next one first.
+
+    With `priority`, they are in the requests' own order: priority, arrival, id.
+    """
 
     def __init__(self, priority: bool) -> None:
         super().__init__()
@@ -18,14 +21,20 @@ class WaitingQueue(deque[Request]):
 
     def add_request(self, request: Request) -> None:
         """Queue a request behind its equals."""
-        insort(self, request) if self._priority else self.append(request)
+        if self._priority:
+            insort(self, request)
+        else:
+            self.append(request)
 
     def prepend_requests(self, requests: list[Request]) -> None:
         """Put requests back in front, in their own order."""
         for request in reversed(requests):
-            insort(self, request) if self._priority else self.appendleft(request)
+            if self._priority:
+                insort(self, request)
+            else:
+                self.appendleft(request)
 
     def remove_requests(self, requests: set[Request]) -> None:
-        """Drop these requests, wherever they are."""
+        """Remove these requests from the queue, if they are in it."""
         for request in requests.intersection(self):
             self.remove(request)

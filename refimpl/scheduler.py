@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference scheduler: a small, executable definition of how an engine schedules requests and calls a connector's scheduler half."""
+"""The reference scheduler: an executable definition of an engine's scheduling.
+
+It defines how requests are scheduled, and when the connector's scheduler half is called.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +19,24 @@ from kvconform.refimpl.step import Step, build_output
 
 
 class ReferenceScheduler(Engine):
-    """Schedules requests over one KV cache group and calls the connector where vLLM 0.32 does, in the same order with the same arguments.
+    """A scheduler of requests over one KV cache group.
 
-    `schedule` decides a step, `update_from_output` lands it; with asynchronous scheduling any number of steps may be between the two,
-    landed in order. C, P and N are explained in engine.py.
+    It calls the connector where vLLM 0.32 does, in the same order and with the same arguments.
+    `schedule` decides a step, `update_from_output` lands it. With asynchronous scheduling, any
+    number of steps may be in flight between the two; they land in order. C, P and N are explained
+    in engine.py.
     """
 
     def schedule(self) -> SchedulerOutput:
-        """Decide the next step: running requests first, then, unless somebody was preempted, waiting ones. C of each advances here."""
-        step = Step(
-            self.settings.token_budget if self.pause_level < 2 else 0,
-            self.settings.input_budget,
-            self._long_prefill(),
-        )
+        """Decide the next step, and advance C of the requests in it.
+
+        Running requests come first. Waiting requests are admitted unless a request was preempted.
+        """
+        is_paused = self.pause_level >= 2
+        token_budget = 0 if is_paused else self.settings.token_budget
+        step = Step(token_budget, self.settings.input_budget, self._long_prefill())
         self._schedule_running(step)
-        if not step.preempted and not self.preempted_between_steps and self.pause_level < 2:
+        if not step.preempted and not self.preempted_between_steps and not is_paused:
             admit_waiting(self, step)
         self.preempted_between_steps = False
 
@@ -42,22 +48,25 @@ class ReferenceScheduler(Engine):
         return output
 
     def _long_prefill(self) -> int:
-        """The longest chunk (tokens) that leaves something for the others; 0: no limit, as for a request that is alone."""
-        settings, count = (
-            self.settings,
-            len(self.running) + len(self.waiting) + len(self.kv_holding_waiting),
-        )
+        """Return the longest prefill chunk of this step, in tokens; 0: no limit.
+
+        The limit leaves budget for other requests, so there is none for a single request.
+        """
+        settings = self.settings
+        count = len(self.running) + len(self.waiting) + len(self.kv_holding_waiting)
         if not settings.long_prefill or (count <= 1 and "split-prefill" not in settings.policies):
             return 0
-        return (
-            max(settings.long_prefill, settings.input_budget // count)
-            if settings.long_prefill_adaptive
-            else settings.long_prefill
-        )
+        if settings.long_prefill_adaptive:
+            return max(settings.long_prefill, settings.input_budget // count)
+        return settings.long_prefill
 
     def _schedule_running(self, step: Step) -> None:
-        """Give every running request its next tokens, in order, preempting from the end of the list when memory is short."""
-        draft_slots, index = self.settings.draft_slots, 0
+        """Give every running request its next tokens, in order.
+
+        When memory is short, requests are preempted, by default from the end of the list.
+        """
+        draft_slots = self.settings.draft_slots
+        index = 0
         while (
             index < len(self.running) and step.token_budget > 0 and step.input_budget > draft_slots
         ):
@@ -70,9 +79,8 @@ class ReferenceScheduler(Engine):
             if blocks is None:
                 break
             if step.preempted:
-                index = (
-                    self.running.index(request) + 1
-                )  # with priorities, a victim may have stood before it
+                # With priorities, a victim may have been before it in the list.
+                index = self.running.index(request) + 1
             step.running.append(request)
             step.has_prefill |= request.is_prefill_chunk
             step.take(request.request_id, blocks, new_tokens, draft_slots)
@@ -88,13 +96,12 @@ class ReferenceScheduler(Engine):
                 request.spec_token_ids = []
 
     def _next_tokens(self, request: Request, step: Step) -> int:
-        """How many tokens a running request may have now; 0 or less if none."""
-        computed, placeholders = request.num_computed_tokens, request.num_output_placeholders
-        if (
-            placeholders
-            and computed + 2 - placeholders >= request.num_prompt_tokens + request.max_tokens
-        ):
-            return 0  # what is in flight reaches max_tokens even if every draft is rejected
+        """Return how many tokens a running request may compute now; 0 or less if none."""
+        computed = request.num_computed_tokens
+        placeholders = request.num_output_placeholders
+        most_tokens = request.num_prompt_tokens + request.max_tokens
+        if placeholders and computed + 2 - placeholders >= most_tokens:
+            return 0  # the steps in flight reach max_tokens even if every draft is rejected
         tokens = request.num_tokens_with_spec + placeholders - computed
         if 0 < step.long_prefill < tokens:
             tokens = step.long_prefill
@@ -106,22 +113,21 @@ class ReferenceScheduler(Engine):
         )
 
     def _allocate(self, request: Request, new_tokens: int, step: Step) -> KVCacheBlocks | None:
-        """Slots for a running request, preempting others until there is room. None: it cannot run in this step, nor can those behind it."""
-        lookahead = self.settings.num_lookahead
-        while (
-            blocks := self.kv_cache_manager.allocate_slots(
-                request, new_tokens, num_lookahead_tokens=lookahead
+        """Allocate slots for a running request, preempting others until there is room.
+
+        None if it cannot run in this step; then the requests behind it do not run either.
+        """
+        while True:
+            blocks = self.kv_cache_manager.allocate_slots(
+                request, new_tokens, num_lookahead_tokens=self.settings.num_lookahead
             )
-        ) is None:
+            if blocks is not None:
+                return blocks
             if self.connector is not None and self.connector.has_pending_block_frees():
                 return None
-            victim = (
-                max(self.running, key=lambda r: (r.priority, r.arrival_time))
-                if self.settings.priority
-                else self.running[-1]
-            )
+            victim = self._victim()
             if not self.frees_at_once(victim):
-                return None  # its blocks would come back too late: let its step land first (R160)
+                return None  # its blocks would be freed too late: let its step land first (R160)
             self.running.remove(victim)
             if victim in step.running:
                 step.give_back(victim, self.settings.draft_slots)
@@ -129,17 +135,27 @@ class ReferenceScheduler(Engine):
             step.preempted.append(victim)
             if victim is request:
                 return None
-        return blocks
+
+    def _victim(self) -> Request:
+        """Return the running request to preempt next."""
+        if self.settings.priority:
+            return max(self.running, key=lambda r: (r.priority, r.arrival_time))
+        return self.running[-1]
 
     def _advance(self, output: SchedulerOutput) -> None:
-        """Count the step as computed, before it ran. Asynchronous: the token that it will sample, and its drafts, become placeholders."""
+        """Count the step as computed, before it has run.
+
+        With asynchronous scheduling, the token that it will sample and its drafts become
+        placeholders.
+        """
         if self.settings.defer_frees and output.total_num_scheduled_tokens:
             self.scheduled_steps += 1
-        is_async, drafts = self.settings.is_async, output.scheduled_spec_decode_tokens
+        drafts = output.scheduled_spec_decode_tokens
         placeholder_drafts = [-1] * self.num_spec_tokens
         scheduled: dict[str, Request] = {}
         for request_id, tokens in output.num_scheduled_tokens.items():
-            request = scheduled[request_id] = self.requests[request_id]
+            request = self.requests[request_id]
+            scheduled[request_id] = request
             request.num_computed_tokens += tokens
             request.num_in_flight_tokens += tokens
             request.last_sched_seq = self.scheduled_steps
@@ -149,7 +165,7 @@ class ReferenceScheduler(Engine):
             if request.is_prefill_chunk:
                 continue
             self.inflight_prefills.discard(request)
-            if is_async:
+            if self.settings.is_async:
                 request.num_output_placeholders += 1 + len(drafts.get(request_id, ()))
                 request.spec_token_ids = placeholder_drafts
         self.in_flight[id(output)] = (output, scheduled)
@@ -159,11 +175,14 @@ class ReferenceScheduler(Engine):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Land a step: the tokens that it sampled, the drafts that it rejected, the transfers that finished or failed."""
+        """Land the oldest step in flight: see `output.land`."""
         return land(self, scheduler_output, model_runner_output)
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        """Drafts for the next step (synchronous scheduling); ignored for requests that are gone or in the middle of their prompt."""
+        """Set the drafts for the next step (synchronous scheduling).
+
+        Ignored for requests that are finished or in the middle of their prompt.
+        """
         for request_id, drafts in zip(
             draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True
         ):

@@ -15,7 +15,11 @@ from kvconform.refimpl.engine import Engine
 
 @dataclass(slots=True)
 class Step:
-    """What is decided so far: who runs, with how many tokens and which new blocks, and what is left of the budgets (tokens)."""
+    """A step under construction: its requests, their tokens and new blocks, the budgets left.
+
+    Budgets are in tokens. `tokens`, `blocks` and `drafts` are by request id. `blocks` are the new
+    ones at the end of the table; for new and resumed requests, the whole table.
+    """
 
     token_budget: int
     input_budget: int
@@ -25,9 +29,7 @@ class Step:
     resumed: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     tokens: dict[str, int] = field(default_factory=dict)
-    blocks: dict[str, KVCacheBlocks] = field(
-        default_factory=dict
-    )  # new at the end of the table; the whole table for new and resumed
+    blocks: dict[str, KVCacheBlocks] = field(default_factory=dict)
     drafts: dict[str, list[int]] = field(default_factory=dict)
     has_prefill: bool = False
     has_sync_loads: bool = False
@@ -35,13 +37,14 @@ class Step:
     def take(
         self, request_id: str, blocks: KVCacheBlocks, new_tokens: int, draft_slots: int
     ) -> None:
-        """Book tokens and blocks."""
-        self.tokens[request_id], self.blocks[request_id] = new_tokens, blocks
+        """Enter a request's tokens and blocks, and deduct them from the budgets."""
+        self.tokens[request_id] = new_tokens
+        self.blocks[request_id] = blocks
         self.token_budget -= new_tokens
         self.input_budget -= new_tokens + draft_slots
 
     def give_back(self, request: Request, draft_slots: int) -> None:
-        """Take a request that was scheduled in this step out of it again."""
+        """Remove a running request that was already scheduled in this step."""
         self.running.remove(request)
         tokens = self.tokens.pop(request.request_id)
         self.token_budget += tokens
@@ -51,41 +54,28 @@ class Step:
 
 
 def build_output(engine: Engine, step: Step) -> SchedulerOutput:
-    """The step as vLLM's SchedulerOutput, without the connector's metadata. Computed tokens are those before the step (R058)."""
-    v2, manager, before = engine.settings.v2, engine.kv_cache_manager, engine.scheduled_before
+    """Return the step as vLLM's SchedulerOutput, without the connector's metadata.
+
+    Computed tokens are those before the step (R058).
+    """
+    v2 = engine.settings.v2
+    manager = engine.kv_cache_manager
     if "reverse-batch" in engine.settings.policies:
         for requests in (step.running, step.new, step.resumed):
             requests.reverse()
         step.tokens = dict(reversed(step.tokens.items()))
     # Model runner V2 gets a resumed request as if it were new, with all its tokens (R062).
     new = step.new + step.resumed if v2 else step.new
-    cached = step.running if v2 else step.running + step.resumed
-    added = [step.blocks[request.request_id] for request in cached]
     output = make_scheduler_output(
         scheduled_new_reqs=[
             new_request_data(
-                r, step.blocks[r.request_id].get_block_ids(), r._all_token_ids if v2 else None
+                request,
+                step.blocks[request.request_id].get_block_ids(),
+                request._all_token_ids if v2 else None,
             )
-            for r in new
+            for request in new
         ],
-        scheduled_cached_reqs=CachedRequestData(
-            req_ids=[request.request_id for request in cached],
-            resumed_req_ids=set() if v2 else {request.request_id for request in step.resumed},
-            new_token_ids=[],
-            all_token_ids={}
-            if v2
-            else {
-                r.request_id: r.all_token_ids.copy() for r in cached if r.request_id not in before
-            },
-            new_block_ids=[
-                None if blocks is manager.empty_kv_cache_blocks else blocks.get_block_ids()
-                for blocks in added
-            ],
-            num_computed_tokens=[request.num_computed_tokens for request in cached],
-            num_output_tokens=[
-                request.num_output_tokens + request.num_output_placeholders for request in cached
-            ],
-        ),
+        scheduled_cached_reqs=_cached_requests(engine, step),
         num_scheduled_tokens=step.tokens,
         total_num_scheduled_tokens=sum(step.tokens.values()),
         scheduled_spec_decode_tokens=step.drafts,
@@ -100,3 +90,32 @@ def build_output(engine: Engine, step: Step) -> SchedulerOutput:
     if engine.connector is not None:
         output.kv_connector_block_state = block_state(set(step.tokens), manager.get_block_ids)
     return output
+
+
+def _cached_requests(engine: Engine, step: Step) -> CachedRequestData:
+    """Return the part of the output about requests that the workers already know."""
+    v2 = engine.settings.v2
+    cached = step.running if v2 else step.running + step.resumed
+    nothing = engine.kv_cache_manager.empty_kv_cache_blocks
+    added = [step.blocks[request.request_id] for request in cached]
+    resumed: set[str] = set()
+    all_token_ids: dict[str, list[int]] = {}
+    if not v2:
+        resumed = {request.request_id for request in step.resumed}
+        # For connectors: the tokens of the requests that were not in the last step.
+        all_token_ids = {
+            request.request_id: request.all_token_ids.copy()
+            for request in cached
+            if request.request_id not in engine.scheduled_before
+        }
+    return CachedRequestData(
+        req_ids=[request.request_id for request in cached],
+        resumed_req_ids=resumed,
+        new_token_ids=[],
+        all_token_ids=all_token_ids,
+        new_block_ids=[None if blocks is nothing else blocks.get_block_ids() for blocks in added],
+        num_computed_tokens=[request.num_computed_tokens for request in cached],
+        num_output_tokens=[
+            request.num_output_tokens + request.num_output_placeholders for request in cached
+        ],
+    )

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where chunks live: a dictionary shared within one process, or a directory shared between processes and restarts.
+"""Stores of chunks: in memory, within one process, or in a directory, across processes.
 
-A chunk is stored layer by layer and counts as present only once every rank committed its shard, so nobody sees half of one.
-``reset`` starts a new epoch: a store still under way belongs to the old one and never becomes visible.
+A chunk is stored layer by layer. It is present only when every rank has committed its shard, so a
+reader never sees an incomplete chunk. `reset` starts a new epoch: writes that are still under way
+belong to the old epoch and never become visible.
 """
 
 from __future__ import annotations
@@ -18,47 +19,53 @@ from urllib.parse import quote
 
 
 class Store(Protocol):
+    """A store as one rank sees it: chunks by key, of each the layers of this rank's shard."""
+
     def epoch(self) -> int:
-        """The current epoch: how often the store was emptied."""
+        """Return the current epoch: how often the store was emptied."""
 
     def reset(self) -> None:
-        """Forget every chunk, including those whose store has not been committed yet."""
+        """Forget every chunk, including those that are not committed yet."""
 
     def put(self, epoch: int, key: str, layer: str, data: bytes) -> None:
-        """Keep one layer of a chunk; invisible until ``commit``."""
+        """Store one layer of a chunk; it is invisible until `commit`."""
 
     def commit(self, epoch: int, key: str) -> None:
-        """All layers of this rank are there; when the other ranks' are too, lookups see the chunk."""
+        """Mark this rank's shard as complete; the chunk is visible when all ranks have done so."""
 
     def has(self, key: str) -> bool:
-        """Whether all of the chunk can be read now."""
+        """Return whether the whole chunk can be read now."""
 
     def get(self, key: str, layer: str) -> bytes | None:
-        """One layer of this rank's shard, None when it is gone."""
+        """Return one layer of this rank's shard; None if it is gone."""
 
     def drop(self, key: str) -> None:
-        """Forget one chunk, if it is there."""
+        """Forget one chunk, if it is present."""
 
     def keys(self) -> Iterator[str]:
-        """The committed chunks."""
+        """Return the keys of the committed chunks."""
 
 
 class MemoryStore:
-    """Chunks in dictionaries that all stores of one name share: both halves of a connector in one process, and its ranks, find each
-    other."""
+    """Chunks in dictionaries that all stores of the same name share.
+
+    So the halves and the ranks of a connector find each other within one process.
+    """
 
     _named: ClassVar[dict[str, _Shelf]] = {}
 
     def __init__(self, name: str, rank: int = 0, world: int = 1) -> None:
         self._shelf = self._named.setdefault(name, _Shelf())
-        self._rank, self._ranks = rank, set(range(world))
+        self._rank = rank
+        self._ranks = set(range(world))
 
     def epoch(self) -> int:
         return self._shelf.epoch
 
     def reset(self) -> None:
-        shelf = self._shelf
-        shelf.epoch, shelf.data, shelf.committed = shelf.epoch + 1, {}, {}
+        self._shelf.epoch += 1
+        self._shelf.data = {}
+        self._shelf.committed = {}
 
     def put(self, epoch: int, key: str, layer: str, data: bytes) -> None:
         if epoch == self._shelf.epoch:
@@ -86,25 +93,29 @@ class MemoryStore:
 
 @dataclass
 class _Shelf:
+    """The contents of a memory store: data by (chunk, rank, layer), committed ranks by chunk."""
+
     epoch: int = 0
-    data: dict[tuple[str, int, str], bytes] = field(default_factory=dict)  # by chunk, rank, layer
-    committed: dict[str, set[int]] = field(default_factory=dict)  # chunk to ranks
+    data: dict[tuple[str, int, str], bytes] = field(default_factory=dict)
+    committed: dict[str, set[int]] = field(default_factory=dict)
 
 
 class DirectoryStore:
-    """One file per chunk, rank and layer, ``<root>/<epoch>/<key>/<rank>.<layer>.kv``; a rank's file ``<rank>.complete`` commits its
-    shard."""
+    """One file per chunk, rank and layer: `<root>/<epoch>/<key>/<rank>.<layer>.kv`.
+
+    A file `<rank>.complete` commits the rank's shard.
+    """
 
     def __init__(self, root: Path, rank: int = 0, world: int = 1) -> None:
-        self._root, self._rank, self._ranks = (
-            str(root),
-            rank,
-            range(world),
-        )  # text: every hook asks for something here
+        # Paths are strings, not `Path`: every hook of the connector needs some.
+        self._root = str(root)
+        self._rank = rank
+        self._ranks = range(world)
         self._epoch = f"{root}/epoch"
 
     def epoch(self) -> int:
-        if not os.path.exists(self._epoch):  # a hundred times more often than not
+        # Only a reset writes the file, so usually there is none.
+        if not os.path.exists(self._epoch):
             return 0
         return int(Path(self._epoch).read_text())
 
@@ -124,29 +135,23 @@ class DirectoryStore:
         return all(os.path.exists(f"{chunk}/{rank}.complete") for rank in self._ranks)
 
     def get(self, key: str, layer: str) -> bytes | None:
+        if not self.has(key):
+            return None
         try:
-            return (
-                Path(self._chunk(self.epoch(), key), self._file(layer)).read_bytes()
-                if self.has(key)
-                else None
-            )
+            return Path(self._chunk(self.epoch(), key), self._file(layer)).read_bytes()
         except FileNotFoundError:
             return None
 
     def drop(self, key: str) -> None:
         chunk = self._chunk(self.epoch(), key)
-        for rank in self._ranks:  # first: nobody may find a chunk that is going away
+        # First, so that no lookup finds the chunk while its files are being removed.
+        for rank in self._ranks:
             Path(f"{chunk}/{rank}.complete").unlink(missing_ok=True)
         shutil.rmtree(chunk, ignore_errors=True)
 
     def keys(self) -> Iterator[str]:
-        return iter(
-            sorted(
-                path.name
-                for path in Path(self._root, str(self.epoch())).glob("*")
-                if self.has(path.name)
-            )
-        )
+        names = [path.name for path in Path(self._root, str(self.epoch())).glob("*")]
+        return iter(sorted(filter(self.has, names)))
 
     def _chunk(self, epoch: int, key: str) -> str:
         return f"{self._root}/{epoch}/{key}"
@@ -155,18 +160,25 @@ class DirectoryStore:
         return f"{self._rank}.{quote(layer, safe='')}.kv"
 
     def _keep(self, epoch: int, path: str, data: bytes) -> None:
-        """Write, unless the epoch is over. It may end at any moment: then the directory goes, and what was half written with it."""
+        """Write a file, unless the epoch is over.
+
+        The epoch may end at any moment; then its directory is removed, with unfinished files.
+        """
         if epoch != self.epoch():
             return
         try:
             self._write(path, data)
-        except (FileNotFoundError, FileExistsError):  # the second: it was there for a moment only
+        except (FileNotFoundError, FileExistsError):
+            # Either may come from a directory that is removed meanwhile.
             if epoch == self.epoch():
                 raise
 
     @staticmethod
     def _write(path: str, data: bytes) -> None:
-        """Atomic: a reader sees the old file or the new one. The ids of process and thread keep two writers of one chunk apart."""
+        """Write a file atomically: a reader sees the old file or the new one.
+
+        The ids of process and thread keep two writers of the same chunk apart.
+        """
         partial = f"{path}.{os.getpid()}.{threading.get_ident()}.partial"
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with open(partial, "wb") as file:
@@ -175,10 +187,11 @@ class DirectoryStore:
 
 
 def open_store(where: str, rank: int = 0, world: int = 1) -> Store:
-    """``memory:NAME`` or a directory; ``rank`` of ``world`` workers that each keep a shard of every chunk."""
+    """Open the store at `where`: `memory:NAME` or a directory.
+
+    `rank` is one of `world` workers that each store a shard of every chunk.
+    """
     scheme, _, name = where.partition(":")
-    return (
-        MemoryStore(name, rank, world)
-        if scheme == "memory"
-        else DirectoryStore(Path(where), rank, world)
-    )
+    if scheme == "memory":
+        return MemoryStore(name, rank, world)
+    return DirectoryStore(Path(where), rank, world)

@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference connector on CUDA: copies on streams of its own, through pinned memory, while the engine goes on computing.
+"""The reference connector on CUDA: it copies on its own streams, through pinned memory.
 
-Four waits make it correct: a save waits for the forward pass that writes what it reads; a load waits for steps that still use the
-blocks which it fills; the layer's attention waits for its load; blocks that change hands wait for the saves that still read them.
-Nothing waits on the host but the end. What lacks one of the waits is in ``refimpl/defects/streams.py``, but for the second, which
-matters to engines that hand out blocks of steps in flight (until 0.26).
+The engine computes meanwhile. Four waits make this correct:
+
+1. A save waits for the forward pass that writes what it reads.
+2. A load waits for the steps that still use the blocks which it fills.
+3. A layer's attention waits for the layer's load.
+4. The forward pass of a block's new owner waits for the saves that still read the block.
+
+The host waits only in `shutdown`. `refimpl/defects/streams.py` has connectors that lack one of the
+waits, except the second: it matters to engines that reuse blocks of steps in flight (until 0.26).
 """
 
 from __future__ import annotations
@@ -27,22 +32,33 @@ if TYPE_CHECKING:
 
 @dataclass
 class Transfer:
-    """Copies under way: ``done`` is reached when all are; ``hosts``, by chunk and layer, live until then."""
+    """Copies under way.
 
+    `done` is reached when all are done. `hosts`, the host's buffers by chunk and layer, must live
+    until then.
+    """
+
+    # Looked up at each call: the emulation of CUDA replaces torch.cuda.Event.
     done: torch.cuda.Event = field(default_factory=lambda: torch.cuda.Event())
     hosts: dict[tuple[str, str], Tensor] = field(default_factory=dict)
 
 
 @dataclass
 class Storing(Transfer):
-    """Copies of a save from the device."""
+    """Copies of a save from the device.
+
+    `save` is None for copies that do not complete their chunks, and for a save that was abandoned.
+    """
 
     epoch: int = 0
     save: Save | None = None
 
 
 class StreamedConnector(ReferenceConnector):
-    """Options as of the reference connector; ``load_delay`` and ``save_delay`` mean nothing, for copies take the time that they take."""
+    """The reference connector with asynchronous copies on CUDA streams.
+
+    It has the same options, but ignores `load_delay` and `save_delay`: copies take their own time.
+    """
 
     _load_stream: torch.cuda.Stream
     _store_stream: torch.cuda.Stream
@@ -51,32 +67,35 @@ class StreamedConnector(ReferenceConnector):
     def kvconform_capabilities(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
         return {**super().kvconform_capabilities(extra_config), "context_parallel": False}
 
-    # ---- Worker half ----
+    # -- Worker half
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         super().register_kv_caches(kv_caches)
-        self._load_stream, self._store_stream = torch.cuda.Stream(), torch.cuda.Stream()
+        self._load_stream = torch.cuda.Stream()
+        self._store_stream = torch.cuda.Stream()
         self._moving = {name: Moving(layer) for name, layer in self._layers.items()}
+        # Events of the loads that a layer's attention has to wait for.
         self._arrivals: dict[str, list[torch.cuda.Event]] = {}
         self._loads: list[tuple[Load, Transfer]] = []
         self._stores: list[Storing] = []
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Blocks may change hands now: their new owner's forward pass is queued behind the saves that still read them."""
+        """Queue the step behind the saves under way, and abandon those of dropped requests.
+
+        From now on, blocks may have a new owner.
+        """
         super().handle_preemptions(kv_connector_metadata)
         self._fence()
         if isinstance(kv_connector_metadata, ReferenceMetadata):
             for storing in self._stores:
-                if (
-                    storing.save is not None
-                    and storing.save.req in kv_connector_metadata.dropped
-                    and not storing.save.final
-                ):
-                    storing.save = (
-                        None  # KV of a request that lost its blocks half-way is worth nothing
-                    )
+                save = storing.save
+                if save is None or save.final:
+                    continue
+                if save.req in kv_connector_metadata.dropped:
+                    storing.save = None
 
     def _fence(self) -> None:
+        """Let the compute stream wait for all saves that are queued."""
         torch.cuda.current_stream().wait_stream(self._store_stream)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -101,26 +120,26 @@ class StreamedConnector(ReferenceConnector):
         return transfer
 
     def _wait_for_users(self) -> None:
+        """Let loads wait for the steps that are queued: they may use the blocks."""
         self._load_stream.wait_stream(torch.cuda.current_stream())
 
     def _fill(self, transfer: Transfer, piece: Piece, name: str) -> None:
-        dtype, row = self._layers[name].dtype, self._moving[name].row
-        data, width = self._store.get(piece.key, name), math.prod(row) * dtype.itemsize
-        wanted = (
-            b""
-            if data is None
-            else data[piece.first * width : (piece.first + len(piece.slots)) * width]
-        )
-        if len(wanted) < len(piece.slots) * width:
+        """Queue the copy of a piece into one layer, or note its blocks as failed."""
+        dtype = self._layers[name].dtype
+        row = self._moving[name].row
+        width = math.prod(row) * dtype.itemsize
+        rows = len(piece.slots)
+        data = self._store.get(piece.key, name)
+        wanted = b""
+        if data is not None:
+            wanted = data[piece.first * width : (piece.first + rows) * width]
+        if len(wanted) < rows * width:
             self._store.drop(piece.key)
             self._invalid |= piece.blocks(self._block_size)
             self._bad |= piece.blocks(self._block_size)
             return
-        host = (
-            torch.frombuffer(bytearray(wanted), dtype=torch.uint8)
-            .view(dtype)
-            .view(len(piece.slots), *row)
-        )
+        raw = torch.frombuffer(bytearray(wanted), dtype=torch.uint8)
+        host = raw.view(dtype).view(rows, *row)
         self._copy_in(transfer, piece, name, host.pin_memory())
 
     def _copy_in(self, transfer: Transfer, piece: Piece, name: str, host: Tensor) -> None:
@@ -132,10 +151,13 @@ class StreamedConnector(ReferenceConnector):
         return host.to(device, non_blocking=True)
 
     def _slots(self, transfer: Transfer, piece: Piece, device: torch.device) -> Tensor:
-        """A piece's slots on the device: as tokens of its memory, whose blocks are those of the scheduler or a whole part of them."""
-        index = transfer.hosts[piece.key, f"slots {len(transfer.hosts)}"] = torch.tensor(
-            piece.slots
-        ).pin_memory()
+        """Return a piece's slots on the device; the host's copy lives as long as the transfer.
+
+        The slots also fit a tensor whose blocks are smaller than the scheduler's: several of its
+        consecutive blocks make one.
+        """
+        index = torch.tensor(piece.slots).pin_memory()
+        transfer.hosts[piece.key, f"slots {len(transfer.hosts)}"] = index
         return index.to(device, non_blocking=True)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -153,19 +175,18 @@ class StreamedConnector(ReferenceConnector):
     def wait_for_save(self) -> None:
         metadata = self._metadata()
         if metadata is not self._saved:
-            self._copy_out(
-                metadata.epoch,
-                metadata.saves,
-                [name for name in self._layers if name not in self._hooked],
-                last=True,
-            )
+            layers = [name for name in self._layers if name not in self._hooked]
+            self._copy_out(metadata.epoch, metadata.saves, layers, last=True)
         self._hooked.clear()
         self._saved = metadata
 
     def _copy_out(
         self, epoch: int, saves: Sequence[Save], layers: Sequence[str], *, last: bool = False
     ) -> None:
-        """Queue the copies of some layers behind what the compute stream has been given so far. ``last``: the chunks are complete then."""
+        """Queue the copies of these layers behind the work queued on the compute stream.
+
+        `last`: these copies complete the chunks.
+        """
         self._wait_for_compute()
         for save in saves:
             storing = Storing(epoch=epoch, save=save if last else None)
@@ -178,16 +199,16 @@ class StreamedConnector(ReferenceConnector):
             self._stores.append(storing)
 
     def _wait_for_compute(self) -> None:
+        """Let saves wait for the forward pass that is queued."""
         self._store_stream.wait_stream(torch.cuda.current_stream())
 
     def _download(self, storing: Storing, piece: Piece, name: str, rows: Tensor) -> None:
-        host = storing.hosts[piece.key, name] = torch.empty(
-            rows.shape, dtype=rows.dtype, pin_memory=True
-        )
+        host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+        storing.hosts[piece.key, name] = host
         host.copy_(rows, non_blocking=True)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Reports what has arrived, and asks no more than whether it has: the step is not held up."""
+        """Report the transfers that are done. Only polls them: the step is not delayed."""
         while self._stores and self._has_ended(self._stores[0]):
             self._commit(self._stores.pop(0))
         loaded = [load for load, transfer in self._loads if self._has_ended(transfer)]
@@ -199,12 +220,15 @@ class StreamedConnector(ReferenceConnector):
         return transfer.done.query()
 
     def _commit(self, storing: Storing) -> None:
-        """In the order of the copies: the layers that hooks copied come before the rest, which completes the chunk."""
+        """Store what was copied, and commit the chunks if these copies complete them.
+
+        Called in the order of the copies: the layers that hooks copied come before the others.
+        """
         for (key, name), host in storing.hosts.items():
-            if name in self._layers:
-                self._store.put(
-                    storing.epoch, key, name, host.contiguous().view(torch.uint8).numpy().tobytes()
-                )
+            is_layer = name in self._layers  # else it is a tensor of slots
+            if is_layer:
+                data = host.contiguous().view(torch.uint8).numpy().tobytes()
+                self._store.put(storing.epoch, key, name, data)
         if storing.save is None:
             return
         for piece in storing.save.pieces if self._is_sound(storing.save) else ():
@@ -213,9 +237,11 @@ class StreamedConnector(ReferenceConnector):
             self._sent.add(storing.save.req)
 
     def shutdown(self) -> None:
-        """Transfers under way are abandoned, but not while they use memory that goes away."""
+        """Abandon all transfers, after their copies are done: the memory is about to be freed."""
         if self._layers:
             self._load_stream.synchronize()
             self._store_stream.synchronize()
-            self._stores, self._loads, self._arrivals = [], [], {}
+            self._stores = []
+            self._loads = []
+            self._arrivals = {}
         super().shutdown()

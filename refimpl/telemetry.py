@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a connector tells others about itself: KV events, statistics, metrics, handshake metadata. None of it moves KV.
+"""Reports of the reference connector: KV events, statistics, metrics and handshake metadata.
 
-A chunk is announced once it can be loaded, not when it is planned, and withdrawn when a lookup finds it gone.
+A chunk is announced when it can be loaded, not when its save is planned. It is withdrawn when a
+lookup finds it gone.
 """
 
 from __future__ import annotations
@@ -42,11 +43,9 @@ class ReferenceStats(KVConnectorStats):
         self.data.clear()
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        names = {**self.data, **other.data}
         return ReferenceStats(
-            {
-                name: self.data.get(name, 0) + other.data.get(name, 0)
-                for name in {**self.data, **other.data}
-            }
+            {name: self.data.get(name, 0) + other.data.get(name, 0) for name in names}
         )
 
     def reduce(self) -> dict[str, int | float]:
@@ -57,7 +56,11 @@ class ReferenceStats(KVConnectorStats):
 
 
 class ReferenceMetrics(KVConnectorPromMetrics):
-    """One counter per statistic, made when it is first seen."""
+    """One counter per statistic, created when the statistic is first seen."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._counters: dict[str, Counter] = {}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for name, count in transfer_stats_data.items():
@@ -67,21 +70,17 @@ class ReferenceMetrics(KVConnectorPromMetrics):
                 )
             self._counters[name].labels(*self.per_engine_labelvalues[engine_idx]).inc(count)
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._counters: dict[str, Counter] = {}
-
 
 @dataclass
 class ReferenceHandshake(KVConnectorHandshakeMetadata):
-    """Where a peer finds this rank's shards."""
+    """The store in which a peer finds this rank's shards."""
 
     store: str
 
 
 @dataclass
 class _Chunk:
-    """A chunk that is stored or about to be, as an event describes it."""
+    """The event data of a chunk that is stored or about to be stored."""
 
     hashes: list[Any]
     parent: Any
@@ -89,12 +88,11 @@ class _Chunk:
     lora: Any
 
     def stored(self) -> BlockStored:
-        """The event; older releases know an adapter by its number only."""
-        name = (
-            {"lora_name": self.lora and self.lora.lora_name}
-            if "lora_name" in BlockStored.__struct_fields__
-            else {}
-        )
+        """Return the event that announces the chunk."""
+        name: dict[str, Any] = {}
+        # Older releases identify an adapter only by its number.
+        if "lora_name" in BlockStored.__struct_fields__:
+            name["lora_name"] = self.lora and self.lora.lora_name
         number = self.lora and self.lora.lora_int_id
         return BlockStored(
             block_hashes=self.hashes,
@@ -108,7 +106,10 @@ class _Chunk:
 
 
 class Telemetry(KVConnectorBase_V1):
-    """The reference connector's part that only talks. Chunks that are no whole number of hashed blocks are not announced."""
+    """The reporting part of the reference connector.
+
+    Chunks that are not a whole number of hashed blocks are not announced.
+    """
 
     options: Options
     _store: Store
@@ -123,29 +124,29 @@ class Telemetry(KVConnectorBase_V1):
         self._peers: dict[tuple[int, int], KVConnectorHandshakeMetadata] = {}
 
     def _expect(self, tracked: Tracked, pieces: Sequence[Piece]) -> bool:
-        """Scheduler half: these chunks are going to be stored. Whether there are any."""
-        request, chunk = tracked.request, self.options.chunk_tokens
+        """Remember chunks that will be stored; return whether there are any. Scheduler half."""
+        request = tracked.request
+        chunk = self.options.chunk_tokens
         size = Share.of(self._vllm_config).block_size
         self._notice_reset()
         if pieces and chunk % size == 0:
             numbers = {key: index for index, key in enumerate(tracked.keys)}
             for piece in pieces:
                 start = numbers[piece.key] * chunk
-                if len(request.block_hashes) * size < start + chunk:
-                    break  # the engine hashes blocks only where somebody wants hashes
-                ends = [
-                    maybe_convert_block_hash(request.block_hashes[at // size - 1])
-                    for at in (start, start + chunk)
-                    if at
-                ]
-                tokens = list(request.all_token_ids[start : start + chunk])
-                self._planned[piece.key] = _Chunk(
-                    ends[-1:], ends[0] if start else None, tokens, request.lora_request
-                )
+                end = start + chunk
+                if len(request.block_hashes) * size < end:
+                    break  # the engine hashes blocks only if a component needs the hashes
+                # The hash of a chunk is the hash of its last block.
+                last = maybe_convert_block_hash(request.block_hashes[end // size - 1])
+                parent = None
+                if start:
+                    parent = maybe_convert_block_hash(request.block_hashes[start // size - 1])
+                tokens = list(request.all_token_ids[start:end])
+                self._planned[piece.key] = _Chunk([last], parent, tokens, request.lora_request)
         return bool(pieces)
 
     def _notice_reset(self) -> None:
-        """Scheduler half: forget what was planned and announced before the store was emptied."""
+        """Forget what was planned and announced before the store was emptied. Scheduler half."""
         if self._store.epoch() != self._events_epoch:
             self._events_epoch = self._store.epoch()
             self._planned.clear()
@@ -153,21 +154,24 @@ class Telemetry(KVConnectorBase_V1):
             self._events.append(AllBlocksCleared())
 
     def _withdraw(self, keys: Iterable[str]) -> None:
-        """Scheduler half: a lookup found the first of these chunks gone; those that were announced are taken back if gone, too."""
+        """Withdraw the announced chunks among these that are gone. Scheduler half.
+
+        Called when a lookup has found the first of them gone.
+        """
         for key in keys:
             if key in self._announced and not self._store.has(key):
-                self._events.append(
-                    BlockRemoved(block_hashes=self._announced.pop(key).hashes, medium=MEDIUM)
-                )
+                chunk = self._announced.pop(key)
+                self._events.append(BlockRemoved(block_hashes=chunk.hashes, medium=MEDIUM))
                 self._count("chunks_removed")
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         self._notice_reset()
         for key in [key for key in self._planned if self._store.has(key)]:
-            chunk = self._announced[key] = self._planned.pop(key)
+            chunk = self._planned.pop(key)
+            self._announced[key] = chunk
             self._events.append(chunk.stored())
             self._count("chunks_stored")
-            chunk.tokens = []
+            chunk.tokens = []  # not needed to withdraw it
         taken, self._events = self._events, []
         return taken
 
@@ -175,7 +179,10 @@ class Telemetry(KVConnectorBase_V1):
         self._counts[name] = self._counts.get(name, 0) + by
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Of either half; a new object each time, for the engine adds others to it."""
+        """Return the counts since the last call, of either half.
+
+        A new object each time: the engine aggregates others into it.
+        """
         counts, self._counts = self._counts, {}
         return ReferenceStats(counts) if counts else None
 
@@ -193,21 +200,23 @@ class Telemetry(KVConnectorBase_V1):
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
-        for name, moves in (
-            ("chunks_read", connector_metadata.loads),
-            ("chunks_written", connector_metadata.saves),
-        ):
-            pieces = sum(len(move.pieces) for move in moves)
-            if pieces:
-                self._count(name, pieces)
+        read = sum(len(load.pieces) for load in connector_metadata.loads)
+        if read:
+            self._count("chunks_read", read)
+        written = sum(len(save.pieces) for save in connector_metadata.saves)
+        if written:
+            self._count("chunks_written", written)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return (
-            ReferenceHandshake(self.options.store) if self.role == KVConnectorRole.WORKER else None
-        )
+        if self.role != KVConnectorRole.WORKER:
+            return None
+        return ReferenceHandshake(self.options.store)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """After the start, and again after a sleep; empty where the workers have nothing to say."""
+        """Take note of the workers' handshake metadata.
+
+        Called after the start, and again after a sleep; empty if the workers have none.
+        """
         self._peers = dict(metadata)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler half remembers of a request, and how it reads a step's output."""
+"""Records of requests in the scheduler half, and the parts of a step's output that it reads."""
 
 from __future__ import annotations
 
@@ -14,31 +14,34 @@ if TYPE_CHECKING:
 
 @dataclass
 class Tracked:
-    """A request that has blocks, as the scheduler half sees it.
-
-    ``saved``: its first ``saved`` chunks need no further thought; a boundary, not a count of stores. ``first``: the first chunk
-    that may be stored at all. ``fresh``: admitted since the last metadata was built. ``planned``: has had saves. ``outdated``: the
-    store was emptied since its admission. ``tables``: one per KV cache group, for those who support several.
-    """
+    """A request that has blocks, as the scheduler half sees it."""
 
     request: Request
     table: list[int]
+    """The ids of its blocks."""
     saved: int = 0
+    """The chunks before this one are settled: saved, or not to be saved."""
     first: int = 0
+    """The first chunk that may be saved."""
     fresh: bool = True
+    """It was admitted since the last metadata was built."""
     planned: bool = False
+    """A save was planned for it."""
     outdated: bool = False
+    """The store was emptied since its admission."""
     keys: list[str] = field(default_factory=list)
+    """The keys of its whole chunks, as far as they were needed."""
     tables: list[list[int]] = field(default_factory=list)
+    """Block ids per KV cache group, in connectors that support several groups."""
 
 
 def scheduled(
     output: SchedulerOutput,
 ) -> Iterator[tuple[str, int, Sequence[Sequence[int]] | None, bool]]:
-    """(request, C, block ids, whether they replace its table) of all requests of a step.
+    """Yield (request id, C, new block ids, whether they replace its table) per request of a step.
 
-    A *new* entry may be a request that resumes (model runner V2); a cached one may come without blocks in the very step that
-    completes a chunk.
+    A "new" entry may be a request that resumes after a preemption (model runner V2). A cached entry
+    may have no new blocks even in the step that completes a chunk.
     """
     for new in output.scheduled_new_reqs:
         yield new.req_id, new.num_computed_tokens, new.block_ids, True
@@ -50,5 +53,5 @@ def scheduled(
 
 
 def first_group(block_ids: Sequence[Sequence[int]]) -> list[int]:
-    """A list of our own: those of the engine are shared and change."""
+    """Return a copy of the first group's block ids: the engine shares and changes its lists."""
     return list(block_ids[0]) if block_ids else []

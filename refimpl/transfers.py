@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the connector reports after a step: failed loads, finished loads, finished sends."""
+"""Reports of the connector after a step: failed loads, finished loads, finished sends."""
 
 from __future__ import annotations
 
@@ -16,39 +16,38 @@ LOADING = RequestStatus.WAITING_FOR_REMOTE_KVS
 def failed_loads(
     engine: Engine, reported: KVConnectorOutput, scheduled: dict[str, int]
 ) -> set[str]:
-    """Cut back every request that a failed load touches. Returns the ids whose output of this step does not count.
+    """Cut back every request that a failed load touches.
 
-    With the policy "recompute", C falls to the last good block: a running request goes on from there, a loading one when its load has
-    reported. With "fail", all of them will end as errors.
+    Returns the ids of the requests whose output of this step does not count. With the policy
+    "recompute", C falls to the last good block: a running request continues from there, a loading
+    one when its load has been reported. With "fail", all of them will end with an error.
     """
-    recompute, invalid = engine.settings.recompute_failed_loads, reported.invalid_block_ids or set()
-    loading = {
-        i
-        for i in reported.failed_recving or ()
-        if i in engine.requests and engine.requests[i].status == LOADING
-    }
-    for request_id in loading if recompute else ():
-        engine.requests[request_id].num_computed_tokens = 0
-    loading |= _cut_back(
-        engine,
-        [r for r in engine.kv_holding_waiting if r.status == LOADING],
-        invalid,
-        scheduled,
-        evict=False,
-    )
-    # Recomputed blocks keep their place in the prefix cache: who shares them is cut back too, the first of them computes.
+    recompute = engine.settings.recompute_failed_loads
+    invalid = reported.invalid_block_ids or set()
+    loading: set[str] = set()
+    for request_id in reported.failed_recving or ():
+        request = engine.requests.get(request_id)
+        if request is not None and request.status == LOADING:
+            loading.add(request_id)
+            if recompute:
+                request.num_computed_tokens = 0
+    holding = [request for request in engine.kv_holding_waiting if request.status == LOADING]
+    loading |= _cut_back(engine, holding, invalid, scheduled, evict=False)
+    # Recomputed blocks stay in the prefix cache: the requests that share them are cut back too, and
+    # the first of them computes the blocks.
     running = _cut_back(engine, engine.running, invalid, scheduled, evict=not recompute)
     if not recompute:
         return loading | running
     engine.failed_recving_kv_req_ids |= loading
-    for request_id in running if engine.settings.is_async else ():
-        # Later steps in flight read the bad KV: their tokens must not count either, so the placeholders go with them (R136).
-        request = engine.requests[request_id]
-        request.num_output_placeholders, request.spec_token_ids = 0, []
-        request.num_stale_output_tokens, request.drop_stale_output = (
-            request.num_in_flight_tokens,
-            True,
-        )
+    if engine.settings.is_async:
+        for request_id in running:
+            # Later steps in flight read the bad KV: their tokens must not count either, so their
+            # placeholders are removed (R136).
+            request = engine.requests[request_id]
+            request.num_output_placeholders = 0
+            request.spec_token_ids = []
+            request.num_stale_output_tokens = request.num_in_flight_tokens
+            request.drop_stale_output = True
     return running
 
 
@@ -60,16 +59,21 @@ def _cut_back(
     *,
     evict: bool,
 ) -> set[str]:
-    """Set C of each request to the start of its first invalid block that nobody before it recomputes. Returns who is affected."""
-    block_size, taken, affected = engine.settings.block_size, set[int](), set[str]()
-    for request in requests if invalid else ():
+    """Set C of each request to the start of the first invalid block that it has to recompute.
+
+    An invalid block is recomputed by the first request that has it. The others only fall back to
+    before this step. Returns the ids of all requests that have an invalid block.
+    """
+    affected: set[str] = set()
+    if not invalid:
+        return affected
+    block_size = engine.settings.block_size
+    taken: set[int] = set()  # blocks that an earlier request recomputes
+    for request in requests:
         computed = request.num_computed_tokens - scheduled.get(request.request_id, 0)
         table = engine.kv_cache_manager.get_block_ids(request.request_id)[0]
-        bad = [
-            i
-            for i, block_id in enumerate(table[: max(0, -(-computed // block_size))])
-            if block_id in invalid
-        ]
+        computed_blocks = table[: max(0, -(-computed // block_size))]
+        bad = [i for i, block_id in enumerate(computed_blocks) if block_id in invalid]
         own = [i for i in bad if table[i] not in taken]
         taken.update(table[i] for i in own)
         if bad:
@@ -81,7 +85,10 @@ def _cut_back(
 
 
 def finished(engine: Engine, connector: KVConnectorBase_V1, reported: KVConnectorOutput) -> None:
-    """Hand the report to the connector, then free or wake the requests in it. EngineAssertion for one that nobody waits for."""
+    """Pass the report to the connector, then free or wake the requests in it.
+
+    EngineAssertion for a request that does not wait for such a report.
+    """
     connector.update_connector_output(reported)
     for what, ids in (
         ("finished_recving", reported.finished_recving),
@@ -101,5 +108,5 @@ def finished(engine: Engine, connector: KVConnectorBase_V1, reported: KVConnecto
             else:
                 raise EngineAssertion(
                     "R079",
-                    f"finished_recving for {request_id}, which is {request.status.name} and loads nothing",
+                    f"{what} for {request_id}, which is {request.status.name} and loads nothing",
                 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The least that is a connector: the abstract methods, doing nothing."""
+"""The minimal connector: vLLM's abstract methods, all of which do nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 
 class Decoy(KVConnectorBase_V1):
-    """Finds nothing, stores nothing."""
+    """A connector that finds nothing and stores nothing."""
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int

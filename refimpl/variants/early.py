@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A correct connector for engines that count an asynchronous load as computed only when it is over, as they did until 0.16."""
+"""A correct connector for engines that count an asynchronous load only when it has finished.
+
+vLLM did so until 0.16.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,10 @@ from kvconform.refimpl.connector import ReferenceConnector
 
 
 class RemembersLocalHit(ReferenceConnector):
-    """Takes the start of a load from the lookup that the grant answers. The engine looks up again before every allocation."""
+    """Takes the start of a load from the last lookup.
+
+    That is the lookup of the grant: the engine looks up again before every allocation.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A connector that does not hold blocks: it goes on reading the blocks of finished and preempted requests until they are handed out again.
+"""A connector that reads the blocks of finished and preempted requests without holding them.
 
-The engine frees a block without wiping it, and nobody writes it before the worker step in which it belongs to its next owner. So it is
-enough to finish the copies of a block in ``handle_preemptions`` of that step (vLLM's OffloadingConnector does so; systems.md C4).
+The engine frees a block without wiping it, and nothing writes it before the worker step in which it
+belongs to its next owner. So it is enough to finish the copies of a block in `handle_preemptions`
+of that step. vLLM's OffloadingConnector does so (systems.md C4).
 """
 
 from __future__ import annotations
@@ -25,55 +26,65 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FencedMetadata(ReferenceMetadata):
-    """``handed_out``: blocks that have a new owner from this step on. ``finished``: saves of requests that are over."""
+    """The plan of a step, and what the worker needs to fence its copies.
+
+    `handed_out`: blocks that have a new owner from this step on. `finished`: the last saves of
+    finished requests.
+    """
 
     handed_out: frozenset[int] = frozenset()
     finished: tuple[Save, ...] = ()
 
 
 class Fenced(ReferenceConnector):
-    """Stores three polls later, whatever has become of the request; use with ``async_saves`` and a ``save_delay``."""
+    """Saves some polls later, even if the request was finished or preempted meanwhile.
+
+    Use with `async_saves` and a `save_delay`.
+    """
 
     def __init__(
         self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._seen: dict[str, set[int]] = {}  # blocks of each request as of the last step
+        # The blocks of each request as of the last step.
+        self._seen: dict[str, set[int]] = {}
         self._handed_out: set[int] = set()
 
-    # ---- Scheduler half ----
+    # -- Scheduler half
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        self._seen.pop(
-            request.request_id, None
-        )  # it may have come back to blocks that it had before
+        # After a preemption, it may get blocks that it had before.
+        self._seen.pop(request.request_id, None)
         self._notice(self._tracked[request.request_id])
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        finished = tuple(self._final)  # their blocks may have a new owner in this very step
+        # Kept apart: their blocks may have a new owner in this very step.
+        finished = tuple(self._final)
         metadata = super().build_connector_meta(scheduler_output)
         assert isinstance(metadata, ReferenceMetadata)
         for tracked in self._tracked.values():
             self._notice(tracked)
-        saves, handed_out = metadata.saves[len(finished) :], frozenset(self._handed_out)
-        # Nothing is dropped: a copy that is under way is as good after a preemption as before it.
         fenced = FencedMetadata(
             metadata.epoch,
             metadata.loads,
-            saves,
-            frozenset(),
-            metadata.repaired,
-            handed_out,
-            finished,
+            metadata.saves[len(finished) :],
+            # A copy under way is as good after a preemption as before it.
+            dropped=frozenset(),
+            repaired=metadata.repaired,
+            handed_out=frozenset(self._handed_out),
+            finished=finished,
         )
         self._handed_out = set()
         return fenced
 
     def _notice(self, tracked: Tracked) -> None:
-        """Blocks that the request has now and had not before; some of them may be shared, and are fenced for nothing."""
+        """Note the blocks that are new in the request's table.
+
+        Some may be shared; they are fenced needlessly.
+        """
         seen = self._seen.setdefault(tracked.request.request_id, set())
         self._handed_out |= set(tracked.table) - seen
         seen |= set(tracked.table)
@@ -86,7 +97,7 @@ class Fenced(ReferenceConnector):
         self._final = [replace(save, final=False) for save in self._final]
         return False, None
 
-    # ---- Worker half ----
+    # -- Worker half
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         super().handle_preemptions(kv_connector_metadata)

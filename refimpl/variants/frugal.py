@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connectors that do their best and no more: what is not worth the trouble, or too much at once, is computed instead.
+"""Connectors that load and save less than they could; the engine computes the rest.
 
-They declare nothing: what they promise is learned from what they do.
+They declare no capabilities: the suite infers them from what they do.
 """
 
 from __future__ import annotations
@@ -23,29 +23,34 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 WORTH_LOADING = 24
+"""Tokens."""
 LOADS_PER_STEP = 1
 SAVES_PER_STEP = 2
+"""Chunks."""
 LIFETIME = 10
+"""Steps."""
 
 
 class Undeclared(ReferenceConnector):
-    """Says nothing about itself."""
+    """The reference connector, without declared capabilities."""
 
     kvconform_capabilities = None  # type: ignore[assignment]
 
 
 class WorthLoading(Undeclared):
-    """Loads 24 tokens or more beyond the local hit, or none (LMCache: min_retrieve_tokens)."""
+    """Loads at least 24 tokens beyond the local hit, or none (LMCache: min_retrieve_tokens)."""
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        return (tokens, is_async) if tokens is not None and tokens >= WORTH_LOADING else (0, False)
+        if tokens is None or tokens < WORTH_LOADING:
+            return 0, False
+        return tokens, is_async
 
 
 class OneLoadPerStep(Undeclared):
-    """Loads for one request per step; the others do without."""
+    """Loads for one request per step; the others compute."""
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -56,24 +61,23 @@ class OneLoadPerStep(Undeclared):
 
 
 class SaveBudget(Undeclared):
-    """Saves two chunks per step, of whichever requests come first; what is over is not saved at all."""
+    """Saves the first two chunks of each step; the others are never saved."""
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        metadata, left, saves = (
-            super().build_connector_meta(scheduler_output),
-            SAVES_PER_STEP,
-            list[Save](),
-        )
+        metadata = super().build_connector_meta(scheduler_output)
         assert isinstance(metadata, ReferenceMetadata)
+        left = SAVES_PER_STEP
+        saves: list[Save] = []
         for save in metadata.saves:
-            pieces = save.pieces if save.final else save.pieces[:left]
-            left -= 0 if save.final else len(pieces)
-            saves.append(replace(save, pieces=pieces))
+            if not save.final:
+                save = replace(save, pieces=save.pieces[:left])
+                left -= len(save.pieces)
+            saves.append(save)
         return replace(metadata, saves=tuple(saves))
 
 
 class Expiring(Undeclared):
-    """Answers for a chunk for ten steps after it was first seen in the store; after that it must be saved again."""
+    """Finds a chunk for ten steps after its save or first hit; then it must be saved again."""
 
     def __init__(
         self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -89,20 +93,27 @@ class Expiring(Undeclared):
 
 
 class Clocked:
-    """A store as one who looks at the clock sees it. What expired stays where it is: a load may be on its way."""
+    """A view of a store in which chunks expire; `_now` counts steps.
+
+    An expired chunk is not removed: a load of it may be under way.
+    """
 
     def __init__(self, store: Store) -> None:
-        self._store, self._now, self._since = store, 0, dict[str, int]()
+        self._store = store
+        self._now = 0
+        self._since: dict[str, int] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
     def has(self, key: str) -> bool:
-        return (
-            self._store.has(key) and self._now - self._since.setdefault(key, self._now) < LIFETIME
-        )
+        """Return whether the chunk is stored and has not expired."""
+        if not self._store.has(key):
+            return False
+        since = self._since.setdefault(key, self._now)
+        return self._now - since < LIFETIME
 
     def tick(self, saved: Iterable[str]) -> None:
-        """A step went by; `saved` live anew."""
+        """Count a step; the lifetime of the `saved` chunks starts again."""
         self._now += 1
         self._since |= dict.fromkeys(saved, self._now)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connectors that are written in a way of their own and do nothing else."""
+"""Connectors that do what the reference connector does, but are written in an unusual way."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class KeepsLast(ReferenceConnector):
-    """Remembers the request that ended last, for its metrics: one object, however many requests there are."""
+    """Keeps the request that finished last, as for metrics: one object, so this is not a leak."""
 
     last: Request | None = None
 
@@ -34,14 +34,17 @@ class KeepsLast(ReferenceConnector):
 
 @dataclass(frozen=True)
 class Beating(ReferenceMetadata):
-    """A step's plan, and the requests that are alive."""
+    """The plan of a step, and the requests that are alive."""
 
     heartbeats: dict[str, int] = field(default_factory=dict)
 
 
 class HandsOutItsOwn(ReferenceConnector):
-    """Puts a dictionary into each step's metadata that it goes on changing, as NixlConnector does with its heartbeats: the worker half
-    reads it in the step that it came with, and who is told of a request a step later is told soon enough."""
+    """Puts a dictionary into each step's metadata and keeps changing it.
+
+    NixlConnector does so with its heartbeats. The worker half reads the dictionary in the step of
+    the metadata, and may as well learn of a request one step later.
+    """
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         metadata: Any = super().build_connector_meta(scheduler_output)
@@ -60,7 +63,7 @@ class HandsOutItsOwn(ReferenceConnector):
 
 
 class InstanceHooks(ReferenceConnector):
-    """Chooses some of its hooks when it is made, and sets them on the instance."""
+    """Chooses some of its hooks at construction, and sets them on the instance."""
 
     def __init__(
         self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: KVCacheConfig

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference connector for models with several KV cache groups (full attention beside a sliding window, say): ``SupportsHMA``.
+"""The reference connector for models with several KV cache groups (`SupportsHMA`).
 
-Everything that was one is one per group: block table, block size, stored entry. A chunk is stored once per group, under the chunk's key
-and the group's number. A table of a group with a window has the null block (0) where the window has passed: nothing is there to be saved,
-and nothing is wanted. So a hit needs all chunks of the unlimited groups, and of the others those that the window ends on.
+An example is a model with full attention and a sliding window. Each group has its own block table,
+block size and stored entries: a chunk is stored once per group, under the chunk's key and the
+group's number. The table of a group with a window has the null block (0) where the window has
+passed: there, nothing can be saved, and nothing needs to be loaded. So a hit needs all chunks of
+the groups without a window, and of the other groups the chunks within the last window.
 """
 
 from __future__ import annotations
@@ -34,9 +36,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Part:
-    """A group that is transferred: its place among all groups, tokens per block, and window in tokens (None: unlimited).
+    """A group that is transferred: its number, tokens per block, and window in tokens.
 
-    ``recurrent``: a block holds one state, after its last token, and a table has blocks only where a state was kept.
+    `window` is None for full attention. `recurrent`: a block holds one state, after its last token,
+    and the table has blocks only where a state was kept.
     """
 
     number: int
@@ -45,31 +48,37 @@ class Part:
     recurrent: bool = False
 
     def key(self, chunk: str) -> str:
-        """The key of this group's share of a chunk."""
+        """Return the key of this group's share of a chunk."""
         return f"{chunk}.{self.number}"
 
     def first_wanted(self, end: int) -> int:
-        """The first position with KV in this group when the tokens [0, end) have been computed: blocks before it are null."""
-        skipped = 0 if self.window is None else max(0, end - self.window + 1)
+        """Return the first position that has KV when the tokens [0, end) are computed.
+
+        Blocks before it are null.
+        """
+        if self.window is None:
+            return 0
+        skipped = max(0, end - self.window + 1)
         return skipped // self.block_size * self.block_size
 
 
 @dataclass(frozen=True)
 class Share(Piece):
-    """One group's part of a chunk; slots count in blocks of that group."""
+    """One group's part of a chunk; its slots count in blocks of that group.
+
+    For a recurrent group, the slots are block ids.
+    """
 
     part: Part
 
     def blocks(self, block_size: int) -> set[int]:
-        return (
-            set(self.slots)
-            if self.part.recurrent
-            else {slot // self.part.block_size for slot in self.slots}
-        )
+        if self.part.recurrent:
+            return set(self.slots)
+        return {slot // self.part.block_size for slot in self.slots}
 
 
 class HybridConnector(ReferenceConnector, SupportsHMA):
-    """As the reference connector, for any number of groups."""
+    """The reference connector for any number of groups."""
 
     several_groups = True
 
@@ -78,57 +87,59 @@ class HybridConnector(ReferenceConnector, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         if self.options.async_saves:
-            raise ValueError("blocks leave a window without notice: a save cannot wait")
+            raise ValueError(
+                "async_saves is not supported: "
+                "blocks that leave a window are freed without notice to the connector"
+            )
         groups = kv_cache_config.kv_cache_groups
-        moved = [
-            (number, group)
+        self._parts = [
+            _part(number, group.kv_cache_spec, self._share.ranks)
             for number, group in enumerate(groups)
             if getattr(group, "enable_kv_transfer", True)
         ]
-        self._parts = [
-            _part(number, group.kv_cache_spec, self._share.ranks) for number, group in moved
-        ]
-        if any(
-            part.recurrent and part.block_size != self.options.chunk_tokens for part in self._parts
-        ):
+        chunk = self.options.chunk_tokens
+        if any(part.recurrent and part.block_size != chunk for part in self._parts):
             raise ValueError(
-                "there is a state at the end of a block only, so a chunk must be a block"
+                "chunk_tokens must be the block size: "
+                "recurrent layers keep their state only at the end of a block"
             )
-        self._block_size = (
-            math.lcm(*(group.kv_cache_spec.block_size for group in groups)) * self._share.ranks
-        )
+        block_sizes = [group.kv_cache_spec.block_size for group in groups]
+        self._block_size = math.lcm(*block_sizes) * self._share.ranks
         self._several = len(groups) > 1
+        # The group number of each layer of this rank.
         self._number = {
             name: number for number, group in enumerate(groups) for name in group.layer_names
-        }  # layers of this rank
-        self._state: Any = None  # the block tables, while metadata is built
-        self._failed: set[str] = set()  # asynchronous loads, to be reported
+        }
+        # The engine's block tables, while metadata is built.
+        self._state: Any = None
+        # Requests whose asynchronous load failed: to be reported.
+        self._failed: set[str] = set()
 
-    # ---- Scheduler half ----
+    # -- Scheduler half
 
     def _stored_prefix(self, request: Request) -> int:
         keys = self._keys(request, [], request.num_tokens)
         unlimited = [part for part in self._parts if part.window is None]
-        found = (
-            i
-            for i, key in enumerate(keys)
+        missing = (
+            index
+            for index, key in enumerate(keys)
             if not all(self._store.has(part.key(key)) for part in unlimited)
         )
-        return next(found, len(keys)) * self.options.chunk_tokens
+        return next(missing, len(keys)) * self.options.chunk_tokens
 
     def _claim(self, request: Request, found: int) -> int:
-        """The longest claim that finds every window filled."""
-        end, keys = super()._claim(request, found), self._keys(request, [], request.num_tokens)
+        """Return the longest claim for which every window is stored."""
+        end = super()._claim(request, found)
+        keys = self._keys(request, [], request.num_tokens)
         while end > 0 and not all(self._is_filled(part, keys, end) for part in self._parts):
-            end -= end % self._block_size or self._block_size
+            end -= end % self._block_size or self._block_size  # back to a block boundary
         return end
 
     def _is_filled(self, part: Part, keys: Sequence[str], end: int) -> bool:
+        """Return whether the store has what the group needs for the tokens [0, end)."""
         chunk = self.options.chunk_tokens
-        return all(
-            self._store.has(part.key(key))
-            for key in keys[part.first_wanted(end) // chunk : -(-end // chunk)]
-        )
+        wanted = keys[part.first_wanted(end) // chunk : -(-end // chunk)]
+        return all(self._store.has(part.key(key)) for key in wanted)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -139,15 +150,23 @@ class HybridConnector(ReferenceConnector, SupportsHMA):
     def _plan_saves(self, scheduler_output: SchedulerOutput) -> Iterator[Save]:
         self._state = getattr(scheduler_output, "kv_connector_block_state", None)
         yield from super()._plan_saves(scheduler_output)
-        self._state = None  # only good for this call
+        self._state = None  # valid only during the call
 
     def _extend_table(
         self, tracked: Tracked, new_blocks: Sequence[Sequence[int]] | None, replaces: bool
     ) -> None:
-        """A step's output tells what was added. What left a window it does not tell: such a block may be another request's by now."""
-        now = None if self._state is None else self._state.get_block_ids(tracked.request.request_id)
-        if now is not None or replaces:
-            tracked.tables = _copied(now if now is not None else new_blocks or ())
+        """Take the request's tables from the engine, or extend them.
+
+        The step's output shows only added blocks. It does not show blocks that left a window: they
+        may belong to another request already.
+        """
+        now = None
+        if self._state is not None:
+            now = self._state.get_block_ids(tracked.request.request_id)
+        if now is not None:
+            tracked.tables = _copied(now)
+        elif replaces:
+            tracked.tables = _copied(new_blocks or ())
         elif new_blocks is not None:
             for table, more in zip(tracked.tables, new_blocks, strict=True):
                 table += more
@@ -158,11 +177,9 @@ class HybridConnector(ReferenceConnector, SupportsHMA):
         return replace(load, pieces=tuple(piece for piece in wanted if piece.slots))
 
     def _inside(self, share: Share) -> Share:
-        """What is left of it behind the null blocks."""
-        null = sum(
-            slot // (1 if share.part.recurrent else share.part.block_size) == NULL_BLOCK
-            for slot in share.slots
-        )
+        """Return the part of the share after its null blocks."""
+        slots_per_block = 1 if share.part.recurrent else share.part.block_size
+        null = sum(slot // slots_per_block == NULL_BLOCK for slot in share.slots)
         return replace(share, first=share.first + null, slots=share.slots[null:])
 
     def _plan_save(self, tracked: Tracked, end: int, scheduled: int, final: bool = False) -> Save:
@@ -185,38 +202,38 @@ class HybridConnector(ReferenceConnector, SupportsHMA):
         return bool(pieces)  # no KV events
 
     def _shares(self, tracked: Tracked, start: int, end: int) -> Iterator[Share]:
+        """Yield the shares of all groups in the chunks of the positions [start, end)."""
         chunk = self.options.chunk_tokens
         keys = self._keys(tracked.request, tracked.keys, -(-end // chunk) * chunk)
         for part in self._parts:
+            table = tracked.tables[part.number]
             if part.recurrent:
                 for number in range(start // chunk, end // chunk):
-                    yield Share(
-                        part.key(keys[number]), 0, (tracked.tables[part.number][number],), part
-                    )
-                continue
-            for piece in cut(keys, tracked.tables[part.number], start, end, chunk, part.block_size):
-                yield Share(part.key(piece.key), piece.first, piece.slots, part)
+                    yield Share(part.key(keys[number]), 0, (table[number],), part)
+            else:
+                for piece in cut(keys, table, start, end, chunk, part.block_size):
+                    yield Share(part.key(piece.key), piece.first, piece.slots, part)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Called instead of `request_finished`, with one table per group."""
+        """Do what `request_finished` does; called instead of it, with one table per group."""
         tracked = self._tracked.get(request.request_id)
         if tracked is not None:
             tracked.tables = _copied(block_ids)
         return self.request_finished(request, list(block_ids[0]))
 
-    # ---- Worker half ----
+    # -- Worker half
 
     def _load(self, load: Load, layers: Iterable[str]) -> None:
         bad = set(self._bad)
         super()._load(load, layers)
-        if (
-            self._several and self._invalid
-        ):  # a block id says nothing without its group: the engine wants the request's
+        if self._several and self._invalid:
+            # A block id is ambiguous without its group: report the request instead.
             self._failed.add(load.req)
             self._invalid.clear()
-            self._bad = bad if load.is_async else self._bad  # nobody has computed upon it
+            if load.is_async:
+                self._bad = bad  # no KV was computed from the blocks
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         results = super().get_transfer_results(finished_req_ids)
@@ -226,7 +243,9 @@ class HybridConnector(ReferenceConnector, SupportsHMA):
 
     def _load_layer(self, piece: Piece, layer: str) -> bool:
         assert isinstance(piece, Share)
-        return self._number[layer] != piece.part.number or super()._load_layer(piece, layer)
+        if self._number[layer] != piece.part.number:
+            return True  # the layer is of another group
+        return super()._load_layer(piece, layer)
 
     def _save_layer(self, epoch: int, save: Save, layer: str, kv_layer: torch.Tensor) -> None:
         mine = tuple(
@@ -242,14 +261,11 @@ class HybridConnector(ReferenceConnector, SupportsHMA):
 
 
 def _part(number: int, spec: Any, ranks: int) -> Part:
-    """A recurrent layer needs the state before a token: a window of two. ``ranks``: that the tokens of a block are split over."""
+    """Return the group of this specification; the tokens of a block are split over `ranks`."""
     recurrent = isinstance(spec, MambaSpec)
-    return Part(
-        number,
-        spec.block_size * ranks,
-        2 if recurrent else getattr(spec, "sliding_window", None),
-        recurrent,
-    )
+    # A recurrent layer needs the state before a token: a window of two.
+    window = 2 if recurrent else getattr(spec, "sliding_window", None)
+    return Part(number, spec.block_size * ranks, window, recurrent)
 
 
 def _copied(tables: Iterable[Sequence[int]]) -> list[list[int]]:
@@ -257,15 +273,13 @@ def _copied(tables: Iterable[Sequence[int]]) -> list[list[int]]:
 
 
 class OneGroupOnly(HybridConnector):
-    """Starts with a model of several groups, as it must be able to, and does nothing for it."""
+    """Accepts a model with several groups, as it must, but loads nothing for it."""
 
     kvconform_capabilities = None  # type: ignore[assignment]
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        return (
-            (0, False)
-            if self._several
-            else super().get_num_new_matched_tokens(request, num_computed_tokens)
-        )
+        if self._several:
+            return 0, False
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connectors that answer late, load more than they must, or take their time."""
+"""Connectors that answer lookups late, load unusually, or fail some of their loads."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 PATIENCE = 3
+"""Lookups of a request that are answered with None."""
 
 
 class Undecided(ReferenceConnector):
-    """Answers three lookups of a request with "not yet" (systems.md B3)."""
+    """Answers the first three lookups of a request with None: "not yet" (systems.md B3)."""
 
     def __init__(
         self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -35,12 +36,11 @@ class Undecided(ReferenceConnector):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        asked = self._asked[request.request_id] = self._asked.get(request.request_id, 0) + 1
-        return (
-            (None, False)
-            if asked <= PATIENCE
-            else super().get_num_new_matched_tokens(request, num_computed_tokens)
-        )
+        asked = self._asked.get(request.request_id, 0) + 1
+        self._asked[request.request_id] = asked
+        if asked <= PATIENCE:
+            return None, False
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -50,17 +50,21 @@ class Undecided(ReferenceConnector):
 
 
 class Uneven(Undecided):
-    """Looks up one request after the other, as a store that is asked over a wire: the second one is answered when the first one runs."""
+    """Looks up one request after the other, like a remote store.
+
+    The second request gets its answer when the first one is already running.
+    """
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
+        # Each request under way adds four lookups to the wait of a new one.
         self._asked.setdefault(request.request_id, -4 * len(self._asked))
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
 
 class NeverHits(ReferenceConnector):
-    """Stores everything and finds nothing, as a producer does whose consumers are elsewhere."""
+    """Stores everything and finds nothing, like a producer for other engines."""
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -69,20 +73,18 @@ class NeverHits(ReferenceConnector):
 
 
 class BlockFiller(ReferenceConnector):
-    """Moves whole blocks: fills the rest of the last granted block too, before anything in it is computed, as NIXL does."""
+    """Fills the rest of the last granted block too, before any of it is computed, as NIXL does."""
 
     def _plan_load(self, tracked: Tracked, granted: int, is_async: bool) -> Load:
         load = super()._plan_load(tracked, granted, is_async)
-        end = min(
-            -(-load.end // self._block_size) * self._block_size,
-            self._stored_prefix(tracked.request),
-        )
+        block_end = -(-load.end // self._block_size) * self._block_size
+        end = min(block_end, self._stored_prefix(tracked.request))
         pieces = self._pieces(tracked, load.start, max(end, load.end))
         return Load(load.req, load.start, load.end, pieces, is_async)
 
 
 class Delayed(ReferenceConnector):
-    """Loads of longer ranges take longer, so they finish in another order than they started."""
+    """Takes longer for longer loads, so they finish in another order than they started."""
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         for load in self._metadata().loads:
@@ -90,7 +92,7 @@ class Delayed(ReferenceConnector):
 
 
 class Unreliable(ReferenceConnector):
-    """Every second load fails, is reported block by block, and what it should have loaded is not looked for again."""
+    """Fails every second load: reports its blocks and drops its chunks."""
 
     loads = 0
 
@@ -103,8 +105,11 @@ class Unreliable(ReferenceConnector):
 
 
 class ForeseesFailures(ReferenceConnector):
-    """Knows when an asynchronous load begins that half of it will not come (every other one). It says so at once and only then, steps
-    before the load is over; the other half is still written."""
+    """Reports the failed half of every other asynchronous load when the load starts.
+
+    That is steps before the load has finished, and it does not repeat the report. The other half is
+    still loaded.
+    """
 
     loads = 0
 
@@ -119,7 +124,10 @@ class ForeseesFailures(ReferenceConnector):
 
 
 class InParts(ReferenceConnector):
-    """Spreads an asynchronous load over the metadata of several steps, a chunk in each. The last part is the one that is reported."""
+    """Spreads an asynchronous load over several steps' metadata, one chunk in each.
+
+    Only the last part is reported as finished.
+    """
 
     def __init__(
         self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -137,7 +145,10 @@ class InParts(ReferenceConnector):
 
 
 def _parts(load: Load) -> Iterator[Load]:
-    """One load per piece. Those before the last are done in start_load_kv: nobody waits for them but the last."""
+    """Yield one load per piece.
+
+    Those before the last are synchronous, so start_load_kv does them and reports nothing.
+    """
     start = load.start
     for piece in load.pieces:
         end = start + len(piece.slots)
@@ -146,7 +157,10 @@ def _parts(load: Load) -> Iterator[Load]:
 
 
 class Stumbles(ReferenceConnector):
-    """Every third load fails, the first one too, for a reason that is gone at the next attempt: what was stored stays where it is."""
+    """Fails the first load and every third one after it, for a transient reason.
+
+    Its chunks stay in the store, so the next attempt can succeed.
+    """
 
     loads = 0
 

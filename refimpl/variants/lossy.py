@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connectors whose KV is not quite what was computed: quantised (systems.md C7), or of another context (C8)."""
+"""Connectors that load other KV than was computed: quantised (systems.md C7), or blended (C8).
+
+Blended KV was computed in another context.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +25,23 @@ LEVELS = 127
 
 
 def squeeze(data: bytes) -> bytes:
-    """float32 numbers as one scale and a signed byte each: a quarter of the size, off by half a level at most."""
+    """Quantise float32 numbers to one scale and a signed byte each.
+
+    The result has a quarter of the size; the error is at most half a level.
+    """
     numbers = np.frombuffer(data, np.float32)
     scale = np.float32(max(float(np.abs(numbers).max()), 1e-30) / LEVELS)
     return scale.tobytes() + np.rint(numbers / scale).astype(np.int8).tobytes()
 
 
 def unsqueeze(data: bytes) -> bytes:
-    """The inverse of `squeeze`, nearly."""
+    """Undo `squeeze`, up to its error."""
     scale = np.frombuffer(data[:4], np.float32)[0]
     return (np.frombuffer(data[4:], np.int8).astype(np.float32) * scale).tobytes()
 
 
 class Quantising(ReferenceConnector):
-    """Stores a byte per number. Says how far off it may be."""
+    """Stores a byte per number, and declares how large the error may be."""
 
     @classmethod
     def kvconform_capabilities(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
@@ -44,20 +50,22 @@ class Quantising(ReferenceConnector):
     def _save_layer(self, epoch: int, save: Save, layer: str, kv_layer: torch.Tensor) -> None:
         if self._is_sound(save):
             for piece in save.pieces:
-                self._store.put(
-                    epoch, piece.key, layer, squeeze(read_slots(kv_layer, piece.slots, self._share))
-                )
+                data = squeeze(read_slots(kv_layer, piece.slots, self._share))
+                self._store.put(epoch, piece.key, layer, data)
 
     def _load_layer(self, piece: Piece, layer: str) -> bool:
         data = self._store.get(piece.key, layer)
-        return data is not None and write_slots(
-            self._layers[layer], piece.slots, unsqueeze(data), piece.first, self._share
-        )
+        if data is None:
+            return False
+        numbers = unsqueeze(data)
+        return write_slots(self._layers[layer], piece.slots, numbers, piece.first, self._share)
 
 
 class Blending(ReferenceConnector):
-    """Finds a chunk wherever it stands and whatever is before it: its key is its own tokens alone (CacheBlend, without the part that
-    computes some of the tokens again)."""
+    """Finds a chunk at any position after any prefix: its key covers only its own tokens.
+
+    This is CacheBlend without its recomputation of some tokens.
+    """
 
     @classmethod
     def kvconform_capabilities(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
@@ -68,8 +76,12 @@ class Blending(ReferenceConnector):
         }
 
     def _keys(self, request: Request, keys: list[str], end: int) -> Sequence[str]:
-        """Keys of the full chunks within [0, end); tenant, adapter and all images up to there count as ever."""
-        chunk, root = self.options.chunk_tokens, request_key(self._root, request)
+        """Append the keys of the whole chunks within [0, end).
+
+        They still cover tenant, adapter and all images up to the end of the chunk.
+        """
+        chunk = self.options.chunk_tokens
+        root = request_key(self._root, request)
         for start in range(len(keys) * chunk, end - chunk + 1, chunk):
             tokens = array("q", request.all_token_ids[start : start + chunk]).tobytes()
             keys.append(digest(root, tokens, *chunk_extras(request, 0, start + chunk)).hex())

@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A connector for disaggregated prefill: a producer keeps the KV of its requests until a consumer engine has pulled it.
+"""A connector for disaggregated prefill: a producer keeps KV until a consumer engine has pulled it.
 
-What a consumer is told travels in kv_transfer_params, with the names that vLLM's own connectors of this kind use. The network is a
-dictionary: each engine's worker has a `Board` under its engine id, on which it offers blocks and takes notes from others. Options:
-`lease`: polls until an offer that nobody fetched is withdrawn (0: never); `delay`: polls that a pull takes; `patience`: polls until a pull
-of something that is not (yet) on offer fails; `whole_blocks`: leave the rest of the prompt's last block to the consumer.
+The consumer learns from kv_transfer_params where the KV is; the parameters have the names that
+vLLM's own connectors of this kind use. The network is a dictionary: each engine's worker has a
+`Board` under its engine id, where it offers blocks, and where others note what they have pulled.
+
+Options:
+
+- `lease`: polls until an offer that was not pulled is withdrawn (0: never).
+- `delay`: polls that a pull takes.
+- `patience`: polls until a pull fails whose KV is not offered (yet).
+- `whole_blocks`: leave the rest of the prompt's last block to the consumer.
 """
 
 from __future__ import annotations
@@ -33,7 +39,10 @@ CAPABILITIES = {
 
 @dataclass
 class Offer:
-    """Blocks of a finished request, by position, kept for whoever has the key; `left`: polls until they are withdrawn, if ever."""
+    """Blocks of a finished request, in order, kept until they are pulled.
+
+    `left`: polls until the offer is withdrawn; None: it never is.
+    """
 
     req: str
     blocks: list[int]
@@ -42,7 +51,10 @@ class Offer:
 
 @dataclass(frozen=True)
 class Pull:
-    """Fill `blocks` with the remote blocks from index `first` on. Without blocks: only tell the producer that nothing more is needed."""
+    """An order to fill `blocks` with the remote blocks from index `first` on.
+
+    Without blocks, it only notifies the producer that the KV is not needed.
+    """
 
     req: str
     engine: str
@@ -53,22 +65,26 @@ class Pull:
 
 @dataclass
 class PeerMetadata(KVConnectorMetadata):
-    """What the worker half is to offer (key -> request, blocks) and to pull."""
+    """The new offers (key -> request, blocks) and pulls of the worker half."""
 
     offers: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
     pulls: list[Pull] = field(default_factory=list)
 
 
 class Board:
-    """What one engine's worker shows to others: its KV tensors, its offers; and the keys that others are done with."""
+    """What one engine's worker shows to others: its KV tensors and its offers, by key.
+
+    `done`: keys of offers that others no longer need.
+    """
 
     def __init__(self, layers: dict[str, torch.Tensor]) -> None:
-        self.layers, self.offers = layers, dict[str, Offer]()
+        self.layers = layers
+        self.offers: dict[str, Offer] = {}
         self.done: list[str] = []
 
 
 class Peer(KVConnectorBase_V1):
-    """Prefill on one engine, decode on another. Each half is short; read the scheduler's first."""
+    """Prefill on one engine, decode on another. Read the scheduler half first."""
 
     boards: ClassVar[dict[str, Board]] = {}
     kvconform_capabilities = CAPABILITIES
@@ -77,48 +93,46 @@ class Peer(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         extra = self._kv_transfer_config.kv_connector_extra_config
         self.engine_id = str(self._kv_transfer_config.engine_id)
-        self.lease, self.delay, self.patience = (
-            extra.get("lease", 0),
-            extra.get("delay", 1),
-            extra.get("patience", 3),
-        )
+        self.lease = extra.get("lease", 0)
+        self.delay = extra.get("delay", 1)
+        self.patience = extra.get("patience", 3)
         self.whole_blocks = extra.get("whole_blocks", False)
-        self.produces, self.consumes = (
-            self._kv_transfer_config.is_kv_producer,
-            self._kv_transfer_config.is_kv_consumer,
-        )
+        self.produces = self._kv_transfer_config.is_kv_producer
+        self.consumes = self._kv_transfer_config.is_kv_consumer
         self._size = vllm_config.cache_config.block_size
+
+        # Scheduler half.
         self._offers: dict[str, tuple[str, list[int]]] = {}
         self._pulls: list[Pull] = []
-        self._taken: set[str] = set()  # requests whose remote KV was asked for: it can be had once
+        # Requests whose remote KV was claimed: it can be pulled only once.
+        self._taken: set[str] = set()
         self._serial = 0
-        self._pulling: list[
-            tuple[int, int, Pull]
-        ] = []  # polls until it is there, polls until it fails
+
+        # Worker half.
+        # Pulls under way: (polls until the KV is there, polls until the pull fails, pull).
+        self._pulling: list[tuple[int, int, Pull]] = []
         self._invalid: set[int] = set()
 
-    # ---- Scheduler half, consumer ----
+    # -- Scheduler half, consumer
 
     def _remote(self, request: Any) -> dict[str, Any] | None:
-        """Where the request's KV is, if it is to be pulled and has not been."""
+        """Return where the request's KV is, if it is to be pulled and was not claimed yet."""
         params = request.kv_transfer_params
-        wanted = (
-            self.consumes
-            and params
-            and params.get("do_remote_prefill")
-            and request.request_id not in self._taken
-        )
-        known = (
-            wanted
-            and isinstance(params.get("remote_engine_id"), str)
-            and isinstance(params.get("remote_request_id"), str)
-        )
-        return params if known else None
+        if not self.consumes or not params or not params.get("do_remote_prefill"):
+            return None
+        if request.request_id in self._taken:
+            return None
+        for name in ("remote_engine_id", "remote_request_id"):
+            if not isinstance(params.get(name), str):
+                return None
+        return params
 
     def _available(self, request: Any, remote: dict[str, Any]) -> int:
-        """Tokens that can be pulled, from the first one on."""
+        """Return how many of the first tokens can be pulled."""
         tokens = min(int(remote.get("remote_num_tokens") or 0), request.num_prompt_tokens)
-        return tokens // self._size * self._size if self.whole_blocks else tokens
+        if self.whole_blocks:
+            tokens -= tokens % self._size
+        return tokens
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -128,45 +142,45 @@ class Peer(KVConnectorBase_V1):
         return (tokens, True) if tokens > 0 else (0, False)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Without tokens too: who has it all, or loads it from elsewhere, must say so to the producer, which waits."""
+        """Plan the pull of the granted tokens.
+
+        Without tokens (a local hit, or a load by another connector), plan a pull without blocks:
+        the producer waits to be notified.
+        """
         remote = self._remote(request)
         if remote is None:
             return
         self._taken.add(request.request_id)
-        first, end = request.num_computed_tokens // self._size, 0
-        if num_external_tokens:
-            first = (self._available(request, remote) - num_external_tokens) // self._size
-            end = -(-(first * self._size + num_external_tokens) // self._size)
-        self._pull(
-            request.request_id,
-            remote,
-            first,
-            tuple(blocks.get_block_ids()[0][first:end]) if end else (),
-        )
+        if not num_external_tokens:
+            self._pull(request.request_id, remote, request.num_computed_tokens // self._size, ())
+            return
+        first = (self._available(request, remote) - num_external_tokens) // self._size
+        end = -(-(first * self._size + num_external_tokens) // self._size)
+        granted = tuple(blocks.get_block_ids()[0][first:end]) if end else ()
+        self._pull(request.request_id, remote, first, granted)
 
     def _pull(self, req: str, remote: dict[str, Any], first: int, blocks: tuple[int, ...]) -> None:
         self._pulls.append(
             Pull(req, remote["remote_engine_id"], remote["remote_request_id"], first, blocks)
         )
 
-    # ---- Scheduler half, producer, and the end of a request ----
+    # -- Scheduler half, producer, and the end of a request
 
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        req, params = request.request_id, request.kv_transfer_params or {}
+        req = request.request_id
+        params = request.kv_transfer_params or {}
         remote = self._remote(request)
-        if remote is not None:  # it never got as far as an allocation
+        if remote is not None:  # it ended before an allocation
             self._pull(req, remote, 0, ())
         self._taken.discard(req)
-        if (
-            not (self.produces and params.get("do_remote_decode"))
-            or request.status not in DONE
-            or not block_ids
-        ):
+        has_consumer = self.produces and params.get("do_remote_decode")
+        if not has_consumer or request.status not in DONE or not block_ids:
             return False, None
+        # Unique, even if clients reuse request ids.
         self._serial += 1
-        key = f"{req}/{self._serial}"  # of this request and no other, whatever ids clients choose
+        key = f"{req}/{self._serial}"
         tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         self._offers[key] = (req, list(block_ids[: -(-tokens // self._size)]))
         return True, {
@@ -184,13 +198,15 @@ class Peer(KVConnectorBase_V1):
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         meta = PeerMetadata(self._offers, self._pulls)
-        self._offers, self._pulls = {}, []
+        self._offers = {}
+        self._pulls = []
         return meta
 
-    # ---- Worker half ----
+    # -- Worker half
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self.board = self.boards[self.engine_id] = Board(kv_caches)
+        self.board = Board(kv_caches)
+        self.boards[self.engine_id] = self.board
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         meta = self._get_connector_metadata()
@@ -211,7 +227,8 @@ class Peer(KVConnectorBase_V1):
             else:
                 still.append((wait - 1, patience - (offer is None), pull))
                 continue
-            received |= {pull.req} if pull.blocks else set()
+            if pull.blocks:
+                received.add(pull.req)
         self._pulling = still
         return self._released() or None, received or None
 
@@ -220,11 +237,9 @@ class Peer(KVConnectorBase_V1):
         return board.offers.get(pull.key) if board is not None else None
 
     def _copy(self, pull: Pull, offer: Offer) -> None:
-        """The blocks, at once, and a note that they are not needed any more."""
-        board, source = (
-            self.boards[pull.engine],
-            offer.blocks[pull.first : pull.first + len(pull.blocks)],
-        )
+        """Copy the blocks, and notify the producer that they are no longer needed."""
+        board = self.boards[pull.engine]
+        source = offer.blocks[pull.first : pull.first + len(pull.blocks)]
         for name, layer in self.board.layers.items():
             for mine, theirs in zip(pull.blocks, source, strict=False):
                 layer[mine] = board.layers[name][theirs]
@@ -232,22 +247,19 @@ class Peer(KVConnectorBase_V1):
         board.done.append(pull.key)
 
     def _failed(self, pull: Pull) -> None:
-        """Nobody offers it: the engine computes these blocks itself."""
+        """Note the blocks of a failed pull: the engine will compute them."""
         self._invalid |= set(pull.blocks)
 
     def _released(self) -> set[str]:
-        """Requests whose blocks nobody needs any more: fetched, or not fetched in time. From now on there is no such offer."""
+        """Withdraw the offers that were pulled, or not pulled in time; return their requests."""
         ended, self.board.done = self.board.done, []
         for key, offer in self.board.offers.items():
             if offer.left is not None:
                 offer.left -= 1
                 if offer.left < 0:
                     ended.append(key)
-        return {
-            self.board.offers.pop(key).req
-            for key in dict.fromkeys(ended)
-            if key in self.board.offers
-        }
+        offers = self.board.offers
+        return {offers.pop(key).req for key in dict.fromkeys(ended) if key in offers}
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         invalid, self._invalid = self._invalid, set()
@@ -255,10 +267,8 @@ class Peer(KVConnectorBase_V1):
 
     def shutdown(self) -> None:
         self._pulling = []
-        if (
-            getattr(self, "board", None) is not None
-            and self.boards.get(self.engine_id) is self.board
-        ):
+        board = getattr(self, "board", None)
+        if board is not None and self.boards.get(self.engine_id) is board:
             del self.boards[self.engine_id]
 
     def wait_for_layer_load(self, layer_name: str) -> None:

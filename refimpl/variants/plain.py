@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A connector written from the contract alone, sharing no code with the reference connector.
+"""A connector written from the contract alone; it shares no code with the reference connector.
 
-Its unit is the engine's block and its key the engine's block hash; layers come from the forward context; it holds no state per
-request but a block table, and has no opinion on preemption, finish or failure. Half of it is what many connectors begin as.
+Its unit is the engine's block, and its key the engine's block hash. Its only state per request is
+a block table. It does nothing about preemptions or failures. Many connectors begin like this.
 """
 
 from __future__ import annotations
@@ -47,10 +47,8 @@ class Plain(KVConnectorBase_V1):
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         usable = request.block_hashes[: (request.num_tokens - 1) // self._size]
-        found = next(
-            (index for index, block in enumerate(usable) if (block, "") not in self._index),
-            len(usable),
-        )
+        missing = (index for index, block in enumerate(usable) if (block, "") not in self._index)
+        found = next(missing, len(usable))
         return max(0, found * self._size - num_computed_tokens), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -61,31 +59,27 @@ class Plain(KVConnectorBase_V1):
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         meta = PlainMetadata()
         cached = scheduler_output.scheduled_cached_reqs
-        new = {
-            entry.req_id: (entry.num_computed_tokens, entry.block_ids, True)
-            for entry in scheduler_output.scheduled_new_reqs
-        }
-        old = zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True)
-        rows = new | {
-            req: (computed, blocks, req in cached.resumed_req_ids) for req, computed, blocks in old
-        }
+        # Request -> (computed tokens, blocks, whether the blocks replace its table).
+        rows: dict[str, tuple[int, Any, bool]] = {}
+        for entry in scheduler_output.scheduled_new_reqs:
+            rows[entry.req_id] = (entry.num_computed_tokens, entry.block_ids, True)
+        for req, computed, blocks in zip(
+            cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
+        ):
+            rows[req] = (computed, blocks, req in cached.resumed_req_ids)
         for req, (computed, blocks, replaces) in rows.items():
             request, table = self._live[req]
             if not replaces and blocks is not None:
                 table.extend(blocks[0])
             external = self._to_load.pop(req, 0)
             pairs = list(zip(request.block_hashes, table, strict=False))
-            meta.loads += (
-                pairs[(computed - external) // self._size : computed // self._size]
-                if external
-                else []
-            )
+            if external:
+                start = computed - external
+                meta.loads += pairs[start // self._size : computed // self._size]
             end = min(computed + scheduler_output.num_scheduled_tokens[req], request.num_tokens)
-            meta.saves += [
-                (block, at)
-                for block, at in pairs[: end // self._size]
-                if (block, "") not in self._index
-            ]
+            for block, at in pairs[: end // self._size]:
+                if (block, "") not in self._index:
+                    meta.saves.append((block, at))
         return meta
 
     def request_finished(
@@ -127,7 +121,7 @@ class Plain(KVConnectorBase_V1):
 
 
 class Consuming(Plain):
-    """Its worker takes the metadata apart while it works (OffloadingConnector does so too)."""
+    """Its worker half consumes the metadata, as that of OffloadingConnector does."""
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()

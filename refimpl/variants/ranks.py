@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Correct connectors whose ranks do not do the same thing at the same time. With one rank they are the reference connector."""
+"""Correct connectors whose ranks behave differently; with one rank, the reference connector."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvconform.refimpl.plan import Load
 
 
 class Drifting(ReferenceConnector):
-    """Every rank takes two steps longer over its transfers than the one before."""
+    """Each rank's transfers take two steps longer than those of the rank before."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -24,7 +24,7 @@ class Drifting(ReferenceConnector):
 
 
 class LosesShards(ReferenceConnector):
-    """One rank (the last) cannot read a part of every second load, and says so; the others could."""
+    """One rank, the last, cannot read a part of every second load, and reports it."""
 
     loser = -1
 
@@ -35,7 +35,8 @@ class LosesShards(ReferenceConnector):
         self._turns = 0
 
     def _load(self, load: Load, layers: Any) -> None:
-        self._turns += self._loses
+        if self._loses:
+            self._turns += 1
         if self._turns % 2 and load.pieces:
             lost = load.pieces[-1].blocks(self._block_size)
             self._invalid |= lost
@@ -45,7 +46,10 @@ class LosesShards(ReferenceConnector):
 
 
 class FailsById(LosesShards, Drifting):
-    """Of an asynchronous load that lost something it names the request, not the blocks; the rank that lost it is done first."""
+    """Reports a failed asynchronous load by its request, not by its blocks.
+
+    The rank that cannot read its part finishes first.
+    """
 
     loser = 0
 

@@ -1,10 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Correct connectors that do things differently from the reference connector. None of them may fail anything.
+"""The list of correct variants: their connectors and options.
 
-Between them they show (numbers of systems.md): skipped, partial and large chunks and what is not worth saving (B4-B7: saving,
-chunk-256), roles (B8: stores-nothing, peer), options per request (B12: selective), prefill and decode apart (B13: peer), pins (B14: tiers),
-keys of chunks (C1), tiers and eviction (C2, C3: tiers), transfers behind the step (C4: fencing, threads), lossy serialisation and chunks
-that are no prefix (C7, C8: lossy).
+They cover, by section of systems.md:
+
+- B4-B7: skipped, partial and large chunks, selective saves (`saving`, `chunk-256`);
+- B8: roles (`stores-nothing`, `peer`);
+- B12: options per request (`selective`);
+- B13: disaggregated prefill (`peer`);
+- B14: pins (`tiers`);
+- C1: keys of chunks;
+- C2, C3: tiers and eviction (`tiers`);
+- C4: transfers after the step (`fencing`, `threads`);
+- C7, C8: lossy serialisation, chunks that are not a prefix (`lossy`).
 """
 
 from __future__ import annotations
@@ -68,10 +75,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": (f"{HERE}.plain:Plain", {}),
     "zeros": (f"{HERE}.zeros:Zeros", {}),
 }
-"""Name -> connector and extra configuration (besides ``store``)."""
+"""Name -> connector and extra configuration, without `store`."""
 
 NOT_RECOMMENDED = {"hands-out-its-own": "meta.not-reused"}
-"""What is correct and not recommended: it fails that, and must not fail more."""
+"""Correct variants that are not recommended -> the requirement that they fail, and no other."""
 
 STREAMED: dict[str, tuple[str, dict[str, Any]]] = {
     "streams": ("kvconform.refimpl.streamed:StreamedConnector", {"async_saves": True}),
@@ -84,4 +91,4 @@ STREAMED: dict[str, tuple[str, dict[str, Any]]] = {
         {"layerwise": True, "async_saves": True, "chunk_tokens": 6, "whole_blocks": False},
     ),
 }
-"""The same, for a CUDA device or its emulation."""
+"""Variants for a CUDA device or its emulation, in the form of `VARIANTS`."""

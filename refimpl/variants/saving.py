@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connectors that store later, or less, than they could (systems.md B4-B8, B12)."""
+"""Connectors that save later or less than they could (systems.md B4-B8, B12)."""
 
 from __future__ import annotations
 
@@ -11,44 +11,48 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 LEAST_PRIORITY = 0
+"""Greater numbers are lower priorities."""
 SKIP_LAST = 2
+"""Tokens."""
 
 
 class LazySaver(ReferenceConnector):
-    """Stores nothing of the step under way, only what earlier steps have computed: [0, min(C, N))."""
+    """Saves only what earlier steps have computed: [0, min(C, N))."""
 
     def _save_bound(self, request: Request, computed: int, scheduled: int) -> int:
         return super()._save_bound(request, computed, 0)
 
 
 class WholePromptSaver(ReferenceConnector):
-    """Stores the prompt, at once, when its last chunk is computed; never the output."""
+    """Saves the whole prompt in the step that completes it; never the output."""
 
     def _save_bound(self, request: Request, computed: int, scheduled: int) -> int:
-        return request.num_prompt_tokens if computed + scheduled >= request.num_prompt_tokens else 0
+        is_complete = computed + scheduled >= request.num_prompt_tokens
+        return request.num_prompt_tokens if is_complete else 0
 
     def _finish_bound(self, request: Request) -> int:
         return 0
 
 
 class AtFinish(ReferenceConnector):
-    """Stores everything at once, when the request has finished; what is preempted or aborted is not stored."""
+    """Saves everything when the request has finished; nothing when it is preempted or aborted."""
 
     def _save_bound(self, request: Request, computed: int, scheduled: int) -> int:
         return 0
 
 
 class StoresNothing(ReferenceConnector):
-    """Looks up and would load, as a consumer of a store that others fill; stores nothing itself."""
+    """Looks up and loads, like a consumer of a store that others fill; saves nothing itself."""
 
     def _worth_saving(self, request: Request, end: int) -> int:
         return 0
 
 
 class Selective(ReferenceConnector):
-    """Stores what is worth it (LMCache: skip_save, skip_last_n_tokens, priority_limit).
+    """Saves selectively (LMCache: skip_save, skip_last_n_tokens, priority_limit).
 
-    Not what a client forbids in its ``kv_transfer_params``, not requests of low priority (greater numbers), never the last two tokens.
+    It does not save what a client excludes in its `kv_transfer_params`, requests of low priority,
+    and the last two tokens.
     """
 
     def _worth_saving(self, request: Request, end: int) -> int:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A connector whose store is a server (`served_store`). When that is gone, lookups find nothing, saves are lost, and loads that were
-granted are reported as failed."""
+"""A connector whose store is a server (`served_store`).
+
+Without the server, lookups find nothing, saves are lost, and granted loads are reported as failed.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,13 @@ if TYPE_CHECKING:
 
 
 class Served(ReferenceConnector):
-    """`store` is `served:PORT`."""
+    """The reference connector over a `ServedStore`; the option `store` is `served:PORT`."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         parallel = vllm_config.parallel_config
-        self._store: ServedStore = ServedStore(
-            int(self.options.store.partition(":")[2]), parallel.rank, parallel.world_size
-        )
+        port = int(self.options.store.partition(":")[2])
+        self._store: ServedStore = ServedStore(port, parallel.rank, parallel.world_size)
         self._faults = Faults(self._store)

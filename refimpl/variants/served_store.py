@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store in a process of its own: its server (`python -m kvconform.refimpl.variants.served_store PORT`), and the client, for which a
-server that does not answer is an empty store."""
+"""A store in its own process: the server and the client.
+
+The server is started with `python -m kvconform.refimpl.variants.served_store PORT`. For the client,
+a server that does not answer is an empty store.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,15 @@ from typing import Any, ClassVar
 from kvconform.refimpl.store import MemoryStore
 
 PATIENCE = 1.0
-"""Seconds that an answer may take, and seconds after one that never came in which nothing is asked."""
+"""Time-out of a call, and the pause of all calls after a failed one, in seconds."""
 
 
 class Handler(BaseHTTPRequestHandler):
-    """`POST /<method>` with a line of JSON (rank, ranks, arguments) and bytes: a call of MemoryStore. `POST /clear`: all is forgotten."""
+    """Handler of the server's two requests.
+
+    `POST /<method>`, with a line of JSON (rank, ranks, arguments) and bytes, calls a method of
+    MemoryStore. `POST /clear` forgets everything.
+    """
 
     protocol_version = "HTTP/1.1"
 
@@ -32,9 +39,10 @@ class Handler(BaseHTTPRequestHandler):
             return
         line, _, data = body.partition(b"\n")
         rank, ranks, arguments = json.loads(line)
-        found = getattr(MemoryStore("served", rank, ranks), self.path[1:])(
-            *arguments, *([data] if self.path == "/put" else [])
-        )
+        if self.path == "/put":
+            arguments.append(data)
+        method = getattr(MemoryStore("served", rank, ranks), self.path[1:])
+        found = method(*arguments)
         self._answer(found if isinstance(found, bytes) else json.dumps(found).encode())
 
     def _answer(self, data: bytes) -> None:
@@ -44,22 +52,26 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, *_: Any) -> None:
-        """Nothing of a call is worth a line."""
+        """Log nothing."""
 
 
 class ServedStore:
-    """A `store.Store` at `127.0.0.1:port`. One that has not answered is left alone for a while, by all of a process."""
+    """A `store.Store` at `127.0.0.1:port`.
+
+    After a failed call, no store of this process calls that server for a while.
+    """
 
     patience: ClassVar[float] = PATIENCE
     _silent: ClassVar[dict[int, float]] = {}
 
     @classmethod
     def is_silent(cls, port: int) -> bool:
-        """Whether it did not answer just now."""
+        """Return whether the server did not answer a recent call."""
         return time.monotonic() < cls._silent.get(port, 0.0)
 
     def __init__(self, port: int, rank: int = 0, world: int = 1) -> None:
-        self.port, self.place = port, (rank, world)
+        self.port = port
+        self.place = (rank, world)
 
     def epoch(self) -> int:
         return int(self._call("epoch") or 0)
@@ -84,17 +96,16 @@ class ServedStore:
         self._call("drop", key)
 
     def keys(self) -> Iterator[str]:
-        return iter(())  # nobody asks over the network
+        return iter(())  # not needed over the network
 
     def _call(self, method: str, *arguments: Any, data: bytes = b"") -> bytes | None:
-        """The server's answer; None if there is none."""
+        """Return the server's answer; None if there is none."""
         if self.is_silent(self.port):
             return None
         link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=self.patience)
+        body = json.dumps([*self.place, arguments]).encode() + b"\n" + data
         try:
-            link.request(
-                "POST", f"/{method}", json.dumps([*self.place, arguments]).encode() + b"\n" + data
-            )
+            link.request("POST", f"/{method}", body)
             answer = link.getresponse()
             found = answer.read()
             return found if answer.status == 200 else None

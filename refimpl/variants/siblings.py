@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connectors that stand beside the one under test in a MultiConnector. The suite does not record what is asked of them."""
+"""Connectors that share a MultiConnector with the connector under test.
+
+The suite does not record their calls.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +27,16 @@ from kvconform.refimpl.variants.plain import Plain
 
 
 class Idle(Decoy):
-    """Finds nothing, stores nothing."""
+    """A sibling that finds nothing and stores nothing."""
 
     kvconform_sibling = True
 
 
 class Waits:
-    """Copies KV at once, as if there were no streams: first, the forward pass has to come as far as the host is."""
+    """A mixin for connectors that copy KV synchronously.
+
+    The device must first do all work that the host has queued, such as the forward pass.
+    """
 
     def start_load_kv(self, *args: Any, **kwargs: Any) -> None:
         device.current.finish()
@@ -51,12 +57,11 @@ class Waits:
 
 
 class Winner(Waits, Plain):
-    """Keeps everything and, listed first, loads it."""
+    """Stores everything and, as it is listed first, loads it."""
 
     kvconform_sibling = True
-    _stores: ClassVar[
-        dict[str, Any]
-    ] = {}  # of its own: the connector under test may be a Plain too
+    # Not shared with Plain: the connector under test may be one too.
+    _stores: ClassVar[dict[str, Any]] = {}
 
 
 @dataclass
@@ -67,7 +72,10 @@ class HolderMetadata(KVConnectorMetadata):
 
 
 class Holder(Decoy):
-    """Keeps the blocks of every finished request for some steps, and reports them then: reports that are no sibling's business."""
+    """Holds the blocks of every finished request for some steps, and then reports them.
+
+    The reports must not reach its siblings.
+    """
 
     kvconform_sibling = True
 
@@ -83,10 +91,10 @@ class Holder(Decoy):
             RequestStatus.FINISHED_STOPPED,
             RequestStatus.FINISHED_LENGTH_CAPPED,
         )
-        holds = ended and bool(
-            block_ids
-        )  # the blocks of an aborted load are freed by the report of the load, and by it alone
-        self._held += [request.request_id] * holds
+        # The blocks of an aborted load are freed by the report of the load, not by this one.
+        holds = ended and bool(block_ids)
+        if holds:
+            self._held.append(request.request_id)
         return holds, None
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
@@ -104,9 +112,10 @@ class Holder(Decoy):
 
 
 class Fetcher(Waits, ReferenceConnector):
-    """Hands what it has to one request, asynchronously: for some steps, the blocks that its siblings are told of hold nothing yet.
+    """Loads asynchronously, so its siblings see blocks that hold no KV yet for some steps.
 
-    As a transfer from another engine does, it gives everything away once, and keeps nothing of what it has fetched.
+    Like a transfer from another engine, it delivers KV only once, and does not keep what it has
+    loaded.
     """
 
     kvconform_sibling = True
@@ -126,21 +135,23 @@ class Fetcher(Waits, ReferenceConnector):
             self._store.drop(piece.key)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Nothing: MultiConnector would give it to all children in the place of theirs."""
+        """Return None: MultiConnector would pass it on to all children instead of their own."""
         return None
 
 
 @dataclass
 class Greeting(KVConnectorHandshakeMetadata):
-    """Nothing that another connector could use."""
+    """Handshake metadata that no other connector can use."""
 
     words: str
 
 
 class Greeter(Decoy):
-    """Has handshake metadata, and MultiConnector passes the first child's on to all of them."""
+    """Has handshake metadata: MultiConnector passes that of the first child on to all children."""
 
     kvconform_sibling = True
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return Greeting("hello") if self.role == KVConnectorRole.WORKER else None
+        if self.role != KVConnectorRole.WORKER:
+            return None
+        return Greeting("hello")

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A connector that copies on threads (systems.md C4): the step goes on meanwhile, and waits only for what is about to lose its blocks."""
+"""A connector that copies on threads (systems.md C4).
+
+The step continues meanwhile. It waits only for saves whose blocks are about to be overwritten.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ THREADS = 2
 
 
 class Threads(ReferenceConnector):
-    """Use with ``load: async`` and ``async_saves``. Threads touch tensors and the store, and nothing that the engine asks about."""
+    """The reference connector with threads; use with `load: async` and `async_saves`.
+
+    The threads access tensors and the store, but no state that is reported to the engine.
+    """
 
     def __init__(
         self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -38,7 +44,7 @@ class Threads(ReferenceConnector):
         self._loads += [(load, self._submit(self._fetch, load)) for load in self._metadata().loads]
 
     def _fetch(self, load: Load) -> set[int]:
-        """On a thread: fill the granted slots; returns the blocks that could not be filled."""
+        """Fill the granted slots; return the blocks that could not be filled. Runs on a thread."""
         failed: set[int] = set()
         for piece in load.pieces:
             if not all([self._load_layer(piece, layer) for layer in self._layers]):
@@ -53,26 +59,21 @@ class Threads(ReferenceConnector):
         ]
 
     def _write(self, epoch: int, save: Save, sound: bool) -> None:
-        """On a thread: copy the blocks and commit."""
-        for piece in save.pieces if sound else ():
-            for layer in self._layers:
-                self._store.put(
-                    epoch,
-                    piece.key,
-                    layer,
-                    read_slots(self._layers[layer], piece.slots, self._share),
-                )
+        """Copy the blocks and commit the chunks. Runs on a thread."""
+        if not sound:
+            return
+        for piece in save.pieces:
+            for name, layer in self._layers.items():
+                data = read_slots(layer, piece.slots, self._share)
+                self._store.put(epoch, piece.key, name, data)
             self._store.commit(epoch, piece.key)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         super().handle_preemptions(kv_connector_metadata)
-        dropped = (
-            kv_connector_metadata.dropped
-            if isinstance(kv_connector_metadata, ReferenceMetadata)
-            else frozenset()
-        )
+        if not isinstance(kv_connector_metadata, ReferenceMetadata):
+            return
         for save, future in self._saves:
-            if save.req in dropped and not save.final:
+            if save.req in kv_connector_metadata.dropped and not save.final:
                 future.result()  # the blocks are overwritten next
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -81,6 +82,7 @@ class Threads(ReferenceConnector):
         for _, failed in loaded:
             self._invalid |= failed
             self._bad |= failed
+        # A request is reported when all its saves are done.
         busy = {save.req for save, future in self._saves if not future.done()}
         sent = {save.req for save, future in self._saves if save.final and save.req not in busy}
         self._saves = [

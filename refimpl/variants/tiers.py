@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory over a disk, both bounded (systems.md C2, C3, B14): hits are promoted, what is evicted from the host goes to the disk, what
-is evicted there is gone. What a lookup has found is pinned until the step that was planned with it is over."""
+"""A connector over two bounded tiers, host memory and disk (systems.md C2, C3, B14).
+
+Hits are promoted to the host. Chunks evicted from the host go to the disk; chunks evicted from the
+disk are lost. The chunks that a lookup has found are pinned until the step that loads them is over.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,11 @@ DISK_CHUNKS = 96
 
 @dataclass
 class Books:
-    """What both halves know of the tiers: keys in the order of their last use, how often each was used, and pins by request."""
+    """The state of the tiers, shared by both halves.
+
+    `host` and `disk`: keys in the order of their last use. `uses`: how often each was used. `pins`:
+    pinned keys by request.
+    """
 
     host: dict[str, None] = field(default_factory=dict)
     disk: dict[str, None] = field(default_factory=dict)
@@ -34,19 +41,20 @@ class Books:
 
 
 class Tiers:
-    """A `store.Store` of two tiers. `lfu`: evict what was used least often, else what was not used for longest."""
+    """A `store.Store` with two tiers.
+
+    `lfu`: evict the least frequently used chunk; otherwise the least recently used.
+    """
 
     _books: ClassVar[dict[str, Books]] = {}
     _pins: ClassVar[dict[str, dict[str, set[str]]]] = {}
 
     def __init__(self, where: str, lfu: bool, rank: int, world: int) -> None:
-        self._host, self._disk = (
-            MemoryStore(f"host of {where}", rank, world),
-            open_store(where, rank, world),
-        )
-        self.books = self._books.setdefault(
-            f"{rank} of {where}", Books(pins=self._pins.setdefault(where, {}))
-        )  # the ranks do the same
+        self._host = MemoryStore(f"host of {where}", rank, world)
+        self._disk = open_store(where, rank, world)
+        # Each rank has its own state, with common pins. All ranks move the same chunks.
+        pins = self._pins.setdefault(where, {})
+        self.books = self._books.setdefault(f"{rank} of {where}", Books(pins=pins))
         self._lfu = lfu
         self._layers: dict[str, set[str]] = {}
 
@@ -74,7 +82,10 @@ class Tiers:
         return self._host.has(key) or self._disk.has(key)
 
     def get(self, key: str, layer: str) -> bytes | None:
-        """Counts as a use. A chunk on the disk is copied to the host when its first layer is read."""
+        """Return one layer of this rank's shard; counts as a use.
+
+        A chunk on the disk is copied to the host when its first layer is read.
+        """
         if not self._host.has(key) and self._disk.has(key):
             for each in self._layers.get(key, ()):
                 data = self._disk.get(key, each)
@@ -101,13 +112,12 @@ class Tiers:
         self.books.uses[key] += 1
 
     def _shrink(self, keep: str = "") -> None:
-        """Evict until both tiers are within their bounds, or everything left is pinned."""
+        """Evict until both tiers are within their bounds, or all their chunks are pinned."""
         pinned = {keep}.union(*self.books.pins.values())
         for tier, bound in ((self.books.host, HOST_CHUNKS), (self.books.disk, DISK_CHUNKS)):
-            victims = [key for key in tier if key not in pinned]
-            victims.sort(
-                key=lambda key: self.books.uses[key] if self._lfu else 0
-            )  # stable: the longest unused first
+            victims = [key for key in tier if key not in pinned]  # least recently used first
+            if self._lfu:
+                victims.sort(key=lambda key: self.books.uses[key])
             for key in victims[: max(0, len(tier) - bound)]:
                 del tier[key]
                 if tier is self.books.host:
@@ -127,7 +137,10 @@ class Tiers:
 
 
 class Tiered(ReferenceConnector):
-    """The reference connector over two tiers. It declares nothing: how much it keeps depends on what else there is to keep."""
+    """The reference connector over two tiers.
+
+    It declares no capabilities: how long it keeps a chunk depends on the other chunks.
+    """
 
     kvconform_capabilities = None  # type: ignore[assignment]
     lfu = False
@@ -137,36 +150,36 @@ class Tiered(ReferenceConnector):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         parallel = vllm_config.parallel_config
-        self._store = self._tiers = Tiers(
-            self.options.store, self.lfu, parallel.rank, parallel.world_size
-        )
+        self._tiers = Tiers(self.options.store, self.lfu, parallel.rank, parallel.world_size)
+        self._store = self._tiers
         self._faults._store = self._tiers
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        answer = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        keys = self._keys(request, [], request.num_tokens)[
-            : ((answer[0] or 0) + num_computed_tokens) // self.options.chunk_tokens
-        ]
-        self._tiers.books.pins[request.request_id] = set(keys) if answer[0] else set()
-        return answer
+        tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        pins: set[str] = set()
+        if tokens:
+            found = (tokens + num_computed_tokens) // self.options.chunk_tokens
+            pins.update(self._keys(request, [], request.num_tokens)[:found])
+        self._tiers.books.pins[request.request_id] = pins
+        return tokens, is_async
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         metadata = super().build_connector_meta(scheduler_output)
-        for req_id in [
-            req_id
-            for req_id in self._tiers.books.pins
-            if req_id not in scheduler_output.num_scheduled_tokens
-        ]:
-            if req_id not in self._loading:
-                del self._tiers.books.pins[req_id]  # it was not admitted, or is over
+        # Unpin the chunks of requests that were not admitted or are finished.
+        pins = self._tiers.books.pins
+        for req_id in list(pins):
+            if req_id not in scheduler_output.num_scheduled_tokens and req_id not in self._loading:
+                del pins[req_id]
         return metadata
 
     def update_connector_output(self, connector_output: Any) -> None:
         super().update_connector_output(connector_output)
-        for req_id in [req_id for req_id in self._tiers.books.pins if req_id not in self._loading]:
-            del self._tiers.books.pins[req_id]
+        pins = self._tiers.books.pins
+        for req_id in list(pins):
+            if req_id not in self._loading:
+                del pins[req_id]
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -176,6 +189,6 @@ class Tiered(ReferenceConnector):
 
 
 class TieredLfu(Tiered):
-    """Evicts what was used least often."""
+    """Evicts the least frequently used chunk."""
 
     lfu = True

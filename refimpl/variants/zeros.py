@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A connector that makes KV up, as one does that measures decoding without a prefill: it has all of every request, and that is zero."""
+"""A connector that invents KV: it has the KV of every token, and all of it is zero.
+
+Such connectors serve to measure decoding without a prefill.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,10 @@ class Blocks(KVConnectorMetadata):
 
 
 class Zeros(KVConnectorBase_V1):
-    """Claims whole blocks up to the last token of a request that has computed nothing yet, and fills them. Stores nothing."""
+    """Claims all whole blocks before a request's last token, and fills them with zeros.
+
+    Stores nothing.
+    """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -31,22 +37,20 @@ class Zeros(KVConnectorBase_V1):
 
     @classmethod
     def kvconform_capabilities(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
-        """What the suite is to know. vLLM has a connector of this kind, DecodeBenchConnector."""
+        """Return what the suite must know. vLLM's DecodeBenchConnector is of this kind."""
         return {"synthesises_kv": True}
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        return max(
-            0, (request.num_tokens - 1) // self._size * self._size - num_computed_tokens
-        ), False
+        end = (request.num_tokens - 1) // self._size * self._size
+        return max(0, end - num_computed_tokens), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if num_external_tokens:
             end = (request.num_tokens - 1) // self._size
-            self._granted += blocks.get_block_ids()[0][
-                end - num_external_tokens // self._size : end
-            ]
+            start = end - num_external_tokens // self._size
+            self._granted += blocks.get_block_ids()[0][start:end]
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         granted, self._granted = self._granted, []
