@@ -1,104 +1,195 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults of an engine, put in for a while: `spec/defects.yaml` names them, `refimpl/defects/engine_*.py` has them."""
+"""Planted engine faults: which methods of an engine are changed, and how, while a fault is active.
+
+A target is named "package.module:Class.method", or "package.module:function", where the module is
+the one that calls the function. A change is a function `change(original, *args, **kwargs)` that is
+called in place of the original, which is a target or a hook of the connector. For example:
+
+    LAND = Target("kvconform.refimpl.scheduler:land")
+    lands_twice = LAND.replaced_by(twice)
+    reports_nothing = LAND.during(update_connector_output=skipped)
+
+`replaced_by`, `before` and `after` also serve as decorators of the function that they get.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial, wraps
+from pkgutil import resolve_name
 from typing import Any
 from unittest.mock import patch
 
+Change = Callable[..., Any]
+
 
 @dataclass(frozen=True)
-class Replacement:
-    """`new(original, *args, **kwargs)` is called in the place of the function or method `owner.name`.
+class Target:
+    """A method or function of an engine, by name.
 
-    With `create`, the owner has nothing of that name, and `original` does nothing.
+    With `missing`, it does not exist, and the original that a change gets does nothing.
     """
 
-    owner: Any
     name: str
-    new: Callable[..., Any]
-    create: bool = False
+    missing: bool = False
 
-    def bound(self) -> Callable[..., Any]:
-        """What takes the original's place."""
-        original = nothing if self.create else getattr(self.owner, self.name)
+    def resolve(self) -> tuple[Any, str]:
+        """Return the class or module that has the target (imported), and the attribute's name.
 
-        @wraps(original)
-        def replaced(*args: Any, **kwargs: Any) -> Any:
-            return self.new(original, *args, **kwargs)
+        ImportError or AttributeError if there is no such class or module.
+        """
+        module, _, path = self.name.partition(":")
+        owner, _, attribute = path.rpartition(".")
+        return resolve_name(f"{module}:{owner}"), attribute
 
-        return replaced
+    def replaced_by(self, change: Change) -> Fault:
+        """Return the fault in which `change` is called in place of the target."""
+        return Fault(((self, change),))
+
+    def before(self, function: Callable[..., object]) -> Fault:
+        """Return the fault in which `function` is called first, with the target's arguments."""
+
+        def change(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            function(*args, **kwargs)
+            return original(*args, **kwargs)
+
+        return self.replaced_by(change)
+
+    def after(self, function: Callable[..., object]) -> Fault:
+        """Return the fault in which `function` is called after the target.
+
+        It gets what the target returned, which it may change in place, and the arguments.
+        """
+
+        def change(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            found = original(*args, **kwargs)
+            function(found, *args, **kwargs)
+            return found
+
+        return self.replaced_by(change)
+
+    def during(self, *, when: Callable[..., object] | None = None, **hooks: Change) -> Fault:
+        """Return the fault in which hooks of the connector are changed while the target runs.
+
+        The target's first argument has the connector as its attribute `connector`. `hooks` maps
+        names of hooks to changes. `when` gets the target's arguments: if it returns false, the
+        hooks stay as they are in this call.
+        """
+
+        def change(original: Callable[..., Any], owner: Any, *args: Any, **kwargs: Any) -> Any:
+            if when is not None and not when(owner, *args, **kwargs):
+                return original(owner, *args, **kwargs)
+            with connector_of(owner, **hooks):
+                return original(owner, *args, **kwargs)
+
+        return self.replaced_by(change)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Fault:
-    """What is wrong (`text`) and what is replaced. Nothing is wrong until `active` is entered."""
+    """Changes of an engine, in force while `active` is entered. `+` combines faults."""
 
-    text: str
-    replacements: list[Replacement] = field(default_factory=list)
+    changes: tuple[tuple[Target, Change], ...]
+
+    def __add__(self, other: Fault) -> Fault:
+        return Fault(self.changes + other.changes)
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """The fault is in force in this process; everything is as before when the block is left."""
+        """Make the changes in this process, and undo them when the block is left."""
         _active.append(self)
         try:
             with ExitStack() as stack:
-                for each in self.replacements:
-                    stack.enter_context(
-                        patch.object(each.owner, each.name, each.bound(), create=each.create)
-                    )
+                for target, change in self.changes:
+                    stack.enter_context(_changed(target, change))
                 yield
         finally:
             _active.remove(self)
 
-    def and_(self, owner: Any, name: str) -> Callable[[Callable[..., Any]], Fault]:
-        """Decorator: one more replacement for this fault."""
-        return lambda new: Fault(self.text, [*self.replacements, Replacement(owner, name, new)])
+
+def _changed(target: Target, change: Change) -> AbstractContextManager[Any]:
+    """Return a context manager that puts `change` in the place of the target."""
+    owner, name = target.resolve()
+    original = skipped if target.missing else getattr(owner, name)
+
+    @wraps(original)
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        return change(original, *args, **kwargs)
+
+    return patch.object(owner, name, changed, create=target.missing)
 
 
 _active: list[Fault] = []
 
 
 def in_force() -> bool:
-    """Whether a fault is active in this process: then an error in our own code is a consequence of it, and the engine's."""
+    """Whether a fault is active in this process.
+
+    An error in our own code is then a consequence of the fault, and therefore the engine's.
+    """
     return bool(_active)
 
 
-def fault(owner: Any, name: str, *, create: bool = False) -> Callable[[Callable[..., Any]], Fault]:
-    """Decorator: the function, given the original and its arguments, takes the place of `owner.name`; its docstring says what is wrong.
+# -- changes
 
-    `create`: there is no `owner.name`, and that it is there is what is wrong.
-    """
-    return lambda new: Fault((new.__doc__ or "").strip(), [Replacement(owner, name, new, create)])
+
+def skipped(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Do not call the original."""
+
+
+def twice(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call the original twice; return what the second call returns."""
+    original(*args, **kwargs)
+    return original(*args, **kwargs)
+
+
+def returns(value: Any) -> Change:
+    """Return the change that returns `value`, and does not call the original."""
+    return lambda original, *args, **kwargs: value
+
+
+def with_arguments(change: Callable[..., tuple[Any, ...]]) -> Change:
+    """Return the change that calls the original with `change` of its arguments."""
+    return lambda original, *args, **kwargs: original(*change(*args, **kwargs))
+
+
+def with_keywords(**changed: Any) -> Change:
+    """Return the change that calls the original with these keyword arguments."""
+    return lambda original, *args, **kwargs: original(*args, **{**kwargs, **changed})
+
+
+# -- hooks of a connector
 
 
 class Altered:
-    """An object with some methods replaced: `hooks` maps a name to `new(original, *args, **kwargs)`. Everything else is the object's."""
+    """An object with some methods changed: `hooks` maps their names to changes.
 
-    def __init__(self, original: Any, **hooks: Callable[..., Any]) -> None:
-        self.__dict__["_original"], self.__dict__["_hooks"] = original, hooks
+    All other attributes are those of the object.
+    """
+
+    def __init__(self, original: Any, **hooks: Change) -> None:
+        self.__dict__["_original"] = original
+        self.__dict__["_hooks"] = hooks
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.__dict__["_original"], name)
-        new = self.__dict__["_hooks"].get(name)
-        return found if new is None else partial(new, found)
+        change = self.__dict__["_hooks"].get(name)
+        return found if change is None else partial(change, found)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.__dict__["_original"], name, value)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """What isinstance sees."""
+        """Return the class of the object, so that isinstance sees no difference."""
         return type(self.__dict__["_original"])
 
 
 @contextmanager
-def connector_of(owner: Any, **hooks: Callable[..., Any]) -> Iterator[None]:
-    """Within the block, `owner.connector` (if there is one) has these hooks replaced."""
+def connector_of(owner: Any, **hooks: Change) -> Iterator[None]:
+    """Change hooks of `owner.connector` within the block, if there is a connector."""
     original = owner.connector
     if original is not None:
         owner.connector = Altered(original, **hooks)
@@ -106,7 +197,3 @@ def connector_of(owner: Any, **hooks: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         owner.connector = original
-
-
-def nothing(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """In the place of a hook: it is not called."""

@@ -19,7 +19,18 @@ from kvconform.dev.defects import difference, examine, examine_apart, main, name
 from kvconform.errors import UsageError
 from kvconform.refimpl import defects as package
 from kvconform.refimpl.connector import ReferenceConnector
-from kvconform.refimpl.faulty import Altered, Fault, connector_of, fault
+from kvconform.refimpl.faulty import (
+    Altered,
+    Fault,
+    Target,
+    connector_of,
+    in_force,
+    returns,
+    skipped,
+    twice,
+    with_arguments,
+    with_keywords,
+)
 
 SPEC = load_spec()
 DEFECTS = load_defects(SPEC)
@@ -64,10 +75,15 @@ def test_every_defective_class_and_fault_is_in_the_registry() -> None:
                 assert f"{module.__name__}:{name}" in listed
 
 
-def test_every_fault_of_the_registry_exists_and_says_what_is_wrong() -> None:
+def test_every_fault_of_the_registry_exists_and_changes_what_exists() -> None:
     faults = {name: defect.fault() for name, defect in DEFECTS.items() if defect.engine_fault}
     assert faults
-    assert [name for name, found in faults.items() if found is None or not found.text] == []
+    for name, found in faults.items():
+        assert found is not None and found.changes, name
+        for target, _ in found.changes:
+            if target.name.startswith("kvconform."):  # vLLM's may be missing in an older release
+                owner, attribute = target.resolve()
+                assert hasattr(owner, attribute), target.name
 
 
 @pytest.mark.parametrize(
@@ -95,7 +111,7 @@ def test_what_is_no_defect(change: dict[str, Any]) -> None:
         ({"cases": ["nope"]}, "names nope"),
         ({"fails": ["nope"]}, "names nope"),
         ({"engines": ["vllm"], "cases": ["lifecycle.hook-order"], "scheduling": ["sync"]}, ""),
-        ({"engine_fault": "kvconform.refimpl.faulty:fault"}, "neither a guarantee"),
+        ({"engine_fault": "kvconform.refimpl.faulty:Fault"}, "neither a guarantee"),
     ],
 )
 def test_a_registry_that_names_what_does_not_exist(change: dict[str, Any], words: str) -> None:
@@ -112,7 +128,7 @@ def test_a_fault_that_does_not_exist() -> None:
     for symbol in (
         "kvconform.nope:x",
         "kvconform.refimpl.faulty:nope",
-        "kvconform.refimpl.faulty:fault",
+        "kvconform.refimpl.faulty:Fault",
     ):
         with pytest.raises(UsageError):
             Defect(**PLAIN | {"engine_fault": symbol}).fault()
@@ -128,25 +144,83 @@ class _Adder:
         return a - b
 
 
-def test_a_fault_is_in_force_for_a_while_only() -> None:
-    @fault(_Adder, "add")
-    def wrong(original: Any, adder: _Adder, a: int, b: int) -> int:
-        """Counts one too many."""
-        return int(original(adder, a, b)) + 1
+ADD = Target(f"{__name__}:_Adder.add")
+SUB = Target(f"{__name__}:_Adder.sub")
 
-    both = wrong.and_(_Adder, "sub")(lambda original, adder, a, b: 0)
-    assert both.text == "Counts one too many."
-    with both.active():
+
+def test_a_fault_is_in_force_for_a_while_only() -> None:
+    @ADD.replaced_by
+    def wrong(add: Any, adder: _Adder, a: int, b: int) -> int:
+        return int(add(adder, a, b)) + 1
+
+    with (wrong + SUB.replaced_by(returns(0))).active():
+        assert in_force()
         assert (_Adder().add(1, 2), _Adder().sub(5, 2)) == (4, 0)
+    assert not in_force()
     assert (_Adder().add(1, 2), _Adder().sub(5, 2)) == (3, 3)
 
 
 def test_a_fault_can_be_that_something_is_there() -> None:
-    with fault(_Adder, "mul", create=True)(
-        lambda missing, adder, a, b: (missing(adder, a, b), a * b)
-    ).active():
+    missing = Target(f"{__name__}:_Adder.mul", missing=True)
+    with missing.replaced_by(lambda absent, adder, a, b: (absent(adder, a, b), a * b)).active():
         assert _Adder().mul(2, 3) == (None, 6)  # type: ignore[attr-defined]
     assert not hasattr(_Adder, "mul")
+
+
+@pytest.mark.parametrize("name", ["kvconform.nope:f", "kvconform.errors:Nope.f"])
+def test_a_target_that_does_not_exist(name: str) -> None:
+    with pytest.raises((ImportError, AttributeError)), Target(name).replaced_by(skipped).active():
+        pass
+    assert not in_force()
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (skipped, None),
+        (returns(7), 7),
+        (with_arguments(lambda adder, a, b: (adder, b, a)), -3),
+        (with_keywords(b=1), 4),
+    ],
+)
+def test_a_change_takes_the_place_of_a_method(change: Any, found: Any) -> None:
+    with SUB.replaced_by(change).active():
+        assert _Adder().sub(5, b=2) == found
+
+
+def test_a_function_can_be_called_before_or_after_a_target() -> None:
+    calls: list[Any] = []
+    with (
+        ADD.before(lambda adder, a, b: calls.append((a, b))).active(),
+        SUB.after(lambda found, adder, a, b: calls.append((found, a, b))).active(),
+    ):
+        assert (_Adder().add(1, 2), _Adder().sub(5, 2)) == (3, 3)
+    assert calls == [(1, 2), (3, 5, 2)]
+
+
+class _Owner:
+    def __init__(self) -> None:
+        self.connector: Any = _Adder()
+
+    def total(self, numbers: list[int]) -> list[Any]:
+        return [self.connector.add(number, 1) for number in numbers]
+
+
+def test_hooks_can_be_changed_during_a_target() -> None:
+    calls: list[Any] = []
+
+    def noted(add: Any, a: int, b: int) -> int:
+        calls.append(a)
+        return int(add(a, b))
+
+    def noted_twice(add: Any, a: int, b: int) -> Any:
+        return twice(lambda: noted(add, a, b))
+
+    owner, total = _Owner(), Target(f"{__name__}:_Owner.total")
+    with total.during(when=lambda owner, numbers: len(numbers) > 1, add=noted_twice).active():
+        assert (owner.total([1]), owner.total([2, 3])) == ([2], [3, 4])
+        assert owner.connector.add(1, 1) == 2
+    assert calls == [2, 2, 3, 3]
 
 
 def test_an_altered_object_is_otherwise_the_same() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers of the wrong type or shape, and a class that vLLM cannot use."""
+"""Planted defects: answers of a wrong type or shape, and classes that vLLM cannot use."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ReportsLists(ReferenceConnector):
 
 
 class HoldsByCount(ReferenceConnector):
-    """Answers request_finished with the number of blocks that it wants to keep instead of a bool."""
+    """Returns from request_finished the number of blocks that it keeps, instead of a bool."""
 
     def request_finished(self, request: Request, block_ids: list[int]) -> Any:
         holds, params = super().request_finished(request, block_ids)
@@ -50,18 +50,17 @@ class HoldsByCount(ReferenceConnector):
 
 
 class TensorParams(ReferenceConnector):
-    """Puts a tensor into the parameters that go back to the client."""
+    """Puts a tensor into the parameters that are returned to the client."""
 
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return super().request_finished(request, block_ids)[0], {
-            "block_ids": torch.tensor(block_ids)
-        }
+        holds, _ = super().request_finished(request, block_ids)
+        return holds, {"block_ids": torch.tensor(block_ids)}
 
 
 class ResetCount(ReferenceConnector):
-    """Answers reset_cache with the number of chunks that it removed."""
+    """Returns from reset_cache the number of chunks that it removed."""
 
     def reset_cache(self) -> Any:
         count = len(list(self._store.keys()))
@@ -77,28 +76,28 @@ class ErrorsInAList(ReferenceConnector):
 
 
 class PlainWorkerMeta(ReferenceConnector):
-    """Returns a dictionary, which cannot be aggregated, as the worker's metadata."""
+    """Returns the worker's metadata as a dictionary, which cannot be aggregated."""
 
     def build_connector_worker_meta(self) -> Any:
         return {"layers": len(self._layers)}
 
 
 class PendingCount(ReferenceConnector):
-    """Answers has_pending_push_work with a number."""
+    """Returns a number from has_pending_push_work."""
 
     def has_pending_push_work(self) -> Any:
         return len(self._final)
 
 
 class PushesForever(ReferenceConnector):
-    """Says that there is work to push to somebody who never comes for it (B053): the engine steps forever."""
+    """Always reports pending push work, so that the engine steps forever (B053)."""
 
     def has_pending_push_work(self) -> bool:
         return True
 
 
 class KeepsOwnMetadata(ReferenceConnector):
-    """Overrides bind_connector_metadata and leaves out the base class's."""
+    """Overrides bind_connector_metadata without a call of the base class."""
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         self._own = connector_metadata
@@ -108,7 +107,7 @@ class KeepsOwnMetadata(ReferenceConnector):
 
 
 class ExitsProcess(ReferenceConnector):
-    """Ends the process when a load finds its server gone."""
+    """Exits the process when a load finds its server gone."""
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         if self._invalid:
@@ -117,7 +116,10 @@ class ExitsProcess(ReferenceConnector):
 
 
 class KillsProcess(ReferenceConnector):
-    """Ends the process at once when a load finds its server gone: nothing is cleaned up, and nobody can catch it."""
+    """Exits the process with os._exit when a load finds its server gone.
+
+    Nothing is cleaned up, and no caller can catch it.
+    """
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         if self._invalid:
@@ -131,7 +133,10 @@ class _Numbered(ReferenceMetadata):
 
 
 class HalvesShareMemory(ReferenceConnector):
-    """Leaves the step's loads in a dictionary of the module, where the worker half finds them as long as both are in one process."""
+    """Passes the step's loads to the worker half in a class attribute.
+
+    The worker half finds them only while both halves are in one process.
+    """
 
     _loads: ClassVar[list[tuple[Load, ...]]] = []
 
@@ -143,12 +148,9 @@ class HalvesShareMemory(ReferenceConnector):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         plan = self._metadata()
-        for load in (
-            self._loads[plan.number - 1]
-            if isinstance(plan, _Numbered) and plan.number <= len(self._loads)
-            else ()
-        ):
-            self._load(load, self._layers)
+        if isinstance(plan, _Numbered) and plan.number <= len(self._loads):
+            for load in self._loads[plan.number - 1]:
+                self._load(load, self._layers)
         super().start_load_kv(forward_context, **kwargs)
 
 
@@ -160,21 +162,24 @@ class TwoArguments(ReferenceConnector):
 
 
 class AsksTheInstance(ReferenceConnector):
-    """Needs an instance to say whether it works layer by layer, which vLLM asks before there is one."""
+    """Has an instance method where vLLM calls a class method: requires_piecewise_for_cudagraph."""
 
     def requires_piecewise_for_cudagraph(self, extra_config: dict[str, Any]) -> bool:  # type: ignore[override]
         return self.options.layerwise
 
 
 class OldPreemptions(ReferenceConnector):
-    """Expects the ids of preempted requests in handle_preemptions, beside the metadata (B123)."""
+    """Expects the ids of preempted requests in handle_preemptions, before the metadata (B123)."""
 
     def handle_preemptions(self, preempted_req_ids: Any, kv_connector_metadata: Any) -> None:  # type: ignore[override]
         super().handle_preemptions(kv_connector_metadata)
 
 
 class NoRestart(ReferenceConnector):
-    """Refuses to start over what an earlier process stored (B129: what it needs is not registered yet)."""
+    """Refuses to start with a store that an earlier process has filled.
+
+    In B129, what such a start needs is not registered yet.
+    """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the KV of a request ends: placeholders, unverified drafts, the last token, lookahead slots."""
+"""Planted defects: connectors that misjudge where the KV of a request ends.
+
+The end is blurred by placeholders, unverified drafts, the last token and lookahead slots. C and S
+are a request's computed tokens, and those that are scheduled for it in this step.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,14 +24,17 @@ if TYPE_CHECKING:
 
 
 class UnknownToken(ReferenceConnector):
-    """Takes C+S for the end of the KV: counts a token that was scheduled but has no id yet, and drafts that may be rejected (B001)."""
+    """Takes C+S for the end of the KV (B001).
+
+    C+S counts a scheduled token without a known id, and drafts that may be rejected.
+    """
 
     def _save_bound(self, request: Request, computed: int, scheduled: int) -> int:
         return computed + scheduled
 
 
 class StaleSnapshot(ReferenceConnector):
-    """Subtracts the placeholders it saw when the previous step was planned, before that step added its own: one token too far."""
+    """Subtracts the placeholders from before the previous step added its own: one token too far."""
 
     def _save_bound(self, request: Request, computed: int, scheduled: int) -> int:
         tracked = self._tracked[request.request_id]
@@ -36,25 +44,32 @@ class StaleSnapshot(ReferenceConnector):
 
 
 class OptimisticComputed(ReferenceConnector):
-    """Takes C for what is safely computed. With drafts in flight, C counts those that will be rejected (B009)."""
+    """Takes C for what is safely computed (B009).
+
+    With drafts in flight, C counts those that will be rejected.
+    """
 
     def _save_bound(self, request: Request, computed: int, scheduled: int) -> int:
-        return (
-            computed
-            if computed >= request.num_prompt_tokens
-            else super()._save_bound(request, computed, scheduled)
-        )
+        if computed >= request.num_prompt_tokens:
+            return computed
+        return super()._save_bound(request, computed, scheduled)
 
 
 class LastToken(ReferenceConnector):
-    """At the end of a request, stores all of its tokens: the last one was sampled, its KV was never computed."""
+    """Stores all tokens of a request that ends.
+
+    The last one was sampled, and its KV was never computed.
+    """
 
     def _finish_bound(self, request: Request) -> int:
         return request.num_tokens
 
 
 class WithoutOwnDrafts(ReferenceConnector):
-    """Subtracts this step's drafts from C+S and forgets those of the steps in flight: right until scheduling is asynchronous."""
+    """Subtracts this step's drafts from C+S, and forgets those of the steps in flight.
+
+    This is right under synchronous scheduling only.
+    """
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self._drafts = scheduler_output.scheduled_spec_decode_tokens
@@ -65,7 +80,10 @@ class WithoutOwnDrafts(ReferenceConnector):
 
 
 class CountsPlaceholders(ReferenceConnector):
-    """Takes the output tokens that the scheduler announces for known ones; under asynchronous scheduling they include placeholders."""
+    """Takes the output tokens that the scheduler counts for known ones.
+
+    Under asynchronous scheduling they include placeholders.
+    """
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         cached = scheduler_output.scheduled_cached_reqs
@@ -80,32 +98,28 @@ class CountsPlaceholders(ReferenceConnector):
 
 
 class LookaheadSlots(ReferenceConnector):
-    """Stores all blocks that a request has, although the last ones are only reserved for drafts to come (B023, B025)."""
+    """Stores all blocks of a request, even those reserved for future drafts (B023, B025)."""
 
     def _plan_save(self, tracked: Tracked, end: int, scheduled: int, final: bool = False) -> Save:
         return super()._plan_save(tracked, len(tracked.table) * self._block_size, scheduled, final)
 
 
 class CapturesDrafts(ReferenceConnector):
-    """Copies a chunk as soon as all its slots are scheduled, drafts included, and publishes that copy once the token ids are known."""
+    """Copies a chunk when all its slots are scheduled, and publishes the copy later.
+
+    The slots may have held drafts; the copy is published when the token ids are known.
+    """
 
     _captured: dict[tuple[tuple[int, ...], str], bytes]
 
     def _plan_save(self, tracked: Tracked, end: int, scheduled: int, final: bool = False) -> Save:
-        save, chunk = super()._plan_save(tracked, end, scheduled, final), self.options.chunk_tokens
-        start = tracked.saved * chunk
-        if not final and tracked.request.num_computed_tokens + scheduled >= start + chunk:
-            early = Piece("", 0, slots_of(tracked.table, start, start + chunk, self._block_size))
-            return Save(
-                save.req,
-                save.start,
-                save.end,
-                (*save.pieces, early),
-                tuple(tracked.table),
-                final,
-                save.counters,
-            )
-        return save
+        save = super()._plan_save(tracked, end, scheduled, final)
+        start = tracked.saved * self.options.chunk_tokens
+        stop = start + self.options.chunk_tokens
+        if final or tracked.request.num_computed_tokens + scheduled < stop:
+            return save
+        early = Piece("", 0, slots_of(tracked.table, start, stop, self._block_size))
+        return replace(save, pieces=(*save.pieces, early), table=tuple(tracked.table))
 
     def _save_layer(self, epoch: int, save: Save, layer: str, kv_layer: torch.Tensor) -> None:
         captured: dict[Any, bytes] = self.__dict__.setdefault("_captured", {})
@@ -113,9 +127,5 @@ class CapturesDrafts(ReferenceConnector):
             if piece.key == "":
                 captured[piece.slots, layer] = read_slots(kv_layer, piece.slots)
             else:
-                self._store.put(
-                    epoch,
-                    piece.key,
-                    layer,
-                    captured.pop((piece.slots, layer), b"") or read_slots(kv_layer, piece.slots),
-                )
+                data = captured.pop((piece.slots, layer), b"") or read_slots(kv_layer, piece.slots)
+                self._store.put(epoch, piece.key, layer, data)

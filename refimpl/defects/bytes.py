@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes that change on their way, and plans that are carried out twice, late, or for somebody else."""
+"""Planted defects: bytes that change on the way, and plans that are doubled, late or wrong."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class LosesPrecision(ReferenceConnector):
-    """Keeps half of every number, and says nothing of being lossy (B101, B113)."""
+    """Loses half of every number, and does not declare that it is lossy (B101, B113)."""
 
     def _load_layer(self, piece: Piece, layer: str) -> bool:
         data = self._store.get(piece.key, layer)
@@ -32,7 +32,7 @@ class LosesPrecision(ReferenceConnector):
 
 
 class SwapsHalves(ReferenceConnector):
-    """Takes values for keys: the layout is not the one that it asked for (B097, B099)."""
+    """Swaps keys and values, as if the layout was not the one that it asked for (B097, B099)."""
 
     def _load_layer(self, piece: Piece, layer: str) -> bool:
         data, kv = self._store.get(piece.key, layer), self._layers[layer]
@@ -50,7 +50,7 @@ class SwapsHalves(ReferenceConnector):
 
 
 class SwapsHeads(ReferenceConnector):
-    """Brings the heads back in another order than they were stored in (B099, B100)."""
+    """Loads the heads in another order than they were stored in (B099, B100)."""
 
     def _load_layer(self, piece: Piece, layer: str) -> bool:
         data, kv = self._store.get(piece.key, layer), self._layers[layer]
@@ -79,7 +79,10 @@ class PlansLoadTwice(ReferenceConnector):
 
 
 class SavesLate(ReferenceConnector):
-    """Hands the saves of a step over with the next step, also those of a request that was preempted in between (B010, B012, B022)."""
+    """Sends the saves of a step with the next step (B010, B012, B022).
+
+    The request of a save may have been preempted in between.
+    """
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         metadata = super().build_connector_meta(scheduler_output)
@@ -90,7 +93,7 @@ class SavesLate(ReferenceConnector):
 
 
 class RecognisesMetadata(ReferenceConnector):
-    """Knows its metadata by identity: the worker half does nothing for a copy (B057)."""
+    """Recognises its metadata by identity: the worker half does nothing for a copy (B057)."""
 
     _built: ClassVar[dict[int, Any]] = {}
 
@@ -101,11 +104,9 @@ class RecognisesMetadata(ReferenceConnector):
 
     def _metadata(self) -> ReferenceMetadata:
         metadata = super()._metadata()
-        return (
-            metadata
-            if self._built.get(id(metadata)) is metadata
-            else replace(metadata, loads=(), saves=())
-        )
+        if self._built.get(id(metadata)) is metadata:
+            return metadata
+        return replace(metadata, loads=(), saves=())
 
 
 class ClaimsPlanned(ReferenceConnector):
@@ -116,7 +117,7 @@ class ClaimsPlanned(ReferenceConnector):
 
 
 class AssertsLookup(ReferenceConnector):
-    """Expects that a request resumes at the local count that it was first looked up with (B019)."""
+    """Asserts that a request resumes at the local count of its first lookup (B019)."""
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -133,29 +134,30 @@ class AssertsLookup(ReferenceConnector):
 
 
 class PopsDrafterChunk(ReferenceConnector):
-    """With speculation, gives up the last chunk of every hit for a drafter that needs none: short prompts never hit (B029)."""
+    """Gives up the last chunk of every hit when there is speculation (B029).
+
+    It does so for a drafter that does not need it. Short prompts never hit.
+    """
 
     def _stored_prefix(self, request: Request) -> int:
         found = super()._stored_prefix(request)
-        return (
-            max(0, found - self.options.chunk_tokens)
-            if self._vllm_config.num_speculative_tokens
-            else found
-        )
+        if not self._vllm_config.num_speculative_tokens:
+            return found
+        return max(0, found - self.options.chunk_tokens)
 
 
 class RefusalEndsPlanning(ReferenceConnector):
-    """Stops planning when its store is full, and the requests behind do not get their new blocks (B109)."""
+    """Stops planning when its store is full, without the new blocks of later requests (B109)."""
 
     def _plan_saves(self, scheduler_output: SchedulerOutput) -> Iterator[Save]:
         for count, save in enumerate(super()._plan_saves(scheduler_output)):
             if count and save.pieces:
-                return  # full: the generator's other requests are not looked at
+                return  # full: the generator does not reach the other requests
             yield save
 
 
 class ExpectsHit(ReferenceConnector):
-    """Asserts that what its lookup has found is still there when the load is planned (B110)."""
+    """Asserts that what its lookup found is still stored when the load is planned (B110)."""
 
     def _plan_load(self, tracked: Tracked, granted: int, is_async: bool) -> Load:
         load = super()._plan_load(tracked, granted, is_async)
@@ -173,7 +175,10 @@ class NoFlush(ReferenceConnector):
 
 
 class NegativeStart(ReferenceConnector):
-    """Counts back from the end of a step by what is scheduled, drafts included, and plans from before the beginning."""
+    """Counts back from the end of a step by all scheduled tokens, drafts included.
+
+    The plan then begins before the first token.
+    """
 
     def _plan_save(self, tracked: Tracked, end: int, scheduled: int, final: bool = False) -> Save:
         save = super()._plan_save(tracked, end, scheduled, final)

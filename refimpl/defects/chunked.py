@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts that are computed over several steps, and blocks that fill up long after they were allocated."""
+"""Planted defects: connectors that save wrongly when a prompt is computed over several steps.
+
+Blocks then fill up long after they were allocated.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class FirstStepOnly(ReferenceConnector):
-    """Stores what the first step of a request computes and nothing of what later steps add (B021, B032)."""
+    """Stores what the first step of a request computes, and nothing of later steps (B021, B032)."""
 
     def _plan_saves(self, scheduler_output: SchedulerOutput) -> Iterator[Save]:
         new = {entry.req_id for entry in scheduler_output.scheduled_new_reqs}
@@ -24,7 +27,10 @@ class FirstStepOnly(ReferenceConnector):
 
 
 class NeedsNewBlocks(ReferenceConnector):
-    """Stores in steps that bring new blocks; the step that fills a block usually brings none (B003)."""
+    """Stores only in steps with new blocks (B003).
+
+    The step that fills a block usually brings none.
+    """
 
     def _plan_saves(self, scheduler_output: SchedulerOutput) -> Iterator[Save]:
         growing = {
@@ -34,7 +40,10 @@ class NeedsNewBlocks(ReferenceConnector):
 
 
 class AllHashes(ReferenceConnector):
-    """Stores every block that has a hash and a block id. All of the prompt has hashes before any of it is computed."""
+    """Stores every block that has a hash and a block id.
+
+    The whole prompt has hashes before any of it is computed.
+    """
 
     def _save_bound(self, request: Request, computed: int, scheduled: int) -> int:
         table = self._tracked[request.request_id].table
@@ -42,13 +51,15 @@ class AllHashes(ReferenceConnector):
 
 
 class DropsPartialChunk(ReferenceConnector):
-    """Gives up a chunk that the end of a prefill step cuts in two, and everything after it cannot be reached (B034)."""
+    """Gives up a chunk that the end of a prefill step cuts in two (B034).
+
+    What is stored behind that chunk cannot be found.
+    """
 
     def _plan_save(self, tracked: Tracked, end: int, scheduled: int, final: bool = False) -> Save:
-        save, request = super()._plan_save(tracked, end, scheduled, final), tracked.request
-        if (
-            end % self.options.chunk_tokens
-            and request.num_computed_tokens + scheduled < request.num_prompt_tokens
-        ):
+        save = super()._plan_save(tracked, end, scheduled, final)
+        request = tracked.request
+        in_prefill = request.num_computed_tokens + scheduled < request.num_prompt_tokens
+        if in_prefill and end % self.options.chunk_tokens:
             tracked.outdated = True
         return save

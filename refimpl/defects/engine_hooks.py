@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults of the engine's scheduler: hooks that it does not call, calls twice, or calls with other arguments."""
+"""Faults of the engine's scheduler: hooks skipped, called twice, or called with other arguments."""
 
 from __future__ import annotations
 
@@ -7,43 +7,40 @@ from typing import Any
 
 from vllm.v1.request import Request, RequestStatus
 
-from kvconform.refimpl import admission, output, scheduler, transfers
+from kvconform.refimpl.defects import targets
 from kvconform.refimpl.engine import Engine
-from kvconform.refimpl.faulty import connector_of, fault
+from kvconform.refimpl.faulty import connector_of, returns, twice, with_arguments, with_keywords
 from kvconform.refimpl.plan import ReferenceMetadata
-from kvconform.refimpl.scheduler import ReferenceScheduler
 
 LOADING = RequestStatus.WAITING_FOR_REMOTE_KVS
 
 
-@fault(scheduler, "admit_waiting")
-def allocates_in_silence(admit: Any, engine: Engine, step: Any) -> None:
-    """Calls update_state_after_alloc only for requests that load something."""
-
-    def granted(original: Any, request: Request, blocks: Any, external: int) -> None:
-        if external:
-            original(request, blocks, external)
-
-    with connector_of(engine, update_state_after_alloc=granted):
-        admit(engine, step)
+def _if_something_is_loaded(original: Any, request: Request, blocks: Any, external: int) -> None:
+    if external:
+        original(request, blocks, external)
 
 
-@fault(scheduler, "admit_waiting")
+allocates_in_silence = targets.ADMIT_WAITING.during(
+    update_state_after_alloc=_if_something_is_loaded
+)
+"""Call update_state_after_alloc only for requests that load something."""
+
+
+@targets.ADMIT_WAITING.replaced_by
 def grants_too_much(admit: Any, engine: Engine, step: Any) -> None:
-    """Grants a block more than the connector claimed: it counts the partly filled block as whole."""
+    """Grant a block more than was claimed: count a partly filled block as a whole one."""
 
-    def more(original: Any, request: Request, blocks: Any, external: int) -> None:
-        original(
-            request, blocks, external + engine.settings.block_size if external > 0 else external
-        )
+    def more(request: Request, blocks: Any, external: int) -> tuple[Any, ...]:
+        granted = external + engine.settings.block_size if external > 0 else external
+        return request, blocks, granted
 
-    with connector_of(engine, update_state_after_alloc=more):
+    with connector_of(engine, update_state_after_alloc=with_arguments(more)):
         admit(engine, step)
 
 
-@fault(scheduler, "admit_waiting")
+@targets.ADMIT_WAITING.replaced_by
 def grants_again_after_the_load(admit: Any, engine: Engine, step: Any) -> None:
-    """Grants a token again when the asynchronous load is over (B015: a second load is triggered)."""
+    """Grant a token again when the asynchronous load is over, which starts another load (B015)."""
     grants: dict[str, int] = engine.__dict__.setdefault("_grants", {})
 
     def again(original: Any, request: Request, blocks: Any, external: int) -> None:
@@ -55,9 +52,9 @@ def grants_again_after_the_load(admit: Any, engine: Engine, step: Any) -> None:
         admit(engine, step)
 
 
-@fault(admission, "_is_ready")
+@targets.IS_READY.replaced_by
 def does_not_wait_for_the_load(is_ready: Any, engine: Engine, request: Request) -> bool:
-    """Schedules a request in the step after its asynchronous load was started."""
+    """Schedule a request in the step after the start of its asynchronous load."""
     if request.status == LOADING and request.request_id not in engine.finished_recving_kv_req_ids:
         request.status = RequestStatus.WAITING
         request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
@@ -65,151 +62,124 @@ def does_not_wait_for_the_load(is_ready: Any, engine: Engine, request: Request) 
     return bool(is_ready(engine, request))
 
 
-@fault(transfers, "finished")
-def ignores_late_reports(finished: Any, engine: Engine, connector: Any, reported: Any) -> None:
-    """Ignores the report of a load whose request was aborted: its blocks are never freed (the other side of B045)."""
-    gone = {
-        i
-        for i in reported.finished_recving or ()
-        if i in engine.requests and engine.requests[i].is_finished()
-    }
-    if gone:
-        reported.finished_recving = set(reported.finished_recving) - gone
-    finished(engine, connector, reported)
+looks_up_within_a_block = targets.LOOK_UP.during(
+    get_num_new_matched_tokens=with_arguments(
+        lambda request, local: (request, local + 1 if local else 0)
+    ),
+)
+"""Pass a local hit that ends within a block, and go on from another one (B019)."""
+
+resumes_without_lookup = targets.LOOK_UP.during(
+    when=lambda engine, request: request.num_preemptions,
+    get_num_new_matched_tokens=returns((0, False)),
+)
+"""Do not look up a preempted request again."""
 
 
-@fault(admission, "_admit")
-def looks_up_after_the_load(admit: Any, engine: Engine, step: Any, request: Request) -> Any:
-    """Looks a request up again when its asynchronous load is over (B015)."""
+@targets.ADMIT.before
+def looks_up_after_the_load(engine: Engine, step: Any, request: Request) -> None:
+    """Look up a request again when its asynchronous load is over (B015)."""
     if request.num_computed_tokens and engine.connector is not None:
         block_size = engine.settings.block_size
-        engine.connector.get_num_new_matched_tokens(
-            request, request.num_computed_tokens // block_size * block_size
-        )
-    return admit(engine, step, request)
+        local = request.num_computed_tokens // block_size * block_size
+        engine.connector.get_num_new_matched_tokens(request, local)
 
 
-@fault(admission, "_look_up")
-def looks_up_within_a_block(look_up: Any, engine: Engine, request: Request) -> Any:
-    """Passes a local hit that ends within a block, and goes on from another one (B019)."""
-
-    def within(original: Any, asked: Request, local: int) -> Any:
-        return original(asked, local + 1 if local else 0)
-
-    with connector_of(engine, get_num_new_matched_tokens=within):
-        return look_up(engine, request)
+def _twice_if_aborted(original: Any, request: Request, blocks: list[int]) -> Any:
+    if request.status == RequestStatus.FINISHED_ABORTED:
+        original(request, blocks)
+    return original(request, blocks)
 
 
-@fault(Engine, "end")
-def finishes_twice(end: Any, engine: Engine, request: Request, **kwargs: Any) -> Any:
-    """Calls request_finished once more for a request that is aborted."""
-
-    def twice(original: Any, asked: Request, blocks: list[int]) -> Any:
-        if asked.status == RequestStatus.FINISHED_ABORTED:
-            original(asked, blocks)
-        return original(asked, blocks)
-
-    with connector_of(engine, request_finished=twice):
-        return end(engine, request, **kwargs)
+def _has_no_blocks(engine: Engine, request: Request, **kwargs: Any) -> bool:
+    return not engine.kv_cache_manager.get_block_ids(request.request_id)[0]
 
 
-@fault(Engine, "end")
-def aborts_waiting_in_silence(end: Any, engine: Engine, request: Request, **kwargs: Any) -> Any:
-    """Calls request_finished only for requests that have blocks (B058: a lookup's pin is never released)."""
-    has_blocks = bool(engine.kv_cache_manager.get_block_ids(request.request_id)[0])
-    with connector_of(
-        engine,
-        **({} if has_blocks else {"request_finished": lambda original, *args: (False, None)}),
-    ):
-        return end(engine, request, **kwargs)
+finishes_twice = targets.END.during(request_finished=_twice_if_aborted)
+"""Call request_finished once more for a request that is aborted."""
+
+aborts_waiting_in_silence = targets.END.during(
+    when=_has_no_blocks, request_finished=returns((False, None))
+)
+"""Call request_finished only for requests that have blocks: a lookup's pin stays (B058)."""
 
 
-@fault(Engine, "end")
+@targets.END.replaced_by
 def finishes_with_all_blocks(end: Any, engine: Engine, request: Request, **kwargs: Any) -> Any:
-    """Passes lookahead blocks to request_finished, which hold nothing (B026)."""
+    """Pass lookahead blocks to request_finished, which hold nothing (B026)."""
     table = list(engine.kv_cache_manager.get_block_ids(request.request_id)[0])
-    with connector_of(
-        engine, request_finished=lambda original, asked, blocks: original(asked, table)
-    ):
+    all_blocks = with_arguments(lambda asked, blocks: (asked, table))
+    with connector_of(engine, request_finished=all_blocks):
         return end(engine, request, **kwargs)
 
 
-@fault(Engine, "end")
-def finish_unannounced(end: Any, engine: Engine, request: Request, **kwargs: Any) -> Any:
-    """Does not name aborted requests in finished_req_ids."""
-    params = end(engine, request, **kwargs)
+@targets.END.after
+def finish_unannounced(_: Any, engine: Engine, request: Request, **kwargs: Any) -> None:
+    """Do not name aborted requests in finished_req_ids."""
     if request.status == RequestStatus.FINISHED_ABORTED:
         engine.finished_req_ids.discard(request.request_id)
-    return params
 
 
-@fault(ReferenceScheduler, "schedule")
-def builds_metadata_twice(schedule: Any, engine: ReferenceScheduler) -> Any:
-    """Builds a step's metadata twice and keeps the second, which is empty: the first took what was queued."""
-
-    def twice(original: Any, step: Any) -> Any:
-        original(step)
-        return original(step)
-
-    with connector_of(engine, build_connector_meta=twice):
-        return schedule(engine)
+def _empty_without_tokens(original: Any, step: Any) -> Any:
+    return original(step) if step.total_num_scheduled_tokens else ReferenceMetadata(0)
 
 
-@fault(ReferenceScheduler, "schedule")
-def builds_no_metadata_without_tokens(schedule: Any, engine: ReferenceScheduler) -> Any:
-    """Builds no metadata in a step without tokens: what is queued for it is not planned (B054)."""
+builds_metadata_twice = targets.SCHEDULE.during(build_connector_meta=twice)
+"""Build the metadata twice and send the second, which is empty: the first took what was queued."""
 
-    def if_any(original: Any, step: Any) -> Any:
-        return original(step) if step.total_num_scheduled_tokens else ReferenceMetadata(0)
-
-    with connector_of(engine, build_connector_meta=if_any):
-        return schedule(engine)
+builds_no_metadata_without_tokens = targets.SCHEDULE.during(
+    build_connector_meta=_empty_without_tokens
+)
+"""Build no metadata in a step without tokens: what is queued for it is not planned (B054)."""
 
 
-@fault(admission, "_look_up")
-def resumes_without_lookup(look_up: Any, engine: Engine, request: Request) -> Any:
-    """Does not look a preempted request up again."""
-    if not request.num_preemptions:
-        return look_up(engine, request)
-    with connector_of(engine, get_num_new_matched_tokens=lambda original, *args: (0, False)):
-        return look_up(engine, request)
-
-
-@fault(scheduler, "land")
-def knows_every_request(land: Any, engine: Engine, step: Any, result: Any) -> Any:
-    """Takes for granted that a request of a step in flight is still there when the step lands."""
+@targets.LAND.before
+def knows_every_request(engine: Engine, step: Any, result: Any) -> None:
+    """Assume that a request of a step in flight still exists when the step lands."""
     for request_id in step.num_scheduled_tokens:
         engine.requests[request_id]
-    return land(engine, step, result)
 
 
-@fault(Engine, "end")
-def _forgets_at_once(
-    end: Any, engine: Engine, request: Request, *, delay_free: bool = False
-) -> Any:
-    """Frees the blocks of a request that is aborted while its load is written into them (B045)."""
-    return end(engine, request)
+@targets.FINISHED.before
+def ignores_late_reports(engine: Engine, connector: Any, reported: Any) -> None:
+    """Ignore the load report of an aborted request: its blocks are never freed.
+
+    This is the opposite of B045.
+    """
+    received = reported.finished_recving or ()
+    requests = engine.requests
+    gone = {i for i in received if i in requests and requests[i].is_finished()}
+    if gone:
+        reported.finished_recving = set(received) - gone
 
 
-@_forgets_at_once.and_(transfers, "finished")
-def frees_under_a_load(finished: Any, engine: Engine, connector: Any, reported: Any) -> None:
-    reported.finished_recving = {i for i in reported.finished_recving or () if i in engine.requests}
-    finished(engine, connector, reported)
+@targets.FINISHED.before
+def _ignores_unknown_requests(engine: Engine, connector: Any, reported: Any) -> None:
+    received = reported.finished_recving or ()
+    reported.finished_recving = {i for i in received if i in engine.requests}
 
 
-@fault(Engine, "reset_prefix_cache")
-def resets_itself_only(
-    reset: Any,
-    engine: Engine,
-    *,
-    reset_running_requests: bool = False,
-    reset_connector: bool = False,
-) -> Any:
-    """Resets its own prefix cache and forgets the connector's: KV of the old weights is served on (B086)."""
-    return reset(engine, reset_running_requests, False)
+frees_under_a_load = (
+    targets.END.replaced_by(with_keywords(delay_free=False)) + _ignores_unknown_requests
+)
+"""Free the blocks of an aborted request while its load is written into them (B045)."""
 
 
-@fault(Engine, "reset_prefix_cache")
+@targets.APPEND.after
+def publishes_placeholders(
+    _: Any, engine: Engine, request: Request, sampled: list[int], is_stale: bool
+) -> None:
+    """Publish blocks up to the computed count, placeholders included."""
+    if engine.settings.is_async:
+        known = len(request.block_hashes) * engine.settings.block_size
+        engine.kv_cache_manager.cache_blocks(request, min(known, request.num_computed_tokens))
+
+
+resets_itself_only = targets.RESET_PREFIX_CACHE.replaced_by(with_keywords(reset_connector=False))
+"""Reset the prefix cache, not the connector's cache: KV of the old weights is served (B086)."""
+
+
+@targets.RESET_PREFIX_CACHE.replaced_by
 def raises_after_preempting(
     reset: Any,
     engine: Engine,
@@ -217,20 +187,8 @@ def raises_after_preempting(
     reset_running_requests: bool = False,
     reset_connector: bool = False,
 ) -> Any:
-    """Preempts what runs for a reset, and then raises, so that nobody's cache is reset (R172)."""
+    """Preempt all requests for a reset and then raise, so that no cache is reset (R172)."""
     done = reset(engine, reset_running_requests, reset_connector and not reset_running_requests)
     if reset_running_requests:
         raise RuntimeError("Blocks are still held.")
     return done
-
-
-@fault(output, "_append")
-def publishes_placeholders(
-    append: Any, engine: Engine, request: Request, sampled: list[int], is_stale: bool
-) -> Any:
-    """Publishes blocks up to the computed count, placeholders included."""
-    found = append(engine, request, sampled, is_stale)
-    if engine.settings.is_async:
-        known = len(request.block_hashes) * engine.settings.block_size
-        engine.kv_cache_manager.cache_blocks(request, min(known, request.num_computed_tokens))
-    return found

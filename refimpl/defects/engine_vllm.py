@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults of vLLM's own scheduler (engine `vllm`): the guarantees are judged on its traces too."""
+"""Faults of vLLM's own scheduler (engine `vllm`), whose traces the guarantees judge too."""
 
 from __future__ import annotations
 
@@ -8,57 +8,49 @@ from typing import Any
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-from kvconform.refimpl.faulty import fault
+from kvconform.refimpl.faulty import Target, with_keywords
+
+SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+
+vllm_resets_itself_only = Target(f"{SCHEDULER}.reset_prefix_cache").replaced_by(
+    with_keywords(reset_connector=False)
+)
+"""Reset the prefix cache, but not the connector's cache (B086)."""
 
 
-@fault(Scheduler, "_preempt_request")
+@Target(f"{SCHEDULER}._preempt_request").after
 def vllm_preempts_in_silence(
-    preempt: Any, scheduler: Scheduler, request: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Does not name preempted requests in the output (B010)."""
-    found = preempt(scheduler, request, *args, **kwargs)
+    _: Any, scheduler: Scheduler, request: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Do not name preempted requests in the output (B010)."""
     for name in ("reset_preempted_req_ids", "preempted_req_ids"):
         if hasattr(scheduler, name):
             getattr(scheduler, name).discard(request.request_id)
-    return found
 
 
-@fault(Scheduler, "_update_waiting_for_remote_kv")
+@Target(f"{SCHEDULER}._update_waiting_for_remote_kv").after
 def vllm_counts_loaded_blocks(
-    update: Any, scheduler: Scheduler, request: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Takes whole blocks for loaded when a load ends within one (B037)."""
-    found = update(scheduler, request, *args, **kwargs)
+    _: Any, scheduler: Scheduler, request: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Count whole blocks as loaded when a load ends within a block (B037)."""
     table = scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
     request.num_computed_tokens = min(len(table) * scheduler.block_size, request.num_tokens - 1)
-    return found
 
 
-@fault(Scheduler, "reset_prefix_cache")
-def vllm_resets_itself_only(
-    reset: Any,
-    scheduler: Scheduler,
-    reset_running_requests: bool = False,
-    reset_connector: bool = False,
-) -> Any:
-    """Resets its own prefix cache and forgets the connector's (B086)."""
-    return reset(scheduler, reset_running_requests, False)
-
-
-@fault(Scheduler, "finish_requests")
+@Target(f"{SCHEDULER}.finish_requests").replaced_by
 def vllm_frees_under_a_load(
     finish: Any, scheduler: Scheduler, request_ids: Any, status: RequestStatus
 ) -> Any:
-    """Frees the blocks of a request that is aborted while its load is written into them (B045)."""
+    """Free the blocks of an aborted request while its load is written into them (B045)."""
     ids = [request_ids] if isinstance(request_ids, str) else list(request_ids or ())
+    requests = scheduler.requests
     loading = [
         i
         for i in ids
-        if i in scheduler.requests
-        and scheduler.requests[i].status == RequestStatus.WAITING_FOR_REMOTE_KVS
+        if i in requests and requests[i].status == RequestStatus.WAITING_FOR_REMOTE_KVS
     ]
     found = finish(scheduler, request_ids, status)
     for request_id in loading:
-        if request_id in scheduler.requests:
-            scheduler._free_blocks(scheduler.requests[request_id])
+        if request_id in requests:
+            scheduler._free_blocks(requests[request_id])
     return found

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several KV cache groups, handled as if there were one; and what an engine may do wrong about them."""
+"""Planted defects with several KV cache groups: connectors that mix them up, and engine faults."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 from vllm.v1.request import Request
 
 from kvconform.refimpl.connector import ReferenceConnector
-from kvconform.refimpl.faulty import fault
+from kvconform.refimpl.faulty import Target, returns
 from kvconform.refimpl.plan import Load, Save
 from kvconform.refimpl.tracking import Tracked
 from kvconform.refimpl.variants.hybrid import HybridConnector, Part, Share
 
+FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory"
+SUPPORTS_HMA = Target(f"{FACTORY}.supports_hma_config")
+KV_CACHE_MANAGER = "vllm.v1.core.kv_cache_manager:KVCacheManager"
+WINDOW_MANAGER = "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager"
+
 
 class FirstTableForAll(HybridConnector):
-    """Finds the blocks of every layer in the first group's table (B092)."""
+    """Finds the blocks of all layers in the first group's table (B092)."""
 
     def _shares(self, tracked: Tracked, start: int, end: int) -> Iterator[Share]:
         tracked.tables = [tracked.tables[0]] * len(tracked.tables)
@@ -28,7 +31,7 @@ class FirstTableForAll(HybridConnector):
 
 
 class SavesFromFirstTable(HybridConnector):
-    """Saves every layer from the blocks of the first group's table; loads are right (B092)."""
+    """Saves all layers from the first group's table, and loads from the right ones (B092)."""
 
     def _plan_save(self, tracked: Tracked, end: int, scheduled: int, final: bool = False) -> Save:
         tables, tracked.tables = tracked.tables, [tracked.tables[0]] * len(tracked.tables)
@@ -39,20 +42,21 @@ class SavesFromFirstTable(HybridConnector):
 
 
 class LoadsIntoNullBlocks(HybridConnector):
-    """Takes the null entries of a table for blocks, and fills them (B091)."""
+    """Takes the null entries of a table for blocks, and loads into them (B091)."""
 
     def _inside(self, share: Share) -> Share:
         return share
 
     def _is_filled(self, part: Part, keys: Sequence[str], end: int) -> bool:
-        return all(
-            self._store.has(part.key(key)) for key in keys[: -(-end // self.options.chunk_tokens)]
-        )
+        chunks = -(-end // self.options.chunk_tokens)
+        return all(self._store.has(part.key(key)) for key in keys[:chunks])
 
 
 class KeepsOldTables(HybridConnector):
-    """Saves the prompt when it is complete, from a table that it put together from what was added step by step: by then, blocks that
-    left the window belong to others (B090)."""
+    """Saves a complete prompt from a table that it assembled step by step (B090).
+
+    By then, blocks that have left the window belong to other requests.
+    """
 
     def _extend_table(
         self, tracked: Tracked, new_blocks: Sequence[Sequence[int]] | None, replaces: bool
@@ -69,14 +73,12 @@ class OneBlockSize(HybridConnector):
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._parts = [
-            replace(part, block_size=self._vllm_config.cache_config.block_size)
-            for part in self._parts
-        ]
+        block_size = self._vllm_config.cache_config.block_size
+        self._parts = [replace(part, block_size=block_size) for part in self._parts]
 
 
 class TransfersEverything(HybridConnector):
-    """Stores and loads the groups, too, that are no part of the transfer."""
+    """Stores and loads the groups that are excluded from the transfer."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -89,15 +91,17 @@ class TransfersEverything(HybridConnector):
 
 
 class NamesBlocks(HybridConnector):
-    """Reports failed loads by block id, which says nothing without a group (B071)."""
+    """Reports failed loads by block id, which is ambiguous without a group (B071)."""
 
     def _load(self, load: Load, layers: Iterable[str]) -> None:
         ReferenceConnector._load(self, load, layers)
 
 
 class ForgetsTheWindow(HybridConnector):
-    """Stores a prompt once it is complete, without what has left the window; then claims any prefix of it, although only its end has
-    all that the window needs (B016)."""
+    """Claims any prefix of a prompt, and has the window only of the complete prompt (B016).
+
+    It stores a prompt when it is complete, without what has left the window.
+    """
 
     def _save_bound(self, request: Request, computed: int, scheduled: int) -> int:
         return request.num_prompt_tokens if computed + scheduled >= request.num_prompt_tokens else 0
@@ -107,7 +111,7 @@ class ForgetsTheWindow(HybridConnector):
 
 
 class ForgetsTheMixin(ReferenceConnector):
-    """Ends a request in several groups as SupportsHMA wants it, and is not a subclass of it (B096)."""
+    """Has the method of SupportsHMA, and is not a subclass of it (B096)."""
 
     change_of, several_groups = HybridConnector, True
 
@@ -117,52 +121,21 @@ class ForgetsTheMixin(ReferenceConnector):
         return self.request_finished(request, block_ids[0])
 
 
-@fault(KVConnectorFactory, "supports_hma_config")
-def turns_hybrid_off(supports: Any, transfer: Any) -> bool:
-    """Takes no connector for one that supports several groups: until 0.21 none was asked (B096)."""
-    return False
-
-
-@fault(KVConnectorFactory, "supports_hma_config")
-def starts_anybody(supports: Any, *args: Any) -> bool:
-    """Starts connectors with several groups that never said that they can."""
-    return True
-
-
-@fault(KVCacheManager, "get_block_ids_for_computed_tokens")
-def finishes_with_lookahead(
-    blocks: Any, manager: KVCacheManager, request_id: str, num_computed_tokens: int
-) -> Any:
-    """At the end of a request, tells of all blocks it had."""
-    return manager.get_block_ids(request_id)
-
-
-@fault(SlidingWindowManager, "get_num_skipped_tokens")
-def keeps_a_block_too_many(skipped: Any, manager: Any, num_computed_tokens: int) -> int:
-    """Keeps one block before the window."""
-    return max(0, int(skipped(manager, num_computed_tokens)) - int(manager.block_size))
-
-
-@fault(KVCacheManager, "get_blocks")
-def tells_of_one_group(blocks: Any, manager: KVCacheManager, request_id: str) -> Any:
-    """Hands out the blocks of the first group alone."""
-    found = blocks(manager, request_id)
-    return type(found)(found.blocks[:1])
-
-
 class TakesTheRunningState(HybridConnector):
-    """Stores the latest state under the key of every block that the step completed: it is that of the last one only."""
+    """Stores the latest state under the key of every block that the step completed.
+
+    The state belongs to the last of these blocks only.
+    """
+
+    _saving = False
 
     def _shares(self, tracked: Tracked, start: int, end: int) -> Iterator[Share]:
         for share in super()._shares(tracked, start, end):
-            latest = next(
-                (block for block in reversed(tracked.tables[share.part.number]) if block), 0
-            )
-            yield (
-                replace(share, slots=(latest,)) if share.part.recurrent and self._saving else share
-            )
-
-    _saving = False
+            if share.part.recurrent and self._saving:
+                blocks = reversed(tracked.tables[share.part.number])
+                latest = next((block for block in blocks if block), 0)
+                share = replace(share, slots=(latest,))
+            yield share
 
     def _plan_save(self, tracked: Tracked, end: int, scheduled: int, final: bool = False) -> Save:
         self._saving = True
@@ -172,12 +145,40 @@ class TakesTheRunningState(HybridConnector):
             self._saving = False
 
 
+turns_hybrid_off = SUPPORTS_HMA.replaced_by(returns(False))
+"""Treat no connector as one that supports several groups, as vLLM did until 0.21 (B096)."""
+
+starts_anybody = SUPPORTS_HMA.replaced_by(returns(True))
+"""Start connectors with several groups that do not declare that they support them."""
+
+
+@Target(f"{KV_CACHE_MANAGER}.get_block_ids_for_computed_tokens").replaced_by
+def finishes_with_lookahead(
+    blocks: Any, manager: KVCacheManager, request_id: str, num_computed_tokens: int
+) -> Any:
+    """Pass all blocks at the end of a request, lookahead blocks included."""
+    return manager.get_block_ids(request_id)
+
+
+@Target(f"{WINDOW_MANAGER}.get_num_skipped_tokens").replaced_by
+def keeps_a_block_too_many(skipped: Any, manager: Any, num_computed_tokens: int) -> int:
+    """Keep one block before the window."""
+    return max(0, int(skipped(manager, num_computed_tokens)) - int(manager.block_size))
+
+
+@Target(f"{KV_CACHE_MANAGER}.get_blocks").replaced_by
+def tells_of_one_group(blocks: Any, manager: KVCacheManager, request_id: str) -> Any:
+    """Pass only the blocks of the first group."""
+    found = blocks(manager, request_id)
+    return type(found)(found.blocks[:1])
+
+
 _offered: dict[int, Any] = {}
 
 
-@fault(KVCacheManager, "take_boundary_state_offloads")
+@Target(f"{KV_CACHE_MANAGER}.take_boundary_state_offloads").replaced_by
 def offers_states_again(take: Any, manager: KVCacheManager) -> Any:
-    """Offers the boundary states of the step before once more."""
+    """Offer the boundary states of the step before once more."""
     now = take(manager)
     before, _offered[id(manager)] = _offered.get(id(manager), {}), now
     return {**before, **now}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys that are equal although the KV is not, and keys that nobody finds again."""
+"""Planted defects: keys that are equal although the KV differs, and keys that are never found."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class _PartialIdentity(ReferenceConnector):
-    """Builds keys from what ``_identity`` leaves of a request."""
+    """Builds keys from a request with some attributes replaced, those of `_identity`."""
 
     def _identity(self, request: Request) -> dict[str, Any]:
         raise NotImplementedError
@@ -34,28 +34,28 @@ class _PartialIdentity(ReferenceConnector):
 
 
 class NoSalt(_PartialIdentity):
-    """One tenant's KV is served to another: the cache salt is not in the key (B076)."""
+    """Omits the cache salt from the key: one tenant's KV is served to another (B076)."""
 
     def _identity(self, request: Request) -> dict[str, Any]:
         return {"cache_salt": None}
 
 
 class NoAdapter(_PartialIdentity):
-    """KV of one LoRA adapter is served to another (B080)."""
+    """Omits the LoRA adapter from the key: KV of one adapter is served to another (B080)."""
 
     def _identity(self, request: Request) -> dict[str, Any]:
         return {"lora_request": None}
 
 
 class NoImages(_PartialIdentity):
-    """Two prompts that differ only in the image share KV: placeholder tokens are all alike (B077)."""
+    """Omits images from the key: prompts that differ only in an image share KV (B077)."""
 
     def _identity(self, request: Request) -> dict[str, Any]:
         return {"mm_features": []}
 
 
 class ImagesAnywhere(_PartialIdentity):
-    """The key says which images a chunk shows, not where (B079)."""
+    """Puts into the key which images a chunk shows, but not where (B079)."""
 
     def _identity(self, request: Request) -> dict[str, Any]:
         size = self.options.chunk_tokens
@@ -74,38 +74,35 @@ class ImagesAnywhere(_PartialIdentity):
 
 
 class Unchained(ReferenceConnector):
-    """A chunk's key is made of its own tokens, so it is found behind any prefix."""
+    """Makes a chunk's key of its own tokens only, so that it is found behind any prefix."""
 
     def _keys(self, request: Request, keys: list[str], end: int) -> Sequence[str]:
         size = self.options.chunk_tokens
         for start in range(len(keys) * size, end - size + 1, size):
-            keys.append(
-                digest(self._root, str(list(request.all_token_ids[start : start + size]))).hex()
-            )
+            tokens = list(request.all_token_ids[start : start + size])
+            keys.append(digest(self._root, str(tokens)).hex())
         return keys
 
 
 class ProcessHash(ReferenceConnector):
-    """Keys are made with hash(), which is another function in every process (B087)."""
+    """Makes keys with hash(), which differs between processes (B087)."""
 
     def _keys(self, request: Request, keys: list[str], end: int) -> Sequence[str]:
-        keys[:] = [
-            f"{hash(key) % 2**64:x}"
-            for key in extend_keys([], self._root, request, self.options.chunk_tokens, end)
-        ]
+        sound = extend_keys([], self._root, request, self.options.chunk_tokens, end)
+        keys[:] = [f"{hash(key) % 2**64:x}" for key in sound]
         return keys
 
 
 class SaveKeyDiffers(ReferenceConnector):
-    """Looks a chunk up under another key than it is stored under (B038, B089)."""
+    """Looks up a chunk under another key than the stored one (B038, B089)."""
 
     def _stored_prefix(self, request: Request) -> int:
-        shorter = super()._stored_prefix(request)
-        return 0 if request.num_tokens % self._block_size == 1 else shorter
+        found = super()._stored_prefix(request)
+        return 0 if request.num_tokens % self._block_size == 1 else found
 
 
 class KeysById(ReferenceConnector):
-    """Computes the keys of a request once, and keeps them by its id (B012)."""
+    """Computes the keys of a request once, and caches them by its id (B012)."""
 
     def _pieces(self, tracked: Tracked, start: int, end: int) -> tuple[Piece, ...]:
         tracked.keys = self.__dict__.setdefault("_keys_of", {}).setdefault(
@@ -115,7 +112,10 @@ class KeysById(ReferenceConnector):
 
 
 class RemembersTheAborted(ReferenceConnector):
-    """Forgets the keys of a request when it finishes, but not when it is aborted: the next one of that id has them (B012)."""
+    """Forgets the keys of a request when it finishes, but not when it is aborted (B012).
+
+    The next request with that id then gets them.
+    """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV tensors taken for what they are not."""
+"""Planted defects: misread layouts of KV tensors, and engine faults about the required layout."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from vllm.v1 import kv_cache_interface
-from vllm.v1.attention.backends import utils
 
 from kvconform.refimpl.connector import ReferenceConnector
-from kvconform.refimpl.faulty import fault
+from kvconform.refimpl.faulty import Target, skipped
+
+REQUIRED_LAYOUT = Target("vllm.v1.attention.backends.utils:get_kv_connector_cache_layout")
+CREATE_VIEWS = Target("vllm.v1.kv_cache_interface:create_kv_cache_views")
 
 
 class AssumesContiguous(ReferenceConnector):
-    """Finds a block's bytes behind those of the block before, as in the layout that it was written for (B093)."""
+    """Assumes that each block's bytes follow those of the block before (B093)."""
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         def assumed(layer: torch.Tensor) -> torch.Tensor:
@@ -30,7 +31,7 @@ class AssumesContiguous(ReferenceConnector):
 
 
 class KeysOfTheLatent(ReferenceConnector):
-    """With MLA, stores the first half of the vector, as there is no V to be stored (B102)."""
+    """Stores the first half of the latent vector with MLA, as if the rest was V (B102)."""
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if self._vllm_config.model_config.use_mla:
@@ -41,7 +42,7 @@ class KeysOfTheLatent(ReferenceConnector):
 
 
 class WantsUnknownLayout(ReferenceConnector):
-    """Requires a layout that there is not."""
+    """Requires a layout that does not exist."""
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
@@ -49,19 +50,18 @@ class WantsUnknownLayout(ReferenceConnector):
 
 
 class WantsTokensFirst(ReferenceConnector):
-    """Correct: requires the tokens outside of the heads, and works with what it gets."""
+    """A correct connector that requires tokens outside of heads, and works with any layout."""
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         return "NHD"
 
 
-@fault(utils, "get_kv_connector_cache_layout")
-def asks_nobody(ask: Any, *args: Any) -> None:
-    """Does not ask the connector which layout it requires (B097)."""
+asks_nobody = REQUIRED_LAYOUT.replaced_by(skipped)
+"""Do not ask the connector which layout it requires (B097)."""
 
 
-@fault(kv_cache_interface, "create_kv_cache_views")
+@CREATE_VIEWS.replaced_by
 def swaps_heads_and_tokens(create: Any, *args: Any, **kwargs: Any) -> Any:
-    """Registers tensors with tokens before heads."""
+    """Register tensors with tokens before heads."""
     return [view.transpose(1, 2) for view in create(*args, **kwargs)]

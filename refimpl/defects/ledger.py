@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a connector says about itself: events, statistics, metrics, handshake."""
+"""Planted defects: events, statistics, metrics, the handshake, and changed arguments."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class WrongParent(ReferenceConnector):
 
 
 class KeepsEvents(ReferenceConnector):
-    """Hands out its list of events and goes on filling it."""
+    """Returns the events of all steps so far, again in every step."""
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         kept: list[KVCacheEvent] = self.__dict__.setdefault("_kept", [])
@@ -43,14 +43,14 @@ class KeepsEvents(ReferenceConnector):
 
 
 class SilentEviction(ReferenceConnector):
-    """Publishes what it stores and never what it loses."""
+    """Publishes what it stores, and never what it evicts."""
 
     def _withdraw(self, keys: Iterable[str]) -> None:
         return
 
 
 class PromptEventsOnly(ReferenceConnector):
-    """Publishes the first chunk of what a step stores and forgets the others."""
+    """Publishes only the first chunk that a step stores."""
 
     def _expect(self, tracked: Tracked, pieces: Sequence[Piece]) -> bool:
         super()._expect(tracked, pieces[:1])
@@ -58,7 +58,7 @@ class PromptEventsOnly(ReferenceConnector):
 
 
 class KeepsStats(ReferenceConnector):
-    """Keeps one statistics object and adds to it."""
+    """Keeps one statistics object, and adds to it in every step."""
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         kept: ReferenceStats = self.__dict__.setdefault("_kept_stats", ReferenceStats())
@@ -75,13 +75,13 @@ class _MergesInPlace(ReferenceStats):
 
 
 class MergesInPlace(ReferenceConnector):
-    """Its statistics are merged in place, and the merge returns nothing."""
+    """Merges its statistics in place, and returns nothing from the merge."""
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         stats = super().get_kv_connector_stats()
-        return (
-            None if stats is None or self.role.name == "SCHEDULER" else _MergesInPlace(stats.data)
-        )
+        if stats is None or self.role.name == "SCHEDULER":
+            return None
+        return _MergesInPlace(stats.data)
 
 
 class TensorStats(ReferenceConnector):
@@ -89,11 +89,9 @@ class TensorStats(ReferenceConnector):
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         stats = super().get_kv_connector_stats()
-        return (
-            None
-            if stats is None
-            else ReferenceStats({name: torch.tensor(count) for name, count in stats.data.items()})
-        )
+        if stats is None:
+            return None
+        return ReferenceStats({name: torch.tensor(count) for name, count in stats.data.items()})
 
 
 class RenamedStats(ReferenceConnector):
@@ -125,7 +123,7 @@ class _NeedsAll(ReferenceMetrics):
 
 
 class MetricsNeedAll(ReferenceConnector):
-    """Its metrics expect every statistic in every interval."""
+    """Expects every statistic in every interval in its metrics."""
 
     @classmethod
     def build_prom_metrics(cls, *args: Any) -> Any:
@@ -166,7 +164,7 @@ class PlainHandshake(ReferenceConnector):
 
 
 class ConsumesReports(ReferenceConnector):
-    """Takes the ids that it knows out of the engine's own report."""
+    """Removes ids from the engine's own report."""
 
     def update_connector_output(self, connector_output: Any) -> None:
         super().update_connector_output(connector_output)
@@ -174,7 +172,7 @@ class ConsumesReports(ReferenceConnector):
 
 
 class ConsumesFinished(ReferenceConnector):
-    """Empties the set of finished requests that it is given."""
+    """Clears the set of finished requests that it is given."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         result = super().get_finished(finished_req_ids)
@@ -183,7 +181,7 @@ class ConsumesFinished(ReferenceConnector):
 
 
 class TrimsBlocks(ReferenceConnector):
-    """Shortens the list of blocks that it is given at the end of a request to what it saves."""
+    """Shortens the list of blocks that it is given at the end of a request."""
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -201,14 +199,17 @@ class DeliveryMethod(ReferenceConnector):
 
 
 class AwaitedFlush(ReferenceConnector):
-    """Flushes in a coroutine that nobody awaits."""
+    """Has a hook that is a coroutine, which is never awaited."""
 
     async def reset_capture_state(self) -> None:  # type: ignore[override]
         return
 
 
 class PoolNeverComes(ReferenceConnector):
-    """Keeps the cache manager and waits for a block pool that never comes."""
+    """Overrides both hooks that bind the cache, without a call of the base class.
+
+    It waits for a block pool that it never gets.
+    """
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         self._kv_cache_manager = kv_cache_manager
@@ -218,7 +219,7 @@ class PoolNeverComes(ReferenceConnector):
 
 
 class CountsBlocks(ReferenceConnector):
-    """Says of how many blocks a hit consists, where tokens are asked for."""
+    """Counts the blocks of a hit, where its tokens are to be counted."""
 
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
@@ -228,7 +229,7 @@ class CountsBlocks(ReferenceConnector):
 
 
 class ReturnsPool(ReferenceConnector):
-    """Returns a memory pool, which cannot be entered."""
+    """Returns a memory pool context that cannot be entered."""
 
     def get_mem_pool_context(self) -> Any:
         return object()

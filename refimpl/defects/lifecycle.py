@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hooks' life cycle: metadata, the end of requests, reset, shutdown."""
+"""Planted defects: metadata, the end of requests, reset and shutdown."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class NoneMetadata(ReferenceConnector):
 
 
 class ReusesMetadata(ReferenceConnector):
-    """Fills one metadata object again and again, while the worker may still have the last one in hand."""
+    """Refills one metadata object in every step, while the worker may still use it."""
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         metadata = super().build_connector_meta(scheduler_output)
@@ -43,7 +43,7 @@ class Unpicklable(ReferenceConnector):
 
 
 class MutatesOutput(ReferenceConnector):
-    """Consumes the finished requests out of the scheduler's output, so the worker never hears of them."""
+    """Clears the finished requests of the scheduler's output, which the worker then never sees."""
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         metadata = super().build_connector_meta(scheduler_output)
@@ -61,7 +61,10 @@ class KeepsBlockState(ReferenceConnector):
 
 
 class MonotonicProgress(ReferenceConnector):
-    """Asserts that the computed tokens of a request never fall back: they do when a load fails and when drafts are rejected."""
+    """Asserts that the computed tokens of a request never decrease.
+
+    They decrease when a load fails, and when drafts are rejected.
+    """
 
     def _save_bound(self, request: Request, computed: int, scheduled: int) -> int:
         tracked = self._tracked[request.request_id]
@@ -71,7 +74,7 @@ class MonotonicProgress(ReferenceConnector):
 
 
 class UnknownFinish(ReferenceConnector):
-    """Has no answer to the end of a request that never got blocks (B112)."""
+    """Fails at the end of a request that never got blocks (B112)."""
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -81,7 +84,7 @@ class UnknownFinish(ReferenceConnector):
 
 
 class EmptyBlocks(ReferenceConnector):
-    """Takes for granted that a finished request has blocks (B057)."""
+    """Assumes that a finished request has blocks (B057)."""
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -91,16 +94,17 @@ class EmptyBlocks(ReferenceConnector):
 
 
 class LiveParams(ReferenceConnector):
-    """Hands the request's own parameters back, which the engine then extends."""
+    """Returns the request's own parameters, which the engine then extends."""
 
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return super().request_finished(request, block_ids)[0], request.kv_transfer_params
+        holds, _ = super().request_finished(request, block_ids)
+        return holds, request.kv_transfer_params
 
 
 class FinishAfterNew(ReferenceConnector):
-    """Cleans up finished requests in the next step, and takes a new request of the same id for the old one."""
+    """Cleans up finished requests in the next step, and then drops a new request of the same id."""
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         for req_id in scheduler_output.finished_req_ids:
@@ -117,7 +121,7 @@ class BoundTooEarly(ReferenceConnector):
 
 
 class KeepsRequests(ReferenceConnector):
-    """Remembers every request it has seen (B059)."""
+    """Keeps every request that it has seen (B059)."""
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -127,14 +131,14 @@ class KeepsRequests(ReferenceConnector):
 
 
 class ResetKeeps(ReferenceConnector):
-    """Says that its cache was reset and goes on serving it (B086)."""
+    """Reports that its cache was reset, and goes on serving it (B086)."""
 
     def reset_cache(self) -> bool | None:
         return True
 
 
 class SavesAcrossReset(ReferenceConnector):
-    """A save that was under way during a reset becomes visible after it."""
+    """Publishes a save that was under way during a reset."""
 
     def _save(self, epoch: int, save: Save, layers: Any) -> None:
         super()._save(self._store.epoch(), save, layers)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Known-bad connectors for all of vLLM: each is the reference connector, and what it loads is wrong without anybody saying so.
+"""Planted defects for the complete vLLM: wrong loads that are not reported, and leftovers.
 
-They touch the KV as vLLM has it, block by block, whatever the layout: the tensors that the worker half was given at its registration.
+The loads are spoiled in the KV tensors of vLLM, block by block, whatever the layout.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvconform.refimpl.connector import ReferenceConnector
 
 
 class _Tampers(ReferenceConnector):
-    """Remembers the KV tensors, and which blocks a step's synchronous loads fill."""
+    """Spoils the blocks that a step's synchronous loads have filled."""
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._tensors = dict(kv_caches)
@@ -24,22 +24,22 @@ class _Tampers(ReferenceConnector):
         before = {name: tensor.clone() for name, tensor in self._tensors.items()}
         super().start_load_kv(forward_context, **kwargs)
         for name, tensor in self._tensors.items():
-            axis = tensor.shape.index(
-                max(tensor.shape[:2])
-            )  # blocks are along the first or the second axis
+            # Blocks are along the first or the second axis.
+            axis = tensor.shape.index(max(tensor.shape[:2]))
             new, old = tensor.movedim(axis, 0), before[name].movedim(axis, 0)
-            blocks = [
-                number for number in range(len(new)) if not torch.equal(new[number], old[number])
-            ]
-            self.tamper(name, new, old, blocks)
+            loaded = [each for each in range(len(new)) if not torch.equal(new[each], old[each])]
+            self.tamper(name, new, old, loaded)
 
     def tamper(self, layer: str, new: torch.Tensor, old: torch.Tensor, blocks: list[int]) -> None:
-        """Spoil the loaded `blocks` of a layer; new, old [blocks, ...]: its KV after and before the load."""
+        """Spoil the loaded `blocks` of a layer.
+
+        `new` and `old` [blocks, ...] are its KV after and before the load.
+        """
         raise NotImplementedError
 
 
 class ScalesLoads(_Tampers):
-    """What comes back is a tenth too small."""
+    """Loads the first block of a step a tenth too small."""
 
     def tamper(self, layer: str, new: torch.Tensor, old: torch.Tensor, blocks: list[int]) -> None:
         for number in blocks[:1]:
@@ -56,7 +56,7 @@ class SkipsLastLayer(_Tampers):
 
 
 class RoundsLoads(_Tampers):
-    """Keeps float32 KV in half as many bits."""
+    """Rounds the float32 KV that it loads to bfloat16."""
 
     def tamper(self, layer: str, new: torch.Tensor, old: torch.Tensor, blocks: list[int]) -> None:
         for number in blocks:
@@ -72,13 +72,16 @@ class SwapsBlocks(_Tampers):
 
 
 class KeepsServer(ReferenceConnector):
-    """Starts a process in its worker half, in a session of its own, and never ends it."""
+    """Starts a server in its worker half, in a session of its own, and never ends it."""
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         import subprocess
         import sys
 
-        server = "import socket, time; s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen(); time.sleep(600)"
+        server = (
+            "import socket, time; s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen(); "
+            "time.sleep(600)"
+        )
         subprocess.Popen(
             [sys.executable, "-c", server], start_new_session=True, stdin=subprocess.DEVNULL
         )
@@ -86,7 +89,7 @@ class KeepsServer(ReferenceConnector):
 
 
 class NeverReports(ReferenceConnector):
-    """Loads asynchronously, and never says that it has."""
+    """Loads asynchronously, and never reports that it has."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         sent, _ = super().get_finished(finished_req_ids)
@@ -94,7 +97,7 @@ class NeverReports(ReferenceConnector):
 
 
 class NeverLetsGo(ReferenceConnector):
-    """Says of every finished request that it still sends its blocks, and never that it has."""
+    """Keeps the blocks of every finished request as if to send them, and never reports it."""
 
     def request_finished(
         self, request: Any, block_ids: list[int]

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a load writes, when, and what is said when it cannot."""
+"""Planted defects: what a load writes, when, and how its failure is reported."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -16,39 +17,31 @@ from kvconform.refimpl.tracking import Tracked
 
 
 class OverLocal(ReferenceConnector):
-    """Loads from the beginning of the request, over the local hit that it shares with other requests (B043)."""
+    """Loads from the beginning of the request, over the local hit that others share (B043)."""
 
     def _plan_load(self, tracked: Tracked, granted: int, is_async: bool) -> Load:
         load = super()._plan_load(tracked, granted, is_async)
-        return Load(load.req, 0, load.end, self._pieces(tracked, 0, load.end), is_async)
+        return replace(load, start=0, pieces=self._pieces(tracked, 0, load.end))
 
 
 class FromFirstBlock(ReferenceConnector):
-    """Loads the right chunks into the blocks from the beginning of the table: the local hit is not skipped (B028, B043)."""
+    """Loads the right chunks into the table's first blocks, over the local hit (B028, B043)."""
 
     def _plan_load(self, tracked: Tracked, granted: int, is_async: bool) -> Load:
         load = super()._plan_load(tracked, granted, is_async)
-        shifted = [
-            Piece(piece.key, piece.first, tuple(slots))
-            for piece, slots in zip(load.pieces, self._front(tracked, load), strict=True)
-        ]
-        return Load(load.req, load.start, load.end, tuple(shifted), is_async)
-
-    def _front(self, tracked: Tracked, load: Load) -> list[tuple[int, ...]]:
-        slots = [
+        slots = (
             block * self._block_size + offset
             for block in tracked.table
             for offset in range(self._block_size)
-        ]
-        lengths = [len(piece.slots) for piece in load.pieces]
-        return [
-            tuple(slots[sum(lengths[:index]) : sum(lengths[: index + 1])])
-            for index in range(len(lengths))
-        ]
+        )
+        shifted = (
+            replace(piece, slots=tuple(islice(slots, len(piece.slots)))) for piece in load.pieces
+        )
+        return replace(load, pieces=tuple(shifted))
 
 
 class SilentlyPartial(ReferenceConnector):
-    """Says nothing when a chunk is gone: its slots keep the bytes of their previous owner (B074)."""
+    """Does not report a missing chunk: its slots keep the bytes of their previous owner (B074)."""
 
     def _load(self, load: Load, layers: Iterable[str]) -> None:
         for piece in load.pieces:
@@ -57,7 +50,7 @@ class SilentlyPartial(ReferenceConnector):
 
 
 class ReportsLate(ReferenceConnector):
-    """Reports the failed blocks of a load one step later, when others have already computed upon them."""
+    """Reports the failed blocks of a load one step late, when others have computed with them."""
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         late: set[int] = self.__dict__.get("_late", set())
@@ -66,7 +59,7 @@ class ReportsLate(ReferenceConnector):
 
 
 class ReportsAgain(ReferenceConnector):
-    """Does not drain the set of failed blocks: it reports them again in every step."""
+    """Does not clear the set of failed blocks, and reports them again in every step."""
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set(self._invalid)
@@ -81,7 +74,10 @@ class FailedIsUnfinished(ReferenceConnector):
 
 
 class NeedsForward(ReferenceConnector):
-    """Loads only when there is attention metadata; an asynchronous load's only step may have none (B056)."""
+    """Loads only when there is attention metadata (B056).
+
+    The only step of an asynchronous load may have none.
+    """
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if forward_context.attn_metadata is not None:
@@ -96,7 +92,10 @@ class NoKeywords(ReferenceConnector):
 
 
 class StateFromStart(ReferenceConnector):
-    """Saves layers by the plan it noted in start_load_kv, which comes after the forward pass when nothing is loaded (B128)."""
+    """Saves layers by the plan that it noted in start_load_kv (B128).
+
+    When nothing is loaded, that hook is called after the forward pass.
+    """
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         super().start_load_kv(forward_context, **kwargs)
@@ -110,7 +109,7 @@ class StateFromStart(ReferenceConnector):
 
 
 class LoadsAfterForward(ReferenceConnector):
-    """Performs synchronous loads in wait_for_save: the layers have read the blocks by then."""
+    """Performs synchronous loads in wait_for_save, when the layers have already read the blocks."""
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if forward_context.attn_metadata is None:
@@ -134,28 +133,27 @@ class LayerOrder(ReferenceConnector):
 
 
 class _Whole(Load):
-    """Its last piece is the last token."""
+    """A load whose last piece is the last token of the request."""
 
 
 class TakesTheWholeHit(ReferenceConnector):
-    """Loads all that it has found, the last token at the end of the step: the engine did not grant it, and has computed it (B039)."""
+    """Loads all that it found, and the last token at the end of the step (B039).
+
+    The engine did not grant the last token, and has computed it.
+    """
 
     def _plan_load(self, tracked: Tracked, granted: int, is_async: bool) -> Load:
-        load, known = super()._plan_load(tracked, granted, is_async), tracked.request.num_tokens
+        load = super()._plan_load(tracked, granted, is_async)
+        known = tracked.request.num_tokens
         if load.end < known - 1:
             return load
-        return _Whole(
-            load.req,
-            load.start,
-            known,
-            (*load.pieces, *self._pieces(tracked, known - 1, known)),
-            is_async,
-        )
+        pieces = (*load.pieces, *self._pieces(tracked, known - 1, known))
+        return _Whole(load.req, load.start, known, pieces, is_async)
 
     def _load(self, load: Load, layers: Iterable[str]) -> None:
-        super()._load(
-            replace(load, pieces=load.pieces[:-1]) if isinstance(load, _Whole) else load, layers
-        )
+        if isinstance(load, _Whole):
+            load = replace(load, pieces=load.pieces[:-1])
+        super()._load(load, layers)
 
     def wait_for_save(self) -> None:
         for load in self._metadata().loads:
@@ -165,7 +163,10 @@ class TakesTheWholeHit(ReferenceConnector):
 
 
 class WholeChunksOnly(ReferenceConnector):
-    """Takes for granted that a load begins where a chunk begins: a local hit ends at a block, and chunks are larger (B040)."""
+    """Assumes that a load begins where a chunk begins (B040).
+
+    It begins where the local hit ends: at a block, and blocks are smaller than chunks.
+    """
 
     def _plan_load(self, tracked: Tracked, granted: int, is_async: bool) -> Load:
         assert (tracked.request.num_computed_tokens - granted) % self.options.chunk_tokens == 0

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers that the engine cannot use, and questions that change something."""
+"""Planted defects: lookups with unusable answers, and lookups with side effects."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvconform.refimpl.connector import ReferenceConnector
 from kvconform.refimpl.plan import Load, Save
@@ -36,14 +36,14 @@ class ZeroAsync(ReferenceConnector):
 
 
 class FullHit(ReferenceConnector):
-    """Claims the last token too: a synchronous load leaves nothing to compute (B035)."""
+    """Claims the last token too, so that a synchronous load leaves nothing to compute (B035)."""
 
     def _claim(self, request: Request, found: int) -> int:
         return min(found, request.num_tokens)
 
 
 class FloatCount(ReferenceConnector):
-    """Divides with `/`, so the count is a float."""
+    """Divides with `/`, so that the count is a float."""
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -53,7 +53,7 @@ class FloatCount(ReferenceConnector):
 
 
 class TotalCount(ReferenceConnector):
-    """Answers the length of the stored prefix instead of what it adds to the local hit (B018)."""
+    """Returns the length of the stored prefix, instead of what it adds to the local hit (B018)."""
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -63,7 +63,7 @@ class TotalCount(ReferenceConnector):
 
 
 class PopsOnLookup(ReferenceConnector):
-    """Takes a hit out of its table when it is asked, so who has to ask again finds nothing (B015)."""
+    """Removes a hit from its table when it is looked up: a repeated lookup finds nothing (B015)."""
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -78,7 +78,7 @@ class PopsOnLookup(ReferenceConnector):
 
 
 class NeverAnswers(ReferenceConnector):
-    """Asks for more time, forever, where there is something to load."""
+    """Asks for more time in every lookup that finds something to load."""
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -88,7 +88,7 @@ class NeverAnswers(ReferenceConnector):
 
 
 class AdvancesOnLookup(ReferenceConnector):
-    """Every lookup of a request moves on the mark up to which it counts as stored; a repeated one leaves a hole (B061)."""
+    """Counts one more chunk as stored at every lookup: a repeated lookup leaves a gap (B061)."""
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -98,14 +98,13 @@ class AdvancesOnLookup(ReferenceConnector):
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
     def _plan_save(self, tracked: Tracked, end: int, scheduled: int, final: bool = False) -> Save:
-        tracked.saved = max(
-            tracked.saved, self.__dict__.get("_marks", {}).get(tracked.request.request_id, 0)
-        )
+        mark = self.__dict__.get("_marks", {}).get(tracked.request.request_id, 0)
+        tracked.saved = max(tracked.saved, mark)
         return super()._plan_save(tracked, end, scheduled, final)
 
 
 class ExpectsAllocation(ReferenceConnector):
-    """Assumes that a lookup which found something is followed by an allocation in the same step (B015)."""
+    """Assumes that an allocation follows in the same step if a lookup found something (B015)."""
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -138,23 +137,20 @@ class IgnoresZeroGrant(ReferenceConnector):
 
     def _plan_load(self, tracked: Tracked, granted: int, is_async: bool) -> Load:
         end = max(tracked.request.num_computed_tokens, granted)
-        return Load(
-            tracked.request.request_id,
-            end - granted,
-            end,
-            self._pieces(tracked, end - granted, end),
-            is_async,
-        )
+        start = end - granted
+        pieces = self._pieces(tracked, start, end)
+        return Load(tracked.request.request_id, start, end, pieces, is_async)
 
 
 class RepeatsFailedHit(ReferenceConnector):
-    """Never forgets that a chunk was stored, not even after its load has failed: the request is looked up and fails forever (B071)."""
+    """Never forgets that a chunk was stored, even if its load has failed (B071).
+
+    The request is then looked up, and fails, forever.
+    """
 
     def _stored_prefix(self, request: Request) -> int:
         known: set[str] = self.__dict__.setdefault("_known", set())
-        keys: Any = self._keys(request, [], request.num_tokens)
+        keys = self._keys(request, [], request.num_tokens)
         known.update(key for key in keys if self._store.has(key))
-        return (
-            next((index for index, key in enumerate(keys) if key not in known), len(keys))
-            * self.options.chunk_tokens
-        )
+        unknown = (index for index, key in enumerate(keys) if key not in known)
+        return next(unknown, len(keys)) * self.options.chunk_tokens

@@ -1,25 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mistakes that show inside of MultiConnector only."""
+"""Planted defects that show only inside MultiConnector."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.config import get_current_vllm_config
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group
 
 from kvconform.refimpl.connector import ReferenceConnector
-from kvconform.refimpl.faulty import fault
+from kvconform.refimpl.faulty import Target, with_arguments
 from kvconform.refimpl.plan import Save
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
+MULTI = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector:MultiConnector"
+BUILD_STATS = Target(f"{MULTI}.build_kv_connector_stats")
+
 
 class AsksForTheGroup(ReferenceConnector):
-    """Saves only if it is the engine's connector: inside of another one it never is."""
+    """Saves only if it is the engine's connector, which it never is inside another one."""
 
     def wait_for_save(self) -> None:
         if get_kv_transfer_group() is self:
@@ -27,7 +29,7 @@ class AsksForTheGroup(ReferenceConnector):
 
 
 class KnowsAllReports(ReferenceConnector):
-    """Looks every reported request up among its own, siblings' requests too."""
+    """Looks up every reported request among its own, including those of its siblings."""
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -48,7 +50,7 @@ class KnowsAllReports(ReferenceConnector):
 
 
 class LoadsUnchosen(ReferenceConnector):
-    """Loads what its lookup found, whoever was chosen."""
+    """Loads what its lookup found, even if a sibling was chosen."""
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -58,13 +60,15 @@ class LoadsUnchosen(ReferenceConnector):
         return found
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        super().update_state_after_alloc(
-            request, blocks, self.__dict__.get("_found", {}).pop(request.request_id, 0)
-        )
+        found = self.__dict__.get("_found", {}).pop(request.request_id, 0)
+        super().update_state_after_alloc(request, blocks, found)
 
 
 class SavesWhatItIsTold(ReferenceConnector):
-    """Saves what it sees for the second time, all that the request counts as computed: also what a sibling is still loading."""
+    """Saves all computed tokens of a request whose prompt it sees for the second time.
+
+    A sibling may still be loading some of them.
+    """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -87,15 +91,12 @@ class SavesWhatItIsTold(ReferenceConnector):
         yield from super()._plan_saves(scheduler_output)
         for req_id, tracked in self._tracked.items():
             if req_id not in scheduler_output.num_scheduled_tokens:
-                yield self._plan_save(
-                    tracked,
-                    self._worth_saving(tracked.request, tracked.request.num_computed_tokens),
-                    0,
-                )
+                computed = tracked.request.num_computed_tokens
+                yield self._plan_save(tracked, self._worth_saving(tracked.request, computed), 0)
 
 
 class KnowsItsPeers(ReferenceConnector):
-    """Takes all handshake metadata for its own."""
+    """Takes all handshake metadata for its own, including that of its siblings."""
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         super().set_xfer_handshake_metadata_pp_aware(metadata)
@@ -103,7 +104,10 @@ class KnowsItsPeers(ReferenceConnector):
 
 
 class ReadsTheEnginesOptions(ReferenceConnector):
-    """Takes the number of reports from the engine's configuration, where inside of MultiConnector only the parent's options are."""
+    """Takes the number of reports from the engine's configuration.
+
+    Inside MultiConnector, that has only the options of the parent.
+    """
 
     readers: ClassVar[int | None] = None
 
@@ -121,16 +125,12 @@ class ReadsTheEnginesOptions(ReferenceConnector):
 
 
 class LayoutByRole(ReferenceConnector):
-    """A consumer wants what it reads in another order."""
+    """Requires another layout as a consumer than as a producer."""
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         return "NHD" if vllm_config.kv_transfer_config.kv_role == "kv_consumer" else "HND"
 
 
-@fault(MultiConnector, "build_kv_connector_stats")
-def forgets_child_statistics(
-    rebuild: Callable[..., Any], data: dict[str, Any] | None = None
-) -> Any:
-    """Rebuilds nothing of what a child of MultiConnector counted."""
-    return rebuild({})
+forgets_child_statistics = BUILD_STATS.replaced_by(with_arguments(lambda data=None: ({},)))
+"""Rebuild nothing of what a child of MultiConnector counted."""

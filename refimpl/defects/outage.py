@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Known-bad connectors whose server fails: each is the correct one with a server, and takes it badly."""
+"""Planted defects: connectors that mishandle a server that fails or is slow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvconform.refimpl.variants.served_store import PATIENCE, ServedStore
 
 
 class TrustsServer(Served):
-    """What the server does not deliver is left out, and nobody is told."""
+    """Leaves out what the server does not deliver, and does not report it."""
 
     def _load(self, load: Load, layers: Iterable[str]) -> None:
         for piece in load.pieces:
@@ -23,7 +23,7 @@ class TrustsServer(Served):
 
 
 class RaisesWithoutServer(Served):
-    """Raises what the network raised."""
+    """Raises an error when the server does not answer."""
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         super().start_load_kv(forward_context, **kwargs)
@@ -32,7 +32,7 @@ class RaisesWithoutServer(Served):
 
 
 class WaitsForServer(Served):
-    """Tries a load again until the server delivers it: one that does not come back is waited for for ever."""
+    """Retries a load until the server delivers it, forever if the server is gone."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         loads = self._load_queue.take()
@@ -47,14 +47,17 @@ class WaitsForServer(Served):
 
 
 class PatientStore(ServedStore):
-    """Waits for a minute."""
+    """A client of the server that waits for a minute."""
 
     patience = 60.0
     _silent: ClassVar[dict[int, float]] = {}
 
 
 class WritesLate(Served):
-    """Gives a load up after a while, says that it failed, and lets it go on: the bytes land when the server answers."""
+    """Reports a slow load as failed, and lets it continue.
+
+    The bytes are written when the server answers.
+    """
 
     def _load(self, load: Load, layers: Iterable[str]) -> None:
         names, done = list(layers), threading.Event()
@@ -72,5 +75,5 @@ class WritesLate(Served):
                 if data is None or not write_slots(
                     self._layers[layer], piece.slots, data, piece.first, self._share
                 ):
-                    return  # it says nothing, and is taken for late
+                    return  # `done` is not set: the load counts as late
         done.set()

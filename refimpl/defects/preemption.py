@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that lose their blocks and come back with others."""
+"""Planted defects: connectors that mishandle preempted requests, which return with other blocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class _RemembersPreempted(ReferenceConnector):
-    """What a request had before it was preempted is kept, and nothing but the step's output changes it."""
+    """Keeps what a preempted request had; only the output of a step changes it."""
 
     def _forget_preempted(self, preempted: Iterable[str]) -> None:
         self._dropped.update(preempted)
@@ -31,7 +31,7 @@ class _RemembersPreempted(ReferenceConnector):
 
 
 class AppendsOnResume(_RemembersPreempted):
-    """Appends the blocks of a resumed request to those that it had before, which belong to somebody else by now (B013)."""
+    """Appends the blocks of a resumed request to those of before, which others have now (B013)."""
 
     def _extend_table(
         self, tracked: Tracked, new_blocks: Sequence[Sequence[int]] | None, replaces: bool
@@ -42,7 +42,10 @@ class AppendsOnResume(_RemembersPreempted):
 
 
 class KnownIsOld(_RemembersPreempted):
-    """Takes a new entry of a known id for a duplicate. On model runner V2 it is the resumed request with its new blocks."""
+    """Takes a new entry of a known id for a duplicate.
+
+    With model runner V2, it is the resumed request with its new blocks.
+    """
 
     def _extend_table(
         self, tracked: Tracked, new_blocks: Sequence[Sequence[int]] | None, replaces: bool
@@ -52,7 +55,7 @@ class KnownIsOld(_RemembersPreempted):
 
 
 class CancelsNewLoad(ReferenceConnector):
-    """Drops everything about a preempted request, also the load of one that was preempted and resumed within the same step."""
+    """Drops the load of a request that was preempted and resumed within the same step."""
 
     def _forget_preempted(self, preempted: Iterable[str]) -> None:
         for req_id in preempted:
@@ -61,14 +64,14 @@ class CancelsNewLoad(ReferenceConnector):
 
 
 class UnfencedSaves(ReferenceConnector):
-    """Lets a save that is still under way read blocks that a preemption has handed to another request (B010)."""
+    """Lets a save under way read blocks that a preemption has given to another request (B010)."""
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         return
 
 
 class ResumedIsStored(ReferenceConnector):
-    """Believes that a request which had saves before a preemption needs none after it (B012, B021)."""
+    """Saves nothing after a preemption if there were saves before it (B012, B021)."""
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -78,13 +81,11 @@ class ResumedIsStored(ReferenceConnector):
 
 
 class PromptOnlyLookup(ReferenceConnector):
-    """Looks up the prompt alone and does not expect that a resumed request finds more of itself locally (B044)."""
+    """Looks up only the prompt, although a resumed request may have a longer local hit (B044)."""
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        found = min(
-            self._stored_prefix(request),
-            (request.num_prompt_tokens - 1) // self._block_size * self._block_size,
-        )
+        blocks_of_prompt = (request.num_prompt_tokens - 1) // self._block_size
+        found = min(self._stored_prefix(request), blocks_of_prompt * self._block_size)
         return found - num_computed_tokens if found else 0, False

@@ -1,22 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that do not keep their shards apart, or that speak for each other; and an aggregator that does not listen to all of them."""
+"""Planted defects with several ranks: connectors that mix up shards or reports, and engine faults.
+
+The engine faults are in the aggregation of the ranks' reports, and in steps without tokens.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 
 from kvconform.compat.vllm_api import ModelRunnerOutput
-from kvconform.engine.lifecycle import VllmV1
-from kvconform.engine.ranks import Follower
 from kvconform.refimpl.connector import ReferenceConnector
-from kvconform.refimpl.faulty import fault
-from kvconform.refimpl.plan import Load, Save
+from kvconform.refimpl.defects import targets
+from kvconform.refimpl.faulty import Target, with_arguments
+from kvconform.refimpl.plan import Load, Piece, Save
 from kvconform.refimpl.store import open_store
 from kvconform.refimpl.variants.ranks import Drifting
+
+AGGREGATOR = "vllm.distributed.kv_transfer.kv_connector.utils:KVOutputAggregator"
+AGGREGATE = Target(f"{AGGREGATOR}.aggregate")
 
 
 class _Ranked(ReferenceConnector):
@@ -29,7 +33,7 @@ class _Ranked(ReferenceConnector):
 
 
 class OneShardForAll(_Ranked):
-    """Its keys do not name the rank: each rank writes over what the other has stored."""
+    """Omits the rank from its keys: each rank overwrites what the other has stored."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -37,7 +41,7 @@ class OneShardForAll(_Ranked):
 
 
 class NumbersItsLayers(OneShardForAll):
-    """Its keys have the number of a layer in the rank's own list, and every pipeline stage counts from 0."""
+    """Puts the layer's number in the rank's own list into its keys: every stage counts from 0."""
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(
@@ -46,19 +50,25 @@ class NumbersItsLayers(OneShardForAll):
 
 
 class OnlyFirstStores(OneShardForAll):
-    """Only the first rank stores and loads, as with attention whose KV is the same on all ranks; this one's is split."""
+    """Stores and loads on the first rank only, although the KV is split over the ranks.
+
+    This would be right for attention whose KV is the same on all ranks.
+    """
 
     def _save_layer(self, epoch: int, save: Save, layer: str, kv_layer: torch.Tensor) -> None:
         if self._rank == 0:
             super()._save_layer(epoch, save, layer, kv_layer)
 
-    def _load(self, load: Load, layers: Any) -> None:
+    def _load(self, load: Load, layers: Iterable[str]) -> None:
         if self._rank == 0:
             super()._load(load, layers)
 
 
 class UnscaledBlocks(ReferenceConnector):
-    """Counts with the block size of a rank's memory, of which the engine's blocks are a multiple (B130)."""
+    """Counts with the block size of one rank's memory (B130).
+
+    The engine's blocks are a multiple of that.
+    """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -66,29 +76,32 @@ class UnscaledBlocks(ReferenceConnector):
 
 
 class FirstHeads(_Ranked):
-    """Every rank loads the heads from the first one on, whichever it has."""
+    """Loads the first rank's heads on every rank."""
 
-    def _load(self, load: Load, layers: Any) -> None:
+    def _load(self, load: Load, layers: Iterable[str]) -> None:
         own, self._store = self._store, open_store(self.options.store, 0, self._world)
         super()._load(load, layers)
         self._store = own
 
 
 class ClaimsForOneRank(Drifting):
-    """A chunk counts as stored once the first rank has stored it; what another rank does not find, it does not load."""
+    """Counts a chunk as stored once the first rank has stored it.
+
+    What another rank does not find, it does not load.
+    """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         shelf: Any = self._store._shelf  # type: ignore[attr-defined]
         self._store.has = lambda key: 0 in shelf.committed.get(key, ())  # type: ignore[method-assign]
 
-    def _load_layer(self, piece: Any, layer: str) -> bool:
+    def _load_layer(self, piece: Piece, layer: str) -> bool:
         super()._load_layer(piece, layer)
         return True
 
 
 class OnlyFirstReports(_Ranked):
-    """Only the first rank reports finished loads, although every rank is waited for."""
+    """Reports finished loads on the first rank only, although the engine waits for every rank."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         sent, received = super().get_finished(finished_req_ids)
@@ -96,7 +109,7 @@ class OnlyFirstReports(_Ranked):
 
 
 class ReportsForAll(Drifting):
-    """The first rank reports a load once for every rank, in as many steps."""
+    """Reports a load on the first rank, once for every rank, in as many steps."""
 
     _again: frozenset[str] = frozenset()
 
@@ -109,14 +122,14 @@ class ReportsForAll(Drifting):
 
 
 class WaitsForOne(Drifting):
-    """Tells the engine to wait for one report, as where every rank has everything; here each loads a shard of its own."""
+    """Lets the engine wait for one report, although each rank loads a shard of its own."""
 
     def get_finished_count(self) -> int | None:
         return 1
 
 
 class RenamesTheEngine(ReferenceConnector):
-    """Puts its rank into the engine id, so that its sockets have names of their own."""
+    """Appends its rank to the engine id, so that its sockets have distinct names."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -124,15 +137,16 @@ class RenamesTheEngine(ReferenceConnector):
             vllm_config.kv_transfer_config.engine_id += f"-{vllm_config.parallel_config.rank}"
 
 
-@fault(KVOutputAggregator, "__init__")
-def first_report_counts(
-    original: Callable[..., Any], self: Any, expected_finished_count: int
-) -> None:
-    """Takes a transfer for finished when the first rank says so."""
-    original(self, 1)
+def _expects_one(aggregator: Any, expected_finished_count: int) -> tuple[Any, int]:
+    return aggregator, 1
+
+
+first_report_counts = Target(f"{AGGREGATOR}.__init__").replaced_by(with_arguments(_expects_one))
+"""Count a transfer as finished when the first rank reports it."""
 
 
 def _others(outputs: list[Any], output_rank: int) -> list[Any]:
+    """Return what the ranks that do not sample report."""
     return [
         output.kv_connector_output
         for rank, output in enumerate(outputs)
@@ -140,58 +154,56 @@ def _others(outputs: list[Any], output_rank: int) -> list[Any]:
     ]
 
 
-@fault(KVOutputAggregator, "aggregate")
-def drops_stages(
-    original: Callable[..., Any], self: Any, outputs: list[Any], output_rank: int = 0
-) -> Any:
-    """What a rank that does not sample reports is dropped."""
+@AGGREGATE.before
+def drops_stages(aggregator: Any, outputs: list[Any], output_rank: int = 0) -> None:
+    """Drop the finished transfers that a rank reports which does not sample."""
     for other in _others(outputs, output_rank):
         other.finished_sending = other.finished_recving = None
-    return original(self, outputs, output_rank)
 
 
-@fault(KVOutputAggregator, "aggregate")
-def errors_of_one_rank(
-    original: Callable[..., Any], self: Any, outputs: list[Any], output_rank: int = 0
-) -> Any:
-    """Failed blocks of a rank that does not sample are nobody's business."""
+@AGGREGATE.before
+def errors_of_one_rank(aggregator: Any, outputs: list[Any], output_rank: int = 0) -> None:
+    """Ignore the failed blocks of a rank that does not sample."""
     for other in _others(outputs, output_rank):
         other.invalid_block_ids = set()
-    return original(self, outputs, output_rank)
 
 
-@fault(KVOutputAggregator, "aggregate")
+@AGGREGATE.replaced_by
 def failures_at_once(
-    original: Callable[..., Any], self: Any, outputs: list[Any], output_rank: int = 0
+    aggregate: Any, aggregator: Any, outputs: list[Any], output_rank: int = 0
 ) -> Any:
-    """A failed load is passed on as soon as one rank says so, while others still write."""
-    said = {
+    """Pass a failed load on as soon as one rank reports it, while others still write."""
+    failed = {
         req
         for output in outputs
         if output.kv_connector_output
         for req in output.kv_connector_output.failed_recving
     }
-    result = original(self, outputs, output_rank)
-    result.kv_connector_output.failed_recving = said
+    result = aggregate(aggregator, outputs, output_rank)
+    result.kv_connector_output.failed_recving = failed
     return result
 
 
-def _sits_out(life: Any, output: Any) -> bool:
-    """Whether this is the stage that samples, in a step that leaves it nothing to sample."""
-    return not output.total_num_scheduled_tokens and not isinstance(life.worker, Follower)
+def _samples_nothing(life: Any, output: Any) -> bool:
+    """Whether this is the rank that samples, in a step without tokens."""
+    parallel = life.config.parallel_config
+    # As in vllm/v1/executor/multiproc_executor.py, _get_output_rank.
+    output_rank = parallel.world_size - parallel.tensor_parallel_size
+    return not output.total_num_scheduled_tokens and parallel.rank == output_rank
 
 
-@fault(VllmV1, "step")
-def waits_for_its_own_tokens(step: Callable[..., Any], life: Any, output: Any) -> Any:
-    """In a step without tokens, the last stage goes the way of those that receive the sampled tokens, and asserts (B114)."""
-    result = step(life, output)
-    assert not _sits_out(life, output), "the last stage has nobody to receive tokens from"
-    return result
+@targets.VLLM_V1_STEP.after
+def waits_for_its_own_tokens(_: Any, life: Any, output: Any) -> None:
+    """In a step without tokens, let the last stage receive the sampled tokens, and assert (B114).
+
+    Only that stage could send them.
+    """
+    assert not _samples_nothing(life, output), "the last stage has no stage to receive tokens from"
 
 
-@fault(VllmV1, "step")
-def last_stage_sits_out(step: Callable[..., Any], life: Any, output: Any) -> Any:
-    """The last stage returns from a step without tokens before it comes to the connector."""
-    if _sits_out(life, output):
+@targets.VLLM_V1_STEP.replaced_by
+def last_stage_sits_out(step: Any, life: Any, output: Any) -> Any:
+    """Return from a step without tokens before the last stage calls the connector."""
+    if _samples_nothing(life, output):
         return ModelRunnerOutput(req_ids=[], req_id_to_index={}, sampled_token_ids=[])
     return step(life, output)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Completion reports: exactly once, and only for what the engine waits for."""
+"""Planted defects: connectors that report finished transfers twice, too early, wrongly or never."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ class ReceivedTwice(ReferenceConnector):
 
 
 class ReceivedEarly(ReferenceConnector):
-    """Reports an asynchronous load as finished as soon as it was submitted: requests go on with what was in the blocks before."""
+    """Reports an asynchronous load as finished when it was submitted.
+
+    Requests then use what was in the blocks before.
+    """
 
     def get_finished(self, finished_req_ids: set[str]) -> Finished:
         sent, _ = super().get_finished(finished_req_ids)
@@ -34,7 +37,7 @@ class ReceivedEarly(ReferenceConnector):
 
 
 class ReceivedSync(ReferenceConnector):
-    """Reports synchronous loads as finished, for which nobody waits."""
+    """Reports synchronous loads as finished, for which the engine does not wait."""
 
     def get_finished(self, finished_req_ids: set[str]) -> Finished:
         sent, received = super().get_finished(finished_req_ids)
@@ -44,7 +47,7 @@ class ReceivedSync(ReferenceConnector):
 
 
 class SentUnheld(ReferenceConnector):
-    """Reports every finished request as sent, also those whose blocks it did not keep (B050)."""
+    """Reports every finished request as sent, even if it did not keep the blocks (B050)."""
 
     def get_finished(self, finished_req_ids: set[str]) -> Finished:
         sent, received = super().get_finished(finished_req_ids)
@@ -52,14 +55,14 @@ class SentUnheld(ReferenceConnector):
 
 
 class NeverSent(ReferenceConnector):
-    """Keeps the blocks of finished requests and never gives them back."""
+    """Keeps the blocks of finished requests and never releases them."""
 
     def get_finished(self, finished_req_ids: set[str]) -> Finished:
         return None, super().get_finished(finished_req_ids)[1]
 
 
 class HoldsAborted(ReferenceConnector):
-    """Keeps the blocks of an aborted request too, but has nothing to send for it and so never reports it (B058)."""
+    """Keeps the blocks of an aborted request, has nothing to send, and never reports it (B058)."""
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -70,7 +73,7 @@ class HoldsAborted(ReferenceConnector):
 
 
 class ForgetsAbortedLoad(ReferenceConnector):
-    """Cancels the load of an aborted request without reporting it: its blocks are never freed (B049)."""
+    """Cancels the load of an aborted request, and never reports it: its blocks are lost (B049)."""
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -84,7 +87,7 @@ class ForgetsAbortedLoad(ReferenceConnector):
 
 
 class ReportsBoth(ReferenceConnector):
-    """Keeps the blocks of a request that is aborted while it loads, and reports both the load and the release (B050)."""
+    """Reports both the load and the release of a request that is aborted while it loads (B050)."""
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -101,7 +104,7 @@ class ReportsBoth(ReferenceConnector):
 
 
 class Blocks(ReferenceConnector):
-    """Waits in get_finished until the transfers under way are over, while every other request waits with it."""
+    """Waits in get_finished for the transfers under way, which stops every other request too."""
 
     def get_finished(self, finished_req_ids: set[str]) -> Finished:
         while len(self._load_queue):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mistakes of connectors that copy on streams of their own: each lacks one wait, or lets go of memory too early."""
+"""Planted defects: connectors with streams of their own that omit a wait or free memory early."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 class SavesTooEarly(StreamedConnector):
-    """Copies what the compute stream is still to write."""
+    """Copies blocks before the compute stream has written them."""
 
     def _wait_for_compute(self) -> None:
         return
 
 
 class NobodyWaits(StreamedConnector):
-    """Lets attention start while its KV is on the way."""
+    """Lets attention start before its KV has arrived."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         return
@@ -60,7 +60,7 @@ class WaitsInTheHook(StreamedConnector):
 
 
 class ForgetsStream(StreamedConnector):
-    """Allocates its staging memory on the compute stream, uses it on another one, and lets it go."""
+    """Allocates staging memory on the compute stream, uses it on another one, and frees it."""
 
     def _wait_for_users(self) -> None:
         super()._wait_for_users()
@@ -73,10 +73,10 @@ class ForgetsStream(StreamedConnector):
 
 
 class LetsGoOfHost(StreamedConnector):
-    """Copies by address, out of a pinned buffer that is gone when the call returns."""
+    """Copies by address from a pinned buffer that is freed when the call returns."""
 
     def _copy_in(self, transfer: Transfer, piece: Piece, name: str, host: Tensor) -> None:
-        """Contiguous runs: every head of every slot."""
+        """Copy every head of every slot, which are contiguous runs."""
         from vllm import _custom_ops as ops
 
         rows = self._layers[name]

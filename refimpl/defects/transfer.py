@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mistakes of connectors that hand KV from a producer engine to a consumer engine, and of connectors with a role."""
+"""Planted defects: handing KV from a producer to a consumer engine, and the connector's roles."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ import dataclasses
 from typing import Any
 
 from kvconform.refimpl.connector import ReferenceConnector
-from kvconform.refimpl.faulty import fault
-from kvconform.refimpl.kv_manager import KVManager
+from kvconform.refimpl.defects import targets
 from kvconform.refimpl.variants.peer import Offer, Peer, Pull
 
 
 class OwnIds(Peer):
-    """Looks for the KV under the id that the request has in its own engine."""
+    """Looks up the KV under the id that the request has in the consumer engine."""
 
     def _pull(self, req: str, remote: dict[str, Any], first: int, blocks: tuple[int, ...]) -> None:
         super()._pull(req, {**remote, "remote_request_id": req}, first, blocks)
 
 
 class NotesOnlyLoads(Peer):
-    """Tells the producer when a load is done, and only then: not when the consumer has it all."""
+    """Notifies the producer only after a load, and not when the consumer needs none."""
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if num_external_tokens:
@@ -34,7 +33,7 @@ class NotesOnlyLoads(Peer):
 
 
 class ForgetsAborted(Peer):
-    """Does not tell the producer about a request that was aborted before it had memory."""
+    """Does not notify the producer of a request that was aborted before it had memory."""
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -44,7 +43,7 @@ class ForgetsAborted(Peer):
 
 
 class PromisesAgain(Peer):
-    """Answers from the request's parameters alone: promises once more what it has fetched."""
+    """Answers from the request's parameters alone, and promises again what it has fetched."""
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -54,33 +53,34 @@ class PromisesAgain(Peer):
 
 
 class ReadsWhatItIsTold(Peer):
-    """Reads the block ids in the parameters, whether or not the producer still keeps them for this request."""
+    """Reads the blocks that the parameters name, even if the producer no longer keeps them."""
 
     def _pull(self, req: str, remote: dict[str, Any], first: int, blocks: tuple[int, ...]) -> None:
         super()._pull(req, remote, first, blocks)
-        self._pulls[-1] = dataclasses.replace(
-            self._pulls[-1], key=f"{self._pulls[-1].key} {remote.get('remote_block_ids') or []}"
-        )
+        pull = self._pulls[-1]
+        listed = remote.get("remote_block_ids") or []
+        self._pulls[-1] = dataclasses.replace(pull, key=f"{pull.key} {listed}")
 
     def _offer(self, pull: Pull) -> Offer | None:
         key, _, listed = pull.key.partition(" ")
-        board = self.boards.get(pull.engine)
-        told = [int(block) for block in listed.strip("[]").split(",") if block.strip()]
-        return Offer("", told) if board is not None and told and key.count("/") else None
+        blocks = [int(block) for block in listed.strip("[]").split(",") if block.strip()]
+        if not blocks or pull.engine not in self.boards or "/" not in key:
+            return None
+        return Offer("", blocks)
 
     def _copy(self, pull: Pull, offer: Offer) -> None:
         super()._copy(dataclasses.replace(pull, key=pull.key.partition(" ")[0]), offer)
 
 
 class ExpiredIsFine(Peer):
-    """Logs that the producer does not have it any more, and reports the load as finished."""
+    """Reports a load as finished although the producer no longer has the KV."""
 
     def _failed(self, pull: Pull) -> None:
         return
 
 
 class SilentFailure(Peer):
-    """Forgets a pull that failed: reports neither an error nor the end."""
+    """Forgets a failed pull, and reports neither an error nor the end."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         self._pulling = [
@@ -91,7 +91,7 @@ class SilentFailure(Peer):
 
 
 class FirstChunk(Peer):
-    """Keeps the blocks that the request got at first, and overlooks those of later chunks."""
+    """Offers the blocks that the request got first, without those of later chunks."""
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         self._firsts: dict[str, list[int]] = getattr(self, "_firsts", {})
@@ -106,7 +106,7 @@ class FirstChunk(Peer):
 
 
 class FromTheEnd(Peer):
-    """Offers the blocks of its drafts too, and pairs the two lists from their ends."""
+    """Offers the blocks of drafts too, and pairs the two block lists from their ends."""
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         self._tables: dict[str, list[int]] = getattr(self, "_tables", {})
@@ -123,7 +123,7 @@ class FromTheEnd(Peer):
 
 
 class ClientsKey(Peer):
-    """Keeps what it holds under an id that clients choose: the second of two overwrites the first."""
+    """Files its offers under an id that clients choose: the second of two overwrites the first."""
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -137,7 +137,7 @@ class ClientsKey(Peer):
 
 
 class NumberedKeys(Peer):
-    """Returns a map whose keys are numbers: they come back from JSON as text."""
+    """Returns a map with integer keys, which JSON turns into text."""
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -147,7 +147,7 @@ class NumberedKeys(Peer):
 
 
 class Silent(Peer):
-    """Finishes requests that were to be handed over as if nobody had asked."""
+    """Finishes a request without handing it over, although its parameters ask for that."""
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -158,7 +158,7 @@ class Silent(Peer):
 
 
 class LastOfThePrompt(Peer):
-    """Hands the last token of the prompt over as the first one of the output."""
+    """Hands over the last token of the prompt as the first token of the output."""
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -168,7 +168,7 @@ class LastOfThePrompt(Peer):
 
 
 class BestEffort(Peer):
-    """Says that nobody depends on its KV."""
+    """Declares that its KV need not be delivered."""
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -191,11 +191,11 @@ class LoadsAsProducer(ReferenceConnector):
         self._may_load = True
 
 
-@fault(KVManager, "allocate_slots")
+@targets.ALLOCATE_SLOTS.replaced_by
 def lookahead_while_loading(
-    original: Any, manager: Any, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any
+    allocate: Any, manager: Any, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any
 ) -> Any:
-    """Slots for drafts are allocated with those of an asynchronous load."""
+    """Allocate slots for drafts together with those of an asynchronous load."""
     if not num_new_tokens:
         kwargs["num_lookahead_tokens"] = manager.settings.block_size
-    return original(manager, request, num_new_tokens, *args, **kwargs)
+    return allocate(manager, request, num_new_tokens, *args, **kwargs)

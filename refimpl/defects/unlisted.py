@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mistakes that nobody had listed when the requirements were written: do they find what they were not made for?"""
+"""Planted defects that were not on the list when the requirements were written."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
 
 
 class NeverFinds(ReferenceConnector):
-    """Stores chunks and does not enter them where lookups search (vllm#53498)."""
+    """Stores chunks, and does not register them for lookups (vllm#53498)."""
 
     def _stored_prefix(self, request: Request) -> int:
         return 0
 
 
 class FromTheChunksStart(ReferenceConnector):
-    """Begins a load where the chunk begins in which the local hit ends (LMCache#2206)."""
+    """Starts a load at the start of the chunk in which the local hit ends (LMCache#2206)."""
 
     def _plan_load(self, tracked: Tracked, granted: int, is_async: bool) -> Load:
-        load, chunk = super()._plan_load(tracked, granted, is_async), self.options.chunk_tokens
-        start = load.start // chunk * chunk
+        load = super()._plan_load(tracked, granted, is_async)
+        start = load.start - load.start % self.options.chunk_tokens
         return replace(load, start=start, pieces=self._pieces(tracked, start, load.end))
 
 
 class OneSavePerRequest(ReferenceConnector):
-    """Keeps track of one save per request: a later one takes the place of one that is under way (LMCache#3640)."""
+    """Tracks one save per request: a later save replaces the one under way (LMCache#3640)."""
 
     def wait_for_save(self) -> None:
         reqs = {save.req for save in self._metadata().saves}
@@ -45,7 +45,10 @@ class OneSavePerRequest(ReferenceConnector):
 
 
 class KeepsLookups(ReferenceConnector):
-    """Keeps what a lookup has found until the allocation, which an aborted request never has (vllm#44100)."""
+    """Keeps the result of a lookup until the allocation (vllm#44100).
+
+    A request that is aborted has no allocation.
+    """
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -62,7 +65,7 @@ class KeepsLookups(ReferenceConnector):
 
 
 class LetsGoWhileSaving(ReferenceConnector):
-    """Does not keep the blocks of a finished request while a save still reads them."""
+    """Releases the blocks of a finished request while a save still reads them."""
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -85,7 +88,10 @@ class SentWhenQueued(ReferenceConnector):
 
 
 class LiveErrors(ReferenceConnector):
-    """Hands out its own set of failed blocks, and empties it in the next step: the engine may not have read it yet."""
+    """Returns its own set of failed blocks, and clears it in the next step.
+
+    The engine may not have read it by then.
+    """
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         live: set[int] = self.__dict__.setdefault("_live", set())
@@ -95,40 +101,37 @@ class LiveErrors(ReferenceConnector):
 
 
 class AdapterByNumber(ReferenceConnector):
-    """Puts the number of the adapter into the key, which is another one's in the next process."""
+    """Puts the adapter's number into the key, which differs between processes."""
 
     def _keys(self, request: Request, keys: list[str], end: int) -> Sequence[str]:
         names = ("all_token_ids", "cache_salt", "mm_features", "prompt_embeds")
         lora: Any = request.lora_request
-        number = (
-            None if lora is None else SimpleNamespace(lora_name=str(lora.lora_int_id), lora_path="")
-        )
-        seen: Any = SimpleNamespace(
-            **{name: getattr(request, name) for name in names}, lora_request=number
-        )
+        number = None
+        if lora is not None:
+            number = SimpleNamespace(lora_name=str(lora.lora_int_id), lora_path="")
+        others = {name: getattr(request, name) for name in names}
+        seen: Any = SimpleNamespace(**others, lora_request=number)
         return extend_keys(keys, self._root, seen, self.options.chunk_tokens, end)
 
 
 class SearchesFromTheEnd(ReferenceConnector):
-    """Searches the last stored chunk: it does not notice that one before it is gone."""
+    """Searches for the last stored chunk, and does not notice a missing chunk before it."""
 
     def _stored_prefix(self, request: Request) -> int:
         keys = self._keys(request, [], request.num_tokens)
-        found = next(
-            (index for index in range(len(keys), 0, -1) if self._store.has(keys[index - 1])), 0
-        )
-        return found * self.options.chunk_tokens
+        stored = (count for count in range(len(keys), 0, -1) if self._store.has(keys[count - 1]))
+        return next(stored, 0) * self.options.chunk_tokens
 
 
 class ThreadPerRequest(ReferenceConnector):
-    """Starts a thread for every request, and ends none."""
+    """Starts a thread for every request, and ends none of them."""
 
     def on_new_request(self, request: Request) -> None:
         threading.Thread(target=threading.Event().wait, args=(60.0,), daemon=True).start()
 
 
 class CountsAtTheGrant(ReferenceConnector):
-    """Reads where a load begins when it is granted: the request does not count its local hit yet."""
+    """Reads the start of a load at the grant, when the request does not count its local hit yet."""
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -137,13 +140,7 @@ class CountsAtTheGrant(ReferenceConnector):
         self.__dict__.setdefault("_begins", {})[request.request_id] = request.num_computed_tokens
 
     def _plan_load(self, tracked: Tracked, granted: int, is_async: bool) -> Load:
-        load, start = (
-            super()._plan_load(tracked, granted, is_async),
-            self.__dict__["_begins"][tracked.request.request_id],
-        )
-        return replace(
-            load,
-            start=start,
-            end=start + granted,
-            pieces=self._pieces(tracked, start, start + granted),
-        )
+        load = super()._plan_load(tracked, granted, is_async)
+        start = self.__dict__["_begins"][tracked.request.request_id]
+        end = start + granted
+        return replace(load, start=start, end=end, pieces=self._pieces(tracked, start, end))
