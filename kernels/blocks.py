@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole blocks compared where they lie: most slots that are verified together are all slots of a block, and reading a block in the order
-of its memory is as fast as the memory is. In plain torch, for the CPU."""
+"""Comparison of whole blocks in place, in plain torch, for the CPU.
+
+Slots that are verified together mostly fill whole blocks. Reading a block in the order of its
+memory is as fast as the memory is.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +21,22 @@ from kvconform.kernels.paged import Stack
 
 T = TypeVar("T")
 PIECE = 2 << 20
-"""Bytes that are compared at a time: about what the processor's caches hold together with the scratch memory."""
+"""Bytes to compare at a time: what fits the processor's caches together with scratch memory."""
 LARGE = 512 << 10
-"""Bytes from which on a block is compared where it lies; of smaller ones several are copied together."""
+"""Bytes from which a block is compared in place; several smaller blocks are copied together."""
 BATCH = 1 << 16
-"""Rows whose codes are computed at a time: fewer cost more for each call than for its work."""
+"""Rows whose codes are computed at a time; with fewer, the calls cost more than the work."""
 THREADED = 32 << 20
-"""Bytes from which on threads are worth being started."""
+"""Bytes from which threads are worth starting."""
 BLOCKS = 1
+"""Axis of the blocks in `Stack.bits`."""
 
 
 def whole(slots: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(indices [m] at which `slots` [n] list all slots of a block, one after the other; indices [k] of all others but padding)."""
+    """Return (indices [m] into `slots` [n] where a whole block begins, indices [k] of the others).
+
+    A whole block is listed slot by slot, in order. Padding is in neither.
+    """
     count = len(slots)
     if count < size:
         return slots.new_empty(0), (slots >= 0).nonzero().flatten()
@@ -49,10 +56,11 @@ def whole(slots: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
 def in_threads(
     work: Callable[[T], torch.Tensor], parts: Sequence[T], nbytes: int
 ) -> list[torch.Tensor]:
-    """`work` of each part, in as many threads as torch uses, if together they read many bytes.
+    """Return `work` of each part, in as many threads as torch uses if `nbytes` is large.
 
-    Each thread then has torch's operations to itself: were each shared out instead, all threads would wait for the last one dozens of
-    times per block, and on a machine that does something else too that is most of the time.
+    Each thread then runs torch's operations alone. If torch split each operation instead, all
+    threads would wait for the slowest one dozens of times per block. On a busy machine that takes
+    most of the time.
     """
     threads = torch.get_num_threads()
     if threads == 1 or len(parts) == 1 or nbytes < THREADED:
@@ -61,20 +69,18 @@ def in_threads(
         with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             return list(pool.map(work, parts))
     finally:
-        torch.set_num_threads(
-            threads
-        )  # threads that others start take over the number that was set last
+        torch.set_num_threads(threads)  # new threads inherit the number that was set last
 
 
 def widened(stack: Stack) -> Stack | None:
-    """The stack with its rows as the integers of `lanes.UNITS`; None where their distances do not permit it."""
+    """Return the stack with rows of integers of `lanes.UNITS`; None if the strides forbid it."""
     bits = stack.bits
     each = lanes.UNITS[bits.element_size()].itemsize // bits.element_size()
     strides = [
         stride if length > 1 else each
         for length, stride in zip(bits.shape[:-1], bits.stride()[:-1], strict=True)
     ]
-    try:  # the distance along an axis of one element says nothing, but torch looks at it
+    try:  # the stride of an axis of one element means nothing, but torch checks it
         bits = bits.as_strided(bits.shape, (*strides, bits.stride(-1))).view(
             lanes.UNITS[bits.element_size()]
         )
@@ -86,8 +92,11 @@ def widened(stack: Stack) -> Stack | None:
 def wrong_blocks(
     stack: Stack, dtype: torch.dtype, blocks: torch.Tensor, content: torch.Tensor
 ) -> torch.Tensor:
-    """Indices [k] of those of blocks [m] whose slots do not hold the codes of content [m, block size] in all layers of the stack, which is
-    `widened`; reported together with some that do. Changes nothing. dim must be a multiple of 4."""
+    """Return indices [k] of blocks [m] that may not hold the codes of content [m, block size].
+
+    Blocks are compared in groups, so right blocks of a wrong group are included. All layers of the
+    stack are compared. The stack must be `widened`, dim a multiple of 4. Changes nothing.
+    """
     order = sorted(range(5), key=lambda axis: (-stack.bits.stride(axis), axis))
     axis = order.index(BLOCKS)
     cache = stack.bits.permute(*order, 5)
@@ -117,57 +126,54 @@ def wrong_blocks(
             geometry = (len(mine), len(some))
             if geometry not in comparisons:
                 comparisons[geometry] = Comparison(pieces, codes, axis, len(some), together)
-            if not comparisons[geometry].holds(
-                int(blocks[some[0]]) if together == 1 else 0, number
-            ):
+            piece = int(blocks[some[0]]) if together == 1 else 0
+            if not comparisons[geometry].holds(piece, number):
                 found.append(some)
     return torch.cat(found) if found else blocks.new_empty(0)
 
 
 class Spare:
-    """Memory for what is computed on the way, used again for every piece: fresh memory costs more than its use."""
+    """Scratch memory, reused for every piece, because fresh memory costs more than its use."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self._piece = torch.empty(0, dtype=lanes.UNITS[dtype.itemsize])
-        self._prints, self._shifted = (
-            torch.empty(0, dtype=torch.int64),
-            torch.empty(0, dtype=torch.int64),
-        )
-        self._index, self._codes = (
-            torch.empty(0, dtype=torch.int32),
-            torch.empty(0, dtype=lanes.TABLES[dtype.itemsize]),
-        )
+        self._prints = torch.empty(0, dtype=torch.int64)
+        self._shifted = torch.empty(0, dtype=torch.int64)
+        self._index = torch.empty(0, dtype=torch.int32)
+        self._codes = torch.empty(0, dtype=lanes.TABLES[dtype.itemsize])
 
     def codes(self, content: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """`lanes.quads` [..., units] of content ids and keys, whose shapes are broadcast to [...]. Valid until the next call."""
-        prints = torch.bitwise_xor(
-            content, keys, out=self._prints.resize_(np.broadcast_shapes(content.shape, keys.shape))
-        )
-        mix_array_(
-            prints.numpy().view(np.uint64),
-            self._shifted.resize_(prints.shape).numpy().view(np.uint64),
-        )
+        """Return `lanes.quads` [..., units] of content ids and keys, valid until the next call.
+
+        Their shapes are broadcast to [...].
+        """
+        shape = np.broadcast_shapes(content.shape, keys.shape)
+        prints = torch.bitwise_xor(content, keys, out=self._prints.resize_(shape))
+        shifted = self._shifted.resize_(prints.shape)
+        mix_array_(prints.numpy().view(np.uint64), shifted.numpy().view(np.uint64))
         wanted = 4 * prints.numel()
-        return lanes.quads(
-            prints, self.dtype, self._index.resize_(wanted), self._codes.resize_(wanted)
-        )
+        index, codes = self._index.resize_(wanted), self._codes.resize_(wanted)
+        return lanes.quads(prints, self.dtype, index, codes)
 
     def copy(self, cache: torch.Tensor, axis: int, blocks: torch.Tensor) -> torch.Tensor:
-        """Blocks [m] of the cache, one after the other. Valid until the next call."""
+        """Copy blocks [m] of the cache one after the other; valid until the next call."""
         shape = (*cache.shape[:axis], len(blocks), *cache.shape[axis + 1 :])
         return torch.index_select(cache, axis, blocks, out=self._piece.resize_(shape))
 
 
 class Comparison:
-    """Compares pieces of a cache with their `lanes.quads`, the nonce apart: piece i has `count` indices of `axis`, from i * count on, its
-    codes the same number from i * `step` on. Tensors are kept as they are: what is written to them later is compared.
+    """Compares pieces of a cache with their `lanes.quads`, except for the nonce.
 
-    A row is its first three groups over and over, but for the nonce, which is its fourth. So every unit is compared with the one three
-    groups before, all rows that follow one another in one go, and then what that gets wrong is done anew: the first three groups are
-    compared with the code, the nonce is not, and the group that would be compared with the nonce is compared with the code.
+    Piece i has the indices of `axis` from i * count to (i + 1) * count, its codes as many from
+    i * `step` on. The object keeps views of the tensors and compares what they hold when asked.
 
-    By numpy, whose comparisons write a byte for each unit and are the faster for it.
+    A row repeats its first three groups, except that the fourth group is the nonce. So every unit
+    is compared with the unit three groups before, for all adjacent rows at once. Three parts of
+    that are then replaced: the first three groups are compared with the code, the nonce is ignored,
+    and the group that was compared with the nonce is compared with the code.
+
+    numpy compares, because it writes one byte per unit, which is faster.
     """
 
     def __init__(
@@ -176,9 +182,8 @@ class Comparison:
         piece = cache.narrow(axis, 0, count)
         each, width = codes.shape[-1] // 4, piece.shape[-1]
         shape, strides = _rows(piece)
-        marks = (
-            codes.narrow(axis, 0, count).reshape(*shape[:-1], 4 * each).stride()
-        )  # a view: codes have gaps where the piece has, at most
+        # This reshape is a view, because codes have gaps only where the piece has them.
+        marks = codes.narrow(axis, 0, count).reshape(*shape[:-1], 4 * each).stride()
         run, steps = shape, strides
         if shape[-2] > 1 and strides[-2] == width:
             run, steps = (*shape[:-2], shape[-2] * width), (*strides[:-2], 1)
@@ -193,10 +198,8 @@ class Comparison:
         self._repeats = flat[..., 3 * each :]
         self._nonce = self._differs[..., 3 * each : 4 * each]
         self._units: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-        for unit in (
-            *range(3 * each),
-            *range(6 * each, min(7 * each, width)),
-        ):  # one by one, so that numpy's inner loop is over rows
+        # Unit by unit, so that numpy's inner loop is over rows.
+        for unit in (*range(3 * each), *range(6 * each, min(7 * each, width))):
             have = cache.as_strided(
                 (pieces, *shape[:-1]), (leap, *strides[:-1]), begin + unit
             ).numpy()
@@ -206,7 +209,7 @@ class Comparison:
             self._units.append((have, want, self._differs[..., unit]))
 
     def holds(self, piece: int, code: int) -> bool:
-        """True when all rows of the piece hold the codes number `code`."""
+        """Return True if all rows of piece number `piece` hold the codes number `code`."""
         np.not_equal(self._later[piece], self._earlier[piece], out=self._repeats)
         self._nonce[...] = False
         for have, want, out in self._units:
@@ -215,7 +218,10 @@ class Comparison:
 
 
 def _rows(piece: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(shape, strides) [..., row, width] of a piece [..., width]: rows that follow one another in memory on one axis, in the same order."""
+    """Return (shape, strides) [..., row, width] of a piece [..., width], in the same order.
+
+    Rows that are adjacent in memory are on one axis.
+    """
     width = piece.shape[-1]
     axes = [
         (length, stride)
@@ -225,8 +231,5 @@ def _rows(piece: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     rows, step = axes.pop() if axes else (1, width)
     while axes and axes[-1][1] == rows * step:
         rows *= axes.pop()[0]
-    return (*(length for length, _ in axes), rows, width), (
-        *(stride for _, stride in axes),
-        step,
-        1,
-    )
+    shape = (*(length for length, _ in axes), rows, width)
+    return shape, (*(stride for _, stride in axes), step, 1)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The provenance code: the bytes of a slot as a function of what the slot holds.
+"""The provenance code: the bytes of a slot as a function of the slot's content.
 
-A *content id* is a 64-bit integer (see `kvconform.kv.provenance`). For layer `l`, K or V `s` and head `h` it becomes a 48-bit
-fingerprint, written as 12 nibbles into 12 lanes of the head's vector; four further lanes hold the write generation (nonce). All
-values are the integers 0..15, which fp32, fp16, bf16, fp8 e4m3 and uint8 hold exactly. Lanes beyond the 16th repeat the fingerprint.
+A *content id* is a 64-bit integer (see `kvconform.kv.provenance`). For each layer, head and side (K
+or V) it becomes a 48-bit fingerprint, written as 12 nibbles into 12 lanes of the head's vector.
+Four further lanes hold the write generation (nonce). Lanes beyond the 16th repeat the fingerprint.
+All values are the integers 0..15, which fp32, fp16, bf16, fp8 e4m3 and uint8 represent exactly.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ def mix64(value: int) -> int:
 
 
 def mix_array_(values: np.ndarray, spare: np.ndarray) -> np.ndarray:
-    """`mix64` of every element of a uint64 array, in place; returns `values`. Overwrites `spare`, of the same shape."""
+    """Apply `mix64` to every element of a uint64 array, in place; return `values`.
+
+    Overwrites `spare`, which has the same shape.
+    """
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, None)):
         np.right_shift(values, np.uint64(shift), out=spare)
         np.bitwise_xor(values, spare, out=values)
@@ -41,7 +45,8 @@ def mix_array_(values: np.ndarray, spare: np.ndarray) -> np.ndarray:
 class CodeBook:
     """Encoder and decoder for one cache geometry.
 
-    A row has shape [layers, heads, 2 * head_dim]: K in the first half of the last axis, V in the second.
+    A row has shape [layers, heads, 2 * head_dim]: K in the first half of the last axis, V in the
+    second.
     """
 
     layers: int
@@ -52,7 +57,8 @@ class CodeBook:
     def __post_init__(self) -> None:
         if self.head_dim < MIN_HEAD_DIM:
             raise ValueError(
-                f"head_dim must be at least {MIN_HEAD_DIM} to hold fingerprint and nonce, got {self.head_dim}"
+                f"head_dim must be at least {MIN_HEAD_DIM} to hold fingerprint and nonce,"
+                f" got {self.head_dim}"
             )
         keys = np.array(
             [
@@ -72,17 +78,19 @@ class CodeBook:
         return 2 * self.head_dim
 
     def fingerprints(self, content: np.ndarray) -> np.ndarray:
-        """Content ids [n] uint64 to fingerprints [n, layers, 2, heads] uint64. Pure."""
+        """Convert content ids [n] uint64 to fingerprints [n, layers, 2, heads] uint64. Pure."""
         mixed = content[:, None, None, None] ^ self._keys[None]
         return mix_array_(mixed, np.empty_like(mixed)) & _FINGERPRINT_MASK
 
     def rows(self, content: np.ndarray, nonce: int = 0) -> np.ndarray:
-        """Content ids [n] uint64 to rows [n, layers, heads, 2 * head_dim] uint8; `nonce` (16 bits) fills the nonce lanes. Pure."""
+        """Convert content ids [n] uint64 to rows [n, layers, heads, 2 * head_dim] uint8.
+
+        `nonce` (16 bits) fills the nonce lanes. Pure.
+        """
         prints = self.fingerprints(content)
         shifts = np.arange(FINGERPRINT_LANES, dtype=np.uint64) * np.uint64(4)
-        lanes = ((prints[..., None] >> shifts) & np.uint64(15)).astype(
-            np.uint8
-        )  # [n, layers, 2, heads, 12]
+        nibbles = (prints[..., None] >> shifts) & np.uint64(15)
+        lanes = nibbles.astype(np.uint8)  # [n, layers, 2, heads, 12]
         out = np.empty((*prints.shape, self.head_dim), dtype=np.uint8)
         out[..., :FINGERPRINT_LANES] = lanes
         out[..., FINGERPRINT_LANES:MIN_HEAD_DIM] = [
@@ -96,19 +104,21 @@ class CodeBook:
         )
 
     def content_mask(self) -> np.ndarray:
-        """Boolean [2 * head_dim]: lanes that carry content (not the nonce)."""
+        """Return a boolean array [2 * head_dim]: lanes that carry content, not the nonce."""
         half: np.ndarray = np.ones(self.head_dim, dtype=bool)
         half[FINGERPRINT_LANES:MIN_HEAD_DIM] = False
         return np.concatenate([half, half])
 
     def read_print(self, lanes: np.ndarray) -> int | None:
-        """One K or V vector [head_dim] back to its fingerprint; None if it is no code (not integers 0..15, or the repeats disagree)."""
+        """Decode one K or V vector [head_dim] to its fingerprint; None if it is not a code.
+
+        A code has integers 0..15, and its repetitions agree.
+        """
         values = np.asarray(lanes, dtype=np.float64)
         head = values[:FINGERPRINT_LANES]
         if not np.all((head >= 0) & (head <= 15) & (head == np.floor(head))):
             return None
-        if np.any(
-            values[MIN_HEAD_DIM:] != head[np.arange(MIN_HEAD_DIM, len(values)) % FINGERPRINT_LANES]
-        ):
+        repeats = np.arange(MIN_HEAD_DIM, len(values)) % FINGERPRINT_LANES
+        if np.any(values[MIN_HEAD_DIM:] != head[repeats]):
             return None
         return int(sum(int(v) << (4 * i) for i, v in enumerate(head)))

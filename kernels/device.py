@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def"
-"""What the Triton kernels share: whether there is Triton, how a launch is cut into programs, and the code of a lane on the device.
+"""Shared parts of the Triton kernels: availability, division of a launch, codes on the device.
 
-A program handles TILE slots of one layer, head and side: a tile of rows, each contiguous where the layout has it so, in CHUNKS chunks of
-LANES elements. Programs that differ only in the head are neighbours, so that a token whose heads lie together is written together.
+A program handles TILE slots of one layer, head and side: a tile of rows, in CHUNKS chunks of LANES
+elements. A row is contiguous if the layout has it so. Programs that differ only in the head are
+neighbours, so that a token whose heads are adjacent in memory is written together.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ import torch
 try:
     import triton
     import triton.language as tl
-except ImportError:  # the torch path does everything
+except ImportError:  # the kernels in plain torch are used
 
     class _Absent:
-        """Stands for Triton where it is not installed; kernels are then plain functions that nobody calls."""
+        """Stand-in for Triton if it is not installed; the kernels are then unused functions."""
 
         constexpr: Any = None
 
@@ -36,7 +37,7 @@ else:
     AVAILABLE = True
 
 INTERPRETED = AVAILABLE and os.environ.get("TRITON_INTERPRET") == "1"
-"""The kernels run in Triton's interpreter, on the CPU: for tests."""
+"""Whether the kernels run in Triton's interpreter, on the CPU, for tests."""
 __all__ = [
     "AVAILABLE",
     "EACH",
@@ -55,40 +56,45 @@ __all__ = [
     "triton",
 ]
 ROW_BYTES = 128
-"""How much of a row a program's warps access at once: whole lines, of four rows, so that few threads compute the same row's code."""
+"""Bytes of a row that a program's warps access at once.
+
+These are whole cache lines of four rows, so that few threads compute the same row's code.
+"""
 TILE_BYTES = 16384
 """Bytes of a program's tile: 128 per thread with 4 warps, so eight accesses of 16 bytes each."""
 TILE_ROWS = 64
+"""Most rows of a tile."""
 EACH = {1: 16, 2: 8, 4: 8}
-"""By size of an element: lanes that a code is computed for at a time, so that a thread has 16 bytes of a row together."""
+"""Lanes whose code is computed together, by size of an element: a thread has 16 adjacent bytes."""
 
 
 def choose(device: torch.device, backend: str | None) -> bool:
-    """True for Triton, False for torch. `backend`: "triton", "torch" or None, which takes Triton for CUDA where it is installed.
+    """Return True for Triton, False for torch.
 
-    ValueError for another name, and for Triton where it is missing or the tensors are on the CPU (except in the interpreter).
+    `backend`: "triton", "torch" or None, which chooses Triton for CUDA if it is installed.
+    ValueError for another name, and for Triton if it is missing or the tensors are on the CPU
+    (except in the interpreter).
     """
     if backend not in (None, "torch", "triton"):
         raise ValueError(f'a backend is "torch" or "triton", not {backend!r}')
     able = AVAILABLE and (device.type == "cuda" or INTERPRETED)
     if backend == "triton" and not able:
-        raise ValueError(
-            "Triton is not installed"
-            if not AVAILABLE
-            else f"Triton cannot run on {device} (TRITON_INTERPRET=1 is not set)"
-        )
+        if not AVAILABLE:
+            raise ValueError("Triton is not installed")
+        raise ValueError(f"Triton cannot run on {device} (TRITON_INTERPRET=1 is not set)")
     return able and (backend == "triton" or device.type == "cuda")
 
 
 def on(device: torch.device) -> Any:
-    """Context in which launches go to this device."""
+    """Return a context in which launches go to this device."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How a launch is cut: a program handles `tile` rows of a head's K or V, in `chunks` chunks of `lanes` elements.
+    """Division of a launch into programs.
 
+    A program handles `tile` rows of a head's K or V, in `chunks` chunks of `lanes` elements.
     `even`: no row ends inside a chunk.
     """
 
@@ -99,12 +105,11 @@ class Cut:
 
     @classmethod
     def of(cls, rows: int, dim: int, itemsize: int) -> Cut:
-        """For `rows` rows of `dim` elements."""
+        """Return the division for `rows` rows of `dim` elements."""
         most = min(ROW_BYTES // itemsize, 1 << (dim - 1).bit_length())
         lanes = most
-        while (
-            dim % lanes and lanes * itemsize > 64
-        ):  # 96 elements are three times 32 rather than twice 64
+        # 96 elements are divided into three times 32 rather than twice 64.
+        while dim % lanes and lanes * itemsize > 64:
             lanes //= 2
         if dim % lanes:
             lanes = most
@@ -115,13 +120,13 @@ class Cut:
         return cls(min(tile, 1 << max(0, rows - 1).bit_length()), lanes, chunks, dim % lanes == 0)
 
     def programs(self, rows: int, heads: int, sides: int) -> int:
-        """Programs per layer."""
+        """Return the number of programs per layer."""
         return -(-rows // self.tile) * heads * sides
 
 
 @triton.jit
 def mix(value):
-    """`codes.mix64` of uint64."""
+    """Compute `codes.mix64` of uint64."""
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB
     return value ^ (value >> 31)
@@ -129,10 +134,10 @@ def mix(value):
 
 @triton.jit
 def encode(nibble, KIND: tl.constexpr):
-    """Bits of the integers 0..15 (int32) in the dtype of this kind, as int32.
+    """Return the bits (int32) of the integers 0..15 (int32) in the dtype of this kind.
 
-    The float comes of adding and taking away 2^23 rather than of a conversion, which costs more; the narrower formats are its upper
-    bits with another bias, which 0 would fall below.
+    Adding and subtracting 2^23 gives the float32, at less cost than a conversion. The narrower
+    formats are its upper bits with another bias, for which 0 is clamped.
     """
     if KIND == 0:
         return nibble
@@ -151,7 +156,10 @@ def encode(nibble, KIND: tl.constexpr):
 
 @triton.jit
 def eight(low, high, begin):
-    """Eight nibbles (uint32) of codes from nibble `begin` (0, 4 or 8) on, the first after the last; `low` has eight, `high` four."""
+    """Return eight nibbles (uint32) of codes from nibble `begin` (0, 4 or 8) on, cyclically.
+
+    `low` has the first eight of the twelve nibbles, `high` the last four.
+    """
     return tl.where(
         begin == 0, low, tl.where(begin == 4, (low >> 16) | (high << 16), high | (low << 16))
     )
@@ -159,10 +167,11 @@ def eight(low, high, begin):
 
 @triton.jit
 def expected(content, number, side, head, group, nonce, KIND: tl.constexpr, EACH: tl.constexpr):
-    """Bits [rows, groups, EACH] (int32) that content ids [rows] int64 have in these groups [groups] of EACH lanes of one head's K or V.
+    """Return the code's bits [rows, groups, EACH] (int32) of content ids [rows] int64.
 
-    EACH is 8 or 16. What depends on the row is computed per row, what depends on the group per group; an element takes a shift, a mask
-    and its float.
+    They are those in groups [groups] of EACH lanes of one head's K or V; EACH is 8 or 16. Work that
+    depends on the row or on the group is done once for it; each element takes a shift, a mask and
+    the conversion to a float.
     """
     key = mix((1 + (number * 2 + side) * 4096 + head).to(tl.uint64))
     code = mix(content.to(tl.uint64, bitcast=True) ^ key)
@@ -184,7 +193,7 @@ def expected(content, number, side, head, group, nonce, KIND: tl.constexpr, EACH
 
 @triton.jit
 def program(heads, SIDES: tl.constexpr):
-    """(which tile, side, head) this program is for."""
+    """Return (tile, side, head) of this program."""
     index = tl.program_id(0)
     rest = index // heads
     return rest // SIDES, rest % SIDES, index % heads
@@ -192,14 +201,16 @@ def program(heads, SIDES: tl.constexpr):
 
 @triton.jit
 def lanes_of(group, EACH: tl.constexpr):
-    """Lanes [1, groups, EACH] of groups [groups]."""
+    """Return the lanes [1, groups, EACH] of groups [groups]."""
     return (group[:, None] * EACH + tl.arange(0, EACH)[None, :])[None, :, :]
 
 
 @triton.jit
 def slots_of(ids, item, count, SIZE: tl.constexpr, BLOCKS: tl.constexpr):
-    """Slots of the items: those of a slot mapping, or with BLOCKS those of all slots of a list of blocks. Negative for padding and beyond
-    the end."""
+    """Return the slots of items: of a slot mapping, or with BLOCKS of all slots of listed blocks.
+
+    Negative for padding and beyond the end.
+    """
     if BLOCKS:
         block = tl.load(ids + item // SIZE, mask=item < count, other=-1)
         return tl.where(block < 0, -1, block * SIZE + item % SIZE)
@@ -209,11 +220,10 @@ def slots_of(ids, item, count, SIZE: tl.constexpr, BLOCKS: tl.constexpr):
 
 @triton.jit
 def distance(slot, limit, block_stride, slot_stride, SIZE: tl.constexpr):
-    """(elements from the layer's first to the slot's first, whether the slot exists)."""
+    """Return (elements from the layer's first to the slot's first, whether the slot exists)."""
     exists = (slot >= 0) & (slot < limit)
-    near = tl.where(exists, slot, 0).to(
-        tl.uint32
-    )  # a cache has fewer than 2^31 slots, and 64-bit division is slow
+    # A cache has fewer than 2^31 slots, and 64-bit division is slow.
+    near = tl.where(exists, slot, 0).to(tl.uint32)
     return (near // SIZE).to(tl.int64) * block_stride + (near % SIZE).to(
         tl.int64
     ) * slot_stride, exists

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def"
-"""Digests of blocks: one 64-bit number per block, layer and K or V, the same wherever and in whatever layout the bytes lie.
+"""Digests of blocks: one 64-bit number per block, layer and K or V, independent of the layout.
 
-The bytes of a head's K or V in one slot are a row of 64-bit words, little-endian, the last filled up with zeros. The digest is mix64 of the
-sum, modulo 2^64, of word times weight over all words of the block; the weight of word `j` of slot `n` of head `h` is mix64((h * size + n)
-* words + j + 1) with its lowest bit set. As weights are odd, a change of one word always changes the digest.
+The bytes of a head's K or V in one slot are a row of little-endian 64-bit words, the last padded
+with zeros. The digest is mix64 of the sum, modulo 2^64, of word times weight over all words of the
+block. The weight of word `j` of slot `n` of head `h` is mix64((h * size + n) * words + j + 1) with
+its lowest bit set. Weights are odd, so a change of one word always changes the digest.
 """
 
 from __future__ import annotations
@@ -19,15 +20,18 @@ from kvconform.kernels.paged import Launch, Paged, strides_of
 from kvconform.kernels.rows import PIECE, wider
 
 WORD = 8
+"""Bytes of a word."""
 
 
 def digest(
     paged: Paged, blocks: torch.Tensor | None = None, backend: str | None = None
 ) -> torch.Tensor:
-    """Digests [n, layers, sides] int64 (bits of an unsigned number) of blocks [n] int64, or of all.
+    """Return digests [n, layers, sides] int64 of blocks [n] int64, or of all blocks.
 
-    Those of padding (negative blocks) are 0. Changes nothing. ValueError for ids of another shape, dtype or device, and on the CPU for a
-    block beyond the last; on CUDA its digest is 0, and the host does not wait: one launch for layers of the same strides.
+    They are the bits of unsigned numbers. Digests of padding (negative blocks) are 0. Changes
+    nothing. ValueError for ids of another shape, dtype or device, and on the CPU for a block beyond
+    the last. On CUDA the digest of such a block is 0, and the host does not wait: there is one
+    launch for all layers of the same strides.
     """
     if blocks is None:
         blocks = torch.arange(paged.blocks, device=paged.device)
@@ -41,14 +45,13 @@ def digest(
 
 @lru_cache(maxsize=16)
 def weights(heads: int, size: int, words: int, device: torch.device) -> torch.Tensor:
-    """Weights [heads, size, words] int64."""
-    return (mix64(torch.arange(1, heads * size * words + 1, device=device)) | 1).view(
-        heads, size, words
-    )
+    """Return the weights [heads, size, words] int64."""
+    numbers = torch.arange(1, heads * size * words + 1, device=device)
+    return (mix64(numbers) | 1).view(heads, size, words)
 
 
 def digest_torch(paged: Paged, blocks: torch.Tensor, out: torch.Tensor) -> None:
-    """`digest` in plain torch, for arguments that have been checked."""
+    """Compute `digest` in plain torch, for checked arguments."""
     index = ((blocks >= 0) & (blocks < paged.blocks)).nonzero().flatten()
     row = paged.dim * paged.itemsize
     weight = weights(paged.heads, paged.size, -(-row // WORD), paged.device)
@@ -66,7 +69,7 @@ def digest_torch(paged: Paged, blocks: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def digest_triton(paged: Paged, blocks: torch.Tensor, out: torch.Tensor) -> None:
-    """`digest` by the Triton kernel, for arguments that have been checked."""
+    """Compute `digest` with the Triton kernel, for checked arguments."""
     if not len(blocks):
         return
     words = -(-paged.dim * paged.itemsize // WORD)
@@ -75,9 +78,8 @@ def digest_triton(paged: Paged, blocks: torch.Tensor, out: torch.Tensor) -> None
             wide = words_of(launch)
             lanes = 1 << (wide.shape[-1] - 1).bit_length()
             lanes = min(lanes, 512 // wide.element_size())
-            tile = max(
-                1, min(1 << (paged.size - 1).bit_length(), 8192 // (lanes * wide.element_size()))
-            )
+            slots = 1 << (paged.size - 1).bit_length()
+            tile = max(1, min(slots, 8192 // (lanes * wide.element_size())))
             block, head, slot, side, lane = strides_of(wide)
             digest_kernel[(len(blocks) * paged.sides, len(launch.where))](
                 wide,
@@ -105,7 +107,10 @@ def digest_triton(paged: Paged, blocks: torch.Tensor, out: torch.Tensor) -> None
 
 
 def words_of(launch: Launch) -> torch.Tensor:
-    """The first layer's bits as the widest integers, of 64 bits at most, that it permits and that all layers lie a whole number of away."""
+    """Return the first layer's bits as the widest possible integers, of at most 64 bits.
+
+    The distances of all layers must be multiples of the integers' size.
+    """
     (wide,) = wider(launch.base, most=min(WORD, launch.align * launch.base.element_size()))
     return wide
 
@@ -134,8 +139,11 @@ def digest_kernel(
     TILE: tl.constexpr,
     LANES: tl.constexpr,
 ) -> None:
-    """Grid: (blocks times sides, layers). Elements are BYTES wide, RATIO of the cache's; narrow ones are parts of a word. RATIO divides
-    the layers' distances."""
+    """Write digests to `out`. Grid: (blocks times sides, layers).
+
+    Elements are BYTES wide and consist of RATIO elements of the cache; narrow ones are parts of a
+    word. RATIO divides the layers' distances.
+    """
     item = tl.program_id(0) // SIDES
     side = tl.program_id(0) % SIDES
     layer = tl.program_id(1).to(tl.int64)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layers of a paged KV cache, as the kernels see them: which bytes belong to (layer, block, head, slot in block, side, element)."""
+"""The layers of a paged KV cache as views [layer, block, head, slot in block, side, element]."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from kvconform.kernels.codes import MIN_HEAD_DIM
 from kvconform.kernels.layout import Layout
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""By size of an element: the integers that its bits are handled as (there is hardly any arithmetic on fp8, and NaN differs from itself)."""
+"""Integers as which an element's bits are handled, by its size.
+
+torch supports hardly any arithmetic on fp8, and NaN differs from itself.
+"""
 KINDS = {
     torch.uint8: 0,
     torch.float8_e4m3fn: 1,
@@ -20,13 +23,17 @@ KINDS = {
     torch.bfloat16: 3,
     torch.float32: 4,
 }
-"""The dtypes of a cache, by the number that the Triton kernels know them by."""
+"""The dtypes of a cache, with their numbers in the Triton kernels."""
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Layers a constant distance apart in one storage: `bits` [layers, blocks, heads, block size, sides, dim], integers, any strides.
-    `start`: place of the first in the cache's list of layers. `numbers`: their numbers in the model."""
+    """Layers a constant distance apart in one storage.
+
+    `bits` [layers, blocks, heads, block size, sides, dim]: integers, with arbitrary strides.
+    `start`: place of the first layer in the cache's list. `numbers`: the layers' numbers in the
+    model.
+    """
 
     bits: torch.Tensor
     start: int
@@ -35,10 +42,12 @@ class Stack:
 
 @dataclass(frozen=True)
 class Launch:
-    """Layers of one shape and one set of strides, wherever they lie: what one launch of a kernel covers.
+    """Layers of the same shape and strides, anywhere in memory, for one launch of a kernel.
 
-    `base`: the first layer's bits [blocks, heads, block size, sides, dim]. `where` [layers, 2] int64 on the device: distance from `base`
-    in elements, number in the model. `align`: a power of two up to 16 that divides all distances.
+    `base`: the first layer's bits [blocks, heads, block size, sides, dim]. `where` [layers, 2]
+    int64 on the device: distance from `base` in elements, and number in the model. `start`: place
+    of the first layer in the cache's list. `align`: a power of two up to 16 that divides all
+    distances.
     """
 
     base: torch.Tensor
@@ -53,10 +62,11 @@ class Launch:
 
 
 class Paged:
-    """A paged KV cache: layers of one geometry over memory that somebody else owns.
+    """A paged KV cache: layers of the same geometry, over memory that it does not own.
 
-    Construction looks at shapes and strides and, on CUDA, copies a table of 16 bytes per layer to the device; it changes nothing. All
-    calls of the kernels with this object use the memory that the tensors have now: make a new one when they are reallocated.
+    The constructor reads shapes and strides and, on CUDA, copies a table of 16 bytes per layer to
+    the device; it changes nothing. The kernels use the memory that the tensors have at
+    construction, so reallocated tensors need a new object.
     """
 
     def __init__(
@@ -65,9 +75,13 @@ class Paged:
         layout: str | Layout,
         numbers: Sequence[int] | None = None,
     ) -> None:
-        """`layers`: one tensor per layer, as `layout` says. `numbers`: of these layers in the model, by default 0, 1, ...: they go into the
-        codes. ValueError for tensors of different shape, dtype or device, for another dtype than `KINDS` has, and for sizes that no
-        kernel takes (dim below 16, more than 2^31 - 1 slots, 4096 heads or more)."""
+        """Describe the cache of `layers`, one tensor per layer in this layout.
+
+        `numbers`: the layers' numbers in the model, which are part of the codes; 0, 1, ... by
+        default. ValueError for tensors of different shape, dtype or device, for a dtype that is not
+        in `KINDS`, and for sizes that no kernel supports (dim below 16, more than 2^31 - 1 slots,
+        4096 heads or more).
+        """
         self.layout = layout if isinstance(layout, Layout) else Layout.named(layout)
         if not layers:
             raise ValueError("a paged cache has at least one layer")
@@ -77,9 +91,8 @@ class Paged:
         first = layers[0]
         self.dtype, self.device = first.dtype, first.device
         if self.dtype not in KINDS:
-            raise ValueError(
-                f"a cache of {self.dtype} is not supported: {', '.join(str(dtype) for dtype in KINDS)} are"
-            )
+            supported = ", ".join(str(dtype) for dtype in KINDS)
+            raise ValueError(f"a cache of {self.dtype} is not supported: {supported} are")
         for layer in layers:
             if (layer.shape, layer.dtype, layer.device) != (first.shape, first.dtype, first.device):
                 raise ValueError(
@@ -94,7 +107,7 @@ class Paged:
         if self.slots >= 1 << 31:
             raise ValueError(f"a cache must have fewer than 2^31 slots, not {self.slots}")
         if self.heads >= 4096:
-            raise ValueError(f"codes tell fewer than 4096 heads apart, not {self.heads}")
+            raise ValueError(f"codes distinguish fewer than 4096 heads, not {self.heads}")
         self.stacks = tuple(self._stacks(views))
         self.launches = tuple(self._launches(views))
 
@@ -115,7 +128,7 @@ class Paged:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes that one slot has in one layer."""
+        """Bytes of one slot in one layer."""
         return self.heads * self.sides * self.dim * self.itemsize
 
     def _stacks(self, views: list[torch.Tensor]) -> list[Stack]:
@@ -123,16 +136,7 @@ class Paged:
         for number, view in enumerate(views):
             group = groups[-1] if groups else []
             before = [views[i] for i in group[-2:]]
-            same = (
-                bool(before)
-                and before[-1].stride() == view.stride()
-                and _storage(before[-1]) == _storage(view)
-            )
-            if (
-                same
-                and (len(before) < 2 or _gap(before[0], before[1]) == _gap(before[1], view))
-                and _gap(before[-1], view) >= 0
-            ):
+            if before and _continues(before, view):
                 group.append(number)
             else:
                 groups.append([number])
@@ -150,13 +154,13 @@ class Paged:
         launches = []
         begin = 0
         for end in range(1, len(views) + 1):
+            base = views[begin]
             if (
                 end < len(views)
-                and views[end].stride() == views[begin].stride()
-                and not _bytes(views[begin], views[end]) % self.itemsize
+                and views[end].stride() == base.stride()
+                and _bytes(base, views[end]) % self.itemsize == 0
             ):
                 continue
-            base = views[begin]
             away = [_bytes(base, view) // self.itemsize for view in views[begin:end]]
             align = 16
             while any(distance % align for distance in away):
@@ -169,12 +173,15 @@ class Paged:
         return launches
 
     def check_slots(self, slots: torch.Tensor) -> torch.Tensor:
-        """`slots` [n] int64 on the cache's device, contiguous. ValueError when they are something else or, on the CPU, when one is
-        beyond the last. On CUDA that is not looked at, for it would need the host to wait: see `validate`."""
+        """Return `slots` contiguous. ValueError unless they are [n] int64 on the cache's device.
+
+        On the CPU also ValueError for a slot beyond the last. On CUDA that check would make the
+        host wait; see `validate`.
+        """
         return self._check(slots, self.slots, "slots", "slot")
 
     def check_blocks(self, blocks: torch.Tensor) -> torch.Tensor:
-        """`blocks` [n] int64 on the cache's device, contiguous; errors as of `check_slots`."""
+        """Return `blocks` contiguous; errors as in `check_slots`."""
         return self._check(blocks, self.blocks, "blocks", "block")
 
     def _check(self, ids: torch.Tensor, limit: int, what: str, one: str) -> torch.Tensor:
@@ -189,12 +196,16 @@ class Paged:
         return ids.contiguous()
 
     def check_content(self, content: torch.Tensor, count: int) -> torch.Tensor:
-        """`content` [count] as int64 on the cache's device, contiguous. ValueError when it is something else."""
+        """Return `content` contiguous, as int64.
+
+        ValueError unless it is [count] int64 or uint64 on the cache's device.
+        """
         if content.dtype == torch.uint64:
             content = content.view(torch.int64)
         if content.shape != (count,) or content.dtype != torch.int64:
             raise ValueError(
-                f"content must be {count} ids of int64 or uint64, not {tuple(content.shape)} of {content.dtype}"
+                f"content must be {count} ids of int64 or uint64,"
+                f" not {tuple(content.shape)} of {content.dtype}"
             )
         if content.device != self.device:
             raise ValueError(
@@ -203,17 +214,29 @@ class Paged:
         return content.contiguous()
 
     def validate(self, slots: torch.Tensor) -> None:
-        """ValueError when a slot is beyond the last. On CUDA the host waits for the device."""
+        """Raise ValueError for a slot beyond the last. On CUDA the host waits for the device."""
         if len(slots) and int(slots.max()) >= self.slots:
             raise ValueError(f"slot {int(slots.max())} does not exist: the cache has {self.slots}")
 
 
 def strides_of(bits: torch.Tensor) -> tuple[int, ...]:
-    """Strides of a tensor, 0 for axes of one entry: theirs mean nothing, and a compiler could not see past them that rows are aligned."""
+    """Return the strides of a tensor, 0 for axes of one entry.
+
+    The strides of such axes mean nothing, and could hide from a compiler that rows are aligned.
+    """
     return tuple(
         0 if length == 1 else stride
         for length, stride in zip(bits.shape, bits.stride(), strict=True)
     )
+
+
+def _continues(before: list[torch.Tensor], view: torch.Tensor) -> bool:
+    """Return whether a view continues the last one or two views of a stack."""
+    last = before[-1]
+    if last.stride() != view.stride() or _storage(last) != _storage(view):
+        return False
+    gap = _gap(last, view)
+    return gap >= 0 and (len(before) < 2 or _gap(before[0], last) == gap)
 
 
 def _storage(view: torch.Tensor) -> int:

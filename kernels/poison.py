@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Poison blocks: fill them with codes that say whose they are, so that bytes that nobody loaded or computed are told from others."""
+"""Poison: codes in blocks that reveal bytes which were neither loaded nor computed."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def poison(
     nonce: int = 0,
     backend: str | None = None,
 ) -> None:
-    """Fill all slots of blocks [n] int64, in all layers, with the code of the block's `content` [n] (int64, or uint64).
+    """Fill all slots of blocks [n] int64, in all layers, with the code of each block's content.
 
-    Negative blocks are padding and are skipped. Changes the cache and nothing else. Errors, and what is not waited for, as of
-    `write.write`, of which this is the same kernel.
+    `content`: [n] int64 or uint64. Negative blocks are padding and are skipped. Changes only the
+    cache. The kernel, the errors, and the behaviour on CUDA are those of `write.write`.
     """
     blocks = paged.check_blocks(blocks)
     content = paged.check_content(content, len(blocks))
@@ -31,6 +31,6 @@ def poison(
 
 
 def slots_in(paged: Paged, blocks: torch.Tensor) -> torch.Tensor:
-    """All slots [n * size] of blocks [n]; -1 for those of negative blocks."""
+    """Return all slots [n * size] of blocks [n]; -1 for those of negative blocks."""
     slots = blocks[:, None] * paged.size + torch.arange(paged.size, device=blocks.device)
     return torch.where(blocks[:, None] < 0, -1, slots).flatten()

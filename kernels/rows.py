@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of slots in plain torch: fetched from a stack of layers, and put into one, in pieces that stay in the processor's cache."""
+"""Rows of slots in plain torch: read and written in pieces that fit the processor's cache."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import torch
 from kvconform.kernels.paged import Paged, Stack
 
 PIECE = 2 << 20
-"""Bytes of cache that are handled at a time."""
+"""Bytes of cache that are processed at a time."""
 WIDE = (torch.complex128, torch.int64, torch.int32, torch.int16)
-"""What bytes are copied as, the widest first: torch copies elements one by one when it indexes."""
+"""The dtypes as which bytes are copied, widest first; torch copies indexed elements one by one."""
 
 
 def pieces(paged: Paged, slots: torch.Tensor) -> Iterator[tuple[Stack, torch.Tensor]]:
-    """All of (some layers, indices [k] into `slots` of those that are not padding), together every slot in every layer once; the numbers
-    of pieces' layers go on in the order of the cache's. A slot that does not exist is left out."""
+    """Yield pieces (layers, indices [k] into `slots`) that cover every slot in every layer once.
+
+    Layers come in the order of the cache. Padding and slots that do not exist are left out.
+    """
     index = ((slots >= 0) & (slots < paged.slots)).nonzero().flatten()
     if not len(index):
         return
@@ -35,8 +37,10 @@ def pieces(paged: Paged, slots: torch.Tensor) -> Iterator[tuple[Stack, torch.Ten
 
 
 def wider(*tensors: torch.Tensor, most: int = 16) -> tuple[torch.Tensor, ...]:
-    """The tensors with their last axis viewed as fewer, wider elements, as wide as all of them permit, `most` bytes at most. Nothing is
-    copied."""
+    """Return views of the tensors whose last axis has fewer, wider elements.
+
+    The elements are as wide as all tensors permit, at most `most` bytes. Nothing is copied.
+    """
     for dtype in WIDE:
         if dtype.itemsize <= most and all(_permits(tensor, dtype.itemsize) for tensor in tensors):
             return tuple(tensor.view(dtype) for tensor in tensors)
@@ -55,24 +59,29 @@ def _permits(tensor: torch.Tensor, width: int) -> bool:
 
 
 def split(bits: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Slots [n] to (blocks, places in the block), for layers `bits` [layers, blocks, heads, block size, sides, dim]."""
+    """Convert slots [n] to (blocks, places in the block).
+
+    `bits`: layers [layers, blocks, heads, block size, sides, dim].
+    """
     blocks = slots // bits.shape[3]
     return blocks, slots - blocks * bits.shape[3]
 
 
 def fetch(bits: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Rows [n, layers, heads, sides, dim] of slots [n], a copy; `bits` as of a `Stack`."""
+    """Return a copy of the rows [n, layers, heads, sides, dim] of slots [n].
+
+    `bits`: of a `Stack`.
+    """
     blocks, places = split(bits, slots)
     (wide,) = wider(bits)
     rows = wide.new_empty(len(slots), wide.shape[0], *wide.shape[2:3], *wide.shape[4:])
-    torch.ops.aten.index.Tensor_out(
-        wide, [None, blocks, None, places], out=rows
-    )  # `wide[...]` would choose an order of its own
+    # `wide[...]` would choose another order of axes.
+    torch.ops.aten.index.Tensor_out(wide, [None, blocks, None, places], out=rows)
     return rows.view(bits.dtype)
 
 
 def put(bits: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
-    """Write rows [n, layers, heads, sides, dim] to slots [n]; changes the memory behind `bits`."""
+    """Write rows [n, layers, heads, sides, dim] to slots [n]; changes the memory of `bits`."""
     blocks, places = split(bits, slots)
     wide, values = wider(bits, rows)
     wide[:, blocks, :, places] = values

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def"
-"""Gather and scatter: slots of a paged cache to contiguous rows, and back. The bytes of a connector's transfer."""
+"""Gather and scatter: copy slots of a paged cache to contiguous rows and back, as connectors do."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from kvconform.kernels.rows import split, wider
 def gather(
     paged: Paged, slots: torch.Tensor, out: torch.Tensor | None = None, backend: str | None = None
 ) -> torch.Tensor:
-    """Rows [layers, n, heads, sides, dim] of slots [n] int64, contiguous, in the cache's dtype; into `out` where it is given.
+    """Return the rows [layers, n, heads, sides, dim] of slots [n] int64.
 
-    Rows of padding (negative slots) become zeros. Changes `out` only. ValueError for tensors of another shape, dtype, device or order,
-    and on the CPU for a slot beyond the last. On CUDA the row of such a slot becomes zeros, and the host does not wait: one launch for
-    layers of the same strides.
+    They are contiguous, have the cache's dtype, and are written to `out` if given. Rows of padding
+    (negative slots) become zeros. Changes only `out`. ValueError for tensors of another shape,
+    dtype, device or order, and on the CPU for a slot beyond the last. On CUDA the row of such a
+    slot becomes zeros, and the host does not wait: there is one launch for all layers of the same
+    strides.
     """
     slots = paged.check_slots(slots)
     shape = (len(paged.numbers), len(slots), paged.heads, paged.sides, paged.dim)
@@ -32,10 +34,11 @@ def gather(
 def scatter(
     paged: Paged, slots: torch.Tensor, rows: torch.Tensor, backend: str | None = None
 ) -> None:
-    """Write rows [layers, n, heads, sides, dim], contiguous and of the cache's dtype, to slots [n] int64: what `gather` took.
+    """Write rows [layers, n, heads, sides, dim] to slots [n] int64, the reverse of `gather`.
 
-    Negative slots are padding and are skipped; of a slot that comes twice it is not said which row it gets. Changes the cache only.
-    Errors as of `gather`; then nothing is written. On CUDA slots beyond the last are skipped.
+    Rows are contiguous and of the cache's dtype. Negative slots are padding and are skipped. It is
+    undefined which row a slot gets that is listed twice. Changes only the cache. Errors as in
+    `gather`; nothing is written then. On CUDA slots beyond the last are skipped.
     """
     slots = paged.check_slots(slots)
     bits = _contiguous(
@@ -59,7 +62,10 @@ def _contiguous(paged: Paged, rows: torch.Tensor, shape: tuple[int, ...]) -> tor
 
 
 def gather_torch(paged: Paged, slots: torch.Tensor, out: torch.Tensor) -> None:
-    """`gather` in plain torch, for arguments that have been checked; `out` as integers of the elements' size."""
+    """Compute `gather` in plain torch, for checked arguments.
+
+    `out`: viewed as integers of the elements' size.
+    """
     missing = (slots < 0) | (slots >= paged.slots)
     known = slots.masked_fill(missing, 0)
     for stack in paged.stacks:
@@ -75,7 +81,10 @@ def gather_torch(paged: Paged, slots: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def scatter_torch(paged: Paged, slots: torch.Tensor, rows: torch.Tensor) -> None:
-    """`scatter` in plain torch, for arguments that have been checked; `rows` as integers of the elements' size."""
+    """Compute `scatter` in plain torch, for checked arguments.
+
+    `rows`: viewed as integers of the elements' size.
+    """
     known = ((slots >= 0) & (slots < paged.slots)).nonzero().flatten()
     whole = len(known) == len(slots)
     for stack in paged.stacks:
@@ -87,23 +96,21 @@ def scatter_torch(paged: Paged, slots: torch.Tensor, rows: torch.Tensor) -> None
 
 
 def gather_triton(paged: Paged, slots: torch.Tensor, out: torch.Tensor) -> None:
-    """`gather` by the Triton kernel, for arguments that have been checked."""
+    """Compute `gather` with the Triton kernel, for checked arguments."""
     _transfer(paged, slots, out, False)
 
 
 def scatter_triton(paged: Paged, slots: torch.Tensor, rows: torch.Tensor) -> None:
-    """`scatter` by the Triton kernel, for arguments that have been checked."""
+    """Compute `scatter` with the Triton kernel, for checked arguments."""
     _transfer(paged, slots, rows, True)
 
 
 def merged(paged: Paged, stride: tuple[int, ...]) -> tuple[int, int]:
-    """(sides, dim) of a cache of these strides, with K and V taken for one row where they lie side by side."""
+    """Return (sides, dim) of a cache of these strides; adjacent K and V count as one row."""
     _, _, _, side, lane = stride
-    return (
-        (1, paged.sides * paged.dim)
-        if lane == 1 and (paged.sides == 1 or side == paged.dim)
-        else (paged.sides, paged.dim)
-    )
+    if lane == 1 and (paged.sides == 1 or side == paged.dim):
+        return 1, paged.sides * paged.dim
+    return paged.sides, paged.dim
 
 
 def _transfer(paged: Paged, slots: torch.Tensor, rows: torch.Tensor, into: bool) -> None:
@@ -169,7 +176,7 @@ def transfer_kernel(
     EVEN: tl.constexpr,
     INTO: tl.constexpr,
 ) -> None:
-    """Grid as of `write_kernel`. INTO the cache, or out of it."""
+    """Copy rows to the cache (INTO) or from it. Grid as in `write_kernel`."""
     tile, side, head = program(heads, SIDES)
     layer = tl.program_id(1).to(tl.int64)
     origin = tl.multiple_of(tl.load(where + 2 * layer), ALIGN)

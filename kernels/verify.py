@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def"
-"""Verify slots: does the cache hold, bit for bit, the codes that it must? Nothing of the cache is copied to the host."""
+"""Verify that slots of a cache hold the expected codes, bit for bit, without a copy to the host."""
 
 from __future__ import annotations
 
@@ -29,11 +29,15 @@ from kvconform.kernels.paged import Paged, Stack
 from kvconform.kernels.rows import fetch, pieces
 
 LAST = 1 << 62
-"""The first mismatch is noted as LAST minus its index, so that 0 stands for none and the greatest wins."""
+"""The first mismatch is stored as LAST minus its index: 0 means none, the maximum is the first."""
 
 
 class Mismatch(NamedTuple):
-    """One element that differs: index into the slot mapping, place of the layer in the cache's list, head, side (0 is K), lane."""
+    """One element that differs.
+
+    `item`: index into the slot mapping. `layer`: place in the cache's list of layers. `side`: 0 is
+    K.
+    """
 
     item: int
     layer: int
@@ -44,9 +48,10 @@ class Mismatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a verification found, on the cache's device; `first` and `holds` make the host wait for it, nothing else does.
+    """Result of a verification, on the cache's device.
 
-    `found` [2 + n] int64: number of elements that differ, LAST minus index of the first, elements that differ by slot.
+    Only `first` and `holds` make the host wait for the device. `found` [2 + n] int64: number of
+    elements that differ, LAST minus the index of the first, number of elements that differ by slot.
     """
 
     found: torch.Tensor
@@ -60,19 +65,23 @@ class Verdict:
 
     @property
     def wrong(self) -> torch.Tensor:
-        """[n] int64 on the device: how many elements of each slot differ; 0 for padding."""
+        """Number of elements of each slot that differ, [n] int64 on the device; 0 for padding."""
         return self.found[2:]
 
     def holds(self) -> bool:
-        """True when nothing differs. The host waits for the device."""
+        """Return True if nothing differs. The host waits for the device."""
         return not int(self.count)
 
     def first(self) -> Mismatch | None:
-        """The first element that differs, in the order of `Mismatch`; None when none does. The host waits for the device."""
+        """Return the first element that differs, in the order of `Mismatch`, or None.
+
+        The host waits for the device.
+        """
         noted = int(self.found[1])
         if not noted:
             return None
-        index, places = LAST - noted, []
+        index = LAST - noted
+        places = []
         for length in reversed(self.shape):
             index, place = divmod(index, length)
             places.append(place)
@@ -82,13 +91,15 @@ class Verdict:
 def verify(
     paged: Paged, slots: torch.Tensor, content: torch.Tensor, backend: str | None = None
 ) -> Verdict:
-    """Compare slots [n] int64, in all layers, heads and sides, with the codes of `content` [n] (int64, or uint64).
+    """Compare slots [n] int64 with the codes of `content` [n] (int64 or uint64).
 
-    Bits are compared: -0.0 is not 0.0. The nonce lanes are not. Negative slots are padding and are skipped. Changes nothing.
+    All layers, heads and sides are compared, bit for bit: -0.0 is not 0.0. The nonce lanes are
+    ignored. Negative slots are padding and are skipped. Changes nothing.
 
-    ValueError for tensors of another shape, dtype or device, and on the CPU for a slot beyond the last. On CUDA all elements of such a
-    slot count as different, and the host does not wait: two launches for layers of the same strides, one of which clears the result.
-    (Without Triton, on CUDA too, torch's own operations are used, and some of them do wait.)
+    ValueError for tensors of another shape, dtype or device, and on the CPU for a slot beyond the
+    last. On CUDA all elements of such a slot count as different, and the host does not wait: there
+    are two launches for all layers of the same strides, one of which clears the result. Without
+    Triton, torch's operations are used on CUDA too, and some of them wait.
     """
     slots = paged.check_slots(slots)
     content = paged.check_content(content, len(slots))
@@ -104,9 +115,10 @@ def verify_torch(
     found: torch.Tensor,
     quick: bool = True,
 ) -> None:
-    """`verify` in plain torch, for arguments that have been checked; adds to `found`.
+    """Compute `verify` in plain torch, for checked arguments; add to `found`.
 
-    `quick`: look first whether a piece is right as a whole, which is what it is most of the time; the result is the same without.
+    `quick`: first check whether a piece is right as a whole, as most are. The result does not
+    depend on it.
     """
     deep, row = len(paged.numbers), paged.heads * paged.sides * paged.dim
     beyond = (slots >= paged.slots).nonzero().flatten()
@@ -123,7 +135,7 @@ def verify_torch(
         have = fetch(stack.bits, slots[mine])
         if quick and paged.dim % lanes.GROUP == 0 and _agrees(have, prints, paged.dtype):
             continue
-        have = fetch(stack.bits, slots[mine])  # the quick look has overwritten it
+        have = fetch(stack.bits, slots[mine])  # the quick check has overwritten it
         wrong = (have != lanes.plain(prints, paged.dim, paged.dtype)) & lanes.content_lanes(
             paged.dim, paged.device
         )
@@ -137,12 +149,12 @@ def verify_torch(
 
 
 def _sweep(paged: Paged, slots: torch.Tensor, content: torch.Tensor) -> torch.Tensor:
-    """The slots that are still to be looked at, the others made padding: all but those of blocks that are listed whole and are right."""
+    """Return `slots` with padding in place of all whole blocks that hold the right codes."""
     begins, left = whole(slots, paged.size)
     stacks = [wide for stack in paged.stacks if (wide := widened(stack))]
     if not len(begins) or len(stacks) < len(paged.stacks):
         return slots
-    begins = begins[slots[begins].argsort()]  # memory is read fastest in its order
+    begins = begins[slots[begins].argsort()]  # reading in the order of memory is fastest
     ids = content[begins[:, None] + torch.arange(paged.size)]
     blocks = slots[begins] // paged.size
     parts = [part for stack in stacks for part in _parts(stack, len(blocks))]
@@ -160,7 +172,7 @@ def _sweep(paged: Paged, slots: torch.Tensor, content: torch.Tensor) -> torch.Te
 
 
 def _parts(stack: Stack, count: int) -> list[tuple[Stack, torch.Tensor]]:
-    """The stack with the numbers of `count` blocks, shared out to as many parts as torch has threads."""
+    """Return the stack with indices of `count` blocks, in as many parts as torch has threads."""
     return [(stack, part) for part in torch.arange(count).chunk(torch.get_num_threads())]
 
 
@@ -169,10 +181,11 @@ def _note(found: torch.Tensor, index: int) -> None:
 
 
 def _agrees(have: torch.Tensor, prints: torch.Tensor, dtype: torch.dtype) -> bool:
-    """True when rows [..., dim] hold the codes of fingerprints [...], the nonce apart. Overwrites `have`.
+    """Return True if rows [..., dim] hold the codes of fingerprints [...]; the nonce is ignored.
 
-    With the nonce lanes made those that would follow, a row is its first twelve lanes over and over: these are compared with the code,
-    all others with the twelve before them.
+    The nonce lanes are replaced by those that would follow without a nonce. A row then repeats its
+    first twelve lanes. These are compared with the code, and all others with the lanes twelve
+    before them. Overwrites `have`.
     """
     unit = lanes.UNITS[dtype.itemsize]
     have, twelve = have.view(unit), lanes.groups(prints, dtype)
@@ -185,14 +198,14 @@ def _agrees(have: torch.Tensor, prints: torch.Tensor, dtype: torch.dtype) -> boo
 
 
 def _any(bits: torch.Tensor) -> bool:
-    """True when a bit is set; the greatest byte is found faster than `any` finds one that is not zero."""
+    """Return True if a bit is set, by the greatest byte, which is faster than `any`."""
     return bool(bits.view(torch.uint8).max()) if bits.numel() else False
 
 
 def verify_triton(
     paged: Paged, slots: torch.Tensor, content: torch.Tensor, found: torch.Tensor
 ) -> None:
-    """`verify` by the Triton kernel, for arguments that have been checked; adds to `found`."""
+    """Compute `verify` with the Triton kernel, for checked arguments; add to `found`."""
     count = len(slots)
     if not count:
         return
@@ -260,7 +273,7 @@ def verify_kernel(
     EACH: tl.constexpr,
     LAST: tl.constexpr,
 ) -> None:
-    """Grid as of `write_kernel`. A program whose tile is right touches nothing but the tile."""
+    """Add to `found`. Grid as in `write_kernel`. A program whose tile is right writes nothing."""
     tile, side, head = program(heads, SIDES)
     layer = tl.program_id(1).to(tl.int64)
     origin = tl.multiple_of(tl.load(where + 2 * layer), ALIGN)
@@ -291,7 +304,7 @@ def verify_kernel(
             EACH,
         )
         wrong = tl.maximum(wrong, tl.max(tl.max(differs, axis=2), axis=1))
-    if tl.max(wrong, axis=0) > 0:  # rare, so all is done again rather than kept in registers
+    if tl.max(wrong, axis=0) > 0:  # rare, so the work is repeated rather than kept in registers
         wrong = tl.zeros([TILE], tl.int32)
         least = tl.full([TILE], 1 << 30, tl.int32)
         for chunk in tl.static_range(0, CHUNKS):
@@ -340,13 +353,16 @@ def differences(
     EVEN: tl.constexpr,
     EACH: tl.constexpr,
 ):
-    """([rows, groups, EACH] int32: 1 where an element of this chunk differs, lanes [1, groups, EACH]). In rows of slots `beyond` the last,
-    all elements do."""
+    """Return (1 where an element of this chunk differs, lanes).
+
+    The shapes are [rows, groups, EACH] int32 and [1, groups, EACH]. All elements of slots `beyond`
+    the last differ.
+    """
     group = chunk * (LANES // EACH) + tl.arange(0, LANES // EACH)
     lane = lanes_of(group, EACH)
     mask = exists[:, None, None] if EVEN else exists[:, None, None] & (lane < dim)
     have = tl.load(here[:, None, None] + lane.to(tl.int64) * lane_stride, mask=mask, other=0)
-    none = count * 0  # the nonce: its lanes are not compared
+    none = count * 0  # any nonce will do, because its lanes are not compared
     want = expected(ids, number, side, head, group, none, KIND, EACH).to(have.dtype)
     lives = tl.where(((lane < 12) | (lane >= 16)) & (lane < dim), -1, 0)
     bits = (

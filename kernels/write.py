@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def"
-"""Write codes into slots: what an engine's forward pass does to the cache, with provenance for values."""
+"""Write codes into slots, as an engine's forward pass writes KV into the cache."""
 
 from __future__ import annotations
 
@@ -31,13 +31,15 @@ def write(
     nonce: int = 0,
     backend: str | None = None,
 ) -> None:
-    """Fill slots [n] int64, in all layers, heads and sides, with the codes of `content` [n] (int64, or uint64).
+    """Fill slots [n] int64 with the codes of `content` [n] (int64 or uint64).
 
-    The values are those of `codes.CodeBook.rows`; `nonce` (16 bits) goes into the nonce lanes. Negative slots are padding and are skipped.
-    Slots may come in any order; of one that comes twice it is not said which code it gets. Changes the cache and nothing else.
+    All layers, heads and sides are written, with the values of `codes.CodeBook.rows`; `nonce` (16
+    bits) goes into the nonce lanes. Negative slots are padding and are skipped. Slots may come in
+    any order. It is undefined which code a slot gets that is listed twice. Changes only the cache.
 
-    ValueError for tensors of another shape, dtype or device, and on the CPU for a slot beyond the last; then nothing is written. On
-    CUDA such slots are skipped, and the host does not wait: one launch for layers of the same strides.
+    ValueError for tensors of another shape, dtype or device, and on the CPU for a slot beyond the
+    last; nothing is written then. On CUDA such slots are skipped, and the host does not wait: there
+    is one launch for all layers of the same strides.
     """
     slots = paged.check_slots(slots)
     content = paged.check_content(content, len(slots))
@@ -45,7 +47,7 @@ def write(
 
 
 def write_torch(paged: Paged, slots: torch.Tensor, content: torch.Tensor, nonce: int = 0) -> None:
-    """`write` in plain torch, for arguments that have been checked."""
+    """Compute `write` in plain torch, for checked arguments."""
     for stack, mine in pieces(paged, slots):
         codes = lanes.rows(
             content[mine], stack.numbers, paged.heads, paged.sides, paged.dim, paged.dtype, nonce
@@ -56,7 +58,10 @@ def write_torch(paged: Paged, slots: torch.Tensor, content: torch.Tensor, nonce:
 def write_triton(
     paged: Paged, slots: torch.Tensor, content: torch.Tensor, nonce: int = 0, blocks: bool = False
 ) -> None:
-    """`write` by the Triton kernel, for arguments that have been checked. `blocks`: `slots` are blocks, all of whose slots are meant."""
+    """Compute `write` with the Triton kernel, for checked arguments.
+
+    `blocks`: `slots` lists blocks instead, and all their slots are written.
+    """
     count = len(slots) * (paged.size if blocks else 1)
     if not count:
         return
@@ -120,7 +125,10 @@ def write_kernel(
     EVEN: tl.constexpr,
     EACH: tl.constexpr,
 ) -> None:
-    """Grid: (programs of `Cut.programs`, layers). Offsets are 64-bit: caches have more than 2^31 elements."""
+    """Write codes. Grid: (programs of `Cut.programs`, layers).
+
+    Offsets are 64-bit, because caches have more than 2^31 elements.
+    """
     tile, side, head = program(heads, SIDES)
     layer = tl.program_id(1).to(tl.int64)
     origin = tl.multiple_of(tl.load(where + 2 * layer), ALIGN)

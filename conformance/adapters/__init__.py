@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stand-ins that let a real connector run where its hardware or libraries are missing (docs/adapters.md).
+"""Stand-ins for hardware and libraries that a real connector lacks here (docs/adapters.md).
 
-One module per adapter: `lmcache_cpu.py` is the adapter `lmcache-cpu`. None is in force unless it is named.
+One module per adapter: `lmcache_cpu.py` is the adapter `lmcache-cpu`. An adapter takes effect only
+if it is named.
 """

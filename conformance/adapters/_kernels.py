@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What connectors ask of vLLM's attention kernels, where the harness's model has none."""
+"""Attention backends for connectors that query them where the model has no attention layers."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from typing import Any
 
 
 def any_block_size(backends: Callable[..., Any]) -> Callable[..., Any]:
-    """`get_current_attn_backends` with another answer where no attention layer can be asked: this machine's backend, had it a kernel for
-    every block size. Where there are layers (the live engine) the answer is theirs."""
+    """Return a replacement for vLLM's `get_current_attn_backends`.
+
+    Without attention layers it returns this machine's backend with kernels for every block size.
+    With attention layers (the live engine) it returns what vLLM's own function returns.
+    """
 
     def found(config: Any, *args: Any, **kwargs: Any) -> Any:
         from vllm.v1.attention.backend import MultipleOf
 
         theirs = backends(config, *args, **kwargs)
-        if any(
-            hasattr(layer, "get_attn_backend")
-            for layer in config.compilation_config.static_forward_context.values()
-        ):
+        layers = config.compilation_config.static_forward_context.values()
+        if any(hasattr(layer, "get_attn_backend") for layer in layers):
             return theirs
 
         class AnyBlockSize(theirs[0]):  # type: ignore[misc,valid-type]

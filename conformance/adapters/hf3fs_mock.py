@@ -1,14 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapter `hf3fs-mock`: vLLM's HF3FSKVConnector without 3FS and without a GPU, on the emulated device or in host memory.
+"""Adapter `hf3fs-mock`: vLLM's HF3FSKVConnector without 3FS and without a GPU.
 
-vLLM brings a client of its own that keeps pages in a file where the 3FS client is missing, and the metadata server; both are used as they
-are. What is exchanged: the Triton kernels that gather and scatter pages (torch copies on the same stream), and the address of the metadata
-server, which the connector does not take from its configuration. That client leaves the copy into a page in its thread's stream without
-waiting, which nothing orders against the scatter that follows; the adapter waits for it, as the client of 3FS does. `kvconform_fail_load`
-makes the metadata server's answer to one load say that the pages are gone, as it does after they were cleared.
+It runs on the emulated device or in host memory. vLLM has a client that keeps pages in a file where
+the 3FS client is missing, and the metadata server; both are used unchanged. The adapter changes:
 
-The connector has no `shutdown`, takes over the process's signals, and leaves closing to `atexit`: `around` does after each run what the end
-of the process would have done. What is left over when a run's connector was shut down was judged by then.
+- The Triton kernels that gather and scatter pages: torch copies on the same stream.
+- The address of the metadata server, which the connector does not take from its configuration.
+- The end of a read: vLLM's client leaves the copy into a page in its thread's stream without
+  waiting, and nothing orders it before the scatter that follows. The adapter waits for it, as the
+  3FS client does.
+
+`kvconform_fail_load` makes one load fail: the metadata server then reports its pages as missing, as
+it does after they were cleared.
+
+The connector has no `shutdown`, replaces the process's signal handlers, and leaves closing to
+`atexit`. `around` does after each run what the end of the process would have done. By then the
+suite has judged what the connector's shutdown left behind.
 """
 
 from __future__ import annotations
@@ -23,29 +30,26 @@ from typing import Any
 from kvconform.adapters.registry import Adapter
 
 URL = "KVCONFORM_HF3FS_URL"
-"""Environment variable: the metadata server."""
+"""Environment variable: URL of the metadata server."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)
-_made: list[Any] = []
-_armed: set[str] = set()
-_loading = threading.local()
+_made: list[Any] = []  # connectors that are not closed
+_armed: set[str] = set()  # requests whose next load fails
+_loading = threading.local()  # `request`: the request that this thread loads
 
 
 def install() -> None:
-    """Changes the connector's class, its operation manager and its metadata client."""
+    """Change the connector's class, its operation manager, its client and its metadata client."""
     import torch
     from vllm.distributed.kv_transfer.kv_connector.v1.hf3fs import hf3fs_connector as theirs
 
-    connector, manager, client = (
-        theirs.HF3FSKVConnector,
-        theirs.AsyncOperationManager,
-        theirs.Hf3fsMetadataClient,
-    )
-    construct, connect, locate, load = (
-        connector.__init__,
-        client.__init__,
-        client.get_key_locations,
-        manager._handle_load_task,
-    )
+    connector = theirs.HF3FSKVConnector
+    manager = theirs.AsyncOperationManager
+    client = theirs.Hf3fsMetadataClient
+    construct = connector.__init__
+    connect = client.__init__
+    locate = client.get_key_locations
+    load = manager._handle_load_task
+    read = theirs.Hf3fsClient.batch_read
 
     def noted(self: Any, *args: Any, **kwargs: Any) -> None:
         construct(self, *args, **kwargs)
@@ -68,22 +72,25 @@ def install() -> None:
             return [None] * len(found)
         return found
 
-    read = theirs.Hf3fsClient.batch_read
-
     def finished(self: Any, offsets: list[int], tensors: list[Any]) -> list[int]:
         results = read(self, offsets, tensors)
         torch.cuda.current_stream().synchronize()
         return results
 
     theirs.Hf3fsClient.batch_read = finished
-    connector.__init__, client.__init__, client.get_key_locations = noted, addressed, located
+    connector.__init__ = noted
+    client.__init__ = addressed
+    client.get_key_locations = located
     manager._handle_load_task = loading
     connector._gather_or_scatter_kv_caches = _copy
     connector.kvconform_fail_load = _fail_load
 
 
 def _copy(self: Any, block_ids: list[int], block_buffers: Any, operation: str) -> None:
-    """Pages [layers, heads, tokens, content] from or to the blocks of every layer's [blocks, heads, tokens, content]."""
+    """Copy between pages and the blocks of every layer.
+
+    A page is [layers, heads, tokens, content], a layer's cache [blocks, heads, tokens, content].
+    """
     for page, block in zip(block_buffers, block_ids, strict=False):
         for layer, cache in enumerate(self._kv_caches.values()):
             if operation == "gather":
@@ -93,23 +100,28 @@ def _copy(self: Any, block_ids: list[int], block_buffers: Any, operation: str) -
 
 
 def _fail_load(self: Any, req_id: str, positions: Iterable[int] | None = None) -> None:
+    """Make the request's next load fail."""
     _armed.add(req_id)
 
 
 def _close(made: Any) -> None:
-    """As at the end of the process, but without waiting until the threads look up from their queues, once a second."""
+    """Close a connector as at the end of the process.
+
+    Wakes the threads first: otherwise they check only once a second whether they should stop.
+    """
     manager = getattr(made, "_async_manager", None)
     if manager is not None:
         manager._stop_event.set()
-        manager._save_queue.put(None)  # an error that they note
+        manager._save_queue.put(None)  # wakes the thread with an error that it logs
         manager._load_queue.put(None)
     made.close()
 
 
 @contextmanager
 def fresh() -> Iterator[None]:
-    """The process's signals and threads as before. May be entered inside itself (a run inside a run)."""
-    before, count = {number: signal.getsignal(number) for number in SIGNALS}, len(_made)
+    """Restore the signal handlers and end the run's threads afterwards. May be nested."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    count = len(_made)
     try:
         yield
     finally:
@@ -124,7 +136,7 @@ def fresh() -> Iterator[None]:
 
 ADAPTER = Adapter(
     title="Torch copies for HF3FS's Triton kernels",
-    text="Gathers and scatters HF3FS's pages with torch, and tells its metadata client where the server is.",
+    text="Gathers and scatters HF3FS's pages with torch; gives its client the server's address.",
     package="vllm",
     install=install,
     around=fresh,

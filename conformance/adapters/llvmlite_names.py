@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapter `llvmlite-names`: vLLM's model runner on the CPU in a process that has imported numba.
 
-Where there is no Triton, vLLM's CPU platform goes through all loaded modules and asks what they hold for names such as `__dict__`.
-llvmlite's stand-in for its library takes every name for a symbol and answers with a function, and vLLM ends. LMCache imports numba.
+Without Triton, vLLM's CPU platform looks through the attributes of all loaded modules, and asks the
+values for names such as `__dict__`. llvmlite's wrapper of its library takes every name for a symbol
+and returns a function, and vLLM fails. LMCache imports numba, which imports llvmlite.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from kvconform.adapters.registry import Adapter
 
 
 def install() -> None:
-    """Changes how llvmlite's library answers for names with two underscores at both ends: no symbol is called so."""
+    """Make llvmlite's library raise AttributeError for `__names__`; no symbol has such a name."""
     from llvmlite.binding import ffi
 
     wrapper: Any = type(ffi.lib)
@@ -22,6 +23,8 @@ def install() -> None:
 
 
 def _plain(getattr_of: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+    """Return the library's `__getattr__` without names that have two underscores at both ends."""
+
     def plain(self: Any, name: str) -> Any:
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)
@@ -32,7 +35,7 @@ def _plain(getattr_of: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
 
 ADAPTER = Adapter(
     title="Plain names for llvmlite",
-    text="llvmlite's library has no attributes with double underscores, which vLLM asks all modules for on the CPU.",
+    text="Makes llvmlite's library deny names like `__dict__`, which vLLM looks for on the CPU.",
     package="llvmlite",
     install=install,
 )

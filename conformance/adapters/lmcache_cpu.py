@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapter `lmcache-cpu`: LMCache's connector on a machine without an accelerator.
 
-LMCache moves KV between the engine's pages and its own chunks through a class per accelerator, and has none for CPU tensors: it says "No
-supported cpu connector found" and goes on without a cache. This gives it one; everything else is LMCache's own code.
+LMCache moves KV between the engine's pages and its own chunks through a class per accelerator. It
+has none for CPU tensors: it logs "No supported cpu connector found" and goes on without a cache.
+This adapter adds one; everything else is LMCache's own code.
 
-LMCache also keeps its configuration, its engine and its threads in the process, whose end is their end in production; here one process
-does many runs. `around` lets each begin as in a new process. What is left over when a run's connector was shut down was judged by then.
+LMCache also keeps its configuration, its engine and its threads in the process. In production they
+end with the process; here one process does many runs. `around` lets each run begin as in a new
+process. By then the suite has judged what the last connector's shutdown left behind.
 """
 
 from __future__ import annotations
@@ -20,11 +22,15 @@ from typing import Any
 from kvconform.adapters.registry import Adapter
 
 _started: list[Any] = []
-"""The managers of LMCache that were made and not ended by the adapter."""
+"""The LMCacheManagers that were created and that the adapter has not ended."""
 
 
 def install() -> None:
-    """Changes lmcache.v1.gpu_connector.CreateGPUConnector, has one LMCacheEngine per rank, and notes every LMCacheManager that is made."""
+    """Change LMCache in this process.
+
+    Replaces lmcache.v1.gpu_connector.CreateGPUConnector, makes LMCacheEngineBuilder keep one engine
+    per rank, and records every LMCacheManager.
+    """
     from lmcache.utils import EngineType
     from lmcache.v1 import gpu_connector
     from lmcache.v1.cache_engine import LMCacheEngineBuilder
@@ -32,12 +38,15 @@ def install() -> None:
 
     from kvconform.adapters import _lmcache_transfer as transfer
 
-    theirs, construct = gpu_connector.CreateGPUConnector, LMCacheManager.__init__
+    theirs = gpu_connector.CreateGPUConnector
+    construct = LMCacheManager.__init__
 
     def create(config: Any, metadata: Any, engine: Any, layout_hints: Any = None) -> Any:
         if engine != EngineType.VLLM:
             return theirs(config, metadata, engine, layout_hints)
-        return (transfer.LayerwiseTransfer if config.use_layerwise else transfer.Transfer)(metadata)
+        if config.use_layerwise:
+            return transfer.LayerwiseTransfer(metadata)
+        return transfer.Transfer(metadata)
 
     def noted(self: Any, *args: Any, **kwargs: Any) -> None:
         _started.append(self)
@@ -50,7 +59,10 @@ def install() -> None:
 
 
 def _by_rank(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The engines' names are looked up per process, and here all ranks are in one."""
+    """Return the method with one engine name per rank.
+
+    LMCache looks up engines by name in the process, and here all ranks are in one process.
+    """
 
     def call(instance_id: str, *args: Any, **kwargs: Any) -> Any:
         from vllm.distributed.parallel_state import get_pp_group, get_tp_group
@@ -63,7 +75,7 @@ def _by_rank(method: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def fresh() -> Iterator[None]:
-    """LMCache as in a new process. May be entered inside itself (a run inside a run)."""
+    """Give the run an LMCache as in a new process. May be nested (a run inside a run)."""
     from lmcache.integration.vllm import utils, vllm_v1_adapter
     from lmcache.v1.cache_engine import LMCacheEngineBuilder
 
@@ -76,19 +88,18 @@ def fresh() -> Iterator[None]:
         loggers,
         vllm_v1_adapter.tmp_disagg_tracker,
     ]
-    kept, config, count, collecting = (
-        [dict(table) for table in tables],
-        utils._config_instance,
-        len(_started),
-        gc.isenabled(),
-    )
+    kept = [dict(table) for table in tables]
+    config = utils._config_instance
+    count = len(_started)
+    collecting = gc.isenabled()
     for table in tables:
         table.clear()
     utils._config_instance = None
     try:
         yield
     finally:
-        left, _started[count:] = _started[count:], []
+        left = _started[count:]
+        del _started[count:]
         if left:
             threading.Thread(
                 target=_end,
@@ -105,20 +116,20 @@ def fresh() -> Iterator[None]:
 
 
 def _end(managers: list[Any], loggers: dict[str, Any]) -> None:
-    """Stop the threads and close the sockets that a connector left behind; what its own shutdown has ended is left alone.
+    """Stop the threads and close the sockets that a connector left behind.
 
-    In a thread, for LMCache's threads look every second whether they shall end. Its own `stop_services` would not do: it closes the engine
-    that has the name now, which is the next run's, closes sockets in which another thread waits (libzmq may abort the process), and ends
-    the zmq context of the whole process.
+    What its own shutdown has ended is left alone. Runs in a thread, because LMCache's threads check
+    only once a second whether they should end. LMCache's own `stop_services` cannot be used: it
+    closes the engine that has the name now, which is the next run's; it closes sockets in which
+    another thread waits (libzmq may abort the process); and it ends the zmq context of the whole
+    process.
     """
     zmq: Any = importlib.import_module("zmq")
 
     for manager in managers:
-        client, server, offload = (
-            manager.lookup_client,
-            manager.lookup_server,
-            manager.offload_server,
-        )
+        client = manager.lookup_client
+        server = manager.lookup_server
+        offload = manager.offload_server
         client = getattr(client, "actual_lookup_client", client)
         for part, name, kind in (
             (server, "pull_socket", zmq.PUSH),
@@ -134,7 +145,8 @@ def _end(managers: list[Any], loggers: dict[str, Any]) -> None:
             with suppress(Exception):
                 (getattr(part, "close", None) or part.stop)()
         for part in (client, server, offload):
-            if part is not None and not (getattr(part, "thread", None) and part.thread.is_alive()):
+            still_runs = getattr(part, "thread", None) and part.thread.is_alive()
+            if part is not None and not still_runs:
                 for socket in _sockets(part):
                     socket.close(linger=0)
     for logger in loggers.values():
@@ -143,7 +155,7 @@ def _end(managers: list[Any], loggers: dict[str, Any]) -> None:
 
 
 def _end_thread(part: Any, socket: Any, kind: int) -> None:
-    """Let a thread that waits in a socket hear something that it cannot read, and then end."""
+    """End a thread that waits in a socket: send it a message that it cannot parse."""
     zmq: Any = importlib.import_module("zmq")
 
     if not part.thread.is_alive():
@@ -157,7 +169,7 @@ def _end_thread(part: Any, socket: Any, kind: int) -> None:
 
 
 def _sockets(part: Any) -> list[Any]:
-    """The zmq sockets of a client or server of LMCache."""
+    """Return the zmq sockets of a client or server of LMCache."""
     holders = [part, getattr(part, "transport", None)]
     single = [
         getattr(holder, name, None)
@@ -175,7 +187,7 @@ def _sockets(part: Any) -> list[Any]:
 
 ADAPTER = Adapter(
     title="CPU transfer class for LMCache",
-    text="LMCache copies between CPU pages and its chunks (its own classes want an accelerator); each run finds it as in a new process.",
+    text="Copies between CPU pages and LMCache's chunks; starts each run as in a new process.",
     package="lmcache",
     install=install,
     around=fresh,

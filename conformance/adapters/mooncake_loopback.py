@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapter `mooncake-loopback`: vLLM's MooncakeConnector in two engines on one machine, over TCP, without a router.
+"""Adapter `mooncake-loopback`: vLLM's MooncakeConnector in two engines on one machine.
 
-Mooncake's transfer engine and the connector's own code are used as they are. What is exchanged are the surroundings:
+The engines use TCP and have no router. Mooncake's transfer engine and the connector's own code are
+used unchanged. The adapter changes only their environment:
 
-- Mooncake's router gives each request a `transfer_id` and tells the consumer where the producer's bootstrap server is. Here the producer
-  makes the id itself, and returns what the router would send, as vLLM's other connectors do.
-- The port of the bootstrap server comes from one environment variable: each engine gets its own, on the loopback device.
-- `torch.accelerator` has no device to name on a machine without one: it is device 0.
-- The harness's model has no attention kernel that would limit the size of blocks.
+- Mooncake's router gives each request a `transfer_id`, and the consumer the address of the
+  producer's bootstrap server. Here the producer makes the id itself, and returns what the router
+  would send, as vLLM's other connectors do.
+- The port of the bootstrap server comes from one environment variable. Here each engine has its own
+  port, on the loopback device.
+- On a machine without a device, `torch.accelerator.current_device_index` returns 0.
+- The harness's model has no attention kernel that would limit the block sizes.
 """
 
 from __future__ import annotations
@@ -21,18 +24,21 @@ from kvconform.adapters.registry import Adapter
 from kvconform.process.servers import Ports, is_free
 
 _ports = Ports()
-_places: dict[str, int] = {}
+_places: dict[str, int] = {}  # bootstrap ports by engine id
 
 
 def _port(engine_id: str) -> int:
-    """Of an engine's bootstrap server."""
+    """Return the port of an engine's bootstrap server."""
     if engine_id not in _places:
         _places[engine_id] = _ports.choose(f"bootstrap-{len(_ports.numbers)}")
     return _places[engine_id]
 
 
 def _usable(port: int) -> int:
-    """The port, or a new one for its engine: one that starts again finds its old server there, which only its process's end would end."""
+    """Return the port, or a new one for its engine if the port is taken.
+
+    The old server of an engine that starts again occupies the port until the process ends.
+    """
     if not is_free(port):
         engine_id = next(name for name, number in _places.items() if number == port)
         del _places[engine_id]
@@ -41,21 +47,19 @@ def _usable(port: int) -> int:
 
 
 def _engine(half: Any) -> str:
-    """The id of the engine that a scheduler half belongs to."""
+    """Return the id of the engine that a scheduler half belongs to."""
     return str(half.vllm_config.kv_transfer_config.engine_id)
 
 
 def install() -> None:
-    """Changes what the connector's module finds when an engine is made, and the answers of its scheduler half to its engine."""
+    """Change the connector's environment, and what its scheduler half returns to its engine."""
     import torch
     from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_connector as theirs
 
     scheduler = theirs.MooncakeConnectorScheduler
-    look_up, finished, server = (
-        scheduler.get_num_new_matched_tokens,
-        scheduler.request_finished,
-        theirs.MooncakeBootstrapServer,
-    )
+    look_up = scheduler.get_num_new_matched_tokens
+    finished = scheduler.request_finished
+    server = theirs.MooncakeBootstrapServer
 
     def with_id(self: Any, request: Any, num_computed_tokens: int) -> Any:
         params = request.kv_transfer_params
@@ -77,7 +81,8 @@ def install() -> None:
             }
         return kept, params
 
-    scheduler.get_num_new_matched_tokens, scheduler.request_finished = with_id, as_router
+    scheduler.get_num_new_matched_tokens = with_id
+    scheduler.request_finished = as_router
     theirs.get_mooncake_bootstrap_addr = lambda config: (
         "127.0.0.1",
         _port(config.kv_transfer_config.engine_id),
@@ -90,7 +95,7 @@ def install() -> None:
 
 @contextmanager
 def fresh() -> Iterator[None]:
-    """Engines of the next run get ports of their own, though they may have the same ids. May be entered inside itself."""
+    """Give each run's engines new ports, even for the same engine ids. May be nested."""
     before = dict(_places)
     try:
         yield
@@ -102,7 +107,7 @@ def fresh() -> Iterator[None]:
 
 ADAPTER = Adapter(
     title="The router's part, and ports, for Mooncake on one machine",
-    text="Hands the parameters on that Mooncake's router makes, gives each engine its own bootstrap port, and lets blocks have any size.",
+    text="Does the work of Mooncake's router; gives engines their ports; allows any block size.",
     package="mooncake",
     install=install,
     around=fresh,

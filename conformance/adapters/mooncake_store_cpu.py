@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapter `mooncake-store-cpu`: vLLM's MooncakeStoreConnector over KV in host memory.
 
-The store, its client and the connector's own code are used as they are. The connector records a CUDA event behind each step and lets its
-threads wait for it; where there is no CUDA, a step's KV is computed when the hook is called, and the event that stands in has nothing to
-wait for.
+The store, its client and the connector's own code are used unchanged. The connector records a CUDA
+event after each step, and its threads wait for it. Without CUDA, a step's KV is complete when the
+hook is called, so the event that replaces it has nothing to wait for.
 
-The connector's `shutdown` leaves the sockets of its lookups open, which in production end with the process; here the next collection of
-garbage would wait for them without end. `around` closes them after each run.
+The connector's `shutdown` leaves the sockets of its lookups open. In production they end with the
+process; here the next garbage collection would wait for them forever. `around` closes them after
+each run.
 """
 
 from __future__ import annotations
@@ -19,32 +20,33 @@ from typing import Any
 from kvconform.adapters.registry import Adapter
 
 _made: list[Any] = []
+"""The ends of lookup channels (LookupKeyServer, LookupKeyClient) that are not closed."""
 _left: list[Any] = []
-"""Ends with a thread that does not come to its end. Nobody may close them, garbage collection included."""
+"""Ends whose thread does not stop. They must not be closed, not even by garbage collection."""
 
 
 class Event:
-    """An event of a device that does all at once."""
+    """An event of a device that completes all work at once."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
 
     def record(self, stream: object = None) -> None:
-        """Nothing: what was before is done."""
+        """Do nothing: all earlier work is complete."""
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: there is nothing to wait for."""
 
     def query(self) -> bool:
-        """It is done."""
+        """Return True."""
         return True
 
     def wait(self, stream: object = None) -> None:
-        """Nothing to wait for."""
+        """Do nothing: there is nothing to wait for."""
 
 
 def install() -> None:
-    """Changes torch.cuda.Event, unless there is CUDA; and notes every end of a lookup channel that is made."""
+    """Replace torch.cuda.Event if there is no CUDA, and record every end of a lookup channel."""
     import torch
     from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store import worker
 
@@ -55,6 +57,7 @@ def install() -> None:
 
 
 def _note(end: Any) -> None:
+    """Record every instance of a class."""
     construct = end.__init__
 
     def noted(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -65,14 +68,19 @@ def _note(end: Any) -> None:
 
 
 def _reachable(server: Any) -> bool:
-    """Whether its path leads to it: a server that was made later has taken the path over."""
-    return [each for each in _made if getattr(each, "_ipc_path", None) == server._ipc_path][
-        -1:
-    ] == [server]
+    """Return whether the server's path leads to it; a later server takes the path over."""
+    with_this_path = [
+        each for each in _made if getattr(each, "_ipc_path", None) == server._ipc_path
+    ]
+    return with_this_path[-1:] == [server]
 
 
 def _close(end: Any) -> None:
-    """Close an end whose threads have come to theirs: libzmq ends the process where a socket is closed in which another thread waits."""
+    """Stop an end's threads, then close it.
+
+    libzmq aborts the process if a socket is closed in which another thread waits. An end whose
+    thread does not stop is therefore left open, in `_left`.
+    """
     import zmq
 
     server = getattr(end, "thread", None)
@@ -84,15 +92,16 @@ def _close(end: Any) -> None:
             waker.setsockopt(zmq.LINGER, 0)
             waker.setsockopt(zmq.RCVTIMEO, 2000)
             waker.connect(f"ipc://{end._ipc_path}")
-            waker.send(
-                b""
-            )  # no request that it knows: it says so, and looks whether it is to go on
+            waker.send(b"")  # unknown request: the server sends an error and then checks `running`
             waker.recv()
+    # Ending the context raises an error in a thread that still waits, such as that of a server
+    # whose path another has taken over.
     ending = threading.Thread(
         target=end.ctx.term, name="mooncake-store-cpu ends a lookup channel", daemon=True
     )
-    ending.start()  # whoever still waits gets an error, such as a server whose path another has taken over
-    for waiting in list(end.executor._threads) if server is None else [server]:
+    ending.start()
+    threads = list(end.executor._threads) if server is None else [server]
+    for waiting in threads:
         waiting.join(2)
         if waiting.is_alive():
             _left.append(end)
@@ -104,7 +113,7 @@ def _close(end: Any) -> None:
 
 @contextmanager
 def fresh() -> Iterator[None]:
-    """The sockets of the run are closed. May be entered inside itself (a run inside a run)."""
+    """Close the sockets of the run afterwards. May be nested (a run inside a run)."""
     count = len(_made)
     try:
         yield
@@ -116,7 +125,7 @@ def fresh() -> Iterator[None]:
 
 ADAPTER = Adapter(
     title="Events of a CPU for Mooncake's store",
-    text="Stands in for torch.cuda.Event where there is no CUDA and all is computed when a hook is called.",
+    text="Replaces torch.cuda.Event where there is no CUDA: KV is complete when a hook is called.",
     package="mooncake",
     install=install,
     around=fresh,

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapter `nixl-loopback`: vLLM's NixlConnector in two engines of one process.
 
-NIXL's agents, their transfers (UCX over TCP) and the connector's own code are used as they are. What is exchanged are the surroundings:
+NIXL's agents, their transfers (UCX over TCP) and the connector's own code are used unchanged.
+The adapter changes only their environment:
 
-- The port of the side channel comes from one environment variable, which is the same for both engines of a process: each gets its own.
-- The connector asks vLLM which block sizes the attention kernel takes. The harness's model has no such kernel and takes any; where there
-  are real attention layers (the live engine) the answer is theirs.
-- On a CPU the worker half binds the thread that makes it to one core for good, the same one in every process; that is taken back at once.
+- The port of the side channel comes from one environment variable, which is the same for both
+  engines of a process. Here each engine has its own port.
+- The connector asks vLLM for the block sizes of the attention kernel. The harness's model has no
+  such kernel and allows any size. Where there are attention
+  layers (the live engine), vLLM's own function is used.
+- On a CPU the worker half binds the thread that constructs it to one core for good, the same core
+  in every process. The adapter undoes that at once.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ _count = 0
 
 
 def install() -> None:
-    """Changes what the connector's scheduler and worker modules find when an engine is made."""
+    """Change the constructors of the connector's scheduler and worker, and their environment."""
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_scheduler, base_worker
 
     scheduler = base_scheduler.NixlBaseConnectorScheduler
@@ -45,13 +49,14 @@ def install() -> None:
         with _cores():
             construct_worker(self, *args, **kwargs)
 
-    scheduler.__init__, worker.__init__ = on_its_own_port, on_every_core
+    scheduler.__init__ = on_its_own_port
+    worker.__init__ = on_every_core
     base_worker.get_current_attn_backends = any_block_size(base_worker.get_current_attn_backends)
 
 
 @contextmanager
 def _cores() -> Iterator[None]:
-    """The thread runs afterwards where it ran before."""
+    """Restore the thread's CPU affinity afterwards."""
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
     try:
         yield
@@ -62,7 +67,7 @@ def _cores() -> Iterator[None]:
 
 @contextmanager
 def fresh() -> Iterator[None]:
-    """Its ports are anybody's when a run is over."""
+    """Release the run's ports afterwards."""
     try:
         yield
     finally:
@@ -71,7 +76,7 @@ def fresh() -> Iterator[None]:
 
 ADAPTER = Adapter(
     title="Side channels and block sizes for NIXL in one process",
-    text="Gives each engine of a process a side channel of its own, and lets blocks have any size where there is no attention kernel.",
+    text="Gives engines side channel ports; allows any block size where there is no kernel.",
     package="nixl",
     install=install,
     around=fresh,

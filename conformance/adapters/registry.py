@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters: small stand-ins that let a real connector run where what it needs is missing (docs/adapters.md).
+"""Registry of adapters: look-up by name and installation (docs/adapters.md).
 
-Each is a module of this package with an `ADAPTER`; `lmcache_cpu.py` is the adapter `lmcache-cpu`. None is in force unless it is named, in
-the settings (`adapters`) or with `--adapter`, and the report names those that were.
+An adapter is a module of this package with an `ADAPTER`; `lmcache_cpu.py` is the adapter
+`lmcache-cpu`. It takes effect only if it is named in the settings (`adapters`) or with `--adapter`,
+and the report names the adapters that were in force.
 """
 
 from __future__ import annotations
@@ -19,32 +20,35 @@ from kvconform import adapters as package
 from kvconform.errors import UsageError, did_you_mean
 
 ENVIRONMENT = "KVCONFORM_ADAPTERS"
-"""Environment variable: the adapters, with commas between them, for processes that somebody else starts (vLLM's, in the live engine)."""
+"""Environment variable: comma-separated adapters, for processes that vLLM starts (live engine)."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """What stands in for what. Modules that define one import nothing but the standard library and kvconform until `install` is called.
+    """Description and functions of one adapter.
 
-    `install` changes this process for good and is called once in it, before the connector is imported. `around` is entered for each run of
-    an engine: it takes back what an earlier run left in the process, where that would not survive the process in production.
+    Until `install` is called, a module that defines an adapter imports only the standard library
+    and kvconform.
     """
 
     title: str
-    """What the report's header calls it: "CPU transfer class for LMCache"."""
+    """Its name in the report's header, such as "CPU transfer class for LMCache"."""
     text: str
-    """One sentence: what it changes."""
+    """What it changes, in one sentence."""
     package: str
-    """The package without which it makes no sense."""
+    """The package that it adapts; without it, the adapter cannot be installed."""
     install: Callable[[], None]
+    """Changes this process permanently; called once, before the connector is imported."""
     around: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Context of each run of an engine. It removes what a run leaves in the process and what in
+    production would end with the process."""
 
 
 _installed: dict[str, Adapter] = {}
 
 
 def names() -> list[str]:
-    """All adapters, sorted."""
+    """Return the names of all adapters, sorted."""
     return sorted(
         module.name.replace("_", "-")
         for module in pkgutil.iter_modules(package.__path__)
@@ -53,46 +57,48 @@ def names() -> list[str]:
 
 
 def named(name: str) -> Adapter:
-    """The adapter of this name. UsageError in one sentence if there is none."""
+    """Return the adapter with this name; UsageError if there is none."""
     known = names()
     if name not in known:
-        raise UsageError(
-            f"there is no adapter {name!r}{did_you_mean(name, known) or '; kvconform list adapters has them'}"
-        )
-    adapter: Adapter = importlib.import_module(
-        f"{package.__name__}.{name.replace('-', '_')}"
-    ).ADAPTER
+        hint = did_you_mean(name, known) or "; kvconform list adapters has them"
+        raise UsageError(f"there is no adapter {name!r}{hint}")
+    module = importlib.import_module(f"{package.__name__}.{name.replace('-', '_')}")
+    adapter: Adapter = module.ADAPTER
     return adapter
 
 
 def titles(wanted: Iterable[str]) -> list[str]:
-    """How a report names them."""
+    """Return the names of adapters as a report shows them."""
     return [f"{named(name).title} ({name})" for name in wanted]
 
 
 def install(wanted: Iterable[str]) -> None:
-    """Put them in force in this process, those that are not yet. UsageError if one does not exist or its package is missing."""
+    """Install adapters in this process, except those that already are.
+
+    Raises UsageError if an adapter does not exist or its package is missing.
+    """
     for name in wanted:
         if name in _installed:
             continue
         adapter = named(name)
         if importlib.util.find_spec(adapter.package) is None:
             raise UsageError(
-                f"adapter {name} stands in for parts of {adapter.package}, and there is no such package here: install it, or let nox do "
-                "that, which installs what an entry of the catalogue needs: nox -s conformance -- --connector catalogue:NAME"
+                f"adapter {name} needs the package {adapter.package}, which is not installed: "
+                "install it, or let nox install what an entry of the catalogue needs: "
+                "nox -s conformance -- --connector catalogue:NAME"
             )
         adapter.install()
         _installed[name] = adapter
 
 
 def install_from_environment() -> None:
-    """Put those in force that the environment names. For processes that vLLM starts."""
+    """Install the adapters that the environment names, in a process that vLLM starts."""
     install(name for name in os.environ.get(ENVIRONMENT, "").split(",") if name)
 
 
 @contextmanager
 def in_force(wanted: Iterable[str]) -> Iterator[None]:
-    """Install them, and take back around the block what a process of its own would not keep."""
+    """Install adapters and enter their contexts for one run."""
     wanted = list(wanted)
     install(wanted)
     with ExitStack() as stack:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that depends on the installed vLLM. No other package branches on its version."""
+"""Everything that depends on the installed vLLM; no other package branches on its version."""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connector interface of an older release, completed with what the newest one has, so that nobody else has to ask who has what.
+"""The newest connector interface on older vLLM releases: adds the hooks and fields that they lack.
 
-A hook that is added here does what an engine without it did: nothing. The probe does not record it, with one exception: until 0.30 the
-results of a step's transfers came from `get_finished` as two sets; they are recorded as the `get_transfer_results` that has replaced it.
+An added hook does what an engine without it did: nothing, and the probe does not record it. One
+hook is recorded, `get_transfer_results`: until 0.30 `get_finished` returned the results of a step's
+transfers, as two sets.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from typing import Any
 import numpy as np
 
 RECORDED = "get_transfer_results"
+"""The one added hook that the probe records."""
 
 
 def _nothing(self: Any, *args: Any, **kwargs: Any) -> None:
-    """An engine of this release does not call it."""
+    """Do nothing: an engine of this release does not call the hook."""
 
 
 def _no(self: Any, *args: Any, **kwargs: Any) -> bool:
@@ -32,7 +34,10 @@ def _bind(self: Any, kv_cache_manager: Any) -> None:
 
 
 def _handshake(self: Any, metadata: dict[tuple[int, int], Any]) -> None:
-    """Until 0.22 the metadata was keyed by tensor parallel rank alone, and only handed over if there was any."""
+    """Hand over the handshake metadata as releases until 0.22 did.
+
+    It was keyed by tensor parallel rank alone, and only handed over if there was any.
+    """
     if metadata and hasattr(self, "set_xfer_handshake_metadata"):
         self.set_xfer_handshake_metadata(
             {tensor_rank: value for (_, tensor_rank), value in metadata.items()}
@@ -68,24 +73,23 @@ HOOKS: dict[str, Callable[..., Any]] = {
 
 
 def complete(base: type) -> frozenset[str]:
-    """Add to `base` (KVConnectorBase_V1) what it lacks; returns the names that were added and are not recorded."""
+    """Add the hooks that `base` (KVConnectorBase_V1) lacks; return those that are not recorded."""
     added = [name for name in HOOKS if not hasattr(base, name)]
     for name in added:
         setattr(base, name, HOOKS[name])
-    if not hasattr(
-        base, "requires_kv_delivery"
-    ):  # since 0.29: what was in flight at a preemption used to be delivered
+    # Since 0.29; before, output that was in flight at a preemption was delivered.
+    if not hasattr(base, "requires_kv_delivery"):
         base.requires_kv_delivery = property(_no)  # type: ignore[attr-defined]
     return frozenset(added) - {RECORDED}
 
 
 def complete_outputs(report: type, step: type) -> frozenset[str]:
-    """Add to KVConnectorOutput and SchedulerOutput the fields that they lack, with what says nothing; returns their names."""
+    """Add the fields that KVConnectorOutput and SchedulerOutput lack, empty; return their names."""
     added = set()
     for cls, name, value in (
-        (report, "failed_recving", frozenset()),
-        (step, "preempted_req_ids", None),
-    ):  # since 0.31 and 0.12
+        (report, "failed_recving", frozenset()),  # since 0.31
+        (step, "preempted_req_ids", None),  # since 0.12
+    ):
         if name not in cls.__dataclass_fields__:  # type: ignore[attr-defined]
             setattr(cls, name, value)
             added.add(name)
@@ -93,12 +97,18 @@ def complete_outputs(report: type, step: type) -> frozenset[str]:
 
 
 def wants_arrays(output: type) -> bool:
-    """Whether ModelRunnerOutput has an array of a request's tokens: in 0.11.2 only, with lists before and after."""
+    """Return whether ModelRunnerOutput holds a request's tokens as an array.
+
+    Only 0.11.2 does; releases before and after have lists.
+    """
     return "ndarray" in str(output.__dataclass_fields__["sampled_token_ids"].type)  # type: ignore[attr-defined]
 
 
 def give_arrays(scheduler: Any) -> None:
-    """Have a scheduler of 0.11.2 take the tokens of a step as lists, as all others do. Changes the instance."""
+    """Let a scheduler of 0.11.2 take a step's tokens as lists, like all others.
+
+    Changes the instance.
+    """
     update = scheduler.update_from_output
 
     def updated(output: Any, result: Any) -> Any:
@@ -112,16 +122,23 @@ def give_arrays(scheduler: Any) -> None:
 
 
 def inspect_models_here() -> None:
-    """Have vLLM look at a model's class in this process: another one has not been told where PyTorch keeps what 0.17 asks for."""
+    """Let vLLM inspect a model's class in this process, not in another one.
+
+    0.17 looks up a name that PyTorch has moved; `vllm_api` restores it in this process only.
+    """
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda inspect: inspect()
 
 
 def drop_output(request: Any, most: int) -> bool:
-    """Have output in flight dropped, as a reset that preempts a request does until 0.26 (it may be resumed before that output lands, which
-    would then be delivered beside what is sampled anew). False if the release cannot: 0.11, and until 0.21 with more than one step in
-    flight (`most`: placeholders of one step). Changes the request."""
+    """Drop a request's output in flight, as a reset that preempts a request does until 0.26.
+
+    The request may be resumed before that output lands; the output would then be delivered in
+    addition to the tokens that are sampled again. `most`: placeholders of one step. Changes the
+    request. Returns False if the release cannot do it: 0.11, and until 0.21 with more than one step
+    in flight.
+    """
     placeholders = request.num_output_placeholders
     if not placeholders:
         return True
@@ -136,7 +153,10 @@ def drop_output(request: Any, most: int) -> bool:
 
 
 def preempt(scheduler: Any, request: Any) -> None:
-    """What schedule() of 0.11 did to a request that it had taken out of `running`; later releases have a method for it."""
+    """Preempt a request that was taken out of `running`, as schedule() of 0.11 does inline.
+
+    Later releases have a method for it.
+    """
     scheduler.kv_cache_manager.free(request)
     scheduler.encoder_cache_manager.free(request)
     request.status = type(request.status).PREEMPTED
@@ -146,7 +166,10 @@ def preempt(scheduler: Any, request: Any) -> None:
 
 
 def mark_chunks(scheduler: Any) -> None:
-    """Have a scheduler note which requests go on with their prefill, as releases since 0.16 do themselves. Changes the instance."""
+    """Let a scheduler mark the requests whose prefill continues, as releases since 0.16 do.
+
+    Changes the instance.
+    """
     update = scheduler._update_after_schedule
 
     def marked(output: Any) -> None:
@@ -162,6 +185,9 @@ def mark_chunks(scheduler: Any) -> None:
 
 
 def holds_finished(scheduler: Any) -> bool:
-    """Whether finished requests wait for the connector. Until 0.22 `has_requests` left them out; with other traffic an engine steps on."""
+    """Return whether finished requests wait for the connector.
+
+    Until 0.22 `has_requests` did not count them, so the engine stepped on only with other traffic.
+    """
     queues = ("waiting", "skipped_waiting", "running", "kv_holding_waiting")
     return len(scheduler.requests) > sum(len(getattr(scheduler, queue, ())) for queue in queues)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What depends on the installed vLLM in the shape of the KV: groups, MLA, and the order of a tensor's axes in memory."""
+"""The shape of the KV cache in the installed vLLM: groups, MLA, and the memory order of axes."""
 
 from __future__ import annotations
 
@@ -23,18 +23,22 @@ from kvconform.compat.vllm_api import KV_LAYOUT, KVConnectorFactory, torch
 from kvconform.kv.cache import Group, PagedCache
 
 RESOLVES_LAYOUTS = hasattr(utils, "resolve_kv_cache_layout")
-"""Whether the engine core settles the layout, with a say of the connector (since 0.31)."""
+"""Whether the engine core resolves the layout, which the connector may restrict (since 0.31)."""
 LAYOUTS = ("LBHNC", "LBNHC", "BLNHC", "BLHNC", "BHLNC", "LHBNC")
 _ALIASES = {"HND": "LBHNC", "NHD": "LBNHC"}
-ITEM = 4  # bytes of a float32
+ITEM = 4
+"""Bytes of a float32."""
 _KIND = next(field.default for field in fields(MambaSpec) if field.name == "mamba_type")
 MAMBA1: Any = type(_KIND)["MAMBA1"] if isinstance(_KIND, Enum) else "mamba1"
-"""The kind of the recurrent layers: a state of the convolution and one behind it, either (channels, 1)."""
+"""The kind of the recurrent layers: a convolution state and a second state, each (channels, 1)."""
 
 
 def resolve_layout(config: Any, only: str | None) -> str:
-    """Have vLLM settle the layout among `only`, or all, as the connector's class requires; raises what that does. The layout, in the names
-    of kvconform.kv.cache. Changes `config`."""
+    """Let vLLM resolve the layout, as the connector's class requires, and return its name.
+
+    `only`: the one layout to choose from, instead of all. Changes `config`. Raises what vLLM
+    raises. The name is one of kvconform.kv.cache.
+    """
     if not RESOLVES_LAYOUTS:
         return KV_LAYOUT
     config.cache_config.kv_cache_layout = None
@@ -42,23 +46,26 @@ def resolve_layout(config: Any, only: str | None) -> str:
 
 
 def knows_layout(name: str) -> bool:
-    """Whether vLLM has a layout of this name."""
+    """Return whether vLLM has a layout of this name."""
     return not RESOLVES_LAYOUTS or _ALIASES.get(name, name) in LAYOUTS
 
 
 def make_recurrent(config: Any) -> None:
-    """Have states kept at the ends of blocks, so that they can be shared. Changes `config`."""
+    """Let vLLM keep recurrent states at the ends of blocks, so that they can be shared.
+
+    Changes `config`.
+    """
     config.cache_config.mamba_cache_mode = "align"
     config.cache_config.mamba_block_size = config.cache_config.block_size
 
 
 def make_latent(config: Any) -> None:
-    """Let the model configuration say that the model uses MLA. Changes `config`."""
+    """Mark the model in `config` as one that uses MLA. Changes `config`."""
     config.model_config.model_arch_config.is_deepseek_mla = True
 
 
 def _spec(group: Group, head_dim: int, heads: int) -> Any:
-    """The KVCacheSpec of a group; `heads`: of the model."""
+    """Return the KVCacheSpec of a group; `heads`: of the model."""
     shape: dict[str, Any] = dict(
         block_size=group.block_size,
         num_kv_heads=group.heads,
@@ -76,15 +83,13 @@ def _spec(group: Group, head_dim: int, heads: int) -> Any:
         return MambaSpec(block_size=group.block_size, mamba_type=MAMBA1, **state)
     if group.kind == "latent":
         return MLAAttentionSpec(**{**shape, "head_size": 2 * head_dim})
-    return (
-        FullAttentionSpec(**shape)
-        if group.window is None
-        else SlidingWindowSpec(**shape, sliding_window=group.window)
-    )
+    if group.window is None:
+        return FullAttentionSpec(**shape)
+    return SlidingWindowSpec(**shape, sliding_window=group.window)
 
 
 def build_cache_config(cache: PagedCache) -> KVCacheConfig:
-    """The KVCacheConfig of a cache; the layers of several groups lie on the same bytes."""
+    """Return the KVCacheConfig of a cache; layers of different groups share the same bytes."""
     names = [[cache.names[layer] for layer in group.layers] for group in cache.groups]
     specs = [_spec(group, cache.book.head_dim, cache.book.heads) for group in cache.registered]
     page, depth = specs[0].page_size_bytes, max(map(len, names))
@@ -114,7 +119,7 @@ def build_cache_config(cache: PagedCache) -> KVCacheConfig:
 
 
 def _placed(cache: PagedCache, group: Group, region: int) -> KVCacheTensor:
-    """Where the layers of a group lie; `region`: bytes of one layer."""
+    """Return where the layers of a group lie in memory; `region`: bytes of one layer."""
     first, *more = [cache.tensors[layer] for layer in group.layers]
     item = first.element_size()
     apart = (more[0].storage_offset() - first.storage_offset()) * item if more else region
@@ -130,7 +135,7 @@ def _placed(cache: PagedCache, group: Group, region: int) -> KVCacheTensor:
 def registered(
     cache: PagedCache, config: Any, cache_config: KVCacheConfig, only: str | None
 ) -> dict[str, Any]:
-    """Fields of the event kv.registered."""
+    """Return the fields of the event kv.registered."""
     first = cache.tensors[0]
     found: dict[str, Any] = dict(
         required=None,
@@ -149,13 +154,12 @@ def registered(
         ).get_required_kvcache_layout(config)
         found["required"] = _ALIASES.get(required, required)
         group = cache_config.kv_cache_groups[0]
-        tensor, layout = (
-            cache_config.kv_cache_tensors[0],
-            config.cache_config.get_resolved_kv_cache_layout(),
-        )
+        tensor = cache_config.kv_cache_tensors[0]
+        layout = config.cache_config.get_resolved_kv_cache_layout()
         raw = torch.zeros(tensor.size, dtype=torch.int8)
         views = kv_cache_interface.create_kv_cache_views(
             raw, group.kv_cache_spec, cache.num_blocks, layout, tensor
         )
-        found["own_shape"], found["own_strides"] = list(views[0].shape), list(views[0].stride())
+        found["own_shape"] = list(views[0].shape)
+        found["own_strides"] = list(views[0].stride())
     return found

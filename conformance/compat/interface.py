@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface that connectors implement, as the installed vLLM's source has it: a signature per public method. vLLM is not imported."""
+"""The interface that connectors implement, read from the installed vLLM's source.
+
+vLLM is not imported.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,29 @@ from kvconform.compat import installed
 from kvconform.compat.installed import NO_VLLM
 from kvconform.errors import EnvironmentProblem, UsageError
 
+BASE = "distributed/kv_transfer/kv_connector/v1/base.py"
+CLASSES = {
+    "KVConnectorBase_V1": BASE,
+    "SupportsHMA": BASE,
+    "SchedulerOutput": "v1/core/sched/output.py",
+    "NewRequestData": "v1/core/sched/output.py",
+    "CachedRequestData": "v1/core/sched/output.py",
+    "KVConnectorOutput": "v1/outputs.py",
+}
+"""The connector's base classes and the data it exchanges with the engine: file below vllm/."""
+
+HOOKS = ("KVConnectorBase_V1", "SupportsHMA")
+"""The classes whose public methods are the hooks; of the others the fields count."""
+
 KINDS = ("classmethod", "staticmethod", "property", "abstractmethod")
 
 
 def signatures() -> dict[str, str]:
-    """Public method of the connector's base classes -> `abstractmethod (self, request: Request) -> bool`, in the order of the source.
-    UsageError without a vLLM, or for one without such a base class."""
-    pass  # which imports the loader of the specification, and that the digests
+    """Map each hook to its signature, in the order of the source.
 
+    A signature reads `abstractmethod (self, request: Request) -> bool`. UsageError if vLLM is not
+    installed or has no such base class.
+    """
     root = installed.vllm_root()
     try:
         text = (root / BASE).read_text(encoding="utf-8") if root is not None else ""
@@ -41,7 +59,7 @@ def signatures() -> dict[str, str]:
 
 
 def signature(node: ast.FunctionDef) -> str:
-    """What sort of method it is, its parameters and what it returns, without quotes around types and with `None` last."""
+    """Return a method's kind, parameters and return type; types without quotes, `None` last."""
     marks = [
         mark
         for decorator in node.decorator_list
@@ -53,7 +71,7 @@ def signature(node: ast.FunctionDef) -> str:
 
 
 def _type(text: str) -> str:
-    """`'Request'` and `Request` are one type, and so are `Optional[int]` and `int | None`."""
+    """Write `'Request'` as `Request`, and `Optional[int]` as `int | None`."""
     plain = text.replace("'", "").replace('"', "")
     before = None
     while before != plain:
@@ -63,49 +81,28 @@ def _type(text: str) -> str:
 
 
 def fields() -> list[str]:
-    """`Class.field` of what the engine hands to a connector, or takes from it, in the order of the source. UsageError without a vLLM."""
-    pass
+    """Return `Class.field` for all data between engine and connector, in the order of the source.
 
+    EnvironmentProblem without a vLLM.
+    """
     return [item for item in items() if item.partition(".")[0] in CLASSES and "." in item]
 
 
-BASE = "distributed/kv_transfer/kv_connector/v1/base.py"
-CLASSES = {
-    "KVConnectorBase_V1": BASE,
-    "SupportsHMA": BASE,
-    "SchedulerOutput": "v1/core/sched/output.py",
-    "NewRequestData": "v1/core/sched/output.py",
-    "CachedRequestData": "v1/core/sched/output.py",
-    "KVConnectorOutput": "v1/outputs.py",
-}
-HOOKS = ("KVConnectorBase_V1", "SupportsHMA")
-
-
 def items() -> Iterator[str]:
-    """Every public method of the connector's base classes, and every field of what it may read. EnvironmentProblem without a vLLM."""
+    """Yield every hook's name, and `Class.field` for the data between engine and connector.
+
+    EnvironmentProblem without a vLLM.
+    """
     root = installed.vllm_root()
     if root is None:
         raise EnvironmentProblem(NO_VLLM)
     for name, file in CLASSES.items():
         tree = ast.parse((root / file).read_text(encoding="utf-8"))
-        body = next(
-            (
-                node.body
-                for node in tree.body
-                if isinstance(node, ast.ClassDef) and node.name == name
-            ),
-            [],
-        )
+        classes = (node for node in tree.body if isinstance(node, ast.ClassDef))
+        body = next((node.body for node in classes if node.name == name), [])
         for node in body:
-            if (
-                name in HOOKS
-                and isinstance(node, ast.FunctionDef)
-                and not node.name.startswith("_")
-            ):
-                yield node.name
-            elif (
-                name not in HOOKS
-                and isinstance(node, ast.AnnAssign)
-                and isinstance(node.target, ast.Name)
-            ):
+            if name in HOOKS:
+                if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                    yield node.name
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 yield f"{name}.{node.target.id}"

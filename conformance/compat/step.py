@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What depends on the installed vLLM in what scheduler and worker hand each other: a step, and what came of it.
+"""One engine step in the installed vLLM: requests, scheduler output, worker hooks, runner output.
 
-What depends on the installed vLLM in the worker: the order and the arguments of a step's hooks in both model runners.
-
-A compiled grammar for structured output that allows every token: what the harness samples is not up to it.
-
-vLLM's own Request, whatever the installed release wants to make one of.
+The worker's part is the order and the arguments of a step's hooks in both model runners.
 """
 
 from __future__ import annotations
@@ -42,10 +38,27 @@ try:
     from vllm.v1.core.sched.output import KVConnectorBlockState
 except ImportError:  # until 0.26
     KVConnectorBlockState = None  # type: ignore[assignment,misc]
+try:
+    from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
+except ImportError:  # until 0.15
+    from vllm.attention.utils.kv_transfer_utils import maybe_transfer_kv_layer  # type: ignore[no-redef]
+try:
+    from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
+except ImportError:  # until 0.15 model runner V2 did not support connectors
+    ActiveKVConnector = None  # type: ignore[assignment,misc]
+
+__all__ = ["ActiveKVConnector", "maybe_transfer_kv_layer"]
 
 _STATE_FIELDS = (
     inspect.signature(KVConnectorBlockState).parameters if KVConnectorBlockState is not None else {}
 )
+CAN_DEFER = (
+    "defer_finalize"
+    in inspect.signature(KVConnectorModelRunnerMixin.maybe_get_kv_connector_output).parameters
+)
+"""Whether model runner V1 can finish the save after the drafter (since 0.18)."""
+
+# -- scheduler output and runner output
 
 
 def runner_output(
@@ -53,7 +66,10 @@ def runner_output(
     tokens: Sequence[list[int]] = (),
     reports: KVConnectorOutput | None = None,
 ) -> ModelRunnerOutput:
-    """The output of a model runner: `tokens` sampled for each request, `reports` of the connector. Until 0.13 the rest had no defaults."""
+    """Return a model runner's output: sampled `tokens` per request, the connector's `reports`.
+
+    All fields are given, because until 0.13 some had no defaults.
+    """
     return ModelRunnerOutput(
         req_ids=list(req_ids),
         req_id_to_index={req: index for index, req in enumerate(req_ids)},
@@ -68,19 +84,24 @@ def runner_output(
 def new_request_data(
     request: Any, block_ids: tuple[list[int], ...], prefill: list[int] | None
 ) -> NewRequestData:
-    """NewRequestData of a request; `prefill`: all its tokens, for model runner V2. 0.11 knew no such field."""
+    """Return a request's NewRequestData; `prefill`: all its tokens, for model runner V2.
+
+    0.11 has no field for `prefill`.
+    """
     if prefill is None:
         return NewRequestData.from_request(request, block_ids)
     return NewRequestData.from_request(request, block_ids, prefill)
 
 
 def make_scheduler_output(**values: Any) -> SchedulerOutput:
-    """SchedulerOutput. What the installed version wants besides is the empty value of its time; what it does not know yet is set too."""
-    if (
-        "num_common_prefix_blocks" in SchedulerOutput.__dataclass_fields__
-    ):  # until 0.31, and unused since long before
-        values.setdefault("num_common_prefix_blocks", [])
+    """Return a SchedulerOutput with these values.
+
+    A field that only older releases require is empty. Values that the installed release has no
+    field for are set as attributes.
+    """
     known = SchedulerOutput.__dataclass_fields__
+    if "num_common_prefix_blocks" in known:  # until 0.31, and unused since long before
+        values.setdefault("num_common_prefix_blocks", [])
     made = SchedulerOutput(**{name: value for name, value in values.items() if name in known})
     for name in values.keys() - known:
         setattr(made, name, values[name])
@@ -88,7 +109,10 @@ def make_scheduler_output(**values: Any) -> SchedulerOutput:
 
 
 def has_sync_loads(scheduler_output: SchedulerOutput) -> bool:
-    """Whether loads must be there before this step's forward pass. Until 0.28 every load was started before it."""
+    """Return whether loads must complete before this step's forward pass.
+
+    Until 0.28 every load was started before it.
+    """
     return (
         "has_sync_kv_loads" not in SchedulerOutput.__dataclass_fields__
         or scheduler_output.has_sync_kv_loads
@@ -96,38 +120,25 @@ def has_sync_loads(scheduler_output: SchedulerOutput) -> bool:
 
 
 def block_state(req_ids: set[str], get_block_ids: Any) -> Any:
-    """What build_connector_meta may ask about blocks; None until 0.26, which had no such thing."""
+    """Return what build_connector_meta may read about blocks; None until 0.26."""
     if KVConnectorBlockState is None:
         return None
-    if "block_ids" in _STATE_FIELDS:  # until 0.30: made whether somebody asks or not
+    if "block_ids" in _STATE_FIELDS:  # until 0.30: block ids are collected in advance
         return KVConnectorBlockState({req_id: get_block_ids(req_id) for req_id in req_ids}, {})
     return KVConnectorBlockState(req_ids, get_block_ids, boundary_state_offloads={})
 
 
-try:
-    from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
-except ImportError:  # until 0.15
-    from vllm.attention.utils.kv_transfer_utils import maybe_transfer_kv_layer  # type: ignore[no-redef]
-try:
-    from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
-except ImportError:  # until 0.15 model runner V2 knew no connectors
-    ActiveKVConnector = None  # type: ignore[assignment,misc]
-__all__ = ["ActiveKVConnector", "maybe_transfer_kv_layer"]
-
-CAN_DEFER = (
-    "defer_finalize"
-    in inspect.signature(KVConnectorModelRunnerMixin.maybe_get_kv_connector_output).parameters
-)
+# -- a worker's step
 
 
 @lru_cache(maxsize=64)
 def _parameters(function: Any) -> frozenset[str]:
-    """The names of a function's parameters."""
+    """Return the names of a function's parameters."""
     return frozenset(inspect.signature(function).parameters)
 
 
 def forward_context(metadata: Any, config: VllmConfig, **arguments: Any) -> Any:
-    """set_forward_context with those arguments that it takes (`slot_mapping`: since 0.16)."""
+    """Call set_forward_context with the arguments that it takes (`slot_mapping`: since 0.16)."""
     known = _parameters(set_forward_context)
     return set_forward_context(
         metadata, config, **{name: value for name, value in arguments.items() if name in known}
@@ -135,7 +146,7 @@ def forward_context(metadata: Any, config: VllmConfig, **arguments: Any) -> Any:
 
 
 def layer_cache(tensor: torch.Tensor) -> Any:
-    """A layer's `kv_cache`: until 0.18 a list with one tensor per virtual engine."""
+    """Return a layer's `kv_cache`: until 0.18 a list with one tensor per virtual engine."""
     return [tensor] if "virtual_engine" in ForwardContext.__dataclass_fields__ else tensor
 
 
@@ -148,26 +159,29 @@ def handle_preemptions(connector: Any, output: SchedulerOutput) -> None:
 
 
 def collecting(output: SchedulerOutput, *, defer: bool) -> Any:
-    """The context in which model runner V1 computes; `defer`: the save is finished by finish_deferred (since 0.18)."""
+    """Return the context in which model runner V1 computes.
+
+    `defer`: the save is finished by finish_deferred (since 0.18).
+    """
     mixin = KVConnectorModelRunnerMixin.maybe_get_kv_connector_output
     return mixin(output, defer_finalize=defer) if CAN_DEFER else mixin(output)
 
 
 def finish_deferred() -> None:
-    """What `collecting(defer=True)` left to do after the drafter."""
+    """Finish what `collecting(defer=True)` left to do after the drafter."""
     if CAN_DEFER:
         KVConnectorModelRunnerMixin.finalize_kv_connector()
 
 
 def output_without_forward(collected: KVConnectorOutput) -> ModelRunnerOutput:
-    """The result of a step without a forward pass; what is empty is left out (R201)."""
+    """Return the result of a step without a forward pass; an empty report is left out (R201)."""
     if hasattr(ModelRunnerOutput, "with_kv_conn_output_only"):  # since 0.22
         return ModelRunnerOutput.with_kv_conn_output_only(collected)
     return runner_output(reports=None if collected.is_empty() else collected)
 
 
 def finish_forward(active: Any) -> None:
-    """ActiveKVConnector.finish_forward, which releases until 0.30 do not have."""
+    """Call ActiveKVConnector.finish_forward, which releases until 0.30 do not have."""
     if hasattr(active, "finish_forward"):
         active.finish_forward()
 
@@ -175,20 +189,19 @@ def finish_forward(active: Any) -> None:
 def post_forward(
     active: Any, output: SchedulerOutput, *, defer: bool = False
 ) -> KVConnectorOutput | None:
-    """ActiveKVConnector.post_forward: until 0.22 of the output, then of its finished request ids. `defer`: the save is finished by
-    finish_step (since 0.33)."""
+    """Call ActiveKVConnector.post_forward.
+
+    It takes the scheduler output until 0.22, later the ids of the finished requests. `defer`: the
+    save is finished by finish_step (since 0.33).
+    """
     known = _parameters(type(active).post_forward)
     subject = output if "scheduler_output" in known else output.finished_req_ids
-    found = (
-        active.post_forward(subject, defer_finalize=defer)
-        if "defer_finalize" in known
-        else active.post_forward(subject)
-    )
-    return found  # type: ignore[no-any-return]
+    options = {"defer_finalize": defer} if "defer_finalize" in known else {}
+    return active.post_forward(subject, **options)  # type: ignore[no-any-return]
 
 
 def finish_step(active: Any) -> None:
-    """What `post_forward(defer=True)` left to do after the drafter."""
+    """Finish what `post_forward(defer=True)` left to do after the drafter."""
     if hasattr(active, "finalize_step"):
         active.finalize_step()
 
@@ -196,18 +209,28 @@ def finish_step(active: Any) -> None:
 def pre_forward(
     active: Any, output: SchedulerOutput, batch: Any, metadata: Any, load_arguments: dict[str, Any]
 ) -> None:
-    """ActiveKVConnector.pre_forward: until 0.30 of the output, in 0.31 with start_load_kv's arguments, then with what those are made of."""
+    """Call ActiveKVConnector.pre_forward.
+
+    It takes the scheduler output until 0.30, in 0.31 also start_load_kv's arguments, later the
+    batch and the attention metadata from which it builds them.
+    """
     parameters = _parameters(type(active).pre_forward)
     if "input_batch" in parameters:
         active.pre_forward(output, batch, metadata)
-    elif len(parameters) > 2:  # and itself
+    elif len(parameters) > 2:  # `self` is one of them
         active.pre_forward(**{**load_arguments, "scheduler_output": output})
     else:
         active.pre_forward(output)
 
 
+# -- requests
+
+
 class AnyText(StructuredOutputGrammar):
-    """Accepts everything, and never ends. Holds no state."""
+    """A compiled grammar that allows every token and never ends; it has no state.
+
+    The grammar must not influence what the harness samples.
+    """
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
         return True
@@ -229,12 +252,8 @@ class AnyText(StructuredOutputGrammar):
 
 
 STOP_TOKEN = 1
-
-
 _WANTS_EOS = "eos_token_id" in inspect.signature(Request.__init__).parameters
-LATER_REQUEST_FIELDS: dict[
-    str, Any
-] = {  # what the reference scheduler keeps on a request, absent from Request until 0.15, 0.25 and 0.28
+LATER_REQUEST_FIELDS: dict[str, Any] = {
     "is_prefill_chunk": False,
     "resumable": False,
     "last_sched_seq": 0,
@@ -242,6 +261,7 @@ LATER_REQUEST_FIELDS: dict[
     "num_stale_output_tokens": 0,
     "drop_stale_output": False,
 }
+"""State of the reference scheduler that Request lacks until 0.15, 0.25 and 0.28."""
 
 
 @lru_cache(maxsize=64)
@@ -265,7 +285,10 @@ def build_request(
     structured: bool = False,
     arrival: float,
 ) -> Request:
-    """vLLM's own Request, as the engine core would make it. `structured`: with a grammar that is still being compiled."""
+    """Return vLLM's own Request, as the engine core would make it.
+
+    `structured`: with a grammar that is still being compiled.
+    """
     sampling = SamplingParams(
         max_tokens=max_tokens,
         ignore_eos=True,

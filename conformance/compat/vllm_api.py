@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What depends on the installed vLLM. Nobody but this module, compat_request and compat_worker branches on its version.
+"""vLLM's classes, and one function per operation on them, for every supported release.
 
-Importing this module imports vLLM (6-10 s), so the controller process never does.
+Importing this module imports vLLM (6-10 s), so the controller process never imports it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if not (shutil.which("nvidia-smi") or Path("/dev/nvidiactl").exists()):
-    # A CUDA build of vLLM on a machine without a GPU finds no platform and refuses to build a configuration.
+    # Without a GPU, a CUDA build of vLLM finds no platform and refuses to build a configuration.
     os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 
 import torch
 
-if not hasattr(
-    torch._C._cpu, "_is_avx512_supported"
-):  # 0.17 asks for it there, but newer releases of PyTorch have it elsewhere
+# vLLM 0.17 looks this name up there, but newer releases of PyTorch have moved it.
+if not hasattr(torch._C._cpu, "_is_avx512_supported"):
     torch._C._cpu._is_avx512_supported = torch.cpu._is_avx512_supported  # type: ignore[attr-defined]
 
 import vllm
@@ -82,45 +81,60 @@ __all__ = [
 ]
 
 VLLM_VERSION: str = vllm.__version__
-torch.set_num_threads(1)  # tensors are tiny; threads only cost
+torch.set_num_threads(1)  # tensors are tiny; threads would only cost time
 ENCODER_BUDGET = 4096
 init_none_hash(sha256)
 
 
+def _kv_layout(release: tuple[int, ...]) -> str:
+    if release < (0, 23):
+        return "kv-first"
+    return "kv-second" if release < (0, 26) else "LBHNC"
+
+
 COUNTS_IN_FLIGHT = "num_in_flight_tokens" in Request.__init__.__code__.co_names
-"""Whether vLLM's own scheduler counts what is in flight; until 0.24 it did not."""
+"""Whether vLLM's own scheduler counts tokens in flight (since 0.25)."""
 _RELEASE = version_key(vllm.__version__)
-KV_LAYOUT = "kv-first" if _RELEASE < (0, 23) else "kv-second" if _RELEASE < (0, 26) else "LBHNC"
+KV_LAYOUT = _kv_layout(_RELEASE)
 """Layout of a layer's KV tensor (kvconform.kv.cache.LAYOUTS), as FlashAttention registers it."""
 FINISHED_ERROR = getattr(RequestStatus, "FINISHED_ERROR", RequestStatus.FINISHED_ABORTED)
-"""How a request ends that cannot be recovered; until 0.12 there was no such end."""
+"""Final status of a request that cannot be recovered; until 0.12 there was no status for it."""
 PREEMPTIONS_BY_METADATA = (
     "kv_connector_metadata"
     in inspect.signature(getattr(KVConnectorBase_V1, "handle_preemptions", len)).parameters
 )
-"""Whether handle_preemptions gets the step's metadata, in every step. Until 0.19 it got ids, if there were any; until 0.13 it was not."""
+"""Whether handle_preemptions gets the step's metadata, in every step.
+
+Until 0.19 it got ids, if there were any; until 0.13 there was no such hook.
+"""
 ABSENT_FIELDS = backports.complete_outputs(KVConnectorOutput, SchedulerOutput)
 """Fields of outputs that the installed release lacks."""
 if _RELEASE[:2] == (0, 17) and torch._C._cpu._is_avx512_supported is torch.cpu._is_avx512_supported:  # type: ignore[attr-defined]
     backports.inspect_models_here()
 UNRECORDED = backports.complete(KVConnectorBase_V1)
-"""Hooks that the installed release lacks."""
+"""Hooks that the installed release lacks and that are not recorded."""
 RESULTS_IN_SETS = KVConnectorBase_V1.get_transfer_results is backports.HOOKS["get_transfer_results"]
-"""Until 0.30 the worker asked `get_finished` itself."""
+"""Whether the worker calls `get_finished` itself (until 0.30)."""
 
 
 def hook_classes() -> tuple[type, ...]:
-    """The classes whose public methods are the connector interface."""
+    """Return the classes whose public methods are the connector interface."""
     return (KVConnectorBase_V1, SupportsHMA)
 
 
 def later(config: Any, name: str, default: Any) -> Any:
-    """A setting of vLLM's configuration; `default`, which is what releases without it did, where the installed one has no such setting."""
+    """Return a setting of vLLM's configuration, or `default` if the release does not have it.
+
+    `default` is how releases without the setting behave.
+    """
     return getattr(config, name, default)
 
 
 def model_path() -> str:
-    """Directory of the tiny model configuration that a VllmConfig is built from (no weights, no network)."""
+    """Return the directory of the tiny model configuration for a VllmConfig.
+
+    It needs no weights and no network.
+    """
     import kvconform.fixtures
 
     return str(Path(next(iter(kvconform.fixtures.__path__))) / "tiny-model")
@@ -140,10 +154,12 @@ def build_config(
     policy: str,
     transfer: KVTransferConfig | None,
 ) -> VllmConfig:
-    """A VllmConfig for one engine; `num_blocks` includes the null block. A fresh object each call (connectors may keep it)."""
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = (
-        "0"  # V2 demands Triton at configuration time; its protocol is switched on below
-    )
+    """Return a new VllmConfig for one engine; `num_blocks` includes the null block.
+
+    Each call makes a new object, because connectors may keep it. Sets VLLM_USE_V2_MODEL_RUNNER.
+    """
+    # V2 demands Triton at configuration time; `build_scheduler` switches its protocol on.
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     arguments: dict[str, Any] = dict(
         model=model_path(),
         skip_tokenizer_init=True,
@@ -173,7 +189,10 @@ def build_config(
 
 
 def _drafter(tokens: int) -> dict[str, Any]:
-    """The speculative configuration: of a draft model, or, until 0.14 refused to have one, of n-grams, which have no lookahead blocks."""
+    """Return the speculative configuration: a draft model.
+
+    Releases until 0.14 refuse draft models, so there it is n-grams, which have no lookahead blocks.
+    """
     if _RELEASE < (0, 15):
         return {"method": "ngram", "prompt_lookup_max": 2, "num_speculative_tokens": tokens}
     return {"method": "draft_model", "model": model_path(), "num_speculative_tokens": tokens}
@@ -181,7 +200,10 @@ def _drafter(tokens: int) -> dict[str, Any]:
 
 @lru_cache(maxsize=1)
 def init_parallel_state() -> None:
-    """The one-rank tensor and pipeline parallel groups that every vLLM worker process has; connectors ask them for their rank."""
+    """Create the tensor and pipeline parallel groups of a vLLM worker process, with one rank.
+
+    Connectors read their rank from them.
+    """
     from vllm.config import set_current_vllm_config
     from vllm.distributed.parallel_state import (
         GroupCoordinator,
@@ -194,20 +216,20 @@ def init_parallel_state() -> None:
     with set_current_vllm_config(VllmConfig()):
         init_distributed_environment(1, 0, f"file://{directory}/rendezvous", 0, "gloo")
         ensure_model_parallel_initialized(1, 1)
-    GroupCoordinator.barrier = lambda group: (
-        None
-    )  # one rank waits for nobody; in a forked process, without gloo's threads, it would
+    # One rank has no other to wait for. A forked process, without gloo's threads, would hang here.
+    GroupCoordinator.barrier = lambda group: None
 
 
 def build_cache_config(
     num_blocks: int, block_size: int, heads: int, head_dim: int, layers: list[str]
 ) -> KVCacheConfig:
-    """One full-attention group over `layers`."""
+    """Return the KVCacheConfig of one full-attention group over `layers`."""
     spec = FullAttentionSpec(
         block_size=block_size, num_kv_heads=heads, head_size=head_dim, dtype=torch.float32
     )
     page = spec.page_size_bytes
-    if "layers" in KVCacheTensor.__dataclass_fields__:  # one allocation, layer after layer (0.32)
+    # One allocation, layer after layer (0.32).
+    if "layers" in KVCacheTensor.__dataclass_fields__:
         places = {"layers": list(layers), "layer_stride": page * num_blocks, "block_stride": page}
         tensors = [KVCacheTensor(size=page * num_blocks * len(layers), **places)]
     else:
@@ -228,24 +250,27 @@ def build_scheduler(
     runner: str,
     stats: bool = False,
 ) -> Scheduler:
-    """vLLM's own scheduler (it constructs the scheduler half of the connector itself)."""
+    """Return vLLM's own scheduler, which constructs the scheduler half of the connector."""
     cls = AsyncScheduler if scheduling == "async" else Scheduler
+    size = block_size
+    options: dict[str, int] = {}
+    if len(cache.kv_cache_groups) > 1:
+        size = math.lcm(*(group.kv_cache_spec.block_size for group in cache.kv_cache_groups))
+        options["hash_block_size"] = block_size
     scheduler = cls(
         vllm_config=config,
         kv_cache_config=cache,
         structured_output_manager=StructuredOutputManager(config),
-        block_size=block_size
-        if len(cache.kv_cache_groups) == 1
-        else math.lcm(*(g.kv_cache_spec.block_size for g in cache.kv_cache_groups)),
+        block_size=size,
         log_stats=stats,
-        **({"hash_block_size": block_size} if len(cache.kv_cache_groups) > 1 else {}),
+        **options,
     )
     scheduler.use_v2_model_runner = runner == "v2"
     if "is_prefill_chunk" not in Request.__init__.__code__.co_names:
         backports.mark_chunks(scheduler)
     if backports.wants_arrays(ModelRunnerOutput):
         backports.give_arrays(scheduler)
-    # The tiny model has no vision tower; requests with multi-modal items need an encoder budget all the same.
+    # The tiny model has no vision tower, but requests with multi-modal items need encoder budget.
     scheduler.max_num_encoder_input_tokens = ENCODER_BUDGET
     scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=ENCODER_BUDGET)
     return scheduler
@@ -259,12 +284,13 @@ def transfer_config(
     policy: str,
     engine_id: str,
 ) -> KVTransferConfig:
-    """KVTransferConfig for `connector` (class name or registered name; `module` for classes outside the registry)."""
-    late = (
-        {"kv_load_failure_policy": policy}
-        if "kv_load_failure_policy" in KVTransferConfig.__dataclass_fields__
-        else {}
-    )  # since 0.13
+    """Return the KVTransferConfig for a connector.
+
+    `connector`: class name or registered name. `module`: for classes outside the registry.
+    """
+    late = {}
+    if "kv_load_failure_policy" in KVTransferConfig.__dataclass_fields__:  # since 0.13
+        late["kv_load_failure_policy"] = policy
     return KVTransferConfig(
         kv_connector=connector,
         kv_role=role,
@@ -276,16 +302,17 @@ def transfer_config(
 
 
 def force_preemption(scheduler: Any, request: Request) -> bool:
-    """Preempt a running request between two steps, as the scheduler itself does when memory runs out; False if it would not now."""
+    """Preempt a running request between two steps, as the scheduler does when memory runs out.
+
+    Returns False if the scheduler would not preempt it now.
+    """
     if hasattr(scheduler, "preempt"):
         return bool(scheduler.preempt(request.request_id))
     can_be_freed = getattr(scheduler, "_request_blocks_can_be_freed", None)  # since 0.31
     if can_be_freed is not None and not can_be_freed(request):
         return False
-    marks = (
-        "drop_stale_output"
-        in inspect.signature(getattr(scheduler, "_preempt_request", len)).parameters
-    )  # since 0.27
+    own_method = getattr(scheduler, "_preempt_request", len)
+    marks = "drop_stale_output" in inspect.signature(own_method).parameters  # since 0.27
     if not marks and not backports.drop_output(request, 1 + scheduler.num_spec_tokens):
         return False
     scheduler.running.remove(request)
@@ -298,13 +325,17 @@ def force_preemption(scheduler: Any, request: Request) -> bool:
     if not hasattr(scheduler, "reset_preempted_req_ids") and not hasattr(
         scheduler, "preempted_req_ids"
     ):
-        # Until 0.25 a victim could not come back in the next step, unless a reset had preempted it, which did this:
+        # Until 0.25 a victim could not resume in the next step, unless a reset had preempted it.
+        # The reset did this:
         scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
     return True
 
 
 def reset_caches(scheduler: Any, *, running: bool, connector: bool) -> bool:
-    """reset_prefix_cache: what it returned. NotImplementedError for what the release cannot reset (such cases have a `since`)."""
+    """Call reset_prefix_cache and return its result.
+
+    NotImplementedError if the release cannot reset that; such cases have a `since`.
+    """
     known = inspect.signature(scheduler.reset_prefix_cache).parameters
     asked = {"reset_running_requests": running, "reset_connector": connector}  # since 0.12 and 0.13
     for name, wanted in asked.items():
@@ -318,7 +349,10 @@ def reset_caches(scheduler: Any, *, running: bool, connector: bool) -> bool:
 
 
 def set_block_hash(block: Any, key: Any, tokens: int) -> None:
-    """Give a KVCacheBlock its hash, which covers `tokens` tokens from the request's first (0.26 on keeps that number)."""
+    """Set a KVCacheBlock's hash, which covers the request's first `tokens` tokens.
+
+    Releases from 0.26 on store that number.
+    """
     if hasattr(block, "set_block_hash"):
         block.set_block_hash(key, tokens)
     else:
@@ -326,12 +360,15 @@ def set_block_hash(block: Any, key: Any, tokens: int) -> None:
 
 
 def is_chunk(request: Request) -> bool:
-    """Whether the request's prefill is not complete after the steps scheduled so far."""
+    """Return whether the request's prefill is incomplete after the steps scheduled so far."""
     return bool(request.is_prefill_chunk)
 
 
 def finished_recving_pending(scheduler: Any, req_id: str) -> bool:
-    """Whether the engine waits for `finished_recving` of this request (an asynchronous load, possibly of an aborted request)."""
+    """Return whether the engine waits for `finished_recving` of this request.
+
+    That is during an asynchronous load, possibly of an aborted request.
+    """
     request = scheduler.requests.get(req_id)
     return request is not None and request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
 
@@ -340,14 +377,17 @@ def set_paused(scheduler: Any, paused: bool) -> None:
     """Stop or resume the admission of new requests."""
     from vllm.v1.core.sched.interface import PauseState
 
-    own = type(scheduler).__module__.startswith("kvconform.")
-    scheduler.set_pause_state(
-        int(paused) if own else PauseState.PAUSED_NEW if paused else PauseState.UNPAUSED
-    )
+    if type(scheduler).__module__.startswith("kvconform."):
+        scheduler.set_pause_state(int(paused))
+    else:
+        scheduler.set_pause_state(PauseState.PAUSED_NEW if paused else PauseState.UNPAUSED)
 
 
 def reuse_freed_first(queue: Any) -> None:
-    """Make a FreeKVCacheBlockQueue hand out first what was freed last. Changes the instance."""
+    """Let a FreeKVCacheBlockQueue hand out the blocks first that were freed last.
+
+    Changes the instance.
+    """
     append = queue.append_n
 
     def prepend(blocks: Any) -> None:

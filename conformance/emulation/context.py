@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An emulated device: the object that an engine talks to, and that the parts of the emulation share.
+"""The emulated device: the object that an engine uses, its copies, and the state of its threads.
 
-Copies between device, pinned and pageable memory: what is read and written when, and which of them make the host wait.
-
-What of the emulation belongs to a thread: which emulation it is part of, its current stream, and whether torch is left alone.
+A thread's state is the emulation that it is part of, its current stream, and whether its torch
+calls go to the bare host tensors (`raw()`).
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -20,9 +19,12 @@ from kvconform.emulation.memory import Block, Kind, Memory
 from kvconform.emulation.note import Note, caller
 from kvconform.emulation.watch import Watch
 
+if TYPE_CHECKING:
+    from kvconform.emulation.stream import GenericStream
+
 
 class Emulation:
-    """An emulated CUDA device: its streams, its memory, and what was noted. What `emulate()` gives to its user."""
+    """An emulated CUDA device: its streams, its memory and its notes. `emulate()` yields it."""
 
     def __init__(self, delay: Delay | None, patience: int) -> None:
         self.machine = Machine(delay, patience)
@@ -31,25 +33,33 @@ class Emulation:
         self.copies = Copies(self)
         self.owner = threading.get_ident()  # the engine's thread
         self.streams: dict[int, Any] = {}  # torch.cuda.Stream objects by handle
-        self.compute: Any = None  # the compute stream's
+        self.compute: Any = None  # the torch.cuda.Stream object of the compute queue
 
     # -- for the engine
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Declare a tensor's storage to be device memory, in place, and return the tensor. The emulation keeps the storage alive."""
+        """Declare a tensor's storage to be device memory, in place, and return the tensor.
+
+        The emulation keeps the storage alive.
+        """
         with self.raw():
             self.memory.mark(tensor, Kind.DEVICE)
         return tensor
 
     def launch(self, function: Callable[[], object]) -> None:
-        """Queue a function on the compute stream. It runs outside of the modes when its turn comes; what it raises comes out of the call
-        that runs it."""
+        """Queue a function on the compute stream.
+
+        It runs in `raw()`. Its exceptions come out of the call that runs it.
+        """
         with self.machine.lock, self.raw():
             self.memory.reuse_pinned()
             self.machine.put(self.machine.compute, Work(function))
 
     def finish_compute(self) -> None:
-        """Run the compute stream up to here, and what it waits for. Not a host synchronisation of the connector's, so not noted."""
+        """Run the compute stream up to here, and what it waits for.
+
+        Not noted: the engine waits here, not the connector.
+        """
         with self.machine.lock, self.raw():
             self.memory.reuse_pinned()
             self.machine.demand(Mark(self.machine.compute, self.machine.compute.put))
@@ -60,15 +70,18 @@ class Emulation:
             self.machine.drain()
 
     def raw(self) -> Raw:
-        """Context in which this thread's torch calls run at once on the bare host tensors, and nothing is noted."""
+        """Return a context in which this thread's torch calls run on the bare host tensors.
+
+        They run at once, and nothing is noted.
+        """
         return RAW
 
     def intercepted(self) -> AbstractContextManager[None]:
-        """Context inside of `raw()` in which the thread's torch calls go to the emulated device again."""
+        """Return a context that suspends `raw()`: torch calls go to the emulated device again."""
         return intercepted()
 
     def pending(self) -> int:
-        """How many pieces of work are queued on other streams than the compute stream."""
+        """Return how many pieces of work are queued on streams other than the compute stream."""
         with self.machine.lock:
             side = (queue for queue in self.machine.queues if queue is not self.machine.compute)
             return sum(isinstance(entry, Work) for queue in side for entry in queue.entries)
@@ -78,14 +91,17 @@ class Emulation:
         dst: int | Iterable[int],
         src: int | Iterable[int],
         nbytes: int | Iterable[int],
-        stream: Any = None,
+        stream: GenericStream | None = None,
         *,
         any_order: bool = False,
         what: str = "copy by address",
     ) -> None:
-        """Copies by raw address as one operation on a stream (default: the current one). With `any_order` the sources may be read before
-        their turn (CU_MEMCPY_SRC_ACCESS_ORDER_ANY). Raises ValueError for a range that is partly outside of its block,
-        NotEmulated for host memory that is not a torch tensor, before anything is queued."""
+        """Queue copies by raw address as one operation on a stream (default: the current one).
+
+        With `any_order` the sources may be read before their turn (CU_MEMCPY_SRC_ACCESS_ORDER_ANY).
+        Before anything is queued, raises ValueError for a range that is partly outside its block,
+        and NotEmulated for host memory that is not a torch tensor.
+        """
         queue = self.queue if stream is None else stream.queue
         numbers = [
             [value] if isinstance(value, int) else [int(item) for item in value]
@@ -102,7 +118,7 @@ class Emulation:
 
     @property
     def off(self) -> bool:
-        """Whether the calling thread's torch calls are to be left alone."""
+        """Whether the calling thread's torch calls are not intercepted."""
         return bool(STATE.raw) or not self.machine.open
 
     def put(
@@ -113,7 +129,10 @@ class Emulation:
         raw: bool = False,
         watch: Watch | None = None,
     ) -> None:
-        """Queue work of torch's: it runs outside of the modes (whoever runs work is in `raw()`), and without autograd."""
+        """Queue work of a torch call. It runs in `raw()` and without autograd.
+
+        `uses` and `raw`: the memory that it uses, and whether by address (see machine.Work).
+        """
 
         def run() -> None:
             with torch.inference_mode():
@@ -125,79 +144,94 @@ class Emulation:
             self.machine.put(queue, work)
 
     def watch(self, queue: Queue, what: str, read: Callable[[], list[Any]]) -> Watch | None:
-        """What finds out whether work that reads device memory, about to be put on `queue`, runs before the compute stream has written
-        what it reads; None where that is no question. The compute stream's work that had been queued by now counts; for a thread that runs
-        beside the engine, what the stream was told to wait for, if anything, for there "by now" is chance."""
+        """Return a watch for work that reads device memory, about to be put on `queue`.
+
+        It detects whether the work reads before the compute stream has done what is queued there
+        now. In a thread other than the engine's, "now" depends on timing: if `queue` has waited for
+        a part of the compute stream, only that part counts there. Returns None where there is
+        nothing to detect.
+        """
         machine = self.machine
         if machine.delay != "compute" or queue is machine.compute:
             return None
-        beside = threading.get_ident() != self.owner
+        other_thread = threading.get_ident() != self.owner
+        due = queue.ordered if other_thread and queue.ordered else machine.compute.put
         where = caller()
-        text = f"{what}, queued at {where}, read device memory that the compute stream wrote afterwards"
-        return Watch(
-            queue.ordered if beside and queue.ordered else machine.compute.put,
-            read,
-            lambda: self._tell("read_early", text, queue, where),
+        text = (
+            f"{what}, queued at {where}, "
+            "read device memory that the compute stream wrote afterwards"
         )
 
+        def report() -> None:
+            self._add_note("read_early", text, queue, where)
+
+        return Watch(due, read, report)
+
     def demand(self, mark: Mark, what: str) -> None:
-        """The host waits for a mark: noted, unless the harness does."""
+        """Let the host wait for a mark; noted, unless the thread is in `raw()`."""
         self.note("sync", what, mark.queue)
         with self.raw():
             self.machine.demand(mark)
             mark.queue.seen = max(mark.queue.seen, mark.position)
 
     def synchronize(self, queue: Queue, what: str) -> None:
-        """The host waits for everything queued so far."""
+        """Let the host wait for everything queued so far on one queue."""
         self.demand(self.machine.mark(queue), what)
 
     def synchronize_device(self, what: str) -> None:
-        """The host waits for everything on every stream."""
+        """Let the host wait for everything on every stream."""
         self.note("sync", what, None)
         self.drain()
 
     def note(self, kind: str, what: str, queue: Queue | None) -> None:
-        """Note what this thread did, unless it is the harness."""
+        """Add a note about this thread, unless it is in `raw()`."""
         if not self.off:
-            self._tell(kind, what, queue, caller())
+            self._add_note(kind, what, queue, caller())
 
     def _note_hazard(self, kind: str, what: str, queue: Queue | None) -> None:
-        self._tell(kind, what, queue, caller())
+        self._add_note(kind, what, queue, caller())
 
-    def _tell(self, kind: str, what: str, queue: Queue | None, where: str) -> None:
+    def _add_note(self, kind: str, what: str, queue: Queue | None, where: str) -> None:
         self.notes.append(
             Note(kind, what, queue.name if queue else "", threading.current_thread().name, where)
         )
 
     def on_device(self, tensor: object) -> bool:
-        """Whether this is a tensor in device memory."""
+        """Return whether this is a tensor in device memory."""
         block = self.memory.block_of(tensor) if isinstance(tensor, torch.Tensor) else None
         return block is not None and block.kind is Kind.DEVICE
 
     def device_tensor(self, like: torch.Tensor) -> torch.Tensor:
-        """A new device tensor with the shape, strides and dtype of another, allocated on the current stream; its contents are nobody's
-        business."""
+        """Return a new device tensor with the shape, strides and dtype of another.
+
+        It is allocated on the current stream. Its contents are undefined.
+        """
         return self._tensor(Kind.DEVICE, like, self.queue)
 
     def pinned_tensor(self, like: torch.Tensor, zero: bool = False) -> torch.Tensor:
-        """The same in pinned memory."""
+        """Return a new pinned tensor with the shape, strides and dtype of another.
+
+        Its contents are zeros or undefined.
+        """
         return self._tensor(Kind.PINNED, like, None, zero)
 
     def _tensor(
         self, kind: Kind, like: torch.Tensor, home: Queue | None, zero: bool = False
     ) -> torch.Tensor:
-        size, stride = like.size(), like.stride()
-        span = (
-            1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-            if like.numel()
-            else 0
-        )
+        size = like.size()
+        stride = like.stride()
+        span = 0  # elements from the first to the last
+        if like.numel():
+            span = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
         with self.machine.lock, self.raw():
             storage = self.memory.allocate(kind, span * like.element_size(), home, zero=zero)
             return torch.empty(0, dtype=like.dtype).set_(storage, 0, size, stride)
 
     def stand_in(self, tensor: torch.Tensor, block: Block) -> torch.Tensor:
-        """The same view of the same bytes, without the user's lease on them: for work that runs later. For use outside of the modes."""
+        """Return the same view of the same bytes without the user's lease on them.
+
+        For work that runs later. The caller is in `raw()`.
+        """
         if not block.leased:
             return tensor.detach()
         storage = block.bytes.untyped_storage()
@@ -210,25 +244,31 @@ _active: list[Emulation] = []
 
 
 def active() -> Emulation:
-    """The emulation that the calling thread is part of: the one in which it was started, or which it entered last. A thread that outlives
-    its emulation, as those of a pool do, becomes part of the next one. RuntimeError outside of `emulate()`."""
+    """Return the emulation that the calling thread was started in, or entered last.
+
+    A thread that outlives its emulation, such as a pool's, becomes part of the next one. Raises
+    RuntimeError outside `emulate()`.
+    """
     mine = STATE.emulation
     if mine is not None and (mine.machine.open or not _active):
         return mine
     if mine is not None:
-        STATE.emulation, STATE.queue = _active[-1], None
+        STATE.emulation = _active[-1]
+        STATE.queue = None
     if not _active:
         raise RuntimeError("No CUDA emulation is active in this process.")
     return _active[-1]
 
 
-if TYPE_CHECKING:
-    pass
+# -- copies
 
 
 def in_one_piece(dst: torch.Tensor, src: torch.Tensor) -> bool:
-    """Whether a copy engine can move one into the other as they lie: the same dtype, sizes and strides, with neither gaps nor overlaps,
-    whatever the order of the dimensions. Torch makes no temporary for such a copy."""
+    """Return whether a copy engine can copy one into the other as one range of bytes.
+
+    They need the same dtype, sizes and strides, with neither gaps nor overlaps, in any order of
+    dimensions. Torch makes no temporary tensor for such a copy.
+    """
     if dst.dtype != src.dtype or dst.size() != src.size():
         return False
     steps = [
@@ -245,13 +285,43 @@ def in_one_piece(dst: torch.Tensor, src: torch.Tensor) -> bool:
 
 
 def direct(dst: torch.Tensor, src: torch.Tensor, to_device: bool) -> bool:
-    """Whether a copy that need not block uses the host's tensor itself. If not in one piece, torch puts in order, and converts, what is on
-    the device there; a tensor of the host it has to find in order, or there is pageable memory in between."""
-    return in_one_piece(dst, src) or (src.expand_as(dst) if to_device else dst).is_contiguous()
+    """Return whether a non-blocking copy between host and device uses the host tensor itself.
+
+    If the copy is not in one piece, torch reorders and converts on the device, and needs a
+    contiguous host tensor; otherwise it stages the copy in pageable memory.
+    """
+    if in_one_piece(dst, src):
+        return True
+    host_tensor = src.expand_as(dst) if to_device else dst
+    return host_tensor.is_contiguous()
+
+
+class AddressedCopy(NamedTuple):
+    """One range of a copy by address."""
+
+    target: Block
+    target_offset: int
+    source: Block
+    source_offset: int
+    nbytes: int
+    staged: torch.Tensor | None
+    """The source's bytes, if they were read at the call."""
+
+    def source_bytes(self) -> torch.Tensor:
+        """Return the source's range, as it is now."""
+        return self.source.bytes[self.source_offset : self.source_offset + self.nbytes]
+
+    def run(self) -> None:
+        """Copy the bytes."""
+        target = self.target.bytes[self.target_offset : self.target_offset + self.nbytes]
+        target.copy_(self.source_bytes() if self.staged is None else self.staged)
 
 
 class Copies:
-    """The copy operations of one emulation."""
+    """The copies between device, pinned and pageable memory of one emulation.
+
+    They decide what is read and written when, and whether the host waits.
+    """
 
     def __init__(self, emulation: Emulation) -> None:
         self.emulation = emulation
@@ -260,76 +330,77 @@ class Copies:
     def by_address(
         self, queue: Queue, copies: list[tuple[int, int, int]], any_order: bool, what: str
     ) -> None:
-        """Queue copies given as (destination, source, bytes). Pageable sources are read at the call, as staging does; a pageable
-        destination makes the host wait. Pinned and device memory is used when the work's turn comes, and nothing keeps it from being freed
-        until then."""
+        """Queue copies given as (destination, source, bytes).
+
+        Pageable sources are read at the call, as staging does. A pageable destination makes the
+        host wait. Pinned and device memory is used when the work's turn comes, and nothing keeps it
+        from being freed until then.
+        """
         emulation = self.emulation
+        memory = emulation.memory
         self.made_by_address += 1
         with emulation.machine.lock, emulation.raw():
-            early = any_order and emulation.machine.delay == "compute"
-            blocks: list[Block] = []
-            parts: list[tuple[Block, int, Block, int, int, torch.Tensor | None]] = []
+            read_at_once = any_order and emulation.machine.delay == "compute"
+            used: list[Block] = []
+            parts: list[AddressedCopy] = []
             waits = False
             for dst, src, nbytes in copies:
-                to, of = (
-                    emulation.memory.resolve(dst, nbytes),
-                    emulation.memory.resolve(src, nbytes),
+                target = memory.resolve(dst, nbytes)
+                source = memory.resolve(src, nbytes)
+                part = AddressedCopy(
+                    target, dst - target.start, source, src - source.start, nbytes, None
                 )
-                at = src - of.start
-                staged = (
-                    of.bytes[at : at + nbytes].clone()
-                    if early or of.kind is Kind.PAGEABLE
-                    else None
-                )
-                parts.append((to, dst - to.start, of, at, nbytes, staged))
-                blocks += [to] if staged is not None else [to, of]
-                waits = waits or to.kind is Kind.PAGEABLE
-            held = list(dict.fromkeys(blocks))
+                used.append(target)
+                if read_at_once or source.kind is Kind.PAGEABLE:
+                    part = part._replace(staged=part.source_bytes().clone())
+                else:
+                    used.append(source)
+                parts.append(part)
+                waits = waits or target.kind is Kind.PAGEABLE
+            blocks = list(dict.fromkeys(used))
 
             def run() -> None:
-                for block in held:
-                    if emulation.memory.forsaken(block):
-                        emulation.memory.overwrite_registered(block)
-                for to, into, of, at, nbytes, staged in parts:
-                    to.bytes[into : into + nbytes].copy_(
-                        of.bytes[at : at + nbytes] if staged is None else staged
-                    )
+                for block in blocks:
+                    if memory.registration_freed(block):
+                        memory.overwrite_registered(block)
+                for part in parts:
+                    part.run()
 
-            sources = [(of, at, n) for _, _, of, at, n, _ in parts if of.kind is Kind.DEVICE]
-            watch = (
-                emulation.watch(
-                    queue, what, lambda: [of.bytes[at : at + n] for of, at, n in sources]
+            from_device = [part for part in parts if part.source.kind is Kind.DEVICE]
+            watch = None
+            if from_device:
+                watch = emulation.watch(
+                    queue, what, lambda: [part.source_bytes() for part in from_device]
                 )
-                if sources
-                else None
-            )
-            if early and watch is not None:
-                emulation.machine.watch(watch)  # it has been read just now
-            emulation.put(queue, run, held, raw=True, watch=None if early else watch)
+            if read_at_once and watch is not None:
+                emulation.machine.watch(watch)  # its sources were read above, not in `run`
+                watch = None
+            emulation.put(queue, run, blocks, raw=True, watch=watch)
         if waits:
             emulation.synchronize(queue, f"{what} to pageable memory")
 
     def of_tensors(self, dst: torch.Tensor, src: torch.Tensor, non_blocking: bool) -> None:
-        """tensor.copy_() where at least one of the two is in device memory; at least one of them makes this the current stream's work."""
+        """Queue tensor.copy_() on the current stream; one tensor or both are in device memory."""
         emulation = self.emulation
         queue = emulation.queue
         with emulation.machine.lock, emulation.raw():
-            to, of = emulation.memory.block_of(dst), emulation.memory.block_of(src)
+            to = emulation.memory.block_of(dst)
+            of = emulation.memory.block_of(src)
             to_device = to is not None and to.kind is Kind.DEVICE
             from_device = of is not None and of.kind is Kind.DEVICE
             unstaged = non_blocking and to_device != from_device and direct(dst, src, to_device)
-            if not from_device and not (of is not None and unstaged):
-                source = src.clone()  # staged, or the host waits anyway
+            if of is not None and from_device:
+                source = emulation.stand_in(src, of)
+            elif of is not None and unstaged:
+                source = src.detach()  # pinned: read when its turn comes
             else:
-                source = (
-                    emulation.stand_in(src, of) if from_device and of is not None else src.detach()
-                )
-            target = emulation.stand_in(dst, to) if to_device and to is not None else dst.detach()
-            uses = [
-                block
-                for block in (to, of)
-                if block is not None and not (block is of and not from_device and source is not src)
-            ]
+                source = src.clone()  # staged, or the host waits anyway
+            target = emulation.stand_in(dst, to) if to is not None and to_device else dst.detach()
+            uses = []
+            if to is not None:
+                uses.append(to)
+            if of is not None and from_device:
+                uses.append(of)
             watch = emulation.watch(queue, "copy_", lambda: [source]) if from_device else None
             emulation.put(queue, lambda: target.copy_(source), uses, watch=watch)
         if to_device and from_device:
@@ -341,19 +412,20 @@ class Copies:
             )
 
 
-if TYPE_CHECKING:
-    pass
+# -- state of a thread
 
 
 class ThreadState(threading.local):
-    """`emulation`: the one that the thread was started in, or entered; None in threads that are older. `queue`: the current one, None for
-    the default stream, as in a thread that never chose one. `raw`: how many raw() are open; while one is, `guards` keep torch's calls out
-    of the modes."""
+    """The emulation's state of one thread."""
 
     emulation: Emulation | None = None
+    """The one that the thread was started in, or entered; None in a thread that is older."""
     queue: Queue | None = None
+    """Its current queue; None for the default stream, as in a thread that never chose one."""
     raw = 0
+    """How many `raw()` contexts are open."""
     guards: Any = None
+    """While one is open: the guards that keep torch's calls out of the modes."""
 
 
 STATE = ThreadState()
@@ -368,12 +440,15 @@ def _guard() -> None:
 def _unguard() -> None:
     functions, dispatch = STATE.guards
     STATE.guards = None
-    del dispatch  # its end is the guard's end
+    del dispatch  # the guard lasts as long as the object
     functions.__exit__(None, None, None)
 
 
 class Raw:
-    """A context in which the thread's torch calls run at once on the bare host tensors. Entering it again inside costs nothing."""
+    """A context in which the thread's torch calls run at once on the bare host tensors.
+
+    It may be entered again inside itself, at no cost.
+    """
 
     __slots__ = ()
 
@@ -393,7 +468,7 @@ RAW = Raw()
 
 @contextmanager
 def intercepted() -> Iterator[None]:
-    """Suspends every raw() of the thread."""
+    """Suspend every raw() of the thread."""
     depth = STATE.raw
     if depth:
         STATE.raw = 0
@@ -408,7 +483,10 @@ def intercepted() -> Iterator[None]:
 
 @contextmanager
 def member(emulation: Emulation, queue: Queue | None) -> Iterator[None]:
-    """The thread is part of an emulation, with this current stream and no raw(); afterwards it is what it was before."""
+    """Make the thread part of an emulation, with this current stream and no raw().
+
+    Restores its former state at the end.
+    """
     outer = STATE.emulation, STATE.queue
     STATE.emulation, STATE.queue = emulation, queue
     try:

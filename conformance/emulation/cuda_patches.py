@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.cuda, torch.accelerator, torch.Stream and torch.Event as connectors find them while a device is emulated."""
+"""Replacements for torch.cuda, torch.accelerator, torch.Stream and torch.Event."""
 
 from __future__ import annotations
 
@@ -44,9 +44,19 @@ PROPERTIES = {
     "uuid": "00000000-0000-0000-0000-000000000000",
 }
 NOTHING = (
-    *("init", "_lazy_init", "empty_cache", "ipc_collect", "set_per_process_memory_fraction"),
-    *("reset_peak_memory_stats", "reset_accumulated_memory_stats", "reset_max_memory_allocated"),
-    *("manual_seed", "manual_seed_all", "seed", "seed_all", "set_sync_debug_mode"),
+    "init",
+    "_lazy_init",
+    "empty_cache",
+    "ipc_collect",
+    "set_per_process_memory_fraction",
+    "reset_peak_memory_stats",
+    "reset_accumulated_memory_stats",
+    "reset_max_memory_allocated",
+    "manual_seed",
+    "manual_seed_all",
+    "seed",
+    "seed_all",
+    "set_sync_debug_mode",
 )
 ZERO = (
     "memory_allocated",
@@ -74,7 +84,7 @@ ABSENT = {
 
 
 def absent(what: str) -> Callable[..., Any]:
-    """A stand-in that says what is missing when it is called."""
+    """Return a function that raises NotEmulated for `what` when it is called."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise NotEmulated(what)
@@ -83,12 +93,17 @@ def absent(what: str) -> Callable[..., Any]:
 
 
 def absent_class(what: str) -> type:
-    """The same for a class: it can be named, as in annotations, but not made."""
+    """Return a class that can be named, as in annotations, but not instantiated."""
     return type("Absent", (), {"__new__": absent(what)})
 
 
 def nothing(*args: Any, **kwargs: Any) -> None:
-    """Accepts anything, does nothing."""
+    """Accept any arguments and do nothing."""
+
+
+def zero(*args: Any, **kwargs: Any) -> int:
+    """Accept any arguments and return 0."""
+    return 0
 
 
 class OnDevice:
@@ -104,29 +119,29 @@ class OnDevice:
 
 
 class OnDeviceOf(OnDevice):
-    """torch.cuda.device_of(...): that of a tensor."""
+    """torch.cuda.device_of(...): the device of a tensor."""
 
     def __init__(self, obj: Any) -> None:
         super().__init__()
 
 
 def current_stream(device: Any = None) -> Stream:
-    """The thread's; the same object every time."""
+    """Return the thread's current stream; the same object every time."""
     return stream_of(active().queue)
 
 
 def stream_of(queue: Queue) -> Stream:
-    """The torch.cuda.Stream object of a queue of the thread's emulation."""
+    """Return the torch.cuda.Stream object of a queue of the thread's emulation."""
     streams = active().streams
     return streams.get(queue.handle) or streams.setdefault(queue.handle, Stream(queue=queue))
 
 
 def patch_cuda(patches: Patches) -> None:
-    """Replace what belongs to the device in torch; `patches` puts it back."""
+    """Replace torch's functions and classes for the device; `patches` restores them."""
 
     def set_stream(stream: GenericStream | None) -> None:
         if stream is not None:
-            active()  # first: it may be the thread's first call in another emulation
+            active()  # resets the thread's queue if its emulation is over, so it has to come first
             STATE.queue = stream.queue
 
     def set_device(device: Any) -> None:
@@ -168,7 +183,7 @@ def patch_cuda(patches: Patches) -> None:
         "cudart": lambda: runtime,
         "_sleep": spin,
         **{name: nothing for name in NOTHING},
-        **{name: lambda *args, **kwargs: 0 for name in ZERO},
+        **{name: zero for name in ZERO},
         **{
             name: (absent_class if name[:1].isupper() else absent)(what)
             for name, what in ABSENT.items()
@@ -194,16 +209,12 @@ def patch_cuda(patches: Patches) -> None:
         "get_memory_info": lambda device=None: MEMORY,
         "memory_stats": lambda device=None: {},
         "get_device_capability": lambda device=None: {},
-        **{
-            name: lambda *args, **kwargs: 0
-            for name in (
-                "memory_allocated",
-                "memory_reserved",
-                "max_memory_allocated",
-                "max_memory_reserved",
-            )
-        },
-        **{name: nothing for name in ("reset_peak_memory_stats", "reset_accumulated_memory_stats")},
+        "memory_allocated": zero,
+        "memory_reserved": zero,
+        "max_memory_allocated": zero,
+        "max_memory_reserved": zero,
+        "reset_peak_memory_stats": nothing,
+        "reset_accumulated_memory_stats": nothing,
     }
     for name, value in accelerator.items():
         patches.set(torch.accelerator, name, value)
@@ -214,10 +225,7 @@ def patch_cuda(patches: Patches) -> None:
     patches.set(torch, "Event", GenericEvent)
     triton = sys.modules.get("triton.runtime.jit")
     if triton is not None:
-        patches.set(
-            triton.JITFunction,
-            "run",
-            absent(
-                "Triton kernels (the interpreter, TRITON_INTERPRET=1, runs them on host tensors)"
-            ),
+        refuse = absent(
+            "Triton kernels (the interpreter, TRITON_INTERPRET=1, runs them on host tensors)"
         )
+        patches.set(triton.JITFunction, "run", refuse)

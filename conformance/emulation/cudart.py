@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions of the CUDA runtime that Python code calls directly: torch.cuda.cudart()."""
+"""torch.cuda.cudart(): the functions of the CUDA runtime that Python code calls directly."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Result(IntEnum):
 
 
 class CudaRuntime:
-    """Stands in for the module that torch.cuda.cudart() returns."""
+    """Stand-in for the module that torch.cuda.cudart() returns."""
 
     cudaError = Result
 
@@ -33,7 +33,7 @@ class CudaRuntime:
         return Result.success
 
     def cudaHostUnregister(self, pointer: int) -> Result:
-        """Undo cudaHostRegister; as in CUDA only for the address that was registered."""
+        """Undo cudaHostRegister; as in CUDA, only for the address that was registered."""
         return (
             Result.success if self._emulation.memory.unregister(pointer) else Result.not_registered
         )
@@ -41,17 +41,19 @@ class CudaRuntime:
     def cudaMemcpyAsync(
         self, dst: int, src: int, nbytes: int, kind: int = 4, stream: int = 0
     ) -> Result:
-        """A copy by address on the stream that has this handle."""
+        """Queue a copy by address on the stream with this handle."""
         self._emulation.queue_copy(dst, src, nbytes, ExternalStream(stream), what="cudaMemcpyAsync")
         return Result.success
 
     def cudaMemGetInfo(self, device: int = 0) -> tuple[int, int]:
-        """Free and total bytes of the device; made up."""
+        """Return free and total bytes of the device; both are made up."""
         return 64 << 30, 80 << 30
 
     def cudaGetLastError(self) -> Result:
+        """Return success: no call leaves an error behind."""
         return Result.success
 
     def cudaDeviceSynchronize(self) -> Result:
+        """Wait, as the host, for everything on every stream."""
         self._emulation.synchronize_device("cudaDeviceSynchronize")
         return Result.success

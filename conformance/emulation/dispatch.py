@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mode that sees every torch operator: what touches device memory becomes work on the current stream, everything else runs as ever."""
+"""The dispatch mode that queues operators on device memory as work of the current stream.
+
+All other operators run unchanged.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,15 @@ from kvconform.emulation.errors import DeviceFault, NotEmulated
 from kvconform.emulation.memory import Block, Kind
 from kvconform.emulation.operation import Operation, operation
 
-REMEMBERED = 4096  # calls whose result's shape is kept
+REMEMBERED = 4096  # calls whose result shapes are cached
 
 
 class Call:
-    """One operator call on its way to a stream: the arguments as the work will use them, and the blocks that hold them. Refers to no
-    device tensor of the user's, so that its end is noticed while the work waits."""
+    """One queued operator call: the arguments as the work will use them, and their blocks.
+
+    It refers to no device tensor of the user's, so that the end of one is noticed while the work
+    waits.
+    """
 
     def __init__(
         self,
@@ -30,7 +36,8 @@ class Call:
         kwargs: dict[str, Any],
         names: list[str],
     ) -> None:
-        self.emulation, self.facts = emulation, facts
+        self.emulation = emulation
+        self.facts = facts
         self.blocks: list[Block] = []
         self._read: list[torch.Tensor] = []
         self.waits = False  # a host operand is moved to the device first
@@ -43,7 +50,7 @@ class Call:
         }
 
     def sources(self) -> list[Any]:
-        """The device tensors that the operator only reads."""
+        """Return the device tensors that the operator only reads."""
         return self._read
 
     def _freeze(self, value: Any, written: bool) -> Any:
@@ -60,27 +67,30 @@ class Call:
                 if not written:
                     self._read.append(stand_in)
                 return stand_in
-        if self.facts.custom:  # such an operator may use pinned memory when it runs, and be handed host memory that it reads at once
+        if self.facts.custom:
+            # It may use pinned memory when it runs, and pageable memory that it reads at the call.
             if written and block is None:
                 raise NotEmulated(
-                    "operator of a C++ extension that writes pageable host memory and uses device memory"
+                    "operator of a C++ extension that writes pageable host memory "
+                    "and uses device memory"
                 )
             return tensor.clone() if block is None else tensor.detach()
         if self.facts.indexing:
             self.waits = True
         elif tensor.dim() or written:
             raise RuntimeError(
-                "An operation on tensors of cuda:0 was given a tensor in host memory (cpu); all have to be on one device."
+                "An operation on tensors of cuda:0 was given a tensor in host memory (cpu); "
+                "all have to be on one device."
             )
         return tensor.clone()
 
 
 class Dispatch(TorchDispatchMode):
-    """Queues operators on device tensors; one instance per thread."""
+    """Mode that queues operators on device tensors; one instance per thread."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: that would import the compiler, for nothing."""
+        """Return False: True would import the compiler, which is not needed."""
         return False
 
     def __init__(self) -> None:
@@ -89,6 +99,7 @@ class Dispatch(TorchDispatchMode):
 
     @property
     def emulation(self) -> Emulation:
+        """The calling thread's emulation."""
         return active()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -117,26 +128,24 @@ class Dispatch(TorchDispatchMode):
         emulation = self.emulation
         name = func._schema.name
         if name == "aten::copy_":
-            emulation.copies.of_tensors(
-                args[0],
-                args[1],
-                bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False)),
-            )
+            non_blocking = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
+            emulation.copies.of_tensors(args[0], args[1], bool(non_blocking))
             return args[0]
         if name == "aten::record_stream":
-            raise NotEmulated("record_stream() that goes around torch.Tensor.record_stream")
-        if name == "aten::resize_" or any(
+            raise NotEmulated("record_stream() that bypasses torch.Tensor.record_stream")
+        resizes = name == "aten::resize_" or any(
             value.numel() == 0 for value in leaves(kwargs.get("out"))
-        ):
+        )
+        if resizes:
             raise NotEmulated(
-                "device tensor that is given another size in place (resize_, or out= with an empty tensor)"
+                "device tensor that is resized in place (resize_, or out= with an empty tensor)"
             )
         if not facts.runs:
             raise NotEmulated(f"operator {func}: it has no CPU kernel")
         queue = emulation.queue
         if "index_put" in name:
             check_values(*args[:3])
-        if facts.reads_back or facts.indexing and self._masks(args[1], name, args):
+        if facts.reads_back or (facts.indexing and self._masks(args[1], name, args)):
             emulation.synchronize(queue, f"{func} reads device values")
             return self._now(func, args, kwargs)
         names = [argument.name for argument in func._schema.arguments]
@@ -149,7 +158,8 @@ class Dispatch(TorchDispatchMode):
             try:
                 new = self._shapes_of(func, args, kwargs)
             except (NotImplementedError, RuntimeError) as error:
-                if not isinstance(error, NotImplementedError) and not facts.custom:
+                no_shape_function = isinstance(error, NotImplementedError) or facts.custom
+                if not no_shape_function:
                     raise
                 emulation.note("undelayed", f"{func} has no shape function", queue)
                 with emulation.raw():
@@ -171,35 +181,40 @@ class Dispatch(TorchDispatchMode):
                     target.copy_(made)
 
         watch = None
-        if torch.Tag.nondeterministic_seeded not in func.tags and any(
-            block.home is not queue for block in call.blocks
-        ):
-            watch = emulation.watch(
-                queue, str(func), partial(self._read, func, call) if targets else call.sources
-            )
+        deterministic = torch.Tag.nondeterministic_seeded not in func.tags
+        if deterministic and any(block.home is not queue for block in call.blocks):
+            read = partial(self._read, func, call) if targets else call.sources
+            watch = emulation.watch(queue, str(func), read)
         emulation.put(queue, run, [*call.blocks, *self._blocks_of(targets)], watch=watch)
         return results
 
     @staticmethod
     def _read(func: Any, call: Call) -> list[Any]:
-        """The operator's new results, as they are now."""
+        """Return the operator's new results, computed from what its operands hold now."""
         return leaves(func(*call.args, **call.kwargs))
 
     def _masks(self, indices: Any, name: str, args: tuple[Any, ...]) -> bool:
-        """Whether an indexing operation has a boolean mask, whose true elements the host has to count."""
+        """Return whether the host has to count the true elements of a boolean mask.
+
+        The assignment of one value through one mask needs no count.
+        """
         masks = any(
             isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
             for index in indices
         )
-        return masks and not (
+        assigns_one_value = (
             "put" in name
             and isinstance(args[2], torch.Tensor)
             and args[2].numel() == 1
             and len(indices) == 1
         )
+        return masks and not assigns_one_value
 
     def _shapes_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The operator's results as meta tensors; remembered, for most calls are made again and again with the same shapes."""
+        """Return the operator's results as meta tensors.
+
+        They are cached: most calls recur with the same shapes.
+        """
         kwargs = {
             name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")
         }
@@ -218,7 +233,10 @@ class Dispatch(TorchDispatchMode):
     def _results(
         self, new: Any, facts: Operation, given: dict[str, Any], names: list[str]
     ) -> tuple[Any, list[torch.Tensor | None]]:
-        """What the call returns, and for each of its result tensors the device tensor to be filled later (None: it is an argument)."""
+        """Return the call's results, and the device tensors that its work will fill.
+
+        There is one target for each result tensor; None where the result is an argument.
+        """
         targets: list[torch.Tensor | None] = []
 
         def make(meta: Any) -> Any:
@@ -257,20 +275,19 @@ class Dispatch(TorchDispatchMode):
         return [block for block in found if block is not None]
 
     def _now(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the operator at once, after the host waited; new tensors are in device memory."""
+        """Run the operator at once, after the host has waited; new tensors are on the device."""
         with self.emulation.raw():
             out = func(*args, **kwargs)
         given = {id(value) for value in (*args, *kwargs.values())}
-        return tree_map(
-            lambda value: (
-                self._moved(value)
-                if isinstance(value, torch.Tensor) and id(value) not in given
-                else value
-            ),
-            out,
-        )
+
+        def to_device(value: Any) -> Any:
+            is_new = isinstance(value, torch.Tensor) and id(value) not in given
+            return self._moved(value) if is_new else value
+
+        return tree_map(to_device, out)
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a device tensor with the same contents."""
         made = self.emulation.device_tensor(tensor)
         with self.emulation.raw():
             made.copy_(tensor)
@@ -278,16 +295,19 @@ class Dispatch(TorchDispatchMode):
 
 
 def to_meta(value: Any) -> Any:
-    """The same with tensors that have shape, strides and dtype, but no bytes."""
+    """Return the same value with meta tensors: shape, strides and dtype, but no bytes."""
     if isinstance(value, torch.Tensor):
         return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
-    return (
-        type(value)(to_meta(item) for item in value) if isinstance(value, (list, tuple)) else value
-    )
+    if isinstance(value, (list, tuple)):
+        return type(value)(to_meta(item) for item in value)
+    return value
 
 
 def shape_key(value: Any) -> Any:
-    """What of an argument the shape of a result can depend on; hashable. Numbers keep their type: 1, 1.0 and True promote differently."""
+    """Return the part of an argument that the shape of a result can depend on; hashable.
+
+    Numbers keep their type: 1, 1.0 and True promote differently.
+    """
     if isinstance(value, torch.Tensor):
         return value.size(), value.stride(), value.dtype
     if isinstance(value, (list, tuple)):
@@ -296,7 +316,10 @@ def shape_key(value: Any) -> Any:
 
 
 def check_values(target: torch.Tensor, indices: Any, values: torch.Tensor) -> None:
-    """As torch does when the call is made: RuntimeError if the values do not fit. Masks are left to it, for they have to be read."""
+    """Raise RuntimeError if the values do not fit the indexed part, as torch does at the call.
+
+    Masks are not checked here: they have to be read.
+    """
     if any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices):
         return
     empty = [None if index is None else to_meta(index) for index in indices]
@@ -307,12 +330,13 @@ def check_values(target: torch.Tensor, indices: Any, values: torch.Tensor) -> No
         fits = False
     if not fits:
         raise RuntimeError(
-            f"shape mismatch: value tensor of shape {list(values.shape)} cannot be broadcast to indexing result of shape {list(wanted)}"
+            f"shape mismatch: value tensor of shape {list(values.shape)} "
+            f"cannot be broadcast to indexing result of shape {list(wanted)}"
         )
 
 
 def leaves(value: Any) -> list[Any]:
-    """The tensors of an operator's result, in order."""
+    """Return the tensors of an operator's result, in order."""
     if isinstance(value, (list, tuple)):
         return [leaf for item in value for leaf in leaves(item)]
     return [value] if isinstance(value, torch.Tensor) else []

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`emulate()`: a CUDA device made of host memory, for as long as a `with` block lasts."""
+"""`emulate()`: a CUDA device over host memory for the duration of a `with` block."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-import torch._dynamo  # noqa: F401  torch imports it when first asked for a shape, and it would read the patched torch.cuda
+# torch imports this module when it first computes a shape. It would find torch.cuda patched then.
+import torch._dynamo  # noqa: F401
 
 from kvconform.emulation.context import Emulation, _active, member
 from kvconform.emulation.cuda_patches import patch_cuda, stream_of
@@ -18,11 +19,16 @@ from kvconform.emulation.threads import modes, patch_threads
 
 @contextmanager
 def emulate(delay: Delay | None = "compute", *, patience: int = 3) -> Iterator[Emulation]:
-    """Emulate a CUDA device in this process, with one of two adversaries: delay="compute" keeps the compute stream back, delay="transfers"
-    all others; with None everything runs as soon as it may. `patience` is how often a query about one event is answered "not yet". Patches
-    torch, and puts everything back at the end, when all that is still queued has run. May be entered inside another emulation, by the
-    thread that is in that one: the two share nothing, and threads stay with the one that they were started in. ValueError for an unknown
-    adversary."""
+    """Emulate a CUDA device in this process.
+
+    `delay` chooses the adversary: "compute" delays the compute stream, "transfers" all other
+    streams. With None everything runs as soon as it may. A query about one event returns "not yet"
+    at most `patience` times. Raises ValueError for an unknown adversary.
+
+    Patches torch. At the end everything that is still queued runs, and torch is restored. One
+    emulation may be entered inside another, by the thread that is in the outer one: the two share
+    nothing, and threads stay with the emulation in which they were started.
+    """
     if delay not in ("compute", "transfers", None):
         raise ValueError(f"delay is {delay!r}, not 'compute', 'transfers' or None.")
     emulation = Emulation(delay, patience)

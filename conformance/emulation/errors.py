@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the emulation raises of its own."""
+"""The errors that the emulation itself raises."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import ClassVar
 
 
 class NotEmulated(RuntimeError):
-    """The connector used a part of CUDA that has no counterpart here; `what` names it. Not a fault of the connector."""
+    """The connector used a part of CUDA that is not emulated: `what`. Not a connector fault."""
 
     raised: ClassVar[list[str]] = []
-    """The sentence of each one ever made in this process: whoever catches one and goes on is still not judged."""
+    """All messages of this process: a connector that catches the error is still not judged."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"The CUDA emulation has no {what}.")
@@ -19,5 +19,7 @@ class NotEmulated(RuntimeError):
 
 
 class DeviceFault(RuntimeError):
-    """Work failed when its turn on a stream came, as a kernel does that is given a wild index: raised where the work was waited for or
-    run."""
+    """Queued work failed when its turn came, as a kernel with an index out of range does.
+
+    Raised where the work is waited for or run.
+    """

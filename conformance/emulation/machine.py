@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The machine behind the streams: queues of work, the marks that events set in them, and the adversary that decides what runs when.
+"""The streams' queues of work, and the adversary that decides which queue runs next.
 
-Nothing runs on its own. A queue runs in its own order; a mark in a queue holds it until another queue has come as far as the mark says. Two
-adversaries stretch what CUDA permits into opposite extremes. With delay="compute" the compute queue moves only when somebody demands it,
-and all others as far as they can at once; with delay="transfers" it is the other way round. Every order in which things happen here can
-happen on a GPU.
+Nothing runs in the background: work runs inside a call, because the host waits for it or because
+the adversary does not delay it. Each queue runs in its own order. A mark in a queue holds that
+queue until the queue that the mark belongs to has reached the marked place.
+
+Two adversaries stretch what CUDA permits to opposite extremes. With delay="compute" the compute
+queue runs only on demand, and all others run as far as they can at once. With delay="transfers" it
+is the other way round. Every order in which work runs here can occur on a GPU.
 """
 
 from __future__ import annotations
@@ -21,60 +24,79 @@ Delay = Literal["compute", "transfers"]
 
 
 class Used(Protocol):
-    """A piece of memory that queued work uses: how many pieces of work that have not ended use it, at all and by raw address."""
+    """A piece of memory that queued work uses.
+
+    `pending` counts all unfinished work that uses it, `raw` the part of it that uses raw addresses.
+    """
 
     pending: int
     raw: int
 
 
 class Work:
-    """One thing to do on a queue: a function, and the memory that it will touch (`raw` if by address, which no allocator knows of).
-    `watch` finds out whether it ran too early."""
+    """One piece of work on a queue: a function, and the memory that it uses.
+
+    `raw`: it uses the memory by address, which an allocator does not see. `watch` detects whether
+    the work ran too early.
+    """
 
     __slots__ = ("function", "raw", "uses", "watch")
 
     def __init__(
         self, function: Callable[[], object], uses: Iterable[Used] = (), raw: bool = False
     ) -> None:
-        self.function, self.uses, self.raw = function, tuple(uses), raw
+        self.function = function
+        self.uses = tuple(uses)
+        self.raw = raw
         self.watch: Watch | None = None
 
 
 class Mark:
-    """A place in a queue: reached when the first `position` entries of it are done. `polls` counts the questions that were answered "not
-    yet"."""
+    """A place in a queue, reached when the first `position` entries of the queue are done.
+
+    `polls` counts the queries that returned "not yet".
+    """
 
     __slots__ = ("__weakref__", "polls", "position", "queue")
 
     def __init__(self, queue: Queue, position: int) -> None:
-        self.queue, self.position, self.polls = queue, position, 0
+        self.queue = queue
+        self.position = position
+        self.polls = 0
 
     @property
     def reached(self) -> bool:
+        """Whether the queue has come this far."""
         return self.queue.done >= self.position
 
 
 class Queue:
-    """One stream's work: `entries` not yet done, `put` and `done` how many were ever queued and done; `ordered` is how much of the compute
-    queue it ever waited for, `seen` how much of it somebody knows to be done. `handle` is its cudaStream_t, 0 for
-    the default stream only."""
+    """The work of one stream. `handle` is its cudaStream_t, 0 for the default stream only."""
 
     def __init__(self, name: str, handle: int, priority: int) -> None:
-        self.name, self.handle, self.priority = name, handle, priority
-        self.entries: deque[Work | Mark] = deque()
-        self.put = self.done = 0
-        self.polls = self.ordered = self.seen = 0
-        self.before_work: Callable[[Queue], None] | None = (
-            None  # the allocator's: freed memory is handed out before the next work
-        )
+        self.name = name
+        self.handle = handle
+        self.priority = priority
+        self.entries: deque[Work | Mark] = deque()  # those that are not done
+        self.put = 0  # entries ever queued
+        self.done = 0  # entries ever done
+        self.polls = 0  # stream queries in a row that returned "not yet"
+        self.ordered = 0  # entries of the compute queue that this one has ever waited for
+        self.seen = 0  # entries of this queue that a host or another queue knows to be done
+        # Called before new work is queued: the allocator reuses freed memory then.
+        self.before_work: Callable[[Queue], None] | None = None
 
 
 class Machine:
-    """All queues of one emulated device, under one lock. Work runs with the lock held, in whichever thread demanded it; nothing that runs
-    may wait for another thread. Every method may be called from any thread."""
+    """All queues of one emulated device, under one lock.
+
+    Work runs with the lock held, in the thread that demanded it; no work may wait for another
+    thread. Every method may be called from any thread.
+    """
 
     def __init__(self, delay: Delay | None, patience: int) -> None:
-        self.delay, self.patience = delay, patience
+        self.delay = delay
+        self.patience = patience
         self.lock = threading.RLock()
         self.queues: list[Queue] = []
         self.clock = 0  # pieces of work ever run; the time base of timing events
@@ -93,7 +115,7 @@ class Machine:
             return queue
 
     def put(self, queue: Queue, work: Work) -> None:
-        """Queue work; whatever the adversary lets run at once runs before this returns."""
+        """Queue work, then run whatever the adversary does not delay."""
         with self.lock:
             if queue.before_work is not None:
                 queue.before_work(queue)
@@ -108,11 +130,11 @@ class Machine:
         queue.put += 1
 
     def insert(self, queue: Queue, work: Work) -> None:
-        """Queue work of the emulation's own without running anything; the caller holds the lock."""
+        """Queue work of the emulation itself, run nothing. The caller holds the lock."""
         self._append(queue, work)
 
     def mark(self, queue: Queue) -> Mark:
-        """The place behind everything queued so far."""
+        """Return the place after everything queued so far."""
         with self.lock:
             mark = Mark(queue, queue.put)
             if queue is self.compute:
@@ -120,20 +142,23 @@ class Machine:
             return mark
 
     def postpone(self, position: int) -> None:
-        """Move the marks in the compute queue that are behind `position` behind all that it holds now. For marks of which nobody knows yet
-        that they are reached (`Queue.seen`)."""
+        """Move the compute queue's marks after `position` to the end of what is queued now.
+
+        Only for marks that nothing knows to be reached yet (`Queue.seen`).
+        """
         with self.lock:
-            known = [
+            later = [
                 mark
                 for reference in self._marks
                 if (mark := reference()) is not None and mark.position > position
             ]
-            for mark in known:
+            for mark in later:
                 mark.position = self.compute.put
-            self._marks = [weakref.ref(mark) for mark in known]
+            self._marks = [weakref.ref(mark) for mark in later]
 
     @staticmethod
     def _saw(mark: Mark) -> None:
+        """Record that a host or another queue knows the mark to be reached."""
         mark.queue.seen = max(mark.queue.seen, mark.position)
 
     def wait(self, queue: Queue, mark: Mark) -> None:
@@ -143,25 +168,28 @@ class Machine:
             self.pump()
 
     def _hold(self, queue: Queue, mark: Mark) -> None:
-        queue.ordered = max(
-            queue.ordered, mark.position if mark.queue is self.compute else mark.queue.ordered
-        )
-        if mark.queue is not queue and not mark.reached:
+        ordered = mark.position if mark.queue is self.compute else mark.queue.ordered
+        queue.ordered = max(queue.ordered, ordered)
+        if mark.queue is queue:
+            return
+        if mark.reached:
+            self._saw(mark)
+        else:
             queue.entries.append(mark)
             queue.put += 1
-        elif mark.queue is not queue:
-            self._saw(mark)
 
     def demand(self, mark: Mark) -> None:
-        """Run the mark's queue up to it, and other queues as far as its waits need; then whatever may run at once. Raises what the work
-        raises."""
+        """Run the mark's queue up to it, and other queues as far as its waits need.
+
+        Then run whatever the adversary does not delay. Raises what the work raises.
+        """
         with self.lock:
             needed = [mark]
             while needed:
-                queue = needed[-1].queue
-                if (
-                    needed[-1].reached or not queue.entries
-                ):  # empty and not reached: the entry is running right now, further out
+                wanted = needed[-1]
+                queue = wanted.queue
+                # Empty but not reached: the last entry is running right now, in an outer call.
+                if wanted.reached or not queue.entries:
                     needed.pop()
                     continue
                 head = queue.entries[0]
@@ -180,8 +208,11 @@ class Machine:
                 for queue in busy:
                     self.demand(Mark(queue, queue.put))
 
-    def answer(self, mark: Mark) -> bool:
-        """Whether the mark is reached, as event.query() asks: "not yet" at most `patience` times, then its queue is run up to it."""
+    def poll(self, mark: Mark) -> bool:
+        """Return whether the mark is reached, for event.query().
+
+        Returns False at most `patience` times, then runs the mark's queue up to it.
+        """
         with self.lock:
             if not mark.reached:
                 if mark.polls < self.patience:
@@ -192,18 +223,18 @@ class Machine:
             return True
 
     def watch(self, watch: Watch) -> None:
-        """Watch what something has just read, until the compute queue is as far as it should have been."""
+        """Watch what was just read until the compute queue has done `watch.due` entries."""
         if watch.due > self.compute.done:
             self.watches.append(watch)
 
     def close(self) -> None:
-        """Run everything, and from now on all work at once."""
+        """Run everything, and from now on all work as soon as it is queued."""
         with self.lock:
             self.open = False
             self.drain()
 
     def pump(self) -> None:
-        """Run what the adversary does not delay; the caller holds the lock."""
+        """Run what the adversary does not delay. The caller holds the lock."""
         if self._pumping:
             return
         self._pumping = True
@@ -219,22 +250,23 @@ class Machine:
             self._pumping = False
 
     def _eager(self, queue: Queue) -> bool:
-        return (
-            not self.open
-            or self.delay is None
-            or (queue is self.compute) == (self.delay == "transfers")
-        )
+        """Return whether the adversary runs this queue as soon as it can."""
+        if not self.open or self.delay is None:
+            return True
+        return (queue is self.compute) == (self.delay == "transfers")
 
     def _may_step(self, queue: Queue) -> bool:
-        """Whether the queue's first entry can be done now. The prompt compute queue makes those run that it waits for; the prompt others
-        are held."""
+        """Return whether the queue's first entry can be done now.
+
+        An eager compute queue first runs the queues that it waits for; other eager queues are held.
+        """
         head = queue.entries[0]
         if isinstance(head, Mark) and not head.reached and queue is self.compute:
             self.demand(head)
         return not isinstance(head, Mark) or head.reached
 
     def _step(self, queue: Queue) -> None:
-        """Do the first entry; work that raises counts as done."""
+        """Do the first entry. Work that raises counts as done."""
         entry = queue.entries.popleft()
         watched = self.watches if queue is self.compute and isinstance(entry, Work) else []
         for watch in watched:

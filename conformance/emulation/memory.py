@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which memory is the device's, which is pinned, and what happens to memory that is freed while queued work still uses it.
+"""Device and pinned memory, and the reuse of memory that is freed while queued work uses it.
 
-Device and pinned memory that is allocated here is lent to the user: the bytes belong to the emulation, the user's tensors share a storage
-that holds a lease on them. When the lease ends, the user has freed the memory. As torch's allocator does, the bytes are handed out again to
-whatever comes next on the stream where they were allocated; if work that uses them is still queued on another stream then, they are
-overwritten and a note is left. The bytes themselves live as long as anything here refers to them, so nothing ever reads unmapped memory.
+Memory that is allocated here is lent: the bytes belong to the emulation, and the user's tensors
+share a storage that holds a lease on them. The end of the lease means that the user has freed the
+memory. As torch's allocator does, the emulation reuses the bytes for whatever comes next on the
+stream where they were allocated. If work that uses them is still queued on another stream then,
+they are overwritten and a note is added.
+
+The bytes themselves live as long as the emulation refers to them, so unmapped memory is never read.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from enum import StrEnum
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,12 +28,12 @@ from kvconform.emulation.errors import NotEmulated
 from kvconform.emulation.machine import Machine, Mark, Queue, Work
 from kvconform.emulation.note import caller
 
-POISON = 0xCB  # what freed and uninitialised bytes hold
-FILLED = 1 << 24  # larger allocations are not filled with it: they would take real time and memory
+POISON = 0xCB  # content of freed and uninitialised bytes
+FILLED = 1 << 24  # bytes; larger allocations are not poisoned, which would cost time and memory
 
 
 class Kind(StrEnum):
-    """Where memory is, as CUDA sees it."""
+    """Kind of memory, as CUDA sees it."""
 
     DEVICE = "device"
     PINNED = "pinned"
@@ -38,9 +41,16 @@ class Kind(StrEnum):
 
 
 class Block:
-    """One allocation: `bytes` is a uint8 tensor over it (the emulation's own), `home` the queue it was allocated on, `recorded` the queues
-    that record_stream() named, `leased` whether the user's last reference will be noticed, `watched` whether it can be asked for.
-    `made` says where it was allocated. `pending` and `raw` count queued work, see machine.Used."""
+    """One allocation.
+
+    - `bytes`: a uint8 tensor over it (the emulation's own).
+    - `home`: the queue on which it was allocated.
+    - `recorded`: the queues that record_stream() named.
+    - `leased`: the end of the user's last reference is noticed through `lease`.
+    - `watched`: a torch storage lies under it, so `Memory.registration_freed` can query its end.
+    - `made`: where it was allocated.
+    - `pending`, `raw`: counts of queued work, see machine.Used.
+    """
 
     __slots__ = (
         "__weakref__",
@@ -59,41 +69,61 @@ class Block:
     )
 
     def __init__(self, kind: Kind, data: torch.Tensor, home: Queue | None) -> None:
-        self.kind, self.bytes, self.home = kind, data, home
-        self.start, self.nbytes = data.data_ptr(), data.numel()
+        self.kind = kind
+        self.bytes = data
+        self.home = home
+        self.start = data.data_ptr()
+        self.nbytes = data.numel()
         self.recorded: set[Queue] = set()
-        self.pending = self.raw = 0
+        self.pending = 0
+        self.raw = 0
         self.lease: Any = None
-        self.leased = self.watched = False
+        self.leased = False
+        self.watched = False
         place = caller()
         self.made = f" allocated at {place}" if place else ""
 
+    @property
+    def end(self) -> int:
+        """Address of the first byte after the block."""
+        return self.start + self.nbytes
+
+
+class Freed(NamedTuple):
+    """A block that the user has freed, and the marks to reach before its memory is reused."""
+
+    block: Block
+    marks: list[Mark]
+
 
 class Memory:
-    """The allocations of one emulated device. All methods expect the machine's lock to be held by the caller or take it, and change
-    nothing of the user's but bytes that were freed. `note` is called with kind, what and queue."""
+    """The allocations of one emulated device.
+
+    All methods take the machine's lock, or expect the caller to hold it. Of the user's memory they
+    change only bytes that were freed. `note` is called with kind, what and queue.
+    """
 
     def __init__(self, machine: Machine, note: Callable[[str, str, Queue | None], None]) -> None:
-        self.machine, self.note = machine, note
+        self.machine = machine
+        self.note = note
         self.blocks: dict[int, Block] = {}  # by address of the storage
-        self.registered: dict[
-            int, Block
-        ] = {}  # by address that was registered, anywhere inside a storage
+        # By the address that was registered, which may lie inside a storage.
+        self.registered: dict[int, Block] = {}
         self._starts: list[int] = []
-        self._ended: deque[Block] = (
-            deque()
-        )  # leases ended; appended to by weak references, at any time
+        # Blocks whose leases ended. Weak references append to it at any time.
+        self._ended: deque[Block] = deque()
         self.lent = 0  # allocations on the device, ever
-        self._dying: list[tuple[Block, list[Mark]]] = []
-        self._seen: dict[
-            int, weakref.ref[Any]
-        ] = {}  # host storages whose address somebody asked for
+        self._dying: list[Freed] = []
+        # Host storages whose address the user has asked for.
+        self._seen: dict[int, weakref.ref[Any]] = {}
 
     # -- allocation
 
     def allocate(self, kind: Kind, nbytes: int, home: Queue | None, *, zero: bool = False) -> Any:
-        """A new storage of at least one byte, filled with POISON unless it is large, or with zeros. The caller works outside of the
-        modes."""
+        """Return a new storage of at least one byte, filled with zeros or with POISON.
+
+        A large storage is not filled with POISON. The caller is in `raw()`.
+        """
         self.collect()
         if kind is Kind.PINNED:
             self.reuse_pinned()
@@ -110,17 +140,23 @@ class Memory:
         self._enter(block)
         self.lent += kind is Kind.DEVICE
         if home is not None:
-            home.before_work = self._hand_out
+            home.before_work = self._reuse_device
         return torch.from_numpy(loan).untyped_storage()
 
     def mark(self, tensor: torch.Tensor, kind: Kind) -> None:
-        """Declare the whole storage of a tensor to be device or pinned memory, in place. It is kept alive, and its end is not noticed."""
+        """Declare the whole storage of a tensor to be device or pinned memory, in place.
+
+        The storage is kept alive, and its end is not noticed.
+        """
         storage = tensor.untyped_storage()
         if storage.nbytes() and storage.data_ptr() not in self.blocks:
             self._enter(Block(kind, torch.empty(0, dtype=torch.uint8).set_(storage), None))
 
     def register(self, pointer: int, nbytes: int) -> None:
-        """Pin memory by address, as cudaHostRegister does: a range of a host tensor, or of memory that is not torch's."""
+        """Pin memory by address, as cudaHostRegister does.
+
+        The range may lie in a host tensor or in memory that is not torch's.
+        """
         with self.machine.lock:
             storage = self._storage_at(pointer, nbytes)
             if storage is None:
@@ -135,21 +171,28 @@ class Memory:
             block.watched = storage is not None
 
     def unregister(self, pointer: int) -> bool:
-        """Undo `register`; False if nothing was registered at this address."""
+        """Undo `register`; return False if nothing was registered at this address."""
         return self.registered.pop(pointer, None) is not None
 
     def seen(self, tensor: torch.Tensor) -> None:
-        """The address of this host tensor is known to the user from now on, and may come back as a bare number."""
+        """Record that the user knows the address of this host tensor.
+
+        The address may come back as a bare number.
+        """
         storage = tensor.untyped_storage()
         start = storage.data_ptr()
         if start and start not in self.blocks:
             self._seen[start] = weakref.ref(storage)
 
-    # -- questions
+    # -- look-up
 
     def block_of(self, tensor: torch.Tensor) -> Block | None:
-        """The device or pinned block that a tensor lies in; None for pageable memory, and for tensors without memory (meta, sparse). Pinned
-        memory is known by its address, for numpy and frombuffer make storages of their own over it; device memory cannot go there."""
+        """Return the device or pinned block that a tensor lies in.
+
+        Returns None for pageable memory, and for tensors without memory (meta, sparse). Pinned
+        memory is found by its address, because numpy and frombuffer make new storages over it;
+        device memory cannot be given to them.
+        """
         try:
             start = tensor.untyped_storage().data_ptr()
         except (NotImplementedError, RuntimeError):
@@ -158,60 +201,55 @@ class Memory:
         if block is None and self.registered:
             address = tensor.data_ptr()
             return next(
-                (b for b in self.registered.values() if b.start <= address < b.start + b.nbytes),
+                (b for b in self.registered.values() if b.start <= address < b.end),
                 None,
             )
         return block
 
     def _pinned_around(self, address: int) -> Block | None:
-        """The pinned allocation that this byte is part of. Takes no lock."""
+        """Return the pinned allocation that contains this byte. Takes no lock."""
         starts = self._starts
         at = bisect.bisect_right(starts, address) - 1
         block = self.blocks.get(starts[at]) if at >= 0 else None
-        return (
-            block
-            if block is not None
-            and block.kind is Kind.PINNED
-            and address < block.start + block.nbytes
-            else None
-        )
+        if block is None or block.kind is not Kind.PINNED or address >= block.end:
+            return None
+        return block
 
     def resolve(self, pointer: int, nbytes: int) -> Block:
-        """The block that holds bytes [pointer, pointer + nbytes). Host memory that is not pinned gets a block for the occasion. Raises
-        ValueError for a range that is only partly in a known block, or begins where one ends; NotEmulated for one that is nowhere near:
-        nothing tells host memory that is not torch's from a wild address."""
+        """Return the block that holds the bytes [pointer, pointer + nbytes).
+
+        For host memory that is not pinned the block is a new one. Raises ValueError for a range
+        that is only partly in a known block, or that begins where a known block ends. Raises
+        NotEmulated for any other range: it may be a wild address, or host memory that is not
+        torch's.
+        """
         self.collect()
         with self.machine.lock:
             at = bisect.bisect_right(self._starts, pointer) - 1
             near = [self.blocks[start] for start in self._starts[max(at, 0) : at + 2]]
-        spans = [
-            (block.start, block.start + block.nbytes, block)
-            for block in [*near, *self.registered.values()]
-        ]
-        for start, end, block in spans:
-            if start <= pointer and pointer + nbytes <= end:
+        known = [*near, *self.registered.values()]
+        for block in known:
+            if block.start <= pointer and pointer + nbytes <= block.end:
                 return block
         storage = self._storage_at(pointer, nbytes)
         if storage is not None:
             return Block(Kind.PAGEABLE, torch.empty(0, dtype=torch.uint8).set_(storage), None)
-        seen = [
-            known
-            for known in (reference() for reference in list(self._seen.values()))
-            if known is not None
-        ]
-        ranges = [span[:2] for span in spans] + [
-            (known.data_ptr(), known.data_ptr() + known.nbytes()) for known in seen
-        ]
-        ranges += [
-            (block.start, block.start + block.nbytes + 1) for block in near
-        ]  # no other allocation begins right behind one
+        ranges = [(block.start, block.end) for block in known]
+        for reference in list(self._seen.values()):
+            storage = reference()
+            if storage is not None:
+                ranges.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+        # No other allocation begins immediately after a block.
+        ranges += [(block.start, block.end + 1) for block in near]
         if any(start < pointer + nbytes and pointer < end for start, end in ranges):
             raise ValueError(
-                f"A copy of {nbytes} bytes at address {pointer:#x}: no device, pinned or known host memory holds all of them."
+                f"A copy of {nbytes} bytes at address {pointer:#x}: "
+                "no device, pinned or known host memory holds all of them."
             )
         raise NotEmulated("copies from or to host memory that is not a torch tensor")
 
     def _storage_at(self, pointer: int, nbytes: int) -> Any:
+        """Return the known host storage that holds these bytes, or None."""
         for start, reference in list(self._seen.items()):
             storage = reference()
             if storage is None:
@@ -227,44 +265,59 @@ class Memory:
     # -- the end of allocations
 
     def record(self, block: Block, queue: Queue) -> None:
-        """record_stream(): the block is not handed out before the work queued on `queue` when it is freed has ended."""
+        """Handle record_stream(): delay the reuse of a block.
+
+        It is reused only after the work that is queued on `queue` when the block is freed.
+        """
         block.recorded.add(queue)
 
     def collect(self) -> None:
-        """Take notice of leases that ended since the last call; changes no bytes."""
+        """Process leases that ended since the last call; changes no bytes."""
         while self._ended:
             block = self._ended.popleft()
-            self._dying.append((block, [self.machine.mark(queue) for queue in block.recorded]))
+            marks = [self.machine.mark(queue) for queue in block.recorded]
+            self._dying.append(Freed(block, marks))
         if self._dying:
-            self._drop(entry for entry in self._dying if not entry[0].pending)
+            self._drop(freed for freed in self._dying if not freed.block.pending)
 
-    def _hand_out(self, home: Queue) -> None:
-        """Before new work is queued on `home`: memory that was allocated there and freed belongs to somebody else from here on."""
+    def _reuse_device(self, home: Queue) -> None:
+        """Reuse freed memory that was allocated on `home`, before new work is queued there."""
         self.collect()
-        for entry in [
-            e for e in self._dying if e[0].home is home and all(mark.reached for mark in e[1])
-        ]:
-            self._dying.remove(entry)
-            self.machine.insert(home, Work(partial(self._overwrite_device, entry[0])))
+        reused = [
+            freed
+            for freed in self._dying
+            if freed.block.home is home and all(mark.reached for mark in freed.marks)
+        ]
+        for freed in reused:
+            self._dying.remove(freed)
+            self.machine.insert(home, Work(partial(self._overwrite_device, freed.block)))
 
     def reuse_pinned(self) -> None:
-        """Freed pinned memory is handed out to somebody else now, and written. Copies of torch tensors hold theirs, as torch's allocator
-        has them do; copies by address cannot."""
+        """Reuse freed pinned memory now, and overwrite it if copies by address still use it.
+
+        Copies of torch tensors keep their memory until they are done, as with torch's allocator;
+        copies by address cannot.
+        """
         self.collect()
-        for block, _ in [
-            entry for entry in self._dying if entry[0].kind is Kind.PINNED and entry[0].raw
-        ]:
+        reused = [
+            freed.block
+            for freed in self._dying
+            if freed.block.kind is Kind.PINNED and freed.block.raw
+        ]
+        for block in reused:
             self._overwrite(block, "freed_pinned", block.raw)
-            self._dying = [entry for entry in self._dying if entry[0] is not block]
+            self._dying = [freed for freed in self._dying if freed.block is not block]
 
     def overwrite_registered(self, block: Block) -> None:
-        """Memory that was pinned by address was freed before the work that uses it ran."""
+        """Overwrite memory pinned by address that was freed before work that uses it ran."""
         self._overwrite(block, "freed_pinned", block.raw)
         del self.registered[block.start]
 
-    def forsaken(self, block: Block) -> bool:
-        """Whether memory that was pinned by address (cudaHostRegister) has been freed: only what is registered here still refers to its
-        storage."""
+    def registration_freed(self, block: Block) -> bool:
+        """Return whether memory pinned by address (cudaHostRegister) has been freed.
+
+        It has if only the blocks registered here still refer to its storage.
+        """
         if self.registered.get(block.start) is not block or not block.watched:
             return False
         storage = block.bytes.untyped_storage()
@@ -272,16 +325,15 @@ class Memory:
         ours = sum(
             other.bytes.untyped_storage().data_ptr() == start for other in self.registered.values()
         )
-        lonely = torch.empty(
-            1
-        )  # what these counts are when nobody else refers to a storage depends on torch's version
-        other = lonely.untyped_storage()
+        # The counts of a storage without other references depend on torch's version.
+        lonely = torch.empty(1)
+        lonely_storage = lonely.untyped_storage()
         others = (
             torch._C._storage_Use_Count(storage._cdata)
-            - torch._C._storage_Use_Count(other._cdata)
+            - torch._C._storage_Use_Count(lonely_storage._cdata)
             - (ours - 1)
         )
-        return bool(others <= 0) and sys.getrefcount(storage) <= sys.getrefcount(other)
+        return bool(others <= 0) and sys.getrefcount(storage) <= sys.getrefcount(lonely_storage)
 
     def _overwrite_device(self, block: Block) -> None:
         if block.pending:
@@ -290,10 +342,12 @@ class Memory:
             self._forget(block)
 
     def _overwrite(self, block: Block, kind: str, users: int) -> None:
+        """Poison a block that queued work still uses, and add a note."""
         block.bytes.fill_(POISON)
+        operations = "operation" if users <= 1 else "operations"
         self.note(
             kind,
-            f"{block.nbytes} bytes{block.made}, still used by {users} queued operation{'s' * (users > 1)}",
+            f"{block.nbytes} bytes{block.made}, still used by {users} queued {operations}",
             block.home,
         )
         self._forget(block)
@@ -303,19 +357,21 @@ class Memory:
             starts = self._starts.copy()  # other threads search the old one
             if block.start not in self.blocks:
                 bisect.insort(starts, block.start)
-            self.blocks[block.start], self._starts = block, starts
+            self.blocks[block.start] = block
+            self._starts = starts
 
     def _forget(self, block: Block) -> None:
-        """The block's address means nothing any more; work that still uses it holds its bytes."""
+        """Drop the block's address; work that still uses the block holds its bytes."""
         if self.blocks.get(block.start) is block:
             del self.blocks[block.start]
             starts = self._starts.copy()
             del starts[bisect.bisect_left(starts, block.start)]
             self._starts = starts
 
-    def _drop(self, ended: Iterable[tuple[Block, list[Mark]]]) -> None:
-        gone = {id(block) for block, _ in ended}
-        for block, _ in self._dying:
-            if id(block) in gone:
-                self._forget(block)
-        self._dying = [entry for entry in self._dying if id(entry[0]) not in gone]
+    def _drop(self, ended: Iterable[Freed]) -> None:
+        """Drop freed blocks that no queued work uses."""
+        gone = {id(freed.block) for freed in ended}
+        for freed in self._dying:
+            if id(freed.block) in gone:
+                self._forget(freed.block)
+        self._dying = [freed for freed in self._dying if id(freed.block) not in gone]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the emulation saw and tells: host synchronisations and hazards."""
+"""Notes: the host synchronisations and hazards that the emulation observed."""
 
 from __future__ import annotations
 
@@ -13,27 +13,42 @@ OWN = str(Path(__file__).parent)
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """One observation. `kind` is "sync" (the host waited for a stream), "freed_device" or "freed_pinned" (memory was handed out again
-    while queued work still used it), "read_early" (a transfer read device memory that the compute stream wrote afterwards, though its
-    writing had been queued before), or "undelayed" (an operation that could not be queued was run at once, after everything before it).
-    `what` says which call or operation, `stream` the stream concerned, `thread` the thread's name, `where` file, line and function of the
-    code that called torch."""
+    """One observation.
+
+    The kinds are:
+
+    - "sync": the host waited for a stream.
+    - "freed_device", "freed_pinned": memory was reused while queued work still used it.
+    - "read_early": a transfer read device memory that the compute stream wrote afterwards, although
+      the write had been queued before.
+    - "undelayed": an operation that cannot be queued ran at once, after everything before it.
+    """
 
     kind: str
     what: str
+    """The call or operation."""
     stream: str
+    """Name of the stream concerned; "" for the whole device, and for pinned memory."""
     thread: str
+    """Name of the thread."""
     where: str
+    """File, line and function of the code that called torch."""
 
 
 @cache
 def shown(file: str) -> str:
-    """The last two parts of a file's path: the same on every machine, and in every working directory."""
+    """Return the last two parts of a file's path.
+
+    They do not depend on the machine or the working directory.
+    """
     return "/".join(Path(file).absolute().parts[-2:]) if not file.startswith("<") else file
 
 
 def caller() -> str:
-    """ "file:line in function" of the innermost frame outside of torch and of the emulation, "" if there is none."""
+    """Return "file:line in function" of the innermost frame outside torch and the emulation.
+
+    Returns "" if there is no such frame.
+    """
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a torch operator does to its arguments, read from its schema once."""
+"""The effects of a torch operator on its arguments, read from its schema."""
 
 from __future__ import annotations
 
@@ -33,23 +33,28 @@ KERNELS = (
 
 
 class Operation(NamedTuple):
-    """`metadata`: touches no bytes, only shapes (views and the like). `reads_back`: its result, or the shape of it, depends on values, so
-    the host has to wait. `returned`: for each return value the position of the argument that it is (an in-place or out= operator), or None
-    for a new tensor. `written`: positions of arguments it writes. `indexing`: operands in host memory are moved to the device, with a
-    wait. `custom`: not torch's own."""
+    """Facts about one operator overload."""
 
     metadata: bool
+    """It touches no bytes, only shapes (views and the like)."""
     reads_back: bool
+    """Its result, or the result's shape, depends on values, so the host has to wait."""
     returned: tuple[int | None, ...]
+    """For each return value: the position of the argument that it is (in-place and out= operators),
+    or None for a new tensor."""
     written: frozenset[int]
+    """Positions of the arguments that it writes."""
     indexing: bool
+    """Operands in host memory are moved to the device, with a wait."""
     custom: bool
+    """It is not one of torch's own operators."""
     runs: bool
+    """It has a CPU kernel."""
 
 
 @cache
 def operation(function: Any) -> Operation:
-    """Facts about an operator overload (torch._ops.OpOverload)."""
+    """Return the facts about an operator overload (torch._ops.OpOverload)."""
     schema = function._schema
     writes = {
         position: set(argument.alias_info.before_set)
@@ -67,19 +72,18 @@ def operation(function: Any) -> Operation:
             )
         views = views or (alias is not None and not alias.is_write)
         returned.append(position)
-    tags = function.tags
+    tags = set(function.tags)
+    value_dependent = tags & {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+    indexing = schema.name in HOST_OPERANDS
     return Operation(
         metadata=(views and not writes)
         or torch.Tag.inplace_view in tags
         or schema.name in METADATA,
-        # Indexing is tagged as well, for its boolean masks; whether there is one is seen at the call.
-        reads_back=bool(
-            {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(tags)
-        )
-        and schema.name not in HOST_OPERANDS,
+        # Indexing has these tags because of boolean masks; the call shows whether it has a mask.
+        reads_back=bool(value_dependent) and not indexing,
         returned=tuple(returned),
         written=frozenset(writes),
-        indexing=schema.name in HOST_OPERANDS,
+        indexing=indexing,
         custom=function.namespace not in ("aten", "prims", "prim"),
         runs=any(
             torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), key) for key in KERNELS

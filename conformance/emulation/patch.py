@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attributes replaced for a while, and put back."""
+"""Temporary replacement of attributes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MISSING = object()
 
 
 class Patches:
-    """Replacements of attributes of modules and classes, undone in reverse order."""
+    """Replaced attributes of modules and classes, restored in reverse order."""
 
     def __init__(self) -> None:
         self._undo: list[tuple[Any, str, Any]] = []
@@ -20,7 +20,7 @@ class Patches:
         setattr(owner, name, value)
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Restore everything."""
         while self._undo:
             owner, name, value = self._undo.pop()
             if value is MISSING:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mode that sees torch functions with what their callers wrote: where tensors are to be made, and what moves or reads them."""
+"""The function mode that rewrites calls that create, move or read tensors.
+
+It sees the arguments as the caller wrote them: device, pin_memory and the like.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,8 @@ from kvconform.emulation.dispatch import to_meta
 from kvconform.emulation.errors import NotEmulated
 
 CUDA = torch.device("cuda", 0)
-FROM_HOST = {
-    torch.tensor,
-    torch.as_tensor,
-    torch.asarray,
-}  # build on the host, then copy with a wait
+# These build the tensor on the host, then copy it with a wait.
+FROM_HOST = {torch.tensor, torch.as_tensor, torch.asarray}
 EMPTY = {
     torch.empty,
     torch.empty_like,
@@ -31,7 +31,10 @@ ZEROS = {torch.zeros, torch.zeros_like, torch.Tensor.new_zeros}
 
 
 def wants_cuda(device: Any) -> bool:
-    """Whether a device argument names the emulated device; NotEmulated for others that are neither it nor the host."""
+    """Return whether a device argument names the emulated device.
+
+    Raises NotEmulated for a second CUDA device.
+    """
     if device is None:
         return False
     if isinstance(device, int):
@@ -43,7 +46,7 @@ def wants_cuda(device: Any) -> bool:
 
 
 class Placement(TorchFunctionMode):
-    """Rewrites calls that name the device or pinned memory; one instance per thread."""
+    """Mode that rewrites calls that name the device or pinned memory; one instance per thread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,19 +61,16 @@ class Placement(TorchFunctionMode):
             torch.Tensor.__array__: self.numpy,
             torch.Tensor.__dlpack__: self.dlpack,
             torch.Tensor.__deepcopy__: self.deepcopy,
-            torch.Tensor.share_memory_: lambda tensor: (
-                tensor if self.emulation.on_device(tensor) else tensor.share_memory_()
-            ),
+            torch.Tensor.share_memory_: self.share_memory,
             torch.Tensor.data_ptr: self.data_ptr,
             torch.Tensor.__setitem__: self.set_item,
             torch.Tensor.new_tensor: self.new_tensor,
-            torch.device: lambda *args, **kwargs: torch.device(
-                *(("cuda", *args) if args and isinstance(args[0], int) else args), **kwargs
-            ),
+            torch.device: self.device,
         }
 
     @property
     def emulation(self) -> Emulation:
+        """The calling thread's emulation."""
         return active()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -84,12 +84,13 @@ class Placement(TorchFunctionMode):
             return self.place(func, args, dict(kwargs))
         return func(*args, **kwargs)
 
-    # -- making tensors
+    # -- creating tensors
 
     def place(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A function with device= or pin_memory=."""
+        """Call a function that has device= or pin_memory=."""
         emulation = self.emulation
-        device, pin = kwargs.pop("device", None), kwargs.pop("pin_memory", None)
+        device = kwargs.pop("device", None)
+        pin = kwargs.pop("pin_memory", None)
         if isinstance(device, int):
             device = torch.device("cuda", device)
         cuda = wants_cuda(device)
@@ -116,7 +117,10 @@ class Placement(TorchFunctionMode):
         return self.pinned(made, func) if pin else made
 
     def on_device(self, made: torch.Tensor, func: Any) -> torch.Tensor:
-        """A device tensor with the contents that a factory made on the host: written by the current stream."""
+        """Return a device tensor with the contents that a factory made on the host.
+
+        The current stream writes them.
+        """
         emulation = self.emulation
         tensor = emulation.device_tensor(made)
         if func in FROM_HOST:
@@ -130,7 +134,7 @@ class Placement(TorchFunctionMode):
         return tensor
 
     def pinned(self, made: torch.Tensor, func: Any) -> torch.Tensor:
-        """A pinned tensor with the same contents."""
+        """Return a pinned tensor with the same contents."""
         tensor = self.emulation.pinned_tensor(made, zero=func in ZEROS)
         if func not in EMPTY and func not in ZEROS:
             with self.emulation.raw():
@@ -146,7 +150,7 @@ class Placement(TorchFunctionMode):
         device: Any = None,
         **options: Any,
     ) -> torch.Tensor:
-        """On the tensor's device, with its dtype, unless another is named."""
+        """Handle Tensor.new_tensor(): default to the tensor's device and dtype."""
         if device is None:
             device = CUDA if self.emulation.on_device(tensor) else "cpu"
         return self.place(
@@ -156,9 +160,10 @@ class Placement(TorchFunctionMode):
     # -- moving tensors
 
     def to(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """tensor.to(...) in all its forms."""
+        """Handle Tensor.to(...) in all its forms."""
         rest = list(args)
-        device, dtype = kwargs.get("device"), kwargs.get("dtype")
+        device = kwargs.get("device")
+        dtype = kwargs.get("dtype")
         other = kwargs.get("other")
         if rest and isinstance(rest[0], torch.Tensor):
             other = rest.pop(0)
@@ -171,9 +176,12 @@ class Placement(TorchFunctionMode):
         emulation = self.emulation
         there = emulation.on_device(tensor)
         if other is not None:
-            dtype, cuda = other.dtype, emulation.on_device(other)
+            dtype = other.dtype
+            cuda = emulation.on_device(other)
+        elif device is None:
+            cuda = there
         else:
-            cuda = there if device is None else wants_cuda(device)
+            cuda = wants_cuda(device)
         options = dict(zip(("non_blocking", "copy"), rest, strict=False))
         options |= {
             key: value
@@ -181,10 +189,8 @@ class Placement(TorchFunctionMode):
             if key in ("non_blocking", "copy", "memory_format") and value is not None
         }
         if cuda == there:
-            host_only = device is not None and not cuda
-            return torch.Tensor.to(
-                tensor, device=device if host_only else None, dtype=dtype, **options
-            )
+            host_device = None if cuda else device
+            return torch.Tensor.to(tensor, device=host_device, dtype=dtype, **options)
         return self.move(
             tensor,
             cuda,
@@ -201,7 +207,10 @@ class Placement(TorchFunctionMode):
         non_blocking: bool,
         memory_format: Any = None,
     ) -> torch.Tensor:
-        """A copy on the other side. To the host and non_blocking: in pinned memory, and not there yet, as in torch."""
+        """Return a copy on the other side.
+
+        A non-blocking copy to the host is in pinned memory and not complete yet, as in torch.
+        """
         emulation = self.emulation
         with emulation.raw():
             like = torch.empty_like(
@@ -217,7 +226,7 @@ class Placement(TorchFunctionMode):
         return made.copy_(tensor, non_blocking=non_blocking)
 
     def host_copy(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
-        """The tensor itself, or what a device tensor holds once the host has waited for it."""
+        """Return a host tensor itself, or the contents of a device tensor after a host wait."""
         emulation = self.emulation
         if not emulation.on_device(tensor):
             return tensor
@@ -226,36 +235,48 @@ class Placement(TorchFunctionMode):
             return tensor.clone()
 
     def numpy(self, tensor: torch.Tensor, *args: Any, force: bool = False, **kwargs: Any) -> Any:
-        """Only host tensors can be shared with numpy."""
+        """Handle Tensor.numpy(): only host tensors can be shared with numpy."""
         if self.emulation.on_device(tensor):
             if not force:
                 raise TypeError(
-                    "A tensor of device cuda:0 cannot be given to numpy; it has to be copied to the host first (Tensor.cpu())."
+                    "A tensor of device cuda:0 cannot be given to numpy; "
+                    "it has to be copied to the host first (Tensor.cpu())."
                 )
             tensor = self.host_copy(tensor, "numpy(force=True)")
         return tensor.numpy() if not args and not kwargs else tensor.__array__(*args, **kwargs)
 
     def set_item(self, tensor: torch.Tensor, index: Any, value: Any) -> None:
-        """A number that is assigned to part of a device tensor is made on the device."""
+        """Handle item assignment: a number for a device tensor becomes a device tensor."""
         if isinstance(value, (bool, int, float)) and self.emulation.on_device(tensor):
             with self.emulation.raw():
                 made = torch.full((), value, dtype=tensor.dtype)
             value = self.on_device(made, torch.full)
         tensor[index] = value
 
+    def share_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Handle Tensor.share_memory_(): device tensors are shared already."""
+        return tensor if self.emulation.on_device(tensor) else tensor.share_memory_()
+
+    def device(self, *args: Any, **kwargs: Any) -> torch.device:
+        """Handle torch.device(): a bare number names a CUDA device."""
+        if args and isinstance(args[0], int):
+            args = ("cuda", *args)
+        return torch.device(*args, **kwargs)
+
     def dlpack(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Handle DLPack export, which exists for host tensors only."""
         if self.emulation.on_device(tensor):
             raise NotEmulated("export of device memory through DLPack")
         return torch.Tensor.__dlpack__(tensor, *args, **kwargs)
 
     def deepcopy(self, tensor: torch.Tensor, memo: Any) -> Any:
-        """A copy on the device is the stream's work."""
+        """Handle copy.deepcopy(): a copy of a device tensor is work of the stream."""
         if not self.emulation.on_device(tensor):
             return tensor.__deepcopy__(memo)
         return memo.setdefault(id(tensor), tensor.clone())
 
     def data_ptr(self, tensor: torch.Tensor) -> int:
-        """The address; a host tensor whose address is known may be used by raw copies later."""
+        """Return the address; raw copies may use a host tensor whose address is known."""
         if self.emulation.memory.block_of(tensor) is None and tensor.device.type == "cpu":
             self.emulation.memory.seen(tensor)
         return tensor.data_ptr()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host threads of a connector that copies from threads of its own: they are as fast as the streams, not as their scheduler pleases."""
+"""`settle()`: let the connector's own host threads run until they are blocked."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ import time
 
 from kvconform.emulation.context import active
 
-PAUSE = 0.0003  # seconds: the interpreter's lock is free for as long
-LONGEST = 0.5  # seconds; a thread that never blocks is not waited for
+PAUSE = 0.0003  # seconds for which this thread releases the interpreter's lock
+LONGEST = 0.5  # seconds; a thread that never blocks is not waited for longer
 
 
 def settle() -> None:
-    """Let the threads that the connector has started run until all of them are blocked: what they were given to queue is queued then.
+    """Let the threads that the connector has started run until all of them are blocked.
 
-    On a GPU such a thread has queued its work long before a forward pass is over. Here the forward pass takes no time, so that a thread
-    would be late or early by chance, and a missing wait would be found by chance."""
-    emulation, before, since = active(), None, time.monotonic()
+    Then everything that they were given to queue is queued. On a GPU such a thread has queued its
+    work long before a forward pass is over. Here the forward pass takes no time, so the scheduling
+    of threads would decide whether the work is late, and so whether a missing wait is found.
+    """
+    emulation = active()
+    before = None
+    since = time.monotonic()
     threads = [
         thread
         for thread in threading.enumerate()
@@ -33,8 +37,11 @@ def settle() -> None:
 
 
 def _runnable(thread: threading.Thread) -> bool:
-    """Whether a thread could run and waits for a processor: on a busy machine it stays where it is, and is not blocked. False where the
-    system does not tell."""
+    """Return whether a thread could run but waits for a processor.
+
+    On a busy machine such a thread does not move, and is not blocked. Returns False where the
+    system has no /proc.
+    """
     try:
         with open(
             f"/proc/self/task/{thread.native_id}/stat", encoding="ascii", errors="replace"
@@ -45,7 +52,7 @@ def _runnable(thread: threading.Thread) -> bool:
 
 
 def _places(threads: list[threading.Thread]) -> list[tuple[int, int] | None]:
-    """Where each thread is: its frame and instruction; None for one that has ended."""
+    """Return each thread's frame and instruction; None for a thread that has ended."""
     frames = sys._current_frames()
     found = [frames.get(thread.ident or 0) for thread in threads]
     return [(id(frame), frame.f_lasti) if frame is not None else None for frame in found]

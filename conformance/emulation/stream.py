@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Emulated torch.Event and torch.cuda.Event.
-
-Emulated torch.Stream, torch.cuda.Stream and torch.cuda.ExternalStream.
-"""
+"""Emulated streams and events of torch and torch.cuda."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,13 +12,13 @@ from kvconform.emulation.context import STATE, Emulation, active
 from kvconform.emulation.errors import NotEmulated
 from kvconform.emulation.machine import Mark, Queue
 
-if TYPE_CHECKING:
-    pass
-
 
 class GenericEvent:
-    """torch.Event: a mark in a stream. Recording again moves it; waits that were asked for before keep the old place. An event that was
-    never recorded is complete, and waiting for it does nothing."""
+    """torch.Event: a mark in a stream.
+
+    Recording the event again moves the mark; earlier waits keep the old place. An event that was
+    never recorded is complete, and waiting for it does nothing.
+    """
 
     def __init__(
         self,
@@ -37,7 +34,7 @@ class GenericEvent:
         self._emulation: Emulation | None = None
 
     def record(self, stream: GenericStream | None = None) -> None:
-        """Mark the place behind everything queued so far on a stream (the current one by default)."""
+        """Mark the place after everything queued so far on a stream (default: the current one)."""
         emulation = self._emulation = active() if stream is None else stream.emulation
         queue = emulation.queue if stream is None else stream.queue
         with emulation.machine.lock, emulation.raw():
@@ -47,7 +44,10 @@ class GenericEvent:
             self.mark = emulation.machine.mark(queue)
 
     def wait(self, stream: GenericStream | None = None) -> None:
-        """Hold later work of a stream (the current one by default) until the mark of now is reached."""
+        """Hold later work of a stream (default: the current one) until the mark is reached.
+
+        The mark is the event's mark at the time of the call.
+        """
         mark = self.mark
         if mark is not None and self._emulation is not None:
             emulation = self._emulation
@@ -55,21 +55,27 @@ class GenericEvent:
                 emulation.machine.wait(emulation.queue if stream is None else stream.queue, mark)
 
     def synchronize(self) -> None:
-        """Wait, as the host, for the mark. Noted, unless it has been reached."""
+        """Wait, as the host, for the mark; noted, unless it has been reached."""
         if self.mark is not None and self._emulation is not None:
             with self._emulation.raw() if self.mark.reached else nullcontext():
                 self._emulation.demand(self.mark, "event.synchronize()")
 
     def query(self) -> bool:
-        """Whether the mark is reached. A mark that is not says so `patience` times, then its stream is run up to it."""
+        """Return whether the mark is reached.
+
+        Returns False at most `patience` times for one mark, then runs its stream up to it.
+        """
         if self.mark is None or self._emulation is None:
             return True
         with self._emulation.raw():
-            return self._emulation.machine.answer(self.mark)
+            return self._emulation.machine.poll(self.mark)
 
     def elapsed_time(self, end: GenericEvent) -> float:
-        """Milliseconds between two reached marks; a hundredth for each piece of work that ran between them. RuntimeError as CUDA's when
-        one was made without timing, not recorded, or not reached."""
+        """Return the milliseconds between two reached marks.
+
+        Each piece of work that ran between them counts as a hundredth. As in CUDA, raises
+        RuntimeError if an event was made without timing, is not recorded, or is not reached.
+        """
         if not (self.enable_timing and end.enable_timing):
             raise RuntimeError("elapsed_time() needs two events made with enable_timing=True.")
         if self.mark is None or end.mark is None:
@@ -80,23 +86,30 @@ class GenericEvent:
 
     @property
     def device(self) -> torch.device:
+        """The emulated device."""
         return torch.device("cuda", 0)
 
     @property
     def event_id(self) -> int:
+        """A number that identifies the event."""
         return id(self)
 
     def ipc_handle(self) -> Any:
+        """Raise NotEmulated."""
         raise NotEmulated("event shared between processes (ipc_handle)")
 
     @classmethod
     def from_ipc_handle(cls, *args: Any) -> Any:
+        """Raise NotEmulated."""
         raise NotEmulated("event shared between processes (from_ipc_handle)")
 
     def __repr__(self) -> str:
-        state = (
-            "not recorded" if self.mark is None else "complete" if self.mark.reached else "pending"
-        )
+        if self.mark is None:
+            state = "not recorded"
+        elif self.mark.reached:
+            state = "complete"
+        else:
+            state = "pending"
         return f"<emulated {type(self).__name__} {state}>"
 
 
@@ -114,22 +127,23 @@ class Event(GenericEvent):
 
     @property
     def cuda_event(self) -> int:
+        """A number that stands for the cudaEvent_t."""
         return id(self)
 
 
 class GenericStream:
-    """torch.Stream: one queue of work on the emulated device. Two streams are equal when they are the same queue."""
+    """torch.Stream: one queue of work on the emulated device.
+
+    Two streams are equal if they have the same queue.
+    """
 
     def __init__(
         self, device: Any = None, *, priority: int = 0, queue: Queue | None = None, **ids: Any
     ) -> None:
-        index = (
-            device
-            if isinstance(device, int)
-            else None
-            if device is None
-            else torch.device(device).index
-        )
+        if device is None or isinstance(device, int):
+            index = device
+        else:
+            index = torch.device(device).index
         if index:
             raise NotEmulated(f"second device (cuda:{index})")
         self.emulation = active()
@@ -139,57 +153,63 @@ class GenericStream:
             queue = next((known for known in machine.queues if known.handle == handle), None)
             if queue is None:
                 raise ValueError(f"No stream of the emulated device has the handle {handle:#x}.")
-        self.queue = (
-            machine.new_queue(f"stream {len(machine.queues) - 1}", priority)
-            if queue is None
-            else queue
-        )
+        if queue is None:
+            queue = machine.new_queue(f"stream {len(machine.queues) - 1}", priority)
+        self.queue = queue
 
     @property
     def priority(self) -> int:
+        """The priority it was made with; it has no effect."""
         return self.queue.priority
 
     @property
     def stream_id(self) -> int:
+        """The cudaStream_t as a number."""
         return self.queue.handle
 
     native_handle = stream_id
 
     @property
     def device(self) -> torch.device:
+        """The emulated device."""
         return torch.device("cuda", 0)
 
     device_index = 0
     device_type = 1  # CUDA in c10::DeviceType
 
     def wait_event(self, event: GenericEvent) -> None:
-        """Hold later work of this stream until the event's mark of now is reached."""
+        """Hold later work of this stream until the event's present mark is reached."""
         event.wait(self)
 
     def wait_stream(self, stream: GenericStream) -> None:
-        """Hold later work of this stream until what is queued on the other one now is done."""
+        """Hold later work of this stream until what is queued on the other one is done."""
         machine = self.emulation.machine
         with self.emulation.raw():
             machine.wait(self.queue, machine.mark(stream.queue))
 
     def record_event(self, event: GenericEvent | None = None) -> GenericEvent:
-        """Record an event (a new one by default) on this stream."""
+        """Record an event (default: a new one) on this stream and return it."""
         if event is None:
             event = Event() if isinstance(self, Stream) else GenericEvent()
         event.record(self)
         return event
 
     def synchronize(self) -> None:
-        """Wait, as the host, for everything queued so far. Noted, unless nothing is left to do."""
+        """Wait, as the host, for everything queued so far; noted, unless all of it is done."""
         with self.emulation.raw() if self.queue.done == self.queue.put else nullcontext():
             self.emulation.synchronize(self.queue, "stream.synchronize()")
 
     def query(self) -> bool:
-        """Whether nothing is left to do; like event.query(), it gives in after `patience` questions in a row."""
-        machine, queue = self.emulation.machine, self.queue
+        """Return whether all work is done.
+
+        Returns False at most `patience` times in a row, then runs the stream.
+        """
+        machine = self.emulation.machine
+        queue = self.queue
         with machine.lock, self.emulation.raw():
             if not queue.entries:
-                queue.polls, queue.seen = 0, queue.put
+                queue.polls = 0
+                queue.seen = queue.put
                 return True
             queue.polls += 1
             if queue.polls <= machine.patience:
@@ -226,24 +246,24 @@ class Stream(GenericStream):
 
     @property
     def cuda_stream(self) -> int:
-        """The cudaStream_t as a number: 0 for the default stream only."""
+        """The cudaStream_t as a number; 0 for the default stream only."""
         return self.queue.handle
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
-        """Least and greatest priority."""
+        """Return the least and the greatest priority."""
         return 0, -5
 
 
 class ExternalStream(Stream):
-    """torch.cuda.ExternalStream: the stream that has this handle. ValueError if none has."""
+    """torch.cuda.ExternalStream: the stream with this handle; ValueError if there is none."""
 
     def __init__(self, stream_ptr: int, device: Any = None, **ids: Any) -> None:
         super().__init__(device, stream_id=stream_ptr)
 
 
 class StreamContext:
-    """torch.cuda.stream(...): makes a stream the thread's current one; None changes nothing."""
+    """torch.cuda.stream(...): makes a stream the thread's current one; None has no effect."""
 
     def __init__(self, stream: GenericStream | None) -> None:
         self.stream = stream

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tensors say of themselves, and methods that replace torch's where a function mode would not see them."""
+"""Replacements for the properties and methods of torch.Tensor that a function mode does not see."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ if TYPE_CHECKING:
 
 
 def patch_tensors(patches: Patches) -> None:
-    """Replace properties and methods of torch.Tensor. In `raw()` they say what they always said,
-    except that memory pinned here stays pinned."""
+    """Replace properties and methods of torch.Tensor.
+
+    In `raw()` they behave as torch's own, except that memory pinned by the emulation stays pinned.
+    """
     base = torch._C.TensorBase
-    placement = Placement()  # for its functions only; it is not entered
+    placement = Placement()  # for its methods only; the mode is not entered
 
     def there(tensor: torch.Tensor) -> bool:
         emulation = active()
@@ -65,13 +67,16 @@ def patch_tensors(patches: Patches) -> None:
     reduce_ex = torch.Tensor.__reduce_ex__
 
     def reduce(tensor: torch.Tensor, protocol: Any) -> Any:
-        """Pickling, and torch.save(): the bytes as they are when the host has waited; a host tensor comes out of it."""
-        return reduce_ex(
-            placement.host_copy(tensor, "pickled") if there(tensor) else tensor, protocol
-        )
+        """Pickle a device tensor as a host tensor, after the host has waited for its bytes.
+
+        torch.save() uses it as well.
+        """
+        if there(tensor):
+            tensor = placement.host_copy(tensor, "pickled")
+        return reduce_ex(tensor, protocol)
 
     def shallow(tensor: torch.Tensor) -> Any:
-        """copy.copy(): made of what pickling would take, over the same memory."""
+        """Handle copy.copy(): build the copy from what pickling takes, over the same memory."""
         with RAW:
             made, arguments, *state = tensor.__reduce_ex__(4)
             twin = made(*arguments)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads that start while a device is emulated see it too: torch's modes belong to the thread that entered them."""
+"""The emulation's torch modes for new threads.
+
+A torch mode applies only to the thread that entered it.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +18,21 @@ from kvconform.emulation.placement import Placement
 
 @contextmanager
 def modes() -> Iterator[None]:
-    """The calling thread's torch calls go to the device of the emulation that the thread is part of."""
+    """Send the calling thread's torch calls to the device of the thread's emulation."""
     with Dispatch(), Placement():
         yield
 
 
 def patch_threads(patches: Patches) -> None:
-    """Every thread that is started from now on is part of the emulation that starts it; its current stream is the default stream, as in
-    CUDA."""
+    """Make every thread started from now on part of the emulation that starts it.
+
+    Its current stream is the default stream, as in CUDA.
+    """
     start = threading.Thread.start
 
     def start_with_modes(thread: threading.Thread) -> None:
-        run, emulation = thread.run, active()
+        run = thread.run
+        emulation = active()
 
         def run_with_modes() -> None:
             with member(emulation, None), modes():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's copy operations between device and host, as work of an emulated stream. They get raw addresses, or whole tensors."""
+"""vLLM's copy operations between device and host, as work of an emulated stream."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ import torch
 from kvconform.emulation.context import Emulation
 from kvconform.emulation.errors import NotEmulated
 
-SOURCE_IN_STREAM_ORDER, SOURCE_ANY = 1, 3
-"""Of the driver's CUmemcpySrcAccessOrder."""
+# Values of the driver's CUmemcpySrcAccessOrder.
+SOURCE_IN_STREAM_ORDER = 1
+SOURCE_ANY = 3
 INVALID_VALUE = 1  # CUDA_ERROR_INVALID_VALUE
 
 
 class Copies:
-    """The operations: each queues one piece of work, on the current stream or the given one. ValueError and NotEmulated as queue_copy()."""
+    """The copy operations. Each queues one piece of work, on the current stream or the given one.
+
+    They raise ValueError and NotEmulated as `Emulation.queue_copy` does.
+    """
 
     def __init__(self, cuda: Emulation) -> None:
         self.cuda = cuda
@@ -29,7 +33,10 @@ class Copies:
         sizes: torch.Tensor,
         is_src_access_order_any: bool = False,
     ) -> None:
-        """`vllm._custom_ops.swap_blocks_batch`: src_ptrs, dst_ptrs, sizes [copies] int64, in host memory. RuntimeError for others."""
+        """Replace `vllm._custom_ops.swap_blocks_batch`.
+
+        src_ptrs, dst_ptrs and sizes are [copies], int64, in host memory; RuntimeError for others.
+        """
         for name, tensor in {"src_ptrs": src_ptrs, "dst_ptrs": dst_ptrs, "sizes": sizes}.items():
             if (
                 tensor.is_cuda
@@ -38,24 +45,33 @@ class Copies:
                 or len(tensor) != len(src_ptrs)
             ):
                 raise RuntimeError(
-                    f"swap_blocks_batch: {name} must be an int64 tensor [copies] in host memory, as long as the others"
+                    f"swap_blocks_batch: {name} must be an int64 tensor [copies] in host memory, "
+                    "as long as the others"
                 )
-        parts = dst_ptrs.tolist(), src_ptrs.tolist(), sizes.tolist()
-        self.cuda.queue_copy(*parts, any_order=is_src_access_order_any, what="swap_blocks_batch")
+        self.cuda.queue_copy(
+            dst_ptrs.tolist(),
+            src_ptrs.tolist(),
+            sizes.tolist(),
+            any_order=is_src_access_order_any,
+            what="swap_blocks_batch",
+        )
 
     def swap_blocks(self, src: torch.Tensor, dst: torch.Tensor, *rest: Any) -> None:
-        """`vllm._custom_ops.swap_blocks`: block_mapping [copies, 2] int64 in host memory comes last, before it, since 0.18, the bytes of a
-        block: until then those of a row of `src`."""
+        """Replace `vllm._custom_ops.swap_blocks`.
+
+        The last argument is block_mapping, [copies, 2], int64, in host memory. Since vLLM 0.18 the
+        size of a block in bytes precedes it; until then it is the size of a row of `src`.
+        """
         if not (src.is_cuda or dst.is_cuda):
             raise RuntimeError("swap_blocks: src and dst must not both be in host memory")
         if rest[-1].is_cuda:
             raise RuntimeError("swap_blocks: block_mapping must be in host memory")
         size = rest[0] if len(rest) == 2 else src.element_size() * src.stride(0)
-        at, to, pairs = src.data_ptr(), dst.data_ptr(), rest[-1].tolist()
-        sources, targets = (
-            [at + source * size for source, _ in pairs],
-            [to + target * size for _, target in pairs],
-        )
+        source_start = src.data_ptr()
+        target_start = dst.data_ptr()
+        pairs = rest[-1].tolist()
+        sources = [source_start + source * size for source, _ in pairs]
+        targets = [target_start + target * size for _, target in pairs]
         self.cuda.queue_copy(targets, sources, [size] * len(pairs), what="swap_blocks")
 
     def batch_memcpy(
@@ -70,19 +86,20 @@ class Copies:
         fail_index: Any,
         stream: int,
     ) -> int:
-        """The driver's cuMemcpyBatchAsync: arrays [count] of addresses and sizes, read when the call is made. Returns a CUresult."""
+        """Replace the driver's cuMemcpyBatchAsync and return a CUresult.
+
+        `dsts`, `srcs` and `sizes` are addresses of arrays [count], which are read at the call.
+        """
         if count <= 0 or num_attrs != 1 or not stream:
-            return INVALID_VALUE  # the driver takes neither an empty batch nor the default stream
+            return INVALID_VALUE  # the driver rejects an empty batch and the default stream
         order = ctypes.c_uint.from_address(attrs).value
         if order not in (SOURCE_IN_STREAM_ORDER, SOURCE_ANY):
             raise NotEmulated(f"cuMemcpyBatchAsync with srcAccessOrder {order}")
-        targets, sources, lengths = (_numbers(address, count) for address in (dsts, srcs, sizes))
-        queue = torch.cuda.ExternalStream(stream)
         self.cuda.queue_copy(
-            targets,
-            sources,
-            lengths,
-            queue,
+            _numbers(dsts, count),
+            _numbers(srcs, count),
+            _numbers(sizes, count),
+            torch.cuda.ExternalStream(stream),
             any_order=order == SOURCE_ANY,
             what="cuMemcpyBatchAsync",
         )
@@ -90,5 +107,5 @@ class Copies:
 
 
 def _numbers(address: int, count: int) -> list[int]:
-    """An array of C's size_t."""
+    """Return the numbers of an array of size_t."""
     return list((ctypes.c_uint64 * count).from_address(address))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM, as the code of its offloading connectors finds it where there is a GPU: platform, copy operations, pinned memory."""
+"""vLLM as on a machine with a GPU, for connectors: platform, copy operations, pinned memory."""
 
 from __future__ import annotations
 
@@ -31,34 +31,40 @@ MODULES = (
     "vllm.v1.simple_kv_offload.disk_backend",
     "vllm.v1.simple_kv_offload.worker",
 )
-"""Those that have, or have imported by name, something that is exchanged. Each release has some of them."""
+"""Modules that define, or import by name, something that is replaced. Each release has some."""
 
 
 class CudaRuntime:
-    """What vLLM's `CudaRTLibrary` (libcudart through ctypes) is used for by those who pin memory: results are plain integers."""
+    """Stand-in for vLLM's `CudaRTLibrary` (libcudart through ctypes), used to pin memory.
+
+    Results are plain integers.
+    """
 
     def cudaHostRegister(self, pointer: int, size: int, flags: int = 0) -> int:
         """Pin a range of host memory; 0 is success."""
         return int(torch.cuda.cudart().cudaHostRegister(pointer, size, flags))  # type: ignore[attr-defined]
 
     def cudaHostUnregister(self, pointer: int) -> int:
-        """Undo it; 0 is success."""
+        """Undo cudaHostRegister; 0 is success."""
         return int(torch.cuda.cudart().cudaHostUnregister(pointer))  # type: ignore[attr-defined]
 
     def cudaGetLastError(self) -> int:
-        """No call leaves an error behind."""
+        """Return 0: no call leaves an error behind."""
         return 0
 
 
 @contextmanager
 def vllm_on_cuda(cuda: Emulation) -> Iterator[None]:
-    """Exchange, for this process, what vLLM's modules took from a machine without a GPU. `cuda` is in force. Restores all on exit."""
+    """Replace what vLLM's modules found on a machine without a GPU, in this process.
+
+    `cuda` must be active. Restores everything at the end.
+    """
     copies = Copies(cuda)
     with platform_is_cuda():
         patches = Patches()
         try:
             for module in _installed():
-                for name, value in _exchanged(module, copies).items():
+                for name, value in _replacements(module, copies).items():
                     patches.set(module, name, value)
                 worker = getattr(module, "OffloadingConnectorWorker", None)
                 if worker is not None and "block_stride" not in KVCacheTensor.__dataclass_fields__:
@@ -69,6 +75,7 @@ def vllm_on_cuda(cuda: Emulation) -> Iterator[None]:
 
 
 def _installed() -> Iterator[Any]:
+    """Yield the modules that this release of vLLM has."""
     for name in MODULES:
         try:
             yield importlib.import_module(name)
@@ -77,8 +84,8 @@ def _installed() -> Iterator[Any]:
                 raise
 
 
-def _exchanged(module: Any, copies: Copies) -> dict[str, Any]:
-    """The names that `module` has itself, with what they stand for now."""
+def _replacements(module: Any, copies: Copies) -> dict[str, Any]:
+    """Return new values for the names that `module` itself has."""
     known: dict[str, Any] = {
         "PIN_MEMORY": True,
         "HAS_TRITON": False,  # its copies would be kernels that read host memory
@@ -86,10 +93,8 @@ def _exchanged(module: Any, copies: Copies) -> dict[str, Any]:
         "swap_blocks_batch": copies.swap_blocks_batch,
         "swap_blocks": copies.swap_blocks,
         "CudaRTLibrary": CudaRuntime,
-        "_resolve_batch_memcpy": lambda: (
-            copies.batch_memcpy,
-            1,
-        ),  # with the number of attributes that it takes
+        # The function, and the number of attributes that it takes.
+        "_resolve_batch_memcpy": lambda: (copies.batch_memcpy, 1),
         "_batch_memcpy": None,
     }
     if "_batch_memcpy_fn" in vars(module):  # until 0.28
@@ -99,11 +104,12 @@ def _exchanged(module: Any, copies: Copies) -> dict[str, Any]:
 
 def _refuse() -> None:
     raise NotEmulated(
-        "layers in allocations of their own, as SimpleCPUOffloadConnector wants them before vLLM 0.29"
+        "separate allocation for each layer, which SimpleCPUOffloadConnector needs before vLLM 0.29"
     )
 
 
 def _refuse_offloading(*args: Any) -> None:
     raise NotEmulated(
-        "attention layers with allocations of their own, as OffloadingConnector wants them before vLLM 0.26"
+        "separate allocation for each attention layer, "
+        "which OffloadingConnector needs before vLLM 0.26"
     )

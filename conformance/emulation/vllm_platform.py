@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which platform vLLM says it runs on: a CUDA one to whoever copies KV, the one that is there to vLLM's own engine.
+"""The platform that vLLM reports: CUDA to connectors, the real one to vLLM's own engine.
 
-`vllm.platforms.current_platform` is one object that every module imports by name, so its class is exchanged, not the object. vLLM's
-configuration, engine arguments, parallel state, scheduler and forward context (the modules below, found by noting who asks what while the
-suite runs) must go on as on the machine that it is: they would choose attention back ends, graphs and process groups that are not there.
+`vllm.platforms.current_platform` is one object that every module imports by name, so its class is
+replaced, not the object. vLLM's configuration, engine arguments, parallel state, scheduler and
+forward context must see the real machine: otherwise they choose attention backends, graphs and
+process groups that do not exist. The list of these modules (`ENGINE`) was found by recording which
+module queries which attribute while the suite runs.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ ENGINE = (
     "vllm.v1.spec_decode",
     "vllm.v1.worker",
 )
-"""Modules that are told the truth. Everybody else is a connector, or works for one."""
+"""Modules that see the real platform. All others belong to a connector, or work for one."""
 
 ANSWERS: dict[str, Any] = {
     "device_type": "cuda",
@@ -71,41 +73,43 @@ ANSWERS: dict[str, Any] = {
 
 
 def _number(capability: Any) -> int:
-    """(major, minor) or an integer as an integer, such as 90."""
+    """Return a capability, (major, minor) or an integer, as an integer such as 90."""
     return capability[0] * 10 + capability[1] if isinstance(capability, tuple) else int(capability)
 
 
 def _works_for_the_engine(module: str) -> bool:
+    """Return whether a module sees the real platform."""
     return any(module == name or module.startswith(f"{name}.") for name in ENGINE)
 
 
 @contextmanager
 def platform_is_cuda() -> Iterator[None]:
-    """Let the current platform answer as a CUDA one, to everybody but the engine. Changes the class of the platform object; restores it."""
+    """Make the current platform a CUDA one for all modules except the engine's.
+
+    Changes the class of the platform object, and restores it at the end.
+    """
     platform: Any = vllm.platforms.current_platform
     own = type(platform)
 
     class Emulated(own):  # type: ignore[misc,valid-type]
-        """The platform that is there, with other answers for some."""
+        """The real platform with the attributes of a CUDA one."""
 
         def __getattribute__(self, name: str) -> Any:
-            if name.startswith("_") or _works_for_the_engine(
-                sys._getframe(1).f_globals.get("__name__", "")
-            ):
+            if name.startswith("_"):
+                return super().__getattribute__(name)
+            asking = sys._getframe(1).f_globals.get("__name__", "")
+            if _works_for_the_engine(asking):
                 return super().__getattribute__(name)
             if name in ANSWERS:
                 return ANSWERS[name]
-            if not hasattr(own, name) and hasattr(
-                torch.cuda, name
-            ):  # Stream, current_stream, synchronize, ...: as Platform itself does
+            # Stream, current_stream, synchronize, ...: vLLM's Platform forwards them the same way.
+            if not hasattr(own, name) and hasattr(torch.cuda, name):
                 return getattr(torch.cuda, name)
             return super().__getattribute__(name)
 
-    Emulated.__name__, Emulated.__qualname__, Emulated.__module__ = (
-        own.__name__,
-        own.__qualname__,
-        own.__module__,
-    )
+    Emulated.__name__ = own.__name__
+    Emulated.__qualname__ = own.__qualname__
+    Emulated.__module__ = own.__module__
     platform.__class__ = Emulated
     try:
         yield

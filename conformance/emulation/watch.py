@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Did a transfer read device memory before the compute stream had written it? Only the bytes can tell, and only the adversary that lets
-transfers overtake makes it happen: what was read is watched while the compute stream does what had been queued before the transfer was."""
+"""Detection of transfers that read device memory before the compute stream wrote it.
+
+Only the bytes show such a read, and it happens only under the adversary that lets transfers
+overtake. What was read is therefore watched while the compute stream does the work that had been
+queued before the transfer.
+"""
 
 from __future__ import annotations
 
@@ -11,34 +15,37 @@ import torch
 
 
 class Watch:
-    """One read that happened too early if what it reads changes before the compute queue has done `due` entries. `read` gives the tensors
-    read (or made of what was read), `tell` is called once if they changed."""
+    """One read; it was too early if what it read changes before `due` compute entries are done.
 
-    def __init__(self, due: int, read: Callable[[], list[Any]], tell: Callable[[], None]) -> None:
-        self.due, self.read, self.tell = due, read, tell
+    `read` returns the tensors that were read, or results computed from them. `report` is called
+    once if they changed.
+    """
+
+    def __init__(self, due: int, read: Callable[[], list[Any]], report: Callable[[], None]) -> None:
+        self.due = due
+        self.read = read
+        self.report = report
         self._before: list[torch.Tensor] = []
 
     def look(self) -> None:
-        """Before the compute queue does something: remember what is there. Changes no bytes but its own."""
+        """Remember the bytes before the compute queue does an entry."""
         self._before = self._bytes()
 
     def changed(self) -> bool:
-        """Afterwards: whether it is something else now; tells so."""
+        """Return whether the bytes differ after the entry; report it if they do."""
         now = self._bytes()
         same = len(now) == len(self._before) and all(
             torch.equal(a, b) for a, b in zip(now, self._before, strict=True)
         )
         if not same:
-            self.tell()
+            self.report()
         return not same
 
     def _bytes(self) -> list[torch.Tensor]:
         with torch.inference_mode():
             try:
                 found = self.read()
-            except (
-                RuntimeError,
-                IndexError,
-            ):  # an operator that cannot do now what it did: its operands are others
+            except (RuntimeError, IndexError):
+                # An operator that worked before fails now: its operands have changed.
                 return []
             return [tensor.contiguous().reshape(-1).view(torch.uint8).clone() for tensor in found]

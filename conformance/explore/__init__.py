@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random workloads and abort races, shrunk to a minimal case when they fail."""
+"""`kvconform explore`: random workloads and abort races; a failing one is shrunk to a case."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A campaign: workloads run, failures told apart, each shrunk to a case that is kept as a file.
+"""A campaign: runs workloads, groups failures by cause, and shrinks each to a case in a file.
 
-The workloads that reached something new, kept in a folder: campaigns go on from there, and CI replays them.
-
-`seeds.jsonl` has a workload per line with what it was the first to reach, `state.json` how far the drawing has come.
+A corpus is a folder with the workloads that reached something new. Later campaigns continue from
+it, and CI replays it. `seeds.jsonl` has one workload per line with the pairs that it was the first
+to reach; `state.json` has the number of workloads drawn.
 """
 
 from __future__ import annotations
@@ -30,22 +30,26 @@ from kvconform.explore.shrink import shrink
 from kvconform.explore.workload import WIDTH, Workload, text_of
 
 MUTATED = 2
-"""One in so many workloads is drawn anew; the others are like one of the corpus."""
+"""One in MUTATED workloads is newly drawn; the others are mutations of workloads of the corpus."""
 
 
 @contextmanager
 def _readable(place: object) -> Iterator[None]:
-    """UsageError for a file, or a line of it, that is damaged or of another version."""
+    """Turn errors into a UsageError: the file or line `place` is damaged or of another version."""
     try:
         yield
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
-            f"the corpus {place} cannot be read ({one_line(error)}): mend the file, or name another --corpus"
+            f"the corpus {place} cannot be read ({one_line(error)}):"
+            " mend the file, or name another --corpus"
         ) from None
 
 
 class Corpus:
-    """In memory, and in `folder` if there is one. `pairs` is all that was reached."""
+    """Workloads that reached something new, in memory and, if given, in `folder`.
+
+    `pairs`: all pairs reached (see `kvconform.explore.outcome`). `drawn`: workloads drawn so far.
+    """
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder
@@ -72,7 +76,10 @@ class Corpus:
                 self.pairs.update(kept["first"])
 
     def add(self, workload: Workload, outcome: Outcome) -> int:
-        """Take in what came of a workload; how many pairs it was the first to reach. What failed is kept elsewhere."""
+        """Add a workload that reached new pairs; return how many.
+
+        A workload that failed adds its pairs only, because failures are written as cases.
+        """
         new = set(outcome.pairs) - self.pairs
         if not new:
             return 0
@@ -90,7 +97,7 @@ class Corpus:
         return len(new)
 
     def save(self) -> None:
-        """Note how far the drawing has come."""
+        """Write the number of workloads drawn to the folder."""
         if self.folder is not None and self.folder.exists():
             (self.folder / "state.json").write_text(
                 json.dumps({"drawn": self.drawn}) + "\n", encoding="utf-8"
@@ -99,7 +106,10 @@ class Corpus:
     def guided(
         self, fresh: Iterator[Workload], engines: list[str], schedulings: list[str]
     ) -> Iterator[Workload]:
-        """The fresh workloads behind those that were drawn in earlier runs, and in between workloads like those of the corpus."""
+        """Yield the fresh workloads that no earlier campaign drew, and mutations of the corpus.
+
+        The first `drawn` fresh workloads are skipped.
+        """
         for number, workload in enumerate(fresh):
             if number < self.drawn:
                 continue
@@ -108,9 +118,9 @@ class Corpus:
             for turn in range(MUTATED - 1 if self.seeds else 0):
                 name = f"{workload.seed}/{number}/{turn}"
                 dice = Dice(f"seed/{name}")
-                # what was found last has been looked around least
-                recent = self.seeds[-20:] if dice.one_in(2) else self.seeds
-                yield mutated(f"like/{name}", dice.pick(recent), engines, schedulings)
+                # The latest workloads have the fewest mutations so far.
+                choice = self.seeds[-20:] if dice.one_in(2) else self.seeds
+                yield mutated(f"like/{name}", dice.pick(choice), engines, schedulings)
 
 
 Key = tuple[str, str | None]
@@ -118,7 +128,10 @@ Key = tuple[str, str | None]
 
 @dataclass
 class Found:
-    """One cause: what failed, the first workload that failed it, how many did, and what shrinking left of it."""
+    """One cause of failure, and the first workload that showed it, which shrinking replaces.
+
+    `count`: workloads with this failure. `tries`: runs spent on shrinking. `path`: the case's file.
+    """
 
     failure: Failure
     workload: Workload
@@ -129,7 +142,7 @@ class Found:
 
 @dataclass
 class Campaign:
-    """What came of all workloads."""
+    """Results of all workloads of a campaign."""
 
     runs: int = 0
     unsupported: int = 0
@@ -142,7 +155,7 @@ class Campaign:
     new: int = 0
 
     def add(self, workload: Workload, outcome: Outcome) -> None:
-        """Count an outcome in."""
+        """Add a workload's outcome."""
         self.runs += 1
         self.unsupported += outcome.unsupported
         self.reached.update(outcome.reached)
@@ -158,13 +171,16 @@ class Campaign:
 
 
 def root_causes(failures: list[Failure]) -> list[Failure]:
-    """The failures of a run without those that a crash explains."""
-    raised = [
+    """Return the crashes among a run's failures, or all failures if there was no crash.
+
+    A crash explains the other failures of its run.
+    """
+    crashes = [
         failure
         for failure in failures
         if failure.requirement in ("hook.no-raise", "hook.returns", DIED)
     ]
-    return raised or failures
+    return crashes or failures
 
 
 def explore(
@@ -172,16 +188,20 @@ def explore(
     workloads: Iterable[Workload],
     *,
     minutes: float | None,
-    tell: Callable[[Campaign], None],
+    progress: Callable[[Campaign], None],
     corpus: Corpus | None = None,
 ) -> Campaign:
-    """Run the workloads, or as many as there is time for; `tell` is called now and then. What reaches something new goes to `corpus`."""
-    campaign, began = Campaign(corpus=corpus or Corpus()), time.monotonic()
+    """Run the workloads and return the results; start no further one after `minutes`.
+
+    Workloads that reach something new are added to `corpus`. `progress` is called after each one.
+    """
+    campaign = Campaign(corpus=corpus or Corpus())
+    began = time.monotonic()
     limited = workloads if minutes is None else _until(workloads, began + 60 * minutes)
     for workload, outcome in pool.outcomes(limited):
         campaign.add(workload, outcome)
         campaign.seconds = time.monotonic() - began
-        tell(campaign)
+        progress(campaign)
     return campaign
 
 
@@ -195,7 +215,11 @@ def _until(workloads: Iterable[Workload], end: float) -> Iterator[Workload]:
 def reduce(
     pool: Pool, campaign: Campaign, folder: Path, again: str, *, tries: int, limit: int
 ) -> None:
-    """Shrink what was found, the most frequent first, and write each as a case into `folder`. `again`: the command that runs a case."""
+    """Shrink the most frequent failures and write them as cases to `folder`.
+
+    `again`: the command that runs a case. `tries`: runs to spend on each. `limit`: failures to
+    shrink.
+    """
     for found in sorted(campaign.found.values(), key=lambda each: -each.count)[:limit]:
         found.workload, found.tries = shrink(
             found.workload, partial(_still_fails, pool, found), tries
@@ -204,7 +228,7 @@ def reduce(
 
 
 def _still_fails(pool: Pool, found: Found, workload: Workload) -> bool:
-    """Whether the workload fails what was found; then `found` has its message."""
+    """Return whether the workload has the failure `found`, whose message it then updates."""
     key = found.failure.key
     [(_, outcome)] = list(pool.outcomes([workload], None if key[0] == DIED else [key[0]]))
     same = [failure for failure in outcome.failures if failure.key == key]
@@ -214,9 +238,8 @@ def _still_fails(pool: Pool, found: Found, workload: Workload) -> bool:
 
 def _keep(found: Found, folder: Path, again: str) -> None:
     failure, workload = found.failure, found.workload
-    name = re.sub(r"[^a-z0-9]+", "-", "-".join(part for part in failure.key if part).lower()).strip(
-        "-"
-    )
+    key = "-".join(part for part in failure.key if part)
+    name = re.sub(r"[^a-z0-9]+", "-", key.lower()).strip("-")
     data = {
         **workload.data,
         "id": f"found.{name}",
@@ -236,5 +259,5 @@ def _keep(found: Found, folder: Path, again: str) -> None:
 
 
 def first(workloads: Iterable[Workload], count: int) -> Iterator[Workload]:
-    """At most `count` of them."""
+    """Yield at most `count` workloads."""
     return islice(workloads, count)

@@ -17,8 +17,8 @@ CONNECTOR = typer.Argument(
     help="package.module:Class, a registered name, or catalogue:NAME", show_default=False
 )
 PROFILE = (
-    "gate: 200 workloads, always the same; small: 2,000 small ones; nightly: 5,000, others each day; hunt: until --minutes are over;"
-    " races: aborts"
+    "gate: 200 workloads, always the same; small: 2,000 small ones;"
+    " nightly: 5,000, others each day; hunt: until --minutes are over; races: aborts"
 )
 ENGINES = ("reference", "vllm", "all")
 
@@ -88,18 +88,17 @@ def explore(
         ),
     ] = None,
 ) -> None:
-    """Run machine-made workloads; what fails is shrunk to a case to read, and to run again with `kvconform run --case FILE`."""
+    """Run random workloads; shrink failures to cases for `kvconform run --case FILE`."""
     from kvconform.config import settings
     from kvconform.explore.command import run
 
     if connector and option_connector:
         raise typer.BadParameter("name the connector once")
-    if engine is not None and engine not in (
-        *ENGINES,
-        "live",
-    ):  # live is refused later, with a hint
+    known = (*ENGINES, "live")  # live is refused later, with a hint
+    if engine is not None and engine not in known:
         raise UsageError(
-            f"there is no engine {engine!r} of explore; there are reference and vllm, and all for both"
+            f"there is no engine {engine!r} of explore;"
+            " there are reference and vllm, and all for both"
         )
     again = {"--extra-config": extra_config, "--config": config}
     repeated = {"--adapter": adapters, "--pythonpath": pythonpath}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvconform explore`: the campaigns, what they print, and their exit codes (those of `kvconform run`)."""
+"""Profiles and output of `kvconform explore`; its exit codes are those of `kvconform run`."""
 
 from __future__ import annotations
 
@@ -41,16 +41,21 @@ SITUATIONS = (
     "blocks held",
     "id taken again",
 )
+"""Situations whose share is printed, by their names in `outcome.reached`."""
 
 LIMIT = 12
-"""Failures that are shrunk."""
+"""Number of failures to shrink."""
 PAUSE = 15.0
 """Seconds between two lines of progress."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Workloads of a campaign if the command line does not say; whether they are all of a kind, or drawn; where seeds begin."""
+    """Kind and default number of a campaign's workloads.
+
+    `systematic`: races instead of draws. `daily`: another seed each day. `guided`: mutations of the
+    corpus in between. `small`: small workloads.
+    """
 
     examples: int
     text: str
@@ -85,16 +90,18 @@ def run(
     tries: int = 400,
     folder: Path | None = None,
 ) -> int:
-    """Explore, shrink what fails, print. `folder`: where the corpus is, and goes on.
+    """Run a campaign, shrink its failures and print the result; return the exit code.
 
-    Exit code 0: nothing failed; 1: something did; 3: the harness failed."""
+    0: no failure; 1: failures; 3: the harness failed. `folder`: of the corpus, which is extended.
+    """
     if profile not in PROFILES:
         raise UsageError(
             f"there is no profile {profile!r} of explore; there are {', '.join(PROFILES)}"
         )
     if settings.engine == "live":
         raise UsageError(
-            "explore runs the engines reference and vllm; all of vLLM gets random workloads by --engine live --seeds 20"
+            "explore runs the engines reference and vllm;"
+            " for random workloads on the complete vLLM: kvconform run --engine live --seeds 20"
         )
     chosen = PROFILES[profile]
     if chosen.examples >= 1_000_000 and minutes is None and examples is None:
@@ -110,45 +117,41 @@ def run(
     seed = settings.seed + (int(time.time()) // 86_400 if chosen.daily else 0)
     count = chosen.examples if examples is None else examples
     console.print(
-        f"kvconform explore  {settings.connector}  vLLM {vllm} · profile {profile}: {chosen.text} · seed {seed}"
+        f"kvconform explore  {settings.connector}  vLLM {vllm}"
+        f" · profile {profile}: {chosen.text} · seed {seed}"
     )
     for option, place in (("--out", out), ("--corpus", folder)):
         _writable(option, place)
     corpus = Corpus(folder)
     if corpus.pairs:
         console.print(
-            f"corpus       {len(corpus.seeds)} workloads, {len(corpus.pairs)} pairs reached, {corpus.drawn} drawn before"
+            f"corpus       {len(corpus.seeds)} workloads, {len(corpus.pairs)} pairs reached,"
+            f" {corpus.drawn} drawn before"
         )
     workloads = first(_workloads(settings, chosen, seed, count, corpus), count)
     with _scratch() as scratch, Pool(settings, scratch, settings.workers) as pool:
-        campaign = explore(
-            pool, workloads, minutes=minutes, tell=_Teller(console, count).tell, corpus=corpus
-        )
+        progress = _Progress(console, count).print
+        campaign = explore(pool, workloads, minutes=minutes, progress=progress, corpus=corpus)
         corpus.save()
         if campaign.found:
             console.print(
                 f"shrinking {min(len(campaign.found), LIMIT)} of {len(campaign.found)} failures ..."
             )
-            reduce(
-                pool,
-                campaign,
-                out,
-                shlex.join([*run_of(settings), *settings.arguments]),
-                tries=tries,
-                limit=LIMIT,
-            )
+            again = shlex.join([*run_of(settings), *settings.arguments])
+            reduce(pool, campaign, out, again, tries=tries, limit=LIMIT)
         deaths = pool.deaths
     _print(console, campaign, deaths)
-    return 1 if campaign.found else 3 if campaign.errors or not campaign.runs else 0
+    if campaign.found:
+        return 1
+    return 3 if campaign.errors or not campaign.runs else 0
 
 
 def _writable(option: str, folder: Path | None) -> None:
-    """UsageError if the folder cannot be made, or written to: to be known before the first workload and not after the last."""
-    there = (
-        next((each for each in (folder, *folder.absolute().parents) if each.exists()), None)
-        if folder is not None
-        else None
-    )
+    """Check that the folder can be made and written to, before the first workload. UsageError."""
+    if folder is None:
+        return
+    existing = (each for each in (folder, *folder.absolute().parents) if each.exists())
+    there = next(existing, None)
     if there is not None and not (there.is_dir() and os.access(there, os.W_OK)):
         why = "may not be written to" if there.is_dir() else "is not a directory"
         raise UsageError(f"{option} {folder}: {there} {why}; name another folder")
@@ -166,11 +169,9 @@ def _workloads(
     fresh = draw(
         engines, settings.schedulings, settings.slows, first_seed=seed, count=count + corpus.drawn
     )
-    return (
-        itertools.chain(corpus.seeds[:], corpus.guided(fresh, engines, settings.schedulings))
-        if chosen.guided
-        else fresh
-    )
+    if not chosen.guided:
+        return fresh
+    return itertools.chain(corpus.seeds[:], corpus.guided(fresh, engines, settings.schedulings))
 
 
 @contextlib.contextmanager
@@ -187,21 +188,23 @@ def _scratch() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-class _Teller:
-    """A line now and then."""
+class _Progress:
+    """Prints a line of progress every PAUSE seconds."""
 
     def __init__(self, console: Console, count: int) -> None:
         self.console, self.count = console, count
-        self._said, self._new = time.monotonic(), 0
+        self._printed = time.monotonic()
+        self._new = 0
 
-    def tell(self, campaign: Campaign) -> None:
-        if time.monotonic() - self._said > PAUSE:
-            self._said = time.monotonic()
+    def print(self, campaign: Campaign) -> None:
+        if time.monotonic() - self._printed > PAUSE:
+            self._printed = time.monotonic()
             speed = campaign.runs / campaign.seconds
             fresh, self._new = campaign.new - self._new, campaign.new
             news = f"{fresh * 60 / PAUSE:.0f} new pairs per minute"
             self.console.print(
-                f"{campaign.runs}/{self.count} workloads, {speed:.0f} per second, {news}, {len(campaign.found)} failures"
+                f"{campaign.runs}/{self.count} workloads, {speed:.0f} per second, {news},"
+                f" {len(campaign.found)} failures"
             )
 
 
@@ -216,11 +219,13 @@ def _print(console: Console, campaign: Campaign, deaths: int) -> None:
     }
     unseen = never(engines_only, campaign.corpus.pairs)
     console.print(
-        f"coverage     {len(campaign.corpus.pairs)} pairs, {campaign.new} of them new; {len(campaign.corpus.seeds)} workloads kept"
+        f"coverage     {len(campaign.corpus.pairs)} pairs, {campaign.new} of them new;"
+        f" {len(campaign.corpus.seeds)} workloads in the corpus"
     )
     if unseen:
         console.print(
-            f"never        put to the test were {len(unseen)} of {len(engines_only)} requirements: {', '.join(unseen)}",
+            f"gaps         {len(unseen)} of {len(engines_only)} requirements were never exercised:"
+            f" {', '.join(unseen)}",
             soft_wrap=True,
         )
     known = explained(load_spec())
@@ -228,13 +233,14 @@ def _print(console: Console, campaign: Campaign, deaths: int) -> None:
         why = (
             f"known: {known[name]}, docs/engine-findings.md"
             if name in known
-            else "NOT KNOWN: the engine's fault, or this suite's"
+            else "NOT KNOWN: a fault of the engine or of this suite"
         )
         console.print(
-            f"vLLM's       guarantee {name} was broken in {count} workloads ({why}); not the connector's fault"
+            f"vLLM         guarantee {name} was broken in {count} workloads ({why});"
+            " not the connector's fault"
         )
     if deaths:
-        console.print(f"processes    {deaths} ended, and were replaced")
+        console.print(f"processes    {deaths} ended and were replaced")
     for workload, error in campaign.errors[:5]:
         console.print(f"harness      {workload.data['id']}: {error}")
     if campaign.found:
@@ -253,10 +259,11 @@ def _print(console: Console, campaign: Campaign, deaths: int) -> None:
                 " ".join(found.failure.message.split())[:300],
             )
         console.print(table)
-    answer = f"{len(campaign.found)} failures" if campaign.found else "nothing failed"
+    verdict = f"{len(campaign.found)} failures" if campaign.found else "nothing failed"
     if campaign.errors:
-        answer += f", {len(campaign.errors)} errors of the harness"
+        verdict += f", {len(campaign.errors)} errors of the harness"
     speed = campaign.runs / max(campaign.seconds, 1e-9)
     console.print(
-        f"\n{campaign.runs} workloads in {campaign.seconds:.0f} s ({speed:.0f} per second): {answer}"
+        f"\n{campaign.runs} workloads in {campaign.seconds:.0f} s ({speed:.0f} per second):"
+        f" {verdict}"
     )

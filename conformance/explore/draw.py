@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workloads drawn at random: engine, requests and schedule. Only what an engine and its clients may do; every draw is a case.
+"""Random workloads: engine configuration, requests and schedule, all of them legal cases.
 
-Workloads of two engines over one store, drawn at random: what one engine computes is handed over to the other.
+Some have two engines: one engine hands KV over to the other, or both share a store.
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ ALTERED: list[Data] = [
 
 
 OVER_STORE = "store"
-"""What a connector must be able to do for `over_store`, besides the roles of the engines."""
+"""The capability that `over_store` needs, in addition to the roles of the engines."""
 
 
 def over_store(dice: Dice, block: int) -> tuple[list[Data], int]:
-    """As `steps`, of two engines that share a store: what one has saved the other loads, and nothing is handed over."""
+    """Draw steps of two engines that share a store: one loads what the other has saved.
+
+    Returns (steps, length of the longest request with its output).
+    """
     found: list[Data] = []
     lengths: dict[str, int] = {}
     for engine, names in (("p", "ab"), ("d", "cde")):
@@ -44,18 +47,21 @@ def over_store(dice: Dice, block: int) -> tuple[list[Data], int]:
             found.append(
                 {"add": {"req": name, "prompt": prompt, "max_tokens": dice.pick([1, 4, 7])}}
             )
-            found += [{"step": dice.number(1, 3)}] * dice.number(0, 1) + [
-                {dice.pick(["abort", "preempt"]): name}
-            ] * dice.one_in(6)
+            found += [{"step": dice.number(1, 3)}] * dice.number(0, 1)
+            found += [{dice.pick(["abort", "preempt"]): name}] * dice.one_in(6)
             found += dice.pick([[], [{"run": {}}], [{"run": {}}, {"drop-local": {}}]])
         found.append({"run": {}})
     return found, max(lengths.values()) + 7
 
 
 def pair_steps(dice: Dice, block: int) -> tuple[list[Data], int]:
-    """(steps, length of the longest request with its output)."""
+    """Draw steps of two engines of which one hands KV over to the other.
+
+    Returns (steps, length of the longest request with its output).
+    """
     found: list[Data] = []
-    count, longest = dice.number(1, 2), 0
+    count = dice.number(1, 2)
+    longest = 0
     for number in range(1, count + 1):
         length = max(2, dice.number(1, 4) * block + dice.pick([-1, 0, 1, 2]))
         longest = max(longest, length)
@@ -68,20 +74,17 @@ def pair_steps(dice: Dice, block: int) -> tuple[list[Data], int]:
         found.append({"run": {"until": f"p{count}"}})
     found.append({"on": "d"})
     for number in range(1, count + 1):
-        handed = (
-            {"of": f"p{number}", "alter": dice.pick(ALTERED)} if dice.one_in(8) else f"p{number}"
-        )
-        name = f"d{number}"
-        found.append(
-            {
-                "add": {
-                    "req": name,
-                    "prompt": {"same": f"p{number}"},
-                    "max_tokens": dice.pick([1, 4, 7]),
-                    "handed": handed,
-                }
-            }
-        )
+        source, name = f"p{number}", f"d{number}"
+        handed: str | Data = source
+        if dice.one_in(8):
+            handed = {"of": source, "alter": dice.pick(ALTERED)}
+        add: Data = {
+            "req": name,
+            "prompt": {"same": source},
+            "max_tokens": dice.pick([1, 4, 7]),
+            "handed": handed,
+        }
+        found.append({"add": add})
         found += [{"step": dice.number(1, 3)}] * dice.number(0, 1)
         found += [{dice.pick(["abort", "preempt"]): name}] * dice.one_in(4)
     if dice.one_in(4):
@@ -91,7 +94,10 @@ def pair_steps(dice: Dice, block: int) -> tuple[list[Data], int]:
 
 
 def _replayed(dice: Dice, block: int) -> tuple[list[Data], int]:
-    """The first transfer's parameters come again, when it is long over and the producer's blocks have gone to others."""
+    """Draw steps that repeat the first transfer's parameters long after it ended.
+
+    The producer has reused the blocks by then. Returns (steps, length of their longest prompt).
+    """
     length = dice.number(3, 6) * block
     return [
         {"run": {}},
@@ -116,7 +122,7 @@ THEMES = (
     "restarts",
     "odd",
 )
-"""What is special about a workload, besides its requests and what befalls them. One thing at a time: two are seldom needed."""
+"""Special properties of workloads, one at a time, because two are seldom needed together."""
 GROUPS = (
     ["full", "sliding"],
     ["full", "wide"],
@@ -147,11 +153,15 @@ SMALL: tuple[Data, ...] = (
     {"block_size": 4, "budget": 64, "max_seqs": 1, "num_blocks": 9},
     {"block_size": 4, "budget": 7, "max_seqs": 2, "num_blocks": 10},
 )
-"""Configurations of small workloads: few, because making one takes longer than running the workload. Two blocks and their output fit."""
+"""Configurations of small workloads. Two blocks of prompt and their output fit.
+
+They are few, because building a configuration takes longer than running the workload.
+"""
 RELATIONS: tuple[list[str], ...] = (*[[]] * 14, ["no-connector"], ["pickled-metadata"])
+"""Second runs within the process, for comparison."""
 
 PROCESSES: tuple[list[str], ...] = (*[["second-process"]] * 9, ["hash-seed"])
-"""Second runs that take a process of their own: half a second, and eight."""
+"""Second runs in a process of their own, which take half a second and eight seconds."""
 
 
 def drawn(
@@ -162,7 +172,7 @@ def drawn(
     first_seed: int,
     count: int,
 ) -> Iterator[Workload]:
-    """`count` workloads, the same for the same arguments on every machine."""
+    """Yield `count` workloads, deterministically: the same arguments yield the same workloads."""
     for number in range(count):
         yield Workload(one(f"{first_seed}/{number}", engines, schedulings, slows), first_seed)
 
@@ -175,7 +185,11 @@ def small(
     first_seed: int,
     count: int,
 ) -> Iterator[Workload]:
-    """As `drawn`, of two or three requests of at most two blocks and four tokens of output, with nothing special."""
+    """Yield small workloads, deterministically like `drawn`.
+
+    They have two or three requests of at most two blocks, with at most four tokens of output and no
+    special properties.
+    """
     for number in range(count):
         yield Workload(
             one(f"small/{first_seed}/{number}", engines, schedulings, slows, simple=True),
@@ -191,16 +205,22 @@ def one(
     *,
     simple: bool = False,
 ) -> Data:
-    """The data of a case of one run; `seed` decides all of it."""
+    """Return the data of a case with one run, which depends only on `seed` and the arguments.
+
+    `simple`: a small workload.
+    """
     dice = Dice(seed)
     engine, scheduling = dice.pick(engines), dice.pick(schedulings)
     depth = dice.pick([2, 2, 3])
-    block, drafts = (4, 0) if simple else (dice.pick([4, 4, 4, 16]), dice.pick([0, 0, 0, 2, 3]))
-    theme = "plain" if simple else dice.pick(THEMES)
-    config, relations = (
-        dict(dice.pick(SMALL)) if simple else _config(dice, block, drafts),
-        [] if simple else list(dice.pick(RELATIONS)),
-    )
+    relations: list[str] = []
+    if simple:
+        block, drafts, theme = 4, 0, "plain"
+        config = dict(dice.pick(SMALL))
+    else:
+        block, drafts = dice.pick([4, 4, 4, 16]), dice.pick([0, 0, 0, 2, 3])
+        theme = dice.pick(THEMES)
+        config = _config(dice, block, drafts)
+        relations = list(dice.pick(RELATIONS))
     extra = _special(dice, theme, engine)
     needs = None
     if theme == "pair":
@@ -223,19 +243,15 @@ def one(
             _prioritise(dice, steps)
         if theme in ("siblings", "restarts") or extra.get("role") or extra.get("groups"):
             _promise_nothing(steps)
-    enough = -(-(longest + drafts + 1) // block) + 2  # one request alone must fit
     if not simple:
-        config["num_blocks"] = (
-            64 if "groups" in extra else dice.pick([64, enough, enough + 1, enough + 3, enough + 6])
-        )
-    policies = (
-        [dice.pick(sorted(POLICIES))]
-        if engine == "reference" and not simple and dice.one_in(2)
-        else []
-    )
-    if (
-        "tensor_parallel" in extra and not drafts and dice.one_in(4)
-    ):  # with drafts, vLLM does not do it (50391)
+        enough = -(-(longest + drafts + 1) // block) + 2  # one request alone must fit
+        sizes = [64, enough, enough + 1, enough + 3, enough + 6]
+        config["num_blocks"] = 64 if "groups" in extra else dice.pick(sizes)
+    policies: list[str] = []
+    if engine == "reference" and not simple and dice.one_in(2):
+        policies = [dice.pick(sorted(POLICIES))]
+    # vLLM does not support context parallelism with drafts (50391).
+    if "tensor_parallel" in extra and not drafts and dice.one_in(4):
         extra |= {"groups": ["latent"], "context_parallel": 2}
     restart = next((step for step in steps if "restart" in step), None)
     if restart is not None and dice.one_in(6):
@@ -264,9 +280,9 @@ def one(
 
 def _config(dice: Dice, block: int, drafts: int) -> Data:
     budget = dice.pick([64, 64, 5, 7, block, block + 1, 2 * block + 3])
-    least = (
-        2 + drafts if drafts else 1
-    )  # a decoding request is padded to its drafts, and the drafter has a slot: with less it never runs
+    # A decoding request is padded to its drafts, and the drafter has a slot. With less budget the
+    # request never runs.
+    least = 2 + drafts if drafts else 1
     config: Data = {
         "block_size": block,
         "budget": max(budget, least),
@@ -280,7 +296,7 @@ def _config(dice: Dice, block: int, drafts: int) -> Data:
 
 
 def _special(dice: Dice, theme: str, engine: str) -> Data:
-    """What the theme adds to the configuration."""
+    """Draw what the theme adds to the configuration."""
     extra: dict[str, Any] = {}
     if theme == "failing" and dice.one_in(3):
         extra["load_failure_policy"] = "fail"
@@ -291,7 +307,8 @@ def _special(dice: Dice, theme: str, engine: str) -> Data:
         if {"sliding", "wide"} & set(extra["groups"]):
             extra["window"] = dice.pick([5, 6, 8, 11])
     elif theme == "ranks":
-        extra["pipeline_parallel" if engine == "vllm" and dice.one_in(3) else "tensor_parallel"] = 2
+        pipeline = engine == "vllm" and dice.one_in(3)
+        extra["pipeline_parallel" if pipeline else "tensor_parallel"] = 2
     elif theme == "siblings":
         extra["multi"] = list(dice.pick(SIBLINGS))
     elif theme == "odd":
@@ -306,7 +323,10 @@ def _prioritise(dice: Dice, steps: list[Data]) -> None:
 
 
 def _promise_nothing(steps: list[Data]) -> None:
-    """Where others have a say in what is stored, or it is over, nothing was promised."""
+    """Remove the promise that a request reloads what an earlier one stored.
+
+    The connector does not promise it if others influence the store, or after a restart.
+    """
     for step in steps:
         if "add" in step:
             step["add"].pop("reloads", None)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a changed workload must not lose: an id, or the number of an adapter, is taken again only when the engine has let it go.
+"""Mutations of workloads that reached something new, and the conditions for a legal workload.
 
-A workload like another one: what reached something new is worth a look around.
+A workload is legal if it reuses a request's id, or an adapter's number, only after the engine has
+released it.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from kvconform.kv.provenance import adapter_number
 
 
 def is_legal(data: Data) -> bool:
-    """Whether ids and the numbers of adapters are free when they are taken."""
+    """Return whether ids and the numbers of adapters are free whenever they are used again."""
     return ids_are_free(data) and numbers_are_free(data)
 
 
 def numbers_are_free(data: Data) -> bool:
-    """Whether no two adapters of one number come to one start of the engine."""
+    """Return whether no two adapters with the same number are used between two engine restarts."""
     names: dict[int, str] = {}
     for step in data["steps"]:
         if "restart" in step:
@@ -31,8 +32,11 @@ def numbers_are_free(data: Data) -> bool:
 
 
 def ids_are_free(data: Data) -> bool:
-    """Whether of two requests with one id, the first is over when the second comes: it has run to its end, or its client gave up when there
-    was nothing to load for it, and no output of it was under way."""
+    """Return whether a request's id is used again only after that request has ended.
+
+    A request ends by running to its end. It may also be aborted, when there is nothing to load for
+    it and none of its output is in flight.
+    """
     depth = data["matrix"]["depth"][0] if data["matrix"]["scheduling"] == ["async"] else 1
     steps: list[Data] = data["steps"]
     owners: dict[str, int] = {}
@@ -41,7 +45,8 @@ def ids_are_free(data: Data) -> bool:
             continue
         name = step["add"].get("id", step["add"]["req"])
         if name in owners:
-            first, between = steps[owners[name]]["add"], steps[owners[name] + 1 : index]
+            first = steps[owners[name]]["add"]
+            between = steps[owners[name] + 1 : index]
             if not any("run" in each for each in between) and not _given_up(first, between, depth):
                 return False
         owners[name] = index
@@ -49,7 +54,11 @@ def ids_are_free(data: Data) -> bool:
 
 
 def _given_up(add: Data, between: list[Data], depth: int) -> bool:
-    """A new prompt, fewer steps than it would take to finish, everything landed, and aborted."""
+    """Return whether a request with a new prompt is aborted before it ends, with nothing in flight.
+
+    `between`: the steps after it, which begin with too few engine steps to finish it, a landing of
+    all outputs, and the abort. `depth`: steps in flight.
+    """
     if not isinstance(add["prompt"], int) or {"drafts", "stop_at"} & set(add) or len(between) < 3:
         return False
     stepped, landed, aborted = between[:3]
@@ -58,6 +67,8 @@ def _given_up(add: Data, between: list[Data], depth: int) -> bool:
 
 
 CHANGES = ("axis", "axis", "insert", "insert", "insert", "drop", "tokens", "budget")
+"""Kinds of changes, repeated by weight."""
+DROPPABLE = ("step", "drop-local", "idle", "reorder", "abort", "preempt")
 HARMLESS: tuple[Data, ...] = (
     {"step": 1},
     {"step": 2},
@@ -69,7 +80,7 @@ HARMLESS: tuple[Data, ...] = (
 
 
 def mutated(seed: str, workload: Workload, engines: list[str], schedulings: list[str]) -> Workload:
-    """The workload with one to three changes that keep it legal; `seed` decides which."""
+    """Return the workload with one to three changes that keep it legal, drawn with `seed`."""
     dice, data = Dice(seed), copy.deepcopy(workload.data)
     for kind in dice.some(CHANGES, 3):
         before = copy.deepcopy(data)
@@ -93,52 +104,46 @@ def _change(dice: Dice, data: Data, kind: str, engines: list[str], schedulings: 
         places = _free(steps)
         if places and kind == "drop":
             index = dice.pick(places)
-            if index < len(steps) and next(iter(steps[index])) in (
-                "step",
-                "drop-local",
-                "idle",
-                "reorder",
-                "abort",
-                "preempt",
-            ):
+            if index < len(steps) and next(iter(steps[index])) in DROPPABLE:
                 del steps[index]
         elif places:
             index = dice.pick(places)
-            steps.insert(
-                index, _event(dice, steps[:index], in_pairs=bool(data["config"].get("engines")))
-            )
+            in_pairs = bool(data["config"].get("engines"))
+            steps.insert(index, _event(dice, steps[:index], in_pairs=in_pairs))
 
 
 def _axis(dice: Dice, data: Data, engines: list[str], schedulings: list[str]) -> None:
-    matrix, between = data["matrix"], any("schedule" in step for step in data["steps"])
+    matrix = data["matrix"]
+    # Steps between scheduling and landing were drawn for one depth and one scheduling.
+    between = any("schedule" in step for step in data["steps"])
     which = dice.pick(["runner", "depth", "scheduling", "engine"])
     if which == "runner":
         matrix["runner"] = [dice.pick(["v1", "v2"])]
     elif which == "depth" and not between:
         matrix["depth"] = [dice.pick([2, 3])]
-    elif (
-        which == "scheduling" and not between
-    ):  # how much may be in flight, and what may come meanwhile, was drawn for the one it has
+    elif which == "scheduling" and not between:
         matrix["scheduling"] = [dice.pick(schedulings)]
     elif which == "engine" and data["engines"] == ["reference"] and not data.get("policies"):
         data["engines"] = [dice.pick(engines)]
 
 
 def _free(steps: list[Data]) -> list[int]:
-    """Places where something may be put in: behind a request, not while outputs are held back or the scheduler pauses, not in the end."""
+    """Return the places where a step may be inserted, or one dropped.
+
+    They lie before an existing step and after a request, where no outputs are held back and the
+    scheduler is not paused.
+    """
     found: list[int] = []
-    open_, added = False, False
+    held = False
+    added = False
     for index, step in enumerate(steps):
-        if (
-            added
-            and not open_
-            and not ({"fail-load", "lookup-only", "land", "resume", "shutdown"} & set(step))
-        ):
+        fixed = {"fail-load", "lookup-only", "land", "resume", "shutdown"} & set(step)
+        if added and not held and not fixed:
             found.append(index)
         added = added or "add" in step
-        open_ = (open_ or "schedule" in step or "pause" in step) and not (
-            "land" in step or "resume" in step
-        )
+        held = held or "schedule" in step or "pause" in step
+        if "land" in step or "resume" in step:
+            held = False
     return found
 
 
@@ -147,5 +152,5 @@ def _event(dice: Dice, before: list[Data], *, in_pairs: bool) -> Data:
     names = [step["add"]["req"] for step in before[start:] if "add" in step]
     if not names or in_pairs:
         return {"step": dice.number(1, 2)}
-    theirs: list[Data] = [{op: names[-1]} for op in ("abort", "preempt", "abort", "preempt")]
-    return {**dice.pick([*HARMLESS, *theirs])}
+    events: list[Data] = [{op: names[-1]} for op in ("abort", "preempt", "abort", "preempt")]
+    return {**dice.pick([*HARMLESS, *events])}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker processes for workloads: as many as asked for, replaced when they die.
+"""Worker processes that run workloads, and the pool that replaces those that die.
 
-The process that runs workloads: it has the connector, its servers and a watchdog, and takes one workload after the other.
+A worker has the connector, its servers and a watchdog, and runs one workload after the other.
 """
 
 from __future__ import annotations
@@ -13,26 +13,30 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvconform.config.settings import Settings
 from kvconform.config.target import Target
 from kvconform.contract.loader import Spec, load_spec
 from kvconform.errors import EnvironmentProblem, KvconformError, UsageError
-from kvconform.explore.outcome import DIED, Failure, Outcome
+from kvconform.explore.outcome import DIED, Failure, Outcome, outcome
 from kvconform.explore.workload import Workload
 from kvconform.process import watchdog
 from kvconform.session.worker import settle_in
 
-if TYPE_CHECKING:
-    from kvconform.explore.outcome import Outcome
-
 START_LIMIT = 300.0
-"""Seconds for imports, servers and the connector's first start."""
+"""Seconds for imports and the connector's first start."""
+RESTARTS = 200
+"""Deaths of workers after which a campaign gives up."""
+STOP_LIMIT = 60.0
+"""Seconds that an idle worker has to stop its servers and end."""
 
 
 def serve(connection: Connection, settings: Settings, scratch: Path, name: str) -> None:
-    """Answer (data, seed, requirements or None) with an outcome's dict, until None comes or the other end is gone."""
+    """Run the jobs (data, seed, requirements or None) from a connection; the body of a worker.
+
+    Replies to each with an outcome's dict. Ends when None arrives or the other end is closed.
+    """
     servers, settings = settle_in(settings, scratch, name, scratch)
     watchdog.start(settings.hook_timeout, scratch / f"{name}.note")
     try:
@@ -60,11 +64,8 @@ def _serve(connection: Connection, settings: Settings, tmp: Path) -> None:
         number = 0
         while (job := connection.recv()) is not None:
             number += 1
-            connection.send(
-                _outcome(
-                    job, target, spec, tmp / str(number), watchdog.case_limit(settings.hook_timeout)
-                ).to_dict()
-            )
+            limit = watchdog.case_limit(settings.hook_timeout)
+            connection.send(_outcome(job, target, spec, tmp / str(number), limit).to_dict())
 
 
 def _outcome(
@@ -74,24 +75,13 @@ def _outcome(
     tmp: Path,
     limit: float,
 ) -> Outcome:
-    from kvconform.explore.outcome import Outcome, outcome
-
     data, seed, requirements = job
     try:
         with watchdog.case(data["id"], limit):
             return outcome(Workload(data, seed), target, spec, tmp, requirements=requirements)
-    except (
-        Exception,
-        SystemExit,
-        watchdog.HookTimeout,
-    ) as error:  # a workload that is no case, or the harness's fault
+    # The workload is not a case, or the harness is at fault.
+    except (Exception, SystemExit, watchdog.HookTimeout) as error:
         return Outcome(error=f"{type(error).__name__}: {error}".splitlines()[0])
-
-
-RESTARTS = 200
-"""Deaths after which a campaign gives up."""
-STOP_LIMIT = 60.0
-"""Seconds that an idle worker has to stop its servers and end."""
 
 
 @dataclass
@@ -104,7 +94,7 @@ class _Worker:
 
 
 class Pool:
-    """A context manager; leaving it ends the processes and what they started."""
+    """`count` worker processes; a context manager that ends them and what they started."""
 
     def __init__(self, settings: Settings, scratch: Path, count: int) -> None:
         self.settings, self.scratch, self.count = settings, scratch, count
@@ -135,11 +125,15 @@ class Pool:
     def outcomes(
         self, workloads: Iterable[Workload], requirements: list[str] | None = None
     ) -> Iterator[tuple[Workload, Outcome]]:
-        """Every workload with what it came to, in the order of the workloads, whatever the number of processes. Raises what a worker could
-        not start with, and EnvironmentProblem after too many deaths."""
+        """Yield every workload with its outcome, in order, whatever the number of processes.
+
+        Raises the error with which a worker failed to start, and EnvironmentProblem after RESTARTS
+        deaths.
+        """
         source = enumerate(workloads)
         waiting: dict[int, tuple[Workload, Outcome]] = {}
-        pending, following = 0, 0
+        pending = 0
+        following = 0
         done = False
         while not done or pending:
             while len(self._workers) < self.count:
@@ -150,15 +144,17 @@ class Pool:
                     if job is None:
                         done = True
                         break
-                    worker.job, pending = job, pending + 1
+                    worker.job = job
+                    pending += 1
                     worker.connection.send((job[1].data, job[1].seed, requirements))
             if done and not pending:
                 break
-            for worker in self._answering():
+            for worker in self._readable():
                 found = self._take(worker)
                 if found is not None and worker.job is not None:
                     number, workload = worker.job
-                    worker.job, pending = None, pending - 1
+                    worker.job = None
+                    pending -= 1
                     waiting[number] = workload, found
             while following in waiting:
                 yield waiting.pop(following)
@@ -175,7 +171,8 @@ class Pool:
         theirs.close()
         return _Worker(process, ours, name)
 
-    def _answering(self) -> list[_Worker]:
+    def _readable(self) -> list[_Worker]:
+        """Wait until workers have sent something or died; return them."""
         ends: dict[Any, _Worker] = {}
         for worker in self._workers:
             ends[worker.connection] = worker
@@ -184,17 +181,21 @@ class Pool:
         return list({id(ends[each]): ends[each] for each in ready}.values())
 
     def _take(self, worker: _Worker) -> Outcome | None:
-        """What a worker has to say; an outcome if it is about its job. A dead one is taken out, and says how it died."""
+        """Read a worker's message; return the outcome of its job if it is one.
+
+        A dead worker is removed; its outcome is a failure `process.died`. Raises the error with
+        which the worker failed to start.
+        """
         try:
             if worker.connection.poll():
-                said = worker.connection.recv()
-                if "abort" in said:
-                    code, message = said["abort"]
-                    raise (UsageError if code == UsageError.code else EnvironmentProblem)(message)
-                if "ready" in said:
+                message = worker.connection.recv()
+                if "abort" in message:
+                    code, sentence = message["abort"]
+                    raise (UsageError if code == UsageError.code else EnvironmentProblem)(sentence)
+                if "ready" in message:
                     worker.ready = True
                     return None
-                return Outcome.from_dict(said)
+                return Outcome.from_dict(message)
             if worker.process.is_alive():
                 return None
         except (EOFError, OSError):
@@ -202,19 +203,26 @@ class Pool:
         return self._died(worker)
 
     def _log(self, worker: _Worker) -> str:
-        """The end of what the process printed."""
+        """Return the end of what the worker printed."""
         text = (self.scratch / f"{worker.name}.log").read_text(encoding="utf-8", errors="replace")
         return "\n".join(text.splitlines()[-12:])
 
-    def _died(self, worker: _Worker) -> Outcome | None:
+    def _died(self, worker: _Worker) -> Outcome:
+        """Remove a dead worker; return the failure of its job.
+
+        EnvironmentProblem if it had no job, or after RESTARTS deaths.
+        """
         worker.process.join()
         worker.connection.close()
         self._workers.remove(worker)
         self.deaths += 1
         code = worker.process.exitcode
-        if worker.job is None or self.deaths > RESTARTS:
+        ended = f"(exit code {code}):\n{self._log(worker)}"
+        if worker.job is None:
+            raise EnvironmentProblem(f"a worker process ended outside of a workload {ended}")
+        if self.deaths > RESTARTS:
             raise EnvironmentProblem(
-                f"a worker process ended before it could run anything (exit code {code}):\n{self._log(worker)}"
+                f"more than {RESTARTS} worker processes ended, the last {ended}"
             )
         note = watchdog.read_note(self.scratch / f"{worker.name}.note")
         hook = note.hook if note is not None else None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Abort races: requests aborted after every number of steps of a save, a load, a shared load, a preemption and a resubmission in flight.
-Also one whose id is taken at once by a request with another prompt.
+"""Abort races: requests aborted after every number of steps, while saves or loads are in flight.
 
-After each abort the prompt is asked for again, twice, so that what the abort has left behind shows: in the local cache, in the connector's
-store, in blocks that were freed too early or not at all.
+Each function builds one situation: a save, a load, a shared load, a preemption, a resubmission or
+the like. Afterwards the prompt is requested twice more. That shows what the abort left behind: in
+the local cache, in the connector's store, in blocks that were freed too early or never.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from kvconform.explore.workload import Data, Workload, make
 
 POINTS = range(11)
-"""Steps between the request and its abort: 0 is before it was ever scheduled; after the last one it has finished."""
+"""Steps between a request and its abort: with 0 it was never scheduled, with 10 it has finished."""
 DROP: list[Data] = [{"run": {}}, {"drop-local": {}}]
 
 
@@ -28,7 +28,7 @@ def _steps(count: int) -> list[Data]:
 
 
 def _again(first: str) -> list[Data]:
-    """The prompt once more, from the store, and again from what the first of these left there."""
+    """Return steps that repeat the prompt from the store, and once more after that repetition."""
     return [*DROP, _add("y", {"same": first}), *DROP, _add("z", {"same": first}), {"run": {}}]
 
 
@@ -71,7 +71,7 @@ def both(length: int, point: int) -> list[Data]:
 
 
 def resubmitting(length: int, point: int) -> list[Data]:
-    """Abort, and ask for the same at once, before anything is cleaned up."""
+    """Abort, and repeat the request at once, before anything is cleaned up."""
     return [
         _add("a", length),
         *DROP,
@@ -84,13 +84,13 @@ def resubmitting(length: int, point: int) -> list[Data]:
 
 
 def preempted(length: int, point: int) -> list[Data]:
-    """Preempt, and abort what waits to come back."""
+    """Preempt a request, and abort it while it waits to resume."""
     ours = [_add("b", {"same": "a"}, 6), {"step": 2}, {"preempt": "b"}]
     return [_add("a", length), *DROP, *ours, *_steps(point), {"abort": "b"}, *_again("a")]
 
 
 def renaming(length: int, point: int) -> list[Data]:
-    """Abort while nothing is under way, and ask for something else under the same id."""
+    """Abort while nothing is in flight, and send another prompt under the same id."""
     other: Data = {"add": {**_add("b", length - 2)["add"], "id": "a"}}
     return [
         _add("a", length, 40),
@@ -113,14 +113,19 @@ FAMILIES: dict[str, Callable[[int, int], list[Data]]] = {
 def races(
     engines: list[str], schedulings: list[str], slows: list[str] | None, seed: int
 ) -> Iterator[Workload]:
-    """Every race once, in an order that depends on the seed: so many of them as one likes are a fair sample. No two variants have one id:
-    their tokens would be the same, and what a server stores late, of one that is over, would be found by another."""
-    modes = [("sync", 1)] * ("sync" in schedulings) + [("async", 2), ("async", 3)] * (
-        "async" in schedulings
-    )
-    sizes = [(4, edge, budget) for edge in (-1, 0, 1) for budget in (7, 64)] + [
-        (16, edge, 64) for edge in (-1, 0, 1)
-    ]
+    """Yield every race once, in an order that depends on the seed.
+
+    The first races are therefore a fair sample, however many. Each variant has an id of its own.
+    Variants with the same id would have the same tokens, and one could find what a server stored
+    late for another that is over.
+    """
+    modes: list[tuple[str, int]] = []
+    if "sync" in schedulings:
+        modes.append(("sync", 1))
+    if "async" in schedulings:
+        modes += [("async", 2), ("async", 3)]
+    sizes = [(4, edge, budget) for edge in (-1, 0, 1) for budget in (7, 64)]
+    sizes += [(16, edge, 64) for edge in (-1, 0, 1)]
     streams: list[str | None] = [*slows] if slows else [None]
     every = list(
         itertools.product(sorted(FAMILIES), POINTS, engines, modes, ("v1", "v2"), sizes, streams)
@@ -128,21 +133,16 @@ def races(
     random.Random(seed).shuffle(every)
     for family, point, engine, (scheduling, depth), runner, (block, edge, budget), slow in every:
         length = 5 * block + edge
-        name, said = (
+        summary = (FAMILIES[family].__doc__ or "").rstrip(".")
+        data = make(
             f"race.{family}.{point}.{length}.{budget}",
-            (FAMILIES[family].__doc__ or "").rstrip("."),
+            f"{summary} (after {point} steps).",
+            FAMILIES[family](length, point),
+            engine=engine,
+            scheduling=scheduling,
+            runner=runner,
+            depth=depth,
+            config={"block_size": block, "budget": budget},
+            slow=slow,
         )
-        yield Workload(
-            make(
-                name,
-                f"{said} (after {point} steps).",
-                FAMILIES[family](length, point),
-                engine=engine,
-                scheduling=scheduling,
-                runner=runner,
-                depth=depth,
-                config={"block_size": block, "budget": budget},
-                slow=slow,
-            ),
-            seed,
-        )
+        yield Workload(data, seed)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests drawn at random: prompts at block boundaries, repeated, extended and cut short, and what clients may ask for besides."""
+"""Random requests: prompts at block boundaries, repeated, extended or cut short, with options."""
 
 from __future__ import annotations
 
@@ -10,14 +10,20 @@ from kvconform.explore.dice import Dice
 from kvconform.explore.workload import Data
 
 IDENTITY = ("salt", "lora", "mm")
+"""Options that belong to the identity of a prompt's KV."""
 ADAPTERS = ("one", "two")
 SAME_NUMBER = ("l12", "l21")
-"""Adapters that have one number, which is to be had again once the engine is restarted."""
+"""Adapters with the same number, which is free again after a restart of the engine."""
 
 
 @dataclass
 class Requests:
-    """The requests of one workload so far. `settled`: those that have finished by themselves since the connector was last reset."""
+    """The requests of one workload so far.
+
+    `lengths`: tokens of each prompt. `settled`: requests that finished by themselves since the
+    connector was last reset. `restarts`: of the engine so far; None in a workload without restarts.
+    `images`: tokens of each image.
+    """
 
     dice: Dice
     block: int
@@ -28,16 +34,20 @@ class Requests:
     settled: list[str] = field(default_factory=list)
     live: list[str] = field(default_factory=list)
     aborted: set[str] = field(default_factory=set)
-    restarts: int | None = None  # so far; None where there are none
+    restarts: int | None = None
     images: dict[str, int] = field(default_factory=dict)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest request, with its output."""
+        """Tokens of the longest request, including its output."""
         return max(self.lengths[name] + add["max_tokens"] for name, add in self.adds.items())
 
     def draw(self, name: str, again: str | None = None, part_of: str | None = None) -> Data:
-        """The argument of `add` for one more request; `again`: the one whose prompt it has, `part_of`: whose first tokens."""
+        """Draw the argument of `add` for one more request.
+
+        `again`: the request whose prompt it repeats. `part_of`: the request whose first tokens it
+        has.
+        """
         dice = self.dice
         add: Data = {
             "req": name,
@@ -50,13 +60,11 @@ class Requests:
         if part_of is not None:
             length = dice.number(1, self.lengths[part_of])
             add["prompt"] = {"of": part_of, "tokens": length}
-            add.update(
-                {name: value for name, value in self.adds[part_of].items() if name == "salt"}
-            )
+            if "salt" in self.adds[part_of]:
+                add["salt"] = self.adds[part_of]["salt"]
         elif earlier is None:
-            add["prompt"] = length = max(
-                1, dice.number(1, 2 if self.simple else 4) * self.block + dice.pick([-1, 0, 1, 2])
-            )
+            blocks = dice.number(1, 2 if self.simple else 4)
+            add["prompt"] = length = max(1, blocks * self.block + dice.pick([-1, 0, 1, 2]))
         elif again or dice.one_in(2):
             add["prompt"], length = {"same": earlier}, self.lengths[earlier]
             self._alike(add, earlier)
@@ -79,7 +87,7 @@ class Requests:
         return prompt, length + prompt["then"]
 
     def _alike(self, add: Data, earlier: str) -> None:
-        """Most repetitions are by the same client; then the connector's promises are about them."""
+        """Give most repetitions the identity of the earlier request, which makes a reload due."""
         source = self.adds[earlier]
         if self.dice.one_in(2 if "mm" in source else 5):
             if "mm" in source and not self.simple:
@@ -87,7 +95,7 @@ class Requests:
             return
         add.update({name: source[name] for name in IDENTITY if name in source})
         if add.get("lora", self.adapters[0]) not in self.adapters:
-            add["lora"] = self.adapters[0]  # there is another one of that number now
+            add["lora"] = self.adapters[0]  # since a restart, another adapter has the number
         elif earlier in self.settled and "reloads" not in source:
             add["reloads"] = earlier
 
@@ -102,15 +110,17 @@ class Requests:
                 self._image(add, length)
         if dice.one_in(12):
             add["stop_at"] = dice.number(0, add["max_tokens"] - 1)
-        if dice.one_in(
-            12 if isinstance(add["prompt"], int) else 6
-        ):  # computed again, although it is known
+        if dice.one_in(12 if isinstance(add["prompt"], int) else 6):
             add["skip_reading_prefix_cache"] = True
         if dice.one_in(20):
             add["params"] = {"note": "mine"}
 
     def _image(self, add: Data, length: int) -> None:
-        """An image has as many tokens wherever it is: the engine refuses one of the same name with another number of them."""
+        """Add an image.
+
+        An image has the same number of tokens in every request, because the engine refuses the same
+        name with another number.
+        """
         dice = self.dice
         at, name = dice.number(0, length - 2), dice.pick(["cat", "dog"])
         tokens = dice.number(1, min(length - at, self.block + 1))
@@ -119,19 +129,16 @@ class Requests:
             add["mm"] = [{"at": at, "length": tokens, "id": name}]
 
     def _moved(self, add: Data, image: Data) -> None:
-        """Another, smaller image somewhere behind the placeholders of this one: the same tokens, and only the place tells two apart."""
+        """Add another, smaller image somewhere within the placeholders of `image`.
+
+        The tokens are the same, so only the image's place distinguishes two such requests.
+        """
         name = "dog" if image["id"] == "cat" else "cat"
-        room = image["length"] - self.images.setdefault(
-            name, max(1, image["length"] - self.dice.number(1, 2))
-        )
+        smaller = max(1, image["length"] - self.dice.number(1, 2))
+        room = image["length"] - self.images.setdefault(name, smaller)
         if room > 0:
-            add["mm"] = [
-                {
-                    "at": image["at"] + self.dice.number(0, room),
-                    "length": self.images[name],
-                    "id": name,
-                }
-            ]
+            place = image["at"] + self.dice.number(0, room)
+            add["mm"] = [{"at": place, "length": self.images[name], "id": name}]
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -139,19 +146,19 @@ class Requests:
         return ADAPTERS if self.restarts is None else SAME_NUMBER[self.restarts % 2 :][:1]
 
     def restarted(self) -> None:
-        """The engine was restarted: requests are over, numbers are to be had again."""
+        """Record a restart of the engine: all requests are over, numbers of adapters are free."""
         self.forgotten()
         self.restarts = (self.restarts or 0) + 1
 
     def finished(self) -> None:
-        """Everything has run to its end."""
+        """Record that all requests have run to their end."""
         self.settled += [
             name for name in self.live if name not in self.aborted and name not in self.settled
         ]
         self.live.clear()
 
     def forgotten(self) -> None:
-        """The connector was reset: what it stored may be gone."""
+        """Record a reset of the connector: what it stored may be gone."""
         self.settled.clear()
         for name in self.live:
             self.aborted.add(name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules drawn at random: what happens to requests, and when. Only what an engine and its clients may do."""
+"""Random schedules: what happens to requests, and when, within what engine and clients may do."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ THEN = (
     "together",
     "partly",
 )
-"""What a request is followed by."""
+"""What follows a request, repeated by weight."""
 
 PLAIN: dict[str, Data] = {
     "drop-local": {"drop-local": {}},
@@ -44,25 +44,27 @@ PLAIN: dict[str, Data] = {
 
 
 class Schedule:
-    """The steps of one workload. `depth`: how many may be in flight; `failing`: loads fail now and then."""
+    """The steps of one workload.
+
+    `depth`: steps that may be in flight. `failing`: some loads fail. `restarts`: the engine is
+    restarted.
+    """
 
     def __init__(
         self, dice: Dice, requests: Requests, *, depth: int, failing: bool, restarts: bool
     ) -> None:
-        self.dice, self.requests, self.depth, self.failing, self.restarts = (
-            dice,
-            requests,
-            depth,
-            failing,
-            restarts,
-        )
+        self.dice = dice
+        self.requests = requests
+        self.depth = depth
+        self.failing = failing
+        self.restarts = restarts
         self.steps: list[Data] = []
-        self._vacant: str | None = None
-        self._partly: tuple[str, int] | None = None  # whose prompt comes next, and how many times
+        self._vacant: str | None = None  # an id that the next request reuses
+        self._partly: tuple[str, int] | None = None  # the request to repeat next, and how often
         requests.restarts = 0 if restarts else None
 
     def draw(self, most: int) -> list[Data]:
-        """Two to `most` requests, each followed by what befalls it."""
+        """Draw two to `most` requests, each with the events that follow it."""
         for name in NAMES[: self.dice.number(2, most)]:
             self._request(name)
         self._run()
@@ -88,21 +90,19 @@ class Schedule:
         then = "finish" if self.restarts and name == NAMES[0] else dice.pick(THEN)
         if self._partly is not None:
             self._run()
-        elif failing and dice.one_in(
-            4
-        ):  # who has the same prompt shares the blocks that are loaded
+        elif failing and dice.one_in(4):  # the next request shares the blocks being loaded
             self._partly = name, 1
-        elif then == "disturb":  # while it is under way
+        elif then == "disturb":  # events while the request is in progress
             self.steps.append({"step": dice.number(1, 4)})
             for kind in dice.some(KINDS, 4):
                 self._event(kind, name)
-        elif then == "finish":  # the next one finds nothing in the local cache
+        elif then == "finish":  # the next request finds nothing in the local cache
             self._run()
             self.steps.append({"drop-local": {}})
             if self.restarts and (requests.restarts == 0 or dice.one_in(4)):
                 self.steps.append({"restart": "engine"})
                 requests.restarted()
-        elif then == "leave":  # the next one finds it there
+        elif then == "leave":  # the next request finds it in the local cache
             self._run()
         elif then == "step":
             self.steps.append({"step": dice.number(1, 6)})
@@ -118,11 +118,15 @@ class Schedule:
             self._run()
             self.steps.append({"drop-local": {}})
             self._partly = name, 2
-        # together: the next one comes in the same step
+        # together: the next request comes in the same step
 
     def _drawn(self, name: str, again: str | None) -> Data:
-        """One more request. After one whose KV is in the store alone: the first part of its prompt, which is then in the local cache, and
-        the whole of it. After one whose load fails: the same prompt at once."""
+        """Draw one more request.
+
+        After a request whose KV is only in the store: first a part of its prompt, so that the part
+        is in the local cache, then the whole prompt. After one whose load fails: the same prompt at
+        once.
+        """
         source, left = self._partly or (None, 0)
         self._partly = (source, left - 1) if source is not None and left > 1 else None
         if left > 1:
@@ -130,7 +134,10 @@ class Schedule:
         return self.requests.draw(name, again if source is None else source)
 
     def _reuses(self, add: Data) -> bool:
-        """Whether it gets the id of a request that is long over: the first one's, so that no two live ones have it."""
+        """Return whether a request reuses the id of the first settled request.
+
+        It does not if another request may be live, so that no two live requests have one id.
+        """
         requests = self.requests
         alone = not requests.live[:-1] and not any("id" in each for each in requests.adds.values())
         return (
@@ -142,16 +149,16 @@ class Schedule:
         )
 
     def _again(self, add: Data) -> None:
-        """Its client gives up, and asks again under the same id before the next step. The engine takes an id again once it has let the
-        first one go: there is nothing to be loaded for it, it has not finished, and no output of it is under way."""
+        """Abort a request, and let the next one reuse its id before the next step.
+
+        The engine accepts an id again once it has released the first request: there is nothing to
+        load for it, it has not finished, and none of its output is in flight.
+        """
         add["max_tokens"] = 9
         for name in ("drafts", "stop_at", "id"):
             add.pop(name, None)
-        self.steps += [
-            {"step": self.dice.number(1, 2)},
-            {"land": self.depth},
-            {"abort": add["req"]},
-        ]
+        count = self.dice.number(1, 2)
+        self.steps += [{"step": count}, {"land": self.depth}, {"abort": add["req"]}]
         self.requests.aborted.add(add["req"])
         self.requests.live.remove(add["req"])
         self._vacant = add["req"]
@@ -162,14 +169,15 @@ class Schedule:
 
     def _event(self, kind: str, latest: str) -> None:
         dice = self.dice
-        who = dice.pick([latest, latest, *self.requests.live]) if self.requests.live else latest
+        live = self.requests.live
+        request = dice.pick([latest, latest, *live]) if live else latest
         if kind == "step":
             self.steps.append({"step": dice.number(1, 5)})
         elif kind == "abort":
-            self.steps.append({"abort": who})
-            self.requests.aborted.add(who)
+            self.steps.append({"abort": request})
+            self.requests.aborted.add(request)
         elif kind == "preempt":
-            self.steps.append({"preempt": who})
+            self.steps.append({"preempt": request})
         elif kind == "run":
             self._run()
         elif kind == "reset":
@@ -184,10 +192,9 @@ class Schedule:
             self.steps.append({**PLAIN[kind]})
 
     def _between(self, name: str) -> None:
-        """What comes while outputs are under way: the queue is empty before, and holds no more than it may."""
+        """Add an event while outputs of one to `depth` steps are in flight."""
         count = self.dice.number(1, self.depth)
         self.steps += [{"land": self.depth}, {"schedule": count}]
-        self._event(
-            "abort" if self.depth == 1 else self.dice.pick(["abort", "preempt", "reorder"]), name
-        )
+        kind = "abort" if self.depth == 1 else self.dice.pick(["abort", "preempt", "reorder"])
+        self._event(kind, name)
         self.steps.append({"land": self.depth})

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a failing workload small: fewer requests, fewer steps, smaller prompts, defaults instead of what was drawn. What it fails, and how,
-stays the same."""
+"""Shrinks a failing workload: fewer requests and steps, smaller prompts, defaults for drawn values.
+
+The failure stays the same.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -15,11 +16,16 @@ from kvconform.explore.workload import PLAIN_AXES, Data, Workload
 
 Fails = Callable[[Workload], bool]
 SMALLER = (1, 2, 3, 4, 5, 8, 9, 12, 13, 16, 17)
+"""Numbers of tokens to try, mostly at the boundaries of small blocks."""
 
 
 def shrink(workload: Workload, fails: Fails, tries: int = 400) -> tuple[Workload, int]:
-    """(the smallest workload found, runs that it took). `fails`: whether a workload still fails what it is about. At most `tries` runs."""
-    spent, legal = 0, is_legal(workload.data)
+    """Return (the smallest workload found, runs that shrinking took).
+
+    `fails`: returns whether a workload still has the failure. `tries`: most runs to spend.
+    """
+    spent = 0
+    legal = is_legal(workload.data)
     better = True
     while better and spent < tries:
         better = False
@@ -32,8 +38,9 @@ def shrink(workload: Workload, fails: Fails, tries: int = 400) -> tuple[Workload
                 break
             spent += 1
             if fails(candidate):
-                workload, better = candidate, True
-                break  # begin again with the greatest steps
+                workload = candidate
+                better = True
+                break  # start again with the greatest reductions
     return workload, spent
 
 
@@ -46,14 +53,14 @@ def _is_case(workload: Workload) -> bool:
 
 
 def candidates(workload: Workload) -> Iterator[Workload]:
-    """Smaller workloads, the greatest reductions first."""
+    """Yield smaller workloads, the greatest reductions first."""
     for make in (_without_requests, _without_steps, _plain, _smaller):
         for data in make(copy.deepcopy(workload.data)):
             yield Workload(data, workload.seed)
 
 
 def _without_requests(data: Data) -> Iterator[Data]:
-    """A request less; what repeats its prompt has the prompt itself then."""
+    """Yield workloads with one request less; repetitions of its prompt get the prompt itself."""
     names = [step["add"]["req"] for step in data["steps"] if "add" in step]
     for name in reversed(names):
         steps = copy.deepcopy(data["steps"])
@@ -87,6 +94,7 @@ def _mentions(step: Data, name: str) -> bool:
 
 
 def _without_steps(data: Data) -> Iterator[Data]:
+    """Yield workloads without some steps that follow one another and add no request."""
     steps = data["steps"]
     for length in (8, 4, 2, 1):
         for start in range(0, len(steps) - length + 1):
@@ -96,7 +104,7 @@ def _without_steps(data: Data) -> Iterator[Data]:
 
 
 def _plain(data: Data) -> Iterator[Data]:
-    """Axes, policies, configuration and options of requests back to their defaults, one at a time."""
+    """Yield workloads with one axis, policy, setting or option of a request at its default."""
     for name, plain in PLAIN_AXES:
         if data["matrix"][name] != [plain]:
             yield {**data, "matrix": {**data["matrix"], name: [plain]}}
@@ -110,45 +118,36 @@ def _plain(data: Data) -> Iterator[Data]:
     for index, step in enumerate(data["steps"]):
         if "add" in step:
             for name in set(step["add"]) - {"req", "prompt", "max_tokens"}:
-                yield _changed(
-                    data, index, {key: value for key, value in step["add"].items() if key != name}
-                )
+                add = {key: value for key, value in step["add"].items() if key != name}
+                yield _changed(data, index, add)
 
 
 def _smaller(data: Data) -> Iterator[Data]:
-    """Shorter prompts and outputs, fewer steps at a time, a smaller budget and pool."""
+    """Yield workloads with a shorter prompt or output, or with fewer engine steps at a time."""
     for index, step in enumerate(data["steps"]):
         [(op, argument)] = step.items()
         if op == "add":
             for tokens in _below(argument.get("max_tokens", 4)):
                 yield _changed(data, index, {**argument, "max_tokens": tokens})
-            if isinstance(argument["prompt"], int):
-                for length in _below(argument["prompt"]):
+            prompt = argument["prompt"]
+            if isinstance(prompt, int):
+                for length in _below(prompt):
                     yield _changed(data, index, {**argument, "prompt": length})
-            elif "of" in argument["prompt"]:
-                yield _changed(
-                    data, index, {**argument, "prompt": {"same": argument["prompt"]["of"]}}
-                )
+            elif "of" in prompt:
+                yield _changed(data, index, {**argument, "prompt": {"same": prompt["of"]}})
                 for name in ("then", "tokens"):
-                    for length in _below(argument["prompt"].get(name, 0)):
-                        yield _changed(
-                            data,
-                            index,
-                            {**argument, "prompt": {**argument["prompt"], name: length}},
-                        )
+                    for length in _below(prompt.get(name, 0)):
+                        shorter = {**prompt, name: length}
+                        yield _changed(data, index, {**argument, "prompt": shorter})
         elif op in ("step", "idle", "schedule", "land") and argument > 1:
-            yield {
-                **data,
-                "steps": [*data["steps"][:index], {op: argument - 1}, *data["steps"][index + 1 :]],
-            }
+            steps = data["steps"]
+            yield {**data, "steps": [*steps[:index], {op: argument - 1}, *steps[index + 1 :]]}
 
 
 def _below(value: int) -> list[int]:
     return [each for each in (*SMALLER, value // 2, value - 1) if 0 < each < value]
 
 
-def _changed(data: Data, index: int, argument: Any) -> Data:
-    return {
-        **data,
-        "steps": [*data["steps"][:index], {"add": argument}, *data["steps"][index + 1 :]],
-    }
+def _changed(data: Data, index: int, argument: Data) -> Data:
+    steps = data["steps"]
+    return {**data, "steps": [*steps[:index], {"add": argument}, *steps[index + 1 :]]}

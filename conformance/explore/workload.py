@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A workload: a case of one run, as data. What is drawn is a case, and what is left of it in the end is a file that anybody can run."""
+"""A workload: a case with one run, as data that can be written to a file and run like any case."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from kvconform.contract.yaml12 import flow
 Data = dict[str, Any]
 AREA = "explore"
 WIDTH = 130
+"""Columns of the comment in a case's file."""
 PLAIN_AXES = (("scheduling", "sync"), ("runner", "v1"), ("depth", 2))
+"""The axes with their defaults."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Workload:
     seed: int = 0
 
     def variant(self) -> Variant:
-        """The one run. ValidationError if the data are no case, ValueError if it has several runs."""
+        """Return the run. ValidationError if this is not a case, ValueError for several runs."""
         variants = Case.model_validate(self.data).variants(slow=self.data["matrix"].get("slow"))
         if len(variants) != 1:
             raise ValueError(f"a workload is one run, this one has {len(variants)}")
@@ -32,26 +34,24 @@ class Workload:
 
     @property
     def size(self) -> tuple[int, ...]:
-        """What shrinking makes smaller, the most important first: requests, steps, tokens, and what is not the default."""
-        adds = [step["add"] for step in self.data["steps"] if "add" in step]
+        """What shrinking reduces, the most important first.
+
+        Numbers of requests, steps and tokens, and a measure of what differs from the defaults.
+        """
+        steps = self.data["steps"]
+        adds = [step["add"] for step in steps if "add" in step]
         tokens = sum(_length(add["prompt"]) + add.get("max_tokens", 4) for add in adds)
-        tokens += sum(
-            value
-            for step in self.data["steps"]
-            for value in step.values()
-            if isinstance(value, int)
-        )
-        extras = sum(len(add) for add in adds) + len(
-            json.dumps([self.data.get("config", {}), self.data.get("policies", [])])
-        )
+        tokens += sum(value for step in steps for value in step.values() if isinstance(value, int))
+        settings = [self.data.get("config", {}), self.data.get("policies", [])]
+        extras = sum(len(add) for add in adds) + len(json.dumps(settings))
         extras += sum(self.data["matrix"][name] != [plain] for name, plain in PLAIN_AXES)
-        return len(adds), len(self.data["steps"]), tokens, extras
+        return len(adds), len(steps), tokens, extras
 
 
-def _length(prompt: Any) -> int:
-    return (
-        prompt if isinstance(prompt, int) else 1 + prompt.get("then", 0) + prompt.get("tokens", 0)
-    )
+def _length(prompt: int | Data) -> int:
+    if isinstance(prompt, int):
+        return prompt
+    return int(1 + prompt.get("then", 0) + prompt.get("tokens", 0))
 
 
 def make(
@@ -69,13 +69,14 @@ def make(
     relations: list[str] | None = None,
     needs: str | None = None,
 ) -> Data:
-    """The data of a case of one run; `slow`: which streams are slow, on a device that has streams; `needs`: what the connector must do."""
-    matrix: Data = {
-        "scheduling": [scheduling],
-        "runner": [runner],
-        "depth": [depth],
-        **({"slow": [slow]} if slow else {}),
-    }
+    """Return the data of a case with one run.
+
+    `slow`: the streams that are slow, on a device that has streams. `needs`: a capability that the
+    connector must have.
+    """
+    matrix: Data = {"scheduling": [scheduling], "runner": [runner], "depth": [depth]}
+    if slow:
+        matrix["slow"] = [slow]
     data: Data = {
         "id": identifier,
         "area": AREA,
@@ -84,17 +85,15 @@ def make(
         "matrix": matrix,
         "engines": [engine],
     }
-    data |= {"needs": needs} if needs else {}
-    return {
-        **data,
-        **({"policies": policies} if policies else {}),
-        "relations": relations or [],
-        "steps": steps,
-    }
+    if needs:
+        data["needs"] = needs
+    if policies:
+        data["policies"] = policies
+    return {**data, "relations": relations or [], "steps": steps}
 
 
 def text_of(data: Data, comment: str = "") -> str:
-    """The case as a YAML file, a step per line; `comment` goes in front."""
+    """Return the case as YAML text, one step per line, after `comment`."""
     lines = [f"# {line}".rstrip() for line in comment.splitlines()]
     for key, value in data.items():
         if key == "steps":

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvconform init`: settings, a workflow and a test in a connector's repository."""
+"""`kvconform init`: settings, a workflow and a test for a connector's repository."""

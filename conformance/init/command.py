@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvconform init`: asks nothing, writes what is missing, and gives a first answer."""
+"""`kvconform init`: write the missing files without questions, and run a first check."""
 
 from __future__ import annotations
 
@@ -38,12 +38,14 @@ def command(
         option("--template", metavar="DIR", help="begin a new connector there, one that passes"),
     ] = None,
     run: Annotated[
-        bool, option("--run/--no-run", help="give a first answer, one case per subject [--run]")
+        bool, option("--run/--no-run", help="run a first check, one case per subject [--run]")
     ] = True,
 ) -> None:
-    """In a connector's repository: find the connector, write kvconform.toml, a workflow and a test, and judge it for the first time."""
+    """Find the connector of a repository, write settings, a workflow and a test, and check it."""
     if template is not None and (folder or connector):
-        raise UsageError("--template goes alone: it makes the folder and the connector")
+        raise UsageError(
+            "--template cannot be combined with a folder or --connector: it creates both"
+        )
     repository = Path(template or folder or ".").expanduser().resolve()
     if template is not None:
         write.template(repository)
@@ -55,7 +57,8 @@ def command(
         typer.echo(f"{'kept ' if file.kept else 'wrote'}   {file.path}")
     if here.url is None:
         typer.echo(
-            "        (say in the workflow where kvconform is, and which commit: this one was not installed from a repository)"
+            "        (say in the workflow where kvconform is, and which commit:"
+            " this one was not installed from a repository)"
         )
     if not run:
         return
@@ -63,14 +66,14 @@ def command(
         check_vllm()
     except EnvironmentProblem as problem:
         advice = (
-            "nothing was judged; from a checkout of kvconform, nox -s init -- DIR brings vLLM along"
+            "nothing was judged; from a checkout of kvconform, nox -s init -- DIR installs vLLM"
         )
         raise EnvironmentProblem(f"{problem.message.rstrip('.')}; {advice}") from None
     _judge(repository)
 
 
 def _files(repository: Path, connector: str | None, here: Origin) -> dict[str, str]:
-    """What belongs into the repository, by path."""
+    """Return the repository's files by path; "" for the settings if they exist already."""
     place, known = _configured(repository)
     if known and connector and known != connector:
         raise UsageError(f"{place} names {known}: change it there")
@@ -80,25 +83,22 @@ def _files(repository: Path, connector: str | None, here: Origin) -> dict[str, s
     if found is not None:
         typer.echo(f"found   {found.connector}, {found.file.relative_to(repository)}:{found.line}")
     name = known or connector or (found.connector if found else "")
-    if (
-        place and not known
-    ):  # it is what every later run goes by, and without a connector that is the reference connector
+    if place and not known:  # later runs would judge the default, the reference connector
         raise UsageError(
-            f"{place} has settings and names no connector: write connector = {json.dumps(name)} there, before the tables"
+            f"{place} has settings and names no connector:"
+            f" write connector = {json.dumps(name)} there, before the tables"
         )
-    files = (
-        {SETTINGS: ""}
-        if place == SETTINGS
-        else {}
-        if place
-        else {SETTINGS: write.settings(repository, name, found)}
-    )  # "": kept
+    files: dict[str, str] = {}
+    if place == SETTINGS:
+        files[SETTINGS] = ""
+    elif not place:
+        files[SETTINGS] = write.settings(repository, name, found)
     path, text = write.workflow(repository, here)
     return {**files, path: text, "tests/test_conformance.py": write.test_file()}
 
 
 def _configured(repository: Path) -> tuple[str | None, str | None]:
-    """(the file with the repository's settings, the connector that it names)."""
+    """Return (file with the repository's settings, connector that it names), None if absent."""
     for name in (SETTINGS, PYPROJECT):
         try:
             data: dict[str, Any] = tomllib.loads((repository / name).read_text(encoding="utf-8"))
@@ -119,11 +119,9 @@ def _judge(repository: Path) -> None:
 
     typer.echo("")
     file = repository / SETTINGS if (repository / SETTINGS).is_file() else repository / PYPROJECT
-    arguments = [
-        "--profile",
-        "smoke",
-        *(["--config", str(file)] if Path.cwd() != repository else []),
-    ]
+    arguments = ["--profile", "smoke"]
+    if Path.cwd() != repository:
+        arguments += ["--config", str(file)]
     given = {
         "profile": "smoke",
         "report_dir": str(repository / "kvconform-report"),

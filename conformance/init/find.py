@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connector classes of a repository, found in its source: nothing of it is imported."""
+"""Finds the connector classes of a repository in its source, without importing it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from pathlib import Path
 from kvconform.errors import UsageError
 
 ROOTS = re.compile(r"KVConnectorBase(_V1)?|\w*Connector(V1)?")
-"""Names of vLLM's classes that a connector derives from; KVConnectorMetadata, KVConnectorStats and the like are none."""
+"""Names of vLLM's base classes of connectors, unlike KVConnectorMetadata or KVConnectorStats."""
 
 VLLM = "vllm.distributed.kv_transfer"
+"""vLLM's package with the base classes."""
 NOT_OURS = {"build", "dist", "node_modules", "site-packages", "venv", "env", "__pycache__"}
 ASIDE = {
     "test",
@@ -28,9 +29,10 @@ ASIDE = {
     "benchmark",
     "benchmarks",
 }
-"""Folders whose connectors count only where there is no other."""
+"""Folders whose connectors count only if there are no others."""
 
 ASIDE_FILES = re.compile(r"conftest|test_\w*|\w*_test")
+"""Names of modules whose connectors count only if there are no others."""
 STAND_INS = {
     "mock",
     "mocked",
@@ -43,7 +45,7 @@ STAND_INS = {
     "abstract",
     "base",
 }
-"""Words of a name whose class counts only where there is no other."""
+"""Words that mark a class name; such a class counts only if there are no others."""
 
 WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 MOST_FILES = 20_000
@@ -51,7 +53,11 @@ MOST_FILES = 20_000
 
 @dataclass(frozen=True)
 class Found:
-    """A connector class. `root`: the folder that has to be on the import path, below the repository."""
+    """A connector class.
+
+    `root`: the folder of the repository that must be on the import path. `declares`: whether the
+    class declares its capabilities.
+    """
 
     name: str
     module: str
@@ -62,7 +68,7 @@ class Found:
 
     @property
     def connector(self) -> str:
-        """As `kvconform run` wants it."""
+        """The connector's name for `kvconform run`."""
         return f"{self.module}:{self.name}"
 
 
@@ -75,12 +81,13 @@ class _Class:
 
 
 def find(repository: Path) -> Found:
-    """The repository's connector. UsageError if there is none, or more than one that could be meant."""
+    """Return the repository's connector. UsageError if there is none, or several candidates."""
     found = connectors(repository)
     if not found:
         raise UsageError(
-            f"no class in {repository} derives from KVConnectorBase_V1: name it (kvconform init --connector mypkg.module:Class), "
-            "or begin with one that passes (kvconform init --template NEW_DIR)"
+            f"no class in {repository} derives from KVConnectorBase_V1: name it"
+            " (kvconform init --connector mypkg.module:Class),"
+            " or begin with one that passes (kvconform init --template NEW_DIR)"
         )
     if len(found) > 1:
         names = ", ".join(
@@ -91,14 +98,13 @@ def find(repository: Path) -> Found:
 
 
 def named(repository: Path, connector: str) -> Found | None:
-    """The class of a name (`package.module:Class`) in the repository; None if it is elsewhere."""
+    """Return the class `package.module:Class` of the repository; None if it is elsewhere."""
     module, _, name = connector.partition(":")
-    ending = Path(*module.split("."))
+    ending = tuple(module.split("."))
     for file in files(repository):
-        if (
-            file.with_suffix("").parts[-len(ending.parts) :] == ending.parts
-            or file.parent.parts[-len(ending.parts) :] == ending.parts
-        ):
+        is_module = file.with_suffix("").parts[-len(ending) :] == ending
+        in_package = file.parent.parts[-len(ending) :] == ending
+        if is_module or in_package:
             for one in _classes(file):
                 if one.node.name == name and (found := _found(one)).module == module:
                     return found
@@ -106,7 +112,11 @@ def named(repository: Path, connector: str) -> Found | None:
 
 
 def connectors(repository: Path) -> list[Found]:
-    """All classes that may be meant, sorted: those that no other one derives from, and no tests' and stand-ins if there are others."""
+    """Return all candidates, sorted.
+
+    A class that another candidate derives from is none. Classes of tests and stand-ins are
+    candidates only if there are no others.
+    """
     classes = [one for file in files(repository) for one in _classes(file)]
     ours = {one.node.name for one in classes if one.from_vllm}
     while True:
@@ -124,18 +134,19 @@ def connectors(repository: Path) -> list[Found]:
         lambda one: STAND_INS.isdisjoint(_words(one.node.name)),
     ):
         meant = [one for one in meant if keep(one)] or meant
-    derived_from = {
-        base for one in meant for base in one.bases if base != one.node.name
-    }  # not: what a test derives from
+    # Only candidates' bases: a class that only a test derives from remains a candidate.
+    derived_from = {base for one in meant for base in one.bases if base != one.node.name}
     meant = [one for one in meant if one.node.name not in derived_from]
-    found = {
-        one.connector: one for one in map(_found, reversed(meant))
-    }  # of two in branches of one module the first
+    # Of two definitions in branches of one module, the first counts.
+    found = {one.connector: one for one in map(_found, reversed(meant))}
     return [found[name] for name in sorted(found)]
 
 
 def files(repository: Path) -> Iterator[Path]:
-    """The repository's Python files, in order; not those of environments, builds, and hidden folders."""
+    """Yield the repository's Python files, sorted, without environments, builds and hidden folders.
+
+    UsageError beyond MOST_FILES files.
+    """
     count = 0
     for folder, below, names in os.walk(repository):
         below[:] = sorted(
@@ -150,14 +161,18 @@ def files(repository: Path) -> Iterator[Path]:
                 count += 1
                 if count > MOST_FILES:
                     raise UsageError(
-                        f"{repository} has more than {MOST_FILES} Python files: is it the connector's repository?"
+                        f"{repository} has more than {MOST_FILES} Python files:"
+                        " is it the connector's repository?"
                     )
                 yield Path(folder, name)
 
 
 def options(found: Found) -> dict[str, object]:
-    """Names of the options that the connector's module, or those beside it, take from kv_connector_extra_config, and their defaults (None:
-    none, or not a constant)."""
+    """Map the options that the connector reads from kv_connector_extra_config to their defaults.
+
+    All modules in the connector's folder are read. A default is None if there is none, or if it is
+    not a constant.
+    """
     names: dict[str, object] = {}
     for file in sorted(found.file.parent.glob("*.py")):
         nodes = list(ast.walk(_tree(file)))
@@ -195,9 +210,8 @@ def _classes(file: Path) -> Iterator[_Class]:
         if isinstance(node, ast.ClassDef):
             bases = []
             for base in node.bases:
-                head, dot, rest = ast.unparse(
-                    base.value if isinstance(base, ast.Subscript) else base
-                ).partition(".")
+                plain = base.value if isinstance(base, ast.Subscript) else base
+                head, dot, rest = ast.unparse(plain).partition(".")
                 bases.append(names.get(head, head) + dot + rest)
             last = tuple(base.rpartition(".")[2] for base in bases)
             outer = any(
@@ -208,7 +222,7 @@ def _classes(file: Path) -> Iterator[_Class]:
 
 
 def _imported(tree: ast.Module) -> dict[str, str]:
-    """What names of a module stand for, in full where the import says it."""
+    """Map imported names of a module to the full names that they stand for."""
     names: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
@@ -222,7 +236,7 @@ def _imported(tree: ast.Module) -> dict[str, str]:
 
 
 def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Those of a module, also within its `if`, `try` and `with`."""
+    """Yield the statements of a module, including those within `if`, `try` and `with`."""
     for node in body:
         yield node
         if isinstance(node, ast.If | ast.Try | ast.TryStar | ast.With):
@@ -242,31 +256,34 @@ def _aside(file: Path) -> bool:
 
 
 def _words(name: str) -> set[str]:
-    """`DatabaseKVConnector`: database, kv, connector."""
+    """Split a class name into words: `DatabaseKVConnector` into database, kv, connector."""
     return {word.lower() for word in WORDS.findall(name)}
 
 
 def _found(one: _Class) -> Found:
-    root, parts = one.file.parent, [one.file.stem] if one.file.stem != "__init__" else []
+    root = one.file.parent
+    parts = [one.file.stem] if one.file.stem != "__init__" else []
     while (root / "__init__.py").is_file():
         parts.insert(0, root.name)
         root = root.parent
-    declares = any(
-        (
-            isinstance(node, ast.Assign)
-            and any(ast.unparse(target) == "kvconform_capabilities" for target in node.targets)
-        )
-        or (
-            isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "kvconform_capabilities"
-        )
-        or (isinstance(node, ast.FunctionDef) and node.name == "kvconform_capabilities")
-        for node in one.node.body
-    )
+    declares = any("kvconform_capabilities" in _defined(node) for node in one.node.body)
     return Found(one.node.name, ".".join(parts), one.file, one.node.lineno, root, declares)
 
 
+def _defined(node: ast.stmt) -> list[str]:
+    """Return the names that a statement of a class body assigns or defines as a function."""
+    match node:
+        case ast.Assign(targets=targets):
+            return [ast.unparse(target) for target in targets]
+        case ast.AnnAssign(target=target):
+            return [ast.unparse(target)]
+        case ast.FunctionDef(name=name):
+            return [name]
+    return []
+
+
 def _tree(file: Path) -> ast.Module:
-    """Empty for a file that is no Python of this interpreter's: it is none of our business."""
+    """Parse a file; an empty module if this interpreter cannot parse it."""
     try:
         return ast.parse(file.read_bytes())
     except (SyntaxError, ValueError, OSError):
@@ -274,7 +291,10 @@ def _tree(file: Path) -> ast.Module:
 
 
 def _is_extra(value: ast.expr) -> bool:
-    """Whether an expression is the dict of options, or `... or {}` of it; not what is taken out of it."""
+    """Return whether an expression is the dict of options, possibly followed by `or {}`.
+
+    A value taken out of the dict is not.
+    """
     if isinstance(value, ast.BoolOp):
         return _is_extra(value.values[0])
     return isinstance(value, ast.Attribute | ast.Name) and "extra_config" in ast.unparse(value)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where this kvconform came from, so that CI can be pinned to the same one."""
+"""The repository and commit of this kvconform, so that CI can be pinned to the same one."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ GITHUB = re.compile(
 SCHEMES = ("https", "http", "git", "ssh")
 HOST = r"[a-z0-9][a-z0-9.-]*"
 SHORT = re.compile(rf"git@(?i:{HOST}):(?!/?-)[\w./~+%-]+", re.ASCII)
-"""ssh's short form, `git@host:owner/name.git`; another user's name is none to write down."""
+"""ssh's short form, `git@host:owner/name.git`; other users' names must not be written to a file."""
 
 PATH = re.compile(r"/[\w./~+%-]+", re.ASCII)
-"""Without what can hide a name and a password (`:` and `@`), or mean something to a shell."""
+"""A path without characters that can hide credentials (`:`, `@`) or mean something to a shell."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """A repository that others reach, and a commit. Both are None where that is unknown."""
+    """A repository that others can reach, and a commit; both None if unknown."""
 
     url: str | None = None
     commit: str | None = None
 
     @property
     def on_github(self) -> str | None:
-        """`owner/name`, if it is there."""
+        """`owner/name` of a repository on GitHub, else None."""
         found = GITHUB.fullmatch(self.url or "")
         return found[1] if found else None
 
 
 def origin() -> Origin:
-    """Of what is installed: pip's record of a repository or a checkout, else unknown."""
+    """Return the origin of the installed kvconform from pip's record, if that names one."""
     try:
         text = importlib.metadata.distribution("kvconform").read_text("direct_url.json")
         record = json.loads(text) if text else {}
@@ -48,7 +48,7 @@ def origin() -> Origin:
 
 
 def of_record(record: dict[str, Any]) -> Origin:
-    """`record`: what pip writes into direct_url.json."""
+    """Return the origin in `record`, pip's direct_url.json: a git repository or a checkout."""
     url = str(record.get("url", ""))
     if "vcs_info" in record:
         found = record["vcs_info"]
@@ -62,8 +62,11 @@ def of_record(record: dict[str, Any]) -> Origin:
 
 
 def public(url: str) -> str | None:
-    """Scheme, host and path of a repository's URL, and the user only where it is ssh's `git`: never a password or a token. None for a
-    folder of this machine, and for what may hold one all the same."""
+    """Return a repository's URL without credentials.
+
+    It has scheme, host, port and path, and of users only ssh's `git`. None for a local folder, and
+    for a URL that may still contain a password or a token.
+    """
     if SHORT.fullmatch(url):
         return url
     try:
@@ -78,18 +81,16 @@ def public(url: str) -> str | None:
     ):
         return None
     if parts.scheme == "ssh" and parts.username not in (None, "git"):
-        return None  # without its user it leads nowhere
+        return None  # another user's URL is useless without the user
     user = "git@" if parts.scheme == "ssh" and parts.username else ""
     return f"{parts.scheme}://{user}{host}{'' if port is None else f':{port}'}{parts.path}"
 
 
 def _public(url: str, commit: str | None) -> Origin:
     shown = public(url)
-    return (
-        Origin(shown, commit)
-        if shown and commit and re.fullmatch("[0-9a-f]{4,64}", commit)
-        else Origin()
-    )
+    if shown and commit and re.fullmatch("[0-9a-f]{4,64}", commit):
+        return Origin(shown, commit)
+    return Origin()
 
 
 def _git(folder: str, *arguments: str) -> str | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files that judge a connector in its own repository. None that is there is touched."""
+"""Writes kvconform's files into a connector's repository; existing files stay as they are."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from kvconform.init.find import Found, options
 from kvconform.init.origin import Origin
 
 PLACES = re.compile(r"(?i)(^|[_.-])(path|dir|directory|folder|root|storage|file|location)s?$")
-"""Options that say where KV is kept: a run must not find what an earlier one has left there."""
+"""Options that name the place of stored KV, where a run must not find an earlier run's data."""
 
 FIXTURES = Path(fixtures.__path__[0])
 
 
 @dataclass(frozen=True)
 class Written:
-    """A file, by its path in the repository; `kept`: it was there already."""
+    """A file, by its path in the repository; `kept`: it existed before."""
 
     path: Path
     kept: bool
 
 
 def template(folder: Path) -> None:
-    """Copy the template connector into a new folder. UsageError if there is something in it."""
+    """Copy the template connector into a new folder. UsageError if the folder is not empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} exists: --template makes a new folder")
     try:
@@ -51,7 +51,10 @@ def template(folder: Path) -> None:
 
 
 def settings(repository: Path, connector: str, found: Found | None) -> str:
-    """kvconform.toml. `found` is None where the connector was named: nothing is known of its options then."""
+    """Return the text of kvconform.toml; without `found` it lists no options.
+
+    `found` is None if the connector was named and is not in the repository.
+    """
     root = os.path.relpath(found.root, repository) if found else None
     if root is not None and not _writable(root):
         raise UsageError(f"the name of the folder {root!r} is no UTF-8: no settings can name it")
@@ -66,7 +69,7 @@ def settings(repository: Path, connector: str, found: Found | None) -> str:
 
 
 def workflow(repository: Path, origin: Origin) -> tuple[str, str]:
-    """(path, text) of what runs it in CI: GitLab's where the repository has GitLab's, else GitHub's."""
+    """Return (path, text) of the CI workflow: GitLab's if the repository has one, else GitHub's."""
     if (repository / ".gitlab-ci.yml").is_file():
         text = (FIXTURES / "ci" / "gitlab.yml").read_text(encoding="utf-8")
         for name, value in (("KVCONFORM", origin.url), ("KVCONFORM_COMMIT", origin.commit)):
@@ -79,7 +82,7 @@ def workflow(repository: Path, origin: Origin) -> tuple[str, str]:
 
 
 def write(repository: Path, files: dict[str, str]) -> Iterator[Written]:
-    """Write what is missing. EnvironmentProblem where that cannot be."""
+    """Write the missing files, yielding each. EnvironmentProblem if a file cannot be written."""
     for name, text in files.items():
         path = repository / name
         kept = path.exists()
@@ -95,12 +98,12 @@ def write(repository: Path, files: dict[str, str]) -> Iterator[Written]:
 
 
 def test_file() -> str:
-    """tests/test_conformance.py."""
+    """Return the text of tests/test_conformance.py."""
     return _rendered("test_conformance.py")
 
 
 def _option(name: str, default: object) -> tuple[str, object, bool]:
-    """(name, value, whether it is in force): places are, what else there is can be looked up and switched on."""
+    """Return (name, value, whether it is set); only places are set, other options are comments."""
     if PLACES.search(name) and (default is None or isinstance(default, str)):
         return name, "{tmp}/" + re.sub(r"\W+", "-", name), True
     return name, default, False
@@ -122,18 +125,17 @@ def _rendered(name: str, **values: Any) -> str:
 
 
 def _toml(value: object) -> str:
-    """A value as TOML; an empty string for what it has no word for."""
+    """Return a value as TOML; an empty string if TOML cannot express it."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)  # inf, nan
     if isinstance(value, bool | int | float) or (isinstance(value, str) and _writable(value)):
-        return json.dumps(value, ensure_ascii=False).replace(
-            "\x7f", "\\u007f"
-        )  # no pairs of surrogates, which TOML has not
+        # ensure_ascii would write pairs of surrogates, which TOML does not allow.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return '""'
 
 
 def _writable(text: str) -> bool:
-    """Whether it is text at all: not with half of a surrogate pair, as in a file name that is no UTF-8."""
+    """Return whether the text has no lone surrogate, as from a file name that is not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:

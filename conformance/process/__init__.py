@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes and how they end: time limits, notes of a death, servers, supervisors, ports."""
+"""Processes: time limits for hooks, servers that connectors need, and clean-up after both."""

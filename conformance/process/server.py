@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One server process: started, waited for, asked to forget, made to stand still, killed, started again, ended.
-
-What a connector's configuration says about a server that it needs: data only.
-"""
+"""A server that a connector needs: its description in the settings, and its process."""
 
 from __future__ import annotations
 
@@ -24,11 +21,16 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from kvconform.errors import EnvironmentProblem
 
 PORT = re.compile(r"\{port:([a-z][a-z0-9-]*)\}")
-"""`{port:NAME}`: a free TCP port of this machine, the same wherever the name is used in one process."""
+"""Placeholder for a free TCP port of this machine; within a process a name stands for one port."""
+
+POLL = 0.05
+"""Seconds between two attempts to reach a server that is starting."""
+CALL_LIMIT = 10.0
+"""Seconds that a command or an HTTP request may take."""
 
 
 class Call(BaseModel):
-    """One of: a TCP address that must accept a connection, a URL that must answer without an error, a shell command that must succeed."""
+    """A TCP address that must accept a connection, a URL that must not fail, or a shell command."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -52,7 +54,11 @@ class Call(BaseModel):
 
 
 class ServerSpec(BaseModel):
-    """A server. Strings may hold `{port:NAME}`, `{python}` (the interpreter) and `{server_tmp}` (a directory of the servers')."""
+    """Description of a server in the settings.
+
+    Strings may contain `{port:NAME}`, `{python}` (the interpreter) and `{server_tmp}` (the servers'
+    directory).
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -77,7 +83,7 @@ class ServerSpec(BaseModel):
 
     @property
     def losing(self) -> Call | None:
-        """What makes it forget while it is used, if anything does."""
+        """The call that makes the server forget while it is in use, if there is one."""
         return self.lose or self.clear
 
     @field_validator("timeout", "grace", mode="before")
@@ -87,7 +93,7 @@ class ServerSpec(BaseModel):
 
 
 def port_names(value: Any) -> set[str]:
-    """The names of ports that the strings of a value mention."""
+    """Return the names of the ports in a value's strings."""
     if isinstance(value, str):
         return set(PORT.findall(value))
     if isinstance(value, dict):
@@ -98,11 +104,14 @@ def port_names(value: Any) -> set[str]:
 
 
 def filled(value: Any, ports: dict[str, int], words: dict[str, str]) -> Any:
-    """The value with ports and `words` put into its strings. KeyError for a port that has no number."""
+    """Return the value with ports and `words` filled in; a string that is only a port is an int.
+
+    KeyError for a port that has no number.
+    """
     if isinstance(value, str):
         text = PORT.sub(lambda found: str(ports[found[1]]), value)
         if found := PORT.fullmatch(value):
-            return ports[found[1]]  # alone, it is a number: that is what options want
+            return ports[found[1]]  # options want a number
         for word, meaning in words.items():
             text = text.replace("{" + word + "}", meaning)
         return text
@@ -113,12 +122,12 @@ def filled(value: Any, ports: dict[str, int], words: dict[str, str]) -> Any:
     return value
 
 
-POLL = 0.05
-CALL_LIMIT = 10.0
-
-
 class Server:
-    """`spec` has its placeholders filled. Its output goes to `log`, which is kept; its commands run in `base` with `environment`."""
+    """One server process.
+
+    `spec`: with its placeholders filled. `log`: file that the output is appended to. `base` and
+    `environment`: where its commands run.
+    """
 
     def __init__(
         self, spec: ServerSpec, log: Path, base: Path, environment: dict[str, str]
@@ -128,23 +137,23 @@ class Server:
 
     @property
     def running(self) -> bool:
-        """Whether its command has not ended."""
+        """Whether the server's command is running."""
         return self._guard is not None and self._guard.poll() is None
 
     def start(self) -> None:
-        """Start it and wait until it is ready. EnvironmentProblem in one sentence if it does not get there; nothing is left then."""
+        """Start the server and wait until it is ready.
+
+        EnvironmentProblem if it does not become ready; its processes have ended then.
+        """
         if self.running:
             return
-        command = (
-            ["/bin/sh", "-c", self.spec.command]
-            if isinstance(self.spec.command, str)
-            else list(self.spec.command)
-        )
+        if isinstance(self.spec.command, str):
+            command, shown = ["/bin/sh", "-c", self.spec.command], self.spec.command
+        else:
+            command, shown = list(self.spec.command), " ".join(self.spec.command)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as output:
-            output.write(
-                f"$ {self.spec.command if isinstance(self.spec.command, str) else ' '.join(command)}\n".encode()
-            )
+            output.write(f"$ {shown}\n".encode())
             output.flush()
             self._guard = subprocess.Popen(
                 [
@@ -180,47 +189,55 @@ class Server:
         raise EnvironmentProblem(f"server {self.spec.name} {what}{words} (its output: {self.log})")
 
     def clear(self) -> None:
-        """Make it forget what it stored; nothing uses it. EnvironmentProblem if it does not."""
+        """Make the server forget what it stored, while it is not in use.
+
+        EnvironmentProblem if that fails.
+        """
         self._forget(self.spec.clear)
 
     def lose(self) -> None:
-        """A fault: the same while an engine uses it."""
+        """Make the server forget what it stored while an engine uses it: a fault."""
         self._forget(self.spec.losing)
 
     def _forget(self, call: Call | None) -> None:
         if call is not None and not self._call(call):
             raise EnvironmentProblem(
-                f"server {self.spec.name} cannot be cleared: {_words(call)} failed (its output: {self.log})"
+                f"server {self.spec.name} cannot be cleared: {_words(call)} failed"
+                f" (its output: {self.log})"
             )
 
     def freeze(self) -> None:
-        """Its processes stand still: connections to it are accepted, and nobody answers. No error if it does not run."""
+        """Suspend the server's processes: it accepts connections but does not respond.
+
+        No error if it does not run.
+        """
         for process in self._processes():
             with contextlib.suppress(psutil.Error):
                 process.suspend()
 
     def thaw(self) -> None:
-        """What stands still goes on. No error if nothing does."""
+        """Resume the server's suspended processes. No error if there are none."""
         for process in self._processes():
             with contextlib.suppress(psutil.Error):
                 process.resume()
 
     def _processes(self) -> list[psutil.Process]:
-        """All of it but the guard, which has to hear of the end."""
+        """Return the server's processes without the supervisor, which must keep running."""
+        if self._guard is None or not self.running:
+            return []
         with contextlib.suppress(psutil.Error):
-            return (
-                psutil.Process(self._guard.pid).children(recursive=True)
-                if self._guard is not None and self.running
-                else []
-            )
+            return psutil.Process(self._guard.pid).children(recursive=True)
         return []
 
     def kill(self) -> None:
-        """End it at once, as a crash would. No error if it does not run."""
+        """Kill the server at once, as a crash would. No error if it does not run."""
         self._end(b"k")
 
     def stop(self) -> str | None:
-        """Ask it to end, and end it; returns a sentence if the stop command failed. No error if it does not run."""
+        """Ask the server to end, then end it. No error if it does not run.
+
+        Returns a sentence if the stop command failed, else None.
+        """
         self.thaw()
         if not self.running:
             self._end(b"")
@@ -243,11 +260,11 @@ class Server:
             guard.stdin.close()
         try:
             guard.wait(self.spec.grace + 25)
-        except subprocess.TimeoutExpired:  # the command dies with it
+        except subprocess.TimeoutExpired:  # the command dies with its supervisor
             guard.kill()
             guard.wait(5)
 
-    # -- calls -----------------------------------------------------------------------------------------------------------------
+    # -- calls
     def _call(self, call: Call) -> bool:
         if call.command is not None:
             return self._shell(call.command)
@@ -267,14 +284,13 @@ class Server:
             {"Content-Type": "application/json"} if body else {},
             method=call.method,
         )
-        opener = urllib.request.build_opener(
-            urllib.request.ProxyHandler({})
-        )  # a server of ours is never behind a proxy
+        # The server is local, so a configured proxy must not be used.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with (
             contextlib.suppress(OSError, urllib.error.URLError),
-            opener.open(request, timeout=CALL_LIMIT) as answer,
+            opener.open(request, timeout=CALL_LIMIT) as response,
         ):
-            return bool(answer.status < 400)
+            return bool(response.status < 400)
         return False
 
     def _shell(self, command: str) -> bool:
@@ -294,10 +310,6 @@ class Server:
 
 
 def _words(call: Call) -> str:
-    return (
-        f"{call.method} {call.http}"
-        if call.http
-        else f"`{call.command}`"
-        if call.command
-        else f"connecting to {call.tcp}"
-    )
+    if call.http:
+        return f"{call.method} {call.http}"
+    return f"`{call.command}`" if call.command else f"connecting to {call.tcp}"

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a connector needs around it: set-up and tear-down commands of a whole run, and servers, of which each worker process has its own.
+"""The surroundings that a connector needs: set-up and tear-down commands, servers, and their ports.
 
-Servers listen on free TCP ports, which no two processes of kvconform on one machine get at the same time.
+Commands belong to a whole run; each worker process has its own servers. Servers listen on free TCP
+ports, and no two processes of kvconform on one machine use the same port at the same time.
 """
 
 from __future__ import annotations
@@ -21,19 +22,25 @@ from kvconform.errors import EnvironmentProblem
 from kvconform.process.server import Server, ServerSpec, filled, port_names
 
 RANGE = range(20_000, 32_000)
-"""Below the ports that systems hand out to clients, so that no connection takes one between choice and use."""
+"""Ports below those that systems assign to clients, so no connection takes one before its use."""
 _generator = random.SystemRandom()
 
 
 class Ports:
-    """Ports by name. While this object is open, no other process that asks here gets them."""
+    """Ports by name, reserved while this object is open.
+
+    The reservation excludes processes that choose ports with this class.
+    """
 
     def __init__(self) -> None:
         self.numbers: dict[str, int] = {}
         self._locks: list[socket.socket] = []
 
     def choose(self, name: str) -> int:
-        """The port of a name: a new one the first time. EnvironmentProblem if none is free."""
+        """Return the port of a name, choosing it the first time.
+
+        EnvironmentProblem if none is free.
+        """
         if name not in self.numbers:
             self.numbers[name] = self._free()
         return self.numbers[name]
@@ -51,32 +58,33 @@ class Ports:
         )
 
     def renew(self, beyond: int) -> None:
-        """Forget them all, and let others have them, once there are more than `beyond`."""
+        """Release all ports and their names once there are more than `beyond`."""
         if len(self.numbers) > beyond:
             self.numbers.clear()
             self.close()
 
     def close(self) -> None:
-        """Others may have them."""
+        """Release all ports."""
         while self._locks:
             self._locks.pop().close()
 
 
 def is_free(port: int) -> bool:
-    """Whether a server could listen there now."""
+    """Return whether a server could listen on the port now."""
     with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         with suppress(OSError):
             probe.bind(("127.0.0.1", port))
-            probe.listen(
-                1
-            )  # bind alone succeeds beside a listener with SO_REUSEADDR on some systems
+            probe.listen(1)  # on some systems bind succeeds although another server listens there
             return True
     return False
 
 
 def _lock(port: int) -> socket.socket | None:
-    """Something that one process of this machine has at a time, and that goes with it: on Linux a name without a file."""
+    """Return a lock that one process of this machine holds until it ends; None if it is taken.
+
+    On Linux it is an abstract socket name. Elsewhere there is no lock.
+    """
     lock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     if sys.platform != "linux":
         return lock
@@ -89,38 +97,53 @@ def _lock(port: int) -> socket.socket | None:
 
 
 FILLED = ("extra_config", "env")
+"""The settings whose placeholders are filled."""
 
 
 class Surroundings(Protocol):
-    """The settings that are read here (a part of kvconform.config.settings.Settings)."""
+    """The settings used here, a part of kvconform.config.settings.Settings."""
 
     @property
-    def servers(self) -> Sequence[ServerSpec]: ...
+    def servers(self) -> Sequence[ServerSpec]:
+        """Descriptions of the servers."""
+
     @property
-    def setup(self) -> Sequence[str]: ...
+    def setup(self) -> Sequence[str]:
+        """Set-up commands."""
+
     @property
-    def teardown(self) -> Sequence[str]: ...
+    def teardown(self) -> Sequence[str]:
+        """Tear-down commands."""
+
     @property
-    def setup_timeout(self) -> float: ...
+    def setup_timeout(self) -> float:
+        """Seconds that a set-up or tear-down command may take."""
+
     @property
-    def env(self) -> dict[str, str]: ...
+    def env(self) -> dict[str, str]:
+        """Environment variables for servers and commands."""
+
     @property
-    def base(self) -> Path: ...
-    def model_copy(self: SettingsT, *, update: dict[str, Any]) -> SettingsT: ...
+    def base(self) -> Path:
+        """The settings file's directory."""
+
+    def model_copy(self: SettingsT, *, update: dict[str, Any]) -> SettingsT:
+        """Return a copy with these fields replaced."""
 
 
 SettingsT = TypeVar("SettingsT", bound=Surroundings)
 
 
 class Servers:
-    """The servers of a configuration, for one process (a worker, or a live run): started in their order, stopped in the other.
+    """The servers of one process (a worker, or a live run), started in order, stopped in reverse.
 
-    `tmp`: a directory that they may write to, `$KVCONFORM_TMP` and `{server_tmp}` of their commands. `logs`: where what they print is kept,
-    in `<prefix><name>.log`. A context manager: nothing of them is left behind it, nor when this process ends in any other way.
+    `tmp`: a directory that they may write to, `$KVCONFORM_TMP` and `{server_tmp}` in their
+    commands. `logs`: directory for their output, one `<prefix><name>.log` each. A context manager;
+    the servers end with it, and also when this process ends in any other way.
     """
 
     active: list[Servers] = []
-    """Those that run in this process: what `clear_all` is about."""
+    """The objects whose servers run in this process, for `clear_all`."""
 
     def __init__(
         self, settings: Surroundings, tmp: Path, logs: Path, prefix: str = "server-"
@@ -141,19 +164,22 @@ class Servers:
         }
 
     def fill(self, value: Any) -> Any:
-        """The value with `{port:NAME}`, `{python}` and `{server_tmp}` replaced in its strings."""
+        """Return the value with `{port:NAME}`, `{python}` and `{server_tmp}` filled in."""
         return filled(
             value, self.ports.numbers, {"python": sys.executable, "server_tmp": str(self.tmp)}
         )
 
     def settle(self, settings: SettingsT) -> SettingsT:
-        """The settings as this process has to take them: extra_config and env with placeholders filled."""
+        """Return the settings for this process: placeholders in extra_config and env are filled."""
         return settings.model_copy(
             update={key: self.fill(getattr(settings, key)) for key in FILLED}
         )
 
     def up(self) -> None:
-        """Start all that do not run. EnvironmentProblem in one sentence if one does not get ready; then none is left."""
+        """Start all servers that do not run.
+
+        EnvironmentProblem if one does not become ready; all are stopped then.
+        """
         self.tmp.mkdir(parents=True, exist_ok=True)
         if self not in Servers.active:
             Servers.active.append(self)
@@ -165,7 +191,7 @@ class Servers:
             raise
 
     def down(self) -> list[str]:
-        """Stop all; returns sentences about stop commands that failed. The ports may be another's then."""
+        """Stop all servers and release their ports; return sentences about failed stop commands."""
         if self in Servers.active:
             Servers.active.remove(self)
         problems = [server.stop() for server in reversed(self.all.values())]
@@ -173,7 +199,10 @@ class Servers:
         return [problem for problem in problems if problem]
 
     def clear(self) -> None:
-        """Make all forget what they store, and start those anew that a fault has ended. EnvironmentProblem if one does not."""
+        """Make all servers forget what they store; restart those that a fault has ended.
+
+        EnvironmentProblem if that fails.
+        """
         for server in self.all.values():
             if server.running:
                 server.clear()
@@ -182,7 +211,7 @@ class Servers:
 
     @staticmethod
     def clearable() -> list[bool]:
-        """Of each server of this process, whether it can be told to forget."""
+        """Return for each server of this process whether there is a call that makes it forget."""
         return [
             server.spec.losing is not None
             for servers in Servers.active
@@ -190,20 +219,20 @@ class Servers:
         ]
 
     def kill(self, name: str) -> None:
-        """A fault: the server is gone from one moment to the next."""
+        """Kill a server at once: a fault."""
         self.all[name].kill()
 
     def restart(self, name: str) -> None:
-        """A fault: the server is gone and comes back, on the same port, with what it keeps on disk."""
+        """Kill a server and start it again, on the same port, with its files on disk: a fault."""
         self.all[name].kill()
         self.all[name].start()
 
     def freeze(self, name: str) -> None:
-        """A fault: the server answers nothing, until it is thawed."""
+        """Suspend a server, so that it does not respond until it is thawed: a fault."""
         self.all[name].freeze()
 
     def thaw(self, name: str) -> None:
-        """The server goes on where it stood still."""
+        """Resume a suspended server."""
         self.all[name].thaw()
 
     def __enter__(self) -> Servers:
@@ -220,13 +249,13 @@ class Servers:
 
 
 def clear_all() -> None:
-    """Before a run: no server of this process knows anything of an earlier one."""
+    """Make all servers of this process forget earlier runs; called before a run."""
     for servers in Servers.active:
         servers.clear()
 
 
 def _stringed(spec: dict[str, Any]) -> ServerSpec:
-    """Of filled fields: what was nothing but a port is a number, and has to be text in a command."""
+    """Build a ServerSpec from filled fields; ports that are ints become text in its command."""
     command = spec["command"]
     return ServerSpec(
         **{
@@ -237,8 +266,11 @@ def _stringed(spec: dict[str, Any]) -> ServerSpec:
 
 
 class Commands:
-    """Set-up and tear-down commands: run in a shell, once per run, in the settings file's directory. What they print goes to `log`.
-    `tmp` is `$KVCONFORM_TMP`: a directory of this run, the same for all commands."""
+    """Set-up and tear-down commands, run in a shell once per run, in the settings file's directory.
+
+    `tmp`: `$KVCONFORM_TMP`, a directory of this run that all commands share. `log`: file for their
+    output.
+    """
 
     def __init__(self, settings: Surroundings, tmp: Path, log: Path) -> None:
         self.settings, self.tmp, self.log = settings, tmp, log
@@ -254,7 +286,7 @@ class Commands:
                 )
 
     def down(self) -> list[str]:
-        """Run all tear-down commands, whatever happens, once; returns sentences about those that failed."""
+        """Run all tear-down commands, the first time only; return sentences about failed ones."""
         if self._down:
             return []
         self._down = True
@@ -262,7 +294,10 @@ class Commands:
         return [f"tear-down command `{command}` {problem}" for command, problem in found if problem]
 
     def _run(self, command: str) -> str | None:
-        """What went wrong, or None. Output goes to a file, not a pipe, so that a server left in the background blocks nothing."""
+        """Run a command; return the rest of a sentence about its failure, or None.
+
+        Output goes to a file, because a server left in the background would keep a pipe open.
+        """
         environment = {**os.environ, **self.settings.env, "KVCONFORM_TMP": str(self.tmp)}
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as output:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a server's command and sees to it that nothing of it outlives the process that wanted it, however that one ends.
+"""Supervisor process: runs a command and ends everything that it started, however its parent ends.
 
-`python -m kvconform.process.supervisor GRACE COMMAND...` with a pipe as standard input. The command runs as a child, in a session of its own. When the
-pipe is closed, or the parent is gone, or the command ends, all that it started is ended: asked first, killed after GRACE seconds; at once
-if a `k` came through the pipe. Processes that the command sent into the background are adopted (Linux) and ended too.
+`python -m kvconform.process.supervisor GRACE COMMAND...` with a pipe as standard input. The command
+runs as a child, in a session of its own. When the pipe is closed, the parent is gone or the command
+ends, all its processes are asked to end, and killed after GRACE seconds; at once if a `k` came
+through the pipe. Background processes of the command are adopted (Linux) and ended too.
 
-
-What a program leaves behind when it has ended: processes, ports that these listen on, and shared memory.
+`alive`, `name_of`, `ports_of` and `Shared` describe what a program leaves behind.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAPPED = re.compile(rf"^{FOLDER}/\S+")
 
 
 def alive(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """Those that are neither gone nor zombies."""
+    """Return the processes that are neither gone nor zombies."""
     found = []
     for process in processes:
         with contextlib.suppress(psutil.Error):
@@ -41,14 +41,14 @@ def alive(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
 
 
 def name_of(process: psutil.Process) -> str:
-    """Its command line, or its number."""
+    """Return the process's command line, or its id."""
     with contextlib.suppress(psutil.Error):
         return " ".join(process.cmdline())[:120] or process.name()
     return str(process.pid)
 
 
 def ports_of(process: psutil.Process) -> list[int]:
-    """The TCP ports that it listens on."""
+    """Return the TCP ports on which the process listens."""
     with contextlib.suppress(psutil.Error, AttributeError):
         return [
             c.laddr.port for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN
@@ -57,20 +57,25 @@ def ports_of(process: psutil.Process) -> list[int]:
 
 
 class Shared:
-    """Files in /dev/shm that a program has mapped. What was there before it, or is somebody else's too (a server's, a daemon's), is not its
-    own."""
+    """Files in /dev/shm that a program has mapped.
+
+    Files that existed before, or that other processes (a server, a daemon) map too, do not count.
+    """
 
     def __init__(self) -> None:
         self._before = _listed()
         self._seen: set[str] = set()
 
     def look(self, processes: Iterable[psutil.Process]) -> None:
-        """Take note of what these have mapped now."""
+        """Record the files that the processes have mapped now."""
         for process in processes:
             self._seen |= _mapped(process.pid)
 
     def left(self, processes: Sequence[psutil.Process]) -> list[str]:
-        """Paths that are still there, sorted. `processes`: what is left of the program."""
+        """Return the sorted paths of the program's files that still exist.
+
+        `processes`: the program's remaining processes.
+        """
         self.look(processes)
         own = {path for path in self._seen - self._before if os.path.exists(path)}
         mine = {process.pid for process in processes}
@@ -100,30 +105,36 @@ def _mapped(pid: int) -> set[str]:
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 PATIENCE = 0.2
-"""Seconds between two looks at the parent and the command."""
+"""Seconds between two checks of the parent and the command."""
 LEFT = "KVCONFORM_GUARD_LEFT"
-"""Environment variable: a file, for what a command that ended by itself has left (JSON): processes, ports, files in /dev/shm."""
+"""Environment variable: path of a JSON file for what a command left behind when it ended by itself.
+
+It lists processes, ports and files in /dev/shm.
+"""
 LEAVE = 5.0
-"""Seconds that what the command started has to end, once the command has."""
+"""Seconds that the command's processes have to end after the command itself."""
 
 
 def _prctl(option: int, value: int) -> None:
-    """Linux's prctl; elsewhere nothing."""
+    """Call Linux's prctl; do nothing on other systems."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
 def dies_with_parent() -> None:
-    """This process is killed when the thread that started it ends (Linux)."""
+    """Have this process killed when the thread that started it ends (Linux)."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _not_ours(*_: object) -> None:
-    """The parent decides when it is over. (To ignore the signal would make the command ignore it, too.)"""
+    """Handle a signal by doing nothing, because the parent decides when to end.
+
+    Ignoring the signal (SIG_IGN) would make the command ignore it too.
+    """
 
 
 def _tree(session: int) -> list[psutil.Process]:
-    """All that is ours: descendants, and who is in the command's session."""
+    """Return all processes to end: descendants, and members of the command's session."""
     found = {process.pid: process for process in psutil.Process().children(recursive=True)}
     for process in psutil.process_iter():
         with contextlib.suppress(OSError, psutil.Error):
@@ -133,7 +144,7 @@ def _tree(session: int) -> list[psutil.Process]:
 
 
 def end(session: int, grace: float) -> None:
-    """End everything, again and again until nothing is left: what is being ended may start something."""
+    """End all processes of the command, repeatedly, because ending ones may start others."""
     if grace > 0:
         for process in (asked := _tree(session)):
             with contextlib.suppress(psutil.Error):
@@ -150,12 +161,13 @@ def end(session: int, grace: float) -> None:
 
 
 def main(grace: float, command: list[str]) -> int:
-    """Returns the command's status, 0 if it was ended on demand."""
+    """Run the command; return its status, or 0 if it was ended on demand."""
     parent = os.getppid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _not_ours)
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
-    told, shared = os.environ.pop(LEFT, None), Shared()  # not for guards that the command starts
+    report = os.environ.pop(LEFT, None)  # removed, so that nested supervisors do not see it
+    shared = Shared()
     child = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -164,7 +176,7 @@ def main(grace: float, command: list[str]) -> int:
         restore_signals=True,
     )
     while child.poll() is None and os.getppid() == parent:
-        if told:
+        if report:
             shared.look(_tree(child.pid))
         readable, _, _ = select.select([0], [], [], PATIENCE)
         if readable:
@@ -172,19 +184,19 @@ def main(grace: float, command: list[str]) -> int:
             end(child.pid, grace)
             child.poll()
             return 0
-    if told and child.poll() is not None:
-        _tell(child.pid, told, shared)
+    if report and child.poll() is not None:
+        _write_report(child.pid, report, shared)
     end(child.pid, grace)
     return child.wait()
 
 
-def _tell(session: int, told: str, shared: Shared) -> None:
-    """Write down what is left, after a while."""
+def _write_report(session: int, path: str, shared: Shared) -> None:
+    """Write what is left after at most LEAVE seconds to the JSON file `path`."""
     until = time.monotonic() + LEAVE
     while (left := alive(_tree(session))) and time.monotonic() < until:
         time.sleep(0.1)
     files = shared.left(left)
-    with open(told, "w", encoding="utf-8") as file:
+    with open(path, "w", encoding="utf-8") as file:
         ports = sorted({port for process in left for port in ports_of(process)})
         json.dump(
             {"processes": [name_of(process) for process in left], "ports": ports, "files": files},

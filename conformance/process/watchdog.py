@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A time limit per hook, and a note of what was running that survives the death of the process.
+"""Time limits for hooks, and a note of the running hook that survives the death of the process.
 
-`hook(name)` around a call costs about a microsecond: it writes a deadline and a few bytes of a memory-mapped file. Three lines of defence
-stand behind it:
+`hook(name)` around a call costs about a microsecond: it writes a deadline and a few bytes of a
+memory-mapped file. A hook that exceeds its limit is stopped in one of three ways:
 
-1. a daemon thread sees the deadline pass and sends SIGUSR2 to the thread that called `start`, whose handler raises `HookTimeout` there;
-2. if that thread does not come back within the grace period (stuck in C, or it swallowed the exception), the process exits: `EXIT_HANG`;
-3. if Python does not run at all (C code holds the interpreter lock), the timer of `faulthandler`, which needs no lock and which the daemon
-   thread keeps pushing back, ends the process.
+1. A daemon thread sees the deadline pass and sends SIGUSR2 to the thread that called `start`. The
+   signal's handler raises `HookTimeout` there.
+2. If the hook still runs after the grace period (stuck in C, or it swallowed the exception), the
+   process exits with `EXIT_HANG`.
+3. If C code holds the interpreter lock, no Python code runs. `faulthandler` then ends the process:
+   its timer needs no lock, and the daemon thread has stopped postponing it.
 
-The note (see `read_note`) is a memory-mapped file: whoever finds the process dead knows the case, hook and step, even after `os._exit`.
+The note (see `read_note`) is a memory-mapped file. Another process can read the case, hook and step
+from it, even after `os._exit`.
 """
 
 from __future__ import annotations
@@ -31,24 +34,34 @@ from typing import IO, Any
 EXIT_HANG = 86
 DEFAULT_LIMIT = 10.0
 CASE_LIMIT = 300.0
-"""Seconds for a run and those that it is compared with. One in another interpreter has a limit of its own, shorter, and no verdict."""
+"""Seconds for a run and the runs it is compared with.
+
+A run in another interpreter has a shorter limit of its own, and no verdict.
+"""
 START_SECONDS = "KVCONFORM_START_SECONDS"
 """Environment variable: seconds that importing vLLM, and then the connector, may take."""
 THREAD = "kvconform-watchdog"
 _SIGNAL = signal.SIGUSR2
 _HEAD = struct.Struct("<ddiBBH")
-"""When the hook began (monotonic clock, s), its limit (s), step, whether killed as a hang, length of the hook's name, of the case's."""
+"""Header of a note.
+
+The hook's start (monotonic clock, s), its limit (s), the step, whether the process was killed for a
+hang, length of the hook's name, length of the case's name.
+"""
 _HOOK, _CASE = 128, 512
 _SIZE = _HEAD.size + _HOOK + _CASE
 
 
 def case_limit(hook_timeout: float) -> float:
-    """Seconds that a case may take whose hooks may take `hook_timeout` seconds each."""
+    """Return the seconds that a case may take if each hook may take `hook_timeout` seconds."""
     return max(CASE_LIMIT, 12 * hook_timeout)
 
 
 class HookTimeout(BaseException):
-    """A hook did not return in time. Not an `Exception`: a connector's `except Exception` must not swallow it."""
+    """Raised in a hook that did not return in time.
+
+    Not an `Exception`, because a connector's `except Exception` must not swallow it.
+    """
 
     def __init__(self, hook: str, limit: float) -> None:
         super().__init__(f"{hook} did not return within {limit:g} s")
@@ -57,7 +70,10 @@ class HookTimeout(BaseException):
 
 @dataclass(frozen=True)
 class Note:
-    """What a dead process was doing: `hook` is None if it was in none. `hung`: it had been in it for longer than allowed."""
+    """What a process was doing when it died.
+
+    `hook` is None outside of hooks. `hung`: the hook had taken longer than its limit.
+    """
 
     case: str | None
     hook: str | None
@@ -67,7 +83,10 @@ class Note:
 
 
 class _Watch:
-    """The one watch of a process. `serial` numbers the hooks, so that a late signal cannot hit the next one."""
+    """The watchdog of a process, of which there is one.
+
+    `serial` numbers the hooks, so that a late signal cannot hit the next hook.
+    """
 
     def __init__(self) -> None:
         self.limit = DEFAULT_LIMIT
@@ -112,7 +131,7 @@ class _Watch:
             self.write(0.0, 0.0, "")
 
     def patrol(self) -> None:
-        """The daemon thread."""
+        """Check the deadlines until `stop`; the body of the daemon thread."""
         while self.running:
             time.sleep(0.1)
             if not self.running:
@@ -139,8 +158,14 @@ class _Watch:
         os._exit(EXIT_HANG)
 
     def push_back(self, deadline: float | None, now: float) -> None:
-        """The last resort gets longer than the first two lines need, and much longer while no hook runs (imports hold the lock)."""
-        allowance = deadline - now if deadline is not None else (self.limit if self.case else 120.0)
+        """Postpone the timer of `faulthandler` beyond the time that the other two ways need.
+
+        Outside of cases it gets much longer, because imports hold the interpreter lock.
+        """
+        if deadline is not None:
+            allowance = deadline - now
+        else:
+            allowance = self.limit if self.case else 120.0
         if self.log is not None:
             faulthandler.dump_traceback_later(
                 max(allowance, 0.0) + self.grace + 3.0, exit=True, file=self.log
@@ -157,12 +182,19 @@ class _Watch:
 
 _watch = _Watch()
 _logs: list[IO[Any]] = []
-"""Log files are kept for good: if faulthandler drops the last reference to one while it sets a new timer, closing it releases the
-interpreter lock, and a second thread that sets the timer meanwhile makes the first wait for that timer with the lock held."""
+"""References that keep all log files open.
+
+If faulthandler dropped the last reference to one while it sets a new timer, closing the file would
+release the interpreter lock. If a second thread then set the timer, the first would wait for that
+timer with the lock held.
+"""
 
 
 class hook:
-    """Context: the hook `name` runs and must return within the limit. Nested hooks belong to the outermost one. Raises HookTimeout."""
+    """Context in which the hook `name` runs and must return within the limit.
+
+    Nested hooks count as part of the outermost one. Raises HookTimeout.
+    """
 
     __slots__ = ("limit", "name", "outermost")
 
@@ -184,7 +216,10 @@ class hook:
 
 @contextmanager
 def case(case_id: str, limit: float | None = None) -> Iterator[None]:
-    """Context: hooks belong to this case from now on. If it takes longer than `limit` seconds (s), in hooks or not, the process exits."""
+    """Enter a context whose hooks belong to this case.
+
+    If it takes longer than `limit` seconds, in hooks or not, the process exits.
+    """
     _watch.case, _watch.step = case_id, 0
     _watch.write_case()
     _watch.case_deadline = None if limit is None else time.monotonic() + limit
@@ -196,9 +231,10 @@ def case(case_id: str, limit: float | None = None) -> Iterator[None]:
 
 
 def start(limit: float = DEFAULT_LIMIT, note: Path | None = None, grace: float = 2.0) -> None:
-    """Watch the calling thread's hooks from now on. `note`: file for the note of death; it and the log next to it are created.
+    """Watch the calling thread's hooks from now on.
 
-    Without `start`, `hook` only keeps the books. Changes the handler of SIGUSR2 when called in the main thread.
+    `note`: file for the note; it and a log with the same stem are created. Without `start`, `hook`
+    only records what runs. Changes the handler of SIGUSR2 when called in the main thread.
     """
     stop()
     _watch.limit, _watch.grace, _watch.expired = limit, grace, None
@@ -214,8 +250,11 @@ def start(limit: float = DEFAULT_LIMIT, note: Path | None = None, grace: float =
 
 
 def after_fork(note: Path) -> None:
-    """Watch on in a forked child, whose parent watched: its thread is not here. `note`: file for the note of its death. Without the timer
-    of `faulthandler`, which waits for a thread that is not here either when it is told to end."""
+    """Restart the watchdog in a forked child, which does not have its parent's thread.
+
+    Does nothing if the parent had none. `note`: file for the child's note. The timer of
+    `faulthandler` stays off: to stop it would mean waiting for a thread that the child lacks too.
+    """
     global _watch
     if not _watch.running:
         return
@@ -226,7 +265,10 @@ def after_fork(note: Path) -> None:
 
 
 def die_like(last: Note) -> None:
-    """A process that this one waited for hung, and is gone. This one ends as it did, if there is somebody who reads its own note."""
+    """End this process as one that it waited for ended: by a hang, which `last` describes.
+
+    Returns if this process has no note that another one could read.
+    """
     if _watch.note is None:
         return
     if last.hook is not None:
@@ -246,7 +288,7 @@ def _open_note(note: Path) -> None:
 
 
 def stop() -> None:
-    """Stop watching (the daemon thread ends by itself within its next tick)."""
+    """Stop watching; the daemon thread ends by itself at its next check."""
     global _watch
     if not _watch.running:
         return
@@ -258,23 +300,26 @@ def stop() -> None:
 
 
 def has_expired() -> bool:
-    """Whether a hook took too long in this process since `start`."""
+    """Return whether a hook took too long in this process since `start`."""
     return _watch.expired is not None
 
 
 def leave_word(text: str) -> None:
-    """What the note says from now on in place of a case: this process is about to end."""
+    """Write `text` to the note in place of the case, before this process ends."""
     _watch.case = text
     _watch.write_case()
 
 
 def limit() -> float:
-    """Seconds that a hook may take here."""
+    """Return the seconds that a hook may take in this process."""
     return _watch.limit
 
 
 def read_note(note: Path) -> Note | None:
-    """What the process that wrote `note` is or was doing; None if there is no note. Meant for another process."""
+    """Return what the process that writes `note` is or was doing; None if there is no note.
+
+    Meant for another process.
+    """
     try:
         data = note.read_bytes()
     except OSError:

@@ -77,7 +77,7 @@ def test_an_adapter_for_what_is_not_there(made: list[str], monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "kvconform.adapters.other", SimpleNamespace(ADAPTER=missing))
     with pytest.raises(
         UsageError,
-        match="adapter other stands in for parts of package_that_is_nowhere, and there is no such package here",
+        match="adapter other needs the package package_that_is_nowhere, which is not installed",
     ):
         adapters.install(["other"])
     assert made == []

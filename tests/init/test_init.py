@@ -114,7 +114,7 @@ def test_a_failing_connector_fails_it(repository: Path) -> None:
     "arguments, sentence",
     [
         (["no-such-folder"], "there is no folder"),
-        (["--template", "new", "here"], "--template goes alone"),
+        (["--template", "new", "here"], "--template cannot be combined with"),
         (["--template", "."], "exists: --template makes a new folder"),
         (["empty"], "derives from KVConnectorBase_V1: name it"),
         (["other", "--connector", "a:B"], "kvconform.toml names json:Fake: change it there"),
