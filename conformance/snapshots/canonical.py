@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any value that a connector hands over, as text that a person can review in a diff and that is the same in every run.
+"""Encodes any value that a connector hands over as JSON that is the same in every run.
 
-What has no canonical form is an EncodeError that names where it is; nothing ever falls back to `repr`.
+kvconform.snapshots.value describes the form. A value without one is an EncodeError that names its
+place; nothing falls back to `repr`.
 """
 
 from __future__ import annotations
@@ -10,14 +11,12 @@ import dataclasses
 import datetime
 import enum
 import hashlib
-import json
 import math
 import pathlib
 import types
 import uuid
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -25,77 +24,36 @@ import torch
 
 from kvconform.errors import UsageError
 from kvconform.snapshots.normalise import Rules
+from kvconform.snapshots.value import Value, text
 
 DEEPEST = 24
-WIDTH = 120
-INDENT = "  "
+"""Levels of nesting that a value may have."""
 
 
 class EncodeError(UsageError):
     """A value has no canonical form; the sentence says where it is and what to do."""
 
 
-@dataclass
-class Branch:
-    """A value with parts: `head` is the name of its type, `parts` are (label, node). `short`: shown on one line if all parts are text."""
+def encode(value: object, rules: Rules, path: str = "value") -> Value:
+    """Return the canonical form of a value. `path` is its place, for errors.
 
-    head: str
-    parts: list[tuple[str, Node]] = field(default_factory=list)
-    short: bool = False
-
-
-Node = str | Branch
-
-
-def lines(label: str, value: Any, rules: Rules) -> list[str]:
-    """`label: ...` and, indented below it, what `value` is made of. EncodeError for what has no canonical form. Reads only."""
-    return _render(label, encode(value, rules, label), 0)
-
-
-def encode(value: Any, rules: Rules, path: str = "value") -> Node:
-    """The canonical tree of a value. `path` is where it is, for errors."""
+    EncodeError for a value without a canonical form.
+    """
     return _Encoder(rules).node(value, path, "", 0)
-
-
-def _render(label: str, node: Node, depth: int) -> list[str]:
-    start = INDENT * depth + f"{label}: "
-    if isinstance(node, str):
-        return [start + node]
-    if node.short and all(isinstance(part, str) for _, part in node.parts):
-        inside = ", ".join(part if isinstance(part, str) else "" for _, part in node.parts)
-        text = f"{node.head}[{inside}]"
-        if len(start) + len(text) <= WIDTH or len(node.parts) < 2:
-            return [start + text]
-        return [start + node.head + "[", *_wrapped(node.parts, depth + 1), INDENT * depth + "]"]
-    if not node.parts:
-        return [start + node.head + ("[]" if node.short else "()")]
-    out = [(start + node.head).rstrip()]
-    for name, part in node.parts:
-        out += _render(name, part, depth + 1)
-    return out
-
-
-def _wrapped(parts: Sequence[tuple[str, Node]], depth: int) -> list[str]:
-    out, line = [], INDENT * depth
-    for _, part in parts:
-        assert isinstance(part, str)
-        if len(line) + len(part) + 2 > WIDTH and line.strip():
-            out.append(line.rstrip())
-            line = INDENT * depth
-        line += part + ", "
-    return [*out, line.rstrip().removesuffix(",")]
 
 
 class _Encoder:
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
-        self._above: list[int] = []
+        self._above: list[int] = []  # identities of the containers around the current value
 
-    def node(self, value: Any, path: str, name: str, depth: int) -> Node:
-        """`name`: of the field or key whose value this is; rules go by it."""
+    def node(self, value: Any, path: str, name: str, depth: int) -> Value:
+        """Return the form of a value. `name`: its field or key, for the rules; "" for elements."""
         instead = self.rules.value(name, value) if name else None
         if instead is not None:
-            return instead
+            return {"atom": instead}
+        if value is None or isinstance(value, bool):
+            return value
         plain = self._plain(value, path)
         if plain is not None:
             return plain
@@ -105,123 +63,109 @@ class _Encoder:
             raise EncodeError(f"{path}: it is nested more than {DEEPEST} deep")
         self._above.append(id(value))
         try:
-            branch = self._parts(value, path, depth)
-            if isinstance(value, (list, tuple, set, frozenset, deque, dict)) and getattr(
-                value, "__dict__", None
-            ):
-                own = sorted(vars(value).items())  # of a class that is derived from a container
-                branch.short = False
-                branch.parts += [
-                    (f".{name}", self.node(item, f"{path}.{name}", name, depth + 1))
-                    for name, item in own
-                ]
-            return branch
+            return self._container(value, path, depth)
         finally:
             self._above.pop()
 
-    def _plain(self, value: Any, path: str) -> str | None:
-        """Values without parts; None for others."""
-        if value is None or isinstance(value, bool):
-            return {None: "none", True: "true", False: "false"}[value]
+    def _plain(self, value: Any, path: str) -> Value:
+        """Return the form of a value without parts; None for a container."""
         if isinstance(value, enum.Enum):
-            return f"{type(value).__name__}.{value.name}"
+            return {"atom": f"{type(value).__name__}.{value.name}"}
         if isinstance(value, str):
-            return _quoted(self.rules.string(str(value)))
+            return self.rules.string(str(value))
         if isinstance(value, int):
-            return str(int(value))
+            return int(value)
         if isinstance(value, float):
-            return (
-                repr(float(value))
-                if math.isfinite(value)
-                else {math.inf: "inf", -math.inf: "-inf"}.get(value, "nan")
-            )
+            return float(value) if math.isfinite(value) else {"atom": repr(float(value))}
         if isinstance(value, (bytes, bytearray, memoryview)):
-            return f"bytes[{len(bytes(value))}] {_digest(bytes(value))}"
+            return {"data": f"bytes[{len(bytes(value))}] {_digest(bytes(value))}"}
         if isinstance(value, torch.Tensor):
-            return _tensor(value, path)
+            return {"data": _tensor(value, path)}
         if isinstance(value, np.ndarray):
-            return _array(value, path)
+            return {"data": _array(value, path)}
         if isinstance(value, np.generic):
-            return f"{value.dtype} {self._plain(value.item(), path)}"
+            return {"atom": f"{value.dtype} {text(self.node(value.item(), path, '', 0))}"}
         if isinstance(value, (torch.dtype, torch.device, range, slice)):
-            return str(value)
+            return {"atom": str(value)}
         if isinstance(value, pathlib.PurePath):
-            return "path " + _quoted(self.rules.string(value.as_posix()))
+            return {"atom": f"path {text(self.rules.string(value.as_posix()))}"}
         if isinstance(value, uuid.UUID):
-            return "{uuid}"
+            return {"atom": "{uuid}"}
         if isinstance(value, (datetime.datetime, datetime.date, datetime.time)):
-            return "{time}"
+            return {"atom": "{time}"}
         if isinstance(value, datetime.timedelta):
-            return f"{value.total_seconds()!r} s"
+            return {"atom": f"{value.total_seconds()!r} s"}
         if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
             if "<locals>" in value.__qualname__ or "<lambda>" in value.__qualname__:
                 raise EncodeError(
-                    f"{path}: {value.__qualname__} is a function made on the way, which has no name that means anything"
+                    f"{path}: {value.__qualname__} is a lambda or a local function:"
+                    " its name does not identify it"
                 )
-            return f"{value.__module__}.{value.__qualname__}"
+            return {"atom": f"{value.__module__}.{value.__qualname__}"}
         return None
 
-    def _parts(self, value: Any, path: str, depth: int) -> Branch:
+    def _container(self, value: Any, path: str, depth: int) -> Value:
+        found: dict[str, Any] = {"class": type(value).__name__}
+        named: list[tuple[str, Any]] | None = None
         if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return self._named(
-                type(value).__name__, zip(value._fields, value, strict=True), path, depth
-            )
-        if isinstance(value, (list, tuple, deque)):
-            head = "" if type(value) is list else type(value).__name__
-            parts = [
-                (f"[{i}]", self.node(item, f"{path}[{i}]", "", depth + 1))
-                for i, item in enumerate(value)
+            named = list(zip(value._fields, value, strict=True))
+        elif isinstance(value, (list, tuple, deque)):
+            found["items"] = [
+                self.node(item, f"{path}[{i}]", "", depth + 1) for i, item in enumerate(value)
             ]
-            return Branch(head, parts, short=True)
-        if isinstance(value, (set, frozenset)):
-            nodes = [self.node(item, f"{path} (an element)", "", depth + 1) for item in value]
-            ordered = sorted(nodes, key=lambda node: "\n".join(_render("", node, 0)))
-            if all(type(item) is int for item in value):
-                ordered = [str(int(item)) for item in sorted(value)]
-            return Branch("set", [(f"[{i}]", node) for i, node in enumerate(ordered)], short=True)
-        if isinstance(value, Mapping):
-            return self._mapping(value, path, depth)
-        fields = _fields(value)
-        if fields is None:
-            raise EncodeError(
-                f"{path}: a {type(value).__module__}.{type(value).__qualname__} has no canonical form; leave it out of what is handed over,"
-                " or declare a rule for its field (snapshot_rules in the settings)"
-            )
-        return self._named(type(value).__name__, fields, path, depth)
+        elif isinstance(value, (set, frozenset)):
+            items = [self.node(item, f"{path} (an element)", "", depth + 1) for item in value]
+            found = {"class": "set", "items": sorted(items, key=_rank)}
+        elif isinstance(value, Mapping):
+            if type(value) in (dict, types.MappingProxyType):
+                found["class"] = "map"
+            found["pairs"] = self._pairs(value, path, depth)
+        else:
+            named = _fields(value)
+            if named is None:
+                raise EncodeError(
+                    f"{path}: a {type(value).__module__}.{type(value).__qualname__} has no"
+                    " canonical form; leave it out of what is handed over, or declare a rule for"
+                    " its field (snapshot_rules in the settings)"
+                )
+        if isinstance(value, (list, tuple, set, frozenset, deque, dict)) and hasattr(
+            value, "__dict__"
+        ):
+            named = [*(named or ()), *sorted(vars(value).items())]  # attributes of a derived class
+        if named is not None:
+            found["fields"] = {
+                name: self.node(item, f"{path}.{name}", name, depth + 1) for name, item in named
+            }
+        return found["items"] if type(value) is list else found
 
-    def _named(self, head: str, fields: Any, path: str, depth: int) -> Branch:
-        return Branch(
-            head,
-            [(name, self.node(item, f"{path}.{name}", name, depth + 1)) for name, item in fields],
-        )
-
-    def _mapping(self, value: Mapping[Any, Any], path: str, depth: int) -> Branch:
-        parts: dict[str, Node] = {}
+    def _pairs(self, value: Mapping[Any, Any], path: str, depth: int) -> list[list[Value]]:
+        found: dict[str, list[Value]] = {}
         for key, item in value.items():
-            label = self._key(key, path)
-            if label in parts:
+            encoded = self._key(key, path)
+            label = text(encoded)
+            if label in found:
                 raise EncodeError(
                     f"{path}: two keys read {label} once what differs from run to run is left out"
                 )
             name = key if isinstance(key, str) else ""
-            parts[label] = self.node(item, f"{path}[{label}]", name, depth + 1)
-        order = sorted(
-            parts,
-            key=lambda label: (0, int(label), "") if label.lstrip("-").isdigit() else (1, 0, label),
-        )
-        head = "map" if type(value) in (dict, types.MappingProxyType) else type(value).__name__
-        return Branch(head, [(label, parts[label]) for label in order])
+            found[label] = [encoded, self.node(item, f"{path}[{label}]", name, depth + 1)]
+        return sorted(found.values(), key=lambda pair: _rank(pair[0]))
 
-    def _key(self, key: Any, path: str) -> str:
-        """Text of a key: its type can be told from it, so 1 and "1" differ."""
-        plain = self._plain(key, f"{path} (a key)")
-        if plain is not None:
+    def _key(self, key: Any, path: str) -> Value:
+        place = f"{path} (a key)"
+        plain = key if key is None or isinstance(key, bool) else self._plain(key, place)
+        if plain is not None or key is None:
             return plain
         if isinstance(key, (tuple, frozenset)) or dataclasses.is_dataclass(key):
-            return " ".join(
-                " ".join(_render("", self.node(key, f"{path} (a key)", "", 1), 0)).split()
-            ).removeprefix(": ")
-        raise EncodeError(f"{path}: a key of type {type(key).__qualname__} has no canonical form")
+            return self.node(key, place, "", 1)
+        raise EncodeError(f"{place}: a key of type {type(key).__qualname__} has no canonical form")
+
+
+def _rank(value: Value) -> tuple[int, int, str]:
+    """Return a sort key for keys of mappings and elements of sets: integers first, then by text."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return 0, value, ""
+    return 1, 0, text(value)
 
 
 _NO_RECORDS = (
@@ -237,11 +181,14 @@ _NO_RECORDS = (
     "random",
     "logging",
 )
+"""Modules whose classes are not shown by their attributes."""
 
 
 def _fields(value: Any) -> list[tuple[str, Any]] | None:
-    """(name, value) of the fields of an object, in the order in which its class names them, then of what else it has been given; None for
-    what is no record of fields."""
+    """Return the fields of an object with their names; None if they do not show what it is.
+
+    Fields that the class declares come first, in its order; then other attributes, sorted.
+    """
     cls = type(value)
     if isinstance(value, (types.ModuleType, BaseException)) or any(
         base.__module__ in _NO_RECORDS for base in cls.__mro__[:-1]
@@ -259,33 +206,26 @@ def _fields(value: Any) -> list[tuple[str, Any]] | None:
         names = [name for base in reversed(cls.__mro__) for name in _slots(base)]
         if not names and not hasattr(value, "__dict__"):
             return None
-    more = {
+    rest = {
+        **getattr(value, "__dict__", {}),
         **(getattr(value, "__pydantic_private__", None) or {}),
         **(getattr(value, "__pydantic_extra__", None) or {}),
     }
-    named = [(name, getattr(value, name)) for name in dict.fromkeys(names) if hasattr(value, name)]
-    rest = {**getattr(value, "__dict__", {}), **more}
-    return named + [(name, rest[name]) for name in sorted(rest) if name not in names]
+    declared = [
+        (name, getattr(value, name)) for name in dict.fromkeys(names) if hasattr(value, name)
+    ]
+    return declared + [(name, rest[name]) for name in sorted(rest) if name not in names]
 
 
 def _slots(cls: type) -> list[str]:
-    """The names under which a class's own slots are found: those with two underscores in front are mangled."""
-    names = vars(cls).get("__slots__", ())
-    own = [
-        n
-        for n in ((names,) if isinstance(names, str) else names)
-        if n not in ("__weakref__", "__dict__")
-    ]
-    return [
-        f"_{cls.__name__.lstrip('_')}{n}" if n.startswith("__") and not n.endswith("__") else n
-        for n in own
-    ]
-
-
-def _quoted(text: str) -> str:
-    """A text on one line, whatever is in it: what is no plain character is escaped, as are halves of pairs that cannot be written."""
-    plain = json.dumps(text, ensure_ascii=False)
-    return plain if plain.isprintable() else json.dumps(text)
+    """Return the attribute names of a class's own slots; private names are mangled."""
+    slots = vars(cls).get("__slots__", ())
+    found = []
+    for name in (slots,) if isinstance(slots, str) else slots:
+        private = name.startswith("__") and not name.endswith("__")
+        if name not in ("__weakref__", "__dict__"):
+            found.append(f"_{cls.__name__.lstrip('_')}{name}" if private else name)
+    return found
 
 
 def _digest(data: bytes) -> str:
@@ -298,9 +238,8 @@ def _tensor(value: torch.Tensor, path: str) -> str:
             f"{path}: a tensor without bytes of its own (meta or sparse) has no canonical form"
         )
     flat = value.detach().cpu().contiguous().reshape(-1)
-    data = (
-        flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-    )  # as bytes: numpy has no bfloat16
+    # numpy has no bfloat16, so the elements are viewed as bytes
+    data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
     return f"tensor {str(value.dtype).removeprefix('torch.')} {list(value.shape)} {_digest(data)}"
 
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvconform snapshot check` and `kvconform snapshot update`. Exit codes: 0 as they were (or updated), 1 not, 2 usage, 3 environment."""
+"""`kvconform snapshot check` and `kvconform snapshot update`.
+
+Exit codes: 0 nothing changed, or updated; 1 changed or missing; 2 usage; 3 environment.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-option = functools.partial(typer.Option, show_default=False)
-
-
 if TYPE_CHECKING:
     from rich.console import Console
 
     from kvconform.snapshots.job import Job
 
+option = functools.partial(typer.Option, show_default=False)
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 Text = str | None
@@ -27,8 +28,7 @@ CONNECTOR = typer.Argument(
 )
 DIRECTORY = "where the snapshots are [kvconform-snapshots]"
 SHOWN = 12
-"""Sentences per case."""
-
+"""Differences that are printed per case."""
 
 Connector = Annotated[Text, CONNECTOR]
 Directory = Annotated[Text, option("--dir", metavar="DIR", help=DIRECTORY)]
@@ -63,7 +63,7 @@ Config = Annotated[
 Debug = Annotated[bool | None, option("--debug", help="tracebacks, and pytest's own output")]
 Prune = Annotated[
     bool,
-    option("--prune", help="forget this version's snapshots that no case of the session was about"),
+    option("--prune", help="delete this version's snapshots that belong to no case"),
 ]
 
 
@@ -80,7 +80,7 @@ def check(
     config: Config = None,
     debug: Debug = None,
 ) -> None:
-    """Is everything as it was? A snapshot that is missing is a failure."""
+    """Compare with the snapshots; one that is missing is a failure."""
     raise typer.Exit(_session(locals(), updating=False, prune=False))
 
 
@@ -98,7 +98,7 @@ def update(
     debug: Debug = None,
     prune: Prune = False,
 ) -> None:
-    """Keep what is now. Says what changed and which requirements that touches; review it before you commit it."""
+    """Record the snapshots again, and print what changed and which requirements that concerns."""
     raise typer.Exit(_session(locals(), updating=True, prune=prune))
 
 
@@ -146,13 +146,14 @@ def _session(given: dict[str, Any], *, updating: bool, prune: bool) -> int:
     if broken or len(job.results) != len(job.cases) or status not in (0, 1):
         where = f" in {broken[0]}" if broken else ""
         raise EnvironmentProblem(
-            f"the session of snapshots broke off{where} (pytest ended with status {status}; --debug shows why)"
+            f"the snapshot session was aborted{where} (pytest ended with status {status};"
+            " --debug shows why)"
         )
     return _report(job, make_console(), prune=prune)
 
 
 def _report(job: Job, console: Console, *, prune: bool) -> int:
-    """Say what came of it; returns the exit code."""
+    """Print the results and return the exit code."""
     for warning in job.warnings:
         console.print(f"warning: {warning}")
     by = {
@@ -170,23 +171,21 @@ def _report(job: Job, console: Console, *, prune: bool) -> int:
         job.store.remove(unused)
     if unused:
         console.print(
-            f"{'forgotten' if prune else 'unused'}: {', '.join(sorted(unused)[:SHOWN])}",
+            f"{'deleted' if prune else 'unused'}: {', '.join(sorted(unused)[:SHOWN])}",
             markup=False,
             highlight=False,
         )
     if (by["changed"] or by["new"]) and job.updating:
         touched = job.touched([*by["changed"], *by["new"]])
         console.print(
-            f"requirements that this touches: {', '.join(touched)}", markup=False, highlight=False
+            f"requirements that this concerns: {', '.join(touched)}", markup=False, highlight=False
         )
     counts = ", ".join(f"{len(results)} {outcome}" for outcome, results in by.items() if results)
-    with_ = (
-        ""
-        if job.updating or job.before in (None, job.store.version)
-        else f", compared with those of vLLM {job.before}"
-    )
+    other = ""
+    if not job.updating and job.before not in (None, job.store.version):
+        other = f", compared with those of vLLM {job.before}"
     console.print(
-        f"snapshots of {job.settings.connector}, vLLM {job.vllm}{with_}: {counts}",
+        f"snapshots of {job.settings.connector}, vLLM {job.vllm}{other}: {counts}",
         markup=False,
         highlight=False,
     )

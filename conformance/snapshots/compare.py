@@ -1,31 +1,296 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What differs between two snapshots, in sentences: a field that changed, a block saved a step earlier, a hook called before another.
+"""Compares two documents of a snapshot.
 
-What differs between two files of stored KV, in sentences: which elements of which tokens and heads.
+It finds fields that changed, blocks saved a step earlier, hooks called in another order, KV that
+no longer comes back.
 """
 
 from __future__ import annotations
 
-import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import safetensors.numpy
 
-from kvconform.snapshots.texts import FORMAT
+from kvconform.snapshots.difference import Difference, Entry, Place, merged, spans
+from kvconform.snapshots.document import Call, Document, Run, Step
+from kvconform.snapshots.value import Value, head, identity, is_leaf, is_plain, parts, text
+
+Values = dict[Place, Value]
+Moved = tuple[str, str, str]
+"""An element of a list: hook, name of the list, identity of the element's core."""
+
+
+def differences(old: Document, new: Document) -> list[Difference]:
+    """Return the differences between two documents of one kind and case, run by run."""
+    before, after = old["runs"], new["runs"]
+    found = [Difference("run gone", run=name) for name in before if name not in after]
+    found += [Difference("run new", run=name) for name in after if name not in before]
+    for name, run in before.items():
+        if name in after:
+            found += [replace(one, run=name) for one in run_differences(run, after[name])]
+    return found
+
+
+def run_differences(old: Run, new: Run) -> list[Difference]:
+    """Return the differences between two runs; `run` is left empty."""
+    before, after = _by_step(old), _by_step(new)
+    moved, gone, come = _moved(before, after)
+    in_steps = (
+        replace(one, steps=(number,))
+        for number in sorted({*before, *after})
+        for one in _step_differences(
+            before.get(number, {}), after.get(number, {}), gone[number], come[number]
+        )
+    )
+    ends = _changes(_end(old), _end(new))
+    return [*ends, *_stored(old, new), *moved, *merged(in_steps)]
+
+
+def _by_step(run: Run) -> dict[int, Step]:
+    """Return the steps of a run by number."""
+    return {
+        number: step
+        for step in run.get("steps", [])
+        for number in range(step["at"][0], step["at"][1] + 1)
+    }
+
+
+def _end(run: Run) -> Values:
+    found: Values = {}
+    if "ended" in run:
+        found[("ended by",)] = {"atom": run["ended"]}
+    if "unread" in run:
+        found[("nothing was read back",)] = {"atom": run["unread"]}
+    return found
+
+
+def _step_differences(
+    old: Step, new: Step, gone: set[Moved], come: set[Moved]
+) -> Iterator[Difference]:
+    yield from hook_changes(old.get("hooks", []), new.get("hooks", []))
+    yield from _changes(_values(old.get("calls", []), gone), _values(new.get("calls", []), come))
+
+
+def hook_changes(was: Sequence[str], now: Sequence[str]) -> list[Difference]:
+    """Return the differences between the hooks of one step.
+
+    The order counts only if the same hooks are called equally often.
+    """
+    if list(was) == list(now):
+        return []
+    before, after = Counter(was), Counter(now)
+    found = [
+        Difference("called", (hook,), now=count)
+        for hook, count in after.items()
+        if hook not in before
+    ]
+    found += [
+        Difference("not called", (hook,), was=count)
+        for hook, count in before.items()
+        if hook not in after
+    ]
+    found += [
+        Difference("count", (hook,), count, after[hook])
+        for hook, count in before.items()
+        if hook in after and after[hook] != count
+    ]
+    if not found:
+        place = next(i for i, (a, b) in enumerate(zip(was, now, strict=True)) if a != b)
+        found = [Difference("order", (now[place], was[place]))]
+    return found
+
+
+def _moved(
+    before: dict[int, Step], after: dict[int, Step]
+) -> tuple[list[Difference], defaultdict[int, set[Moved]], defaultdict[int, set[Moved]]]:
+    """Return the elements of lists, such as the saves of a step, that are in another step now.
+
+    Two elements are the same if their cores are; what else differs in them is not reported. The
+    dictionaries hold the moved elements by the step in which they were and in which they are.
+    """
+    cores: dict[Moved, Value] = {}
+
+    def counted(steps: dict[int, Step]) -> Counter[tuple[int, Moved]]:
+        count: Counter[tuple[int, Moved]] = Counter()
+        for number, step in steps.items():
+            for hook, name, core in _elements(step.get("calls", [])):
+                item = hook, name, identity(core)
+                cores[item] = core
+                count[number, item] += 1
+        return count
+
+    old, new = counted(before), counted(after)
+    come = sorted((new - old).elements())
+    found: list[Difference] = []
+    left: defaultdict[int, set[Moved]] = defaultdict(set)
+    arrived: defaultdict[int, set[Moved]] = defaultdict(set)
+    for was, item in sorted((old - new).elements()):
+        match = next((other for other in come if other[1] == item), None)
+        if match is not None:
+            come.remove(match)
+            now = match[0]
+            found.append(Difference("moved", item[:2], cores[item], steps=(was, now)))
+            left[was].add(item)
+            arrived[now].add(item)
+    return found, left, arrived
+
+
+def _elements(calls: Sequence[Call]) -> Iterator[tuple[str, str, Value]]:
+    """Yield hook, name of the list and core of every record in a list that a hook returned."""
+    for call in calls:
+        if "returned" in call:
+            for name, element in _records("answer", call["returned"]):
+                yield call["call"], name, _core(element)
+
+
+def _records(name: str, value: Value) -> Iterator[tuple[str, Value]]:
+    """Yield (name of the list, record) for the records in lists, but not for those in records."""
+    for label, part in parts(value):
+        if isinstance(label, int) and not is_leaf(part):
+            yield name, part
+        else:
+            yield from _records(str(label), part)
+
+
+def _core(element: Value) -> Value:
+    """Return what identifies an element: its class and plain fields, texts first.
+
+    Data and lists are left out, because they may depend on the step.
+    """
+    plain = [
+        (str(name), part)
+        for name, part in parts(element)
+        if is_plain(part) and not (isinstance(part, dict) and "data" in part)
+    ]
+    plain.sort(key=lambda field: not isinstance(field[1], str))
+    return {"class": head(element), "fields": dict(plain)}
+
+
+def _without(value: Value, hook: str, name: str, moved: set[Moved]) -> Value:
+    """Return a value, which is in `name`, without the elements of lists that moved."""
+    if isinstance(value, list):
+        return [
+            element
+            for element in value
+            if is_leaf(element) or (hook, name, identity(_core(element))) not in moved
+        ]
+    if not isinstance(value, dict):
+        return value
+    found = dict(value)
+    if "items" in value:
+        found["items"] = _without(value["items"], hook, name, moved)
+    if "pairs" in value:
+        found["pairs"] = [
+            [key, _without(part, hook, text(key), moved)] for key, part in value["pairs"]
+        ]
+    if "fields" in value:
+        found["fields"] = {
+            label: _without(part, hook, label, moved) for label, part in value["fields"].items()
+        }
+    return found
+
+
+def _values(calls: Sequence[Call], moved: set[Moved]) -> Values:
+    """Return every value of a step by its place, without the elements that moved."""
+    found: Values = {}
+    seen: Counter[Entry] = Counter()
+    for call in calls:
+        finished = call.get("finished")
+        if finished is None:
+            entry = Entry(call["call"], call.get("of", ""))
+        else:
+            entry = Entry(f"finished {finished}", None)
+        seen[entry] += 1
+        place = (entry._replace(number=seen[entry]),)
+        found[place] = {"atom": ", ".join(call.get("requests", []))}
+        for name, value in call.get("given", {}).items():
+            found |= _flat((*place, name), value)
+        if "returned" in call:
+            answer = _without(call["returned"], call["call"], "answer", moved)
+            found |= _flat((*place, "answer"), answer)
+        if "raised" in call:
+            found[(*place, "raised")] = {"atom": call["raised"]}
+    return found
+
+
+def _flat(place: Place, value: Value) -> Values:
+    """Return the leaves of a value by their places, and before them each container as its class."""
+    if is_leaf(value):
+        return {place: value}
+    found: Values = {place: {"class": head(value)}}
+    for name, part in parts(value):
+        found |= _flat((*place, name), part)
+    return found
+
+
+def _changes(old: Values, new: Values) -> Iterator[Difference]:
+    """Yield what differs at each place, without the parts of what is gone or new as a whole."""
+    whole: Place | None = None
+    for place in dict.fromkeys([*old, *new]):
+        if whole is not None and place[: len(whole)] == whole:
+            continue
+        if place not in new:
+            whole = place
+            yield Difference("gone", place, was=old[place])
+        elif place not in old:
+            whole = place
+            yield Difference("new", place, now=new[place])
+        elif identity(old[place]) != identity(new[place]):
+            yield Difference("changed", place, old[place], new[place])
+
+
+def _stored(old: Run, new: Run) -> Iterator[Difference]:
+    for one in _changes(_counts(old), _counts(new)):
+        if one.kind != "new":  # of a new request, the blocks are reported
+            yield replace(one, kind=f"request {one.kind}")
+    before, after = _blocks(old), _blocks(new)
+    for one in _changes(_holds(before), _holds(after)):
+        yield replace(one, kind=f"block {one.kind}")
+    for place, was in before.items():
+        now = after.get(place)
+        if now is None or was["holds"] != now["holds"]:
+            continue
+        if was["digest"] != now["digest"]:
+            yield Difference("bytes", place, {"atom": was["digest"]}, {"atom": now["digest"]})
+        if _tokens(was) != _tokens(now):
+            yield Difference("tokens", place, _tokens(was), _tokens(now))
+
+
+def _counts(run: Run) -> Values:
+    return {
+        (name,): {"atom": f"{stored['came_back']} of {stored['tokens']} tokens"}
+        for name, stored in run.get("requests", {}).items()
+    }
+
+
+def _blocks(run: Run) -> dict[Place, dict[str, Any]]:
+    """Return the blocks of all requests by request, index and layer."""
+    return {
+        (name, block["index"], block["layer"]): block
+        for name, stored in run.get("requests", {}).items()
+        for block in stored["blocks"]
+    }
+
+
+def _tokens(block: dict[str, Any]) -> Value:
+    return {"atom": f"[{block['start']}, {block['end']})"}
+
+
+def _holds(blocks: dict[Place, dict[str, Any]]) -> Values:
+    return {place: {"atom": block["holds"]} for place, block in blocks.items()}
 
 
 def tensor_differences(old: bytes, new: bytes) -> list[str]:
-    """Sentences about two safetensors files; empty if they are equal."""
+    """Return the differences between two safetensors files as sentences."""
     if old == new:
         return []
     try:
         before, after = safetensors.numpy.load(old), safetensors.numpy.load(new)
-    except (
-        Exception
-    ) as error:  # the library's own error type is not exported by all of its versions
+    except Exception as error:  # some versions of the library do not export its error type
         return [f"the file with the stored KV cannot be read: {error}"]
     out = [f"{name}: is not stored any more" for name in before if name not in after]
     out += [f"{name}: is stored now" for name in after if name not in before]
@@ -36,322 +301,22 @@ def tensor_differences(old: bytes, new: bytes) -> list[str]:
 
 
 def _arrays(old: np.ndarray, new: np.ndarray) -> Iterator[str]:
-    if old.dtype != new.dtype and old.shape == new.shape:  # whole numbers became others
-        yield f"was {old.dtype}, is {new.dtype}"
-    elif old.shape != new.shape:
+    if old.shape != new.shape:
         yield f"was {old.dtype} {list(old.shape)}, is {new.dtype} {list(new.shape)}"
         return
+    if old.dtype != new.dtype:  # whole numbers became others
+        yield f"was {old.dtype}, is {new.dtype}"
     places = np.argwhere(old != new)
     if not len(places):
         return
     token, head, lane = map(int, places[0])
-    side = "K" if lane < old.shape[2] // 2 else "V"
+    half = old.shape[2] // 2
+    side = "K" if lane < half else "V"
+    tokens = spans(sorted(set(places[:, 0].tolist())))
     heads = sorted(set(places[:, 1].tolist()))
     yield (
-        f"{len(places)} of {old.size} elements differ, in tokens {spans(sorted(set(places[:, 0].tolist())))}, head"
-        f"{'s' if len(heads) > 1 else ''} {', '.join(map(str, heads))}; the first: token {token}, head {head}, {side} element"
-        f" {lane % (old.shape[2] // 2)}: {old[token, head, lane]:g} -> {new[token, head, lane]:g}"
+        f"{len(places)} of {old.size} elements differ, in tokens {tokens},"
+        f" head{'s' if len(heads) > 1 else ''} {', '.join(map(str, heads))};"
+        f" the first: token {token}, head {head}, {side} element {lane % half}:"
+        f" {old[token, head, lane]:g} -> {new[token, head, lane]:g}"
     )
-
-
-def spans(numbers: Sequence[int]) -> str:
-    """`1 to 3, 5` of [1, 2, 3, 5]."""
-    out: list[list[int]] = []
-    for number in numbers:
-        if out and out[-1][1] == number - 1:
-            out[-1][1] = number
-        else:
-            out.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in out)
-
-
-_STEPS = re.compile(r"steps? (\d+)(?: to (\d+))?")
-_BLOCK = re.compile(r"(?P<digest>[0-9a-f]{16}) \[(?P<start>\d+), (?P<end>\d+)\) (?P<holds>.*)")
-
-
-@dataclass
-class Line:
-    """A line of a snapshot with what is indented below it. `label` and `value`: before and after the first colon."""
-
-    label: str
-    value: str = ""
-    below: list[Line] = field(default_factory=list)
-
-    def text(self) -> tuple[str, str, tuple[object, ...]]:
-        """All of it, without the position in a list: two are the same if their texts are."""
-        return (
-            ("" if self.label.startswith("[") else self.label),
-            self.value,
-            tuple(child.text() for child in self.below),
-        )
-
-
-def differences(old: str, new: str) -> list[str]:
-    """Sentences about two texts of one kind and case; empty if they are equal."""
-    if old == new:
-        return []
-    kind = old.removeprefix(f"{FORMAT}: ").partition(" ")[0]
-    before, after = _cells(old), _cells(new)
-    out = [f"{cell}: there is no such run any more" for cell in before if cell not in after]
-    out += [f"{cell}: a new run" for cell in after if cell not in before]
-    compare = {"hooks": _hooks, "stored": _stored}.get(kind, _metadata)
-    for cell in before:
-        if cell in after:
-            found = list(compare(before[cell], after[cell]))
-            out += [f"{cell}: {sentence}" for sentence in found]
-    return out or ["the texts differ in their form only"]
-
-
-def _cells(text: str) -> dict[str, list[Line]]:
-    """The runs of a snapshot: name -> its lines as a tree."""
-    found: dict[str, list[Line]] = {}
-    chunks = re.split(r"^== (.+)\n", text, flags=re.MULTILINE)[1:]
-    for name, body in zip(chunks[::2], chunks[1::2], strict=True):
-        found[name] = _tree(body.split("\n"))
-    return found
-
-
-def _tree(rows: Sequence[str]) -> list[Line]:
-    top = Line("")
-    stack: list[tuple[int, Line]] = [(-1, top)]
-    joining: tuple[int, Line] | None = None
-    for row in rows:
-        if not row.strip():
-            continue
-        depth, text = len(row) - len(row.lstrip()), row.strip()
-        if joining is not None:  # a long list on several lines
-            joining[1].value += (
-                " " if not joining[1].value.endswith("[") and text != "]" else ""
-            ) + text
-            joining = None if depth == joining[0] and text == "]" else joining
-            continue
-        label, colon, value = text.partition(": ")
-        line = Line(label if colon else text.removesuffix(":"), value)
-        while stack[-1][0] >= depth:
-            stack.pop()
-        stack[-1][1].below.append(line)
-        stack.append((depth, line))
-        if value.endswith("["):
-            joining = depth, line
-    return top.below
-
-
-def _by_step(lines: list[Line]) -> dict[int, list[Line]]:
-    """Step -> what is said about it; a range of steps says it about each."""
-    found: dict[int, list[Line]] = {}
-    for line in lines:
-        match = _STEPS.fullmatch(line.label)
-        if match:
-            for step in range(int(match[1]), int(match[2] or match[1]) + 1):
-                found[step] = line.below or [line]
-    return found
-
-
-# -- metadata and answers ---------------------------------------------------------------------------------------------------------
-def _metadata(old: list[Line], new: list[Line]) -> Iterator[str]:
-    yield from _flat_changes(
-        "",
-        [x for x in old if not _STEPS.fullmatch(x.label)],
-        [x for x in new if not _STEPS.fullmatch(x.label)],
-    )
-    before, after = _by_step(old), _by_step(new)
-    moved = _moved(before, after)
-    yield from (sentence for sentence, _, _ in moved)
-    gone, come = {(s, t) for _, (s, t), _ in moved}, {(s, t) for _, _, (s, t) in moved}
-    said: dict[str, list[int]] = {}
-    for step in sorted({*before, *after}):
-        mine = _without(before.get(step, []), {t for s, t in gone if s == step})
-        theirs = _without(after.get(step, []), {t for s, t in come if s == step})
-        for sentence in _flat_changes("", mine, theirs):
-            said.setdefault(sentence, []).append(step)
-    for sentence, steps in said.items():
-        yield f"step{'s' if len(steps) > 1 else ''} {spans(steps)}, {sentence}"
-
-
-Core = tuple[str, tuple[tuple[str, str], ...]]
-Item = tuple[str, Core]
-
-
-def _moved(
-    before: dict[int, list[Line]], after: dict[int, list[Line]]
-) -> list[tuple[str, tuple[int, Item], tuple[int, Item]]]:
-    """Elements of lists (such as the saves of a step) that are in another step now: (sentence, where and what it was, is). Two are the
-    same if their plain fields are; what else differs in them is not told."""
-    old = Counter((step, item) for step, lines in before.items() for item in _elements(lines))
-    new = Counter((step, item) for step, lines in after.items() for item in _elements(lines))
-    gone, come = sorted((old - new).elements(), key=repr), sorted((new - old).elements(), key=repr)
-    out = []
-    for step, item in gone:
-        match = next(((s, i) for s, i in come if i == item), None)
-        if match is not None:
-            come.remove(match)
-            earlier = f"{abs(match[0] - step)} step{'s' if abs(match[0] - step) > 1 else ''} {'earlier' if match[0] < step else 'later'}"
-            out.append(
-                (
-                    f"{item[0]} {_short(item[1])} is in step {match[0]}, was in step {step}: {earlier}",
-                    (step, item),
-                    match,
-                )
-            )
-    return out
-
-
-def _elements(lines: list[Line]) -> Iterator[Item]:
-    """The elements of lists of records in what hooks answered, the outermost ones: (hook and name of the list, the element)."""
-    for call in lines:
-        for named, child in _records(call):
-            yield f"{call.label.partition('(')[0]}: {named.label}", _core(child)
-
-
-def _records(line: Line) -> Iterator[tuple[Line, Line]]:
-    """(list, element) of the records in lists below a line, those within a record left out."""
-    for child in line.below:
-        if child.label.startswith("[") and child.below:
-            yield line, child
-        else:
-            yield from _records(child)
-
-
-def _core(line: Line) -> Core:
-    """What an element is: its plain fields. What it is made of, and lists, may depend on the step."""
-    return line.value, tuple(
-        (child.label, child.value)
-        for child in line.below
-        if not child.below and "[" not in child.value
-    )
-
-
-def _without(lines: list[Line], items: set[Item]) -> list[Line]:
-    """The lines without the elements that are dealt with."""
-    return [_bare(call, call.label.partition("(")[0], items) for call in lines] if items else lines
-
-
-def _bare(line: Line, hook: str, items: set[Item]) -> Line:
-    kept = [
-        c
-        for c in line.below
-        if not (
-            c.label.startswith("[") and c.below and (f"{hook}: {line.label}", _core(c)) in items
-        )
-    ]
-    empty = line.below and not kept
-    below = [child if child.label.startswith("[") else _bare(child, hook, items) for child in kept]
-    return Line(line.label, line.value + "[]" if empty else line.value, _renumbered(below))
-
-
-def _renumbered(lines: list[Line]) -> list[Line]:
-    numbers = iter(range(len(lines)))
-    return [
-        Line(
-            f"[{next(numbers)}]" if line.label.startswith("[") else line.label,
-            line.value,
-            line.below,
-        )
-        for line in lines
-    ]
-
-
-def _short(item: Core) -> str:
-    """The first few words of an element."""
-    name, parts = item
-    fields = ", ".join(f"{label} {value}" for label, value in parts)
-    return f"{name}({fields[:80]})"
-
-
-def _flat_changes(place: str, old: list[Line], new: list[Line]) -> Iterator[str]:
-    before, after = dict(_flat(old)), dict(_flat(new))
-    whole = ""  # what is gone or new as a whole: its parts are not told one by one
-    for path in [*before, *(p for p in after if p not in before)]:
-        if whole and path.startswith((f"{whole}.", f"{whole}[")):
-            continue
-        if path not in after:
-            whole = path
-            yield f"{place}{path}: gone (was {before[path] or 'there'})"
-        elif path not in before:
-            whole = path
-            yield f"{place}{path}: new ({after[path] or 'there'})"
-        elif before[path] != after[path]:
-            yield f"{place}{path}: {before[path]} -> {after[path]}"
-
-
-def _flat(lines: list[Line], above: str = "") -> Iterator[tuple[str, str]]:
-    """(path, value) of every line; calls of one hook in a step are numbered from the second on."""
-    seen: Counter[str] = Counter()
-    for line in lines:
-        seen[line.label] += 1
-        name = line.label if seen[line.label] == 1 else f"{line.label} (no. {seen[line.label]})"
-        path = f"{above}{name}" if not above or name.startswith("[") else f"{above}.{name}"
-        yield path, line.value
-        yield from _flat(line.below, path)
-
-
-# -- hooks ------------------------------------------------------------------------------------------------------------------------
-def _hooks(old: list[Line], new: list[Line]) -> Iterator[str]:
-    before, after = _by_step(old), _by_step(new)
-    said: dict[str, list[int]] = {}
-    for step in sorted({*before, *after}):
-        was, now = [
-            line[0].value.split(", ") if line else []
-            for line in (before.get(step, []), after.get(step, []))
-        ]
-        if was != now:
-            said.setdefault(_order(was, now), []).append(step)
-    for sentence, steps in said.items():
-        yield f"step{'s' if len(steps) > 1 else ''} {spans(steps)}: {sentence}"
-
-
-def _order(was: list[str], now: list[str]) -> str:
-    gone, come = Counter(was) - Counter(now), Counter(now) - Counter(was)
-    parts = [
-        f"{name} is not called any more" + (f" ({n} times)" if n > 1 else "")
-        for name, n in gone.items()
-        if name not in now
-    ]
-    parts += [f"{name} is called {n} times less" for name, n in gone.items() if name in now]
-    parts += [
-        f"{name} is called, too" + (f" ({n} times)" if n > 1 else "") for name, n in come.items()
-    ]
-    if not parts:
-        place = next(i for i, (a, b) in enumerate(zip(was, now, strict=True)) if a != b)
-        parts = [f"{now[place]} is called before {was[place]} now"]
-    return ", ".join(parts)
-
-
-# -- stored KV --------------------------------------------------------------------------------------------------------------------
-def _stored(old: list[Line], new: list[Line]) -> Iterator[str]:
-    outside = [
-        [line for line in lines if not line.label.startswith("request ")] for lines in (old, new)
-    ]
-    yield from _flat_changes("", *outside)  # how the run ended, why nothing was read back
-    before, after = dict(_blocks(old)), dict(_blocks(new))
-    for (req, block), was in before.items():
-        now = after.get((req, block))
-        if now is None and block == "came back":
-            yield f"request {req} is not asked for any more ({was} came back)"
-        elif now is None:
-            yield f"{block} of request {req} does not come back any more (it held {_holds(was)})"
-        elif now != was:
-            yield _block(req, block, was, now)
-    for (req, block), now in after.items():
-        if (req, block) not in before and block != "came back":
-            yield f"{block} of request {req} comes back now, with {_holds(now)}"
-
-
-def _block(req: str, block: str, was: str, now: str) -> str:
-    if block == "came back":
-        return f"of request {req} {now} come back, it was {was}"
-    if _holds(was) != _holds(now):
-        return f"{block} of request {req} now holds {_holds(now)}; it was {_holds(was)}"
-    return f"{block} of request {req} holds the same tokens in other bytes ({was.partition(' ')[0]} -> {now.partition(' ')[0]})"
-
-
-def _holds(value: str) -> str:
-    match = _BLOCK.fullmatch(value)
-    return match["holds"] if match else value
-
-
-def _blocks(lines: list[Line]) -> Iterator[tuple[tuple[str, str], str]]:
-    for line in lines:
-        if line.label.startswith("request "):
-            for child in line.below:
-                yield (line.label.removeprefix("request "), child.label), child.value

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A session of snapshots: what is to be recorded, and what came of it, case by case."""
+"""One session of `kvconform snapshot`: the cases to record, their files, and their results."""
 
 from __future__ import annotations
 
@@ -21,16 +21,20 @@ from kvconform.contract.loader import Spec, load_spec
 from kvconform.contract.profile import select as select_profile
 from kvconform.errors import EnvironmentProblem, UsageError
 from kvconform.process.servers import Servers
-from kvconform.snapshots import normalise, texts
+from kvconform.snapshots import normalise
+from kvconform.snapshots.document import KINDS, document, dumps, tensors
 from kvconform.snapshots.record import cells, record, suits
-from kvconform.snapshots.store import Store
+from kvconform.snapshots.store import Store, StoreExtension
 
 PROFILE = "golden"
 
 
 @dataclass
 class CaseResult:
-    """What became of a case: `same`, `changed`, `new`, `missing`, or `skipped`. `sentences`: what differs, or why it was skipped."""
+    """Result of a case: `same`, `changed`, `new`, `missing`, `skipped`, or `error`.
+
+    `sentences`: the differences, or why the case was skipped.
+    """
 
     case: str
     outcome: str
@@ -38,12 +42,10 @@ class CaseResult:
 
 
 class Job:
-    """One session: settings, store and results. `updating` says whether differences are written or reported."""
+    """One session: settings, store and results. `updating`: store what differs."""
 
     def __init__(self, settings: Settings, directory: Path, *, updating: bool) -> None:
-        """Reads the index. UsageError for a directory of another connector's snapshots and for ids that do not exist."""
-        from kvconform.snapshots.extension import StoreExtension
-
+        """Read the index. UsageError for another connector's store, an old format, unknown ids."""
         self.settings, self.updating = settings, updating
         self.vllm, self.warnings = check_vllm()
         self.warnings += lacking(settings.catalogue)
@@ -75,7 +77,10 @@ class Job:
         StoreExtension.current, StoreExtension.updating = self.store, updating
 
     def prepare(self) -> None:
-        """Can vLLM and the connector be imported, and the connector be constructed? Raises UsageError or EnvironmentProblem."""
+        """Start the servers, then import and construct the connector.
+
+        UsageError or EnvironmentProblem if one of them fails.
+        """
         from kvconform.run import smoke
 
         sys.path += [folder for folder in self.settings.pythonpath if folder not in sys.path]
@@ -96,12 +101,16 @@ class Job:
         chosen = [case for case in cases if suits(case) and self.engine in case.engines]
         if not chosen:
             raise UsageError(
-                "no snapshots are possible of what was selected: cases with one engine, one rank and one KV cache group have them"
+                "none of the selected cases can have snapshots: that takes one engine, one rank and"
+                " one KV cache group"
             )
         return chosen
 
     def files(self, case: Case) -> dict[str, bytes] | None:
-        """Record a case: name in the store -> bytes; None if the connector cannot do what it needs. Raises as `record` does."""
+        """Record a case and return its files: name in the store -> bytes. Raises as `record` does.
+
+        None if the connector lacks a capability that the case needs.
+        """
         from kvconform.run import smoke
 
         target: Target = smoke.target_of(self.settings)
@@ -113,20 +122,20 @@ class Job:
                 found.append(recording)
         if not found:
             return None
-        made = {f"{case.id}/{kind}.txt": texts.render(kind, case.id, found) for kind in texts.KINDS}
-        return made | {f"{case.id}/stored.safetensors": texts.tensors(found)}
+        documents = {
+            f"{case.id}/{kind}.json": dumps(document(kind, case.id, found)) for kind in KINDS
+        }
+        return documents | {f"{case.id}/stored.safetensors": tensors(found)}
 
     def unused(self) -> set[str]:
-        """Snapshots of this version that no case of the whole session was about. Empty for a session of selected cases."""
+        """Return this version's snapshots that belong to no case; none if cases were selected."""
         return set() if self.settings.select else self.store.names() - self.looked_at
 
     def touched(self, results: Iterable[CaseResult]) -> list[str]:
-        """The requirements that the cases of `results` are about."""
+        """Return the requirements that the cases of `results` exercise."""
         cases = [self.spec.cases[result.case] for result in results]
-        rules, bugs = (
-            {rule for case in cases for rule in case.rules},
-            {bug for case in cases for bug in case.bugs},
-        )
+        rules = {rule for case in cases for rule in case.rules}
+        bugs = {bug for case in cases for bug in case.bugs}
         return sorted(
             req.id
             for req in self.spec.requirements.values()
@@ -134,13 +143,13 @@ class Job:
         )
 
     def close(self) -> None:
-        """Stop the servers and remove the runs' own directories."""
+        """Stop the servers and remove the temporary directories of the runs."""
         self._servers.down()
         self._scratch.cleanup()
 
 
 def _matching(entries: Iterable[str], spec: Spec) -> list[str]:
-    """The cases that -k names: ids, areas, globs over ids. UsageError for an entry that names none."""
+    """Return the cases that `-k` names. UsageError for an entry that names none."""
     found: set[str] = set()
     for entry in entries:
         some = {
@@ -150,7 +159,7 @@ def _matching(entries: Iterable[str], spec: Spec) -> list[str]:
         }
         if not some:
             raise UsageError(
-                f"there is no case {entry!r} (-k of a snapshot names cases, their areas, or globs over their ids)"
+                f"there is no case {entry!r}: -k takes ids of cases, areas, and globs over ids"
             )
         found |= some
     return [name for name in spec.cases if name in found]

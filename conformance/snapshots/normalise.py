@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Declared rules for what differs from run to run and means nothing: addresses, times, random ids, names of hosts."""
+"""Rules that replace what differs from run to run: addresses, times, random ids, host names."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ Regex = Annotated[str, AfterValidator(_compiles)]
 
 
 class Rule(Model):
-    """`pattern`: every match in a text becomes `becomes`. `field`: the value of a field whose whole name matches does, if of `types`."""
+    """A rule: `becomes` replaces every match of `pattern` in a text, or the value of a field.
+
+    `field` matches the whole name of the field; `types` restricts its value.
+    """
 
     id: Id
     text: str
@@ -58,11 +61,12 @@ class Rule(Model):
 
     @cached_property
     def regex(self) -> re.Pattern[str]:
+        """Return the compiled `pattern` or `field`."""
         return re.compile(self.pattern or self.field or "")
 
 
 class Rules:
-    """All rules of a run. `tmp`: the run's own directory, if it has one. Reads only."""
+    """The rules of a run, and two built-in ones: for its directory `tmp`, and for the host."""
 
     def __init__(self, rules: Iterable[Rule], tmp: str | None = None) -> None:
         self._patterns = [rule for rule in rules if rule.pattern is not None]
@@ -78,14 +82,14 @@ class Rules:
         )
 
     def string(self, text: str) -> str:
-        """The text without what differs from run to run."""
+        """Return the text with what differs from run to run replaced."""
         text = self._host.sub("{host}", text.replace(self._tmp, "{tmp}") if self._tmp else text)
         for rule in self._patterns:
             text = rule.becomes.join(_between(rule.regex, text))
         return text
 
     def value(self, field: str, value: Any) -> str | None:
-        """What stands for the value of a field or key of this name, or None if it stands for itself."""
+        """Return the placeholder for a field's value; None if no rule is about it."""
         for rule in self._fields:
             if rule.types is not None:
                 kinds = tuple(kind for name in rule.types for kind in TYPES[name])
@@ -97,7 +101,7 @@ class Rules:
 
 
 def _own_addresses() -> list[str]:
-    """The addresses that the host's name stands for."""
+    """Return the addresses that the host's name resolves to."""
     try:
         return sorted({str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None)})
     except OSError:
@@ -105,13 +109,13 @@ def _own_addresses() -> list[str]:
 
 
 def _between(regex: re.Pattern[str], text: str) -> list[str]:
-    """What lies before, between and behind the matches."""
+    """Return the pieces of the text before, between and after the matches."""
     places = [0, *(place for match in regex.finditer(text) for place in match.span()), len(text)]
     return [text[low:high] for low, high in zip(places[::2], places[1::2], strict=True)]
 
 
 def built_in() -> list[Rule]:
-    """The rules of spec/normalise.yaml. UsageError for a malformed file."""
+    """Return the rules of spec/normalise.yaml. UsageError for a malformed file."""
     text = (importlib.resources.files("kvconform.spec") / "normalise.yaml").read_text(
         encoding="utf-8"
     )
@@ -119,7 +123,7 @@ def built_in() -> list[Rule]:
 
 
 def validated(raw: Sequence[Any], place: str) -> list[Rule]:
-    """The rules in `raw`. UsageError that names the place and the rule."""
+    """Return the rules in `raw`, which come from `place`. UsageError for an invalid rule."""
     rules = []
     for number, entry in enumerate(raw, 1):
         try:
@@ -127,7 +131,8 @@ def validated(raw: Sequence[Any], place: str) -> list[Rule]:
         except ValidationError as error:
             problem = error.errors(include_url=False)[0]
             where = ".".join(map(str, problem["loc"]))
+            what = problem["msg"].removeprefix("Value error, ")
             raise UsageError(
-                f"{place}: rule {number}: {where + ': ' if where else ''}{problem['msg'].removeprefix('Value error, ')}"
+                f"{place}: rule {number}: {where + ': ' if where else ''}{what}"
             ) from None
     return rules

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pytest plugin of `kvconform snapshot`; pytest itself may load it, too:
+"""The pytest plugin of `kvconform snapshot`. Any other pytest run can load it, too.
 
-    pytest -p kvconform.snapshots.plugin --pyargs kvconform.snapshots --kv-snapshots DIR [--snapshot-update]
+    pytest -p kvconform.snapshots.plugin --pyargs kvconform.snapshots --kv-snapshots DIR
 
-takes the connector from the settings file. Missing snapshots fail; unused ones are reported and never deleted.
+That takes the connector from the settings file, and `--snapshot-update` if given. A missing
+snapshot fails; unused ones are reported and never deleted.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ HANDED = "kvconform-snapshot-job"
 
 
 class Handed:
-    """Hands a job to the plugin, which finds it by its name."""
+    """Plugin that carries a job to the snapshot plugin, which looks it up by name."""
 
     __name__ = HANDED
 
@@ -29,28 +30,29 @@ class Handed:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The directory of the snapshots."""
+    """Add --kv-snapshots."""
     parser.getgroup("kvconform").addoption(
         "--kv-snapshots", metavar="DIR", help="compare a KV connector with the snapshots in DIR"
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the job. UsageError for bad settings, and for an update in several processes: they would write one index."""
+    """Create the job.
+
+    UsageError for bad settings, and for an update by several processes, which share one index.
+    """
     options = config.option
     updating = bool(options.update_snapshots)
-    if updating and (
+    distributed = (
         getattr(options, "numprocesses", None)
         or getattr(options, "tx", None)
         or hasattr(config, "workerinput")
-    ):
-        raise pytest.UsageError("snapshots are updated by one process: leave out -n")
-    options.disable_unused_snapshots = options.no_cleanup = (
-        True  # the store knows what is unused, and deletes nothing by itself
     )
-    config.addinivalue_line(
-        "filterwarnings", r"ignore:\s*Can not relate snapshot"
-    )  # to a test: they are related to a store
+    if updating and distributed:
+        raise pytest.UsageError("snapshots are updated by one process: leave out -n")
+    # the store finds unused snapshots itself, and relates snapshots to cases
+    options.disable_unused_snapshots = options.no_cleanup = True
+    config.addinivalue_line("filterwarnings", r"ignore:\s*Can not relate snapshot")
     handed = config.pluginmanager.get_plugin(HANDED)
     if handed is not None:
         config.stash[JOB] = handed.job
@@ -66,7 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Clean up."""
+    """Close the job."""
     if JOB in config.stash:
         config.stash[JOB].close()
 
@@ -74,7 +76,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    """Unused snapshots."""
+    """Report unused snapshots."""
     unused = sorted(config.stash[JOB].unused()) if JOB in config.stash else []
     if unused:
         terminalreporter.write_line(f"{len(unused)} snapshots are unused: {', '.join(unused[:8])}")

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads back what a connector has stored: a new request with the same tokens asks for it, and the slots that it was granted are read.
+"""Reads back the KV that a connector has stored.
 
-That is the only way that works with every connector: how it stores KV is its own business.
+A new request with the same tokens looks it up, and the slots that the connector fills for it are
+read. That works with every connector, however it stores KV.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,7 +29,10 @@ READER = "kvconform_reader"
 
 @dataclass
 class Block:
-    """The tokens [start, end) of one block in one layer: what they turned out to be, and the digest of their bytes without the nonces."""
+    """The tokens [start, end) of one block in one layer.
+
+    `holds`: whose tokens the bytes are. `digest`: of the bytes, with the nonces zeroed.
+    """
 
     index: int
     layer: int
@@ -40,7 +44,10 @@ class Block:
 
 @dataclass
 class Stored:
-    """What came back of one request: tokens [0, end) of `tokens`. `rows`: per layer [end, heads, 2 * head_dim], nonces zeroed."""
+    """What came back of one request: the tokens [0, end) of `tokens`.
+
+    `rows`: per layer the bytes, [end, heads, 2 * head_dim], with the nonces zeroed.
+    """
 
     req: str
     tokens: int
@@ -50,7 +57,10 @@ class Stored:
 
 
 def read_back(driver: Driver) -> list[Stored]:
-    """Ask for every request of the case in turn, each from an empty local cache. Changes the engine and the trace."""
+    """Look up the tokens of every request of the case, each with an empty local cache.
+
+    Runs the engine, so its state and the trace change.
+    """
     found = []
     for name in list(driver.state.adds):
         add, tokens = driver.state.adds[name], len(driver.state.requests[name].all_token_ids)
@@ -72,14 +82,14 @@ def read_back(driver: Driver) -> list[Stored]:
             try:
                 driver.run_dry()
             except Stalled:
-                return found  # what a stalled engine would say of the others means nothing
+                return found  # a stalled engine cannot look up the others
         for grant, chain, parts in reading.parts:
             _take(item, driver.engine.oracle, grant, chain, parts)
     return found
 
 
 class _Reading:
-    """While entered, notes the rows of a request's grants at the moment when the engine relies on them."""
+    """Context that copies the rows of a request's grants when the engine first relies on them."""
 
     def __init__(self, oracle: Oracle, req: str) -> None:
         self.oracle, self.req = oracle, req
@@ -107,7 +117,7 @@ class _Reading:
 def _take(
     item: Stored, oracle: Oracle, grant: Grant, chain: Chain, rows: dict[int, np.ndarray]
 ) -> None:
-    """Take down what a grant brought, block by block."""
+    """Add the blocks that a grant filled. `rows`: per layer [tokens, heads, 2 * head_dim]."""
     cache = oracle.cache
     size, dim = cache.block_size, cache.book.head_dim
     end = min(grant.end, item.tokens)
@@ -124,33 +134,18 @@ def _take(
             low, high = max(grant.start, index * size), min(end, (index + 1) * size)
             words = []
             for pos in range(low, high):
-                row = cache_row(values, pos - grant.start)
+                row = np.asarray(values[pos - grant.start])
                 right = bool(np.all(row[:, mask] == expected[pos, layer][:, mask]))
-                words.append(
-                    _word(
-                        oracle,
-                        row,
-                        layer,
-                        chain,
-                        pos,
-                        right=right,
-                        arrived=bool(grant.written[layer, pos - grant.start]),
-                    )
-                )
-            mark = hashlib.sha256(
-                np.ascontiguousarray(bare[low - grant.start : high - grant.start]).tobytes()
-            ).hexdigest()[:16]
-            item.blocks.append(Block(index, layer, low, high, mark, _joined(words)))
+                arrived = bool(grant.written[layer, pos - grant.start])
+                words.append(_word(oracle, row, layer, chain, pos, right=right, arrived=arrived))
+            content = np.ascontiguousarray(bare[low - grant.start : high - grant.start]).tobytes()
+            digest = hashlib.sha256(content).hexdigest()[:16]
+            item.blocks.append(Block(index, layer, low, high, digest, _joined(words)))
     item.end = max(item.end, end)
 
 
-def cache_row(values: np.ndarray, index: int) -> np.ndarray:
-    """[heads, 2 * head_dim] of one token."""
-    return np.asarray(values[index])
-
-
 Word = tuple[str, int | None]
-"""What a slot holds: who or what, and for a token its position."""
+"""What a slot holds: the request and position of a token, or a description and None."""
 
 
 def _word(
@@ -169,20 +164,23 @@ def _word(
         origin = oracle.registry.origins[chain.ids[pos]]
         again = f" (incarnation {origin.generation})" if origin.generation else ""
         return f"{origin.req}{again}", origin.pos
-    found, side, origin_text = diagnose(oracle.registry, row, layer, chain, pos, loading=False)
-    return f"WRONG {found} ({side}): {origin_text}", None
+    held = diagnose(oracle.registry, row, layer, chain, pos, loading=False)
+    return f"WRONG {held.found} ({held.side}): {held.origin}", None
 
 
 def _joined(words: list[Word]) -> str:
-    """`a[4, 8)`: consecutive tokens of one request; wrong ones as they are, with how often."""
+    """Return `a[4, 8)` for consecutive tokens of one request, `2 x ...` for other slots."""
+
+    def sequence(item: tuple[int, Word]) -> tuple[str, int | None]:
+        index, (name, pos) = item
+        return name, None if pos is None else pos - index
+
     texts: list[str] = []
-    for _, group in groupby(
-        enumerate(words),
-        key=lambda item: (item[1][0], None if item[1][1] is None else item[1][1] - item[0]),
-    ):
-        run: list[Any] = list(group)
+    for _, group in groupby(enumerate(words), key=sequence):
+        run = list(group)
         name, first = run[0][1]
-        texts.append(
-            f"{name}[{first}, {first + len(run)})" if first is not None else f"{len(run)} x {name}"
-        )
+        if first is None:
+            texts.append(f"{len(run)} x {name}")
+        else:
+            texts.append(f"{name}[{first}, {first + len(run)})")
     return "; ".join(texts)

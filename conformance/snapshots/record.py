@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seed of vLLM's block hashes, which depends on the environment of the process.
-
-Runs a case with a connector and notes what snapshots are made of: its hooks with their answers, and the KV that can be read back.
-"""
+"""Runs a case with a connector and records the calls of its hooks and the KV that it stored."""
 
 from __future__ import annotations
 
@@ -24,14 +21,24 @@ from kvconform.errors import EnvironmentProblem
 from kvconform.observe.call import Call
 from kvconform.run.calibration import in_its_role, target_profile
 from kvconform.run.runner import run_variant
-from kvconform.snapshots.canonical import EncodeError, lines
+from kvconform.snapshots.canonical import EncodeError, encode
 from kvconform.snapshots.normalise import Rule, Rules
 from kvconform.snapshots.readback import Stored, read_back
+from kvconform.snapshots.value import Value
+
+if TYPE_CHECKING:
+    from kvconform.config.target import Target
+    from kvconform.engine.engine import Engine
+    from kvconform.run.driver import Driver
+
+SIMPLE = (bool, int, float, str, type(None))
+COMPLETIONS = ("get_finished", "get_transfer_results")
+"""Hooks that report finished transfers. The vLLM release decides which of them is called."""
 
 
 @contextlib.contextmanager
 def fixed_block_hashes() -> Iterator[None]:
-    """While entered, block hashes are those of PYTHONHASHSEED=0, which vLLM seeds them with; releases before 0.31 take a random seed."""
+    """Seed vLLM's block hashes as PYTHONHASHSEED=0 does; before 0.31, vLLM seeds them at random."""
     before = os.environ.get("PYTHONHASHSEED")
     os.environ["PYTHONHASHSEED"] = "0"
     init_none_hash(sha256)
@@ -44,34 +51,28 @@ def fixed_block_hashes() -> Iterator[None]:
         init_none_hash(sha256)
 
 
-if TYPE_CHECKING:
-    from kvconform.config.target import Target
-    from kvconform.engine.engine import Engine
-    from kvconform.run.driver import Driver
-
-SIMPLE = (bool, int, float, str, type(None))
-
-
 @dataclass
 class HookCall:
-    """One outermost call of a hook. `of`: the request that it is about. `arguments`: `name: text` of numbers, texts and block tables.
-    `answer`: lines of text.
+    """An outermost call of a hook.
 
-    `completed`: of a hook that says which transfers are over, by direction, request ids.
+    `of`: id of the request that it is about, or "".
+    `given`: arguments that mean something by themselves: numbers, texts and block tables.
+    `returned`: None if nothing was. `raised`: type and message of an exception.
+    `completed`: of a hook in COMPLETIONS, request ids by direction; None for other hooks.
     """
 
     step: int
-    half: str
     hook: str
     of: str = ""
-    arguments: list[str] = field(default_factory=list)
-    answer: list[str] = field(default_factory=list)
-    completed: dict[str, list[str]] = field(default_factory=dict)
+    given: dict[str, Value] = field(default_factory=dict)
+    returned: Value = None
+    raised: str | None = None
+    completed: dict[str, list[str]] | None = None
 
 
 @dataclass
 class Recording:
-    """One run of a case. `unread`: why nothing was read back, if so. `ended`: how it ended, where it did not end well."""
+    """One run of a case. `unread`: why nothing was read back. `ended`: crash or stall, if any."""
 
     cell: str
     calls: list[HookCall]
@@ -81,7 +82,10 @@ class Recording:
 
 
 def suits(case: Case) -> bool:
-    """Whether snapshots of a case are possible: one engine with one rank and one KV cache group, in one process, without siblings."""
+    """Return whether a case can have snapshots.
+
+    It needs one engine, one rank, one KV cache group, one process, and no sibling connectors.
+    """
     config = case.config
     alone = (
         not config.engines
@@ -93,7 +97,7 @@ def suits(case: Case) -> bool:
 
 
 def cells(case: Case, engine: str) -> list[Variant]:
-    """The runs whose snapshots are kept: one per scheduling, the first of the other axes."""
+    """Return the runs to record: one per scheduling, with the first value of every other axis."""
     found: dict[str, Variant] = {}
     for variant in case.variants([engine]):
         found.setdefault(variant.scheduling, variant)
@@ -101,16 +105,17 @@ def cells(case: Case, engine: str) -> list[Variant]:
 
 
 def cell_name(variant: Variant) -> str:
-    """What a run is called within the snapshot of its case: `reference-sync-v1-d1-b4`."""
+    """Return the name of a run within the snapshot of its case: `reference-sync-v1-d1-b4`."""
     return variant.id.partition("[")[2].rstrip("]")
 
 
 def record(
     variant: Variant, target: Target, rules: list[Rule], *, seed: int, tmp: Path
 ) -> Recording | None:
-    """One run, from a fresh store; None if the connector cannot do what the case needs. Writes below `tmp`.
+    """Record one run, from an empty store; None if the case needs a capability that is missing.
 
-    EncodeError for what has no canonical form, EnvironmentProblem if the harness failed.
+    Writes below `tmp`. EncodeError for a value without a canonical form, EnvironmentProblem if the
+    harness failed.
     """
     target = in_its_role(target)
     profile = target_profile(target, tmp.parent)
@@ -130,47 +135,41 @@ def record(
     if recorder.error is not None:
         raise recorder.error
     if run.harness_error is not None:
-        raise EnvironmentProblem(
-            f"{variant.id}: the harness failed: {run.harness_error.strip().splitlines()[-1]}"
-        )
-    ended = next(
-        (
-            e
-            for e in run.trace
-            if e["kind"] in ("engine.crash", "engine.stall") and e["seq"] < recorder.cut
-        ),
-        None,
-    )
-    how = (
-        None
-        if ended is None
-        else f"{ended['kind']}: {ended.get('error') or ', '.join(ended.get('waiting_on', []))}"
-    )
-    calls = [
-        recorder.call_of(e)
-        for e in run.trace
-        if e["kind"] == "hook.called" and e["depth"] == 0 and e["seq"] < recorder.cut
+        last = run.harness_error.strip().splitlines()[-1]
+        raise EnvironmentProblem(f"{variant.id}: the harness failed: {last}")
+    events = [event for event in run.trace if event["seq"] < recorder.cut]
+    ends = [
+        f"{e['kind']}: {e.get('error') or ', '.join(e.get('waiting_on', []))}".rstrip()
+        for e in events
+        if e["kind"] in ("engine.crash", "engine.stall")
     ]
-    return Recording(cell_name(variant), calls, recorder.stored, recorder.unread, how)
+    calls = [recorder.call_of(e) for e in events if e["kind"] == "hook.called" and e["depth"] == 0]
+    return Recording(
+        cell_name(variant), calls, recorder.stored, recorder.unread, ends[0] if ends else None
+    )
 
 
 class Recorder:
-    """A Watcher (kvconform.run.driver). Answers are taken down as they are given: later the connector may change what it handed over."""
+    """Watcher of a run (kvconform.run.driver).
+
+    It encodes values at once, because a connector may change an object that it returned.
+    """
 
     def __init__(self, rules: Rules, caps: dict[str, Any]) -> None:
         self.rules, self.caps = rules, caps
         self.cut: float = float("inf")
+        """Number of the first event that is no longer the case's."""
         self.stored: list[Stored] = []
         self.unread: str | None = "the case ends without a connector that could be asked"
         self.error: EncodeError | None = None
-        self._calls: dict[int, tuple[str, list[str], list[str], dict[str, list[str]]]] = {}
+        self._calls: dict[int, HookCall] = {}
 
     def started(self, engine: Engine) -> None:
         """Listen to an engine's probe."""
         engine.probe.after_any.append(self._returned)
 
     def finished(self, driver: Driver) -> None:
-        """The case is over: read back what its requests left in the store."""
+        """Read back what the requests of the case left in the store."""
         self.cut = len(driver.trace.events)
         if "kv_both" not in self.caps["roles"]:
             self.unread = "the connector saves or loads, it does not do both"
@@ -179,74 +178,58 @@ class Recorder:
         self.stored = read_back(driver)
 
     def call_of(self, event: dict[str, Any]) -> HookCall:
-        """The call that a hook.called event is about."""
-        return HookCall(
-            event["step"],
-            event["half"],
-            event["hook"],
-            *self._calls.get(event["seq"], ("", [], [], {})),
-        )
+        """Return the call that a hook.called event is about."""
+        known = self._calls.get(event["seq"])
+        return HookCall(event["step"], event["hook"]) if known is None else known
 
     def _returned(self, call: Call) -> None:
         if self.cut != float("inf") or call.event is None or self.error is not None:
             return
-        answer: list[str] = []
+        found = HookCall(call.event["step"], call.hook, completed=_completed(call))
+        self._calls[call.event["seq"]] = found
         try:
             if call.error is not None:
-                answer = [
-                    f"raised: {type(call.error).__name__} {self.rules.string(str(call.error))}"
-                ]
-            elif call.result is not None:
-                answer = lines("answer", call.result, self.rules)
+                message = self.rules.string(str(call.error))
+                found.raised = f"{type(call.error).__name__} {message}"
+            else:
+                found.returned = encode(call.result, self.rules, "answer")
         except EncodeError as error:
             self.error = EncodeError(
-                f"what {call.hook} returned in step {call.event['step']} cannot be shown: {error.message}"
+                f"what {call.hook} returned in step {found.step} cannot be shown: {error.message}"
             )
-        named = list(zip(_parameters(call.hook), call.args, strict=False)) + list(
-            call.kwargs.items()
-        )
-        of = next(
-            (f"request {value.request_id}" for _, value in named if hasattr(value, "request_id")),
-            "",
-        )
-        arguments = [
-            f"{name}: {text}"
-            for name, value in named
-            if (text := self._argument(value)) is not None
-        ]
-        self._calls[call.event["seq"]] = of, arguments, answer, _completed(call)
+        named = [*zip(_parameters(call.hook), call.args, strict=False), *call.kwargs.items()]
+        requests = [value.request_id for _, value in named if hasattr(value, "request_id")]
+        found.of = requests[0] if requests else ""
+        for name, value in named:
+            if hasattr(value, "get_block_ids"):
+                tables = [list(table) for table in value.get_block_ids()]
+                found.given[name] = encode(tables[0] if len(tables) == 1 else tables, self.rules)
+            elif _is_simple(value):
+                found.given[name] = encode(value, self.rules)
 
-    def _argument(self, value: Any) -> str | None:
-        """Text of an argument that means something by itself; None for engine objects."""
-        if isinstance(value, SIMPLE):
-            return lines("", value, self.rules)[0].removeprefix(": ")
-        if hasattr(value, "get_block_ids"):
-            return " ".join(str(list(table)) for table in value.get_block_ids())
-        if isinstance(value, (list, tuple, set, frozenset)) and all(
-            isinstance(item, SIMPLE) for item in value
-        ):
-            return " ".join(line.strip() for line in lines("", value, self.rules)).removeprefix(
-                ": "
-            )
-        return None
+
+def _is_simple(value: object) -> bool:
+    """Return whether an argument is shown: engine objects are not."""
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(isinstance(item, SIMPLE) for item in value)
+    return isinstance(value, SIMPLE)
 
 
 @functools.cache
 def _parameters(hook: str) -> list[str]:
-    """Names of a hook's arguments, as the base class has them."""
+    """Return the names of a hook's arguments, as in the base class."""
     owner = next((cls for cls in hook_classes() if hasattr(cls, hook)), None)
     return list(inspect.signature(getattr(owner, hook)).parameters)[1:] if owner is not None else []
 
 
-def _completed(call: Call) -> dict[str, list[str]]:
-    """Which transfers are over, of what get_finished (a pair of sets) or get_transfer_results answered; empty for other hooks."""
-    result = (
-        call.result
-        if call.hook in ("get_finished", "get_transfer_results") and call.legal
-        else None
-    )
-    if result is None:
+def _completed(call: Call) -> dict[str, list[str]] | None:
+    """Return the finished transfers that a hook reports, by direction; None for other hooks."""
+    if call.hook not in COMPLETIONS:
+        return None
+    if not call.legal or call.result is None:
         return {}
+    result = call.result
+    found: dict[str, Any]
     if isinstance(result, tuple) and not hasattr(result, "finished_sending"):
         found = dict(zip(("sending", "recving"), result, strict=False))
     else:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a session of snapshots collects: one item per case."""
+"""The test that a session of `kvconform snapshot` collects, one item per case."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ import pytest
 
 from kvconform.contract.case import Case
 from kvconform.errors import KvconformError
-from kvconform.snapshots.extension import StoreExtension, explain
 from kvconform.snapshots.job import CaseResult, Job
 from kvconform.snapshots.plugin import JOB
-from kvconform.snapshots.store import SnapshotError
+from kvconform.snapshots.store import SnapshotError, StoreExtension, explain
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrise by the selected cases."""
+    """Parametrise the test with the selected cases."""
     job: Job | None = metafunc.config.stash.get(JOB, None)
     if job is None:
         raise pytest.UsageError("load the plugin, too: -p kvconform.snapshots.plugin")
@@ -26,17 +25,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_snapshot(case: Case, snapshot: Any, pytestconfig: pytest.Config) -> None:
     """Record a case and compare it with its snapshots, or write them."""
     job = pytestconfig.stash[JOB]
-    result = CaseResult(
-        case.id, "error"
-    )  # until it is known better: nothing that happens on the way may read as "same"
+    result = CaseResult(case.id, "error")  # stays if anything below raises
     job.results.append(result)
     try:
         files = job.files(case)
         if files is None:
-            result.outcome, result.sentences = (
-                "skipped",
-                ["the connector cannot do what the case needs"],
-            )
+            result.outcome = "skipped"
+            result.sentences = ["the connector lacks a capability that the case needs"]
             job.looked_at |= {name for name in job.store.names() if name.startswith(f"{case.id}/")}
             pytest.skip(result.sentences[0])
         if job.updating and any(job.store.read(name) != data for name, data in files.items()):
@@ -51,28 +46,30 @@ def test_snapshot(case: Case, snapshot: Any, pytestconfig: pytest.Config) -> Non
 
 
 def _same_again(job: Job, case: Case, files: dict[str, bytes]) -> None:
-    """SnapshotError if a second recording is another one: then what is kept now would differ at the next look."""
+    """Record a case again. SnapshotError if it differs: a later check would fail."""
     again = job.files(case) or {}
     for name, data in files.items():
         if again.get(name) != data:
             first = (explain(data, again.get(name, b"")) or ["it differs"])[0]
             raise SnapshotError(
-                f"{name} differs from run to run, so nothing is kept: {first}. Declare a rule for it (snapshot_rules)"
+                f"{name} differs from run to run, so nothing is stored: {first}."
+                " Declare a rule for it (snapshot_rules)"
             )
 
 
 def _one(job: Job, result: CaseResult, snapshot: Any, name: str, data: bytes) -> str:
-    """One file of a case; returns its outcome. Raises SnapshotError for a file that is not what was written, or cannot be."""
+    """Compare or write one file of a case and return its outcome.
+
+    SnapshotError for a file that differs from its digest or cannot be written.
+    """
     job.looked_at.add(name)
     before = job.store.read(name)
     matches = data == snapshot(name=name, extension_class=StoreExtension)
     if job.updating and (not matches or job.store.read(name, exact=True) != data):
         failed = list(snapshot.executions.values())[-1].exception
-        raise (
-            failed
-            if isinstance(failed, KvconformError)
-            else SnapshotError(f"{name} could not be written: {failed}")
-        )
+        if isinstance(failed, KvconformError):
+            raise failed
+        raise SnapshotError(f"{name} could not be written: {failed}")
     if before is None:
         result.sentences.append(
             f"{name} {'is new' if job.updating else 'is missing: there is no such snapshot'}"
