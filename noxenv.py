@@ -144,6 +144,10 @@ class Environment:
         """Run this environment's Python with `args`; if it fails, so does the session."""
         self.session.run(str(self.python), *args, env={**ENV, **(env or {})}, external=True)
 
+    def script(self, name: str, *args: str) -> None:
+        """Run a program that is installed in this environment."""
+        self.session.run(str(self.python.with_name(name)), *args, env=ENV, external=True)
+
     def kvconform(self, *args: str) -> None:
         """Run kvconform where nox was called, with the settings and paths of that directory."""
         with self.session.chdir(self.session.invoked_from):

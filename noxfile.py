@@ -249,10 +249,12 @@ def versions(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Run ruff, mypy and the specification's own checks."""
+    """Run ruff, the import contracts, mypy and the specification's own checks."""
     env = noxenv.Environment(session, "lint", [sys.version])
     env.install_project("lint", "test", "docs")
     env.run("-m", "ruff", "check", ".")
+    env.run("-m", "ruff", "format", "--check", "--quiet", ".")
+    env.script("lint-imports", "--no-cache", "--no-logo")
     env.run("-m", "mypy", "-p", "kvconform")
     env.run("-m", "kvconform", "lint", "--strict")
     env.run("-m", "kvconform.dev.results", "pages", "--check")
@@ -270,7 +272,7 @@ def browser(session: nox.Session) -> None:
         session.skip("there is no chromedriver: the tests in a browser were not run")
     env = noxenv.Environment(session, "browser", [sys.version])
     env.install_project("browser", "test")
-    env.run("-m", "pytest", "tests/html", "tests/compare", *session.posargs)
+    env.run("-m", "pytest", "tests/report", *session.posargs)
 
 
 @nox.session
@@ -279,7 +281,8 @@ def docs(session: nox.Session) -> None:
     env = noxenv.Environment(session, "docs", [sys.version])
     env.install_project("docs", "test")
     env.site()
-    env.run("-m", "pytest", "tests/test_site.py", "tests/test_docs.py", *session.posargs)
+    tests = ["tests/project/test_site.py", "tests/project/test_docs.py"]
+    env.run("-m", "pytest", *tests, *session.posargs)
     session.log("The site is build/site/index.html")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -19,8 +19,14 @@ from kvconform.emulation.memory import Block, Kind, Memory
 from kvconform.emulation.note import Note, caller
 from kvconform.emulation.watch import Watch
 
-if TYPE_CHECKING:
-    from kvconform.emulation.stream import GenericStream
+
+class HasQueue(Protocol):
+    """A stream, as far as the machine needs one."""
+
+    @property
+    def queue(self) -> Queue:
+        """The queue that holds the stream's work."""
+        ...
 
 
 class Emulation:
@@ -91,7 +97,7 @@ class Emulation:
         dst: int | Iterable[int],
         src: int | Iterable[int],
         nbytes: int | Iterable[int],
-        stream: GenericStream | None = None,
+        stream: HasQueue | None = None,
         *,
         any_order: bool = False,
         what: str = "copy by address",

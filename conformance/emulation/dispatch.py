@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from kvconform.emulation.context import Emulation, active
-from kvconform.emulation.errors import DeviceFault, NotEmulated
 from kvconform.emulation.memory import Block, Kind
+from kvconform.emulation.note import DeviceFault, NotEmulated
 from kvconform.emulation.operation import Operation, operation
 
 REMEMBERED = 4096  # calls whose result shapes are cached

@@ -24,9 +24,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvconform.emulation.errors import NotEmulated
 from kvconform.emulation.machine import Machine, Mark, Queue, Work
-from kvconform.emulation.note import caller
+from kvconform.emulation.note import NotEmulated, caller
 
 POISON = 0xCB  # content of freed and uninitialised bytes
 FILLED = 1 << 24  # bytes; larger allocations are not poisoned, which would cost time and memory

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from kvconform.emulation.context import Emulation, active
 from kvconform.emulation.dispatch import to_meta
-from kvconform.emulation.errors import NotEmulated
+from kvconform.emulation.note import NotEmulated
 
 CUDA = torch.device("cuda", 0)
 # These build the tensor on the host, then copy it with a wait.

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from kvconform.emulation.context import STATE, Emulation, active
-from kvconform.emulation.errors import NotEmulated
 from kvconform.emulation.machine import Mark, Queue
+from kvconform.emulation.note import NotEmulated
 
 
 class GenericEvent:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where an engine's KV cache is, and in which order what the engine asks of that device is done.
+"""The device that holds an engine's KV cache, and the order in which it does the engine's work.
 
-On the CPU all is done at once. A CUDA device has streams: the engine queues its forward pass on the compute stream, calls the connector's
-hooks while that is still to run, and looks at what came of it when the step is over. Either the compute stream is slow or the others
-are (`slow`), so that a wait that is missing becomes wrong bytes every time and not once in a week.
+The CPU does all work at once. A CUDA device has streams: the engine queues its forward pass on the
+compute stream, calls the connector's hooks before that has run, and looks at the result when the
+step is over. Either the compute stream or the others are slow (`slow`), so that a missing wait
+gives wrong bytes every time, and not once in a week.
 """
 
 from __future__ import annotations
@@ -24,106 +25,135 @@ class Timeline(Protocol):
 
     @property
     def early_reads(self) -> list[str]:
-        """Work on other streams that read what the compute stream wrote afterwards, so far: where it was queued, a few of them."""
+        """Where work was queued that read what the compute stream wrote afterwards.
+
+        The work of other streams so far; a few places only.
+        """
 
     @property
     def lacks(self) -> str | None:
-        """What the connector asked of the device that it cannot do, in a sentence: then nothing that it did is judged."""
+        """The sentence about something that the connector asked and the device cannot do, or None.
+
+        If there is one, nothing that the connector did is judged.
+        """
 
     def allocate(self, elements: int) -> torch.Tensor:
-        """A float32 tensor [elements] of zeros in the device's memory."""
+        """Return a float32 tensor [elements] of zeros in the device's memory."""
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
-        """A host tensor where the cache is; the host waits for nothing."""
+        """Return a host tensor on the cache's device. The host waits for nothing."""
 
     def launch(self, work: Callable[[], T], judge: Callable[[T], None] | None = None) -> None:
-        """Do `work` on the compute stream, behind all that was launched before; `judge` what came of it, by `finish` at the latest."""
+        """Do `work` on the compute stream, after all that was launched before.
+
+        `judge` gets its result, in `finish` at the latest.
+        """
 
     @property
     def overlaps(self) -> bool:
         """Whether a step's forward pass may be found unfinished by the next step's hooks."""
 
     def position(self) -> int:
-        """The place in the compute stream behind all that was launched."""
+        """Return the place in the compute stream after all that was launched."""
 
     def unseen(self, position: int) -> bool:
-        """Whether nobody knows yet that anything behind this place in the compute stream is done: no host that waited or asked, no other
-        stream that waited and went on."""
+        """Return whether nothing has observed yet that work after this place is done.
+
+        The place is in the compute stream. An observer is a host thread that waited for or polled a
+        later place, or another stream that waited for one.
+        """
 
     def postpone(self, position: int) -> None:
-        """Events recorded behind this place are reached behind all that is launched now."""
+        """Move events recorded after this place behind all that is launched now."""
 
     def finish(self) -> None:
-        """All that was launched is done and judged, and so is what it waited for; what nothing waited for need not be."""
+        """Wait until all that was launched, and what it waited for, is done and judged.
+
+        Work that nothing waited for need not be done.
+        """
 
     def calling(self) -> AbstractContextManager[None]:
-        """Around every call of the connector."""
+        """Return the context in which the connector is called."""
 
     def notes(self) -> list[dict[str, Any]]:
-        """What the device noticed since the last call: `what`, `text` and `stream` of `device.note` events."""
+        """Return the fields of the `device.note` events since the last call: `what` and `text`."""
 
     def used(self) -> dict[str, int]:
-        """What the connector has used of the device so far: fields of `device.used`; nothing where nobody can tell."""
+        """Return what the connector has used of the device so far: the fields of `device.used`.
+
+        Empty on a device that does not observe the connector.
+        """
 
 
 def at_once(work: Callable[[], T], judge: Callable[[T], None] | None) -> None:
-    """Do the work, and judge it."""
+    """Do the work, and judge its result."""
     result = work()
     if judge is not None:
         judge(result)
 
 
-class Untold:
-    """A device of which nobody can tell what the connector did with it, or has seen of it: so no step is found unfinished later."""
+class Unobserved:
+    """Base of devices that do not observe what the connector does with them, or sees of them.
+
+    So no step is made unfinished again afterwards.
+    """
 
     early_reads: list[str] = []
     lacks = None
     overlaps = False
 
     def position(self) -> int:
+        """Return 0."""
         return 0
 
     def unseen(self, position: int) -> bool:
+        """Return False."""
         return False
 
     def postpone(self, position: int) -> None:
-        """There is nothing to postpone."""
+        """Do nothing."""
 
     def calling(self) -> AbstractContextManager[None]:
+        """Return a context that does nothing."""
         return nullcontext()
 
     def notes(self) -> list[dict[str, Any]]:
+        """Return an empty list."""
         return []
 
     def used(self) -> dict[str, int]:
+        """Return an empty dict."""
         return {}
 
 
-class Cpu(Untold):
-    """No streams."""
+class Cpu(Unobserved):
+    """The CPU, which has no streams."""
 
     streamed = False
 
     def allocate(self, elements: int) -> torch.Tensor:
+        """See Timeline."""
         return torch.zeros(elements, dtype=torch.float32)
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
+        """Return the tensor itself."""
         return host
 
     def launch(self, work: Callable[[], T], judge: Callable[[T], None] | None = None) -> None:
+        """Do the work at once."""
         at_once(work, judge)
 
     def finish(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing: all work is done."""
 
 
 current: Timeline = Cpu()
-"""The device of the run that is being made."""
+"""The device of the current run."""
 
 
 @contextmanager
 def activate(device: Timeline) -> Iterator[Timeline]:
-    """Make `device` the current one while the block runs. Changes this module's `current`."""
+    """Make `device` this module's `current` one within the context."""
     global current
     before, current = current, device
     try:

@@ -14,8 +14,8 @@ import torch
 from kvconform.contract.case import Slow
 from kvconform.emulation.context import Emulation
 from kvconform.emulation.emulate import emulate
-from kvconform.emulation.errors import DeviceFault, NotEmulated
-from kvconform.emulation.settle import settle
+from kvconform.emulation.note import DeviceFault, NotEmulated
+from kvconform.emulation.threads import settle
 from kvconform.emulation.vllm_on_cuda import vllm_on_cuda
 from kvconform.kv.device import T, at_once
 
@@ -23,20 +23,24 @@ SHOWN = 3
 
 
 class Emulated:
-    """All of the harness runs raw, only the connector's hooks run as on a GPU; what the engine launches waits in the compute stream."""
+    """The emulated device of one run.
+
+    Only the connector's hooks run as on a GPU; all other code of the harness runs raw, which means
+    without the emulation. The engine's work waits in the compute stream.
+    """
 
     streamed = True
 
     def __init__(self, cuda: Emulation) -> None:
         self.cuda = cuda
-        self._told = 0
+        self._noted = 0
         self._fault: DeviceFault | None = None
         self._raised = len(NotEmulated.raised)
         self._raw = cuda.raw()
         self._raw.__enter__()
 
     def close(self) -> None:
-        """The emulation is nobody's business any more: what is still queued is done, and nobody is told what fails of it."""
+        """End the emulation: do the work that is still queued, and ignore its faults."""
         while self.cuda.pending() or self.cuda.machine.compute.entries:
             with suppress(DeviceFault):
                 self.cuda.drain()
@@ -44,54 +48,62 @@ class Emulated:
 
     @property
     def early_reads(self) -> list[str]:
-        return list(
-            dict.fromkeys(
-                f"{note.what} at {note.where}"
-                for note in self.cuda.notes
-                if note.kind == "read_early"
-            )
-        )[:SHOWN]
+        """See Timeline."""
+        early = (note for note in self.cuda.notes if note.kind == "read_early")
+        return list(dict.fromkeys(f"{note.what} at {note.where}" for note in early))[:SHOWN]
 
     @property
     def lacks(self) -> str | None:
+        """See Timeline."""
         return next(iter(NotEmulated.raised[self._raised :]), None)
 
     def allocate(self, elements: int) -> torch.Tensor:
+        """See Timeline."""
         return self.cuda.to_device(torch.zeros(elements, dtype=torch.float32))
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
+        """Return the tensor itself: in raw code, memory of the device is memory of the host."""
         return host
 
     def launch(self, work: Callable[[], T], judge: Callable[[T], None] | None = None) -> None:
+        """See Timeline. Other streams may go on because of the work, and their work may fail."""
         try:
-            self.cuda.launch(partial(at_once, work, judge))  # which may make other streams go on
+            self.cuda.launch(partial(at_once, work, judge))
         except DeviceFault as fault:
             self._fault = self._fault or fault
 
     @property
     def overlaps(self) -> bool:
+        """See Timeline."""
         return self.cuda.machine.delay == "compute"
 
     def position(self) -> int:
+        """See Timeline."""
         return self.cuda.machine.compute.put
 
     def unseen(self, position: int) -> bool:
+        """See Timeline."""
         return self.cuda.machine.compute.seen <= position
 
     def postpone(self, position: int) -> None:
+        """See Timeline."""
         self.cuda.machine.postpone(position)
 
     def finish(self) -> None:
+        """See Timeline. A fault of the connector's work is raised in the next hook.
+
+        The engine's own work does not raise DeviceFault.
+        """
         settle()
         while True:
             try:
                 return self.cuda.finish_compute()
-            except DeviceFault as fault:  # the connector's work, for the engine's own raises other things: told in the next hook
+            except DeviceFault as fault:
                 self._fault = self._fault or fault
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """As on CUDA, a fault of queued work comes out of whatever is called next."""
+        """Run a hook as on a GPU. As on CUDA, a fault of queued work is raised by the next call."""
         fault, self._fault = self._fault, None
         if fault is not None:
             raise fault
@@ -103,25 +115,27 @@ class Emulated:
             self._raw.__enter__()
 
     def used(self) -> dict[str, int]:
-        cuda = self.cuda  # the machine has two queues of its own
+        """See Timeline."""
         return {
-            "streams": len(cuda.machine.queues) - 2,
-            "by_address": cuda.copies.made_by_address,
-            "allocated": cuda.memory.lent,
+            "streams": len(self.cuda.machine.queues) - 2,  # two queues are the machine's own
+            "by_address": self.cuda.copies.made_by_address,
+            "allocated": self.cuda.memory.lent,
         }
 
     def notes(self) -> list[dict[str, Any]]:
-        new, here = self.cuda.notes[self._told :], threading.current_thread().name
-        self._told += len(new)
-        told = [
-            note for note in new if note.kind != "sync" or note.thread == here
-        ]  # a thread of the connector's may wait
-        return [{"what": note.kind, "text": f"{note.what} at {note.where}"} for note in told]
+        """See Timeline. A thread of the connector's may wait for a stream: that is left out."""
+        new, here = self.cuda.notes[self._noted :], threading.current_thread().name
+        self._noted += len(new)
+        shown = [note for note in new if note.kind != "sync" or note.thread == here]
+        return [{"what": note.kind, "text": f"{note.what} at {note.where}"} for note in shown]
 
 
 @contextmanager
 def emulated(slow: Slow | None) -> Iterator[Emulated]:
-    """An emulated device, and vLLM's belief in it. `slow`: compute, transfers, or None for streams that do all at once."""
+    """Provide an emulated device that vLLM takes for a real one.
+
+    `slow` is compute, transfers, or None for streams that do all work at once.
+    """
     with emulate(slow) as cuda, vllm_on_cuda(cuda):
         device = Emulated(cuda)
         try:

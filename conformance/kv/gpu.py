@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device of a run, and a real CUDA device under an engine driven by hand.
+"""Opens the device of a run, which may be a real CUDA device under an engine driven by hand.
 
-Kernels that sleep make either the compute stream slow or the others. What the device does is not observed: only wrong bytes show.
+On a real device, kernels that sleep make either the compute stream or the others slow. The work of
+the device is not observed: only wrong bytes reveal a missing wait.
 """
 
 from __future__ import annotations
@@ -16,14 +17,18 @@ from kvconform.contract.case import Device, Slow
 from kvconform.emulation.patch import Patches
 from kvconform.errors import EnvironmentProblem
 from kvconform.kv import device
-from kvconform.kv.device import Cpu, T, Timeline, Untold
+from kvconform.kv.device import Cpu, T, Timeline, Unobserved
 
 CYCLES = 20_000_000
-"""How long a slow stream sleeps, in clock cycles: about 10 ms, many times what the copies of a case take."""
+"""Sleep of a slow stream in clock cycles: about 10 ms, many times what a case's copies take."""
 
 
-class OnCuda(Untold):
-    """`work` is queued on the current stream at once, and judged in `finish`, which is the only place where the host waits for it."""
+class OnCuda(Unobserved):
+    """A real CUDA device.
+
+    Work is queued on the current stream at once, and judged in `finish`, which is the only place
+    where the host waits for it.
+    """
 
     streamed = True
 
@@ -33,12 +38,15 @@ class OnCuda(Untold):
         self._idle = True
 
     def allocate(self, elements: int) -> torch.Tensor:
+        """See Timeline."""
         return torch.zeros(elements, dtype=torch.float32, device="cuda")
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
+        """See Timeline."""
         return host.pin_memory().to("cuda", non_blocking=True)
 
     def launch(self, work: Callable[[], T], judge: Callable[[T], None] | None = None) -> None:
+        """See Timeline."""
         if self._idle and self.slow == "compute":
             torch.cuda._sleep(CYCLES)
         self._idle = False
@@ -47,6 +55,7 @@ class OnCuda(Untold):
             self._launched.append((judge, result))
 
     def finish(self) -> None:
+        """See Timeline."""
         torch.cuda.current_stream().synchronize()
         self._idle = True
         launched, self._launched = self._launched, []
@@ -56,7 +65,7 @@ class OnCuda(Untold):
 
 @contextmanager
 def on_cuda(slow: Slow | None) -> Iterator[OnCuda]:
-    """The device. EnvironmentProblem if there is none."""
+    """Provide the device. EnvironmentProblem if there is none."""
     if not torch.cuda.is_available():
         raise EnvironmentProblem(
             "--device cuda needs a GPU that torch can use; --emulate-cuda does without one"
@@ -68,8 +77,12 @@ def on_cuda(slow: Slow | None) -> Iterator[OnCuda]:
 
 @contextmanager
 def _sleeping_streams() -> Iterator[None]:
-    """Every other stream than the compute stream sleeps when the connector turns to it by torch.cuda.stream or torch.cuda.set_stream, and
-    when it makes it wait by wait_event, wait_stream or torch.cuda.Event.wait. Streams that are used in other ways are as fast as ever."""
+    """Make every stream but the compute stream sleep when the connector uses it.
+
+    That is when the connector makes it the current one by torch.cuda.stream or
+    torch.cuda.set_stream, or makes it wait by wait_event, wait_stream or torch.cuda.Event.wait.
+    Streams that are used in other ways stay fast.
+    """
     compute, set_stream = torch.cuda.current_stream(), torch.cuda.set_stream
 
     def followed_by_sleep(
@@ -86,6 +99,9 @@ def _sleeping_streams() -> Iterator[None]:
 
         return sleeping
 
+    def waiting(event: Any, stream: Any = None) -> Any:
+        return stream if stream is not None else torch.cuda.current_stream()
+
     patches = Patches()
     try:
         for owner, name, whose in (
@@ -93,13 +109,7 @@ def _sleeping_streams() -> Iterator[None]:
             (torch.cuda, "set_stream", lambda stream: stream),
             (torch.cuda.Stream, "wait_event", lambda self, event: self),
             (torch.cuda.Stream, "wait_stream", lambda self, stream: self),
-            (
-                torch.cuda.Event,
-                "wait",
-                lambda self, stream=None: (
-                    stream if stream is not None else torch.cuda.current_stream()
-                ),
-            ),
+            (torch.cuda.Event, "wait", waiting),
         ):
             patches.set(owner, name, followed_by_sleep(getattr(owner, name), whose))
         yield
@@ -109,9 +119,10 @@ def _sleeping_streams() -> Iterator[None]:
 
 @contextmanager
 def opened(kind: Device, slow: Slow | None) -> Iterator[Timeline]:
-    """Make a device of this kind the current one while the block runs, and yield it. `slow`: the streams that are late; None: none.
+    """Make a device of this kind the current one within the context.
 
-    There is one device per process: a run inside another run (a calibration) shares the outer run's device.
+    `slow`: the streams that are late; None: none. There is one device per process: a run inside
+    another run (a calibration) shares the outer run's device.
     """
     if device.current.streamed and kind != "cpu":
         yield device.current
@@ -124,9 +135,8 @@ def _open(kind: Device, slow: Slow | None) -> AbstractContextManager[Timeline]:
     if kind == "cpu":
         return nullcontext(Cpu())
     if kind == "emulated":
-        from kvconform.kv.emulated import (
-            emulated,
-        )  # imports the emulation, which other devices do without
+        # Imports the emulation, which other devices do not need.
+        from kvconform.kv.emulated import emulated
 
         return emulated(slow)
     return on_cuda(slow)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grants: what the engine allowed a connector to load, and where.
+"""Grants of loads, and the oracle that judges a connector's writes to the KV cache.
 
-The oracle: who may write which slot when, and what every slot must hold when the engine reads it.
+A grant is what the engine allowed a connector to load, and where. The oracle knows which slots may
+be written when, and what every slot must hold when the engine reads it.
 """
 
 from __future__ import annotations
@@ -17,18 +18,22 @@ import torch
 from kvconform.contract.trace import Trace
 from kvconform.kv import device
 from kvconform.kv.cache import Group, PagedCache
-from kvconform.kv.provenance import Chain, Registry, diagnose
+from kvconform.kv.provenance import Chain, Diagnosis, Registry, diagnose
 
 
 @dataclass
 class Grant:
-    """One load that the engine granted: positions [start, end) of a request go to `slots` [layers, end - start], -1 where a layer wants
-    none: its table has the null block there, its group is not transferred, or another rank holds the token (`share`: PagedCache's).
+    """One load that the engine granted: positions [start, end) of a request.
 
-    `tables` are the request's whole block tables at the grant, one per group, `shared` its blocks before the grant. `written[layer]` marks
-    positions that the connector wrote, `late` (layer, position) that the engine read before. A grant is open from the allocation until
-    the engine relied on it (or it failed); `due` is the load.due event of one that was incomplete then and said nothing. `failed` are the
-    blocks that were reported so far, which may be steps before it is due; `given_up` means that the request was reported as a whole.
+    They go to `slots` [layers, end - start], which is -1 where a layer wants no KV: its table has
+    the null block there, its group is not transferred, or another rank holds the token (`share`:
+    PagedCache's). `tables` are the request's whole block tables at the grant, one per group.
+
+    `written[layer]` marks positions that the connector wrote; `late` are (layer, position) that the
+    engine read before. A grant is open from the allocation until the engine relied on it, or it
+    failed. `due` is the load.due event of a grant that was incomplete then although no failure was
+    reported. `failed` are the blocks reported as failed so far, which may be steps before the load
+    is due. `given_up` means that the request was reported as a whole.
     """
 
     transfer: str
@@ -51,40 +56,38 @@ class Grant:
 
     def __post_init__(self) -> None:
         self.stride = max(group.block_size for group in self.groups)
-        self.slots = np.full(
-            (sum(len(g.layers) for g in self.groups), max(0, self.end - self.start)),
-            -1,
-            dtype=np.int64,
-        )
+        layers = sum(len(group.layers) for group in self.groups)
+        self.slots = np.full((layers, max(0, self.end - self.start)), -1, dtype=np.int64)
         for group, table in zip(self.groups, self.tables, strict=True):
             if group.transfer:
-                found = slots_of(table, self.start, self.end, group.block_size, self.stride)
-                if group.recurrent:  # the last state is all there is
-                    found = np.where(
-                        np.arange(self.start, self.end) == self.end - 1,
-                        found - found % self.stride,
-                        -1,
-                    )
-                found = np.where(
-                    np.arange(self.start, self.end) % self.share[1] == self.share[0], found, -1
-                )
-                self.slots[list(group.layers)] = (
-                    found if group.window is None else np.where(found < self.stride, -1, found)
-                )
+                self.slots[list(group.layers)] = self._slots_in(group, table)
         self.written = self.slots < 0
+
+    def _slots_in(self, group: Group, table: list[int]) -> np.ndarray:
+        """Return the slots [end - start] that a layer of a group wants."""
+        found = slots_of(table, self.start, self.end, group.block_size, self.stride)
+        positions = np.arange(self.start, self.end)
+        if group.recurrent:  # only the last state exists
+            found = np.where(positions == self.end - 1, found - found % self.stride, -1)
+        rank, ranks = self.share
+        found = np.where(positions % ranks == rank, found, -1)
+        if group.window is not None:  # without those in the null block
+            found = np.where(found < self.stride, -1, found)
+        return found
 
     @property
     def key(self) -> tuple[str, int]:
+        """Incarnation of the request."""
         return self.req, self.generation
 
     @cached_property
     def table(self) -> set[int]:
-        """Block ids of the request, of whatever group."""
+        """Block ids of the request, of all groups."""
         return set().union(*self.tables)
 
     @cached_property
     def shared(self) -> set[int]:
-        """Block ids before the grant: the local prefix-cache hit."""
+        """Block ids of the request before the grant: the local prefix-cache hit."""
         return {
             block
             for group, table in zip(self.groups, self.tables, strict=True)
@@ -93,7 +96,7 @@ class Grant:
 
     @cached_property
     def blocks(self) -> set[int]:
-        """Block ids that the grant covers, whole or in part."""
+        """Block ids that the grant covers, completely or in part."""
         return {int(slot) // self.stride for slot in np.unique(self.slots) if slot >= 0}
 
     @cached_property
@@ -107,45 +110,56 @@ class Grant:
         }
 
     def position(self, layer: int, slot: int) -> int | None:
-        """Request position of `slot` if the grant covers it in this layer."""
+        """Return the request position of `slot` in this layer; None if it is not in the grant."""
         hit = np.nonzero(self.slots[layer] == slot)[0]
         return self.start + int(hit[0]) if len(hit) else None
 
     def awaits(self, layer: int, slot: int) -> bool:
-        """Whether the connector still owes (or may still write) the bytes of `slot`."""
+        """Return whether the connector still owes, or may still write, the bytes of `slot`."""
         pos = self.position(layer, slot)
-        return pos is not None and (
-            self.open or self.due is not None and pos in self.due["missing"]
-        )
+        if pos is None:
+            return False
+        return self.open or (self.due is not None and pos in self.due["missing"])
 
     def missing(self) -> list[int]:
-        """Positions that some layer wants and never received."""
-        return [self.start + int(i) for i in np.nonzero(~self.written.all(0))[0]]
+        """Return the positions that some layer wants and never received."""
+        return self._not_in_all(self.written)
+
+    def _not_in_all(self, written: np.ndarray) -> list[int]:
+        """Return the positions that not all rows of `written` mark."""
+        return [self.start + int(i) for i in np.nonzero(~written.all(0))[0]]
 
     def missing_by_group(self) -> list[list[Any]]:
-        """The same for each of several groups that lacks something: [number, tokens per block, positions, its block table]."""
-        found = []
+        """Return what each group lacks, if there are several groups.
+
+        An entry is [number of the group, tokens per block, positions, block table].
+        """
+        found: list[list[Any]] = []
+        if len(self.groups) == 1:
+            return found
         for number, (group, table) in enumerate(zip(self.groups, self.tables, strict=True)):
-            positions = [
-                self.start + int(i) for i in np.nonzero(~self.written[list(group.layers)].all(0))[0]
-            ]
-            if positions and len(self.groups) > 1:
+            positions = self._not_in_all(self.written[list(group.layers)])
+            if positions:
                 found.append([number, group.block_size, positions, list(table)])
         return found
 
     def lacking(self) -> set[int]:
-        """Block ids in which something is missing."""
+        """Return the ids of blocks in which KV is missing."""
         return {int(slot) // self.stride for slot in self.slots[~self.written]}
 
 
 def slots_of(
     table: Sequence[int], start: int, end: int, block_size: int, stride: int | None = None
 ) -> np.ndarray:
-    """Slots of positions [start, end) through a block table; raises IndexError when the table is too short."""
+    """Return the slots of positions [start, end) through a block table.
+
+    IndexError if the table is too short.
+    """
     positions = np.arange(max(start, 0), end)
     if len(positions) and positions[-1] // block_size >= len(table):
         raise IndexError(
-            f"block table of {len(table)} blocks of {block_size} does not reach position {int(positions[-1])}"
+            f"block table of {len(table)} blocks of {block_size}"
+            f" does not reach position {int(positions[-1])}"
         )
     blocks = np.array(table, dtype=np.int64)
     return blocks[positions // block_size] * (stride or block_size) + positions % block_size
@@ -162,43 +176,48 @@ _KINDS = (
     "not_transferred",
 )
 Tables = Callable[[], dict[str, list[int]]]
-"""Blocks that each request holds, of whatever group."""
+"""Blocks of all groups that each request holds."""
 
 
 @dataclass
 class Wrong:
-    """A wrong slot seen by a reader, kept back until the step's load failures are known."""
+    """A wrong slot that was read; it is kept until the step's load failures are known."""
 
     layer: int
     chain: Chain
     pos: int
     slot: int
-    found: str
-    side: str
-    origin: str
+    held: Diagnosis
     grant: Grant | None
 
     @property
     def kin(self) -> tuple[object, ...]:
-        """What neighbours must share to be reported as one range."""
-        return id(self.chain), self.layer, self.found, self.side
+        """Key that neighbours must share to be reported as one range."""
+        return id(self.chain), self.layer, self.held.found, self.held.side
 
 
 class Shape(Protocol):
-    """What has to be known of a KV cache to note the loads into it."""
+    """The properties of a KV cache that are needed to note the loads into it (see PagedCache)."""
 
     @property
-    def block_size(self) -> int: ...
+    def block_size(self) -> int:
+        """Tokens per block of the scheduler."""
+
     @property
-    def groups(self) -> tuple[Group, ...]: ...
+    def groups(self) -> tuple[Group, ...]:
+        """KV cache groups."""
+
     @property
-    def share(self) -> tuple[int, int]: ...
+    def share(self) -> tuple[int, int]:
+        """(n, of): the cache holds every `of`-th token of a block, from the n-th on."""
+
     @property
-    def group_of(self) -> np.ndarray: ...
+    def group_of(self) -> np.ndarray:
+        """Number of the group [blocks] that each block belongs to now."""
 
 
 class Loads:
-    """The loads into one KV cache: what the engine granted, and what was reported as failed.
+    """The loads into one KV cache: those that the engine granted, and the reported failures.
 
     `failed_blocks` and `failed_reqs` are the failures reported in the current step.
     """
@@ -210,14 +229,14 @@ class Loads:
         self.failed_reqs: set[str] = set()
 
     def open_grants(self) -> list[Grant]:
-        """Grants that the engine has not relied on yet."""
+        """Return the grants that the engine has not relied on yet."""
         return [grant for grant in self.grants if grant.open]
 
 
 class Oracle(Loads):
-    """Judges bytes of one engine's cache. `tables()` returns the blocks that live requests hold.
+    """Judge of the bytes in one engine's cache. `tables()` returns the blocks of live requests.
 
-    It emits kv.changed, load.due and kv.wrong; it never writes the cache.
+    Emits kv.changed, load.due and kv.wrong; never writes to the cache.
     """
 
     def __init__(self, cache: PagedCache, registry: Registry, trace: Trace, tables: Tables) -> None:
@@ -233,45 +252,46 @@ class Oracle(Loads):
         self.pending: list[Wrong] = []
         self.reported: dict[tuple[int, int], int] = {}
 
-    # -- what fills a slot -----------------------------------------------------------------------------------------------------
+    # -- content of slots
     def _ref(self, name: str) -> int:
         self.refs.append(name)
         return len(self.refs) - 1
 
     def filled(self, slots: np.ndarray, kind: int, name: str) -> None:
-        """Note that `slots` were filled by the engine (OWN: request `name`) or by a transfer (EXTERNAL: transfer id)."""
+        """Note that `slots` were filled.
+
+        `kind` is OWN (by the engine for request `name`) or EXTERNAL (by transfer `name`).
+        """
         self._refilled(slots)
         self.fill_kind[slots] = kind
         self.fill_ref[slots] = self._ref(name)
         self.version[:, slots] += 1
 
     def emptied(self, slots: np.ndarray) -> None:
-        """Note that `slots` hold nothing any more (handed out again)."""
+        """Note that `slots` no longer hold anything: their blocks were handed out again."""
         self._refilled(slots)
         self.fill_kind[slots] = 0
         self.fill_ref[slots] = -1
         self.version[:, slots] += 1
 
     def _refilled(self, slots: np.ndarray) -> None:
-        for grant in [
-            g for g in self.overdue if np.isin(g.slots, slots).any()
-        ]:  # whatever arrives from now on is a stray write
-            grant.due = None
+        for grant in [each for each in self.overdue if np.isin(each.slots, slots).any()]:
+            grant.due = None  # all that arrives from now on is a stray write
             self.overdue.remove(grant)
 
-    # -- writes by the connector -----------------------------------------------------------------------------------------------
+    # -- writes by the connector
     def check_writes(self, after_hook: str) -> None:
-        """Classify whatever the connector wrote since the last call; emits one kv.changed per layer that changed. Where there are
-        streams, it looks when the compute stream has come here."""
+        """Classify the connector's writes since the last call; emit kv.changed per changed layer.
+
+        On a device with streams, that is done when the compute stream gets here.
+        """
         if self.device.streamed or not self.cache.untouched:
             self.device.launch(self._changes, partial(self._classify_all, after_hook))
 
     def _changes(self) -> list[torch.Tensor | None]:
-        return (
-            []
-            if self.cache.untouched
-            else [self.cache.changes(layer) for layer in range(len(self.cache.tensors))]
-        )
+        if self.cache.untouched:
+            return []
+        return [self.cache.changes(layer) for layer in range(len(self.cache.tensors))]
 
     def _classify_all(self, after_hook: str, changes: list[torch.Tensor | None]) -> None:
         for layer, touched in enumerate(changes):
@@ -280,13 +300,17 @@ class Oracle(Loads):
                 self._classify(after_hook, layer, slots)
 
     def written_by_sibling(self, before_hook: str) -> None:
-        """Whatever was written since the last call, another connector wrote, unless a load of this one is to fill it (on a thread)."""
+        """Note the writes since the last call as those of another connector.
+
+        Except where a load of this connector is to fill a slot: it may do that on a thread.
+        """
         for layer in range(len(self.cache.tensors)):
             slots = self.cache.foreign(layer)
-            own = np.array(
-                [any(g.awaits(layer, slot) for g in self.open_grants()) for slot in slots.tolist()],
-                dtype=bool,
-            )
+            awaited = [
+                any(grant.awaits(layer, slot) for grant in self.open_grants())
+                for slot in slots.tolist()
+            ]
+            own = np.array(awaited, dtype=bool)
             if own.any():
                 self._classify(before_hook, layer, slots[own])
             if not own.all():
@@ -308,38 +332,33 @@ class Oracle(Loads):
                 kinds["null_block"].append(slot)
                 continue
             inside = [
-                g
-                for g in (*grants, *self.overdue)
-                if g.awaits(layer, slot) and (g.open or g.req in owners.get(block, ()))
+                grant
+                for grant in (*grants, *self.overdue)
+                if grant.awaits(layer, slot) and (grant.open or grant.req in owners.get(block, ()))
             ]
-            if inside:
-                for grant in inside:
-                    self._granted(grant, layer, slot, after_hook)
-                    reqs.add(grant.req)
-                    transfers.add(grant.transfer)
-                continue
-            mine = [g for g in grants if block in g.table] or self._past(block, owners)
-            kinds[self._outside(slot, block, mine, owners)].append(slot)
-            reqs.update(g.req for g in mine)
-            transfers.update(g.transfer for g in mine)
+            for grant in inside:
+                self._granted(grant, layer, slot, after_hook)
+            mine = inside
+            if not inside:
+                mine = [grant for grant in grants if block in grant.table]
+                mine = mine or self._past(block, owners)
+                kinds[self._outside(slot, block, mine, owners)].append(slot)
+            reqs.update(grant.req for grant in mine)
+            transfers.update(grant.transfer for grant in mine)
         self.version[layer, slots] += 1
         whose = {"req": sorted(reqs), "transfer": sorted(transfers), "group": self._group(layer)}
         self.trace.emit("kv.changed", after_hook=after_hook, layer=layer, **whose, **kinds)
 
     def _group(self, layer: int) -> int | None:
-        """The number of a layer's group, where there are several."""
+        """Return the number of a layer's group; None if there is only one group."""
         return self.cache.group(layer) if len(self.cache.groups) > 1 else None
 
     def _past(self, block: int, owners: dict[int, list[str]]) -> list[Grant]:
-        """The last grant that put this block into the table of a request which still has it."""
-        return next(
-            (
-                [g]
-                for g in reversed(self.grants)
-                if block in g.table and g.req in owners.get(block, ())
-            ),
-            [],
-        )
+        """Return the last grant with this block whose request still holds it, if there is one."""
+        for grant in reversed(self.grants):
+            if block in grant.table and grant.req in owners.get(block, ()):
+                return [grant]
+        return []
 
     def _outside(
         self, slot: int, block: int, mine: list[Grant], owners: dict[int, list[str]]
@@ -353,7 +372,9 @@ class Oracle(Loads):
                 return "shared"
         if not mine:
             return "other_request"
-        return "over_computed" if self.fill_kind[slot] or not any(g.open for g in mine) else "tail"
+        if self.fill_kind[slot] or not any(grant.open for grant in mine):
+            return "over_computed"
+        return "tail"
 
     def _granted(self, grant: Grant, layer: int, slot: int, after_hook: str) -> None:
         pos = grant.position(layer, slot)
@@ -361,6 +382,7 @@ class Oracle(Loads):
         if (layer, pos) in grant.late or not grant.open:
             grant.late.discard((layer, pos))
             after = "the layer had been read" if grant.open else "the load had been relied on"
+            origin = f"bytes that arrived in {after_hook}, after {after}"
             self.trace.emit(
                 "kv.wrong",
                 req=grant.req,
@@ -374,52 +396,54 @@ class Oracle(Loads):
                 transfer=grant.transfer,
                 transfer_sync=not grant.is_async,
                 found="not_yet_loaded",
-                origin=f"bytes that arrived in {after_hook}, after {after}",
+                origin=origin,
+                origin_req=None,
+                origin_pos=None,
                 group=self._group(layer),
             )
         grant.written[layer, pos - grant.start] = True
         if grant.due is not None and grant.written[:, pos - grant.start].all():
+            # The position was late, not missing.
             missing = [other for other in grant.due["missing"] if other != pos]
-            self.trace.amend(grant.due, missing=missing)  # it was late, not missing
+            self.trace.amend(grant.due, missing=missing)
         self.fill_kind[slot] = EXTERNAL
         self.fill_ref[slot] = self._ref(grant.transfer)
 
-    # -- reads by the engine ---------------------------------------------------------------------------------------------------
+    # -- reads by the engine
     def wrong_read(self, layer: int, chain: Chain, pos: int, slot: int) -> None:
-        """The engine read wrong content at `slot` for position `pos` of `chain`; the first reader of a filling is kept."""
+        """Note that the engine read wrong content at `slot` for position `pos` of `chain`.
+
+        Only the first reader of the same content of a slot is noted.
+        """
         version = int(self.version[layer, slot])
         if self.reported.get((layer, slot)) == version:
             return
         self.reported[(layer, slot)] = version
-        grant = next(
-            (g for g in (*self.open_grants(), *self.overdue) if g.awaits(layer, slot)), None
-        )
+        awaited = (*self.open_grants(), *self.overdue)
+        grant = next((each for each in awaited if each.awaits(layer, slot)), None)
         inside = grant is not None and grant.start <= pos < grant.end
         loading = grant is not None and inside and not grant.written[layer, pos - grant.start]
         row = self.cache.read(layer, np.array([slot]))[0].numpy()
-        kin = (
-            self.cache.groups[self.cache.group(layer)].layers
-            if len(self.cache.groups) > 1
-            else None
-        )
-        found, side, origin = diagnose(
-            self.registry, row, layer, chain, pos, loading=loading, kin=kin
-        )
+        group = self._group(layer)
+        kin = None if group is None else self.cache.groups[group].layers
+        held = diagnose(self.registry, row, layer, chain, pos, loading=loading, kin=kin)
         if loading and grant is not None:
             grant.late.add((layer, pos))
-        self.pending.append(Wrong(layer, chain, pos, slot, found, side, origin, grant))
+        self.pending.append(Wrong(layer, chain, pos, slot, held, grant))
 
     def settle_reads(self) -> None:
-        """Emit kv.wrong for the wrong slots seen since the last call, except those whose load was reported failed in time."""
+        """Emit kv.wrong for the wrong slots that were read since the last call.
+
+        Except those whose load was reported as failed in time.
+        """
         runs: list[tuple[Wrong, int]] = []
         for item in self.pending:
-            if (
-                item.slot // self.cache.stride in self.failed_blocks
-                or item.chain.req in self.failed_reqs
-            ):
+            block = item.slot // self.cache.stride
+            if block in self.failed_blocks or item.chain.req in self.failed_reqs:
                 continue
-            if item.found == "not_yet_loaded" and item.grant is not None:
-                continue  # never arrived: load.due.missing has it; arrived late: emitted when it did
+            if item.held.found == "not_yet_loaded" and item.grant is not None:
+                # If it never arrived, load.due.missing has it. If it was late, `_granted` emits.
+                continue
             last = runs[-1] if runs else None
             if last and last[0].kin == item.kin and last[0].pos + last[1] == item.pos:
                 runs[-1] = (last[0], last[1] + 1)
@@ -432,20 +456,23 @@ class Oracle(Loads):
                 req=item.chain.req,
                 generation=item.chain.generation,
                 layer=item.layer,
-                kv=item.side,
+                kv=item.held.side,
                 pos=item.pos,
                 count=count,
                 block=item.slot // self.cache.stride,
                 via=via,
                 transfer=transfer,
                 transfer_sync=sync,
-                found=item.found,
-                origin=item.origin,
+                found=item.held.found,
+                origin=item.held.origin,
+                origin_req=item.held.req,
+                origin_pos=item.held.pos,
                 group=self._group(item.layer),
             )
         self.pending.clear()
 
     def _via(self, item: Wrong) -> tuple[str, str | None, bool | None]:
+        """Return the fields `via`, `transfer` and `transfer_sync` of a kv.wrong."""
         kind, ref = int(self.fill_kind[item.slot]), int(self.fill_ref[item.slot])
         name = self.refs[ref] if ref >= 0 else None
         mine = f"{item.chain.req}#{item.chain.generation}"
@@ -457,9 +484,9 @@ class Oracle(Loads):
             return "external", item.grant.transfer, not item.grant.is_async
         return ("own" if name == mine else "local"), None, None
 
-    # -- grants become due -----------------------------------------------------------------------------------------------------
+    # -- due grants
     def due(self, grant: Grant, chain: Chain) -> None:
-        """The engine is about to rely on `grant`: emit load.due and close it."""
+        """Close a grant that the engine is about to rely on, and emit load.due."""
         grant.open = False
         missing = grant.missing()
         wrong: set[int] = set()
@@ -467,18 +494,13 @@ class Oracle(Loads):
         if length > 0:
             rows = self.cache.book.rows(chain.array(grant.start, grant.start + length))
             for layer in range(len(self.cache.tensors)):
-                there = np.nonzero(
-                    grant.written[layer, :length] & (grant.slots[layer, :length] >= 0)
-                )[0]
-                bad = self.cache.mismatches(layer, grant.slots[layer, there], rows[there, layer])
+                slots = grant.slots[layer, :length]
+                there = np.nonzero(grant.written[layer, :length] & (slots >= 0))[0]
+                bad = self.cache.mismatches(layer, slots[there], rows[there, layer])
                 wrong.update(grant.start + int(there[i]) for i in bad)
-        affected = grant.lacking()
-        reported = (
-            grant.given_up
-            or grant.req in self.failed_reqs
-            or bool(affected)
-            and affected <= self.failed_blocks | grant.failed
-        )
+        lacking = grant.lacking()
+        blocks_reported = bool(lacking) and lacking <= self.failed_blocks | grant.failed
+        reported = grant.given_up or grant.req in self.failed_reqs or blocks_reported
         event = self.trace.emit(
             "load.due",
             req=grant.req,
@@ -487,7 +509,7 @@ class Oracle(Loads):
             granted=grant.end - grant.start,
             missing=missing,
             wrong=sorted(wrong),
-            reported_failed=bool(reported),
+            reported_failed=reported,
             is_async=grant.is_async,
             local=grant.start,
             by_group=grant.missing_by_group(),

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engines of one run ever computed.
+"""Content ids, and the registry that maps bytes back to the token and request they came from.
 
-Content ids, and the registry that maps any bytes back to the token and request they came from.
-
-The content id of a position is a hash chained over the token ids before it and over the identity extras of the request (cache salt,
-LoRA adapter, multi-modal items), so equal ids mean equal KV. The *plain* id is the same chain without the extras: two ids that differ
-while their plain ids agree are the same tokens under another identity.
+The content id of a position is a hash chained over the token ids up to it and the identity extras
+of the request (cache salt, LoRA adapter, multi-modal items). So equal ids mean equal KV. The
+*plain* id is the same chain without the extras: two ids that differ while their plain ids agree are
+the same tokens under another identity.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,7 +19,11 @@ from kvconform.kernels.codes import CodeBook, mix64
 
 
 class Memory:
-    """What all engines of one run ever computed (content ids), before and since the last reset of the connector's store."""
+    """Content ids that the engines of one run have computed.
+
+    `ever`: all of them. `plain`: the plain ids of these. `since_reset`: those computed since the
+    last reset of the connector's store.
+    """
 
     def __init__(self) -> None:
         self.ever: set[int] = set()
@@ -27,25 +31,31 @@ class Memory:
         self.since_reset: set[int] = set()
 
     def computed(self, ids: list[int], plain: list[int]) -> None:
-        """Note content ids (and the ids of the same tokens without identity) that now exist in an engine's cache."""
+        """Note content ids, and their plain ids, that now exist in an engine's cache."""
         self.ever.update(ids)
         self.plain.update(plain)
         self.since_reset.update(ids)
 
     def reset(self, kept: set[int]) -> None:
-        """The connector said that its store is empty; `kept` are content ids that requests still hold in the engine's own cache."""
+        """Note that the connector reported its store as empty.
+
+        `kept` are content ids that requests still hold in the engine's own cache.
+        """
         self.since_reset = kept
 
 
 class PartMemory(Memory):
-    """What one of several engines computed (`own`); `ever` and `plain` are those of all of them."""
+    """Content ids that one of several engines computed (`own`).
+
+    The other sets are those of all engines; `whole` is their Memory.
+    """
 
     def __init__(self, whole: Memory) -> None:
         self.ever, self.plain, self.since_reset = whole.ever, whole.plain, whole.since_reset
         self.own: set[int] = set()
 
     def computed(self, ids: list[int], plain: list[int]) -> None:
-        """As Memory.computed, and note whose it was."""
+        """Note them as Memory.computed does, and that they are this engine's."""
         super().computed(ids, plain)
         self.own.update(ids)
 
@@ -55,7 +65,7 @@ ROOT = 0x9E3779B97F4A7C15
 
 
 def text_id(text: str) -> int:
-    """A 64-bit id of a string, the same in every process. Pure."""
+    """Return a 64-bit id of a string, the same in every process. Pure."""
     value = ROOT
     for byte in text.encode():
         value = mix64(value * 257 + byte + 1)
@@ -63,20 +73,25 @@ def text_id(text: str) -> int:
 
 
 def extend(chain: int, token: int, extra: int = 0) -> int:
-    """The content id after `token` at the position that follows `chain`. Pure."""
-    return mix64((chain * 0x100000001B3 + token + 1 + (mix64(extra) if extra else 0)) & _MASK)
+    """Return the content id of `token` at the position that follows `chain`. Pure."""
+    identity = mix64(extra) if extra else 0
+    return mix64((chain * 0x100000001B3 + token + 1 + identity) & _MASK)
 
 
 def adapter_number(name: str) -> int:
-    """The number that the engine knows an adapter by, 1 to 1000; two names may have one: then one of them at a time."""
+    """Return the engine's number of an adapter, 1 to 1000.
+
+    Two names may have the same number; they must not be used at the same time.
+    """
     return 1 + sum(name.encode()) % 1000
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What besides the token ids makes two requests' KV differ.
+    """What makes two requests' KV differ, apart from the token ids.
 
-    `base` covers the whole sequence (salt, adapter); `spans` are (start, end, item id) of multi-modal items.
+    `base` covers the whole sequence (salt, adapter). `spans` are (start, end, item id) of
+    multi-modal items.
     """
 
     base: int = 0
@@ -86,20 +101,23 @@ class Identity:
     def of(
         salt: str | None = None, lora: str | None = None, items: Sequence[Mapping[str, object]] = ()
     ) -> Identity:
-        """Identity of a request from its extras; `items` have `at`, `length` and `id`."""
+        """Return the identity of a request with these extras.
+
+        `items` have `at`, `length` and `id`.
+        """
         base = 0
         if salt:
             base ^= text_id("salt:" + salt)
         if lora:
             base ^= text_id("lora:" + lora)
-        spans = tuple(
-            (int(str(i["at"])), int(str(i["at"])) + int(str(i["length"])), text_id(f"mm:{i['id']}"))
-            for i in items
-        )
-        return Identity(base, spans)
+        spans = []
+        for item in items:
+            start, length = int(str(item["at"])), int(str(item["length"]))
+            spans.append((start, start + length, text_id(f"mm:{item['id']}")))
+        return Identity(base, tuple(spans))
 
     def extra(self, position: int) -> int:
-        """What `position` adds to the chain."""
+        """Return what `position` adds to the chain."""
         extra = self.base if position == 0 else 0
         for start, end, item in self.spans:
             if start <= position < end:
@@ -109,7 +127,7 @@ class Identity:
 
 @dataclass
 class Chain:
-    """Content ids of one request incarnation, position by position. `append` changes it; reading does not."""
+    """Content ids of one incarnation of a request, position by position."""
 
     req: str
     generation: int
@@ -119,14 +137,14 @@ class Chain:
     plain: list[int] = field(default_factory=list)
 
     def append(self, token: int) -> int:
-        """Add one accepted token; return its content id."""
+        """Add one accepted token and return its content id."""
         self.tokens.append(token)
         self.ids.append(self.peek(token))
         self.plain.append(extend(self.plain[-1] if self.plain else ROOT, token))
         return self.ids[-1]
 
     def peek(self, token: int) -> int:
-        """Content id that `token` would have as the next one."""
+        """Return the content id that `token` would have as the next one."""
         position = len(self.ids)
         return extend(self.ids[-1] if self.ids else ROOT, token, self.identity.extra(position))
 
@@ -135,13 +153,17 @@ class Chain:
         del self.tokens[length:], self.ids[length:], self.plain[length:]
 
     def array(self, start: int, end: int) -> np.ndarray:
-        """Content ids of positions [start, end) as uint64."""
+        """Return the content ids of positions [start, end) as uint64."""
         return np.array(self.ids[start:end], dtype=np.uint64)
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a content id was first written: kind is `token`, `draft` (rejected) or `poison`."""
+    """Where a content id was first written.
+
+    `kind` is `token`, `draft` (rejected) or `poison`. Of poison, `req` is the owner of the block
+    and `pos` the block.
+    """
 
     kind: str
     req: str
@@ -150,17 +172,24 @@ class Origin:
     plain: int = 0
     token: int = -1
 
+    @property
+    def computed_for(self) -> tuple[str, int] | tuple[()]:
+        """Request and position; empty for poison, which was never computed."""
+        return () if self.kind == "poison" else (self.req, self.pos)
+
     def __str__(self) -> str:
         if self.kind == "poison":
-            return f"poison that the engine put into block {self.pos} when it was handed out (never overwritten)"
+            return (
+                f"poison that the engine put into block {self.pos} when it was handed out"
+                " (never overwritten)"
+            )
         what = "a rejected draft" if self.kind == "draft" else f"token {self.token}"
-        return f"{what} at position {self.pos} of request {self.req}" + (
-            f" (incarnation {self.generation})" if self.generation else ""
-        )
+        which = f" (incarnation {self.generation})" if self.generation else ""
+        return f"{what} at position {self.pos} of request {self.req}{which}"
 
 
 class Registry:
-    """Every content id that the engines of one run ever wrote, and the decoder from bytes to origins."""
+    """All content ids that the engines of one run ever wrote, and the decoder of their bytes."""
 
     def __init__(self, book: CodeBook) -> None:
         self.book = book
@@ -171,7 +200,7 @@ class Registry:
         self._poisons = 0
 
     def note(self, content: int, origin: Origin) -> None:
-        """Remember the first origin of a content id; a token that was once a rejected draft becomes a token."""
+        """Note the origin of a content id. The first one stays, but a draft may become a token."""
         known = self.origins.get(content)
         if known is None:
             self._order.append(content)
@@ -180,14 +209,17 @@ class Registry:
             self.origins[content] = origin
 
     def poison(self, block: int, owner: str) -> int:
-        """A fresh content id for the poison of one hand-out of a block."""
+        """Return a new content id for the poison of a block that is handed out to `owner`."""
         self._poisons += 1
         content = mix64(0xDEAD0000 + self._poisons)
         self.note(content, Origin("poison", owner, 0, block))
         return content
 
     def decode(self, fingerprint: int) -> tuple[int, int, int, int] | None:
-        """Fingerprint to (content id, layer, kv, head), or None if nobody ever wrote it. Indexes lazily."""
+        """Return (content id, layer, kv, head) of a fingerprint; None if it was never written.
+
+        Indexes the content ids that were noted since the last call.
+        """
         if self._indexed < len(self._order):
             fresh = np.array(self._order[self._indexed :], dtype=np.uint64)
             prints = self.book.fingerprints(fresh)
@@ -200,6 +232,21 @@ class Registry:
         return self._prints.get(fingerprint)
 
 
+class Diagnosis(NamedTuple):
+    """What a wrong slot holds.
+
+    `found` is one of `contract.events.PROVENANCE`, `side` is k, v or both, `origin` says in words
+    where the bytes came from. `req` and `pos` are the request and the position that they were first
+    computed for, as far as that is known; of `never_computed` only the request.
+    """
+
+    found: str
+    side: str
+    origin: str
+    req: str | None = None
+    pos: int | None = None
+
+
 def diagnose(
     registry: Registry,
     row: np.ndarray,
@@ -209,11 +256,11 @@ def diagnose(
     *,
     loading: bool,
     kin: Collection[int] | None = None,
-) -> tuple[str, str, str]:
-    """Name a wrong slot: (`found`, which of k|v|both, origin text).
+) -> Diagnosis:
+    """Return what a slot holds that does not hold what position `pos` of `reader` must.
 
-    `row` is [heads, 2 * head_dim] as read; `loading` says that the slot belongs to a load that has not written it;
-    `kin` are the layers that share a block table with this one (None: all).
+    `row` is [heads, 2 * head_dim] as read. `loading` says that the slot belongs to a load that has
+    not written it. `kin` are the layers that share a block table with this one (None: all).
     """
     book = registry.book
     expected = reader.ids[pos]
@@ -229,54 +276,54 @@ def diagnose(
                 wrong_kv.add(kv)
     side = "both" if len(wrong_kv) != 1 else ("k", "v")[wrong_kv.pop()]
     if not np.any(row):
-        return "never_computed", side, "zeros: nobody ever wrote this slot"
+        return Diagnosis("never_computed", side, "zeros: this slot was never written")
     hits = [hit for _, _, hit in decoded]
     if any(hit is None for hit in hits):
-        return "unknown", side, "bytes that no engine of this run ever wrote"
+        return Diagnosis("unknown", side, "bytes that no engine of this run ever wrote")
     found = {hit[0] for hit in hits if hit is not None}
     if len(found) > 1:
-        names = "; ".join(str(registry.origins[c]) for c in sorted(found)[:3])
-        return "torn", side, f"a mixture of {names}"
+        mixed = [registry.origins[each] for each in sorted(found)[:3]]
+        words = f"a mixture of {'; '.join(map(str, mixed))}"
+        first = next((each for each in mixed if each.kind != "poison"), None)
+        return Diagnosis("torn", side, words, *(first.computed_for if first else ()))
     content = found.pop()
     origin = registry.origins[content]
     if content == expected:
         for kv, head, hit in decoded:
             assert hit is not None
             if kin is not None and hit[1] not in kin:
-                return (
-                    "other_group",
-                    side,
-                    f"the right token, but bytes of layer {hit[1]}, which has another block table",
+                words = (
+                    f"the right token, but bytes of layer {hit[1]}, which has another block table"
                 )
+                return Diagnosis("other_group", side, words)
             if hit[1] != layer:
-                return "other_layer", side, f"the right token, but layer {hit[1]}'s bytes"
+                words = f"the right token, but layer {hit[1]}'s bytes"
+                return Diagnosis("other_layer", side, words)
             if hit[2] != kv:
-                return "kv_swapped", side, "the right token, with K and V exchanged"
+                return Diagnosis("kv_swapped", side, "the right token, with K and V exchanged")
             if hit[3] != head:
                 whose = f"head {hit[3]}'s" if 0 <= hit[3] < book.heads else "another rank's"
-                return "head_swapped", side, f"the right token, but {whose} bytes in head {head}"
+                words = f"the right token, but {whose} bytes in head {head}"
+                return Diagnosis("head_swapped", side, words)
     if (
         origin.kind == "poison"
         and not loading
         and origin.req in _computed_by(registry, reader, pos)
     ):
-        return (
-            "never_computed",
-            side,
-            f"{origin}; it was taken before request {origin.req} had computed the token",
-        )
+        words = f"{origin}; it was taken before request {origin.req} had computed the token"
+        return Diagnosis("never_computed", side, words, origin.req)
     name = _classify(origin, content, reader, pos, loading)
-    return (
-        name,
-        side,
-        f"{origin}, another request that had the same id"
-        if name == "stale_generation"
-        else str(origin),
-    )
+    words = str(origin)
+    if name == "stale_generation":
+        words += ", another request that had the same id"
+    return Diagnosis(name, side, words, *origin.computed_for)
 
 
 def _computed_by(registry: Registry, reader: Chain, pos: int) -> set[str]:
-    """Requests that computed this position or the one before it first: poison of theirs is KV that was not there yet."""
+    """Return the requests that first computed this position or the one before it.
+
+    Poison of their blocks was read before they had computed the KV.
+    """
     found = {registry.origins.get(content) for content in reader.ids[max(0, pos - 1) : pos + 1]}
     return {origin.req for origin in found if origin is not None}
 
@@ -288,14 +335,8 @@ def _classify(origin: Origin, content: int, reader: Chain, pos: int, loading: bo
         return "rejected_draft"
     if content in reader.ids:
         return "other_position"
-    if origin.plain == reader.plain[pos]:
-        return "other_identity"
     if origin.plain in reader.plain:
         return "other_identity"
-    if origin.kind == "past_end":
-        return "past_end"
-    if origin.req == reader.req and origin.generation != reader.generation:
-        return "stale_generation"
-    if origin.req == reader.req and origin.generation == reader.generation:
-        return "past_end"
-    return "other_request"
+    if origin.req != reader.req:
+        return "other_request"
+    return "past_end" if origin.generation == reader.generation else "stale_generation"
