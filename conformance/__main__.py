@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m kvconform` is `kvconform`."""
+"""Entry point of `python -m kvconform`, which is the command `kvconform`."""
 
 from __future__ import annotations
 

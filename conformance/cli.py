@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line. Exit codes: 0 conformant, 1 not, 2 usage, 3 environment or harness error."""
+"""The command line: options and arguments of every command.
+
+It must not load vLLM or torch: the commands import what they need when they are called. Exit codes:
+0 conformant, 1 not, 2 usage, 3 environment or harness error.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
-    help="Conformance suite for vLLM KV connectors. Exit codes: 0 conformant, 1 not, 2 usage, 3 environment or harness error.",
+    help=(
+        "Conformance suite for vLLM KV connectors. "
+        "Exit codes: 0 conformant, 1 not, 2 usage, 3 environment or harness error."
+    ),
 )
 option = functools.partial(typer.Option, show_default=False)
 
@@ -31,13 +38,15 @@ Text = str | None
 Texts = list[str] | None
 LISTS = ("requirements", "cases", "profiles", "connectors", "adapters")
 
-
 CONNECTOR = typer.Argument(
     help="package.module:Class, or a name registered in vLLM's factory", show_default=False
 )
-EXTRA = "kv_connector_extra_config; {tmp} is a directory of each run's own"
-SELECT = "only these cases (with all requirements), or, without any, only these requirements: ids, areas, globs; repeat, or a,b"
-ENGINE = "engines to run on; live: all of vLLM, docs/live.md [all: reference and vllm]"
+EXTRA = "kv_connector_extra_config; {tmp} stands for a directory of each run"
+SELECT = (
+    "only these cases with all requirements, or only these requirements: ids, areas, globs; "
+    "repeat, or a,b"
+)
+ENGINE = "engines to run on; live: the complete vLLM (docs/live.md) [all: reference and vllm]"
 ROLES = "kv_both|kv_producer|kv_consumer"
 
 
@@ -60,7 +69,7 @@ def run(
         option(
             "--adapter",
             metavar="NAME",
-            help="stand-in for what it lacks here: kvconform list adapters",
+            help="stand-in for what the connector lacks here (kvconform list adapters; repeat)",
         ),
     ] = None,
     slow: Annotated[
@@ -76,7 +85,7 @@ def run(
     ] = None,
     seeds: Annotated[
         int | None,
-        option("--seeds", metavar="N", help="engine live: N random workloads besides [0]"),
+        option("--seeds", metavar="N", help="engine live: add N random workloads [0]"),
     ] = None,
     scheduling: Annotated[
         Text, option("--scheduling", metavar="sync|async|all", help="scheduling to run with [all]")
@@ -84,21 +93,25 @@ def run(
     select: Annotated[Texts, option("-k", metavar="ID...", help=SELECT)] = None,
     cases: Annotated[
         Texts,
-        option("--case", metavar="FILE", help="a case of your own: only this, without -k (repeat)"),
+        option(
+            "--case",
+            metavar="FILE",
+            help="a case file of your own; without -k, run only that (repeat)",
+        ),
     ] = None,
     shard: Annotated[
         Text,
         option(
             "--shard",
             metavar="I/N",
-            help="only this part of the runs; kvconform merge joins the parts",
+            help="only this part of the runs (kvconform merge joins the parts)",
         ),
     ] = None,
     profile: Annotated[Text, option("--profile", help="profile to judge by [core]")] = None,
     report_dir: Annotated[
         Text, option("--report-dir", metavar="DIR", help="where reports go [kvconform-report]")
     ] = None,
-    strict: Annotated[bool | None, option("--strict", help="SHOULD and MAY count too")] = None,
+    strict: Annotated[bool | None, option("--strict", help="count SHOULD and MAY, too")] = None,
     workers: Annotated[
         int | None,
         option("--workers", "-n", metavar="N", help="worker processes [2, or 1 on one CPU]"),
@@ -107,7 +120,7 @@ def run(
         int | None, option("--seed", metavar="N", help="seed of prompts and tokens [0]")
     ] = None,
     trace: Annotated[
-        Text, option("--trace", metavar="CASE", help="run this case only, and print its timeline")
+        Text, option("--trace", metavar="CASE", help="run only this case, and print its timeline")
     ] = None,
     role: Annotated[
         Text, option("--role", metavar=ROLES, help="kv_role, instead of the cases' own")
@@ -117,7 +130,7 @@ def run(
         option(
             "--half",
             metavar="both|scheduler",
-            help="scheduler: its worker half cannot run here [both]",
+            help="scheduler: judge only the scheduler half; the worker half cannot run here [both]",
         ),
     ] = None,
     hook_timeout: Annotated[
@@ -134,10 +147,11 @@ def run(
         ),
     ] = None,
     debug: Annotated[
-        bool | None, option("--debug", help="tracebacks, pytest's own output, temporary files stay")
+        bool | None,
+        option("--debug", help="show tracebacks and pytest's own output, keep temporary files"),
     ] = None,
 ) -> None:
-    """Judge a connector (without one: the reference connector)."""
+    """Judge a connector; without an argument, the reference connector."""
     from kvconform.config import settings
     from kvconform.session import launch
 
@@ -146,11 +160,10 @@ def run(
     selected = [part.strip() for entry in select or [] for part in entry.split(",") if part.strip()]
     if select and not selected:
         raise typer.BadParameter("-k names nothing")
+    extra = None if extra_config is None else settings.parse_extra_config(extra_config)
     given: dict[str, Any] = {
         "connector": connector or option_connector,
-        "extra_config": settings.parse_extra_config(extra_config)
-        if extra_config is not None
-        else None,
+        "extra_config": extra,
         "device": device,
         "emulate_cuda": emulate_cuda,
         "adapters": adapters or None,
@@ -209,7 +222,7 @@ def merge(
         ),
     ] = "kvconform-report",
 ) -> None:
-    """Join the reports of all shards of a run into one, with one verdict. Needs no vLLM."""
+    """Join the reports of all shards of a run into one report with one verdict. Needs no vLLM."""
     from kvconform.report import merge as merging
     from kvconform.report.terminal import make_console
 
@@ -222,7 +235,7 @@ def list_(
         str, typer.Argument(metavar=f"[{'|'.join(LISTS)}]", show_default=False)
     ] = "requirements",
 ) -> None:
-    """List the requirements, the cases, the profiles, the catalogue's connectors, or the adapters."""
+    """List requirements, cases, profiles, the catalogue's connectors, or adapters."""
     from kvconform import commands
 
     commands.show(what)
@@ -234,7 +247,7 @@ def explain(
         str, typer.Argument(metavar="ID", help="a requirement, a case or a planted defect")
     ],
 ) -> None:
-    """Everything that is known about a requirement, a case or a planted defect."""
+    """Explain a requirement, a case or a planted defect."""
     from kvconform.contract.loader import load_spec
     from kvconform.report.explain import explain as text_of
 
@@ -250,10 +263,10 @@ def lint(
         ),
     ] = None,
     strict: Annotated[
-        bool, option("--strict", help="name also every MUST that no defect violates")
+        bool, option("--strict", help="also report every MUST that no defect violates")
     ] = False,
 ) -> None:
-    """Look for mistakes in the specification itself."""
+    """Check the specification itself for mistakes."""
     from kvconform import commands
 
     raise typer.Exit(commands.lint(root, strict=strict))
@@ -265,7 +278,7 @@ def defects(
         Texts,
         typer.Argument(
             metavar="[ID]...",
-            help="defects, or requirements (all of theirs) [all]",
+            help="defects, or requirements for all of their defects [all]",
             show_default=False,
         ),
     ] = None,
@@ -280,7 +293,7 @@ def defects(
         bool, option("--strict", help="a MUST that no defect violates is a failure")
     ] = False,
 ) -> None:
-    """Does the suite find known defects? Prints the kill matrix. (For kvconform's own development.)"""
+    """Run the planted defects and print the kill matrix. For the development of kvconform."""
     from kvconform import commands
 
     raise typer.Exit(commands.defects(ids or [], workers, report_dir, strict=strict))
@@ -288,7 +301,11 @@ def defects(
 
 @app.command()
 def drift() -> None:
-    """Which requirements rest on source that the installed vLLM has changed, and which hooks are new, gone or other? Exit code 1: some."""
+    """Compare the installed vLLM with the source that the requirements cite.
+
+    Prints the requirements whose source has changed, and the hooks that are new, gone or changed.
+    Exit code 1: there are some.
+    """
     from kvconform import commands
 
     raise typer.Exit(commands.drift())
@@ -296,7 +313,7 @@ def drift() -> None:
 
 @app.command()
 def version() -> None:
-    """Versions of kvconform, vLLM and what the run depends on."""
+    """Print the versions of kvconform, vLLM, and what a run depends on."""
     from kvconform import commands
 
     commands.versions()
@@ -310,10 +327,11 @@ app.add_typer(
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Entry point of the program: one sentence per error, no traceback without --debug."""
+    """Run the program: print one sentence for an error, and a traceback only with --debug."""
     arguments = sys.argv[1:] if arguments is None else arguments
     debug = "--debug" in arguments
-    if debug and "run" not in arguments:  # the others have no other use for it
+    # Only `run` has the option; for the other commands it is handled here.
+    if debug and "run" not in arguments:
         arguments = [word for word in arguments if word != "--debug"]
     try:
         status = app(args=arguments, prog_name="kvconform", standalone_mode=False)
@@ -326,10 +344,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         typer.echo("kvconform: interrupted", err=True)
         status = 3
     except Exception as error:
-        if hasattr(error, "exit_code") and hasattr(
-            error, "show"
-        ):  # of the option parser: unknown options and the like
-            error.show()
+        if hasattr(error, "exit_code") and hasattr(error, "show"):
+            error.show()  # an error of the option parser, such as an unknown option
             status = 2
         elif debug:
             raise
@@ -338,9 +354,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
             status = EnvironmentProblem.code
         else:
             first = (str(error).splitlines() or [""])[0]
-            typer.echo(
-                f"kvconform: internal error, {type(error).__name__}: {first} (--debug shows where)",
-                err=True,
-            )
+            sentence = f"internal error, {type(error).__name__}: {first} (--debug shows where)"
+            typer.echo(f"kvconform: {sentence}", err=True)
             status = 3
     sys.exit(status if isinstance(status, int) else 0)

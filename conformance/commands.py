@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands that run nothing: list, lint, version, and the way to `defects`."""
+"""The commands list, lint, defects, drift and version.
+
+The module must not load vLLM or torch, so it imports the tools of kvconform.dev on demand.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ import importlib.metadata
 import platform
 import sys
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -17,14 +19,17 @@ from kvconform import __version__
 from kvconform.adapters import registry as adapters
 from kvconform.compat.installed import NEWEST, OLDEST, vllm_version
 from kvconform.config import catalogue
+from kvconform.contract.case import Case
 from kvconform.contract.loader import Spec, load_spec
+from kvconform.contract.requirement import Requirement
+from kvconform.contract.scenario import Scenario
 from kvconform.errors import UsageError
 
 KINDS = ("requirements", "cases", "profiles", "connectors", "adapters")
 
 
 def show(what: str) -> None:
-    """Print a list: a table on a terminal, tab-separated lines elsewhere."""
+    """Print a list: a table on a terminal, tab-separated lines elsewhere. UsageError if unknown."""
     if what not in KINDS:
         raise UsageError(f"list what? {what!r} is none of {', '.join(KINDS)}")
     columns, rows = _rows(load_spec(), what)
@@ -42,13 +47,10 @@ def show(what: str) -> None:
 def _rows(spec: Spec, what: str) -> tuple[list[str], list[list[str]]]:
     if what == "requirements":
         requirements = sorted(spec.requirements.values(), key=lambda r: (r.area, r.id))
-        rows = [
-            [r.id, r.area, r.level + (" (engine)" if r.kind == "guarantee" else ""), _flat(r.text)]
-            for r in requirements
-        ]
+        rows = [[r.id, r.area, _level(r), _flat(r.text)] for r in requirements]
         return ["requirement", "area", "level", "text"], rows
     if what == "cases":
-        cases: list[Any] = [*spec.cases.values(), *spec.scenarios.values()]
+        cases: list[Case | Scenario] = [*spec.cases.values(), *spec.scenarios.values()]
         return ["case", "area", "runs", "text"], [
             [c.id, c.area, str(len(c.variants())), _flat(c.text)] for c in cases
         ]
@@ -64,12 +66,20 @@ def _rows(spec: Spec, what: str) -> tuple[list[str], list[list[str]]]:
     return ["profile", "text"], [[p.id, _flat(p.text)] for p in spec.profiles.values()]
 
 
+def _level(requirement: Requirement) -> str:
+    suffix = " (engine)" if requirement.kind == "guarantee" else ""
+    return requirement.level + suffix
+
+
 def _flat(text: str) -> str:
     return " ".join(text.split())
 
 
 def lint(root: str | None, *, strict: bool = False) -> int:
-    """Print the findings; exit code 0 without any but warnings, else 1. UsageError if there is no such directory."""
+    """Print the findings, and return 1 if one of them is no warning, else 0.
+
+    UsageError if there is no directory `root`.
+    """
     from kvconform.dev.lint import lint_root
 
     if root is not None and not Path(root).is_dir():
@@ -94,7 +104,7 @@ def defects(ids: list[str], jobs: int, report_dir: str | None, *, strict: bool) 
 
 
 def drift() -> int:
-    """Print what the installed vLLM's source says otherwise than what was read; exit code 0 if nothing, else 1."""
+    """Print how the installed vLLM differs from the source that was read; return 1 if it does."""
     from kvconform.dev import drift
 
     spec = load_spec()
@@ -104,16 +114,15 @@ def drift() -> int:
 
 
 def versions() -> None:
-    """Print name and version of what matters, one per line."""
+    """Print the versions of kvconform, vLLM, Python and dependencies, one per line."""
     spec = load_spec()
+    counts = f"{len(spec.requirements)} requirements, {len(spec.cases)} cases"
     found = {
-        "kvconform": f"{__version__} ({len(spec.requirements)} requirements, {len(spec.cases)} cases)",
+        "kvconform": f"{__version__} ({counts})",
         "vllm": f"{vllm_version() or 'not installed'} (supported: {OLDEST} to {NEWEST})",
         "python": f"{platform.python_version()} ({sys.platform})",
-        **{
-            name: importlib.metadata.version(name)
-            for name in ("pytest", "pytest-xdist", "pydantic")
-        },
     }
+    for name in ("pytest", "pytest-xdist", "pydantic"):
+        found[name] = importlib.metadata.version(name)
     for name, value in found.items():
         print(f"{name:<13}{value}")

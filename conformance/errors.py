@@ -1,57 +1,87 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The end of a sentence about a name that does not exist: what may have been meant.
-
-Errors that end a run with one clear sentence and a defined exit code.
-"""
+"""Errors with one clear sentence and an exit code, the places they come from, and their wording."""
 
 from __future__ import annotations
 
 import difflib
+import linecache
 import sys
 from collections.abc import Iterable
 from pathlib import PurePath
+from types import FrameType
+from typing import NamedTuple
 
 
-def did_you_mean(name: str, known: Iterable[str], most: int = 3) -> str:
-    """`; did you mean a or b?` for the nearest of the known names, or nothing."""
+def did_you_mean(name: str, known: Iterable[str], most: int = 3, *, quoted: bool = False) -> str:
+    """Return `; did you mean a or b?` with at most `most` known names close to `name`, or ""."""
     close = difflib.get_close_matches(name, list(known), most, 0.5)
-    return f"; did you mean {' or '.join(close)}?" if close else ""
-
-
-BENEATH = frozenset(
-    {"kvconform", "torch", "numpy", "msgspec", "pydantic", "pydantic_core", "safetensors", "zmq"}
-)
-"""Packages whose lines say nothing about a connector that raised: ours, and what connectors are built on."""
-
-VLLM = "vllm"
-INSTALLED = frozenset({"site-packages", "dist-packages"})
-"""Folders of packages that somebody has installed: of what is there only the connector's own package is the connector's."""
+    names = map(repr, close) if quoted else close
+    return f"; did you mean {' or '.join(names)}?" if close else ""
 
 
 class KvconformError(Exception):
-    """Base of errors meant for a person: `message` is one sentence that says what to do, `details` what --debug adds. Exit code `code`."""
+    """Base of errors meant for a person.
+
+    `message` is one sentence that says what to do, `details` is what --debug adds, and `code` is
+    the exit code.
+    """
 
     code = 3
 
     def __init__(self, message: str, details: str | None = None) -> None:
         super().__init__(message)
-        self.message, self.details = message, details
+        self.message = message
+        self.details = details
 
 
 class UsageError(KvconformError):
-    """The user asked for something that cannot be: unknown option, id, class, broken YAML. Exit code 2."""
+    """A request that cannot be met: unknown option, id or class, broken YAML. Exit code 2."""
 
     code = 2
 
 
 class EnvironmentProblem(KvconformError):
-    """The environment or the harness is at fault: vLLM missing or too old, a worker that cannot start. Exit code 3."""
+    """A fault of the environment or the harness. Exit code 3.
+
+    Examples: vLLM is missing or too old, a worker cannot start.
+    """
 
     code = 3
 
 
+class Location(NamedTuple):
+    """A line of a file of the specification; without `line`, the file (or an id) alone."""
+
+    file: str
+    line: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}" if self.line else self.file
+
+
+class Problem(NamedTuple):
+    """A mistake in a file of the specification."""
+
+    where: Location
+    sentence: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.sentence}"
+
+
+class BrokenFile(UsageError):
+    """A file that cannot be parsed, with the `problem` that was found first."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(str(problem))
+        self.problem = problem
+
+
 class WrongPart(ValueError):
-    """What is wrong with a part of a field or model, raised by a validator of the whole; `path` leads there, by keys and indexes."""
+    """A mistake in a part of a field or model, raised by a validator of the whole.
+
+    `path` leads to the part, by keys and indexes.
+    """
 
     def __init__(self, sentence: str, path: tuple[str | int, ...] = ()) -> None:
         super().__init__(sentence)
@@ -59,41 +89,78 @@ class WrongPart(ValueError):
 
 
 class Panic(RuntimeError):
-    """What a connector raised that is no `Exception`, as one: a panic of its native code (PyO3's PanicException) or alike."""
+    """Stand-in for what a connector raised that is no `Exception`.
+
+    Native code does that when it panics (PyO3's PanicException).
+    """
 
 
 def ordinary(error: BaseException) -> BaseException:
-    """The error itself if it is an `Exception`, or one that ends a process on purpose; a Panic that says the same for all others."""
+    """Return the error, or a `Panic` with its type and text if it is no `Exception`.
+
+    The exceptions that end a process on purpose are returned as they are.
+    """
     if isinstance(error, Exception | KeyboardInterrupt | SystemExit | GeneratorExit):
         return error
     return Panic(f"{type(error).__name__}: {error}")
 
 
-def place_of(error: BaseException, connector: type | None = None) -> str:
-    """` (file.py:12, in function)`: the innermost place of a traceback that is the connector's own; empty if there is none.
+BENEATH = frozenset(
+    {"kvconform", "torch", "numpy", "msgspec", "pydantic", "pydantic_core", "safetensors", "zmq"}
+)
+"""Packages whose lines do not explain why a connector raised: ours, and what connectors use."""
 
-    Its own is what lies in its top-level package, and what is installed nowhere: the other files of its checkout. A connector that is
-    part of vLLM, or not given, has no package of its own: then all counts that is neither ours nor a library's under the connector. The
+VLLM = "vllm"
+INSTALLED = frozenset({"site-packages", "dist-packages"})
+"""Folders of installed packages; only the connector's own package in them is the connector's."""
+
+
+class Place(NamedTuple):
+    """A line of source that an error came from.
+
+    `file` is the file's name without its directory, so that it is the same on every machine. `code`
+    is the text of the line: it names the place even when lines were added above it.
+    """
+
+    file: str
+    line: int
+    function: str
+    code: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}, in {self.function}"
+
+
+def place_of(error: BaseException, connector: type | None = None) -> Place | None:
+    """Return the innermost place of an error's traceback that is the connector's own, or None.
+
+    Its own are the files of its top-level package, and files that are installed nowhere: the rest
+    of its checkout. A connector that is part of vLLM, or not given, has no package of its own. Then
+    every place counts that is neither ours nor in a library that connectors are built on. The
     suite's own connectors have no place: their lines change from commit to commit.
     """
     own = "" if connector is None else _package(connector.__module__)
-    found, frame = "", error.__traceback__
-    while frame is not None:
-        package, code = (
-            _package(str(frame.tb_frame.f_globals.get("__name__", ""))),
-            frame.tb_frame.f_code,
-        )
-        file = PurePath(code.co_filename)
-        ours = package == own or (package != VLLM and INSTALLED.isdisjoint(file.parts))
-        if (
-            package
-            and (ours or not own or own == VLLM)
-            and package not in BENEATH
-            and package not in sys.stdlib_module_names
-        ):
-            found = f" ({file.name}:{frame.tb_lineno}, in {code.co_name})"
-        frame = frame.tb_next
+    found = None
+    traceback = error.__traceback__
+    while traceback is not None:
+        if _is_own(traceback.tb_frame, own):
+            code = traceback.tb_frame.f_code
+            line = linecache.getline(code.co_filename, traceback.tb_lineno).strip()
+            file = PurePath(code.co_filename).name
+            found = Place(file, traceback.tb_lineno, code.co_name, line)
+        traceback = traceback.tb_next
     return found
+
+
+def _is_own(frame: FrameType, own: str) -> bool:
+    """Return whether a frame belongs to the connector, whose package is `own` ("": not known)."""
+    package = _package(str(frame.f_globals.get("__name__", "")))
+    if not package or package in BENEATH or package in sys.stdlib_module_names:
+        return False
+    if own in ("", VLLM, package):
+        return True
+    folders = PurePath(frame.f_code.co_filename).parts
+    return package != VLLM and INSTALLED.isdisjoint(folders)
 
 
 def _package(module: str) -> str:
@@ -101,15 +168,21 @@ def _package(module: str) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Type and text of an error, and of its cause, in one line of at most 300 characters: of a configuration that vLLM refuses what its
-    validators said, not how many."""
-    problems = getattr(error, "errors", None) if type(error).__name__ == "ValidationError" else None
-    said = (
-        "; ".join(str(problem.get("msg")) for problem in problems())
-        if callable(problems)
-        else str(error)
-    )
-    text = (said if isinstance(error, Panic) else f"{type(error).__name__}: {said}").splitlines()[0]
-    if error.__cause__ is not None and not isinstance(error, Panic):
+    """Return type and text of an error, and of its cause, in one line of at most 300 characters.
+
+    The text of pydantic's ValidationError, which vLLM raises for a configuration that it refuses,
+    is what the validators said; pydantic's own begins with their number.
+    """
+    if isinstance(error, Panic):
+        return str(error).splitlines()[0][:300]
+    text = f"{type(error).__name__}: {_text(error)}".splitlines()[0]
+    if error.__cause__ is not None:
         text += f" (from {type(error.__cause__).__name__}: {error.__cause__}".splitlines()[0] + ")"
     return text[:300]
+
+
+def _text(error: BaseException) -> str:
+    problems = getattr(error, "errors", None)
+    if type(error).__name__ == "ValidationError" and callable(problems):
+        return "; ".join(str(problem.get("msg")) for problem in problems())
+    return str(error)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that are written whole or not at all, and where many small ones go."""
+"""Atomic writes of files, and the directory for temporary ones."""
 
 from __future__ import annotations
 
@@ -8,12 +8,18 @@ from pathlib import Path
 
 
 def replace(path: Path, data: str | bytes) -> None:
-    """Write a file (text as UTF-8); readers see the old one or the new one, never half of it. OSError if that cannot be."""
+    """Write a file atomically: readers see the old content or the new one, never a part.
+
+    Text is encoded as UTF-8. OSError if the file cannot be written.
+    """
     scratch = path.with_name(f".{path.name}.new")
     scratch.write_bytes(data.encode("utf-8") if isinstance(data, str) else data)
     os.replace(scratch, path)
 
 
 def scratch_root() -> str | None:
-    """Where stores of a run go, as `dir` of tempfile: they are directories with many small files, and in memory these cost nothing."""
+    """Return the parent of the stores of a run, as `dir` of tempfile; None: tempfile's default.
+
+    A store is a directory with many small files, which cost nothing in memory.
+    """
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None

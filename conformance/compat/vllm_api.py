@@ -107,8 +107,7 @@ PREEMPTIONS_BY_METADATA = (
 
 Until 0.19 it got ids, if there were any; until 0.13 there was no such hook.
 """
-ABSENT_FIELDS = backports.complete_outputs(KVConnectorOutput, SchedulerOutput)
-"""Fields of outputs that the installed release lacks."""
+backports.complete_outputs(KVConnectorOutput, SchedulerOutput)
 if _RELEASE[:2] == (0, 17) and torch._C._cpu._is_avx512_supported is torch.cpu._is_avx512_supported:  # type: ignore[attr-defined]
     backports.inspect_models_here()
 UNRECORDED = backports.complete(KVConnectorBase_V1)
@@ -362,15 +361,6 @@ def set_block_hash(block: Any, key: Any, tokens: int) -> None:
 def is_chunk(request: Request) -> bool:
     """Return whether the request's prefill is incomplete after the steps scheduled so far."""
     return bool(request.is_prefill_chunk)
-
-
-def finished_recving_pending(scheduler: Any, req_id: str) -> bool:
-    """Return whether the engine waits for `finished_recving` of this request.
-
-    That is during an asynchronous load, possibly of an aborted request.
-    """
-    request = scheduler.requests.get(req_id)
-    return request is not None and request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
 
 
 def set_paused(scheduler: Any, paused: bool) -> None:

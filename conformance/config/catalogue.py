@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations of real connectors by name: `catalogue:offloading` stands for what `connectors/offloading.toml` says."""
+"""The catalogue: configurations of real connectors by name.
+
+`catalogue:offloading` stands for the settings in `connectors/offloading.toml`.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,11 @@ ROOT = Path(connectors.__path__[0])
 
 
 class Named(BaseModel):
-    """An entry: a sentence, what pip has to install beside vLLM, and settings (kvconform.config.settings.Settings)."""
+    """An entry of the catalogue.
+
+    `text` is a sentence about it, `requires` is what pip must install besides vLLM. The other
+    fields are settings (kvconform.config.settings.Settings).
+    """
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
@@ -32,48 +39,51 @@ class Named(BaseModel):
     connector: str = Field(min_length=1)
     family: str = Field(
         default="",
-        description="whose results are told together; default: the name up to its first dash",
+        description="entries whose results are reported together; "
+        "default: the name up to its first dash",
     )
 
     def group(self, name: str) -> str:
-        """The family of the entry, which is called `name`."""
+        """Return the family of the entry, whose name is `name`."""
         return self.family or name.partition("-")[0]
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All but what describes the entry itself."""
+        """The settings of the entry."""
         return {**(self.model_extra or {}), "connector": self.connector}
 
 
 def names(root: Path = ROOT) -> list[str]:
-    """The entries, sorted."""
+    """Return the names of the entries, sorted."""
     return sorted(path.stem for path in root.glob("*.toml"))
 
 
 def named(name: str, root: Path = ROOT) -> Named:
-    """The entry of a name (with or without `catalogue:`). UsageError in one sentence if there is none, or it is none."""
+    """Return the entry `name`, given with or without `catalogue:`.
+
+    UsageError in one sentence if there is none, or it is malformed.
+    """
     name = name.removeprefix(PREFIX)
     if name not in names(root):
-        close = did_you_mean(name, names(root)) or "; kvconform list connectors has them"
+        close = did_you_mean(name, names(root)) or "; kvconform list connectors shows all"
         raise UsageError(f"the catalogue has no connector {name!r}{close}")
     path = root / f"{name}.toml"
     try:
         return Named.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
     except (tomllib.TOMLDecodeError, ValidationError) as error:
-        raise UsageError(
-            f"{path.name} of the catalogue is broken: {' '.join(str(error).split())[:300]}"
-        ) from None
+        reason = " ".join(str(error).split())[:300]
+        raise UsageError(f"{path.name} of the catalogue is broken: {reason}") from None
 
 
 _CONNECTOR = re.compile(r"(?:[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:)?[A-Za-z_]\w*")
 
 
 def versions(requires: Sequence[str]) -> dict[str, str | None]:
-    """Of each package that pip requirements name, the installed version, or None."""
+    """Map the packages that pip requirements name to the installed versions, or None."""
     found: dict[str, str | None] = {}
     for item in requires:
         name = re.match(r"[A-Za-z0-9][A-Za-z0-9._-]*", item.strip())
-        if name is None:  # an option
+        if name is None:  # an option of pip
             continue
         try:
             found[name[0]] = importlib.metadata.version(name[0])
@@ -83,27 +93,39 @@ def versions(requires: Sequence[str]) -> dict[str, str | None]:
 
 
 def lacking(entry: str | None) -> list[str]:
-    """A warning if packages are not installed that an entry of the catalogue requires, if it is one: the connector may do with others."""
+    """Return a warning if packages that an entry of the catalogue requires are not installed.
+
+    It is no error, because the connector may work with others. None for `entry`: no warning.
+    """
     requires = named(entry).requires if entry is not None else []
     absent = [name for name, version in versions(requires).items() if version is None]
     if not absent:
         return []
     are = "is" if len(absent) == 1 else "are"
     install = f"pip install {' '.join(requires)}"
+    nox = f"nox -s conformance -- --connector {entry}"
     return [
-        f"{', '.join(absent)} {are} not installed here: {install}; nox -s conformance -- --connector {entry} does that by itself"
+        f"{', '.join(absent)} {are} not installed here: {install}; {nox} does that automatically"
     ]
 
 
 def check_connector_name(connector: str, pythonpath: Sequence[str] = ()) -> None:
-    """UsageError if a connector's name is malformed or its top-level package is nowhere to be found. Imports nothing."""
+    """Raise UsageError if a connector's name is malformed or its top-level package is missing.
+
+    Imports nothing.
+    """
     if not _CONNECTOR.fullmatch(connector):
-        hint = connector.rpartition(".")
-        better = f"; did you mean {hint[0]}:{hint[2]}?" if hint[0] and ":" not in connector else ""
-        if better and not hint[2][:1].isupper():  # a module, by its looks
-            better = f"; if {connector} is the module, add its class: {connector}:MyConnector"
+        module, _, name = connector.rpartition(".")
+        looks_like_a_class = name[:1].isupper()
+        if not module or ":" in connector:
+            hint = ""
+        elif looks_like_a_class:
+            hint = f"; did you mean {module}:{name}?"
+        else:
+            hint = f"; if {connector} is the module, add its class: {connector}:MyConnector"
         raise UsageError(
-            f"{connector!r} does not name a connector: write package.module:Class, or a name that vLLM knows{better}"
+            f"{connector!r} does not name a connector: "
+            f"write package.module:Class, or a name that vLLM knows{hint}"
         )
     package = connector.partition(":")[0].partition(".")[0]
     if ":" not in connector or importlib.util.find_spec(package) is not None:
@@ -112,12 +134,15 @@ def check_connector_name(connector: str, pythonpath: Sequence[str] = ()) -> None
         absent = [folder for folder in pythonpath if not Path(folder).is_dir()]
         if absent:
             raise UsageError(
-                f"there is no directory {absent[0]} (--pythonpath), and no package {package!r} anywhere else on this Python's path"
+                f"there is no directory {absent[0]} (--pythonpath), "
+                f"and no package {package!r} anywhere else on this Python's path"
             )
         if pythonpath:
             raise UsageError(
-                f"there is no package {package!r} in {', '.join(pythonpath)} (--pythonpath), nor elsewhere on this Python's path"
+                f"there is no package {package!r} in {', '.join(pythonpath)} (--pythonpath), "
+                "nor elsewhere on this Python's path"
             )
         raise UsageError(
-            f"there is no package {package!r} on this Python's path: install it into {sys.prefix}, or give --pythonpath DIR"
+            f"there is no package {package!r} on this Python's path: "
+            f"install it into {sys.prefix}, or give --pythonpath DIR"
         )

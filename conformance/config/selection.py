@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shards: `--shard 2/4` makes the second of four parts of the selected runs, for machines that share the work.
+"""The selection of the variants to run and the requirements to judge, and its shards.
 
-Which run is in which part depends on the selection alone, so that it is the same on every machine and with any number of workers.
-`kvconform merge` (kvconform.report.merge) joins their reports, and gives the answer.
+The controller and every worker select for themselves. Their results are equal, because a selection
+depends on nothing but its arguments.
 
-
-What a run consists of: the variants to run and the requirements to judge, selected from the specification by the settings.
-
-The controller and every worker select for themselves and must come to the same result: it depends on nothing but its arguments.
+`--shard 2/4` runs the second of four parts of the selected runs, for machines that share the work.
+The parts depend on the selection alone, so that they are the same on every machine and with any
+number of workers. `kvconform merge` (kvconform.report.merge) joins the reports, and gives the
+verdict.
 """
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import hashlib
 import importlib.resources
@@ -22,18 +21,19 @@ from importlib.resources.abc import Traversable
 
 from kvconform.compat.installed import runs_on
 from kvconform.config.settings import Settings, Shard, parse
-from kvconform.contract.case import Variant
+from kvconform.contract.case import Case, Variant
 from kvconform.contract.loader import Spec
 from kvconform.contract.profile import select as select_profile
 from kvconform.contract.profile import unknown_requirements
-from kvconform.errors import UsageError
+from kvconform.contract.requirement import Requirement
+from kvconform.errors import UsageError, did_you_mean
 
 ELSEWHERE = {"hash-seed": 8000, "second-process": 500}
-"""Milliseconds that a related run in another process takes."""
+"""Milliseconds that a related run in another process takes, by relation."""
 
 
 def cost(variant: Variant) -> int:
-    """About how many milliseconds a run takes, those included that it is compared with. Only ratios matter."""
+    """Return an estimate of a run's time, related runs included. Only ratios matter."""
     case = variant.case
     return (
         25
@@ -43,9 +43,10 @@ def cost(variant: Variant) -> int:
 
 
 def part(variants: Sequence[Variant], shard: Shard) -> list[Variant]:
-    """The runs of `shard`, in their order: the costliest first, each goes to the part that has least to do so far.
+    """Return the runs of `shard`, in their order.
 
-    UsageError where there are fewer runs than parts.
+    The costliest runs are assigned first, each to the part with the least total cost so far.
+    UsageError if there are fewer runs than parts.
     """
     if len(variants) < shard.count:
         runs = "1 run is" if len(variants) == 1 else f"{len(variants)} runs are"
@@ -63,8 +64,10 @@ def part(variants: Sequence[Variant], shard: Shard) -> list[Variant]:
 
 
 def suite_digest() -> str:
-    """12 hexadecimal digits of this kvconform: its specification and the code that drives and judges. The version alone does not change
-    from commit to commit."""
+    """Return 12 hexadecimal digits for the specification and the code that drives and judges.
+
+    They identify this kvconform; its version does not change from commit to commit.
+    """
     found = hashlib.sha256()
     packages = {
         "": ".py",
@@ -79,7 +82,10 @@ def suite_digest() -> str:
 
 
 def _digest(folder: Traversable, suffix: str, name: str, found: hashlib._Hash) -> None:
-    """Take in the files under `folder`, sorted by name. What installers and interpreters leave there does not count."""
+    """Add the files under `folder` to the hash `found`, sorted by name.
+
+    Only files with `suffix` count, not those that installers and interpreters leave there.
+    """
     for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
         if entry.is_dir() and entry.name not in (
             "__pycache__",
@@ -97,10 +103,16 @@ def _digest(folder: Traversable, suffix: str, name: str, found: hashlib._Hash) -
 
 @dataclass
 class Selection:
-    """`judged`: requirements to judge; `shown`: those whose rows are wanted; `switched_off`: variants that the operator disabled (not in
-    `variants`); `narrowed`: whether part of the profile was left out, so that missing rows mean nothing; `shard`: the part of all this that
-    `variants` and `switched_off` are; `beyond`: cases and requirements of other vLLM releases; `without`: runs on a model runner that
-    does not know connectors yet."""
+    """The variants to run and the requirements to judge.
+
+    - `judged`: requirements to judge.
+    - `shown`: requirements whose rows are wanted.
+    - `switched_off`: variants that the operator disabled; `variants` does not contain them.
+    - `narrowed`: whether part of the profile was left out, so that missing rows mean nothing.
+    - `shard`: the part of all runs that `variants` and `switched_off` are.
+    - `beyond`: cases and requirements of other vLLM releases.
+    - `without`: number of runs left out because their model runner does not support connectors yet.
+    """
 
     variants: list[Variant]
     judged: list[str]
@@ -114,21 +126,20 @@ class Selection:
 
     @property
     def partial(self) -> bool:
-        """Whether what did not happen means nothing: it may happen in what was left out, or in another shard."""
+        """Whether runs are missing that are part of the profile: left out, or in another shard."""
         return self.narrowed or self.shard is not None
 
     def order(self) -> dict[str, int]:
-        """Position of each case."""
+        """Return the position of each case."""
         ids = dict.fromkeys(variant.case.id for variant in (*self.variants, *self.switched_off))
         return {name: position for position, name in enumerate(ids)}
 
 
 def select(spec: Spec, settings: Settings, vllm: str) -> Selection:
-    """The selection. UsageError for ids that do not exist, and when nothing is left to run."""
+    """Select by the settings. UsageError for unknown ids, or if nothing is left to run."""
     if settings.profile not in spec.profiles:
-        raise UsageError(
-            f"there is no profile {settings.profile!r}{_close(settings.profile, spec.profiles)}"
-        )
+        close = did_you_mean(settings.profile, spec.profiles)
+        raise UsageError(f"there is no profile {settings.profile!r}{close}")
     known = vllm != "unknown"
     in_force = [req for req in spec.requirements.values() if not known or req.in_force(vllm)]
     judged, cases = select_profile(spec.profiles, settings.profile, in_force, spec.cases.values())
@@ -140,29 +151,23 @@ def select(spec: Spec, settings: Settings, vllm: str) -> Selection:
     later = [name for name in cases if known and not spec.cases[name].in_force(vllm)]
     cases = [name for name in cases if name not in later]
     shown = judged
-    if (
-        wanted_requirements is not None and wanted_cases is None
-    ):  # beside a case, naming a requirement hides nothing
+    # a requirement that is named along with a case does not hide the others
+    if wanted_requirements is not None and wanted_cases is None:
         shown = [name for name in spec.requirements if name in wanted_requirements]
         judged = list(dict.fromkeys([*judged, *shown]))
     found = Selection([], judged, shown, _matching(settings.disable, spec.requirements))
     found.narrowed = (
-        bool(
-            settings.select or spec.own_cases
-        )  # a case of one's own is run instead of the profile's
+        bool(settings.select)
+        or bool(spec.own_cases)  # the user's own cases are run instead of the profile's
         or settings.engine != "all"
         or settings.scheduling != "all"
         or settings.slow != "all"
         or settings.trace is not None
     )
-    found.beyond = (
-        later,
-        [
-            name
-            for name in spec.requirements
-            if known and not spec.requirements[name].in_force(vllm)
-        ],
-    )
+    not_in_force = [
+        name for name, req in spec.requirements.items() if known and not req.in_force(vllm)
+    ]
+    found.beyond = (later, not_in_force)
     off = set(_matching(settings.disable, spec.cases))
     for name in cases:
         for variant in spec.cases[name].variants(
@@ -179,14 +184,14 @@ def select(spec: Spec, settings: Settings, vllm: str) -> Selection:
                 (found.switched_off if name in off else found.variants).append(variant)
     if not found.variants and not found.switched_off:
         raise UsageError(
-            f"nothing to run: no selected case runs on engine {settings.engine} with scheduling {settings.scheduling}"
+            f"nothing to run: no selected case runs on engine {settings.engine} "
+            f"with scheduling {settings.scheduling}"
         )
     if settings.shard is not None:
         found.shard = parse(settings.shard)
         found.variants = part(found.variants, found.shard)
-        found.switched_off = (
-            found.switched_off if found.shard.number == 1 else []
-        )  # they cost nothing
+        if found.shard.number != 1:  # they are not run: the first shard reports them all
+            found.switched_off = []
     return found
 
 
@@ -198,7 +203,10 @@ def _matching(globs: Iterable[str], names: Iterable[str]) -> list[str]:
 def _wanted(
     spec: Spec, settings: Settings
 ) -> tuple[set[str] | None, set[str] | None, set[str] | None]:
-    """(cases, requirements, variants and whole cases) named by -k and --trace; None where nothing of that sort was named."""
+    """Return (cases, requirements, variants and whole cases) named by -k and --trace.
+
+    A part is None if nothing of that sort was named.
+    """
     cases: set[str] = set()
     requirements: set[str] = set()
     variants: set[str] = set()
@@ -215,18 +223,20 @@ def _wanted(
         some_cases = {case.id for case in spec.cases.values() if _names(entry, case)}
         some_requirements = {req.id for req in spec.requirements.values() if _names(entry, req)}
         if entry == settings.trace and not some_cases:
-            raise UsageError(f"--trace: there is no case {entry!r}{_close(entry, spec.cases)}")
+            raise UsageError(
+                f"--trace: there is no case {entry!r}{did_you_mean(entry, spec.cases)}"
+            )
         if not some_cases and not some_requirements:
-            if not set(entry) & set(".*?["):  # an id has a dot
+            is_area = not set(entry) & set(".*?[")  # ids have a dot, globs have wildcards
+            if is_area:
                 areas = dict.fromkeys(
                     [req.area for req in spec.requirements.values()]
                     + [case.area for case in spec.cases.values()]
                 )
-                known = f"; there are {', '.join(areas)}"
-                raise UsageError(f"there is no area {entry!r}{_close(entry, areas) or known}")
-            raise UsageError(
-                f"there is no case or requirement {entry!r}{_close(entry, [*spec.cases, *spec.requirements])}"
-            )
+                hint = did_you_mean(entry, areas) or f"; there are {', '.join(areas)}"
+                raise UsageError(f"there is no area {entry!r}{hint}")
+            close = did_you_mean(entry, [*spec.cases, *spec.requirements])
+            raise UsageError(f"there is no case or requirement {entry!r}{close}")
         cases |= some_cases
         variants |= some_cases
         if not some_cases:
@@ -234,32 +244,28 @@ def _wanted(
     return cases or None, requirements or None, variants or None
 
 
-def _names(entry: str, item: object) -> bool:
-    """Whether an entry of -k names a case or requirement: by id, area or glob over ids."""
-    identifier, area = getattr(item, "id", ""), getattr(item, "area", "")
-    return entry in (identifier, area) or fnmatch.fnmatchcase(identifier, entry)
-
-
-def _close(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), 3, 0.5)
-    return f"; did you mean {' or '.join(close)}?" if close else ""
+def _names(entry: str, item: Case | Requirement) -> bool:
+    """Return whether an entry of -k names a case or requirement: by id, area or glob over ids."""
+    return entry in (item.id, item.area) or fnmatch.fnmatchcase(item.id, entry)
 
 
 def _check_disabled(spec: Spec, disable: Iterable[str]) -> None:
     for glob in disable:
         if not _matching([glob], [*spec.requirements, *spec.cases]):
-            raise UsageError(
-                f"disable: there is no requirement or case {glob!r}{_close(glob, [*spec.requirements, *spec.cases])}"
-            )
+            close = did_you_mean(glob, [*spec.requirements, *spec.cases])
+            raise UsageError(f"disable: there is no requirement or case {glob!r}{close}")
 
 
 def _check_expected(spec: Spec, settings: Settings) -> None:
     for name in unknown_requirements(settings.expected_failures, spec.requirements):
+        close = did_you_mean(name, spec.requirements)
         raise UsageError(
-            f"expected failure of {name!r} matches nothing: there is no such requirement{_close(name, spec.requirements)}"
+            f"expected failure of {name!r} matches nothing: there is no such requirement{close}"
         )
     for entry in settings.expected_failures:
         if not _matching([entry.case], spec.cases):
+            close = did_you_mean(entry.case, spec.cases)
             raise UsageError(
-                f"expected failure on case {entry.case!r} matches nothing: there is no such case{_close(entry.case, spec.cases)}"
+                f"expected failure on case {entry.case!r} matches nothing: "
+                f"there is no such case{close}"
             )

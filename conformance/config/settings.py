@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of a run: defaults, then the connector's repository (`kvconform.toml`, or `[tool.kvconform]` in pyproject.toml), then the
-command line. Unknown keys and wrong values are UsageErrors that name the place.
+"""Settings of a run: from the command line, else from the connector's repository, else defaults.
+
+The repository has them in `kvconform.toml`, or in `[tool.kvconform]` of pyproject.toml. Unknown
+keys and wrong values are UsageErrors that name the place.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
@@ -22,7 +23,7 @@ from kvconform.adapters import registry as adapters
 from kvconform.config import catalogue as named
 from kvconform.contract.case import SLOW, Device
 from kvconform.contract.profile import Expected
-from kvconform.errors import UsageError
+from kvconform.errors import UsageError, did_you_mean
 from kvconform.process.server import ServerSpec
 from kvconform.process.watchdog import DEFAULT_LIMIT
 
@@ -39,7 +40,7 @@ class Shard:
 
 
 def parse(text: str) -> Shard:
-    """`2/4`. ValueError in one sentence for anything else."""
+    """Parse a shard such as `2/4`. ValueError in one sentence for anything else."""
     found = re.fullmatch(r"([0-9]{1,4})/([0-9]{1,4})", text)
     shard = Shard(int(found[1]), int(found[2])) if found else Shard(0, 0)
     if not 1 <= shard.number <= shard.count:
@@ -58,7 +59,9 @@ class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, validate_default=False)
 
     connector: str = Field(default=REFERENCE, min_length=1)
-    catalogue: str | None = Field(default=None, description="the name by which it was found")
+    catalogue: str | None = Field(
+        default=None, description="the connector's name in the catalogue, if given by that name"
+    )
     extra_config: dict[str, Any] = {}
     adapters: list[str] = Field(
         default=[], description="stand-ins for what the connector lacks here (docs/adapters.md)"
@@ -73,7 +76,7 @@ class Settings(BaseModel):
     device: Literal["cpu", "cuda"] = Field(default="cpu", description="where the KV cache is")
     emulate_cuda: bool = Field(
         default=False,
-        description="with device cpu: the connector finds a CUDA device, which is emulated",
+        description="with device cpu: the connector sees an emulated CUDA device",
     )
     slow: Literal["compute", "transfers", "all"] = Field(
         default="all", description="streams that are slow, on a device that has streams"
@@ -84,7 +87,7 @@ class Settings(BaseModel):
     seeds: int = Field(
         default=0,
         ge=0,
-        description="engine live: so many random workloads besides, with seeds from `seed` on",
+        description="engine live: number of additional random workloads, with seeds from `seed` on",
     )
     scheduling: Literal["sync", "async", "all"] = "all"
     select: list[str] = Field(
@@ -92,7 +95,8 @@ class Settings(BaseModel):
     )
     cases: list[str] = Field(
         default=[],
-        description="files of cases that the suite does not have; without `select`, only these are run",
+        description="files of cases that are not part of the suite; "
+        "without `select`, only these are run",
     )
     shard: str | None = Field(
         default=None, description="i/n: only the i-th of n parts of the selected runs"
@@ -107,30 +111,30 @@ class Settings(BaseModel):
     trace: str | None = None
     debug: bool = False
     disable: list[str] = Field(
-        default=[], description="globs over ids of requirements and cases that are switched off"
+        default=[], description="globs over ids of requirements and cases to switch off"
     )
     expected_failures: list[Expected] = []
     setup: list[str] = Field(default=[], description="shell commands before the first case")
     teardown: list[str] = Field(
-        default=[], description="shell commands at the end, whatever happened"
+        default=[], description="shell commands at the end, even after a failure"
     )
     servers: list[ServerSpec] = Field(
         default=[],
-        description="servers that each process with the connector needs, one of each per process",
+        description="servers that the connector needs, started once per process with a connector",
     )
     setup_timeout: float = Field(default=120.0, gt=0)
     env: dict[str, str] = Field(
         default={}, description="environment of the workers and of the commands"
     )
     pythonpath: list[str] = Field(
-        default=[], description="directories where workers find the connector's package"
+        default=[], description="directories in which workers look for the connector's package"
     )
     snapshot_rules: list[dict[str, Any]] = Field(
-        default=[], description="what differs from run to run, as in spec/normalise.yaml"
+        default=[], description="values that differ from run to run, as in spec/normalise.yaml"
     )
-    file: str | None = Field(default=None, description="where settings were read from")
+    file: str | None = Field(default=None, description="the file that settings were read from")
     arguments: list[str] = Field(
-        default=[], description="the options of the command line that a reproduction needs too"
+        default=[], description="options of the command line that a reproduction needs too"
     )
 
     @field_validator("hook_timeout", "stall_seconds", "setup_timeout", mode="before")
@@ -152,26 +156,32 @@ class Settings(BaseModel):
 
     @property
     def engines(self) -> list[str]:
+        """The engines to run."""
         return list(ENGINES) if self.engine == "all" else [self.engine]
 
     @property
     def schedulings(self) -> list[str]:
+        """The schedulings to run."""
         return list(SCHEDULINGS) if self.scheduling == "all" else [self.scheduling]
 
     @property
     def target_device(self) -> Device:
-        """The device as a target names it. UsageError for an emulation of what is there."""
+        """The device as a target names it. UsageError for an emulation next to a real device."""
         if self.emulate_cuda and self.device == "cuda":
-            raise UsageError("--emulate-cuda stands in for a GPU: it goes with --device cpu")
+            raise UsageError("--emulate-cuda stands in for a GPU: it needs --device cpu")
         return "emulated" if self.emulate_cuda else self.device
 
     @property
     def slows(self) -> list[str] | None:
-        """Which streams are slow, one after the other (engine live: none ever is); None on a device without streams."""
+        """The streams to slow down, one per run; None on a device without streams.
+
+        Engine live slows none. UsageError for `slow` on a device without streams.
+        """
         if self.target_device == "cpu":
             if self.slow != "all":
                 raise UsageError(
-                    "--slow is about the streams of a device: it goes with --emulate-cuda or --device cuda"
+                    "--slow is about the streams of a device: "
+                    "it needs --emulate-cuda or --device cuda"
                 )
             return None
         if self.engine == "live":
@@ -180,49 +190,49 @@ class Settings(BaseModel):
 
     @property
     def base(self) -> Path:
-        """Directory that relative paths and commands refer to: that of the file, else the working directory."""
+        """Base of relative paths and commands: the file's directory, else the working directory."""
         return Path(self.file).parent if self.file else Path.cwd()
 
 
 def load(given: dict[str, Any], *, file: str | None = None, start: Path | None = None) -> Settings:
-    """Merge the settings. `given` are those of the command line (None = not given); `file` names the file instead of searching from
-    `start` (the working directory) upwards. UsageError for anything that is wrong."""
+    """Merge the settings.
+
+    `given` are those of the command line (None = not given). `file` names the file; without it, the
+    file is searched for from `start` (the working directory) upwards. UsageError for anything that
+    is wrong.
+    """
     own = {key: value for key, value in given.items() if value is not None}
-    if str(own.get("connector", "")).startswith(
-        named.PREFIX
-    ):  # it brings its own settings: those found here are another connector's
+    if str(own.get("connector", "")).startswith(named.PREFIX):
+        # the entry has its own settings; a file found here would be another connector's
         entry = named.named(own["connector"])
         own = {**entry.settings, **own, "connector": entry.connector, "catalogue": own["connector"]}
         start = Path("/")
-    path, found = (_read_named(Path(file))) if file else _search((start or Path.cwd()).resolve())
+    path: Path | None
+    if file:
+        path, found = _read_named(Path(file))
+    else:
+        path, found = _search((start or Path.cwd()).resolve())
     settings = _validate(found, str(path)) if path else Settings()
     given_here = _validate(own, "the command line")
-    merged = settings.model_copy(
-        update={name: getattr(given_here, name) for name in (key.replace("-", "_") for key in own)}
-    )
+    names = [key.replace("-", "_") for key in own]
+    merged = settings.model_copy(update={name: getattr(given_here, name) for name in names})
     merged.expected_failures = settings.expected_failures
     merged.file = str(path) if path else None
     if merged.connector == REFERENCE and not merged.extra_config:
         merged.extra_config = {"store": "{tmp}"}
-    merged.report_dir = str(
-        _absolute(merged.report_dir, Path.cwd() if "report_dir" in own else merged.base)
-    )
-    merged.pythonpath = [
-        str(_absolute(p, Path.cwd() if "pythonpath" in own else merged.base))
-        for p in merged.pythonpath
-    ]
-    merged.cases = [
-        str(_absolute(p, Path.cwd() if "cases" in own else merged.base)) for p in merged.cases
-    ]
+
+    def absolute(path: str, setting: str) -> str:
+        base = Path.cwd() if setting in own else merged.base
+        return str((base / Path(path).expanduser()).resolve())
+
+    merged.report_dir = absolute(merged.report_dir, "report_dir")
+    merged.pythonpath = [absolute(path, "pythonpath") for path in merged.pythonpath]
+    merged.cases = [absolute(path, "cases") for path in merged.cases]
     if merged.cases and merged.shard:
         raise UsageError(
-            "--case and --shard do not go together: kvconform merge knows the suite's cases only"
+            "--case and --shard cannot be combined: kvconform merge knows the suite's cases only"
         )
     return merged
-
-
-def _absolute(path: str, base: Path) -> Path:
-    return (base / Path(path).expanduser()).resolve()
 
 
 def _read_named(path: Path) -> tuple[Path, dict[str, Any]]:
@@ -235,7 +245,7 @@ def _read_named(path: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def _search(start: Path) -> tuple[Path | None, dict[str, Any]]:
-    """The nearest file with settings, up to the root of the repository."""
+    """Return the nearest file with settings, up to the root of the repository, and its settings."""
     for folder in (start, *start.parents):
         for name in ("kvconform.toml", "pyproject.toml"):
             if (folder / name).is_file():
@@ -248,14 +258,13 @@ def _search(start: Path) -> tuple[Path | None, dict[str, Any]]:
 
 
 def _table(path: Path) -> dict[str, Any] | None:
-    """The settings in a file; None for a pyproject.toml without any."""
+    """Return the settings in a file; None for a pyproject.toml without any."""
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        if path.name == "pyproject.toml" and "kvconform" not in path.read_bytes().decode(
-            errors="replace"
-        ):
-            return None  # broken, but none of our business
+        content = path.read_bytes().decode(errors="replace")
+        if path.name == "pyproject.toml" and "kvconform" not in content:
+            return None  # it is broken, but has no settings of ours
         raise UsageError(f"{path} is not valid TOML: {error}") from None
     if path.name != "pyproject.toml":
         return data
@@ -264,18 +273,15 @@ def _table(path: Path) -> dict[str, Any] | None:
 
 
 def _validate(raw: dict[str, Any], place: str) -> Settings:
-    known = set(Settings.model_fields) - (
-        {"file"} if place == "the command line" else {"file", "arguments", "catalogue"}
-    )
+    known = set(Settings.model_fields) - {"file"}
+    if place != "the command line":
+        known -= {"arguments", "catalogue"}
     data = {}
     for key, value in raw.items():
         name = key.replace("-", "_")
         if name not in known:
-            close = difflib.get_close_matches(name, known, 1)
-            raise UsageError(
-                f"{place}: unknown setting {key!r}"
-                + (f"; did you mean {close[0]!r}?" if close else "")
-            )
+            close = did_you_mean(name, known, 1, quoted=True)
+            raise UsageError(f"{place}: unknown setting {key!r}{close}")
         data[name] = value
     if isinstance(data.get("expected_failures"), list):
         data["expected_failures"] = [_dates_as_text(entry) for entry in data["expected_failures"]]
@@ -285,16 +291,14 @@ def _validate(raw: dict[str, Any], place: str) -> Settings:
         problem = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in problem["loc"])
         sentence = problem["msg"].removeprefix("Value error, ")
-        given = (
-            ""
-            if problem["type"] in ("missing", "extra_forbidden")
-            else f" (it is {problem['input']!r})"
-        )
+        given = f" (it is {problem['input']!r})"
+        if problem["type"] in ("missing", "extra_forbidden"):
+            given = ""
         raise UsageError(f"{place}: {where}: {sentence[0].lower()}{sentence[1:]}{given}") from None
 
 
 def _dates_as_text(entry: Any) -> Any:
-    """TOML has dates; the model wants ISO text."""
+    """Return a table of TOML with its dates as ISO text, which the model needs."""
     if not isinstance(entry, dict):
         return entry
     return {
@@ -303,7 +307,10 @@ def _dates_as_text(entry: Any) -> Any:
 
 
 def as_arguments(options: Mapping[str, str | bool | Sequence[str] | None]) -> list[str]:
-    """Options as they were given on the command line: a value follows its option, true is the option alone, a list repeats it."""
+    """Return options as they are written on the command line.
+
+    A value follows its option, true is the option alone, a list repeats the option.
+    """
     found: list[str] = []
     for name, value in options.items():
         if isinstance(value, str):
@@ -316,7 +323,10 @@ def as_arguments(options: Mapping[str, str | bool | Sequence[str] | None]) -> li
 
 
 def parse_extra_config(text: str) -> dict[str, Any]:
-    """The value of --extra-config: a JSON object, or `@file` with one. UsageError in one sentence."""
+    """Parse the value of --extra-config: a JSON object, or `@file` with one.
+
+    UsageError in one sentence.
+    """
     name = "--extra-config"
     if text.startswith("@"):
         name = text[1:]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connector under test as a child of vLLM's MultiConnector, alone or with siblings of ours.
+"""The connector under test: its name, its configuration, and how its class is found.
 
-The connector under test: how it is named, configured and found.
+A target may also put the connector under vLLM's MultiConnector, alone or with siblings of ours.
 """
 
 from __future__ import annotations
@@ -19,11 +19,16 @@ from kvconform.errors import UsageError, did_you_mean
 
 @dataclass
 class Target:
-    """A connector and its configuration. `connector` is `package.module:Class`, a name registered in vLLM's factory, or None.
+    """A connector and its configuration.
 
-    `{tmp}` in the strings of `extra_config` stands for the run's own directory, `{block_size}` for the tokens of a block. `capabilities`
-    are the declared ones. `half` is `both`, or `scheduler` to judge the scheduler half alone, with a worker half of ours that does nothing.
-    `device` is where the KV cache is. `adapters` are in force wherever the connector runs.
+    - `connector`: `package.module:Class`, a name registered in vLLM's factory, or None.
+    - `extra_config`: in its strings, `{tmp}` stands for the run's own directory and `{block_size}`
+      for the tokens of a block.
+    - `capabilities`: the declared ones.
+    - `half`: `both`, or `scheduler` to judge the scheduler half alone, with a worker half of ours
+      that does nothing.
+    - `device`: where the KV cache is.
+    - `adapters`: in force wherever the connector runs.
     """
 
     connector: str | None
@@ -38,27 +43,27 @@ class Target:
 
     @property
     def name(self) -> str:
-        """What vLLM's `kv_connector` is set to: the class or registered name."""
+        """The value of vLLM's `kv_connector`: the class's name or the registered name."""
         return (self.connector or "none").rpartition(":")[2]
 
     @property
     def module(self) -> str | None:
-        """What `kv_connector_module_path` is set to; None for registered names."""
+        """The value of vLLM's `kv_connector_module_path`; None for registered names."""
         return (self.connector or "").rpartition(":")[0] or None
 
     def resolve(self) -> type:
-        """The connector's class. Imports it (and vLLM); UsageError in one sentence if that cannot be."""
+        """Return the connector's class. Imports it, and vLLM; UsageError if that fails."""
         from kvconform.compat.vllm_api import KVConnectorBase_V1, KVConnectorFactory
 
         assert self.connector is not None
         if self.module is None:
             if self.name not in KVConnectorFactory._registry:
                 known = sorted(KVConnectorFactory._registry)
-                close = (
-                    did_you_mean(self.name, known).rstrip("?") or f", or one of {', '.join(known)}"
-                )
+                hint = did_you_mean(self.name, known).rstrip("?")
+                hint = hint or f", or one of {', '.join(known)}"
                 raise UsageError(
-                    f"vLLM knows no connector named {self.name!r}: give it as package.module:Class{close}."
+                    f"vLLM knows no connector named {self.name!r}: "
+                    f"give it as package.module:Class{hint}."
                 )
             try:
                 return KVConnectorFactory._registry[self.name]()
@@ -70,25 +75,36 @@ class Target:
             module = importlib.import_module(self.module)
         except Exception as error:  # the user's module may raise anything while it is imported
             raise UsageError(
-                f"Module {self.module} of connector {self.connector} cannot be imported: {_one_line(error)}."
+                f"Module {self.module} of connector {self.connector} cannot be imported: "
+                f"{_one_line(error)}."
             ) from error
         cls = getattr(module, self.name, None)
         if cls is None:
             raise UsageError(
-                f"Module {self.module} has no attribute {self.name!r}: name the connector's class as package.module:Class."
+                f"Module {self.module} has no attribute {self.name!r}: "
+                "name the connector's class as package.module:Class."
             )
         if not (isinstance(cls, type) and issubclass(cls, KVConnectorBase_V1)):
             raise UsageError(
-                f"{self.connector} is not a KV connector: it must be a subclass of vLLM's KVConnectorBase_V1."
+                f"{self.connector} is not a KV connector: "
+                "it must be a subclass of vLLM's KVConnectorBase_V1."
             )
         return cls
 
     def options(self, tmp: Path, block_size: int) -> dict[str, Any]:
-        """`extra_config` with `{tmp}` replaced, and `{block_size}`: a string that is nothing else becomes the number."""
-        return _substitute(self.extra_config, {"{tmp}": str(tmp), "{block_size}": str(block_size)})  # type: ignore[no-any-return]
+        """Return `extra_config` with `{tmp}` and `{block_size}` replaced.
+
+        A string that is only `{block_size}` becomes a number.
+        """
+        given = {"{tmp}": str(tmp), "{block_size}": str(block_size)}
+        found: dict[str, Any] = _substitute(self.extra_config, given)
+        return found
 
     def declared(self, cls: type | None) -> dict[str, Any]:
-        """Declared capabilities: those of the class (`kvconform_capabilities(extra_config)`), overridden by the configuration's."""
+        """Return the declared capabilities of the connector's class `cls`.
+
+        The configuration's override those of the class (`kvconform_capabilities(extra_config)`).
+        """
         found: dict[str, Any] = {}
         offered = getattr(cls, "kvconform_capabilities", None)
         if callable(offered):
@@ -101,9 +117,9 @@ class Target:
 def _substitute(value: Any, given: dict[str, str]) -> Any:
     if isinstance(value, str):
         for name, text in given.items():
-            value = int(text) if value == name and text.isdecimal() else value.replace(name, text)
-            if isinstance(value, int):
-                break
+            if value == name and text.isdecimal():
+                return int(text)
+            value = value.replace(name, text)
         return value
     if isinstance(value, dict):
         return {k: _substitute(v, given) for k, v in value.items()}
@@ -129,28 +145,35 @@ SIBLINGS = {
 
 @dataclass
 class MultiTarget(Target):
-    """A target whose connector runs inside of MultiConnector; the probe sees it, not its parent and not its siblings."""
+    """A target whose connector runs inside of MultiConnector.
+
+    The probe observes the connector, not its parent or its siblings.
+    """
 
     children: tuple[str, ...] = ("self",)
 
     @property
     def name(self) -> str:
+        """The registered name of MultiConnector."""
         return "MultiConnector"
 
     @property
     def module(self) -> str | None:
+        """None: MultiConnector is registered."""
         return None
 
     def alone(self) -> Target:
-        """The connector without its parent."""
+        """Return the target of the connector without its parent."""
         return Target(
             **{field.name: getattr(self, field.name) for field in dataclasses.fields(Target)}
         )
 
     def resolve(self) -> type:
+        """Return the class of the connector, not of its parent."""
         return self.alone().resolve()
 
     def options(self, tmp: Path, block_size: int) -> dict[str, Any]:
+        """Return the `extra_config` of MultiConnector, which has that of the connector in it."""
         return {"connectors": [self._child(name, tmp, block_size) for name in self.children]}
 
     def _child(self, name: str, tmp: Path, block_size: int) -> dict[str, Any]:
@@ -171,7 +194,7 @@ class MultiTarget(Target):
 
 
 def inside(target: Target, children: Sequence[str]) -> MultiTarget:
-    """The same connector among these children."""
+    """Return the target of the same connector inside of MultiConnector with these children."""
     return MultiTarget(
         **{field.name: getattr(target, field.name) for field in dataclasses.fields(Target)},
         children=tuple(children),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Capabilities: what a connector declares about itself, so that it is judged only by what it sets out to do."""
+"""Capabilities: what a connector declares that it does, and so is judged by."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ _YES_NO = (bool, "true or false")
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """One capability: the value assumed when nothing is declared; the type of its values, and that in words; one line."""
+    """One capability.
+
+    `default` is assumed when nothing is declared. `kind` is the type of its values, as a type and
+    in words. `doc` is one line about it.
+    """
 
     default: Any
     kind: tuple[Any, str]
     doc: str
 
     def check(self, name: str, value: Any) -> None:
-        """UsageError unless `value` is of the declared type; nothing is converted."""
+        """Raise UsageError unless `value` is of the declared type. Nothing is converted."""
         kind, words = self.kind
         try:
             TypeAdapter(kind).validate_python(value, strict=True)
@@ -74,7 +78,7 @@ CAPABILITIES: dict[str, Capability] = {
     "transfer": Capability(
         False,
         _YES_NO,
-        "hands KV from a producer to a consumer engine, by the kv_transfer_params of their requests",
+        "hands KV from a producer to a consumer engine, by the requests' kv_transfer_params",
     ),
     "roles": Capability(
         ("kv_both",),
@@ -85,27 +89,35 @@ CAPABILITIES: dict[str, Capability] = {
 
 
 def complete(declared: dict[str, Any]) -> dict[str, Any]:
-    """All capabilities: the declared ones over the defaults. UsageError for a name or a value that does not exist."""
+    """Return all capabilities: the declared values, and the defaults of the others.
+
+    UsageError for an unknown name or a value of the wrong type.
+    """
     for name, value in declared.items():
         known = CAPABILITIES.get(name)
         if known is None:
-            known_are = f"; known are {', '.join(sorted(CAPABILITIES))}"
-            raise UsageError(
-                f"unknown capability {name!r}{did_you_mean(name, CAPABILITIES, 1) or known_are}"
-            )
+            all_known = f"; known are {', '.join(sorted(CAPABILITIES))}"
+            hint = did_you_mean(name, CAPABILITIES, 1) or all_known
+            raise UsageError(f"unknown capability {name!r}{hint}")
         known.check(name, value)
     return {name: declared.get(name, known.default) for name, known in CAPABILITIES.items()}
 
 
 def has(value: Any) -> bool:
-    """Whether a capability's value counts as present when it is named alone (`layerwise`, `!lossy`, `saves`)."""
+    """Return whether a capability counts as present when it is named alone.
+
+    Examples: `layerwise`, `!lossy`, `saves`.
+    """
     return bool(value) and value != "none"
 
 
 MOST_LOSSY = 1 / 32
-"""The codes that the harness writes into KV memory cannot be told apart beyond 1/30."""
+"""Largest tolerance: beyond 1/30 the codes that the harness writes into KV are ambiguous."""
 
 
 def tolerance(lossy: bool | float) -> float:
-    """How far KV that was loaded may be off, as a part of the largest value: what was declared, at most MOST_LOSSY."""
+    """Return how far loaded KV may be off, as a fraction of the largest value.
+
+    It is the declared tolerance, at most MOST_LOSSY.
+    """
     return min(float(lossy), MOST_LOSSY)

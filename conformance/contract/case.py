@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cases: small workloads that provoke one situation, as read from spec/cases/<area>/<id>.yaml.
 
-A case only drives the engine; the contract is judged by the requirements on its trace. `steps` and expectations are closed sets: each is
-a map with one key. Their models live in kvconform.contract.steps and kvconform.contract.expectations.
-
-
-The devices that a KV cache can be on, and which of their streams can be slow. Imports nothing: the command line needs it.
+A case only drives the engine; the contract is judged by the requirements on its trace. `steps` and
+expectations are closed sets: each is a map with one key. Their models are in
+kvconform.contract.steps and kvconform.contract.expectations.
 """
 
 from __future__ import annotations
@@ -24,13 +22,12 @@ from kvconform.contract.steps import Step, one_by_one
 from kvconform.errors import WrongPart
 
 Device = Literal["cpu", "cuda", "emulated"]
+"""Where a KV cache is."""
 Slow = Literal["compute", "transfers"]
+"""Streams of a device that can be slow."""
 SLOW: tuple[Slow, ...] = ("compute", "transfers")
 
-
 GroupKind = Literal["full", "sliding", "wide", "private", "latent", "state"]
-
-
 Engine = Literal["reference", "vllm", "live"]
 Scheduling = Literal["sync", "async"]
 Runner = Literal["v1", "v2"]
@@ -41,7 +38,10 @@ Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 
 
 class Config(Model):
-    """The engine that a case wants. Sizes in tokens and blocks; `num_blocks` includes the null block 0."""
+    """The engine that a case needs.
+
+    Sizes are in tokens and blocks; `num_blocks` includes the null block 0.
+    """
 
     block_size: PositiveInt = 4
     num_blocks: PositiveInt = 32
@@ -72,14 +72,15 @@ class Config(Model):
     )
     groups: list[GroupKind] = Field(
         default=[],
-        description="KV cache groups of one layer each (engine vllm); one: of all layers",
+        description="KV cache groups of one layer each (engine vllm); a single one has all layers",
     )
     window: PositiveInt = Field(
         default=8, description="tokens that layers with a sliding window attend to"
     )
     stats: bool = Field(default=False, description="the engine keeps statistics (log_stats)")
     layout: Layout | None = Field(
-        default=None, description="the only order of a KV tensor's axes that the attention can do"
+        default=None,
+        description="the only order of a KV tensor's axes that the attention supports",
     )
     multi: list[Sibling] = Field(
         default=[],
@@ -88,12 +89,15 @@ class Config(Model):
 
     @property
     def suffix(self) -> str:
-        """What tells the engine ids of one run apart."""
+        """Suffix that makes the engine ids of one run distinct."""
         return ""
 
 
 class Matrix(Model):
-    """The axes; a case runs on their product. `depth` (steps in flight) matters to async only; sync always has depth 1."""
+    """The axes of a case, which runs on their product.
+
+    `depth` is the number of steps in flight with async scheduling; with sync it is always 1.
+    """
 
     scheduling: list[Scheduling] = Field(default=["sync", "async"], min_length=1)
     runner: list[Runner] = Field(default=["v1"], min_length=1)
@@ -104,15 +108,15 @@ class Matrix(Model):
     slow: list[Slow] = Field(
         default=list(SLOW),
         min_length=1,
-        description="which streams are slow; matters on a device with streams only",
+        description="streams that are slow, one per run; only on a device with streams",
     )
 
 
 class Inspection(Model):
     """Static checks of the connector's class, of its instance, and of the installed vLLM.
 
-    `child_registered_as`: the name under which the factory knows a child of MultiConnector whose
-    statistics are rebuilt: that of its class, or another one.
+    `child_registered_as`: the name in vLLM's factory of a child of MultiConnector whose statistics
+    are rebuilt: the name of its class, or another one.
     """
 
     child_registered_as: Literal["its-class", "another-name"] = "its-class"
@@ -127,7 +131,7 @@ class Case(Model):
     rules: list[Annotated[str, Field(pattern=r"^R\d{3}$")]] = []
     bugs: list[Annotated[str, Field(pattern=r"^B\d{3}$")]] = []
     since: Version | None = Field(
-        default=None, description="first vLLM version whose engine can be brought there"
+        default=None, description="first vLLM version whose engine can reach the situation"
     )
     config: Config = Config()
     matrix: Matrix = Matrix()
@@ -143,7 +147,7 @@ class Case(Model):
     @field_validator("steps")
     @classmethod
     def _steps_go_together(cls, steps: list[Step], info: ValidationInfo) -> list[Step]:
-        """The steps, one request each: what is wrong is told of the step as it was written."""
+        """Check the steps as they were written; return them with one request per `add`."""
         added: set[str] = set()
         for index, step in enumerate(steps):
             unknown = step.mentions() - added
@@ -159,10 +163,10 @@ class Case(Model):
                         (index,),
                     )
                 added.add(add.req)
-            if {"config", "matrix"} <= info.data.keys() and (
-                problem := _unfit(step, info.data["config"], info.data["matrix"])
-            ):
-                raise WrongPart(problem, (index,))
+            if {"config", "matrix"} <= info.data.keys():
+                problem = _unfit(step, info.data["config"], info.data["matrix"])
+                if problem:
+                    raise WrongPart(problem, (index,))
         return one_by_one(steps)
 
     @model_validator(mode="after")
@@ -172,8 +176,9 @@ class Case(Model):
             for index, expectation in enumerate(getattr(self, field)):
                 unknown = expectation.mentions() - added
                 if unknown:
+                    name = sorted(unknown)[0]
                     raise WrongPart(
-                        f"{expectation.what} names request {sorted(unknown)[0]!r}, which no step adds",
+                        f"{expectation.what} names request {name!r}, which no step adds",
                         (field, index),
                     )
         return self
@@ -181,30 +186,27 @@ class Case(Model):
     @model_validator(mode="after")
     def _two_engines(self) -> Case:
         names = self.config.engines
-        if names and len(
-            {add.arg.id or add.arg.req for add in self.steps if add.op == "add"}
-        ) < sum(s.op == "add" for s in self.steps):
-            raise ValueError(
-                "with two engines every request has an id of its own, as a front end makes them"
-            )
+        ids = [add.arg.id or add.arg.req for add in self.steps if add.op == "add"]
+        if names and len(set(ids)) < len(ids):
+            raise ValueError("with two engines every request needs an id of its own")
         groups = self.config.groups
         if len(groups) > 1 and (
             groups[0] != "full" or "latent" in groups or self.engines != ["vllm"]
         ):
             raise ValueError(
-                "config: several groups begin with a full one, none is latent, and only engine vllm has them"
+                "config: with several groups the first must be full, none may be latent, "
+                "and engines must be [vllm]"
             )
         if len(groups) == 1 and groups[0] not in ("full", "latent"):
-            raise ValueError("config: a single group is full or latent")
+            raise ValueError("config: a single group must be full or latent")
         if self.config.context_parallel > 1 and (
             groups != ["latent"] or self.config.tensor_parallel != self.config.context_parallel
         ):
             raise ValueError(
-                "config: context_parallel splits one latent group, over the tensor parallel ranks"
+                "config: context_parallel needs groups [latent] and an equal tensor_parallel"
             )
-        if any(
-            step.op == "add" and getattr(step.arg, "structured", False) for step in self.steps
-        ) and self.engines != ["vllm"]:
+        structured = any(add.structured for step in self.steps for add in step.adds())
+        if structured and self.engines != ["vllm"]:
             raise ValueError("structured output: only engine vllm has it")
         if len(names) == 1 or (self.config.multi and "self" not in self.config.multi):
             raise ValueError("config: engines are two or none; multi has `self` among its children")
@@ -212,26 +214,27 @@ class Case(Model):
 
     @cached_property
     def needs_expr(self) -> Expression:
-        """What the connector must be able to do, over `cap`: the declared `needs` and what the steps imply."""
+        """The condition over `cap`: the declared `needs`, and what steps and config imply."""
         implied = sorted({need for step in self.steps if (need := step.needs)})
-        implied += ["hma"] if len(self.config.groups) > 1 else []
-        implied += ["!composite"] if self.config.multi else []
-        implied += (
-            ["!transfer"] if "greeter" in self.config.multi else []
-        )  # which alone would be known to its peers
-        implied += ["context_parallel"] if self.config.context_parallel > 1 else []
-        implied += [
-            f"'{role}' in cap.roles"
-            for role in sorted(set(self.config.engines.values()) - {"kv_both"})
-        ]
+        if len(self.config.groups) > 1:
+            implied.append("hma")
+        if self.config.multi:
+            implied.append("!composite")
+        if "greeter" in self.config.multi:
+            # MultiConnector hands peers the greeter's handshake metadata, not the connector's
+            implied.append("!transfer")
+        if self.config.context_parallel > 1:
+            implied.append("context_parallel")
+        roles = sorted(set(self.config.engines.values()) - {"kv_both"})
+        implied += [f"'{role}' in cap.roles" for role in roles]
         return compile_capability([self.needs, *implied])
 
     def in_force(self, vllm: str) -> bool:
-        """Whether it is run with this vLLM version."""
+        """Return whether the case is run with this vLLM version."""
         return in_force(self.since, None, vllm)
 
     def unmet(self, caps: dict[str, Any]) -> str | None:
-        """The condition that a connector with these capabilities does not meet, or None if the case suits it."""
+        """Return the condition that these capabilities do not meet; None if the case suits them."""
         return None if self.needs_expr.bind(caps)({}) else self.needs_expr.source
 
     def variants(
@@ -240,8 +243,12 @@ class Case(Model):
         schedulings: Sequence[str] | None = None,
         slow: Sequence[str] | None = None,
     ) -> list[Variant]:
-        """The runs of this case on the engines and schedulings asked for (None: all that the case names), in a fixed order; on a device
-        with streams with each of `slow` that the case names (None: a device without)."""
+        """Return the runs of this case on the given engines and schedulings, in a fixed order.
+
+        None stands for every engine or scheduling that the case names. On a device with streams,
+        `slow` are the streams to slow down, one per run, out of those that the case names. None: a
+        device without streams.
+        """
         return list(self._variants(engines, schedulings, slow))
 
     def _variants(
@@ -251,6 +258,9 @@ class Case(Model):
         slow: Sequence[str] | None,
     ) -> Iterator[Variant]:
         sizes = self.matrix.block_size or [self.config.block_size]
+        streams: list[Slow | None] = [None]
+        if slow is not None:
+            streams = [each for each in self.matrix.slow if each in slow]
         for engine in self.engines:
             for scheduling in self.matrix.scheduling:
                 if (engines is not None and engine not in engines) or (
@@ -260,35 +270,33 @@ class Case(Model):
                 for runner in self.matrix.runner:
                     for depth in self.matrix.depth if scheduling == "async" else [1]:
                         for size in sizes:
-                            for which in (
-                                [None]
-                                if slow is None
-                                else [each for each in self.matrix.slow if each in slow]
-                            ):
+                            for which in streams:
                                 yield Variant(self, engine, scheduling, runner, depth, size, which)
 
 
 def _unfit(step: Step, config: Config, matrix: Matrix) -> str | None:
-    """Why the engine of `config` cannot do this step; None if it can."""
+    """Return why the engine of `config` cannot do this step; None if it can."""
     names = config.engines
     if step.op == "on" and step.arg not in names:
         return f"`on` names engine {step.arg!r}; config.engines has {', '.join(names) or 'none'}"
-    if names and (
-        step.op in ("restart", "shutdown") or (step.op == "reset" and step.arg.connector)
-    ):
-        return (
-            f"`{step.op}` is not possible with two engines over one store: it would be about both"
-        )
+    affects_store = step.op in ("restart", "shutdown") or (
+        step.op == "reset" and step.arg.connector
+    )
+    if names and affects_store:
+        return f"`{step.op}` is not possible with two engines: it would affect their common store"
     for add in step.adds():
         if not names and add.handed is not None:
             return "`handed` needs two engines (config.engines)"
-        if isinstance(add.prompt, int) and add.prompt >= config.max_model_len:
-            return f"adds a prompt of {add.prompt} tokens; config.max_model_len is {config.max_model_len}"
-        room = (config.num_blocks - 1) * max(
-            matrix.block_size or [config.block_size]
-        )  # block 0 is nobody's
-        if isinstance(add.prompt, int) and add.prompt > room and not config.groups:
-            return f"adds a prompt of {add.prompt} tokens, too many for config.num_blocks {config.num_blocks}: there is room for {room}"
+        if not isinstance(add.prompt, int):
+            continue
+        adds = f"adds a prompt of {add.prompt} tokens"
+        if add.prompt >= config.max_model_len:
+            return f"{adds}; config.max_model_len is {config.max_model_len}"
+        usable_blocks = config.num_blocks - 1  # block 0 is the null block
+        room = usable_blocks * max(matrix.block_size or [config.block_size])
+        if add.prompt > room and not config.groups:
+            too_many = f"too many for config.num_blocks {config.num_blocks}"
+            return f"{adds}, {too_many}: there is room for {room}"
     return None
 
 
@@ -301,13 +309,14 @@ def variant_id(
     block_size: int,
     slow: str | None = None,
 ) -> str:
-    """The name of a run: its case and its axes."""
-    return f"{case}[{engine}-{scheduling}-{runner}-d{depth}-b{block_size}{f'-slow-{slow}' if slow else ''}]"
+    """Return the name of a run: its case and its axes."""
+    suffix = f"-slow-{slow}" if slow else ""
+    return f"{case}[{engine}-{scheduling}-{runner}-d{depth}-b{block_size}{suffix}]"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Variant:
-    """One run to be made: a case at one point of its axes. Two variants are equal if their ids are."""
+    """One run to do: a case at one point of its axes. Variants are equal if their ids are."""
 
     case: Case
     engine: str
@@ -319,11 +328,12 @@ class Variant:
 
     @property
     def id(self) -> str:
+        """The name of the run: its case and its axes."""
         return variant_id(self.case.id, **self.axes)
 
     @property
     def axes(self) -> dict[str, Any]:
-        """engine, scheduling, runner, depth and block_size; on a device with streams also which of them are slow."""
+        """Engine, scheduling, runner, depth, block_size; on a device with streams also `slow`."""
         found = {
             name: getattr(self, name)
             for name in ("engine", "scheduling", "runner", "depth", "block_size")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The closed list of events: what a run is made of, and everything that a requirement may look at.
+"""The closed list of events: what a trace consists of, and what a requirement may read.
 
 An event is a plain dict `{"kind": str, "seq": int, "step": int, ...}`. `seq` numbers the events of
 one run from 0. `step` counts the `schedule()` calls of the run from 1 (0 before the first). Events
@@ -11,9 +11,11 @@ allows None.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from kvconform.errors import one_line, place_of
 
 COMMON_FIELDS = ("kind", "seq", "step")
 ENGINE_FIELD = "on"
@@ -45,7 +47,7 @@ class Field:
         return cls(name, text.endswith("?") or name == "any")
 
     def accepts(self, value: object) -> bool:
-        """Whether an event may have this value here."""
+        """Return whether an event may have this value here."""
         if value is None:
             return self.optional
         if isinstance(value, bool) and self.type in ("int", "float"):
@@ -63,11 +65,11 @@ class Kind:
     fields: dict[str, Field]
 
     def accepts(self, field: str) -> bool:
-        """Whether a check on this kind may read `field`."""
+        """Return whether a check on this kind may read `field`."""
         return field in self.fields or field in COMMON_FIELDS
 
     def problems(self, event: dict[str, object]) -> list[str]:
-        """One sentence per mistake in the shape of an event of this kind."""
+        """Return one sentence per mistake in the shape of an event of this kind."""
         found = [
             f"{self.name}: field {name} missing"
             for name in (*COMMON_FIELDS, *self.fields)
@@ -87,7 +89,7 @@ class Kind:
 
 
 CHANNELS = ("hooks", "sched", "kv", "plan", "device", "live", "harness")
-"""Where events come from. `harness` events exist in every run; a requirement never has to ask for that channel."""
+"""Sources of events. Every run has `harness` events; a requirement need not ask for them."""
 
 PROVENANCE = (
     "never_computed",
@@ -106,7 +108,7 @@ PROVENANCE = (
     "head_swapped",
     "unknown",
 )
-"""What a wrong byte turned out to be (`kv.wrong.found`): a closed, disjoint list."""
+"""What a wrong byte was found to be (`kv.wrong.found`): a closed, disjoint list."""
 
 EVENTS: dict[str, Kind] = {}
 
@@ -132,20 +134,21 @@ _kind(
     "harness",
     "quiesced:bool unfinished:list free_blocks:int free_blocks_at_start:int "
     "engine_requests:list request_objects_alive:list threads:int crashed:bool",
-    "The run is over: what is still held. `crashed`: or cut short by a shutdown; `threads` "
-    "counts threads that were not there before.",
+    "The run is over: what is still held. crashed = crashed, or cut short by a shutdown; "
+    "threads = threads that did not exist before the run.",
 )
 _kind(
     "engine.lifecycle",
     "harness",
-    "op:str pid:int error:str?",
-    "The engine starts, shuts down (also twice) or restarts.",
+    "op:str pid:int error:str? error_type:str? error_at:list?",
+    "The engine starts, shuts down (also twice) or restarts. error_at = the connector's line: "
+    "file, line, function, text.",
 )
 _kind(
     "engine.crash",
     "harness",
-    "where:str error:str hook:str?",
-    "The engine died: of a hook, of itself or of the harness.",
+    "where:str error:str error_type:str? error_at:list? hook:str?",
+    "The engine died: in a hook, in its own code or in the harness.",
 )
 _kind(
     "engine.stall",
@@ -157,14 +160,14 @@ _kind(
     "cache.reset",
     "harness",
     "phase:str returned:bool? running:bool connector:bool",
-    "The local (and, if asked, the connector's) cache is reset.",
+    "The local cache is reset, and the connector's if asked for.",
 )
 _kind(
     "profile.expectation",
     "harness",
     "what:str req:str of:str? promised:int reloadable:int",
-    "A request repeats earlier content: how much the declared capabilities promise, how much "
-    "could be had.",
+    "A request repeats earlier content: how much of it the declared capabilities promise, and "
+    "how much can be loaded.",
 )
 _kind(
     "case.expectation",
@@ -176,7 +179,7 @@ _kind(
     "engine.api",
     "harness",
     "item:str ok:bool detail:str?",
-    "One static check of the installed vLLM: what it refuses, what it has and has not.",
+    "One static check of the installed vLLM: what it refuses, has or lacks.",
 )
 _kind(
     "api",
@@ -204,7 +207,7 @@ _kind(
     "on:str req:str generation:int of:str asked:bool finished:bool none:bool json:str? "
     "first_token:int? sampled:int?",
     "The parameters that request `of` ended with are handed to request `req` of another "
-    "engine; json = what JSON makes of them, if wrong.",
+    "engine; json = what JSON turns them into, if that differs.",
 )
 _kind(
     "pair.lookup",
@@ -219,7 +222,7 @@ _kind(
     "sched",
     "on:str req:str generation:int of:str stale:str aborted:bool offered:int local:int "
     "promised:int loaded:int wrong:bool failed:bool held:bool released:int gone:bool",
-    "At the end, for a request that was handed parameters: what became of the KV they refer "
+    "At the end, for a request that was handed parameters: the fate of the KV they refer "
     "to; gone = released before it was loaded.",
 )
 
@@ -233,7 +236,8 @@ _kind(
 _kind(
     "hook.returned",
     "hooks",
-    "hook:str half:str rank:int depth:int error:str? error_text:str? value:str? value_ok:bool "
+    "hook:str half:str rank:int depth:int error:str? error_text:str? error_at:list? value:str? "
+    "value_ok:bool "
     "mutated_args:bool params_msgpack_ok:bool params_aliased:bool called_seq:int layer:str? "
     "timed_out:bool",
     "A hook returned or raised; value_ok and params_* are true where they do not apply.",
@@ -249,13 +253,13 @@ _kind(
     "meta.bound",
     "hooks",
     "digest:str? same_as_built:bool",
-    "The worker half was given the metadata of its step.",
+    "The worker half received the metadata of its step.",
 )
 _kind(
     "meta.cleared",
     "hooks",
     "digest:str? same_as_built:bool",
-    "The metadata was taken away again.",
+    "The metadata was removed again.",
 )
 _kind(
     "layer.wait",
@@ -275,29 +279,28 @@ _kind(
     "what:str text:str hook:str? half:str? layer:str? forward:bool",
     "What the device noticed in a call of a hook. what: sync (the host waited for a stream), "
     "read_early (work on another stream read what the compute stream wrote afterwards), "
-    "freed_pinned, freed_device (memory was given back while work that uses it was still to "
-    "run).",
+    "freed_pinned, freed_device (memory was freed while work that uses it was still queued).",
 )
 _kind(
     "device.used",
     "device",
     "streams:int by_address:int allocated:int",
-    "At the shutdown: streams that the connector made, copies by address that it queued, "
+    "At the shutdown: streams that the connector created, copies by address that it queued, "
     "tensors that it had on the device.",
 )
 _kind(
     "kv.event",
     "hooks",
     "op:str keys:list tokens:int problem:str repeated:bool",
-    "The connector published a KV event (stored, removed, cleared); `problem` says what is "
-    "wrong with its fields.",
+    "The connector published a KV event (stored, removed, cleared); problem = what is wrong "
+    "with its fields.",
 )
 _kind(
     "stats.taken",
     "hooks",
     "half:str empty:bool kept:bool merge:str? encode:str? rebuilt:bool rebuild:str? observe:str?",
-    "Statistics were taken; the texts say what went wrong when they were merged, encoded, "
-    "rebuilt and observed as metrics.",
+    "Statistics were collected; merge, encode, rebuild, observe = what went wrong when they "
+    "were merged, encoded, rebuilt, and observed as metrics.",
 )
 _kind(
     "report.landed",
@@ -320,9 +323,8 @@ _kind(
     "status:str repeat:bool prev_tokens:int? store_may_have_shrunk:bool same_claim_failed:int "
     "ever_computed:int ever_plain:int computed_before_reset:int after_reset:bool computed:int "
     "starved:bool",
-    "get_num_new_matched_tokens answered. starved = it answered with a load that fits, but "
-    "for the blocks that the engine keeps free for an earlier load of this request, which "
-    "failed.",
+    "get_num_new_matched_tokens returned. starved = it offered a load that would fit if the "
+    "engine did not keep blocks free for an earlier, failed load of this request.",
 )
 _kind(
     "alloc",
@@ -331,7 +333,7 @@ _kind(
     "blocks:list shared_blocks:list second_call:bool computed:int tables:list unfilled:list?",
     "update_state_after_alloc was called: the grant. tables = per KV cache group: tokens per "
     "block, window (0: none), block ids. unfilled = shared blocks whose load failed and that "
-    "nothing has computed since.",
+    "have not been computed since.",
 )
 _kind(
     "step.scheduled",
@@ -347,9 +349,9 @@ _kind(
     "placeholders:int known:int in_flight:int drafts:int new_blocks:list? table:list "
     "num_output_tokens:int final_before:int final_after:int? prefill:bool all_ids:int? "
     "prefill_ids:int? told:int",
-    "One request's share of a step. C is the count before it advances; v_before/v_after are "
-    "the tokens whose KV is final; told = blocks at the table's start that earlier outputs "
-    "told of.",
+    "One request's share of a step. computed = C before it advances; final_before, final_after "
+    "= tokens whose KV is final; told = blocks at the table's start that earlier outputs "
+    "included.",
 )
 _kind(
     "req.state",
@@ -370,14 +372,14 @@ _kind(
     "sched",
     "req:str generation:int status:str computed:int placeholders:int known:int in_flight:int "
     "blocks:list delayed:bool final:int tables:list hook:str",
-    "A request finished; delayed = its blocks stay until finished_sending.",
+    "A request finished; delayed = its blocks stay allocated until finished_sending.",
 )
 _kind(
     "block",
     "sched",
     "op:str id:int group:int owner:str? ref:int in_flight:bool",
-    "The block pool did something to one block; in_flight = a step that has not landed writes "
-    "to it.",
+    "An operation of the block pool on one block; in_flight = a step that has not landed "
+    "writes to it.",
 )
 _kind(
     "hold",
@@ -389,7 +391,7 @@ _kind(
     "release",
     "sched",
     "req:str generation:int direction:str transfer:str? cause:str",
-    "The engine stops waiting for it.",
+    "The engine stops waiting for a transfer.",
 )
 _kind(
     "transfer.reported",
@@ -409,15 +411,14 @@ _kind(
     "sched",
     "expected:int sent:list received:list failed:list invalid:list all_sent:list "
     "all_received:list errors:list failures:list early:list late:list",
-    "What vLLM made of several ranks' reports, and what it had to: all_sent, all_received, "
-    "errors, failures; early, late: the difference.",
+    "How vLLM joined several ranks' reports, and the expected result: all_sent, all_received, "
+    "errors, failures; early, late = the difference.",
 )
 _kind(
     "engine.id",
     "hooks",
     "rank:int half:str kept:bool",
-    "The engine id that a half's configuration has once the halves have started, against the "
-    "one given.",
+    "Whether a half's configuration still has the given engine id once the halves have started.",
 )
 _kind(
     "request.new",
@@ -436,22 +437,22 @@ _kind(
     "events.lookup",
     "sched",
     "req:str announced:int got:int local:int tokens:int missing:list untold:list chain:list",
-    "A lookup against the KV events so far: tokens announced and had, blocks missing in "
-    "between, blocks from the first unannounced on, all announced blocks from the first one "
-    "on.",
+    "A lookup against the KV events so far: tokens announced and matched, blocks missing in "
+    "between, blocks from the first unannounced one on, all announced blocks from the first "
+    "one on.",
 )
 _kind(
     "queries",
     "sched",
     "requests:int tokens:int hits:int due_requests:int due_tokens:int due_hits:int skipping:list",
-    "A step's statistics of the external cache, and (due_) what was admitted in it; skipping "
+    "A step's statistics of the external cache, and (due_) what the step admitted; skipping "
     "= requests that read no cache.",
 )
 _kind(
     "sample",
     "sched",
     "req:str generation:int index:int token:int clean:bool prompt:int?",
-    "A token; clean = from right KV; prompt = its length.",
+    "A token was sampled; clean = from correct KV; prompt = the prompt's length.",
 )
 
 # -- kv: the worker and its memory
@@ -465,8 +466,8 @@ _kind(
     "worker.step_end",
     "kv",
     "forward:bool tokens:int ranks:list",
-    "The worker is done with a step; ranks = of several, those on which the connector was "
-    "bound to it.",
+    "The worker ends a step; ranks = those of several on which the connector was bound to "
+    "its metadata.",
 )
 _kind(
     "kv.computed",
@@ -479,30 +480,30 @@ _kind(
     "sched",
     "req:str group:int block:int tokens:int in_table:bool again:bool",
     "build_connector_meta is offered the state after a request's first `tokens` tokens, in a "
-    "block; again = as it was before.",
+    "block; again = in the same block as before.",
 )
 _kind(
     "kv.registered",
     "harness",
     "required:str? possible:list? layout:str told:str? shape:list strides:list "
     "own_shape:list? own_strides:list?",
-    "KV tensors: the layout that the class requires, what is possible (None: all), what the "
-    "KVCacheConfig says; own = by vLLM's own code.",
+    "KV tensors: the layout that the class requires, the possible layouts (None: all), the "
+    "layout in the KVCacheConfig (told); own = by vLLM's own code.",
 )
 _kind(
     "kv.changed",
     "kv",
     "after_hook:str layer:int req:list transfer:list tail:list shared:list over_computed:list "
     "null_block:list unallocated:list other_request:list not_transferred:list group:int?",
-    "KV memory changed during a hook; the lists hold slots. not_transferred = of a group that "
-    "is no part of the transferred KV. group: the layer's, if there are several.",
+    "KV memory changed during a hook; the lists hold slots. not_transferred = slots of a group "
+    "that is not part of the transferred KV. group = the layer's, if there are several.",
 )
 _kind(
     "load.due",
     "kv",
     "req:str generation:int transfer:str? granted:int missing:list wrong:list "
     "reported_failed:bool is_async:bool local:int by_group:list early_reads:list",
-    "The engine is about to rely on a grant. by_group = of several groups, those that lack "
+    "The engine is about to rely on a grant. by_group = those of several groups that lack "
     "something: number, tokens per block, positions, block table. early_reads = where work on "
     "other streams was queued that read too early, so far.",
 )
@@ -510,8 +511,11 @@ _kind(
     "kv.wrong",
     "kv",
     "req:str generation:int layer:int kv:str pos:int count:int block:int via:str "
-    "transfer:str? transfer_sync:bool? found:str origin:str group:int?",
-    "A slot that is read does not hold what it must; `found` says what it holds.",
+    "transfer:str? transfer_sync:bool? found:str origin:str origin_req:str? origin_pos:int? "
+    "group:int?",
+    "A slot that is read has the wrong content. found = what it holds; origin = where that "
+    "came from, in words; origin_req, origin_pos = request and position it was computed for; "
+    "for never_computed only the request that was to compute it.",
 )
 
 # -- plan: from a connector's optional Inspector
@@ -528,8 +532,9 @@ _kind(
     "live.kv",
     "live",
     "rank:int watched:bool compared:bool poisoned:bool blocks:int size:int layers:int bytes:int",
-    "A worker's KV cache: is memory outside of loads watched, are loaded blocks compared with "
-    "recorded KV, are fresh blocks poisoned; blocks, tokens per block.",
+    "A worker's KV cache. watched = memory outside of loads is watched; compared = loaded "
+    "blocks are compared with recorded KV; poisoned = fresh blocks are poisoned; size = tokens "
+    "per block.",
 )
 _kind(
     "live.load",
@@ -539,38 +544,38 @@ _kind(
     "rank:int",
     "The engine relies on a load. Of the `blocks` whole blocks that it was to fill: exact = "
     "bytes that the model computed for these tokens, close = within rounding, wrong, missing "
-    "= nobody wrote them, unknown = the model has not computed these tokens; error = largest "
-    "difference, as a part of the largest value.",
+    "= never written, unknown = the model has not computed these tokens; error = largest "
+    "difference, as a fraction of the largest value.",
 )
 _kind(
     "live.phase",
     "live",
     "phase:str answers:int reset:bool? due:bool asked:int loaded:int local:int preempted:int "
     "drafted:int accepted:int",
-    "A phase of a scenario is over: answers, whether the local prefix cache could be emptied "
-    "before it (None: nobody asked), whether loads were due in it; and over the phase, by "
-    "vLLM's own metrics, tokens asked of the connector, loaded from it and found in the local "
-    "prefix cache, preemptions, drafts and those that were accepted.",
+    "A phase of a scenario is over: answers, whether the local prefix cache could be reset "
+    "before it (None: not asked for), whether loads were due in it. Over the phase, by vLLM's "
+    "own metrics: tokens asked of the connector, loaded from it and found in the local prefix "
+    "cache, preemptions, drafts and accepted drafts.",
 )
 _kind(
     "live.tokens",
     "live",
     "phase:str req:str prompt:int count:int plain:int same:bool ambiguous:bool aborted:bool "
     "at:int? token:int? instead:int? gap:float? drift:float drift_at:int?",
-    "A request's greedy tokens against those that it got without a connector: `count` and "
-    "`plain` of them; the first that differs, which it is, instead of which, and by how much "
-    "(natural logarithm) that was more likely than the second choice; ambiguous = the two "
-    "were nearly equally likely. drift = the largest difference of log probabilities before "
+    "A request's greedy tokens (`count`) against those of the baseline run (`plain`). at = the "
+    "first that differs, token = which it is, instead = the baseline's, gap = by how much "
+    "(natural logarithm) the baseline's was more likely than the second choice; ambiguous = the "
+    "two were nearly equally likely; drift = the largest difference of log probabilities before "
     "that.",
 )
 _kind(
     "live.fault",
     "live",
     "phase:str number:int do:str still:float before:str? running:int loading:int",
-    "A server of the connector fails now, in a scenario that wants it: kill, restart, pause "
-    "or clear, after `still` seconds in which it answers nothing; right before the worker "
-    "half loads or saves, or between two steps. Requests that run, and loads that the engine "
-    "has granted and does not rely on yet.",
+    "A planned fault of a server of the connector: kill, restart, pause or clear, after `still` "
+    "seconds without replies; right before the worker half loads or saves, or between two "
+    "steps. running = requests that run; loading = granted loads that the engine does not rely "
+    "on yet.",
 )
 _kind(
     "live.happened",
@@ -583,7 +588,7 @@ _kind(
     "live",
     "how:str phase:str? error:str? processes:list ports:list files:list",
     "How vLLM's process ended (ended, crash, killed, timeout) and in which phase; what it "
-    "left behind: processes, ports that these listened on, files in shared memory.",
+    "left behind: processes, ports on which these listened, files in shared memory.",
 )
 
 
@@ -624,7 +629,10 @@ def run_end(
     threads: int,
     crashed: bool,
 ) -> dict[str, Any]:
-    """Return the fields of `run.end`; `unfinished` are the requests that the engine still knows. Pure."""
+    """Return the fields of `run.end`. Pure.
+
+    `unfinished` are the requests that the engine still knows.
+    """
     return {
         "quiesced": quiesced,
         "unfinished": list(unfinished),
@@ -650,13 +658,56 @@ def run_cut_short() -> dict[str, Any]:
     )
 
 
+def raised(error: BaseException | None, connector: type | None = None) -> dict[str, Any]:
+    """Return the fields that say what an error was: `error`, `error_type`, `error_at`. Pure."""
+    if error is None:
+        return {"error": None, "error_type": None, "error_at": None}
+    place = place_of(error, connector)
+    return {
+        "error": one_line(error),
+        "error_type": type(error).__name__,
+        "error_at": None if place is None else list(place),
+    }
+
+
+def lifecycle(
+    op: str, *, pid: int = 0, error: BaseException | None = None, connector: type | None = None
+) -> dict[str, Any]:
+    """Return the fields of `engine.lifecycle`. `connector` is the class whose lines count. Pure."""
+    return {"op": op, "pid": pid, **raised(error, connector)}
+
+
+def crash(where: str, error: BaseException | str, hook: str | None) -> dict[str, Any]:
+    """Return the fields of `engine.crash`; `error` may be a sentence instead of an error. Pure."""
+    said = {**raised(None), "error": error} if isinstance(error, str) else raised(error)
+    return {"where": where, **said, "hook": hook}
+
+
+def never_returned(called: Mapping[str, Any], text: str) -> dict[str, Any]:
+    """Return the fields of `hook.returned` for a hook that hung: `called` is its event. Pure."""
+    return {
+        **{name: called[name] for name in ("hook", "half", "rank", "depth")},
+        "error": "HookTimeout",
+        "error_text": text,
+        "error_at": None,
+        "value": None,
+        "value_ok": True,
+        "mutated_args": False,
+        "params_msgpack_ok": True,
+        "params_aliased": False,
+        "called_seq": called["seq"],
+        "layer": None,
+        "timed_out": True,
+    }
+
+
 def channels_of(kinds: set[str]) -> set[str]:
-    """The channels that a check over these event kinds needs (`harness` left out: it is always there)."""
+    """Return the channels that a check over these event kinds needs, apart from `harness`."""
     return {EVENTS[kind].channel for kind in kinds} - {"harness"}
 
 
 def check_event(event: dict[str, object]) -> list[str]:
-    """Sentences about what is wrong with an event's shape; empty if it is as listed. For tests and for debugging, not for the hot path."""
+    """Return sentences about what is wrong with an event's shape. For tests and debugging only."""
     name = event.get("kind")
     kind = EVENTS.get(name) if isinstance(name, str) else None
     return [f"unknown event {name!r}"] if kind is None else kind.problems(event)

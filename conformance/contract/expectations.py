@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a case may expect of a run, and what it must have provoked: one closed vocabulary of one-key maps, with an optional `when`.
+"""Expectations of a case (`expect`), and the situations that it must provoke (`provokes`).
 
-An expectation that does not hold is the case's own finding (`case.expectation` events, requirement `case.expected`). An unmet `provokes`
-entry means that the stimulus did not happen, which is never the connector's fault. Any number or text may be written per scheduling,
-`{sync: 10, async: 11}`; `expectation.at("async")` gives the plain one.
+Both are one-key maps of one closed vocabulary, with an optional `when`. An expectation that does
+not hold is a finding of the case: a `case.expectation` event, for requirement `case.expected`. An
+unmet entry of `provokes` means that the stimulus did not happen, which is never the connector's
+fault. A number or text may differ per scheduling, as `{sync: 10, async: 11}`;
+`expectation.at("async")` returns the plain value.
 """
 
 from __future__ import annotations
@@ -27,21 +29,29 @@ class _PerScheduling(Model):
 
 
 class NaturalPer(_PerScheduling):
+    """A number per scheduling."""
+
     sync: Natural
     async_: Natural = Field(alias="async")
 
 
 class TextPer(_PerScheduling):
+    """A text per scheduling."""
+
     sync: str
     async_: str = Field(alias="async")
 
 
 class BoolPer(_PerScheduling):
+    """A boolean per scheduling."""
+
     sync: bool
     async_: bool = Field(alias="async")
 
 
 class RowsPer(_PerScheduling):
+    """A table per scheduling."""
+
     sync: list[list[int | None]]
     async_: list[list[int | None]] = Field(alias="async")
 
@@ -68,14 +78,20 @@ ROW_FIELDS = (
 
 
 class _Body(Model):
-    """What is expected. `when` and `since` may be written here; they end up beside the body, in the expectation."""
+    """The body of an expectation.
+
+    `when` and `since` may be written here; validation moves them to the expectation.
+    """
 
     when: Check | None = None
     since: Version | None = None
 
 
 class State(_Body):
-    """The scheduler's view of a request now. computed = C, placeholders = P, tokens = N, real = C - P."""
+    """The scheduler's view of a request now.
+
+    computed = C, placeholders = P, tokens = N, real = C - P.
+    """
 
     req: Name
     status: Text | None = None
@@ -87,7 +103,7 @@ class State(_Body):
 
 
 class RowsOf(_Body):
-    """The `req.scheduled` events of a request so far: these fields have these values, in order."""
+    """Expected values of these fields, in the `req.scheduled` events of a request so far."""
 
     req: Name
     fields: list[Literal[ROW_FIELDS]] = Field(min_length=1)  # type: ignore[valid-type]
@@ -95,18 +111,17 @@ class RowsOf(_Body):
 
     @model_validator(mode="after")
     def _widths(self) -> RowsOf:
-        tables = (
-            [self.values.sync, self.values.async_]
-            if isinstance(self.values, RowsPer)
-            else [self.values]
-        )
+        if isinstance(self.values, RowsPer):
+            tables = [self.values.sync, self.values.async_]
+        else:
+            tables = [self.values]
         if any(len(row) != len(self.fields) for table in tables for row in table):
             raise ValueError(f"every row of values needs {len(self.fields)} numbers, one per field")
         return self
 
 
 class Outputs(_Body):
-    """What a request produced."""
+    """The output of a request."""
 
     req: Name
     count: Number | None = None
@@ -116,7 +131,7 @@ class Outputs(_Body):
 
 
 class AtLeast(_Body):
-    """Something happened to a request at least so many times, or exactly so many times."""
+    """How often something happened to a request: at least, or exactly, this many times."""
 
     req: Name | None = None
     at_least: Number | None = None
@@ -130,13 +145,16 @@ class AtLeast(_Body):
 
 
 class OfRequest(AtLeast):
-    """The same, for a request that must be named."""
+    """How often something happened to a request, which must be named."""
 
     req: Name
 
 
 def _counted(value: Any) -> Any:
-    """`preempted: a` means at least once; `loads: 2` means at least twice, of any request."""
+    """Expand the short forms.
+
+    `preempted: a` means at least once; `loads: 2` means at least twice, of any request.
+    """
     if isinstance(value, str):
         return {"req": value, "at_least": 1}
     if isinstance(value, int) and not isinstance(value, bool):
@@ -152,7 +170,7 @@ Counted = Annotated[
 
 
 class BaseExpectation(Model):
-    """A map with one key, what is expected, and optional guards: `when`, over cap and cfg, and `since`."""
+    """A map with one key, and optional guards: `when`, over cap and cfg, and `since`."""
 
     when: Check | None = None
     since: Version | None = Field(
@@ -161,12 +179,14 @@ class BaseExpectation(Model):
 
     @property
     def what(self) -> str:
+        """The key of the map."""
         return next(
-            (f.alias or name for name, f in type(self).model_fields.items() if name not in GUARDS)
+            f.alias or name for name, f in type(self).model_fields.items() if name not in GUARDS
         )
 
     @property
     def arg(self) -> Any:
+        """The value of that key."""
         return getattr(self, next(name for name in type(self).model_fields if name not in GUARDS))
 
     @field_validator("when")
@@ -181,25 +201,27 @@ class BaseExpectation(Model):
 
     @cached_property
     def when_expr(self) -> Expression | None:
+        """The compiled `when`."""
         return None if self.when is None else compile_expr(self.when, {})
 
     def applies(self, cap: dict[str, Any], cfg: dict[str, Any]) -> bool:
-        """Whether its guards hold for this connector and run."""
+        """Return whether the guards hold for this connector and run."""
         if cfg.get("engine") == "vllm" and not in_force(self.since, None, str(cfg["vllm"])):
             return False
         return self.when_expr is None or bool(self.when_expr.bind(cap, cfg)({}))
 
     def mentions(self) -> set[str]:
+        """Return the names of the requests that it refers to."""
         names = {getattr(self.arg, name, None) for name in ("req", "same_as")}
         return {name for name in names if name is not None}
 
     def at(self, scheduling: str) -> Any:
-        """The argument with every per-scheduling value replaced by the plain one."""
+        """Return the argument with every per-scheduling value replaced by the plain one."""
         return resolve(self.arg, scheduling)
 
 
 def resolve(value: Any, scheduling: str) -> Any:
-    """A value, or a model with its fields, as it is for `sync` or `async`."""
+    """Return the value for `sync` or `async`; of a model, with all its fields."""
     if isinstance(value, _PerScheduling):
         return getattr(value, "sync" if scheduling == "sync" else "async_")
     if isinstance(value, Model):
@@ -211,26 +233,38 @@ def resolve(value: Any, scheduling: str) -> Any:
 
 
 class StateE(BaseExpectation):
+    """The scheduler's view of a request now."""
+
     state: State
 
 
 class RowsE(BaseExpectation):
+    """What each step scheduled of a request so far."""
+
     rows: RowsOf
 
 
 class OutputsE(BaseExpectation):
+    """The output of a request."""
+
     outputs: Outputs
 
 
 class PreemptedE(BaseExpectation):
+    """Preemptions."""
+
     preempted: Counted
 
 
 class ResumedE(BaseExpectation):
+    """Resumptions after a preemption."""
+
     resumed: Counted
 
 
 class AbortedE(BaseExpectation):
+    """Aborts."""
+
     aborted: Counted
 
 
@@ -253,7 +287,7 @@ class RejectedE(BaseExpectation):
 
 
 class ExternalE(BaseExpectation):
-    """External tokens granted to a request, in all."""
+    """All external tokens granted to a request."""
 
     external: OfRequest
 
@@ -265,7 +299,7 @@ class FailedLoadsE(BaseExpectation):
 
 
 class RepeatedLookupsE(BaseExpectation):
-    """Lookups asked again before memory was granted."""
+    """Lookups repeated before memory was granted."""
 
     repeated_lookups: Counted = Field(alias="repeated-lookups")
 
@@ -277,6 +311,8 @@ class LocalHitsE(BaseExpectation):
 
 
 class FreeBlocksE(BaseExpectation):
+    """Free blocks of the pool now."""
+
     free_blocks: Number
 
 
@@ -306,7 +342,7 @@ def _what(value: Any) -> str | None:
 
 
 def _guard_outside(value: Any) -> Any:
-    """`external: {req: a, equal: 8, when: ...}` is the same as `when` beside `external`."""
+    """Move guards out of the body: `external: {req: a, when: ...}`."""
     if isinstance(value, dict) and len(value) == 1:
         key, body = next(iter(value.items()))
         if isinstance(body, dict) and body.keys() & set(GUARDS):
@@ -325,8 +361,8 @@ else:
         Discriminator(
             _what,
             custom_error_type="unknown_expectation",
-            custom_error_message="an expectation is a map with one key (and an optional `when`), one of: "
-            + ", ".join(EXPECTATIONS),
+            custom_error_message="an expectation is a map with one key (and an optional `when`), "
+            "one of: " + ", ".join(EXPECTATIONS),
         ),
         BeforeValidator(_guard_outside),
     ]

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requirement expressions: a whitelisted subset of Python expressions, compiled once and evaluated millions of times.
+"""The check language: a whitelisted subset of Python expressions, compiled once, evaluated often.
 
-`e` is the event, `t` the trigger that a pattern captured, `cap` the connector's capabilities, `cfg` the run's constants. `e.tokens`
-compiles to `e["tokens"]`. Fields are checked against the event's kind when the expression is compiled, so a typo is an error of the
-specification and never a check that silently passes. There is no way to reach an attribute, a method or a name outside the lists here.
+`e` is the event, `t` the trigger that a pattern captured, `cap` the connector's capabilities, `cfg`
+the run's constants. `e.tokens` compiles to `e["tokens"]`. Fields are checked against the event's
+kind at compile time, so that a typo is an error of the specification and not a check that always
+passes. Attributes, methods and names outside the lists here cannot be reached.
 """
 
 from __future__ import annotations
 
 import ast
-import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import CodeType
@@ -19,6 +19,7 @@ from typing import Any
 
 from kvconform.contract.capabilities import CAPABILITIES, has
 from kvconform.contract.events import COMMON_FIELDS, EVENTS
+from kvconform.errors import did_you_mean
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "len": len,
@@ -83,11 +84,11 @@ _KEYWORD_FIELD = re.compile(r"\b([et])\.(from)\b(?!_)")
 
 _BASES = ("e", "t", "cap", "cfg")
 _OF_RUN = object()
-"""In place of the capabilities that an expression is bound with: a constant of the run is read, and no two runs share the function."""
+"""Marks an expression that reads a constant of the run: runs cannot share its bound function."""
 
 
 class ExprError(ValueError):
-    """An expression that is not allowed or cannot be evaluated: one sentence, the text and the column (0-based) that it is about."""
+    """An expression that is not allowed, with the reason, the text and the column (from 0)."""
 
     def __init__(self, message: str, source: str, column: int = 0) -> None:
         super().__init__(f"{message} (column {column + 1} of `{source}`)")
@@ -98,7 +99,11 @@ class ExprError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """A compiled expression. `reads` lists (`e`|`t`|`cap`|`cfg`, field) in order of appearance; `tree` is the rewritten syntax tree."""
+    """A compiled expression.
+
+    `tree` is the rewritten syntax tree. `reads` lists the fields it reads, as (`e`|`t`|`cap`|`cfg`,
+    field), in order of appearance.
+    """
 
     source: str
     tree: ast.expr = field(repr=False, compare=False)
@@ -108,18 +113,26 @@ class Expression:
 
     @property
     def constant(self) -> bool:
-        """Whether no event, trigger or constant of the run is read: the value is always the same."""
+        """Whether nothing of the run is read, so that the value is always the same."""
         return not self.reads
+
+    @property
+    def wanted(self) -> frozenset[str]:
+        """The capabilities that a condition requires, without those whose absence it requires."""
+        return frozenset(_wanted(self.tree))
 
     def bind(
         self, cap: Mapping[str, Any] | None = None, cfg: Mapping[str, Any] | None = None
     ) -> Callable[..., Any]:
-        """A function (e, t=None) -> value with this run's constants fixed. It raises whatever the expression raises.
+        """Return a function (e, t=None) -> value with this run's constants fixed.
 
-        For the same `cap` it is the same function, if no constant of the run is read."""
+        It raises whatever the expression raises. The same `cap` gives the same function, unless the
+        expression reads a constant of the run.
+        """
         bound = self._bound
         if not bound:
-            bound[:] = _OF_RUN if any(base == "cfg" for base, _ in self.reads) else None, None
+            reads_constants = any(base == "cfg" for base, _ in self.reads)
+            bound[:] = _OF_RUN if reads_constants else None, None
         if bound[0] is _OF_RUN:
             return bind_code(self.code, cap, cfg)
         if bound[0] is not cap or bound[1] is None:
@@ -127,10 +140,11 @@ class Expression:
         return bound[1]  # type: ignore[no-any-return]
 
     def values(self, e: Mapping[str, Any] | None, t: Mapping[str, Any] | None = None) -> str:
-        """The values that were read from `e` and `t`, as `e.tokens=-4, t.req='a'`, for messages."""
+        """Return the values read from `e` and `t`, for messages: `e.tokens=-4, t.req='a'`."""
+        events = {"e": e, "t": t}
         parts: list[str] = []
         for base, name in dict.fromkeys(self.reads):
-            event = e if base == "e" else t if base == "t" else None
+            event = events.get(base)
             if event is not None and name in event:
                 text = repr(event[name])
                 parts.append(f"{base}.{name}={text if len(text) <= 80 else text[:77] + '...'}")
@@ -139,7 +153,10 @@ class Expression:
     def culprit(
         self, wanted: bool, cap: Mapping[str, Any], cfg: Mapping[str, Any], e: Mapping[str, Any]
     ) -> tuple[str, str]:
-        """(text, values) of the part that decided: the first false conjunct if `wanted` is true, the first true alternative if not."""
+        """Return (text, values) of the part that decided.
+
+        It is the first false conjunct if `wanted` is true, else the first true alternative.
+        """
         tree = self.tree
         if isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.And if wanted else ast.Or):
             for part in tree.values:
@@ -152,8 +169,19 @@ class Expression:
         return self.source, self.values(e)
 
 
+def _wanted(tree: ast.AST) -> Iterator[str]:
+    """Yield the capabilities that a rewritten tree reads outside of a `not`."""
+    match tree:
+        case ast.UnaryOp(op=ast.Not()):
+            return
+        case ast.Subscript(value=ast.Name(id="cap"), slice=ast.Constant(value=str(name))):
+            yield name
+    for node in ast.iter_child_nodes(tree):
+        yield from _wanted(node)
+
+
 _FIELD = re.compile(r"\b(e|t|cap|cfg)\['(\w+)'\]")
-"""A field as it looks after the rewriting."""
+"""A field in a rewritten tree."""
 
 
 def code_of(tree: ast.expr) -> CodeType:
@@ -171,31 +199,32 @@ def code_of(tree: ast.expr) -> CodeType:
 def bind_code(
     code: CodeType, cap: Mapping[str, Any] | None, cfg: Mapping[str, Any] | None
 ) -> Callable[..., Any]:
-    """The function behind `code_of`, with this run's constants. Costs a microsecond: everything dear was done when it was compiled."""
+    """Return the function of `code_of`, with this run's constants. Costs a microsecond."""
     scope = {"__builtins__": {}, "cap": cap or {}, "cfg": cfg or {}, "has": has, **FUNCTIONS}
     function: Callable[..., Any] = eval(code, scope)  # the tree passed the whitelist of _Compiler
     return function
 
 
 def compile_expr(source: str, scope: Mapping[str, str | None]) -> Expression:
-    """Compile `source`. `scope` maps the event names in sight (`e`, `t`) to their kind, or to None when any kind may come.
+    """Compile `source`. Raises ExprError.
 
-    `cap` and `cfg` are always in sight. Raises ExprError.
+    `scope` maps the event names in scope (`e`, `t`) to their kind, or to None for any kind. `cap`
+    and `cfg` are always in scope.
     """
     text = _KEYWORD_FIELD.sub(r"\1.\2_", " ".join(source.split()))
     return _compile(text, source, scope, bare_capabilities=False)
 
 
 def compile_capability(source: str | Iterable[str]) -> Expression:
-    """Compile a capability condition: `core`, names with `!` for not (`store and !lossy`), a list of them, or an expression over `cap`.
+    """Compile a capability condition. Raises ExprError.
 
-    Raises ExprError.
+    It is `core`, names with `!` for not (`store and !lossy`), an expression over `cap`, or a list
+    of these.
     """
-    text = (
-        source
-        if isinstance(source, str)
-        else " and ".join(f"({part})" for part in source) or "core"
-    )
+    if isinstance(source, str):
+        text = source
+    else:
+        text = " and ".join(f"({part})" for part in source) or "core"
     plain = re.sub(r"!(?!=)\s*", "not ", " ".join(text.split()))
     return _capability(plain, text)
 
@@ -222,7 +251,10 @@ def _compile(
 
 
 class _Compiler(ast.NodeTransformer):
-    """Checks every node against the whitelist and rewrites `e.x` to `e["x"]`. Comprehension variables are the only other names."""
+    """Checks every node against the whitelist and rewrites `e.x` to `e["x"]`.
+
+    The only names besides the bases are the variables of comprehensions.
+    """
 
     def __init__(self, text: str, scope: Mapping[str, str | None], bare_capabilities: bool) -> None:
         self.text = text
@@ -267,16 +299,14 @@ class _Compiler(ast.NodeTransformer):
                 known |= each.fields.keys()
             owner = f"event {kind}"
         elif base == "cap":
-            known, owner = set(CAPABILITIES), "the list of capabilities"
+            known = set(CAPABILITIES)
+            owner = "the list of capabilities"
         else:
-            known, owner = set(EVENTS["run.start"].fields), "cfg (the fields of run.start)"
+            known = set(EVENTS["run.start"].fields)
+            owner = "cfg (the fields of run.start)"
         if name not in known:
-            close = difflib.get_close_matches(name, known, 1)
-            raise self.fail(
-                f"{owner} has no field {name!r}"
-                + (f"; did you mean {close[0]!r}?" if close else ""),
-                node,
-            )
+            close = did_you_mean(name, known, 1, quoted=True)
+            raise self.fail(f"{owner} has no field {name!r}{close}", node)
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         if node.id in self.local:
@@ -303,7 +333,7 @@ class _Compiler(ast.NodeTransformer):
         for keyword in node.keywords:
             if keyword.arg != "default" or node.func.id not in ("min", "max"):
                 raise self.fail(
-                    "keyword arguments are not allowed (but `default` of min and max)", node
+                    "keyword arguments are not allowed, except `default` of min and max", node
                 )
             keyword.value = self.visit(keyword.value)
         node.args = [self.visit(argument) for argument in node.args]

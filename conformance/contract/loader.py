@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the specification (spec/) into models. Problems are collected over all files and raised together, each as `file:line: sentence`.
+"""Loads the specification (spec/) into models, and caches the parsed files between processes.
 
-Parsing some 300 KB of YAML in pure Python takes about a second, so the parsed data (not the models) is kept (kvconform.contract.loader).
-
-
-Parsed files of the specification, kept for the next process in the user's cache directory: never needed, never trusted to be there.
+Problems are collected over all files and raised together, each as `file:line: sentence`.
 """
 
 from __future__ import annotations
@@ -17,26 +14,61 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from kvconform.contract import yaml12
 from kvconform.contract.case import Case
 from kvconform.contract.profile import Profile, Waiver
 from kvconform.contract.references import Entry, Evidence, Rule, RuleWaiver, key
 from kvconform.contract.requirement import Model, Requirement
 from kvconform.contract.scenario import Scenario, Workload
-from kvconform.contract.yaml12 import parse
-from kvconform.errors import UsageError, WrongPart, did_you_mean
+from kvconform.contract.yaml12 import Lines, line_of, parse
+from kvconform.errors import (
+    BrokenFile,
+    Location,
+    Problem,
+    UsageError,
+    WrongPart,
+    did_you_mean,
+)
 
-_CACHE_FORMAT = 1
+_CACHE_FORMAT = 2
+
+M = TypeVar("M", bound=Model)
+
+
+@dataclass
+class File:
+    """A parsed file of the specification."""
+
+    name: str
+    text: str
+    data: Any
+    starts: list[int]
+    """The line on which each entry begins, if `data` is a list."""
+
+    def place(self, index: int | None) -> Location:
+        """Return the first line of an entry of the list; with None, that of the file."""
+        return Location(self.name, 1 if index is None else self.starts[index])
+
+    @cached_property
+    def lines(self) -> Lines:
+        """The line of every value. Parses the text again if the data came from the cache."""
+        lines: Lines = {}
+        parse(self.text, self.name, lines)
+        return lines
 
 
 class Cache:
-    """Parsed files by the hash of their text, kept in one JSON file that holds exactly the files of the last load."""
+    """Parsed files by the hash of their text, in one JSON file in the user's cache directory.
+
+    Parsing some 300 KB of YAML in pure Python takes more than a second. The JSON file holds exactly
+    the files of the last load. It may be absent or unreadable.
+    """
 
     def __init__(self, enabled: bool) -> None:
         self.path = _cache_path() if enabled else None
@@ -53,18 +85,24 @@ class Cache:
                 ):
                     self.old = stored["files"]
 
-    def parse(self, text: str, name: str) -> Any:
-        key = hashlib.sha256(text.encode()).hexdigest()
-        if key in self.old:
-            data = self.old[key]
+    def parse(self, text: str, name: str) -> File:
+        """Return the parsed file, from the cache if it is there. UsageError if it is broken."""
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        if digest in self.old:
+            data, starts = self.old[digest]
+            file = File(name, text, data, starts)
         else:
             self.missed = True
-            data = yaml12.parse(text, name)
-        self.new[key] = data
-        return data
+            lines: Lines = {}
+            data = parse(text, name, lines)
+            starts = [lines[(i,)] for i in range(len(data))] if isinstance(data, list) else []
+            file = File(name, text, data, starts)
+            file.lines = lines
+        self.new[digest] = [file.data, file.starts]
+        return file
 
     def save(self) -> None:
-        """Replace the file atomically; a cache that cannot be written is no error."""
+        """Replace the JSON file atomically. A cache that cannot be written is no error."""
         if self.path is None or not self.missed:
             return
         with contextlib.suppress(OSError):
@@ -81,18 +119,22 @@ def _cache_path() -> Path | None:
 
 
 class SpecError(UsageError):
-    """The specification itself is broken. `problems` are all the `file:line: sentence` found."""
+    """The specification is broken. `problems` are all that were found."""
 
-    def __init__(self, problems: list[str]) -> None:
-        super().__init__("\n".join(problems))
+    def __init__(self, problems: list[Problem]) -> None:
+        super().__init__("\n".join(map(str, problems)))
         self.problems = problems
 
 
 @dataclass
 class Spec:
-    """The whole specification. `places` maps `requirement:ID`, `case:ID`, `waiver#INDEX`, ... to `file:line`; `defects`: entries by id;
-    `own_cases`: ids of cases that come from files of their own; `scenarios` and `workloads`: what engine live
-    has instead."""
+    """The whole specification.
+
+    `places` maps `requirement:ID`, `case:ID`, `waiver#INDEX` and the like to locations. `defects`
+    holds the entries by id. `own_cases` are the ids of cases that are not part of the suite but
+    were read from files of the user. `scenarios` and `workloads` are what engine live runs instead
+    of cases.
+    """
 
     requirements: dict[str, Requirement] = field(default_factory=dict)
     cases: dict[str, Case] = field(default_factory=dict)
@@ -102,7 +144,7 @@ class Spec:
     rule_waivers: dict[str, RuleWaiver] = field(default_factory=dict)
     sources: dict[str, Evidence] = field(default_factory=dict)
     defects: dict[str, dict[str, Any]] = field(default_factory=dict)
-    places: dict[str, str] = field(default_factory=dict)
+    places: dict[str, Location] = field(default_factory=dict)
     line_counts: dict[str, int] = field(default_factory=dict)
     own_cases: list[str] = field(default_factory=list)
     scenarios: dict[str, Scenario] = field(default_factory=dict)
@@ -112,28 +154,28 @@ class Spec:
 def load_spec(
     root: Path | None = None, *, cache: bool = True, cases: Sequence[str] = (), live: bool = False
 ) -> Spec:
-    """The specification under `root` (default: the one that this distribution carries), and cases in files of their own. `live`: for engine
-    live, whose cases are the scenarios. Raises SpecError, and UsageError for a file of a case that cannot be read."""
+    """Load the specification under `root`, and `cases` from files of their own.
+
+    `root` defaults to the specification of this distribution. `live`: for engine live, whose cases
+    are the scenarios. Raises SpecError, and UsageError for a case's file that cannot be read.
+    """
     base: Traversable = importlib.resources.files("kvconform.spec") if root is None else root
     loader = _Loader(Cache(enabled=cache))
     for name, text in _files(base, "requirements", "spec/"):
         loader.requirements(name, text)
     for name, text in _files(base, "cases", "spec/"):
         loader.case(name, text)
-    for name, text in sorted(
-        _files(base, "live", "spec/"), key=lambda file: not file[0].endswith("/workloads.yaml")
-    ):
-        (loader.workloads if name.endswith("/workloads.yaml") else loader.scenario)(name, text)
+    for name, text in sorted(_files(base, "live", "spec/"), key=_workloads_first):
+        (loader.workloads if _is_workloads(name) else loader.scenario)(name, text)
     for name in cases:
         try:
             (loader.scenario if live else loader.case)(name, Path(name).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(
-                f"case {name} cannot be read: {getattr(error, 'strerror', None) or error}"
-            ) from None
+            reason = getattr(error, "strerror", None) or error
+            raise UsageError(f"case {name} cannot be read: {reason}") from None
     own = {**loader.spec.cases, **loader.spec.scenarios}
     loader.spec.own_cases = [
-        name for name in own if loader.spec.places[f"case:{name}"].rpartition(":")[0] in cases
+        name for name in own if loader.spec.places[f"case:{name}"].file in cases
     ]
     for take in (loader.profiles, loader.rules, loader.waivers, loader.sources, loader.defects):
         name = f"{take.__name__}.yaml"
@@ -147,8 +189,17 @@ def load_spec(
     return loader.spec
 
 
+def _is_workloads(name: str) -> bool:
+    return name.endswith("/workloads.yaml")
+
+
+def _workloads_first(file: tuple[str, str]) -> bool:
+    """Return a sort key for (name, text): scenarios name workloads, which must be known."""
+    return not _is_workloads(file[0])
+
+
 def _files(base: Traversable, folder: str, prefix: str) -> Iterator[tuple[str, str]]:
-    """(name to show, text) of every .yaml file under `folder`, sorted."""
+    """Yield (name to show, text) of every .yaml file under `folder`, sorted."""
     here = base / folder
     if not here.is_dir():
         return
@@ -161,223 +212,215 @@ def _files(base: Traversable, folder: str, prefix: str) -> Iterator[tuple[str, s
 
 
 class _Loader:
+    """Reads files into `spec`. Each method takes one kind of file, by name and text."""
+
     def __init__(self, cache: Cache) -> None:
         self.spec = Spec()
         self.cache = cache
-        self.problems: list[str] = []
+        self.problems: list[Problem] = []
 
-    def data(self, name: str, text: str, kind: type) -> Any:
-        """The parsed file, or an empty `kind` after noting what is wrong with it."""
+    def problem(self, where: Location, sentence: str) -> None:
+        """Note a mistake."""
+        self.problems.append(Problem(where, sentence))
+
+    def file(self, name: str, text: str, kind: type) -> File:
+        """Parse a file whose data is a `kind`; note a problem and return it empty if it is not."""
         try:
-            data = self.cache.parse(text, name)
-        except UsageError as error:
-            self.problems.append(error.message)
-            return kind()
-        if not isinstance(data, kind):
-            if data is not None:
-                self.problems.append(
-                    f"{name}:1: the file must hold a {'list' if kind is list else 'map'}"
-                )
-            return kind()
+            file = self.cache.parse(text, name)
+        except BrokenFile as error:
+            self.problems.append(error.problem)
+            return File(name, text, kind(), [])
+        if not isinstance(file.data, kind):
+            if file.data is not None:
+                expected = "list" if kind is list else "map"
+                self.problem(file.place(None), f"the file must hold a {expected}")
+            return File(name, text, kind(), [])
         self.spec.line_counts[name] = text.count("\n") + (not text.endswith("\n"))
-        return data
+        return file
 
-    def model(
-        self, model: type[Model], raw: Any, name: str, text: str, path: tuple[str | int, ...]
-    ) -> Any:
-        """`raw` as `model`, or None after noting every problem with the line that it is on."""
+    def model(self, model: type[M], raw: Any, file: File, index: int | None) -> M | None:
+        """Return `raw` as `model`; None, with every problem noted with its line, if it is not."""
         try:
             return model.model_validate(raw)
         except ValidationError as error:
-            lines: yaml12.Lines = {}
-            yaml12.parse(text, name, lines)
+            entry = () if index is None else (index,)
             seen: set[tuple[int, str]] = set()
             for problem in error.errors(include_url=False, include_input=False):
                 cause = problem.get("ctx", {}).get("error")
                 loc = (*problem["loc"], *(cause.path if isinstance(cause, WrongPart) else ()))
-                line = yaml12.line_of(lines, (*path, *loc))
+                line = line_of(file.lines, (*entry, *loc))
                 where, sentence = words(model, loc, problem["type"], problem["msg"])
                 if (line, sentence) not in seen:
                     seen.add((line, sentence))
-                    self.problems.append(
-                        f"{name}:{line}: {where + ': ' if where else ''}{sentence}"
-                    )
+                    where = f"{where}: " if where else ""
+                    self.problem(Location(file.name, line), where + sentence)
             return None
 
-    def place(self, key: str, name: str, text: str, path: tuple[str | int, ...]) -> bool:
-        """Remember where `key` is; False, with a problem noted, if it is already somewhere else."""
+    def entries(self, model: type[M], name: str, text: str) -> Iterator[tuple[M, File, int]]:
+        """Yield (entry, file, index) of each valid entry of a file that holds a list."""
+        file = self.file(name, text, list)
+        for index, raw in enumerate(file.data):
+            found = self.model(model, raw, file, index)
+            if found is not None:
+                yield found, file, index
+
+    def place(self, key: str, file: File, index: int | None) -> bool:
+        """Record the place of `key`; return False, with a problem noted, if it has one already."""
+        here = file.place(index)
         if key in self.spec.places:
-            here = (
-                f"{name}:{_entry_line(name, text, path)}"  # by its index: the id is on both lines
-            )
-            self.problems.append(
-                f"{here}: {key.replace(':', ' ', 1)} is defined at {self.spec.places[key]} already"
-            )
+            what = key.replace(":", " ", 1)
+            self.problem(here, f"{what} is defined at {self.spec.places[key]} already")
             return False
-        self.spec.places[key] = f"{name}:{_line(text, path)}"
+        self.spec.places[key] = here
         return True
 
     def requirements(self, name: str, text: str) -> None:
+        """Take spec/requirements/<area>.yaml; entries without an area get the file's."""
         area = name.rsplit("/", 1)[-1].removesuffix(".yaml")
-        for index, raw in enumerate(self.data(name, text, list)):
+        file = self.file(name, text, list)
+        for index, raw in enumerate(file.data):
             if isinstance(raw, dict) and "area" not in raw:
                 raw = {**raw, "area": area}
-            found = self.model(Requirement, raw, name, text, (index,))
-            if found is not None and self.place(
-                f"requirement:{found.id}", name, text, (index, found.id)
-            ):
+            found = self.model(Requirement, raw, file, index)
+            if found is not None and self.place(f"requirement:{found.id}", file, index):
                 self.spec.requirements[found.id] = found
 
     def case(self, name: str, text: str) -> None:
+        """Take the file of a case."""
         before = len(self.problems)
-        raw = self.data(name, text, dict)
-        if not raw and len(self.problems) == before:
-            self.problems.append(f"{name}:1: the file is empty: it must hold a case")
-        found = self.model(Case, raw, name, text, ()) if raw else None
-        if found is not None and self.place(f"case:{found.id}", name, text, ()):
+        file = self.file(name, text, dict)
+        if not file.data and len(self.problems) == before:
+            self.problem(file.place(None), "the file is empty: it must hold a case")
+        found = self.model(Case, file.data, file, None) if file.data else None
+        if found is not None and self.place(f"case:{found.id}", file, None):
             self.spec.cases[found.id] = found
 
     def scenario(self, name: str, text: str) -> None:
-        raw = self.data(name, text, dict)
-        found = self.model(Scenario, raw, name, text, ()) if raw else None
+        """Take the file of a scenario; its workload must have been taken before."""
+        file = self.file(name, text, dict)
+        found = self.model(Scenario, file.data, file, None) if file.data else None
         if found is None:
             if not self.problems:
-                self.problems.append(
-                    f"{name}:1: the file is empty: it must hold a scenario of engine live"
-                )
-        elif self.place(f"case:{found.id}", name, text, ()):
+                sentence = "the file is empty: it must hold a scenario of engine live"
+                self.problem(file.place(None), sentence)
+        elif self.place(f"case:{found.id}", file, None):
             self.spec.scenarios[found.id] = found
-            if found.workload is not None and found.workload not in self.spec.workloads:
-                known = did_you_mean(found.workload, self.spec.workloads)
-                self.problems.append(
-                    f"{name}:1: scenario {found.id}: there is no workload {found.workload!r}{known}"
-                )
-            elif found.workload is not None:
-                phases = [phase.name for phase in self.spec.workloads[found.workload].phases]
-                unknown = [fault.phase for fault in found.faults if fault.phase not in phases]
-                where = f"{name}:1: scenario {found.id}: workload {found.workload}"
-                self.problems += [
-                    f"{where} has no phase {phase!r}{did_you_mean(phase, phases)}"
-                    for phase in unknown
-                ]
+            if found.workload is not None:
+                for sentence in self._unfit_workload(found):
+                    self.problem(file.place(None), f"scenario {found.id}: {sentence}")
+
+    def _unfit_workload(self, scenario: Scenario) -> list[str]:
+        """Return what is wrong between a scenario and the workload that it names."""
+        assert scenario.workload is not None
+        workload = self.spec.workloads.get(scenario.workload)
+        if workload is None:
+            close = did_you_mean(scenario.workload, self.spec.workloads)
+            return [f"there is no workload {scenario.workload!r}{close}"]
+        phases = [phase.name for phase in workload.phases]
+        return [
+            f"workload {workload.id} has no phase {fault.phase!r}"
+            f"{did_you_mean(fault.phase, phases)}"
+            for fault in scenario.faults
+            if fault.phase not in phases
+        ]
 
     def workloads(self, name: str, text: str) -> None:
-        for index, raw in enumerate(self.data(name, text, list)):
-            found = self.model(Workload, raw, name, text, (index,))
-            if found is not None and self.place(
-                f"workload:{found.id}", name, text, (index, found.id)
-            ):
+        """Take spec/live/workloads.yaml."""
+        for found, file, index in self.entries(Workload, name, text):
+            if self.place(f"workload:{found.id}", file, index):
                 self.spec.workloads[found.id] = found
 
     def profiles(self, name: str, text: str) -> None:
-        for index, raw in enumerate(self.data(name, text, list)):
-            found = self.model(Profile, raw, name, text, (index,))
-            if found is not None and self.place(
-                f"profile:{found.id}", name, text, (index, found.id)
-            ):
+        """Take spec/profiles.yaml."""
+        for found, file, index in self.entries(Profile, name, text):
+            if self.place(f"profile:{found.id}", file, index):
                 self.spec.profiles[found.id] = found
 
     def waivers(self, name: str, text: str) -> None:
-        for index, raw in enumerate(self.data(name, text, list)):
-            of_rule = isinstance(raw, dict) and "rule" in raw
-            found = self.model(RuleWaiver if of_rule else Waiver, raw, name, text, (index,))
-            if (
-                of_rule
-                and found is not None
-                and self.place(f"waiver:{found.rule}", name, text, (index, found.rule))
-            ):
-                self.spec.rule_waivers[found.rule] = found
-            elif not of_rule and found is not None:
-                self.spec.places[f"waiver#{len(self.spec.waivers)}"] = (
-                    f"{name}:{_entry_line(name, text, (index,))}"
-                )
-                self.spec.waivers.append(found)
+        """Take spec/waivers.yaml: waivers of rules, and waivers of failures."""
+        file = self.file(name, text, list)
+        for index, raw in enumerate(file.data):
+            if isinstance(raw, dict) and "rule" in raw:
+                rule = self.model(RuleWaiver, raw, file, index)
+                if rule is not None and self.place(f"waiver:{rule.rule}", file, index):
+                    self.spec.rule_waivers[rule.rule] = rule
+                continue
+            waiver = self.model(Waiver, raw, file, index)
+            if waiver is not None:
+                self.spec.places[f"waiver#{len(self.spec.waivers)}"] = file.place(index)
+                self.spec.waivers.append(waiver)
 
     def rules(self, name: str, text: str) -> None:
-        for index, raw in enumerate(self.data(name, text, list)):
-            found = self.model(Rule, raw, name, text, (index,))
-            if found is not None and self.place(
-                f"rule:{found.rule}", name, text, (index, found.rule)
-            ):
+        """Take spec/rules.yaml."""
+        for found, file, index in self.entries(Rule, name, text):
+            if self.place(f"rule:{found.rule}", file, index):
                 self.spec.rules[found.rule] = found
 
     def sources(self, name: str, text: str) -> None:
-        for index, raw in enumerate(self.data(name, text, list)):
-            found = self.model(Evidence, raw, name, text, (index,))
-            if found is not None and self.place(f"source:{key(found)}", name, text, (index,)):
+        """Take spec/sources.yaml."""
+        for found, file, index in self.entries(Evidence, name, text):
+            if self.place(f"source:{key(found)}", file, index):
                 self.spec.sources[key(found)] = found
 
     def defects(self, name: str, text: str) -> None:
-        """Only the ids matter here; kvconform.dev.defects reads the rest."""
-        for index, raw in enumerate(self.data(name, text, list)):
+        """Take the ids of spec/defects.yaml; kvconform.dev.defects reads the rest."""
+        file = self.file(name, text, list)
+        for index, raw in enumerate(file.data):
             if isinstance(raw, dict) and isinstance(raw.get("id"), str):
-                if self.place(f"defect:{raw['id']}", name, text, (index, raw["id"])):
+                if self.place(f"defect:{raw['id']}", file, index):
                     self.spec.defects[raw["id"]] = raw
             else:
-                self.problems.append(
-                    f"{name}:{_entry_line(name, text, (index,))}: a defect needs an id"
-                )
-
-
-def _line(text: str, path: tuple[str | int, ...]) -> int:
-    """The line of the list entry with the id `path[1]`, found in the text: parsing again for every entry would be too slow."""
-    if len(path) < 2:
-        return 1
-    for number, line in enumerate(text.splitlines(), 1):
-        for wanted in (f"id: {path[1]}", f"rule: {path[1]}"):
-            if line.lstrip("- {").rstrip().startswith(wanted) and line.lstrip("- {")[
-                len(wanted) :
-            ].strip()[:1] in ("", ",", "#", "}"):
-                return number
-    return 1
-
-
-def _entry_line(name: str, text: str, path: tuple[str | int, ...]) -> int:
-    """The line of the list entry with the index `path[0]`. Parses the text again."""
-    lines: yaml12.Lines = {}
-    yaml12.parse(text, name, lines)
-    return yaml12.line_of(lines, path[:1])
+                self.problem(file.place(index), "a defect needs an id")
 
 
 def words(
     model: type[Model], loc: tuple[str | int, ...], kind: str, message: str
 ) -> tuple[str, str]:
-    """Where in the entry, and what is wrong, for a reader: list places count from 1, and a field that does not exist is compared with those
-    that do."""
+    """Return (place within the entry, sentence) of a pydantic error, for a reader.
+
+    Positions in lists count from 1. A field that does not exist is compared with those that do.
+    """
     where = ""
     for part in loc:
-        where += f" {part + 1}" if isinstance(part, int) else f"{'.' if where else ''}{part}"
+        if isinstance(part, int):
+            where += f" {part + 1}"
+        else:
+            where += f".{part}" if where else part
+    where = where.strip()
     if kind != "extra_forbidden":
-        return where.strip(), message.removeprefix("Value error, ")
+        return where, message.removeprefix("Value error, ")
     known = set(model.model_fields)
     if len(loc) > 1:
         parts = model.model_json_schema().get("$defs", {}).values()
         known = {name for part in parts for name in part.get("properties", ())}
-    return where.strip(), f"there is no such field{did_you_mean(str(loc[-1]), sorted(known), 1)}"
+    return where, f"there is no such field{did_you_mean(str(loc[-1]), sorted(known), 1)}"
 
 
 def entries(spec: Spec) -> list[Entry]:
-    """The entries of spec/history.yaml. SpecError for what is malformed, and for an unknown case or requirement."""
+    """Return the entries of spec/history.yaml.
+
+    SpecError if one is malformed, or names a case or requirement that does not exist.
+    """
+    name = "spec/history.yaml"
     text = (importlib.resources.files("kvconform.spec") / "history.yaml").read_text(
         encoding="utf-8"
     )
     try:
-        found = [Entry.model_validate(raw) for raw in parse(text, "spec/history.yaml")]
+        found = [Entry.model_validate(raw) for raw in parse(text, name)]
     except ValidationError as error:
-        raise SpecError(
-            [f"spec/history.yaml: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}"]
-        ) from None
+        problem = error.errors()[0]
+        sentence = f"{problem['loc']}: {problem['msg']}"
+        raise SpecError([Problem(Location(name), sentence)]) from None
     for entry in found:
-        unknown = [name for name in entry.cases if name not in spec.cases]
-        unknown += [name for name in (*entry.fails, *entry.also) if name not in spec.requirements]
+        unknown = [case for case in entry.cases if case not in spec.cases]
+        unknown += [req for req in (*entry.fails, *entry.also) if req not in spec.requirements]
         if unknown:
-            raise SpecError(
-                [f"spec/history.yaml: {entry.id} names {', '.join(unknown)}, which does not exist"]
-            )
+            sentence = f"{entry.id} names {', '.join(unknown)}, which does not exist"
+            raise SpecError([Problem(Location(name), sentence)])
     return found
 
 
 def explained(spec: Spec) -> dict[str, str]:
-    """Guarantee -> the known bug of the engine that breaks it (docs/engine-findings.md)."""
+    """Map guarantees to the known bug of the engine that breaks them (docs/engine-findings.md)."""
     found = [entry for entry in entries(spec) if spec.cases[entry.cases[0]].area == "findings"]
     return {name: entry.id for entry in found for name in (*entry.fails, *entry.also)}

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Profiles: named selections of requirements and cases. Waivers: known breaches by the engine itself, per vLLM version."""
+"""Profiles, and waivers.
+
+A profile is a named selection of requirements and cases. A waiver is a known failure of the engine
+itself, in a range of vLLM versions.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import fnmatch
 import re
 from collections.abc import Iterable
 from datetime import date
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -18,7 +22,10 @@ _BOUND = re.compile(r"(>=|<=|==|<|>)(\d+(?:\.\d+)*)")
 
 
 class Profile(Model):
-    """A selection. A requirement belongs to it if its area or its id is named (globs), unless excluded; cases likewise."""
+    """A selection of requirements and cases.
+
+    A requirement or case belongs to it if a glob names its area or its id, unless it is excluded.
+    """
 
     id: Id
     text: str
@@ -26,7 +33,7 @@ class Profile(Model):
     requirements: list[str] = Field(default=[], description="globs over requirement ids")
     areas: list[str] = Field(default=[], description="globs over requirement areas")
     exclude: list[str] = Field(
-        default=[], description="globs over requirement and case ids that do not belong"
+        default=[], description="globs over ids of requirements and cases to leave out"
     )
     cases: list[str] = Field(default=[], description="globs over case ids")
     case_areas: list[str] = Field(default=[], description="globs over case areas")
@@ -35,12 +42,12 @@ class Profile(Model):
     )
 
     def has_requirement(self, req: Requirement) -> bool:
-        """Whether it names the requirement itself (not through `includes`)."""
+        """Return whether the profile itself, not one of `includes`, names the requirement."""
         named = _any(self.requirements, req.id) or _any(self.areas, req.area)
         return named and not _any(self.exclude, req.id)
 
     def has_case(self, case: Case) -> bool:
-        """Whether it names the case itself (not through `includes`)."""
+        """Return whether the profile itself, not one of `includes`, names the case."""
         named = _any(self.cases, case.id) or _any(self.case_areas, case.area)
         return named and not _any(self.exclude, case.id)
 
@@ -55,7 +62,10 @@ def select(
     requirements: Iterable[Requirement],
     cases: Iterable[Case],
 ) -> tuple[list[str], list[str]]:
-    """The ids of the requirements and cases of profile `name` and of those it includes, in the order given. KeyError if unknown."""
+    """Return the ids of the requirements and cases of profile `name` and of those it includes.
+
+    They are in the order given. KeyError for an unknown profile.
+    """
     chain: list[Profile] = []
     waiting = [name]
     while waiting:
@@ -76,7 +86,7 @@ def _version_range(value: str) -> str:
 
 
 def in_range(version: str, bounds: str | None) -> bool:
-    """Whether a vLLM version lies in `>=0.31,<0.33`; None means all versions."""
+    """Return whether a vLLM version lies in bounds such as `>=0.31,<0.33`; None: no bounds."""
     if bounds is None:
         return True
     have = version_key(version)
@@ -84,13 +94,14 @@ def in_range(version: str, bounds: str | None) -> bool:
         found = _BOUND.fullmatch(part.strip())
         assert found is not None, bounds
         want = version_key(found.group(2))
-        if not {
+        holds = {
             ">=": have >= want,
             "<=": have <= want,
             "==": have == want,
             "<": have < want,
             ">": have > want,
-        }[found.group(1)]:
+        }
+        if not holds[found.group(1)]:
             return False
     return True
 
@@ -101,7 +112,10 @@ def _iso_date(value: str) -> str:
 
 
 class Expected(Model):
-    """A failure that is known: the requirement (and case, both globs), why, and until when (ISO date, the last day that it holds)."""
+    """A known failure.
+
+    `requirement` and `case` are globs. `expires` is the last day on which it holds, as ISO date.
+    """
 
     requirement: str
     case: str = "*"
@@ -110,28 +124,33 @@ class Expected(Model):
     expires: Annotated[str, AfterValidator(_iso_date)] | None = None
 
     def expired(self, today: date) -> bool:
+        """Return whether the entry no longer holds."""
         return self.expires is not None and today > date.fromisoformat(self.expires)
 
     def matches(self, requirement: str, case: str) -> bool:
+        """Return whether the entry is about this requirement and case."""
         return fnmatch.fnmatchcase(requirement, self.requirement) and fnmatch.fnmatchcase(
             case, self.case
         )
 
 
 class Waiver(Expected):
-    """A known failure of the engine, carried by the suite: applies to guarantees on these engines, schedulings and vLLM versions."""
+    """A known failure of the engine, in the suite's own list.
+
+    It applies to guarantees, on these engines, schedulings and vLLM versions.
+    """
 
     engines: list[Literal["reference", "vllm", "live"]] = ["vllm"]
     scheduling: list[Literal["sync", "async"]] = ["sync", "async"]
     vllm: Annotated[str, AfterValidator(_version_range)] | None = None
 
-    def applies(self, row: dict[str, Any], vllm: str) -> bool:
-        """Whether it covers a row (as a dict) of a run on this vLLM version."""
-        here = row["engine"] in self.engines and row["scheduling"] in self.scheduling
-        return here and in_range(vllm, self.vllm) and self.matches(row["requirement"], row["case"])
+    def applies(self, engine: str, scheduling: str, vllm: str) -> bool:
+        """Return whether it covers runs of this engine, scheduling and vLLM version."""
+        here = engine in self.engines and scheduling in self.scheduling
+        return here and in_range(vllm, self.vllm)
 
 
 def unknown_requirements(entries: Iterable[Expected], known: Iterable[str]) -> list[str]:
-    """The requirement globs of entries that match no requirement of the specification at all."""
+    """Return the requirement globs of entries that match no known requirement."""
     ids = list(known)
     return [entry.requirement for entry in entries if not fnmatch.filter(ids, entry.requirement)]

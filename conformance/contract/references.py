@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the cited places of vLLM's source said when they were read: `spec/sources.yaml`, a digest per place.
+"""What requirements and cases refer to: places in vLLM's source, rules, bugs, known findings.
 
-`python -m kvconform.dev.drift update` writes that file, and `spec/hooks.yaml` (kvconform.dev.drift), from the installed vLLM (`--check`:
-only says whether they would change); `kvconform drift` compares them with the installed vLLM. Neither imports vLLM.
+`spec/sources.yaml` has a digest of each cited place in vLLM's source, as it was when it was read.
+`python -m kvconform.dev.drift update` writes that file, and `spec/hooks.yaml`, from the installed
+vLLM; with `--check` it only reports whether they would change. `kvconform drift` compares them with
+the installed vLLM. Neither imports vLLM.
 """
 
 from __future__ import annotations
@@ -21,17 +23,17 @@ class Evidence(Model):
     file: str = Field(description="relative to vllm/")
     symbol: str
     version: Version
-    line: int = Field(ge=1, description="on which it begins, for links")
+    line: int = Field(ge=1, description="where it begins, for links")
     digest: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 
 
 def key(source: Source | Evidence) -> str:
-    """`file: symbol`, what entries are known by."""
+    """Return `file: symbol`, the key of an entry."""
     return f"{source.file}: {source.symbol}"
 
 
 def digest(text: str) -> str:
-    """16 hexadecimal digits of a symbol's text as kvconform.compat.installed.text returns it."""
+    """Return 16 hexadecimal digits for a symbol's text, as compat.installed.text returns it."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -40,7 +42,7 @@ Who = Literal["connector MUST", "connector SHOULD", "connector MAY", "engine", "
 
 
 class Rule(Model):
-    """One rule. `until`: the first vLLM version that knows it no more."""
+    """One rule. `until`: the first vLLM version without it."""
 
     rule: RuleNumber
     who: Who
@@ -49,30 +51,35 @@ class Rule(Model):
 
 
 class RuleWaiver(Model):
-    """A rule that nothing covers, and why: it is wrong, nothing here could observe it, or it binds what is not the connector interface."""
+    """A rule that nothing covers, and why.
+
+    It is wrong, nothing here could observe it, or it is not about the connector interface.
+    """
 
     rule: RuleNumber
     because: Literal["wrong", "not observable", "other half"]
     reason: str = Field(min_length=1)
-    link: str = Field(
-        min_length=1, description="where that can be checked: a place in vLLM's source, or an issue"
-    )
+    link: str = Field(min_length=1, description="evidence: a place in vLLM's source, or an issue")
 
 
 class Entry(Model):
-    """One bug as it was released. Every id in `fails` must FAIL in at least one run of `cases` on each of `releases`."""
+    """One bug as it was released.
+
+    Every id in `fails` must FAIL in at least one run of `cases` on each of `releases`.
+    """
 
     id: Id
     bug: Annotated[
         str,
         Field(
             pattern=r"^(B\d{3}|R\d{3})$",
-            description="of the list of bugs, or the rule of the contract that was broken",
+            description="number in the list of bugs, or the rule of the contract that was broken",
         ),
     ]
     text: str
     note: str | None = Field(
-        None, description="what speaks for the engine, or bounds the finding; shown with it"
+        None,
+        description="what defends the engine or limits the finding; shown with the finding",
     )
     releases: list[Annotated[str, Field(pattern=r"^\d+\.\d+\.\d+$")]] = Field(min_length=1)
     connector: str
@@ -84,7 +91,8 @@ class Entry(Model):
     fails: list[Id] = Field(min_length=1)
     also: list[Id] = Field(
         [],
-        description="guarantees that go with it in other workloads; `kvconform explore` names the bug beside them",
+        description="guarantees that fail with it in other workloads; "
+        "`kvconform explore` names the bug with them",
     )
 
 
@@ -92,7 +100,11 @@ Thread = Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+#\d+$")]
 
 
 class Bug(Model):
-    """One bug: `where` it was, `what` was seen, its `cause` where a thread says one, and the threads as repository#number."""
+    """One bug of the list of bugs.
+
+    `where` it was, `what` was observed, its `cause` if a thread names one, and the threads as
+    repository#number.
+    """
 
     bug: Annotated[str, Field(pattern=r"^B\d{3}$")]
     where: str
@@ -101,7 +113,10 @@ class Bug(Model):
     threads: list[Thread] = Field(min_length=1)
 
     def links(self) -> list[tuple[str, str]]:
-        """(repository#number, address) of each thread; GitHub leads from an issue's address to the pull request of that number."""
+        """Return (repository#number, address) of each thread.
+
+        GitHub redirects the address of an issue to the pull request of that number.
+        """
         return [
             (thread, "https://github.com/{}/issues/{}".format(*thread.split("#")))
             for thread in self.threads

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requirements: normative sentences with an executable check, as read from spec/requirements/<area>.yaml.
+"""Requirements: normative sentences with an executable check.
 
-A requirement names one event, an optional guard (`where`) and exactly one pattern: `always`, `never`, `count`, `precede`, `respond` or
-`relate`. Expressions are compiled and checked against the event list while the model is validated, so that a bad one is an error of the
-file that holds it.
+They are read from spec/requirements/<area>.yaml. A requirement names one event, an optional guard
+(`where`) and exactly one pattern: `always`, `never`, `count`, `precede`, `respond` or `relate`.
+Expressions are compiled and checked against the list of events while the model is validated, so
+that a bad one is an error of its file.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def _known_event(name: str) -> str:
 
 
 def _expression_text(value: Any) -> Any:
-    """`always: true` is a YAML boolean or number; as an expression it is its Python spelling."""
+    """Return the Python spelling of a YAML boolean or number, as in `always: true`."""
     return repr(value) if isinstance(value, (bool, int)) else value
 
 
@@ -62,14 +63,17 @@ Trace = list[TraceEvent]
 
 
 class Model(BaseModel):
-    """Base of everything that is read from YAML: unknown keys and coercions are errors, instances are immutable."""
+    """Base of the models that are read from YAML.
+
+    Unknown keys and values of another type are errors; instances are immutable.
+    """
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, ignored_types=(cached_property,)
     )
 
     def __getstate__(self) -> dict[Any, Any]:
-        """Pickled without what is cached: compiled expressions cannot be pickled, and are cheap to make again."""
+        """Leave out cached properties: compiled expressions cannot be pickled."""
         state = super().__getstate__()
         state["__dict__"] = {
             name: value
@@ -80,7 +84,10 @@ class Model(BaseModel):
 
 
 class Source(Model):
-    """Where vLLM's source shows that the requirement holds: `file` relative to vllm/, `symbol` as Class.method or function."""
+    """Where vLLM's source shows that the requirement holds.
+
+    `file` is relative to vllm/, `symbol` is Class.method or a function.
+    """
 
     file: str
     symbol: str
@@ -88,14 +95,17 @@ class Source(Model):
 
 
 class Match(Model):
-    """Some events: a kind, and a guard over the event `e` and the trigger `t`."""
+    """A set of events: a kind, and a guard over the event `e` and the trigger `t`."""
 
     event: Event
     where: Check | None = None
 
 
 class Count(Model):
-    """Between `min` and `max` matching events per value of the key `per` (one key if absent), judged at the end of the run."""
+    """Between `min` and `max` matching events per value of `per`, or in all if it is absent.
+
+    Judged at the end of the run.
+    """
 
     per: Check | None = None
     min: int | None = Field(default=None, ge=1)
@@ -111,7 +121,7 @@ class Count(Model):
 
 
 class Precede(Model):
-    """Every trigger `t` comes after a `before` event with no `end` event between that one and the trigger."""
+    """Every trigger `t` comes after a `before` event, with no `end` event between the two."""
 
     before: Match
     end: Match | None = None
@@ -122,16 +132,20 @@ def _deadline(value: Any) -> Any:
 
 
 class Respond(Model):
-    """Every trigger `t` is followed by a `then` event no later than the next `by` event. Seen at the same event, `then` counts."""
+    """Every trigger `t` is followed by a `then` event no later than the next `by` event.
+
+    If one event is both, `then` counts.
+    """
 
     then: Match
     by: Annotated[Match, BeforeValidator(_deadline, json_schema_input_type=str | Match)]
 
 
 class Relate(Model):
-    """The projections of all matching events of two runs of one case are equal: in order within each `per` (one group if absent).
+    """The projections of all matching events of two runs of one case are equal.
 
-    `ordered: false` compares them as bags; with `prefix`, a group that merely stops earlier is equal.
+    They are compared in order within each group `per` (one group if absent). `ordered: false`
+    compares them as bags. With `prefix`, a group that only stops earlier is equal.
     """
 
     runs: list[Relation] = Field(min_length=2, max_length=2)
@@ -165,7 +179,10 @@ CapabilityExpr = Annotated[
 
 
 class Requirement(Model):
-    """One sentence of the contract and how it is checked. `kind: guarantee` binds the engine, not the connector."""
+    """One sentence of the contract, and its check.
+
+    `kind: guarantee` binds the engine, not the connector.
+    """
 
     id: Id
     kind: Literal["requirement", "guarantee"] = "requirement"
@@ -187,14 +204,15 @@ class Requirement(Model):
     engines: list[Literal["reference", "vllm", "live"]] = ["reference", "vllm", "live"]
     consequence: bool = Field(
         default=False,
-        description="violated only because something else was: BLOCKED after an earlier FAIL",
+        description="violated only as a consequence of another violation: "
+        "BLOCKED after an earlier FAIL",
     )
 
     event: Event | None = None
     where: Check | None = None
     exercised: Match | None = Field(
         default=None,
-        description="what shows that the rule was at stake, where `event` is the breach itself",
+        description="the event that exercises the rule, where `event` is the breach itself",
     )
     always: Check | None = None
     never: Check | None = None
@@ -213,15 +231,12 @@ class Requirement(Model):
     def _one_pattern(self) -> Requirement:
         names = [name for name in PATTERNS if getattr(self, name) is not None]
         if len(names) != 1:
-            raise ValueError(
-                f"exactly one of {', '.join(PATTERNS)} is needed, found {', '.join(names) or 'none'}"
-            )
-        if (self.event is None) != (names[0] == "relate"):
-            raise ValueError(
-                "`event` is missing"
-                if self.event is None
-                else "with `relate`, put `event` and `where` inside of it"
-            )
+            found = ", ".join(names) or "none"
+            raise ValueError(f"exactly one of {', '.join(PATTERNS)} is needed, found {found}")
+        if self.event is None and self.relate is None:
+            raise ValueError("`event` is missing")
+        if self.event is not None and self.relate is not None:
+            raise ValueError("with `relate`, put `event` and `where` inside of it")
         if self.exercised is not None and self.relate is not None:
             raise ValueError("`exercised` goes with an `event`, not with `relate`")
         try:
@@ -230,13 +245,9 @@ class Requirement(Model):
             raise ValueError(str(error)) from None
         for name in ("good", "bad"):
             traces = getattr(self, name)
-            flat = (
-                bool(traces)
-                and isinstance(traces[0], list)
-                and bool(traces[0])
-                and isinstance(traces[0][0], dict)
-            )
-            if self.relate is not None and flat and len(traces) != 2:
+            first = traces[0] if traces else None
+            one_pair = isinstance(first, list) and bool(first) and isinstance(first[0], dict)
+            if self.relate is not None and one_pair and len(traces) != 2:
                 raise ValueError(f"{name}: a relate trace is a pair of traces")
         return self
 
@@ -247,7 +258,10 @@ class Requirement(Model):
 
     @cached_property
     def expressions(self) -> dict[str, Expression]:
-        """The compiled expressions by role: where, check, per, before, end, then, by, project. Absent ones have no entry."""
+        """The compiled expressions by role; absent ones have no entry.
+
+        Roles: where, check, exercised, per, before, end, then, by, project.
+        """
         return _compile_all(self)
 
     @cached_property
@@ -256,49 +270,43 @@ class Requirement(Model):
         return compile_capability(self.capability)
 
     def applies_to(self, caps: dict[str, Any]) -> bool:
-        """Whether a connector with these capabilities is bound by it."""
+        """Return whether it binds a connector with these capabilities."""
         return bool(self.capability_expr.bind(caps)({}))
 
     @cached_property
     def kinds(self) -> frozenset[str]:
-        """The event kinds that it looks at."""
-        matches = (
-            [self.precede.before, self.precede.end]
-            if self.precede
-            else [self.respond.then, self.respond.by]
-            if self.respond
-            else []
-        )
-        own = self.relate.event if self.relate else self.event
-        return frozenset(
-            {own, *(m.event for m in [*matches, self.exercised] if m is not None)} - {None}
-        )  # type: ignore[arg-type]
+        """The event kinds that it reads."""
+        matches = [self.exercised]
+        if self.precede is not None:
+            matches += [self.precede.before, self.precede.end]
+        if self.respond is not None:
+            matches += [self.respond.then, self.respond.by]
+        kinds = {self.relate.event if self.relate is not None else self.event}
+        kinds |= {match.event for match in matches if match is not None}
+        return frozenset(kind for kind in kinds if kind is not None)
 
     @cached_property
     def channels(self) -> frozenset[str]:
-        """The channels that it needs: those of its events, and those it declares."""
+        """The channels that it needs: those of its events, and those in `needs`."""
         return frozenset(channels_of(set(self.kinds)) | set(self.needs))
 
     def in_force(self, vllm: str) -> bool:
-        """Whether it holds in this vLLM version: since <= version < until."""
+        """Return whether it holds in this vLLM version: since <= version < until."""
         return in_force(self.since, self.until, vllm)
 
     def traces(self, which: Literal["good", "bad"]) -> list[Any]:
-        """The example traces in one shape: a list of traces (lists of events); for `relate`, of pairs of traces."""
+        """Return the example traces as a list of traces; for `relate`, of pairs of traces.
+
+        A trace is a list of events. With `always` and `never` each event that is not in a list is a
+        trace of its own, because each must be accepted or rejected alone.
+        """
         raw: list[Any] = getattr(self, which)
         if self.relate is not None:
-            pair = (
-                bool(raw)
-                and isinstance(raw[0], list)
-                and all(isinstance(event, dict) for event in raw[0])
-            )
-            return [raw] if pair else raw
-        if self.pattern in (
-            "always",
-            "never",
-        ):  # one event each is the usual shape, and each must be accepted or rejected alone
-            return [item if isinstance(item, list) else [item] for item in raw]
-        if raw and all(isinstance(item, dict) for item in raw):  # one trace, written flat
+            first = raw[0] if raw else None
+            one_pair = isinstance(first, list) and all(isinstance(event, dict) for event in first)
+            return [raw] if one_pair else raw
+        of_events = bool(raw) and all(isinstance(item, dict) for item in raw)
+        if of_events and self.pattern not in ("always", "never"):
             return [raw]
         return [item if isinstance(item, list) else [item] for item in raw]
 
@@ -307,7 +315,10 @@ PATTERNS = ("always", "never", "count", "precede", "respond", "relate")
 
 
 def version_key(version: str) -> tuple[int, ...]:
-    """`0.32.0rc1+cpu` -> (0, 32, 0): enough to order vLLM's releases. Trailing zeros do not matter."""
+    """Return a key that orders vLLM's releases: `0.32.0rc1+cpu` -> (0, 32).
+
+    Trailing zeros are left out.
+    """
     found = re.match(r"v?(\d+(?:\.\d+)*)", version)
     numbers = [int(part) for part in found.group(1).split(".")] if found else [0]
     while len(numbers) > 1 and numbers[-1] == 0:
@@ -316,7 +327,7 @@ def version_key(version: str) -> tuple[int, ...]:
 
 
 def in_force(since: str | None, until: str | None, vllm: str) -> bool:
-    """Whether since <= version < until; None is no bound."""
+    """Return whether since <= version < until; None is no bound."""
     version = version_key(vllm)
     return (since is None or version >= version_key(since)) and (
         until is None or version < version_key(until)

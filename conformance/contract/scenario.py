@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults of a connector's back end, as a scenario names them: data only.
+"""Scenarios of engine live, as read from spec/live/<id>.yaml, and the faults they plan.
 
-Scenarios of the live engine, as read from spec/live/<id>.yaml: how vLLM is started, and what is asked of it.
-
-A scenario takes the place of a case where the engine is `live`: it only drives. What must have happened for it to say anything is in `due`
-and in `hits` of its phases, and is read from vLLM's own metrics.
+A scenario says how vLLM is started and which requests it gets. It takes the place of a case and,
+like a case, only drives. `due`, and `hits` of its phases, name what must have happened for its
+verdicts to mean anything; this is read from vLLM's own metrics.
 """
 
 from __future__ import annotations
@@ -23,15 +22,20 @@ Deed = Literal["kill", "restart", "pause", "clear"]
 
 
 class Fault(Model):
-    """What happens to servers of the connector's settings, and when.
+    """A fault of the servers in the connector's settings, and its time.
 
-    It strikes in phase `phase`, after `at` steps of it (0: before its first request); with `before`, in the first step from then on in
-    which the worker half is about to start loads that the engine has granted, or to finish its saves, right before it does.
+    It strikes in phase `phase`, after `at` steps of the phase (0: before its first request). With
+    `before`, it strikes in the first step from then on in which the worker half is about to start
+    granted loads, or to finish its saves, right before it does.
 
-    kill: the server is gone from one moment to the next, and stays away. restart: gone, and back on the same port with what it keeps on
-    disk; one that is gone comes back. pause: it stands still for `still` seconds (SIGSTOP), and goes on. clear: it forgets what it stores.
-    Any of them may be preceded by `still` seconds in which the server answers nothing, while the engine goes on; without them the engine
-    stands still until it is done.
+    - kill: the server is killed, and stays away.
+    - restart: the server is killed, and started again on the same port with its files on disk. A
+      killed server is started.
+    - pause: the server stops for `still` seconds (SIGSTOP), and continues.
+    - clear: the server deletes what it stores.
+
+    Each may be preceded by `still` seconds in which the server does not reply while the engine
+    continues. Without them the engine waits until the fault is done.
     """
 
     phase: Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")]
@@ -43,21 +47,24 @@ class Fault(Model):
     @model_validator(mode="after")
     def _lasts(self) -> Fault:
         if self.do == "pause" and not self.still:
-            raise ValueError("a pause takes some seconds: `still`")
+            raise ValueError("`pause` needs `still`, its duration in seconds")
         return self
 
 
 def lacking(faults: Sequence[Fault], clearable: Sequence[bool]) -> str | None:
-    """What a connector's settings lack for these faults; `clearable`: of each of its servers, whether it can be told to forget."""
+    """Return what a connector's settings lack for these faults, or None.
+
+    `clearable`: whether it can be cleared, for each of its servers.
+    """
     if faults and not clearable:
         return "a server of its own that can be made to fail ([[servers]] in the settings)"
     if any(fault.do == "clear" for fault in faults) and not all(clearable):
-        return "servers that can be told to forget (`clear` or `lose` in [[servers]])"
+        return "servers that can be cleared (`clear` or `lose` in [[servers]])"
     return None
 
 
 def spared(faults: Sequence[Fault], events: Iterable[dict[str, Any]]) -> list[str]:
-    """In words, the faults that never struck: their phase was over before."""
+    """Return a sentence for each fault that never struck because its phase ended before."""
     struck = {(e["phase"], e["number"]) for e in events if e["kind"] == "live.fault"}
     return [
         f"the fault `{fault.do}` of phase {fault.phase} never struck"
@@ -67,7 +74,7 @@ def spared(faults: Sequence[Fault], events: Iterable[dict[str, Any]]) -> list[st
 
 
 def numbered(faults: Sequence[Fault]) -> list[tuple[int, Fault]]:
-    """The faults with their number within their phase."""
+    """Return the faults, each with its number within its phase."""
     counts: dict[str, int] = {}
     found = []
     for fault in faults:
@@ -96,14 +103,18 @@ class Start(Model):
         default=0, description="drafts per step, from n-grams of the request's own tokens"
     )
     processes: bool = Field(
-        default=False, description="the engine in a process of its own, as a server has it"
+        default=False, description="the engine runs in a process of its own, as in a server"
     )
     priority: bool = Field(default=False, description="scheduling by priority")
 
 
 class Prompt(Model):
-    """Random token ids. With `like`, the first `shared` ones are those of an earlier prompt; with `period`, they repeat, and which they are
-    depends on `draw` alone, not on the run's seed: few are such that the model's answer repeats, too."""
+    """A prompt of random token ids.
+
+    With `like`, its first `shared` tokens are those of an earlier prompt. With `period`, the tokens
+    repeat, and depend on `draw` instead of the run's seed, because the model's output repeats for
+    few draws only.
+    """
 
     name: Name
     tokens: PositiveInt
@@ -114,47 +125,55 @@ class Prompt(Model):
 
 
 class Phase(Model):
-    """All prompts at once, and on until all are answered. `take`: the prompts themselves, their first halves, or the conversation so far
-    (prompt, answer to it in the first phase, `more` new tokens)."""
+    """A phase, which sends all prompts at once and ends when all are answered.
+
+    `take`: the prompts themselves, their first halves, or the conversation so far (prompt, answer
+    of the first phase, `more` new tokens).
+    """
 
     name: Name
-    reset: bool = Field(default=False, description="vLLM's local prefix cache is emptied before")
+    reset: bool = Field(default=False, description="empty vLLM's local prefix cache before")
     take: Take = "same"
     more: Count = 0
     reverse: bool = False
     hits: bool = Field(
         default=False,
-        description="a connector that keeps KV has to be asked for some, and to load it",
+        description="a connector that keeps KV must be asked for KV, and load some",
     )
 
 
 class Request(Model):
-    """One request of a workload without phases: it arrives before step `at`. Its prompt is the first `shared` tokens of family `family`,
-    and `tail` tokens of its own. `abort`: it is aborted so many steps after its arrival. Of a pair, requests with the same `at` are under
-    way together, steps are the consumer's, and one with `early` gets no further than the producer."""
+    """One request of a workload without phases, which arrives before step `at`.
+
+    Its prompt is the first `shared` tokens of family `family`, and `tail` tokens of its own.
+    `abort`: it is aborted this many steps after its arrival. In a pair, requests with the same `at`
+    run concurrently, steps are the consumer's, and a request with `early` never reaches the
+    consumer.
+    """
 
     at: Count = 0
     family: Count = 0
     shared: Count = 0
     tail: Count = 0
     own: Count | None = Field(
-        default=None, description="which tokens of its own; default: its place in the list"
+        default=None, description="selects its own tokens; default: its place in the list"
     )
     out: PositiveInt = 8
     abort: PositiveInt | None = None
     early: PositiveInt | None = Field(
         default=None,
-        description="of a pair: aborted so many steps after its arrival at the producer",
+        description="in a pair: aborted this many steps after its arrival at the producer",
     )
     priority: int = 0
     reset: bool = Field(
         default=False,
-        description="vLLM's local prefix cache (of a pair: the consumer's) is emptied before it, once nothing runs",
+        description="before it, once nothing runs, empty vLLM's local prefix cache "
+        "(in a pair: the consumer's)",
     )
 
 
 class Workload(Model):
-    """What is asked of an engine, in spec/live/workloads.yaml: prompts and phases."""
+    """The requests of a scenario, in spec/live/workloads.yaml: prompts and phases."""
 
     id: Id
     text: str = Field(min_length=1)
@@ -168,14 +187,12 @@ class Workload(Model):
         for prompt in self.prompts:
             if prompt.name in known:
                 raise ValueError(f"two prompts are named {prompt.name!r}")
-            if prompt.like is not None and prompt.like not in known:
-                raise ValueError(
-                    f"prompt {prompt.name!r} is like {prompt.like!r}, which no earlier prompt is named"
-                )
-            if prompt.like is not None and prompt.shared > min(
-                prompt.tokens, known[prompt.like].tokens
-            ):
-                raise ValueError(f"prompt {prompt.name!r} shares more tokens than there are")
+            if prompt.like is not None:
+                if prompt.like not in known:
+                    like = f"prompt {prompt.name!r} is like {prompt.like!r}"
+                    raise ValueError(f"{like}, but no earlier prompt has that name")
+                if prompt.shared > min(prompt.tokens, known[prompt.like].tokens):
+                    raise ValueError(f"prompt {prompt.name!r} shares more tokens than there are")
             known[prompt.name] = prompt
         if len({phase.name for phase in self.phases}) < len(self.phases):
             raise ValueError("two phases have the same name")
@@ -185,29 +202,34 @@ class Workload(Model):
 
 
 class Scenario(Model):
-    """One scenario. `workload` is the id of one in spec/live/workloads.yaml; or it has `requests` of its own."""
+    """One scenario.
+
+    `workload` is the id of one in spec/live/workloads.yaml; otherwise the scenario has `requests`
+    of its own, or is a pair.
+    """
 
     id: Id
     area: str = "live"
     text: str = Field(min_length=1)
     since: Version | None = Field(
-        default=None, description="first vLLM version whose engine can do it"
+        default=None, description="first vLLM version whose engine can run it"
     )
     needs: CapabilityExpr = "core"
     start: Start = Start()
     workload: Id | None = None
     requests: list[Request] = []
     families: int | None = Field(
-        default=None, description="seed of the tokens of `requests`; default: the run's"
+        default=None, description="seed of the tokens of `requests`; default: the run's seed"
     )
-    fail: bool = Field(default=False, description="the connector is asked to let loads fail")
+    fail: bool = Field(default=False, description="the connector is asked to make loads fail")
     faults: list[Fault] = Field(
         default=[],
-        description="what happens to the servers of the connector's settings, in this order",
+        description="faults of the servers in the connector's settings, in order",
     )
     pair: Literal["handed", "aborted", "replayed", "altered", "killed", "requests"] | None = Field(
         default=None,
-        description="a producer and a consumer in processes of their own, and what the proxy between them does",
+        description="a producer and a consumer, each in its own process, "
+        "and what the proxy between them does",
     )
     on_failure: Literal["recompute", "fail"] = Field(
         default="recompute", description="kv_load_failure_policy of a pair"
@@ -218,22 +240,19 @@ class Scenario(Model):
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Scenario:
-        if (self.workload is not None) + bool(self.requests) + (
-            self.pair not in (None, "requests")
-        ) != 1:
+        pair_is_a_workload = self.pair not in (None, "requests")
+        if (self.workload is not None) + bool(self.requests) + pair_is_a_workload != 1:
             raise ValueError("needs a workload, requests of its own, or a pair")
         if self.pair == "requests" and not self.requests:
-            raise ValueError("a pair that is to play requests needs some")
+            raise ValueError("pair `requests` needs `requests`")
         if self.pair is None and any(request.early for request in self.requests):
-            raise ValueError("there is no producer where a request could end early")
+            raise ValueError("`early` needs a pair: without one there is no producer")
         if "preemptions" in self.due and self.start.blocks > 64:
-            raise ValueError("preemptions are due, and there are blocks enough for all")
+            raise ValueError("preemptions are due, but start.blocks is large enough to avoid them")
         if "drafts" in self.due and not self.start.spec_tokens:
-            raise ValueError("accepted drafts are due, and spec_tokens is 0")
+            raise ValueError("accepted drafts are due, but spec_tokens is 0")
         if self.faults and (self.workload is None or self.start.processes):
-            raise ValueError(
-                "faults of servers strike in phases of a workload, and where the engine is in one process"
-            )
+            raise ValueError("faults of servers need a workload, and start.processes false")
         if self.start.spec_tokens and self.start.scheduling == "async":
             raise ValueError(
                 "vLLM does not do n-gram speculation on a CPU with asynchronous scheduling"
@@ -242,26 +261,25 @@ class Scenario(Model):
 
     @cached_property
     def needs_expr(self) -> Expression:
-        """What the connector must be able to do, over `cap`."""
-        return compile_capability(
-            [
-                self.needs,
-                *(["fault_injection"] if self.fail else []),
-                *(["transfer"] if self.pair else []),
-            ]
-        )
+        """The condition over `cap`: the declared `needs`, and what the scenario implies."""
+        needs = [self.needs]
+        if self.fail:
+            needs.append("fault_injection")
+        if self.pair:
+            needs.append("transfer")
+        return compile_capability(needs)
 
     @property
     def relations(self) -> list[Relation]:
-        """The runs that its run is compared with."""
+        """The related runs that its run is compared with."""
         return ["no-connector"]
 
     def in_force(self, vllm: str) -> bool:
-        """Whether it is run with this vLLM version."""
+        """Return whether the scenario is run with this vLLM version."""
         return in_force(self.since, None, vllm)
 
     def unmet(self, caps: dict[str, Any]) -> str | None:
-        """The condition that a connector with these capabilities does not meet, or None if the scenario suits it."""
+        """Return the condition that these capabilities do not meet; None if they suit it."""
         return None if self.needs_expr.bind(caps)({}) else self.needs_expr.source
 
     def variants(
@@ -270,18 +288,21 @@ class Scenario(Model):
         schedulings: Sequence[str] | None = None,
         slow: Sequence[str] | None = None,
     ) -> list[Variant]:
-        """Its one run, unless engine or scheduling are not asked for. `slow` streams are no axis here."""
+        """Return its one run, unless its engine or scheduling was not asked for.
+
+        `slow` is ignored: streams are no axis here.
+        """
         scheduling = self.start.scheduling
-        if (engines is not None and "live" not in engines) or (
-            schedulings is not None and scheduling not in schedulings
-        ):
+        if engines is not None and "live" not in engines:
+            return []
+        if schedulings is not None and scheduling not in schedulings:
             return []
         depth = 2 if scheduling == "async" else 1
         return [Variant(self, "live", scheduling, "v1", depth, BLOCK_SIZE)]  # type: ignore[arg-type]
 
 
 BLOCK_SIZE = 32
-"""Tokens per block: what vLLM's attention on a CPU takes at least."""
+"""Tokens per block: the least that vLLM's attention on a CPU supports."""
 MAX_MODEL_LEN = 384
 """Tokens that one request may have."""
 
@@ -294,4 +315,7 @@ HAND_OVER: dict[str, Any] = {
     "remote_host": None,
     "remote_port": None,
 }
-"""What a proxy sends a prefill engine along, so that the KV is kept for a decode engine (vLLM's examples/online_serving)."""
+"""The kv_transfer_params that a proxy sends to a prefill engine.
+
+They make it keep the KV for a decode engine (vLLM's examples/online_serving).
+"""

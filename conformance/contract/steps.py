@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests that a case adds: the argument of the step `add`.
+"""The steps of a case: a closed set of one-key maps, and their arguments.
 
-The steps of a case: a closed set of one-key maps. `step.op` is the key as written, `step.arg` the normalised argument.
-
-Each step knows which requests it mentions (so that a typo is found when the file is read) and which capability it needs.
+`step.op` is the key as written, `step.arg` the normalised argument. Each step knows the capability
+it needs and the requests it mentions, so that a typo is found when the file is read.
 """
 
 from __future__ import annotations
@@ -29,7 +28,10 @@ class SamePrompt(Model):
 
 
 class OfPrompt(Model):
-    """The first `tokens` tokens of another request (its whole prompt if absent; with `outputs` its output too), `then` new ones."""
+    """The first `tokens` tokens of another request, followed by `then` new tokens.
+
+    Without `tokens`, its whole prompt. With `outputs`, its output counts too.
+    """
 
     of: Req
     tokens: PositiveInt | None = None
@@ -52,7 +54,10 @@ Prompt = Annotated[
 
 
 class MultiModal(Model):
-    """An image or the like at token `at` of the prompt, `length` tokens long; `id` decides whether two are the same."""
+    """An image or the like at token `at` of the prompt, `length` tokens long.
+
+    Two with the same `id` have the same content.
+    """
 
     at: Natural
     length: PositiveInt
@@ -60,7 +65,10 @@ class MultiModal(Model):
 
 
 class Handed(Model):
-    """The parameters that request `of` ended with; `alter` changes values, so that what they refer to does not exist."""
+    """The kv_transfer_params that request `of` ended with.
+
+    `alter` changes values, so that the parameters refer to something that does not exist.
+    """
 
     of: Req
     alter: dict[str, Any] = {}
@@ -74,7 +82,11 @@ HandedFrom = Annotated[Handed, BeforeValidator(_handed, json_schema_input_type=R
 
 
 class Add(Model):
-    """A new request. `prompt`: its length in tokens, or another request. `drafts`: drafts accepted per verify step, the last repeats."""
+    """A new request.
+
+    `prompt`: its length in tokens, or another request. `drafts`: the drafts that each verify step
+    accepts; the last number repeats.
+    """
 
     req: Req
     prompt: Prompt
@@ -86,11 +98,11 @@ class Add(Model):
     params: dict[str, Any] = Field(default={}, description="kv_transfer_params")
     hand_over: bool = Field(
         default=False,
-        description="ask for its KV to be handed over, as a proxy does of a prefill engine",
+        description="ask for a hand-over of its KV, as a proxy asks a prefill engine",
     )
     handed: HandedFrom | None = Field(
         default=None,
-        description="kv_transfer_params: what this request of the other engine ended with",
+        description="kv_transfer_params that this request of the other engine ended with",
     )
     drafts: list[Natural] | None = None
     stop_at: Natural | None = Field(
@@ -99,18 +111,18 @@ class Add(Model):
     skip_reading_prefix_cache: bool = False
     structured: bool = Field(
         default=False,
-        description="has a grammar, which is being compiled until step `grammar`; engine vllm only",
+        description="has a grammar, whose compilation ends at step `grammar`; engine vllm only",
     )
     reloads: Req | None = Field(
         default=None,
-        description="repeats this request's content: its lookup says how much of it came back",
+        description="repeats this request's content, so that its lookup shows how much is reused",
     )
     id: str | None = Field(
         default=None, description="the client's request id; the same id twice is id reuse"
     )
 
     def mentions(self) -> set[str]:
-        """The other requests that it refers to."""
+        """Return the other requests that it refers to."""
         found = {self.reloads} if self.reloads else set()
         if isinstance(self.prompt, SamePrompt):
             found.add(self.prompt.same)
@@ -122,7 +134,7 @@ class Add(Model):
 
 
 class AddMany(Model):
-    """`count` requests named req0, req1, ...; lists are cycled through."""
+    """`count` requests, named `req` plus a number from 0; lists are cycled through."""
 
     req: Req
     count: PositiveInt
@@ -131,7 +143,7 @@ class AddMany(Model):
     drafts: list[Natural] | None = None
 
     def each(self) -> list[Add]:
-        """The requests one by one."""
+        """Return the requests one by one."""
 
         def pick(value: int | list[int], index: int) -> int:
             return value[index % len(value)] if isinstance(value, list) else value
@@ -152,22 +164,28 @@ class Empty(Model):
 
 
 class Run(Model):
-    """Until idle, at most `max` engine iterations (None: the driver's limit). With two engines both run, and `until` ends it when that
-    request has finished, though its engine may still hold its blocks."""
+    """Iterate until the engine is idle, at most `max` times (None: the driver's limit).
+
+    With two engines both run. `until` ends the step when that request has finished, even if its
+    engine still holds its blocks.
+    """
 
     max: PositiveInt | None = None
     until: Req | None = None
 
 
 class Reset(Model):
-    """`reset_prefix_cache`: `running` preempts running requests first, `connector` resets the connector's cache too."""
+    """Arguments of `reset_prefix_cache`.
+
+    `running` preempts running requests first; `connector` resets the connector's cache too.
+    """
 
     running: bool = False
     connector: bool = True
 
 
 class FailLoad(Model):
-    """The next load of this request fails at these token positions."""
+    """The request whose next load fails, and the token positions at which it fails."""
 
     req: Req
     positions: list[Natural] | Literal["all"] = "all"
@@ -175,7 +193,7 @@ class FailLoad(Model):
 
 @lru_cache(maxsize=64)
 def _key_of(kind: type[BaseStep]) -> tuple[str, str]:
-    """The one field of a kind of steps: its name, and the key of the map."""
+    """Return the name of the one field of a kind of step, and the key of the map."""
     name, field = next(iter(kind.model_fields.items()))
     return name, field.alias or name
 
@@ -185,67 +203,76 @@ class BaseStep(Model):
 
     @property
     def op(self) -> str:
+        """The key as written."""
         return _key_of(type(self))[1]
 
     @property
     def arg(self) -> Any:
+        """The normalised argument."""
         return getattr(self, _key_of(type(self))[0])
 
     @property
     def needs(self) -> str | None:
-        """The capability that the step implies."""
+        """The capability that the step requires."""
         return None
 
     def mentions(self) -> set[str]:
-        """The requests that it refers to, without the one that it adds."""
+        """Return the requests that it refers to, without those that it adds."""
         return set()
 
     def adds(self) -> list[Add]:
-        """The requests that it adds."""
+        """Return the requests that it adds."""
         return []
 
 
 def _add_form(value: Any) -> str:
-    return (
-        "many"
-        if isinstance(value, AddMany) or (isinstance(value, dict) and "count" in value)
-        else "one"
-    )
+    many = isinstance(value, AddMany) or (isinstance(value, dict) and "count" in value)
+    return "many" if many else "one"
 
 
 class AddStep(BaseStep):
+    """Add requests."""
+
     add: Annotated[
         Annotated[Add, Tag("one")] | Annotated[AddMany, Tag("many")], Discriminator(_add_form)
     ]
 
     def mentions(self) -> set[str]:
+        """Return the requests that the added one refers to."""
         return self.add.mentions() if isinstance(self.add, Add) else set()
 
     def adds(self) -> list[Add]:
+        """Return the added requests."""
         return [self.add] if isinstance(self.add, Add) else self.add.each()
 
 
 class StepStep(BaseStep):
-    """n engine iterations: schedule, execute, update; async as vLLM's engine core does with its batch queue."""
+    """Do n engine iterations: schedule, execute, update.
+
+    With async scheduling as vLLM's engine core does it with its batch queue.
+    """
 
     step: PositiveInt
 
 
 class RunStep(BaseStep):
+    """Iterate until the engine is idle."""
+
     run: Run
 
     def mentions(self) -> set[str]:
+        """Return the request that ends the step, if one does."""
         return {self.run.until} if self.run.until else set()
 
 
 class OnStep(BaseStep):
-    """Which engine the steps from here on are about, where there are two."""
+    """Drive this one of two engines from here on."""
 
     on: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 
 
 class ScheduleStep(BaseStep):
-    """n times schedule and execute; the outputs stay in the queue."""
+    """Schedule and execute n times; the outputs stay in the queue."""
 
     schedule: PositiveInt
 
@@ -257,27 +284,32 @@ class LandStep(BaseStep):
 
 
 class AbortStep(BaseStep):
+    """Abort a request."""
+
     abort: Req
 
     def mentions(self) -> set[str]:
+        """Return the request."""
         return {self.abort}
 
 
 class GrammarStep(BaseStep):
-    """The grammar of this request has been compiled; until then it was not admitted."""
+    """Finish compiling the grammar of a request, which is not admitted before."""
 
     grammar: Req
 
     def mentions(self) -> set[str]:
+        """Return the request."""
         return {self.grammar}
 
 
 class PreemptStep(BaseStep):
-    """Forced, between steps."""
+    """Preempt a request, between steps."""
 
     preempt: Req
 
     def mentions(self) -> set[str]:
+        """Return the request."""
         return {self.preempt}
 
 
@@ -288,44 +320,51 @@ class DropLocalStep(BaseStep):
 
 
 class ResetStep(BaseStep):
+    """Call `reset_prefix_cache`."""
+
     reset: Reset
 
 
 class IdleStep(BaseStep):
-    """n steps without work."""
+    """Do n steps without work."""
 
     idle: PositiveInt
 
 
 class RestartStep(BaseStep):
-    """Shut the connector halves down and build new ones over the same store."""
+    """Shut the connector's halves down, and build new ones over the same store."""
 
     restart: Literal["engine", "process"]
 
 
 class ShutdownStep(BaseStep):
-    """Shut down, twice."""
+    """Shut the engine down, twice."""
 
     shutdown: Empty
 
 
 class FailLoadStep(BaseStep):
+    """Make the next load of a request fail."""
+
     fail_load: FailLoad = Field(alias="fail-load")
 
     @property
     def needs(self) -> str | None:
+        """The capability to make loads fail."""
         return "fault_injection"
 
     def mentions(self) -> set[str]:
+        """Return the request."""
         return {self.fail_load.req}
 
 
 class LookupOnlyStep(BaseStep):
-    """A scheduling attempt that asks the connector but gets no memory."""
+    """Attempt to schedule a request that gets no memory after the connector's lookup."""
 
     lookup_only: Req = Field(alias="lookup-only")
 
     def mentions(self) -> set[str]:
+        """Return the request."""
         return {self.lookup_only}
 
 
@@ -336,21 +375,24 @@ class ReorderStep(BaseStep):
 
 
 class PauseStep(BaseStep):
-    """The scheduler takes no new requests until `resume`."""
+    """Admit no new requests until `resume`."""
 
     pause: Empty
 
 
 class ResumeStep(BaseStep):
+    """Admit new requests again."""
+
     resume: Empty
 
 
 class ExpectStep(BaseStep):
-    """An expectation at this point."""
+    """Check an expectation at this point."""
 
     expect: Expectation
 
     def mentions(self) -> set[str]:
+        """Return the requests of the expectation."""
         return self.expect.mentions()
 
 
@@ -379,7 +421,7 @@ STEPS: dict[str, type[BaseStep]] = {
 
 
 def _op(value: Any) -> str | None:
-    """Which step a map is: its key. Also for instances, so that models can be validated again."""
+    """Return the key of a step, written as a map; or of an instance, which is validated again."""
     if isinstance(value, BaseStep):
         return value.op
     return next(iter(value)) if isinstance(value, dict) and len(value) == 1 else None
@@ -399,7 +441,7 @@ else:
 
 
 def one_by_one(steps: list[Step]) -> list[Step]:
-    """The steps with every `add` of many requests replaced by as many `add`s of one."""
+    """Return the steps with every `add` of many requests replaced by as many `add`s of one."""
     plain: list[Step] = []
     for step in steps:
         if isinstance(step, AddStep) and isinstance(step.add, AddMany):

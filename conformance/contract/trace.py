@@ -7,13 +7,16 @@ from typing import Any
 
 Event = dict[str, Any]
 Place = tuple[int, Any]
-"""How many events a trace had, and what its steps were."""
+"""A position in a trace: the number of events, and the step counters."""
 RANKED = frozenset({"kv.changed", "kv.wrong", "load.due"})
-"""Kinds that say which rank they are of, if there are several (`Trace.rank`)."""
+"""Kinds of events that name their rank if there are several ranks (`Trace.rank`)."""
 
 
 class Trace:
-    """Appends events (kinds and fields: `kvconform.contract.events`) and numbers them. `emit`, `amend` and `back_to` change the trace; nothing else does."""
+    """A list of events, numbered from 0; kinds and fields: `kvconform.contract.events`.
+
+    Only `emit`, `amend` and `back_to` change it.
+    """
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -22,13 +25,13 @@ class Trace:
 
     @classmethod
     def of(cls, events: list[Event]) -> Trace:
-        """A trace of events that were recorded elsewhere. The list is shared."""
+        """Return a trace of events that were recorded elsewhere. The list is shared."""
         trace = cls()
         trace.events = events
         return trace
 
     def emit(self, kind: str, /, **fields: Any) -> Event:
-        """Append an event of `kind`; returns the dict. `amend` changes it later; nothing else may."""
+        """Append an event of `kind` and return it. Only `amend` may change it later."""
         if self.rank is not None and (kind in RANKED or "rank" in fields):
             fields["rank"] = self.rank
         event: Event = {"kind": kind, "seq": len(self.events), "step": self.step, **fields}
@@ -36,23 +39,23 @@ class Trace:
         return event
 
     def amend(self, event: Event, **fields: Any) -> None:
-        """Fill in fields of an event that was emitted: what was not known then. Changes the event."""
+        """Set fields of an emitted event that were unknown at that time. Changes the event."""
         event.update(fields)
 
     def place(self) -> Place:
-        """Where the trace is now, for `back_to`."""
+        """Return the current position, for `back_to`."""
         return len(self.events), self.step
 
     def back_to(self, place: Place) -> None:
-        """Take back what came after `place`."""
+        """Remove the events after `place`, and restore its step."""
         del self.events[place[0] :]
         self.step = place[1]
 
 
 class PairTrace(Trace):
-    """A trace whose events say which engine they are about: `on`, the one that is driven now unless the event says otherwise.
+    """A trace of two engines, whose events name their engine in `on`.
 
-    Every engine counts its own steps.
+    By default this is the engine that is driven now. Every engine has its own step counter.
     """
 
     def __init__(self) -> None:
@@ -62,7 +65,7 @@ class PairTrace(Trace):
 
     @property
     def step(self) -> int:  # type: ignore[override]
-        """Steps of the engine that is driven now."""
+        """The step counter of the engine that is driven now."""
         return self._steps.get(self.on, 0)
 
     @step.setter
@@ -70,18 +73,16 @@ class PairTrace(Trace):
         self._steps[self.on] = value
 
     def emit(self, kind: str, /, **fields: Any) -> Event:
-        """As Trace.emit."""
-        return super().emit(
-            kind,
-            **({"on": self.on} if self.on is not None and "on" not in fields else {}),
-            **fields,
-        )
+        """Append an event as Trace.emit does, with its engine."""
+        if self.on is not None and "on" not in fields:
+            fields = {"on": self.on, **fields}
+        return super().emit(kind, **fields)
 
     def place(self) -> Place:
-        """As Trace.place, with the steps of every engine."""
+        """Return the current position, with the step counters of all engines."""
         return len(self.events), dict(self._steps)
 
     def back_to(self, place: Place) -> None:
-        """As Trace.back_to."""
+        """Remove the events after `place`, and restore all step counters."""
         self._steps = dict(place[1])
         del self.events[place[0] :]

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strict YAML 1.2: maps with unique text keys, lists, text, integers, floats, booleans and null. Nothing else.
+"""A strict reader of YAML 1.2, and a writer of its flow style.
 
-YAML 1.1 surprises (`on`, `0.30` as a version, octal `010`) are why the scalars are resolved here, by the core schema of YAML 1.2, from
-ruamel.yaml's parser events. Anchors, aliases, tags, several documents and duplicate keys are errors.
+Data are maps with unique text keys, lists, text, integers, floats, booleans and null. Scalars are
+resolved here, by the core schema of YAML 1.2, from ruamel.yaml's parser events: this avoids the
+surprises of YAML 1.1 (`on` as a boolean, octal `010`). Anchors, aliases, tags, several documents
+and duplicate keys are errors.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from ruamel.yaml.events import (
     StreamStartEvent,
 )
 
-from kvconform.errors import UsageError
+from kvconform.errors import BrokenFile, Location, Problem
 
 _INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
@@ -38,27 +40,33 @@ _WORDS: dict[str, Any] = {
 _WORDS |= {word: None for word in ("null", "Null", "NULL", "~", "")}
 
 Lines = dict[tuple[str | int, ...], int]
-"""Path of keys and indexes -> line (from 1) on which that value, or its key, begins."""
+"""Path of keys and indexes -> line (from 1) on which the value, or its key, begins."""
 
 
 def parse(text: str, name: str, lines: Lines | None = None) -> Any:
-    """The data in `text`; `lines`, if given, is filled with where each value is. Raises UsageError `name:line: sentence`."""
+    """Return the data in `text`, and fill `lines`, if given, with the line of each value.
+
+    Raises BrokenFile.
+    """
     reader = _Reader(name, lines)
     try:
         return reader.document(YAML(typ="safe", pure=True).parse(text))
     except YAMLError as error:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise UsageError(f"{name}:{mark.line + 1 if mark else 1}: {problem}") from None
+        where = Location(name, mark.line + 1 if mark else 1)
+        raise BrokenFile(Problem(where, problem)) from None
 
 
 class _Reader:
+    """Builds the data of one file from parser events."""
+
     def __init__(self, name: str, lines: Lines | None) -> None:
         self.name = name
         self.lines = lines
 
-    def error(self, event: Any, sentence: str) -> UsageError:
-        return UsageError(f"{self.name}:{event.start_mark.line + 1}: {sentence}")
+    def error(self, event: Any, sentence: str) -> BrokenFile:
+        return BrokenFile(Problem(Location(self.name, event.start_mark.line + 1), sentence))
 
     def document(self, events: Iterator[Any]) -> Any:
         data: Any = None
@@ -112,7 +120,8 @@ class _Reader:
         if event.tag is not None or event.anchor is not None:
             raise self.error(event, "tags and anchors are not used here")
         text: str = event.value
-        if not event.implicit[0]:  # quoted or a block: text, whatever it looks like
+        quoted_or_block = not event.implicit[0]
+        if quoted_or_block:
             return text
         if text in _WORDS:
             return _WORDS[text]
@@ -127,7 +136,10 @@ class _Reader:
 
 
 def line_of(lines: Lines, path: Sequence[str | int]) -> int:
-    """The line of the deepest part of `path` that exists. Parts that are no key or index of the data (union tags) are skipped."""
+    """Return the line of the deepest part of `path` that exists.
+
+    Parts that are neither a key nor an index of the data (pydantic's union tags) are skipped.
+    """
     here: tuple[str | int, ...] = ()
     for part in path:
         if (*here, part) in lines:
@@ -140,7 +152,7 @@ _QUOTED = {"true", "false", "null", "yes", "no", "on", "off", "y", "n"}
 
 
 def flow(value: Any) -> str:
-    """A value in YAML's flow style, as short as the suite's own cases have it."""
+    """Return a value in YAML's flow style, in the short form that the suite's cases use."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{flow(key)}: {flow(each)}" for key, each in value.items()) + "}"
     if isinstance(value, list):

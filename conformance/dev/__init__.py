@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tools for developing kvconform itself: lint, drift, docs, planted defects, sweep, history, benchmarks, results.
+"""Tools for the development of kvconform itself; only the command line imports them.
 
-Only the command line imports it.
+Lint, drift, documentation, planted defects, sweep, history, benchmarks, results.
 """

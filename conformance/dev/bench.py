@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmark of the gate and of exploration on the reference connector: `python -m kvconform.dev.bench [--every N]`.
+"""Benchmark of the gate and of exploration on the reference connector.
 
-Machines and their loads differ, so compare the shares and the ratios within one run; the seconds only give them a size.
+`python -m kvconform.dev.bench [--every N]` prints it. Machines and their loads differ, so compare
+shares and ratios within one run; the seconds only show the order of magnitude.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 CONNECTOR = "kvconform.refimpl.connector:ReferenceConnector"
 CORES = 2
-"""What the bar is about: 200 workloads per second on two cores."""
+"""Number of cores that the goal is set for: 200 workloads per second on two cores."""
 ROUNDS = 5
 ENGINES = ("reference", "vllm")
 
@@ -57,7 +58,10 @@ class Gate:
 
 
 def measure_gate(every: int) -> Gate:
-    """Run every `every`-th variant on each engine with all the runs that it is compared with, judge them, and write a report."""
+    """Run every `every`-th variant on each engine, judge it, and write a report.
+
+    Each variant is run with all the runs that it is compared with.
+    """
     gate = Gate()
     clock = gate.clock
     with clock("specification"):
@@ -91,12 +95,12 @@ def measure_gate(every: int) -> Gate:
             profile = target_profile(target, folder / "profile")
         for engine in ENGINES:
             variants = [
-                v
+                variant
                 for case in spec.cases.values()
                 if case.unmet(profile.caps) is None
-                for v in case.variants([engine])
-            ][::every]
-            for number, variant in enumerate(variants):
+                for variant in case.variants([engine])
+            ]
+            for number, variant in enumerate(variants[::every]):
                 runs: dict[str, Run] = {}
                 with clock(f"{engine}: runs"):
                     for relation in ("connector", *variant.case.relations):
@@ -133,16 +137,17 @@ def show(gate: Gate, every: int) -> None:
         spent = seconds[f"{engine}: runs"]
         per_run[engine] = spent / runs
         ratio = seconds[f"{engine}: requirements"] / spent
-        print(
-            f"  {engine}: {runs} runs, {runs / spent:.0f} per second; judging takes {ratio:.2f} x the time of the runs"
-        )
-    print(
-        f"  a run on vllm takes {per_run['vllm'] / per_run['reference']:.2f} x the time of one on reference"
-    )
+        pace = f"{runs} runs, {runs / spent:.0f} per second"
+        print(f"  {engine}: {pace}; judging takes {ratio:.2f} x the time of the runs")
+    ratio = per_run["vllm"] / per_run["reference"]
+    print(f"  a run on vllm takes {ratio:.2f} x the time of one on reference")
 
 
 def loop_ms() -> float:
-    """Milliseconds of processor time of a fixed piece of Python: calls, small dicts, attributes, as a workload is made of."""
+    """Return the milliseconds of processor time that a fixed loop takes.
+
+    Like a workload it consists of calls, small dicts and strings.
+    """
     began = time.process_time()
     kept: dict[int, tuple[int, str]] = {}
     for number in range(60_000):
@@ -152,10 +157,20 @@ def loop_ms() -> float:
 
 
 def explore(count: int = 100) -> dict[str, float]:
-    """Milliseconds of processor time per workload, to draw it and for the rest (with a reference connector that stores in memory, and with
-    one that stores in files), how many times a fixed loop the first is, and what two cores would do in a second at that pace; what two
-    processes of a campaign do in a second of wall time; how many workloads hit what was stored; how many failed (must be 0). The workloads
-    are those of `explore --profile small`. Of several rounds the median, each beside a loop of its own: the machine may change its pace."""
+    """Measure exploration with `count` workloads of `explore --profile small`.
+
+    Returns, by name:
+    - `draw_ms`: milliseconds of processor time to draw a workload;
+    - `workload_ms`, `in_files_ms`: milliseconds of processor time for a workload, drawing included,
+      with a reference connector that stores in memory or in files;
+    - `times_the_loop`: time of a workload in memory, without drawing, as a multiple of `loop_ms`;
+    - `per_second_on_2_cores`: workloads in memory that two cores complete in a second at that pace;
+    - `campaign_per_second`: workloads per second of wall time in a campaign of two processes;
+    - `hits`, `failed`: workloads that hit stored KV, and workloads that failed (must be 0).
+
+    Times are medians of several rounds. Each round measures its own loop, because the machine may
+    change its pace.
+    """
     _workloads(1)  # imports
     began = time.process_time()
     workloads = _workloads(count)
@@ -181,8 +196,11 @@ def _workloads(count: int) -> list[Workload]:
 
 
 class _Rounds:
-    """Several rounds of the same workloads, in this process. `milliseconds` of a workload and how many `loops` that is, medians; `hits` and
-    `failed` workloads of a round."""
+    """Several rounds of the same workloads, in this process.
+
+    `milliseconds` is the median time of a workload, `loops` the same as a multiple of `loop_ms`.
+    `hits` and `failed` count workloads of a round.
+    """
 
     def __init__(self, store: str, workloads: list[Workload]) -> None:
         from kvconform.config.target import Target
@@ -190,32 +208,38 @@ class _Rounds:
         from kvconform.explore.outcome import outcome
         from kvconform.observe.probe import Patch
 
-        spec, target = load_spec(), Target(CONNECTOR, {"store": store})
-        rounds: list[tuple[float, float]] = []  # ms of a workload, of the loop
-        hits = failed = 0
+        spec = load_spec()
+        target = Target(CONNECTOR, {"store": store})
+        rounds: list[tuple[float, float]] = []  # milliseconds of a workload, and of the loop
+        hits = 0
+        failed = 0
         with (
             tempfile.TemporaryDirectory(prefix="kvconform-", dir=scratch_root()) as name,
-            Patch.parking(),
-        ):  # as a campaign's process does
-            for workload in workloads:  # what a process does once: imports, and each configuration
+            Patch.parking(),  # as in a process of a campaign
+        ):
+            # Warm up: imports and configurations take time only once per process.
+            for workload in workloads:
                 outcome(workload, target, spec, Path(name) / "run")
             for _ in range(ROUNDS):
-                loop, began = loop_ms(), time.process_time()
+                loop = loop_ms()
+                began = time.process_time()
                 for workload in workloads:
                     found = outcome(workload, target, spec, Path(name) / "run")
                     failed += bool(found.failures or found.error)
                     hits += "hit" in found.reached
-                rounds.append(
-                    (1000 * (time.process_time() - began) / len(workloads), (loop + loop_ms()) / 2)
-                )
+                spent = 1000 * (time.process_time() - began) / len(workloads)
+                rounds.append((spent, (loop + loop_ms()) / 2))
         self.milliseconds = median(workload for workload, _ in rounds)
         self.loops = median(workload / loop for workload, loop in rounds)
-        self.hits, self.failed = hits / ROUNDS, failed / ROUNDS
+        self.hits = hits / ROUNDS
+        self.failed = failed / ROUNDS
 
 
 def campaign(count: int = 1000, first: int = 200) -> float:
-    """Workloads per second of wall time in which nothing failed, by two processes of a campaign, behind the `first` ones: those start the
-    processes."""
+    """Return the workloads per second of wall time that two processes of a campaign pass.
+
+    The `first` workloads do not count, because they start the processes.
+    """
     from kvconform.config import settings
     from kvconform.explore.pool import Pool
 
@@ -232,7 +256,10 @@ def campaign(count: int = 1000, first: int = 200) -> float:
 
 
 def starts(rounds: int = 5) -> dict[str, float]:
-    """Seconds until the command line has answered, medians of `rounds`, beside a bare start of the same Python."""
+    """Return the seconds that commands take, as medians of `rounds`.
+
+    A bare start of the same Python is measured for comparison.
+    """
     commands = {
         "python_s": ["-c", "pass"],
         "help_s": ["-m", "kvconform", "--help"],
@@ -248,7 +275,7 @@ def starts(rounds: int = 5) -> dict[str, float]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print all benchmarks; returns the exit status."""
+    """Print all benchmarks and return the exit status."""
     parser = argparse.ArgumentParser(prog="kvconform.dev.bench", description=__doc__)
     parser.add_argument(
         "--every", type=int, default=4, metavar="N", help="run one variant in N (default: 4)"

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which requirement is about which hook, and about which field of the engine's outputs: `python -m kvconform.dev.coverage` prints the table.
+"""The requirements about each hook and each field of the engine's outputs.
 
-The hooks and fields are read from the installed vLLM's source (vLLM is not imported); what a requirement is about, it says in `touches`.
+`python -m kvconform.dev.coverage` prints the table. The hooks and fields are read from the
+installed vLLM's source (vLLM is not imported); `touches` of a requirement names those it is about.
 """
 
 from __future__ import annotations
@@ -12,32 +13,41 @@ from dataclasses import dataclass
 from kvconform.compat.interface import items
 from kvconform.contract.loader import Spec, load_spec
 
+_SET_TOO_LATE = "set after the connector has seen the output"
+
 NOT_READ = {
-    "SchedulerOutput.scheduled_encoder_inputs": "the encoder cache's",
-    "SchedulerOutput.scheduled_encoder_input_stats": "the encoder cache's",
-    "SchedulerOutput.encoder_input_updates": "the encoder cache's",
-    "SchedulerOutput.free_encoder_mm_hashes": "the encoder cache's",
-    "SchedulerOutput.ec_connector_metadata": "the encoder cache connector's",
-    "SchedulerOutput.ec_manager_metadata": "the encoder cache's",
-    "SchedulerOutput.aux_output_connector_metadata": "another connector's",
-    "SchedulerOutput.has_structured_output_requests": "set after the connector has seen the output",
-    "SchedulerOutput.pending_structured_output_tokens": "set after the connector has seen the output",
-    "SchedulerOutput.num_invalid_spec_tokens": "set after the connector has seen the output",
-    "SchedulerOutput.num_spec_tokens_to_schedule": "the drafter's; drafts that count are in scheduled_spec_decode_tokens",
-    "SchedulerOutput.skip_drafts": "the drafter's",
-    "SchedulerOutput.kv_cache_block_copies": "the model runner's: copied before anything that a connector sees",
-    "NewRequestData.pooling_params": "says nothing about KV",
-    "NewRequestData.replay_start": "the model runner's: of one model only",
+    "SchedulerOutput.scheduled_encoder_inputs": "of the encoder cache",
+    "SchedulerOutput.scheduled_encoder_input_stats": "of the encoder cache",
+    "SchedulerOutput.encoder_input_updates": "of the encoder cache",
+    "SchedulerOutput.free_encoder_mm_hashes": "of the encoder cache",
+    "SchedulerOutput.ec_connector_metadata": "of the encoder cache connector",
+    "SchedulerOutput.ec_manager_metadata": "of the encoder cache",
+    "SchedulerOutput.aux_output_connector_metadata": "of another connector",
+    "SchedulerOutput.has_structured_output_requests": _SET_TOO_LATE,
+    "SchedulerOutput.pending_structured_output_tokens": _SET_TOO_LATE,
+    "SchedulerOutput.num_invalid_spec_tokens": _SET_TOO_LATE,
+    "SchedulerOutput.num_spec_tokens_to_schedule": (
+        "of the drafter; scheduled drafts are in scheduled_spec_decode_tokens"
+    ),
+    "SchedulerOutput.skip_drafts": "of the drafter",
+    "SchedulerOutput.kv_cache_block_copies": (
+        "of the model runner: copied before anything that a connector sees"
+    ),
+    "NewRequestData.pooling_params": "unrelated to KV",
+    "NewRequestData.replay_start": "of the model runner, for one model only",
 }
-"""Fields that are no connector's business, and why."""
+"""Fields that connectors do not read, and why."""
 
 LATER = ("supports_sleep_mode", "unregister_kv_caches", "restore_kv_caches")
-"""Hooks that releases have which are newer than the one that the specification was read from (0.33)."""
+"""Hooks that a newer release (0.33) has, but not the one that the specification was read from."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A hook (`hook`) or a field (`Class.field`), the requirements about it, and why none has to be."""
+    """A hook (`hook`) or a field (`Class.field`), and the requirements about it.
+
+    `not_read` says why it needs no requirement, or is None.
+    """
 
     item: str
     requirements: list[str]
@@ -45,7 +55,7 @@ class Row:
 
 
 def table(spec: Spec) -> list[Row]:
-    """One row per item, in the order of vLLM's source."""
+    """Return one row per hook or field, in the order of vLLM's source."""
     about: dict[str, list[str]] = {}
     for req in spec.requirements.values():
         for item in req.touches:
@@ -54,7 +64,7 @@ def table(spec: Spec) -> list[Row]:
 
 
 def problems(spec: Spec) -> list[str]:
-    """Sentences about items that nothing is about although it should be, or should not be although something is."""
+    """Return a sentence per item that lacks a requirement, or has one and should not."""
     rows = table(spec)
     found = [
         f"no requirement touches {row.item}"
@@ -62,7 +72,7 @@ def problems(spec: Spec) -> list[str]:
         if not row.requirements and row.not_read is None
     ]
     found += [
-        f"{row.item} is {row.not_read}, but {row.requirements[0]} touches it"
+        f"{row.item} is listed as not read, but {row.requirements[0]} touches it"
         for row in rows
         if row.requirements and row.not_read
     ]
@@ -70,18 +80,21 @@ def problems(spec: Spec) -> list[str]:
 
 
 def render(spec: Spec) -> str:
-    """The table in Markdown."""
+    """Return the table in Markdown."""
     lines = ["| hook or field | requirements |", "|---|---|"]
     for row in table(spec):
-        names = ", ".join(f"`{name}`" for name in row.requirements)
-        lines.append(
-            f"| `{row.item}` | {names or ('not read: ' + row.not_read if row.not_read else '**none**')} |"
-        )
+        if row.requirements:
+            about = ", ".join(f"`{name}`" for name in row.requirements)
+        elif row.not_read:
+            about = f"not read: {row.not_read}"
+        else:
+            about = "**none**"
+        lines.append(f"| `{row.item}` | {about} |")
     return "\n".join(lines) + "\n"
 
 
 def main() -> int:
-    """Print the table; 1 if something is missing from it."""
+    """Print the table, and on stderr what is missing from it; return 1 if something is."""
     spec = load_spec()
     print(render(spec), end="")
     missing = problems(spec)

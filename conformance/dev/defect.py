@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One entry of `spec/defects.yaml`: a known-bad connector, or a fault of the engine under a correct one.
+"""Planted defects (spec/defects.yaml), and the kill matrix: which requirement finds which defect.
 
-The kill matrix: which defect is found by which requirement, and which requirement finds none.
+A defect is a known-bad connector, or a fault of the engine under a correct connector.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvconform import __version__
-from kvconform.contract.case import SLOW, Engine, Scheduling, Variant
+from kvconform.contract.case import SLOW, Case, Engine, Scheduling, Variant
 from kvconform.contract.loader import Spec
 from kvconform.contract.requirement import Id, Model, Requirement
-from kvconform.errors import UsageError
+from kvconform.contract.scenario import Scenario
+from kvconform.errors import Location, UsageError
+from kvconform.judge.records import Row
 from kvconform.process.server import ServerSpec
 from kvconform.refimpl.faulty import Fault
 
@@ -27,17 +29,18 @@ Symbol = Annotated[str, Field(pattern=r"^[\w.]+:\w+$", description="package.modu
 
 
 class Defect(Model):
-    """Run on `cases`, it must fail exactly the requirements `fails`; those in `may` can fail too.
+    """An entry of spec/defects.yaml.
 
-    With `engine_fault` the connector is a correct one, and `fails` names guarantees, or consequences of what no guarantee is about: what
-    the engine breaks is not the connector's failure.
+    Run on `cases`, it must fail exactly the requirements `fails`; those in `may` can fail too. With
+    `engine_fault` the connector is correct, and `fails` names guarantees or consequences: what the
+    engine breaks is not the connector's failure.
     """
 
     id: Id
     text: str = Field(min_length=1, description="what is wrong with it, in one line")
     connector: Symbol = REFERENCE
     engine_fault: Symbol | None = Field(
-        default=None, description="a Fault, in force while the cases run"
+        default=None, description="a Fault, active while the cases run"
     )
     extra_config: dict[str, Any] = {}
     capabilities: dict[str, Any] = {}
@@ -49,10 +52,10 @@ class Defect(Model):
     )
     engines: list[Engine] = Field(default=["reference"], min_length=1)
     scheduling: list[Scheduling] | None = Field(
-        default=None, min_length=1, description="only these of the cases' runs"
+        default=None, min_length=1, description="run the cases only with these"
     )
-    emulate_cuda: bool = Field(default=False, description="its runs emulate a CUDA device")
-    own_process: bool = Field(default=False, description="it may end the process that it runs in")
+    emulate_cuda: bool = Field(default=False, description="run on an emulated CUDA device")
+    own_process: bool = Field(default=False, description="it may end its process")
     hook_timeout: float = Field(default=10.0, gt=0, description="seconds that a hook may take")
     cases: list[Id] = Field(min_length=1)
     fails: list[Id] = Field(min_length=1)
@@ -73,11 +76,11 @@ class Defect(Model):
 
     @property
     def live(self) -> bool:
-        """Whether it takes all of vLLM, and with that a minute."""
+        """Whether it needs the complete vLLM, and with that a minute."""
         return self.engines == ["live"]
 
     def fault(self) -> Fault | None:
-        """The engine's fault, imported. UsageError if there is none of that name."""
+        """Import the engine's fault, if it has one. UsageError if there is none of that name."""
         if self.engine_fault is None:
             return None
         module, name = self.engine_fault.split(":")
@@ -90,31 +93,32 @@ class Defect(Model):
         return found
 
     def variants(self, spec: Spec) -> Iterator[Variant]:
-        """All runs of its cases on its engines."""
+        """Yield all runs of its cases on its engines."""
+        slow = SLOW if self.emulate_cuda else None
         for case in self.cases:
-            yield from driven(spec, case).variants(
-                self.engines, self.scheduling, SLOW if self.emulate_cuda else None
-            )
+            yield from driven(spec, case).variants(self.engines, self.scheduling, slow)
 
 
-def driven(spec: Spec, name: str) -> Any:
-    """The case of this id, or the scenario of engine live."""
+def driven(spec: Spec, name: str) -> Case | Scenario:
+    """Return the case of this id, or the scenario of engine live."""
     return spec.cases[name] if name in spec.cases else spec.scenarios[name]
 
 
 def load_defects(spec: Spec) -> dict[str, Defect]:
-    """The registry. UsageError for an entry that is not a defect, names what does not exist, or runs nothing."""
+    """Return the entries of spec/defects.yaml by id.
+
+    UsageError for an entry that is malformed, names something that does not exist, or has no runs.
+    """
     found = {}
     for name, raw in spec.defects.items():
-        where = spec.places.get(f"defect:{name}", name)
+        where = spec.places.get(f"defect:{name}", Location(name))
         try:
             defect = found[name] = Defect(**raw)
         except ValidationError as error:
             first = error.errors()[0]
-            at = ".".join(map(str, first["loc"]))
-            raise UsageError(
-                f"{where}: defect {name}: {at + ': ' if at else ''}{first['msg']}"
-            ) from None
+            path = ".".join(map(str, first["loc"]))
+            sentence = f"{path}: {first['msg']}" if path else first["msg"]
+            raise UsageError(f"{where}: defect {name}: {sentence}") from None
         if problem := _problem(defect, spec):
             raise UsageError(f"{where}: defect {name} {problem}")
     return found
@@ -136,7 +140,7 @@ def _problem(defect: Defect, spec: Spec) -> str | None:
         if requirement.kind != "guarantee" and not requirement.consequence
     ]
     if blamed and defect.engine_fault is not None:
-        return f"is the engine's fault, but {blamed[0]} is neither a guarantee nor a consequence"
+        return f"is an engine fault, but {blamed[0]} is neither a guarantee nor a consequence"
     return None
 
 
@@ -145,9 +149,11 @@ FAILED = ("FAIL", "ERROR", "XPASS")
 
 
 class Outcome(BaseModel):
-    """What became of one defect. `failed` maps requirements to the runs that failed them, `found` to what the first of them said.
+    """Outcome of one planted defect, or of control runs.
 
-    `passed_by`: what those said that should have failed and did not, and how often. `problem` is empty if all is as listed.
+    `failed` maps requirements to the runs that failed them, `found` maps them to the message of the
+    first. `passed_by` maps requirements that should have failed and did not to their verdicts, with
+    counts. `problem` says what is not as listed; it is empty if nothing is.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -159,21 +165,19 @@ class Outcome(BaseModel):
     problem: str = ""
     seconds: float = 0.0
 
-    def take(
-        self, run: str, rows: Iterable[Mapping[str, Any]], wanted: Container[str] = ()
-    ) -> None:
-        """Enter the failures among the rows of one run, and of the `wanted` requirements the other verdicts."""
+    def take(self, run: str, rows: Iterable[Row], wanted: Container[str] = ()) -> None:
+        """Record the failures of one run, and the other verdicts of the `wanted` requirements."""
         for row in rows:
-            if row["requirement"] in wanted and row["verdict"] not in FAILED:
-                verdicts = self.passed_by.setdefault(row["requirement"], {})
-                verdicts[str(row["verdict"])] = verdicts.get(str(row["verdict"]), 0) + 1
-            if row["verdict"] in FAILED:
-                self.failed.setdefault(row["requirement"], []).append(run)
-                self.found.setdefault(row["requirement"], row.get("message", ""))
+            if row.requirement in wanted and row.verdict not in FAILED:
+                verdicts = self.passed_by.setdefault(row.requirement, {})
+                verdicts[str(row.verdict)] = verdicts.get(str(row.verdict), 0) + 1
+            if row.verdict in FAILED:
+                self.failed.setdefault(row.requirement, []).append(run)
+                self.found.setdefault(row.requirement, row.message or "")
 
 
 class Kills(BaseModel):
-    """One requirement: the defects that it was listed for and failed (`by`), and others that it failed besides (`also`)."""
+    """Defects that one requirement finds: those that list it (`by`), and others (`also`)."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -185,13 +189,17 @@ class Kills(BaseModel):
 
     @property
     def must(self) -> bool:
-        """Whether some defect has to violate it."""
+        """Whether at least one defect has to violate it."""
         return self.level.startswith("MUST")
 
 
 class KillMatrix(BaseModel):
-    """kill-matrix.json. `complete`: all defects were examined, so that an empty row means something. `controls`: what the correct
-    connectors failed that the defects are changes of."""
+    """The kill matrix, as in kill-matrix.json.
+
+    `complete`: all defects were examined, so an empty row means that no defect violates the
+    requirement. `controls` are control runs that failed: of the correct connectors that the defects
+    are derived from.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -200,20 +208,18 @@ class KillMatrix(BaseModel):
     defects: list[Outcome]
     controls: list[Outcome] = []
     requirements: list[Kills]
-    bugs: dict[str, list[str]] = Field(description="defects that are built after each real bug")
+    bugs: dict[str, list[str]] = Field(description="defects modelled on each real bug")
 
     @property
     def unkilled(self) -> list[str]:
-        """MUST and MUST NOT requirements and guarantees that no defect violates, as far as examined; empty for a selection."""
-        return (
-            [row.id for row in self.requirements if row.must and not row.by]
-            if self.complete
-            else []
-        )
+        """MUST (NOT) requirements and guarantees that no defect violates; empty for a selection."""
+        if not self.complete:
+            return []
+        return [row.id for row in self.requirements if row.must and not row.by]
 
     @property
     def bad(self) -> list[Outcome]:
-        """Defects that were not found as listed."""
+        """Defects that were not caught as listed."""
         return [outcome for outcome in self.defects if outcome.problem]
 
 
@@ -225,7 +231,7 @@ def build(
     *,
     complete: bool,
 ) -> KillMatrix:
-    """The matrix of these outcomes over these requirements."""
+    """Return the matrix of these outcomes over these requirements."""
     rows = [Kills(id=each.id, kind=each.kind, level=each.level) for each in requirements]
     for row in rows:
         found = [outcome.defect for outcome in outcomes if row.id in outcome.failed]
@@ -246,31 +252,28 @@ def build(
 
 
 def summary(matrix: KillMatrix) -> list[str]:
-    """What a reader has to know, a sentence each."""
+    """Return what a reader has to know, in sentences."""
     lines = [f"{outcome.defect} {outcome.problem}" for outcome in matrix.controls]
     lines += [f"{outcome.defect}: {outcome.problem}" for outcome in matrix.bad]
-    lines.append(
-        f"{len(matrix.defects) - len(matrix.bad)} of {len(matrix.defects)} defects are caught as listed"
-    )
+    total = len(matrix.defects)
+    lines.append(f"{total - len(matrix.bad)} of {total} defects are caught as listed")
     if matrix.complete:
-        for kind, name in (("requirement", "MUST requirements"), ("guarantee", "MUST guarantees")):
+        for kind in ("requirement", "guarantee"):
             rows = [row for row in matrix.requirements if row.must and row.kind == kind]
             missing = [row.id for row in rows if not row.by]
-            lines.append(
-                f"{name} killed: {len(rows) - len(missing)} of {len(rows)}"
-                + "".join(f"\n  no defect: {i}" for i in missing)
-            )
+            lines.append(f"MUST {kind}s killed: {len(rows) - len(missing)} of {len(rows)}")
+            lines += [f"  no defect: {name}" for name in missing]
     return lines
 
 
 def print_matrix(matrix: KillMatrix) -> None:
-    """requirement | level | killed by | also failed by; then the summary."""
+    """Print the matrix as a table, and the summary."""
     from rich.console import Console
     from rich.table import Table
 
     table = Table("requirement", "level", "killed by", "also failed by")
     for column in table.columns:
-        column.overflow = "fold"  # an id cut short is of no use to anybody
+        column.overflow = "fold"  # never cut an id short
     for row in matrix.requirements:
         if row.by or row.also or (matrix.complete and row.must):
             style = "red" if matrix.complete and row.must and not row.by else None
@@ -282,7 +285,7 @@ def print_matrix(matrix: KillMatrix) -> None:
 
 
 def markdown(matrix: KillMatrix) -> str:
-    """The same as a page."""
+    """Return matrix and summary as a Markdown page, with the bugs and the defects."""
     lines = [
         "# Kill matrix",
         "",
@@ -314,7 +317,7 @@ def _codes(names: Sequence[str]) -> str:
 
 
 def write(matrix: KillMatrix, folder: Path) -> None:
-    """kill-matrix.json and kill-matrix.md in `folder`, which is made."""
+    """Write kill-matrix.json and kill-matrix.md into `folder`, which is created."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{NAME}.json").write_text(matrix.model_dump_json(indent=1) + "\n", encoding="utf-8")
     (folder / f"{NAME}.md").write_text(markdown(matrix), encoding="utf-8")

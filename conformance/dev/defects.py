@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Control runs: what the defects are changes of, on the same cases, must fail nothing. Else a defect may be found for another reason.
+"""Planted defects: run them, and check that exactly the listed requirements find them.
 
-Known-bad connectors and engine faults: does the suite find each of them, by the requirements that it names and by no others?
-
-`spec/defects.yaml` lists them. `kvconform defects` prints which requirement catches which, and fails when that is not as listed.
+This is `kvconform defects`. spec/defects.yaml lists the defects: known-bad connectors and engine
+faults. The command prints which requirement catches which, and fails if that is not as listed. It
+also makes control runs: the correct connectors that the defects are derived from must fail nothing
+on the same cases. Otherwise a defect may be caught for another reason.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
@@ -38,9 +38,12 @@ from kvconform.dev.defect import (
     print_matrix,
     write,
 )
-from kvconform.errors import UsageError
+from kvconform.errors import UsageError, did_you_mean
 from kvconform.files import scratch_root
 from kvconform.process.server import ServerSpec
+
+if TYPE_CHECKING:
+    from kvconform.config.target import Target
 
 PLANTED = "kvconform.refimpl.defects."
 AT_ONCE = 12
@@ -49,45 +52,58 @@ AT_ONCE = 12
 
 @dataclass(frozen=True)
 class Control:
-    """Runs of one correct connector. `options`, `capabilities` and `servers`: JSON. `runs`: (case, id of its variant)."""
+    """Control runs of one correct connector. `runs`: (case, id of its variant)."""
 
     connector: str
-    options: str
-    capabilities: str
-    runs: tuple[tuple[str, str], ...]
+    extra_config: Mapping[str, Any]
+    capabilities: Mapping[str, Any]
+    runs: tuple[tuple[str, str], ...] = ()
     emulate_cuda: bool = False
-    servers: str = "[]"
+    servers: Sequence[ServerSpec] = ()
+
+    @property
+    def setup(self) -> str:
+        """A text that is equal for controls that differ only in their runs."""
+        settings = {
+            "connector": self.connector,
+            "extra_config": self.extra_config,
+            "capabilities": self.capabilities,
+            "emulate_cuda": self.emulate_cuda,
+            "servers": [server.model_dump() for server in self.servers],
+        }
+        return json.dumps(settings, sort_keys=True)
 
 
 def plan(defects: Iterable[Defect], spec: Spec) -> list[Control]:
-    """The control runs for these defects, each once. Imports their connectors."""
-    found: dict[tuple[str, str, str, bool, str], dict[tuple[str, str], None]] = {}
+    """Return the control runs for these defects, each once. Imports their connectors."""
+    controls: dict[str, Control] = {}
+    runs: dict[str, dict[tuple[str, str], None]] = {}
     for defect in defects:
-        key = (
+        control = Control(
             sound(defect.connector),
-            json.dumps(defect.extra_config, sort_keys=True),
-            json.dumps(defect.capabilities, sort_keys=True),
-            defect.emulate_cuda,
-            json.dumps([server.model_dump() for server in defect.servers], sort_keys=True),
+            defect.extra_config,
+            defect.capabilities,
+            emulate_cuda=defect.emulate_cuda,
+            servers=defect.servers,
         )
-        runs = found.setdefault(key, {})
-        runs.update(
+        controls.setdefault(control.setup, control)
+        runs.setdefault(control.setup, {}).update(
             dict.fromkeys((variant.case.id, variant.id) for variant in defect.variants(spec))
         )
-    tasks = (
-        (key, list(runs), first)
-        for key, runs in found.items()
-        for first in range(0, len(runs), AT_ONCE)
-    )
-    return [
-        Control(*key[:3], tuple(runs[first : first + AT_ONCE]), emulate_cuda=key[3], servers=key[4])
-        for key, runs, first in tasks
-    ]
+    planned = []
+    for setup, control in controls.items():
+        mine = tuple(runs[setup])
+        for first in range(0, len(mine), AT_ONCE):
+            planned.append(replace(control, runs=mine[first : first + AT_ONCE]))
+    return planned
 
 
 def sound(connector: str) -> str:
-    """The nearest ancestor of a connector class that is no defect, or its `change_of`, where what is wrong is what it descends from; the
-    reference connector if there is neither."""
+    """Return the correct connector that a defective one is derived from.
+
+    It is the nearest ancestor that is no defect, or the `change_of` of a class (for those whose
+    fault is the class that they inherit from), or else the reference connector.
+    """
     from kvconform.config.target import Target
 
     for cls in Target(connector, {}).resolve().__mro__:
@@ -100,76 +116,57 @@ def sound(connector: str) -> str:
 
 
 def run(control: Control, spec: Spec, tmp: Path) -> Outcome:
-    """Make the runs. What vLLM itself breaks (guarantees on engine `vllm`) is a finding, and no failure here."""
+    """Make the control runs. Guarantees that vLLM itself breaks on engine `vllm` do not count."""
     from kvconform.process import watchdog
-
-    pass
     from kvconform.run.case import run_and_judge
 
-    options: Mapping[str, Any] = {
-        "extra_config": json.loads(control.options),
-        "capabilities": json.loads(control.capabilities),
-    }
-    servers = [ServerSpec.model_validate(server) for server in json.loads(control.servers)]
     defect = Defect.model_construct(
         id="control",
         connector=control.connector,
+        extra_config=dict(control.extra_config),
+        capabilities=dict(control.capabilities),
         emulate_cuda=control.emulate_cuda,
-        servers=servers,
-        **options,
+        servers=list(control.servers),
     )
     outcome = Outcome(defect=f"control: {control.connector}")
+    slow = SLOW if control.emulate_cuda else None
     watchdog.start(defect.hook_timeout)
     try:
         with served(defect, tmp) as extra_config:
             for number, (case, name) in enumerate(control.runs):
-                slow = SLOW if control.emulate_cuda else None
-                variant = next(
-                    each
-                    for each in driven(spec, case).variants(
-                        ("reference", "vllm", "live"), None, slow
-                    )
-                    if each.id == name
-                )
-                report = run_and_judge(
-                    variant,
-                    target_of(defect, variant.block_size, extra_config),
-                    spec,
-                    seed=0,
-                    tmp=tmp / str(number),
-                )
-                outcome.take(
-                    name,
-                    [
-                        row
-                        for row in report.rows
-                        if variant.engine != "vllm" or row.get("kind") != "guarantee"
-                    ],
-                )
+                variants = driven(spec, case).variants(("reference", "vllm", "live"), None, slow)
+                variant = next(each for each in variants if each.id == name)
+                target = target_of(defect, variant.block_size, extra_config)
+                report = run_and_judge(variant, target, spec, seed=0, tmp=tmp / str(number))
+                rows = report.rows
+                if variant.engine == "vllm":
+                    rows = [row for row in rows if row.kind != "guarantee"]
+                outcome.take(name, rows)
                 if report.harness_error:
                     outcome.failed.setdefault("the harness", []).append(name)
     finally:
         watchdog.stop()
     if outcome.failed:
-        told = (
+        failures = "; ".join(
             f"{name} in {runs[0]}" + f" and {len(runs) - 1} more" * (len(runs) > 1)
             for name, runs in outcome.failed.items()
         )
-        outcome.problem = f"is no defect, and fails {'; '.join(told)}"
+        outcome.problem = f"is no defect, and fails {failures}"
     return outcome
 
 
-if TYPE_CHECKING:
-    from kvconform.config.target import Target
-
-
 def examine(defect: Defect, spec: Spec, tmp: Path, note: Path | None = None) -> Outcome:
-    """Run one defect on its cases. Writes below `tmp` only; an engine's fault is in force meanwhile. `note`: see watchdog."""
+    """Run one defect on its cases.
+
+    Writes only below `tmp`; an engine fault is active meanwhile. `note`: see watchdog.
+    """
     from kvconform.process import watchdog
     from kvconform.run.calibration import target_profile
     from kvconform.run.case import run_and_judge
 
-    outcome, fault, start = Outcome(defect=defect.id), defect.fault(), time.perf_counter()
+    outcome = Outcome(defect=defect.id)
+    fault = defect.fault()
+    start = time.perf_counter()
     watchdog.start(defect.hook_timeout, note)
     try:
         stack = ExitStack()
@@ -179,15 +176,15 @@ def examine(defect: Defect, spec: Spec, tmp: Path, note: Path | None = None) -> 
             for variant in defect.variants(spec)
         ]
         for _, target in variants:
-            target_profile(
-                target, tmp
-            )  # kept for later runs: an engine without fault is what it has to be worked out on
+            # Fills the cache: the profile must come from an engine without the fault.
+            target_profile(target, tmp)
         with stack, fault.active() if fault is not None else nullcontext():
             for number, (variant, target) in enumerate(variants):
                 with watchdog.case(variant.id):
                     report = run_and_judge(variant, target, spec, seed=0, tmp=tmp / str(number))
                 if report.harness_error:
-                    outcome.problem = f"the harness broke on {variant.id}: {report.harness_error.splitlines()[-1]}"
+                    last = report.harness_error.splitlines()[-1]
+                    outcome.problem = f"the harness broke on {variant.id}: {last}"
                     return outcome
                 outcome.take(variant.id, report.rows, defect.fails)
     finally:
@@ -197,7 +194,7 @@ def examine(defect: Defect, spec: Spec, tmp: Path, note: Path | None = None) -> 
 
 
 def settled(outcome: Outcome, defect: Defect) -> Outcome:
-    """The outcome of all runs, compared with what is listed. Changes and returns it."""
+    """Compare the outcome of all runs with what is listed. Changes and returns the outcome."""
     outcome.passed_by = {
         name: verdicts for name, verdicts in outcome.passed_by.items() if name not in outcome.failed
     }
@@ -207,7 +204,10 @@ def settled(outcome: Outcome, defect: Defect) -> Outcome:
 
 @contextmanager
 def served(defect: Defect, tmp: Path) -> Iterator[dict[str, Any]]:
-    """The defect's options, with the ports of its servers, which run meanwhile. EnvironmentProblem if one does not start."""
+    """Run the defect's servers; yield its options with their ports.
+
+    EnvironmentProblem if a server does not start.
+    """
     from kvconform.config.settings import Settings
     from kvconform.process.servers import Servers
 
@@ -220,11 +220,15 @@ def served(defect: Defect, tmp: Path) -> Iterator[dict[str, Any]]:
 
 
 def target_of(defect: Defect, block_size: int, options: Mapping[str, Any] | None = None) -> Target:
-    """The connector of a defect, on an engine with blocks of `block_size` tokens. `options`: instead of its own."""
+    """Return the connector of a defect, on an engine with blocks of `block_size` tokens.
+
+    `options` replaces the defect's own.
+    """
     from kvconform.config.target import Target
 
-    # What the connector sets out to do is what the reference connector does: a defect must not talk its way out of a requirement.
-    sound = {
+    # Declare what the reference connector does: a defect must not evade a requirement by declaring
+    # less.
+    expected = {
         "store": True,
         "saves": "all",
         "chunk_tokens": block_size,
@@ -232,19 +236,18 @@ def target_of(defect: Defect, block_size: int, options: Mapping[str, Any] | None
     }
     own = defect.extra_config if options is None else options
     options = dict(own) if _has_own_options(defect) else {"store": "{tmp}/store", **own}
-    declared = {**sound, **defect.capabilities}
     device: Device = "emulated" if defect.emulate_cuda else "cpu"
     return Target(
         defect.connector,
         options,
-        capabilities=declared,
+        capabilities={**expected, **defect.capabilities},
         hook_timeout=defect.hook_timeout,
         device=device,
     )
 
 
 def _has_own_options(defect: Defect) -> bool:
-    """Whether it is no reference connector, and would not know the option `store`."""
+    """Return whether it is no reference connector, and so does not know the option `store`."""
     from kvconform.config.target import Target
     from kvconform.refimpl.connector import ReferenceConnector
 
@@ -256,71 +259,77 @@ def _has_own_options(defect: Defect) -> bool:
 def difference(
     defect: Defect, failed: set[str], verdicts: Mapping[str, Mapping[str, int]] | None = None
 ) -> str:
-    """How the failed requirements differ from those listed; empty if they do not.
+    """Return how the failed requirements differ from those listed; "" if they do not.
 
-    `verdicts`: of requirements that did not fail, what they said and how often. One that never passed was not at stake.
+    `verdicts` are the verdicts of requirements that did not fail, with counts. A requirement that
+    never passed was not exercised, and is reported differently.
     """
-    missed, extra = (
-        sorted(set(defect.fails) - failed),
-        sorted(failed - set(defect.fails) - set(defect.may)),
-    )
-    silent = {
-        name: said for name in missed if (said := (verdicts or {}).get(name)) and "PASS" not in said
-    }
+    missed = sorted(set(defect.fails) - failed)
+    extra = sorted(failed - set(defect.fails) - set(defect.may))
+    silent = {}
+    for name in missed:
+        found = (verdicts or {}).get(name)
+        if found and "PASS" not in found:
+            silent[name] = found
     judged = [name for name in missed if name not in silent]
-    parts = [f"not caught by {', '.join(judged)}"] * bool(judged)
-    for name, said in silent.items():
-        runs = f"in all {sum(said.values())} runs" if sum(said.values()) > 1 else "in the one run"
-        parts.append(f"{name} was {' or '.join(said)} {runs} of {', '.join(defect.cases)}")
-    return "; ".join([*parts, *[f"also fails {', '.join(extra)}"] * bool(extra)])
+    parts = []
+    if judged:
+        parts.append(f"not caught by {', '.join(judged)}")
+    for name, found in silent.items():
+        total = sum(found.values())
+        runs = f"in all {total} runs" if total > 1 else "in the one run"
+        parts.append(f"{name} was {' or '.join(found)} {runs} of {', '.join(defect.cases)}")
+    if extra:
+        parts.append(f"also fails {', '.join(extra)}")
+    return "; ".join(parts)
 
 
 @cache
 def specification() -> Spec:
-    """The specification, read once in this process."""
+    """Return the specification, loaded once per process."""
     return load_spec()
 
 
 @cache
 def known_defects() -> dict[str, Defect]:
-    """All defects by id, read once in this process."""
+    """Return all defects by id, loaded once per process."""
     return load_defects(specification())
 
 
 def examine_named(name: str) -> Outcome:
-    """`examine` for a worker process, which reads the specification once."""
+    """Examine a defect in a worker process."""
+    defect = known_defects()[name]
+    how = examine_apart if defect.own_process else examine
     with tempfile.TemporaryDirectory(prefix="kvconform-", dir=scratch_root()) as tmp:
-        defect = known_defects()[name]
-        return (examine_apart if defect.own_process else examine)(
-            defect, specification(), Path(tmp)
-        )
+        return how(defect, specification(), Path(tmp))
 
 
 def examine_apart(defect: Defect, spec: Spec, tmp: Path) -> Outcome:
-    """As `examine`, in a process of its own; if that ends, its note says where, and that is what the defect is found by."""
+    """Examine a defect in a process of its own.
+
+    If that process dies, its note says in which run, and the death is what finds the defect.
+    """
     from kvconform.process import watchdog
     from kvconform.session import crash
 
-    note, result, start = tmp / "note", tmp / "outcome.json", time.perf_counter()
+    note = tmp / "note"
+    result = tmp / "outcome.json"
+    start = time.perf_counter()
     child = get_context("spawn").Process(target=_examine_into, args=(defect.id, note, result))
     child.start()
     child.join()
     if result.exists():
         return Outcome.model_validate_json(result.read_text(encoding="utf-8"))
     left = watchdog.read_note(note)
-    variant = next(
-        (each for each in defect.variants(spec) if left is not None and each.id == left.case), None
-    )
+    case = None if left is None else left.case
+    variant = next((each for each in defect.variants(spec) if each.id == case), None)
     outcome = Outcome(defect=defect.id, seconds=round(time.perf_counter() - start, 2))
     if variant is None:
         outcome.problem = f"the process ended outside of its runs: {crash.sentence(left)}"
         return outcome
     judged = [requirement.id for requirement in in_force(spec)]
     selection = Selection([variant], judged, judged, [])
-    rows = [
-        row.to_dict()
-        for row in crash.rows_of(left, variant, spec, selection, defect.capabilities, False)
-    ]
+    rows = crash.rows_of(left, variant, spec, selection, defect.capabilities, False)
     outcome.take(variant.id, rows, defect.fails)
     return settled(outcome, defect)
 
@@ -331,40 +340,39 @@ def _examine_into(name: str, note: Path, result: Path) -> None:
 
 
 def run_defects(names: list[str], jobs: int) -> Iterator[Outcome]:
-    """Examine the named defects (none: all but those of engine live) in `jobs` processes, then make their control runs. UsageError for an
-    unknown name."""
+    """Examine the named defects in `jobs` processes, then make their control runs.
+
+    No names: all defects but those of engine live. UsageError for an unknown name.
+    """
     names = named(names)
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # of the processes that do it
-    return _outcomes(
-        names or [name for name, defect in known_defects().items() if not defect.live], jobs
-    )
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # inherited by the processes
+    if not names:
+        names = [name for name, defect in known_defects().items() if not defect.live]
+    return _outcomes(names, jobs)
 
 
 def named(ids: Iterable[str]) -> list[str]:
-    """The defects of these ids; a requirement stands for those that it has to find. UsageError for what is neither, or has none."""
+    """Return the defects of these ids; a requirement stands for those that it has to find.
+
+    UsageError for an unknown id, and for a requirement without defects.
+    """
     found: dict[str, None] = {}
     for name in ids:
-        mine = (
-            [name]
-            if name in known_defects()
-            else [each.id for each in known_defects().values() if name in each.fails]
-        )
+        if name in known_defects():
+            mine = [name]
+        else:
+            mine = [each.id for each in known_defects().values() if name in each.fails]
         if not mine and name in specification().requirements:
             raise UsageError(f"no defect violates {name}")
         if not mine:
-            close = difflib.get_close_matches(
-                name, [*known_defects(), *specification().requirements], 3
-            )
-            raise UsageError(
-                f"there is no defect or requirement {name!r}"
-                + (f"; did you mean {' or '.join(close)}?" if close else "")
-            )
+            close = did_you_mean(name, [*known_defects(), *specification().requirements])
+            raise UsageError(f"there is no defect or requirement {name!r}{close}")
         found.update(dict.fromkeys(mine))
     return list(found)
 
 
 def _outcomes(names: list[str], jobs: int) -> Iterator[Outcome]:
-    """First the defects, then the control runs."""
+    """Yield the outcomes of the defects, then those of the control runs."""
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         planned = pool.submit(_plan_controls, names)
         outcomes = [pool.submit(examine_named, name) for name in names]
@@ -382,19 +390,18 @@ def _run_control(control: Control) -> Outcome:
 
 
 def in_force(spec: Spec) -> list[Requirement]:
-    """The requirements that the installed vLLM is held to."""
-    from kvconform.compat.installed import source_version
+    """Return the requirements that apply to the installed vLLM; all if its version is unknown."""
+    from kvconform.compat.installed import UNKNOWN, vllm_version
 
-    version = source_version()
-    return [
-        requirement
-        for requirement in spec.requirements.values()
-        if version is None or requirement.in_force(version)
-    ]
+    version = vllm_version()
+    requirements = list(spec.requirements.values())
+    if version is None or version == UNKNOWN:
+        return requirements
+    return [requirement for requirement in requirements if requirement.in_force(version)]
 
 
-def _at_stake(names: list[str]) -> list[Requirement]:
-    """The requirements that these defects (none: all but those of engine live) can be found by."""
+def _concerned(names: list[str]) -> list[Requirement]:
+    """Return the requirements that can find these defects (none: all but those of engine live)."""
     return [
         requirement
         for requirement in in_force(specification())
@@ -405,16 +412,17 @@ def _at_stake(names: list[str]) -> list[Requirement]:
 def main(
     names: list[str], *, jobs: int = 0, report_dir: str | None = None, strict: bool = False
 ) -> int:
-    """The command: 0 if every defect is caught exactly as listed and no control run fails anything, 1 if not, 2 for an unknown name.
+    """Run the command.
 
-    `jobs` processes (0: as many as there are cores, at most 4). With `report_dir`, the kill matrix is written there. With `strict`, a MUST
-    that no defect violates is a failure too.
+    Returns 0 if every defect is caught exactly as listed and no control run fails anything, 1 if
+    not, 2 for an unknown name. `jobs` is the number of processes; 0: one per core, at most 4. The
+    kill matrix is written to `report_dir`, if given. With `strict`, a MUST that no defect violates
+    is a failure too.
     """
+    jobs = jobs or min(4, len(os.sched_getaffinity(0)))
     try:
-        known, outcomes = (
-            known_defects(),
-            list(run_defects(names, jobs or min(4, len(os.sched_getaffinity(0))))),
-        )
+        known = known_defects()
+        outcomes = list(run_defects(names, jobs))
     except UsageError as error:
         print(error.message, file=sys.stderr)
         return error.code
@@ -422,7 +430,7 @@ def main(
     matrix: KillMatrix = build(
         [each for each in outcomes if each not in controls],
         known,
-        _at_stake(names),
+        _concerned(names),
         controls,
         complete=not names,
     )

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random workloads on connectors that are correct: whatever one of them fails is an error of the suite's, or of theirs.
+"""Search for false alarms: random workloads on correct connectors.
 
-`python -m kvconform.dev.explore_correct --state FILE` goes through the reference connector and all variants (kvconform.refimpl.variants.registry), again
-and again with other workloads, and goes on where it stopped. `--small`: workloads of two or three short requests, ten times as many.
+Every failure is an error of the suite or of one of these connectors.
+`python -m kvconform.dev.explore_correct --state FILE` runs the reference connector and all variants
+(kvconform.refimpl.variants.registry) in turn, each time with other workloads. With the same FILE,
+the next call continues where this one stopped. `--small` draws workloads of two or three short
+requests, which are ten times as fast.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import os
 import sys
 import tempfile
@@ -30,12 +34,15 @@ HANGS = 30.0
 """Seconds after which a hook counts as one that never returns."""
 ENGINES = ["reference", "vllm"]
 AHEAD = 8
-"""Batches per process that are under way or wait: those of one variant take several times as long as those of another."""
+"""Batches per process that run or wait; one variant's take several times as long as another's."""
 
 
 class Batch(BaseModel):
-    """What came of some workloads on one variant. `failures`: (id of the case, its YAML, requirement, message); `guarantees`: those that
-    vLLM broke, and how often."""
+    """Outcome of some workloads on one variant.
+
+    `failures` has tuples (id of the case, its YAML, requirement, message); `guarantees` maps the
+    guarantees that vLLM broke to how often it did.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -47,7 +54,7 @@ class Batch(BaseModel):
 
 
 class State(BaseModel):
-    """The place of a campaign: batches so far, and what they came to."""
+    """Progress of a campaign: the batches so far, and their outcome."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -59,7 +66,7 @@ class State(BaseModel):
     seconds: float = 0.0
 
     def add(self, batch: Batch) -> None:
-        """Count it."""
+        """Add the outcome of a batch."""
         self.batches += 1
         self.workloads += batch.workloads
         self.unsupported += batch.unsupported
@@ -68,19 +75,27 @@ class State(BaseModel):
 
 
 def batches(names: list[str], first: int) -> Iterator[tuple[str, int]]:
-    """(variant, seed) without end: every variant with a seed, then every variant with the next."""
+    """Yield (variant, seed) without end: all variants with one seed, then with the next.
+
+    `first` is the number of pairs to skip.
+    """
     for number in itertools.count(first):
         yield names[number % len(names)], number // len(names)
 
 
 def run(name: str, seed: int, count: int, simple: bool) -> Batch:
-    """Run and judge `count` workloads on a variant, in this process. Recommendations count, but for those that it does not mean to keep."""
+    """Run and judge `count` workloads on a variant, in this process.
+
+    Recommendations count, except the one that the variant does not follow on purpose.
+    """
     from kvconform.dev.sweep import target_of
     from kvconform.explore.outcome import outcome
     from kvconform.process import watchdog
     from kvconform.refimpl.variants.registry import NOT_RECOMMENDED
 
-    found, target, draw = Batch(variant=name), target_of(name), small if simple else drawn
+    found = Batch(variant=name)
+    target = target_of(name)
+    draw = small if simple else drawn
     guarantees: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(prefix="kvconform-", dir=scratch_root()) as tmp:
         watchdog.start(HANGS)
@@ -90,12 +105,13 @@ def run(name: str, seed: int, count: int, simple: bool) -> Batch:
                 found.workloads += 1
                 found.unsupported += done.unsupported
                 guarantees.update(done.broken_guarantees)
-                failures = [
-                    each for each in done.failures if each.requirement != NOT_RECOMMENDED.get(name)
+                bad = [
+                    (each.requirement, each.message)
+                    for each in done.failures
+                    if each.requirement != NOT_RECOMMENDED.get(name)
                 ]
-                bad = [(each.requirement, each.message) for each in failures] + (
-                    [("harness", done.error)] if done.error else []
-                )
+                if done.error:
+                    bad.append(("harness", done.error))
                 text = text_of(workload.data, f"{name}, seed {workload.seed}")
                 found.failures += [(str(workload.data["id"]), text, *each) for each in bad]
         finally:
@@ -105,7 +121,10 @@ def run(name: str, seed: int, count: int, simple: bool) -> Batch:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print what fails, and a line per minute; 0 if nothing failed, 1 if something did, 2 for an unknown variant."""
+    """Print every failure, and a line per minute.
+
+    Returns 0 if nothing failed, 1 if something did, 2 for an unknown variant.
+    """
     from kvconform.refimpl.variants.registry import VARIANTS
 
     parser = argparse.ArgumentParser(prog="kvconform.dev.explore_correct", description=__doc__)
@@ -114,7 +133,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--workloads",
         type=int,
         default=100_000,
-        help="with those of earlier runs (default: 100000)",
+        help="number of workloads, with those of earlier runs (default: 100000)",
     )
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument(
@@ -122,7 +141,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--state", type=Path, help="file that keeps the place")
+    parser.add_argument("--state", type=Path, help="file that stores the progress")
     parser.add_argument(
         "--out",
         type=Path,
@@ -132,22 +151,22 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
     if unknown := sorted(set(given.names) - set(VARIANTS)):
-        print(
-            f"there is no variant {unknown[0]!r}; there are {', '.join(VARIANTS)}", file=sys.stderr
-        )
+        known = ", ".join(VARIANTS)
+        print(f"there is no variant {unknown[0]!r}; there are {known}", file=sys.stderr)
         return 2
-    state = (
-        State.model_validate_json(given.state.read_text())
-        if given.state is not None and given.state.exists()
-        else State()
-    )
-    began, said, before = time.monotonic(), 0.0, state.seconds
+    state = State()
+    if given.state is not None and given.state.exists():
+        state = State.model_validate_json(given.state.read_text())
+    began = time.monotonic()
+    last_line = 0.0
+    before = state.seconds
     coming = batches(given.names or list(VARIANTS), state.batches)
 
     def wanted() -> int:
-        """Batches that are still missing."""
-        over = time.monotonic() - began > 60 * given.minutes
-        return 0 if over else -(-(given.workloads - state.workloads) // given.batch)
+        """Return the number of batches that are still missing; 0 when the time is over."""
+        if time.monotonic() - began > 60 * given.minutes:
+            return 0
+        return math.ceil((given.workloads - state.workloads) / given.batch)
 
     for batch in _results(coming, given.jobs, given.batch, given.small, wanted):
         state.add(batch)
@@ -155,8 +174,8 @@ def main(arguments: list[str] | None = None) -> int:
         state.seconds = before + time.monotonic() - began
         if given.state is not None:
             given.state.write_text(state.model_dump_json())
-        if time.monotonic() - said > 60:
-            said = time.monotonic()
+        if time.monotonic() - last_line > 60:
+            last_line = time.monotonic()
             print(_line(state), flush=True)
     print(_line(state), flush=True)
     return int(bool(state.failures))
@@ -169,8 +188,11 @@ def _results(
     simple: bool,
     wanted: Callable[[], int],
 ) -> Iterator[Batch]:
-    """What came of the batches, in their order; no process waits for another. `wanted`: how many more; at 0 those that are done by then
-    come yet, and the others are given up."""
+    """Yield the outcomes of the batches, in their order; no process waits for another.
+
+    `wanted` returns how many more batches are needed. When that is 0, the batches that are complete
+    are still yielded, and the others are given up.
+    """
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         waiting: deque[Future[Batch]] = deque()
         try:
@@ -185,11 +207,12 @@ def _results(
 
 
 def _line(state: State) -> str:
-    broken = (
-        ", ".join(f"{name} {count}" for name, count in sorted(state.guarantees.items())) or "none"
-    )
+    broken = [f"{name} {count}" for name, count in sorted(state.guarantees.items())]
     judged = state.workloads - state.unsupported
-    return f"{state.workloads} workloads ({judged} judged), {state.failures} failures; {state.seconds:.0f} s; guarantees broken: {broken}"
+    return (
+        f"{state.workloads} workloads ({judged} judged), {state.failures} failures; "
+        f"{state.seconds:.0f} s; guarantees broken: {', '.join(broken) or 'none'}"
+    )
 
 
 def _keep(batch: Batch, folder: Path) -> None:

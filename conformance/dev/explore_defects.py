@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does exploration find the known-bad connectors without their cases? `python -m kvconform.dev.explore_defects [ids] --seconds 20`."""
+"""Check that exploration finds the planted defects without their cases.
+
+`python -m kvconform.dev.explore_defects [ids] --seconds 20` runs random workloads on each defect.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +32,20 @@ from kvconform.files import scratch_root
 if TYPE_CHECKING:
     from kvconform.explore.outcome import Outcome
 
-SHRINK, SHRINK_SECONDS = 150, 60.0
-"""Runs that are spent on making what was found small, and for how long."""
+SHRINK = 150
+SHRINK_SECONDS = 60.0
+"""Limits of the reduction of a failing workload: number of runs, and seconds."""
 
 
 @dataclass
 class Search:
-    """What came of the search for one defect. `found`: the requirement, one that the defect fails or may fail, or a consequence. `others`:
-    what else failed before, which is no find. `left_out`: why it was not searched for."""
+    """Outcome of the search for one defect.
+
+    `found` is the requirement that found it: one that the defect is listed to fail, or a
+    consequence. `others` are requirements that failed before; they do not find the defect.
+    `left_out` says why the defect was not searched for. `seconds` are processor time; `requests`
+    and `steps` are the size of the failing workload, and `case` is its JSON.
+    """
 
     defect: str
     found: str | None = None
@@ -50,27 +59,31 @@ class Search:
 
 
 def left_out(defect: Defect) -> str | None:
-    """Why exploration cannot be expected to find it here, or None."""
+    """Return why exploration cannot be expected to find a defect, or None."""
     if defect.live:
-        return "takes all of vLLM"
+        return "needs the complete vLLM"
     if defect.own_process:
         return "may end the process that it runs in"
     if defect.servers:
         return "needs a server"
     if defect.fails == ["case.expected"]:
-        return "does nothing wrong of itself: its case says what else should have come of it"
+        return "only its case says what is wrong"
     broken = [specification().requirements[name] for name in defect.fails]
     if all(each.area == "api" or each.event in ("api", "engine.api") for each in broken):
-        return "is wrong in the class or in vLLM itself, which is looked at without any workload"
+        return "is wrong in the class or in vLLM itself: inspection finds it, without a workload"
     return None
 
 
 def search(name: str, seconds: float, seed: int, shrink: bool) -> Search:
-    """Run drawn workloads until one fails because of the defect, or the time is over; make that one small. `seconds` are the processor's,
-    of the search alone: without the imports and without the shrinking. How busy the machine is besides does not matter."""
+    """Run random workloads until one fails because of the defect, then reduce that one.
+
+    `seconds` limits the processor time of the search, without imports and reduction: processor
+    time does not depend on the load of the machine.
+    """
     from kvconform.process import watchdog
 
-    defect, spec = known_defects()[name], specification()
+    defect = known_defects()[name]
+    spec = specification()
     found = Search(name, left_out=left_out(defect))
     if found.left_out is not None:
         return found
@@ -95,9 +108,8 @@ def _search(
         targets = {size: target_of(defect, size, options) for size in (4, 16)}
         fault = defect.fault()
         for target in targets.values() if fault is not None else ():
-            target_profile(
-                target, tmp
-            )  # before the engine's fault: see kvconform.dev.defects.examine
+            # Fills the cache: the profile must come from an engine without the fault.
+            target_profile(target, tmp)
         stack.enter_context(fault.active() if fault is not None else nullcontext())
 
         def run(workload: Workload, only: list[str] | None = None) -> Outcome:
@@ -122,9 +134,9 @@ def _search(
                 until = time.monotonic() + SHRINK_SECONDS
 
                 def fails(each: Workload) -> bool:
-                    return time.monotonic() < until and requirement in _names(
-                        run(each, [requirement or ""])
-                    )
+                    if time.monotonic() >= until:
+                        return False
+                    return requirement in _names(run(each, [requirement or ""]))
 
                 workload, _ = smaller(workload, fails, SHRINK)
             found.requests, found.steps, *_ = workload.size
@@ -151,7 +163,10 @@ def _names(found: Outcome) -> list[str]:
 
 
 def _listed(defect: Defect, spec: Spec, requirement: str) -> bool:
-    """Whether the defect is known to break it, or it is a consequence of what was broken. vLLM's own faults are neither."""
+    """Return whether the defect is listed to fail a requirement, or that is a consequence.
+
+    A fault of vLLM's own is neither.
+    """
     known = spec.requirements.get(requirement)
     return requirement in (*defect.fails, *defect.may) or (known is not None and known.consequence)
 
@@ -162,27 +177,31 @@ def _print(done: Search) -> None:
     elif done.found is None:
         text = f"NOT FOUND in {done.workloads} workloads, {done.seconds:.0f} s"
     else:
-        text = f"{done.seconds:.1f} s, {done.workloads} workloads, by {done.found}: {done.requests} requests, {done.steps} steps"
+        size = f"{done.requests} requests, {done.steps} steps"
+        text = f"{done.seconds:.1f} s, {done.workloads} workloads, by {done.found}: {size}"
     if done.others:
         text += f"; other failures: {', '.join(done.others)}"
     print(f"{done.defect:<40}{text}", flush=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print a line per defect and the bars at the end; 0 if at least 95 % of those searched for were found, else 1."""
+    """Print a line per defect, and a summary.
+
+    Returns 0 if at least 95 % of those searched for were found, 1 if not, 2 for an unknown defect.
+    """
     parser = argparse.ArgumentParser(prog="kvconform.dev.explore_defects", description=__doc__)
     parser.add_argument("ids", nargs="*", help="defects (default: all)")
     parser.add_argument(
         "--seconds",
         type=float,
         default=300.0,
-        help="of processor time for the search of one defect (default: 300)",
+        help="processor time for the search of one defect (default: 300)",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--every", type=int, default=1, metavar="N", help="one defect in N")
     parser.add_argument("--jobs", type=int, default=1, help="processes (default: 1)")
     parser.add_argument(
-        "--no-shrink", action="store_true", help="leave what was found as large as it is"
+        "--no-shrink", action="store_true", help="do not reduce the failing workloads"
     )
     parser.add_argument("--out", type=Path, help="file for the results, a line of JSON each")
     given = parser.parse_args(arguments)
@@ -202,8 +221,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _results(names: list[str], jobs: int, how: tuple[float, int, bool]) -> Iterator[Search]:
-    """Each in a process of its own: what the connector of one leaves behind (threads, above all) is not the next one's. They are forked
-    from one that has imported vLLM."""
+    """Search for each defect in a process of its own, and yield the outcomes in order.
+
+    Threads that one connector leaves behind must not affect the next search. The processes are
+    forked from one that has imported vLLM.
+    """
     context = get_context("forkserver")
     context.set_forkserver_preload(["kvconform.run.case", "kvconform.explore.outcome"])
     with ThreadPoolExecutor(max(1, jobs)) as pool:
@@ -211,7 +233,7 @@ def _results(names: list[str], jobs: int, how: tuple[float, int, bool]) -> Itera
 
 
 def _apart(context: ForkServerContext, name: str, how: tuple[float, int, bool]) -> Search:
-    """The search in another process; `process.died` is among the failures of one that did not answer."""
+    """Search in another process. If it dies, `process.died` is among the failures."""
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(theirs, name, how))
     process.start()
@@ -229,15 +251,15 @@ def _answer(pipe: Connection, name: str, how: tuple[float, int, bool]) -> None:
 
 
 def summarise(results: list[Search]) -> int:
-    """Print what they come to; 0 if at least 95 % were found."""
+    """Print totals and medians; return 0 if at least 95 % were found, else 1."""
     sought = [each for each in results if each.left_out is None]
     caught = [each for each in sought if each.found is not None]
     print(f"\n{len(caught)} of {len(sought)} found; {len(results) - len(sought)} left out")
     if caught:
-        sizes = median(each.requests for each in caught), median(each.steps for each in caught)
-        print(
-            f"median: {median(each.seconds for each in caught):.1f} s, {sizes[0]:g} requests, {sizes[1]:g} steps"
-        )
+        seconds = median(each.seconds for each in caught)
+        requests = median(each.requests for each in caught)
+        steps = median(each.steps for each in caught)
+        print(f"median: {seconds:.1f} s, {requests:g} requests, {steps:g} steps")
     return 0 if len(caught) >= 0.95 * len(sought) else 1
 
 

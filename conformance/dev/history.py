@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real bugs in the original code: released connectors and engines that the suite must still find wrong.
+"""Real bugs of released connectors and engines that the suite must still find.
 
-`spec/history.yaml` lists them with the vLLM releases that have them; `nox -s history` installs those releases one after the other and runs
-this module in each. It judges the entries of the installed release, and fails when one of them passes.
-
-
-docs/history.md and docs/engine-findings.md, from what `nox -s history -- --json FILE` has found.
+spec/history.yaml lists them with the vLLM releases that have them. `nox -s history` installs those
+releases one after the other and runs this module in each. It judges the entries of the installed
+release, and fails if one of them passes. With `--pages` it writes docs/history.md and
+docs/engine-findings.md from the results that `nox -s history -- --json FILE` has collected.
 """
 
 from __future__ import annotations
@@ -25,18 +24,23 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvconform.compat.installed import vllm_version
+from kvconform.contract.case import Variant
 from kvconform.contract.loader import Spec, entries, load_spec
 from kvconform.contract.references import Entry
 from kvconform.contract.requirement import version_key
 
 
 def of_release(known: list[Entry], version: str) -> list[Entry]:
-    """The entries that name a release (`0.26.0+cpu` is 0.26.0)."""
+    """Return the entries that name a release (`0.26.0+cpu` is 0.26.0)."""
     return [entry for entry in known if version_key(version) in map(version_key, entry.releases)]
 
 
 def as_of(entry: Entry, spec: Spec, release: str) -> Spec:
-    """What `release` is judged by: what is in force there, and what `entry` names. What was mended later was as wrong before."""
+    """Return the specification that `release` is judged by.
+
+    It has the requirements that are in force there, and those that `entry` names: a bug that a
+    later release repaired was a bug before.
+    """
     chosen = {
         name: req
         for name, req in spec.requirements.items()
@@ -46,7 +50,10 @@ def as_of(entry: Entry, spec: Spec, release: str) -> Spec:
 
 
 def examine(entry: Entry, spec: Spec, release: str, tmp: Path) -> dict[str, str]:
-    """Requirement id -> what its first FAIL says, over all runs of the entry. Changes nothing outside `tmp`."""
+    """Map requirements to the message of their first FAIL, over all runs of the entry.
+
+    An error of the harness is listed as `harness`. Writes only below `tmp`.
+    """
     from kvconform.config.target import Target
     from kvconform.run.case import run_and_judge
 
@@ -57,19 +64,16 @@ def examine(entry: Entry, spec: Spec, release: str, tmp: Path) -> dict[str, str]
             variant, target, as_of(entry, spec, release), seed=0, tmp=tmp / str(number)
         )
         if report.harness_error is not None:
-            found.setdefault(
-                "harness", f"{variant.id}: {report.harness_error.strip().splitlines()[-1]}"
-            )
+            last = report.harness_error.strip().splitlines()[-1]
+            found.setdefault("harness", f"{variant.id}: {last}")
         for row in report.rows:
-            if row["verdict"] == "FAIL":
-                found.setdefault(
-                    row["requirement"],
-                    f"{variant.id}, step {row.get('step')}: {row.get('message')}",
-                )
+            if row.verdict == "FAIL":
+                sentence = f"{variant.id}, step {row.step}: {row.message}"
+                found.setdefault(row.requirement, sentence)
     return found
 
 
-def _variants(entry: Entry, spec: Spec) -> Iterator[Any]:
+def _variants(entry: Entry, spec: Spec) -> Iterator[Variant]:
     for name in entry.cases:
         variants = spec.cases[name].variants(["vllm"], entry.scheduling)
         yield from (variant for variant in variants if variant.runner == entry.runner)
@@ -78,10 +82,15 @@ def _variants(entry: Entry, spec: Spec) -> Iterator[Any]:
 _HISTORY = """\
 # Real bugs, found in the releases that have them
 
-`nox -s history` installs each of these vLLM releases (without a GPU: its Python code over the default release's dependencies) and runs the
-cases named here against the connector and the scheduler as they were shipped. It fails when one of the bugs is not found. Releases that are
-older than what `kvconform run` supports run well enough for the cases named. A release that is not named was not tried. This page
-is made from such a run: `nox -s history -- --json FILE`, then `python -m kvconform.dev.history --pages FILE`.
+`nox -s history` installs each of these vLLM releases.
+It runs the cases named here against the connector and the scheduler as released.
+It needs no GPU, because it installs only the release's Python code, over the dependencies of the
+default release.
+It fails if one of the bugs is not found.
+Releases that `kvconform run` no longer supports are good enough for these cases.
+A release that is not named was not tried.
+To generate this page, run `nox -s history -- --json FILE`, then
+`python -m kvconform.dev.history --pages FILE`.
 
 {{ count }} bugs over {{ releases | length }} releases: {{ releases | join(", ") }}.
 {% for entry, rows in found %}
@@ -89,7 +98,8 @@ is made from such a run: `nox -s history -- --json FILE`, then `python -m kvconf
 
 {{ entry.text }}
 
-Judged: {{ "`" + entry.connector + "`" }}, {{ entry.scheduling | join(" and ") }} scheduling, cases {{ entry.cases | join(", ") }}.
+Judged: {{ "`" + entry.connector + "`" }}, {{ entry.scheduling | join(" and ") }} scheduling, \
+cases {{ entry.cases | join(", ") }}.
 {% for row in rows %}
 - vLLM {{ row.release }}: **{{ row.name }}** in {{ row.said }}
 {%- endfor %}
@@ -98,10 +108,12 @@ Judged: {{ "`" + entry.connector + "`" }}, {{ entry.scheduling | join(" and ") }
 _FINDINGS = """\
 # What vLLM itself does wrong
 
-Guarantees that connectors rely on and that vLLM {{ newest }} was seen to break. Where vLLM promises nothing, or declares a limit, the
-finding says so. They say nothing about a connector and do not change its
-verdict: the cases run only when they are named, or with `kvconform run CONNECTOR --profile findings`. A release
-that is not named was not tried. This page is made like [history.md](history.md).
+Guarantees that connectors rely on, and that vLLM {{ newest }} was seen to break.
+Where vLLM promises nothing, or declares a limit, the finding says so.
+The findings do not concern a connector and do not change its verdict.
+Their cases run only when they are named, or with `kvconform run CONNECTOR --profile findings`.
+A release that is not named was not tried.
+This page is generated like [history.md](history.md).
 {% for entry, rows, requirements, case in found %}
 ## {{ entry.id }}
 
@@ -118,7 +130,7 @@ that is not named was not tried. This page is made like [history.md](history.md)
 | evidence | `{{ req.source.file }}`, `{{ req.source.symbol }}` |
 {% endfor -%}
 {% if entry.also -%}
-| breaks, too | {{ "`" + entry.also | join("`, `") + "`" }} |
+| also breaks | {{ "`" + entry.also | join("`, `") + "`" }} |
 {% endif -%}
 | known as | {{ entry.bug }} |
 | seen in | {{ rows | map(attribute="release") | unique | join(", ") }} |
@@ -133,7 +145,10 @@ that is not named was not tried. This page is made like [history.md](history.md)
 
 
 def found_in(entry: Entry, lines: Iterable[dict[str, Any]]) -> list[dict[str, str]]:
-    """What was found of an entry: release, requirement and the sentence, by release; the newest line of a release counts."""
+    """Return what was found of an entry, sorted by release: release, requirement and sentence.
+
+    The newest line of a release counts.
+    """
     by_release = {
         line["release"]: line["found"] for line in lines if line["id"] == entry.id and line["found"]
     }
@@ -145,55 +160,51 @@ def found_in(entry: Entry, lines: Iterable[dict[str, Any]]) -> list[dict[str, st
 
 
 def history_page(known: Sequence[Entry], lines: Sequence[dict[str, Any]]) -> str:
-    """Every entry of which something was found."""
+    """Return the page of every entry of which something was found."""
     found = [(entry, rows) for entry in known if (rows := found_in(entry, lines))]
     releases = sorted({row["release"] for _, rows in found for row in rows}, key=version_key)
-    return _render(
-        _HISTORY, found=found, releases=releases, count=len({entry.bug for entry, _ in found})
-    )
+    bugs = {entry.bug for entry, _ in found}
+    return _render(_HISTORY, found=found, releases=releases, count=len(bugs))
 
 
 def findings_page(
     known: Sequence[Entry], lines: Sequence[dict[str, Any]], spec: Spec, folder: Path
 ) -> str:
-    """The entries whose case belongs to the findings, with the case's text from `folder` (spec/cases/findings)."""
-    found = [
-        (
-            entry,
-            rows,
-            [spec.requirements[name] for name in entry.fails if name.startswith("engine.")],
-            (folder / f"{entry.cases[0]}.yaml").read_text(),
-        )
-        for entry in known
-        if spec.cases[entry.cases[0]].area == "findings" and (rows := found_in(entry, lines))
-    ]
+    """Return the page of the entries whose case belongs to the area `findings`.
+
+    The text of each case is read from `folder` (spec/cases/findings).
+    """
+    found = []
+    for entry in known:
+        rows = found_in(entry, lines)
+        case = entry.cases[0]
+        if spec.cases[case].area == "findings" and rows:
+            broken = [spec.requirements[name] for name in entry.fails if name.startswith("engine.")]
+            found.append((entry, rows, broken, (folder / f"{case}.yaml").read_text()))
     newest = max((rows[-1]["release"] for _, rows, _, _ in found), key=version_key, default="")
     return _render(_FINDINGS, found=found, newest=newest)
 
 
 def _render(template: str, **values: Any) -> str:
-    return (
-        Environment(undefined=StrictUndefined, keep_trailing_newline=True)
-        .from_string(template)
-        .render(values)
-        .rstrip()
-        + "\n"
-    )
+    environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True)
+    return environment.from_string(template).render(values).rstrip() + "\n"
 
 
 def write_pages(results: Path) -> None:
-    """Write docs/history.md and docs/engine-findings.md from a file that `--json` made. The current directory is the checkout."""
+    """Write docs/history.md and docs/engine-findings.md from a file that `--json` wrote.
+
+    The current directory must be the checkout.
+    """
     lines = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
     spec = load_spec()
     known = entries(spec)
     Path("docs/history.md").write_text(history_page(known, lines), encoding="utf-8")
-    Path("docs/engine-findings.md").write_text(
-        findings_page(known, lines, spec, Path("spec/cases/findings")), encoding="utf-8"
-    )
+    findings = findings_page(known, lines, spec, Path("spec/cases/findings"))
+    Path("docs/engine-findings.md").write_text(findings, encoding="utf-8")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Examine the entries of the installed release; 0 if each is found, else 1."""
+    """Examine the entries of the installed release; return 0 if each is found, else 1."""
     parser = argparse.ArgumentParser(prog="python -m kvconform.dev.history", description=__doc__)
     parser.add_argument(
         "id", nargs="*", help="entries to examine (default: all of the installed release)"
@@ -201,7 +212,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--releases",
         action="store_true",
-        help="print the releases that spec/history.yaml names, and do nothing",
+        help="only print the releases that spec/history.yaml names",
     )
     parser.add_argument("--json", type=Path, help="append the results to this file, one line each")
     parser.add_argument(
@@ -217,17 +228,15 @@ def main(arguments: list[str] | None = None) -> int:
     spec = load_spec()
     known = entries(spec)
     if options.releases:
-        print(
-            "\n".join(
-                sorted({release for entry in known for release in entry.releases}, key=version_key)
-            )
-        )
+        releases = {release for entry in known for release in entry.releases}
+        print("\n".join(sorted(releases, key=version_key)))
         return 0
     release = (vllm_version() or "0").partition("+")[0]
     mine = [
         entry for entry in of_release(known, release) if not options.id or entry.id in options.id
     ]
-    table, missed = Table("bug", "entry", "requirement", "what it says", title=f"vLLM {release}"), 0
+    table = Table("bug", "entry", "requirement", "message", title=f"vLLM {release}")
+    missed = 0
     for entry in mine:
         with tempfile.TemporaryDirectory(prefix="kvconform-history-") as tmp:
             found = examine(entry, spec, release, Path(tmp))
@@ -235,12 +244,8 @@ def main(arguments: list[str] | None = None) -> int:
         missed += bool(absent)
         shown = [*entry.fails, *(["harness"] if absent and "harness" in found else [])]
         for name in shown:
-            table.add_row(
-                entry.bug,
-                entry.id,
-                name,
-                escape(found[name]) if name in found else "[red]not found[/]",
-            )
+            message = escape(found[name]) if name in found else "[red]not found[/]"
+            table.add_row(entry.bug, entry.id, name, message)
         if options.json:
             line = {
                 "release": release,

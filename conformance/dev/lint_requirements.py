@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The example traces of requirements (`good`, `bad`), evaluated with stand-in constants: an example holds only what its check reads.
+"""Lint of requirements: wording, sources, and whether each check accepts and rejects its examples.
 
-Before the events of a trace, `{cap: {...}}` sets capabilities and `{kind: run.start, ...}` constants of the run.
-
-
-Lint of requirements: wording, sources, and that their checks do what their examples say.
+The examples (`good`, `bad`) are traces, evaluated with stand-in constants. An example names only
+the fields that its check reads. Before the events of a trace, `{cap: {...}}` sets capabilities and
+`{kind: run.start, ...}` sets constants of the run.
 """
 
 from __future__ import annotations
@@ -20,10 +19,15 @@ from kvconform.contract.events import COMMON_FIELDS, EVENTS
 from kvconform.contract.loader import Spec
 from kvconform.contract.requirement import KEYWORDS, Requirement, version_key
 from kvconform.dev import coverage, drift
-from kvconform.errors import did_you_mean
+from kvconform.errors import Location, did_you_mean
 from kvconform.judge.evaluate import evaluate
 from kvconform.judge.monitor import Monitor
 from kvconform.judge.relation import relate_runs
+
+RULE_NUMBERS = range(1, 231)
+BUG_NUMBERS = range(1, 133)
+
+UPDATE = "`python -m kvconform.dev.drift update` reads vLLM's source again"
 
 CFG: dict[str, Any] = {
     "seed": 0,
@@ -46,7 +50,7 @@ CFG: dict[str, Any] = {
     "stages": 1,
     "context_ranks": 1,
 }
-"""`cfg` where an example does not say."""
+"""`cfg` of an example that does not set it."""
 
 CAPS: tuple[dict[str, Any], ...] = (
     {
@@ -60,12 +64,33 @@ CAPS: tuple[dict[str, Any], ...] = (
     {},
     {"store": True, "saves": "all", "lossy": 0.1, "non_prefix_reuse": True, "synthesises_kv": True},
 )
-"""`cap` where an example does not say: the first of these that the requirement applies to."""
+"""`cap` of an example that does not set it: the first of these that the requirement applies to."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Finding:
+    """One breach of a lint rule. A `warning` is no failure; `where` may be an id without a line."""
+
+    where: Location
+    code: str
+    message: str
+    warning: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.code} {'(warning) ' if self.warning else ''}{self.message}"
+
+
+def place_of(spec: Spec, kind: str, name: str) -> Location:
+    """Return where an item of the specification is: `kind` is "requirement", "case" or the like."""
+    return spec.places.get(f"{kind}:{name}", Location(name))
+
+
+# -- examples
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a requirement says about one of its own examples. `name` is `good[0]` and the like."""
+    """Evaluation of one example of a requirement. `name` is `good[0]` and the like."""
 
     name: str
     which: Literal["good", "bad"]
@@ -73,12 +98,12 @@ class Outcome:
 
     @property
     def as_wanted(self) -> bool:
-        """Accepted if good, rejected if bad, and evaluated without an error."""
+        """Whether a good example is accepted, or a bad one rejected, without an error."""
         return self.monitor.error is None and (self.monitor.count == 0) == (self.which == "good")
 
 
 def outcomes(req: Requirement) -> Iterator[Outcome]:
-    """Every example of a requirement, evaluated."""
+    """Evaluate every example of a requirement."""
     for which in ("good", "bad"):
         for index, trace in enumerate(req.traces(which)):  # type: ignore[arg-type]
             yield Outcome(f"{which}[{index}]", which, _evaluate(req, trace))  # type: ignore[arg-type]
@@ -98,30 +123,31 @@ def _evaluate(req: Requirement, trace: Any) -> Monitor:
 def _constants(
     req: Requirement, trace: list[dict[str, Any]]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    said: dict[str, Any] = {}
+    """Return `cap` and `cfg` of an example."""
+    declared: dict[str, Any] = {}
     cfg = dict(CFG)
     for event in trace:
-        said |= event.get("cap", {})
+        declared |= event.get("cap", {})
         if event.get("kind") == "run.start":
             cfg |= event
-    choices = [complete({**caps, **said}) for caps in CAPS]
+    choices = [complete({**caps, **declared}) for caps in CAPS]
     return next((caps for caps in choices if req.applies_to(caps)), choices[0]), cfg
 
 
 def _prepare(trace: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The events, numbered."""
+    """Return the events, numbered."""
     events = [event for event in trace if "kind" in event]
     return [{"seq": seq, "step": 0, **event} for seq, event in enumerate(events)]
 
 
 def misspelt(req: Requirement) -> Iterator[str]:
-    """Sentences about events and fields in examples that the event list does not know."""
+    """Yield a sentence for each event or field in examples that the event list does not have."""
     for name in ("good", "bad"):
         for trace in req.traces(name):  # type: ignore[arg-type]
-            for event in (
-                (event for side in trace for event in side) if req.relate is not None else trace
-            ):
-                yield from _misspelt_event(name, event)
+            sides = trace if req.relate is not None else [trace]
+            for side in sides:
+                for event in side:
+                    yield from _misspelt_event(name, event)
 
 
 def _misspelt_event(name: str, event: Any) -> Iterator[str]:
@@ -130,38 +156,22 @@ def _misspelt_event(name: str, event: Any) -> Iterator[str]:
     elif "kind" in event:
         kind = EVENTS.get(event["kind"])
         if kind is None:
-            yield f"{name}: unknown event {event['kind']!r}{did_you_mean(str(event['kind']), EVENTS)}"
+            close = did_you_mean(str(event["kind"]), EVENTS)
+            yield f"{name}: unknown event {event['kind']!r}{close}"
         else:
             for field in event.keys() - kind.fields.keys() - set(COMMON_FIELDS):
                 yield f"{name}: {kind.name} has no field {field!r}"
 
 
-RULE_NUMBERS = range(1, 231)
-BUG_NUMBERS = range(1, 133)
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Finding:
-    """One breach of a lint rule: `where` is `file:line` (or an id if there is no place). A `warning` is no failure yet."""
-
-    where: str
-    code: str
-    message: str
-    warning: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.where}: {self.code} {'(warning) ' if self.warning else ''}{self.message}"
-
-
-UPDATE = "`python -m kvconform.dev.drift update` reads vLLM's source again"
+# -- rules
 
 
 def check(spec: Spec) -> Iterator[Finding]:
-    """All findings about requirements."""
+    """Yield all findings about requirements."""
     texts: dict[str, str] = {}
     items = _items(spec)
     for req in spec.requirements.values():
-        where = spec.places.get(f"requirement:{req.id}", req.id)
+        where = place_of(spec, "requirement", req.id)
         for code, message in (
             *_wording(req),
             *_references(req, items),
@@ -173,28 +183,20 @@ def check(spec: Spec) -> Iterator[Finding]:
         if other != req.id:
             yield Finding(where, "L024", f"{req.id}: has the text of {other}")
     for place in sorted(spec.sources.keys() - drift.cited(spec).keys()):
-        yield Finding(
-            spec.places.get(f"source:{place}", place),
-            "L030",
-            f"no requirement rests on {place} any more; {UPDATE}",
-        )
+        sentence = f"no requirement rests on {place} any more; {UPDATE}"
+        yield Finding(place_of(spec, "source", place), "L030", sentence)
 
 
 def _wording(req: Requirement) -> Iterator[tuple[str, str]]:
     found = KEYWORDS.findall(req.text)
     if len(found) != 1:
-        yield (
-            "L003",
-            f"the text holds {len(found)} RFC 2119 keywords ({', '.join(found) or 'none'}), not one",
-        )
+        keywords = ", ".join(found) or "none"
+        yield "L003", f"the text holds {len(found)} RFC 2119 keywords ({keywords}), not one"
     elif found[0] != req.level:
         yield "L004", f"the text says {found[0]}, the level is {req.level}"
-    if (
-        req.since is not None
-        and req.until is not None
-        and version_key(req.since) >= version_key(req.until)
-    ):
-        yield "L023", f"since {req.since} is not before until {req.until}"
+    since, until = req.since, req.until
+    if since is not None and until is not None and version_key(since) >= version_key(until):
+        yield "L023", f"since {since} is not before until {until}"
     if not req.why:
         yield "L025", "says no reason (why)"
 
@@ -203,40 +205,41 @@ def _references(req: Requirement, items: Collection[str]) -> Iterator[tuple[str,
     yield from numbers(req.rules, req.bugs)
     for item in req.touches if items else ():
         if item not in items:
-            yield (
-                "L031",
-                f"touches {item}, which is no hook and no field of what connectors are given{did_you_mean(item, items)}",
-            )
+            sentence = f"touches {item}, which is no hook and no field of what connectors are given"
+            yield "L031", sentence + did_you_mean(item, items)
 
 
 def _items(spec: Spec) -> set[str]:
-    """The hooks and fields that there are; none where the vLLM is not installed that the specification was read from."""
+    """Return the hooks and fields that exist.
+
+    Empty unless the installed vLLM is the version that the specification was read from.
+    """
     read = {entry.version for entry in spec.sources.values()}
-    if (installed.source_version() or "").split("+")[0] not in read:
+    if (installed.vllm_version() or "").split("+")[0] not in read:
         return set()
     try:
         return {*interface.items(), *coverage.LATER}
-    except OSError:  # a vLLM that is not whole
+    except OSError:  # an incomplete vLLM
         return set()
 
 
 def numbers(rules: list[str], bugs: list[str]) -> Iterator[tuple[str, str]]:
-    """L017 and L015 for a list of rule numbers and bug ids."""
-    yield from (
-        ("L017", f"there is no rule {rule}") for rule in rules if int(rule[1:]) not in RULE_NUMBERS
-    )
-    yield from (
-        ("L015", f"there is no bug {bug}") for bug in bugs if int(bug[1:]) not in BUG_NUMBERS
-    )
+    """Yield L017, L015 and L024 for a list of rule numbers and one of bug ids."""
+    for rule in rules:
+        if int(rule[1:]) not in RULE_NUMBERS:
+            yield "L017", f"there is no rule {rule}"
+    for bug in bugs:
+        if int(bug[1:]) not in BUG_NUMBERS:
+            yield "L015", f"there is no bug {bug}"
     for name in {name for name in (*rules, *bugs) if (*rules, *bugs).count(name) > 1}:
         yield "L024", f"{name} is named twice"
 
 
 def _source(req: Requirement, spec: Spec) -> Iterator[tuple[str, str]]:
-    version = installed.source_version()
+    version = installed.vllm_version()
     if req.source is None:
         yield "L018", "names no source (file and symbol)"
-    elif version is None or req.in_force(version):
+    elif version is None or version == installed.UNKNOWN or req.in_force(version):
         problem = installed.missing(req.source.file, req.source.symbol)
         if problem is not None:
             yield "L019", problem
@@ -254,23 +257,13 @@ def _examples(req: Requirement) -> Iterator[tuple[str, str]]:
         return
     triggered = False
     for outcome in outcomes(req):
-        monitor = outcome.monitor
-        if monitor.error is not None:
-            yield "L012", f"{outcome.name}: {monitor.error}"
+        if outcome.monitor.error is not None:
+            yield "L012", f"{outcome.name}: {outcome.monitor.error}"
+        elif not outcome.as_wanted and outcome.which == "good":
+            yield "L010", f"{outcome.name} is rejected{_reason(outcome.monitor)}"
         elif not outcome.as_wanted:
-            first = (
-                f": {monitor.violations[0].message}"
-                if monitor.violations
-                else ""
-                if monitor.exercised
-                else " (never triggered)"
-            )
-            yield (
-                ("L010", f"{outcome.name} is rejected{first}")
-                if outcome.which == "good"
-                else ("L008", f"{outcome.name} is accepted{first}")
-            )
-        triggered = triggered or (outcome.which == "good" and monitor.exercised > 0)
+            yield "L008", f"{outcome.name} is accepted{_reason(outcome.monitor)}"
+        triggered = triggered or (outcome.which == "good" and outcome.monitor.exercised > 0)
     if not req.bad:
         yield "L007", "no bad example: nothing shows that the check can fail"
     if not req.good:
@@ -280,8 +273,17 @@ def _examples(req: Requirement) -> Iterator[tuple[str, str]]:
         yield "L013", "no good example triggers the check"
 
 
+def _reason(monitor: Monitor) -> str:
+    if monitor.violations:
+        return f": {monitor.violations[0].message}"
+    return "" if monitor.exercised else " (never triggered)"
+
+
 def _cannot_fail(req: Requirement) -> bool:
-    """A constant that is what the pattern wants: `always: True`, `never: False`."""
+    """Return whether the check is the constant that the pattern demands.
+
+    Such checks are `always: True` and `never: False`.
+    """
     expression = req.expressions.get("check")
     return (
         expression is not None
@@ -291,6 +293,9 @@ def _cannot_fail(req: Requirement) -> bool:
 
 
 def _can_be_good(req: Requirement) -> bool:
-    """Whether a triggered good example can exist: not if every occurrence is a violation (`never: True`)."""
+    """Return whether a triggered good example can exist.
+
+    It cannot if every occurrence is a violation (`never: True`).
+    """
     expression = req.expressions.get("check")
     return req.exercised is not None or expression is None or not expression.constant

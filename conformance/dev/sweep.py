@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks for false alarms: correct but unusual connectors (`refimpl/variants/`) on all cases, engines, schedulings, and many seeds.
+"""Search for false alarms: correct but unusual connectors (refimpl/variants/) on all cases.
 
-`python -m kvconform.dev.sweep --seeds 20` prints every requirement that one of them fails. Cases that start processes of their own take seconds
-each; they are left out unless asked for. All connectors on all runs take 20 minutes a seed; with `--share 8` every seed has an eighth of
-the runs, another one each time.
+`python -m kvconform.dev.sweep --seeds 20` runs them on all engines and schedulings, and prints
+every requirement that one of them fails. Cases that start processes take seconds each, and are left
+out without `--processes`. All connectors on all runs take 20 minutes a seed. With `--share 8` every
+seed makes an eighth of the runs, a different eighth each time.
 """
 
 from __future__ import annotations
@@ -31,9 +32,12 @@ from kvconform.run.records import Run
 BAD = ("FAIL", "ERROR", "XPASS")
 PROCESSES = {"hash-seed", "second-process"}
 HOST_ONLY = {"threads"}
-"""Right in host memory and wrong on a GPU: its threads work on the default stream, which is not the one that vLLM computes on."""
+"""Variants that are correct in host memory only.
+
+On a GPU their threads use the default stream, which is not the one that vLLM computes on.
+"""
 SLOW_BUT_RIGHT = "streams.hooks-do-not-wait"
-"""What connectors that copy through the host's memory do not follow on a GPU; a recommendation."""
+"""Recommendation that connectors which copy through host memory do not follow on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +51,13 @@ class Alarm:
     message: str
 
     def __str__(self) -> str:
-        return f"{self.connector}  seed {self.seed}  {self.run}  {self.requirement}: {' '.join(self.message.split())[:300]}"
+        message = " ".join(self.message.split())[:300]
+        return f"{self.connector}  seed {self.seed}  {self.run}  {self.requirement}: {message}"
 
 
 @dataclass
 class Tally:
-    """What a sweep did: runs per connector, alarms, and how many runs passed something that gates."""
+    """Outcome of a sweep: runs per connector, runs that were unsupported, and alarms."""
 
     runs: Counter[str] = field(default_factory=Counter)
     unsupported: Counter[str] = field(default_factory=Counter)
@@ -60,14 +65,14 @@ class Tally:
 
 
 def starts_processes(case: Case) -> bool:
-    """Whether a run of the case starts another Python process, which imports vLLM."""
+    """Return whether a run of the case starts another Python process, which imports vLLM."""
     return bool(PROCESSES & set(case.relations)) or any(
         step.op == "restart" and step.arg == "process" for step in case.steps
     )
 
 
 def target_of(name: str, device: Device = "cpu") -> Target:
-    """The named variant, with a store of each run's own."""
+    """Return the named variant as a target; every run has a store of its own."""
     from kvconform.refimpl.variants.registry import STREAMED, VARIANTS
 
     connector, options = (VARIANTS | STREAMED)[name]
@@ -83,7 +88,10 @@ def judge_one(
     plain: dict[str | None, Run],
     tally: Tally,
 ) -> None:
-    """One run of one connector, into the tally. `plain`: the same run without connector, by kv_role, if it was made already."""
+    """Make one run of one connector, and count it in `tally`.
+
+    `plain` caches baseline runs of the variant, by kv_role.
+    """
     from kvconform.refimpl.variants.registry import STREAMED
 
     report = run_and_judge(
@@ -95,27 +103,25 @@ def judge_one(
         plain=plain,
     )
     tally.runs[name] += 1
-    tally.unsupported[name] += all(row["verdict"] == "UNSUPPORTED" for row in report.rows)
+    tally.unsupported[name] += all(row.verdict == "UNSUPPORTED" for row in report.rows)
     if report.harness_error:
-        tally.alarms.append(
-            Alarm(name, seed, variant.id, "harness", report.harness_error.strip().splitlines()[-1])
-        )
+        last = report.harness_error.strip().splitlines()[-1]
+        tally.alarms.append(Alarm(name, seed, variant.id, "harness", last))
         return
-    bad = [
-        row
-        for row in report.rows
-        if row["verdict"] in BAD and row.get("kind", "requirement") == "requirement"
-    ]
-    bad = [row for row in bad if row["requirement"] != SLOW_BUT_RIGHT or name in STREAMED]
+    bad = [row for row in report.rows if row.verdict in BAD and row.kind == "requirement"]
+    bad = [row for row in bad if row.requirement != SLOW_BUT_RIGHT or name in STREAMED]
     tally.alarms += [
-        Alarm(name, seed, variant.id, row["requirement"], row.get("message") or "") for row in bad
+        Alarm(name, seed, variant.id, row.requirement, row.message or "") for row in bad
     ]
 
 
 def sweep(
     names: list[str], variants: list[Variant], spec: Spec, seeds: range, tmp: Path, share: int = 1
 ) -> Iterator[tuple[int, Tally]]:
-    """Run everything (or one run in `share`, others with every seed), seed by seed; yields the tally of each seed. Writes below `tmp`."""
+    """Run everything, seed by seed, and yield (seed, its tally). Writes below `tmp`.
+
+    Only one run in `share` is made with a seed; the next seed makes others.
+    """
     for name in names:
         target_profile(target_of(name, "emulated" if variants[0].slow else "cpu"), tmp / "profiles")
     for seed in seeds:
@@ -128,44 +134,43 @@ def sweep(
 
 
 def main(
-    seeds: Annotated[int, typer.Option(help="how many seeds")] = 1,
-    first_seed: Annotated[int, typer.Option(help="the first of them")] = 0,
+    seeds: Annotated[int, typer.Option(help="number of seeds")] = 1,
+    first_seed: Annotated[int, typer.Option(help="the first seed")] = 0,
     variant: Annotated[list[str] | None, typer.Option(help="only these connectors")] = None,
     case: Annotated[list[str] | None, typer.Option(help="only these cases")] = None,
     processes: Annotated[bool, typer.Option(help="also the cases that start processes")] = False,
     share: Annotated[
-        int, typer.Option(min=1, help="with every seed only one run in so many, others each time")
+        int, typer.Option(min=1, help="make one run in SHARE with every seed, others each time")
     ] = 1,
     emulate_cuda: Annotated[
-        bool, typer.Option(help="on an emulated CUDA device, also those with streams of their own")
+        bool,
+        typer.Option(help="run on an emulated CUDA device, with the connectors that use streams"),
     ] = False,
-    minutes: Annotated[float, typer.Option(help="no further seed after this time")] = 1e9,
+    minutes: Annotated[float, typer.Option(help="start no further seed after this time")] = 1e9,
 ) -> None:
-    """Correct but unusual connectors on every case, engine and scheduling: whatever one of them fails is printed."""
+    """Print every failure of correct but unusual connectors, on all cases."""
     from kvconform.process import watchdog
     from kvconform.refimpl.variants.registry import STREAMED, VARIANTS
 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    spec, start, alarms = load_spec(), time.monotonic(), 0
+    spec = load_spec()
+    start = time.monotonic()
+    alarms = 0
     chosen = [
-        c
-        for c in spec.cases.values()
-        if (not case or c.id in case) and (processes or not starts_processes(c))
-    ]
-    runs = [
         each
-        for c in chosen
-        for each in c.variants(["reference", "vllm"], slow=SLOW if emulate_cuda else None)
+        for each in spec.cases.values()
+        if (not case or each.id in case) and (processes or not starts_processes(each))
     ]
-    names = variant or (
-        [*(name for name in VARIANTS if name not in HOST_ONLY), *STREAMED]
-        if emulate_cuda
-        else [*VARIANTS]
-    )
-    print(
-        f"{len(names)} connectors, {len(chosen)} of {len(spec.cases)} cases, {len(runs)} runs each (1 in {share} per seed), {seeds} seeds",
-        flush=True,
-    )
+    slow = SLOW if emulate_cuda else None
+    runs = [run for each in chosen for run in each.variants(["reference", "vllm"], slow=slow)]
+    names = [*VARIANTS]
+    if variant:
+        names = variant
+    elif emulate_cuda:
+        names = [*(name for name in VARIANTS if name not in HOST_ONLY), *STREAMED]
+    each_runs = f"{len(runs)} runs each (1 in {share} per seed)"
+    cases = f"{len(chosen)} of {len(spec.cases)} cases"
+    print(f"{len(names)} connectors, {cases}, {each_runs}, {seeds} seeds", flush=True)
     watchdog.start(30.0)
     try:
         with tempfile.TemporaryDirectory(prefix="kvconform-", dir=scratch_root()) as tmp:
@@ -175,10 +180,8 @@ def main(
                 print(*tally.alarms, sep="\n", end="\n" if tally.alarms else "")
                 supported = sum(tally.runs.values()) - sum(tally.unsupported.values())
                 seconds = time.monotonic() - start
-                print(
-                    f"seed {seed}: {supported} runs judged, {len(tally.alarms)} alarms, {seconds:.0f} s",
-                    flush=True,
-                )
+                counts = f"{supported} runs judged, {len(tally.alarms)} alarms"
+                print(f"seed {seed}: {counts}, {seconds:.0f} s", flush=True)
                 alarms += len(tally.alarms)
                 if seconds > 60 * minutes:
                     break

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One engine driven by hand: scheduler (ours or vLLM's), ranks, workers, and both halves of the connector."""
+"""One engine driven by hand: scheduler, ranks, workers, and both halves of the connector."""

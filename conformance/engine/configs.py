@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vLLM configurations of an engine, cached: making one takes longer than many a run."""
+"""Builds the vLLM configurations of an engine. They are cached: building one can outlast a run."""
 
 from __future__ import annotations
 
@@ -20,16 +20,19 @@ from kvconform.kv.provenance import text_id
 from kvconform.refimpl import faulty
 
 MOST = 256
-"""Configurations that are kept."""
+"""Most configurations that are cached."""
 _configs: dict[Hashable, Any] = {}
 _transfers: dict[Hashable, Any] = {}
 _ATOMS = frozenset({str, int, float, bool, type(None), bytes, tuple})
+_COPIED_MODULES = ("vllm.config.", "vllm.transformers_utils.", "transformers.")
+"""Modules whose objects are configurations."""
 
 
 def cached_config(key: Hashable, transfer: Any, make: Callable[[], Any]) -> Any:
-    """`make()`, or a copy of what it made for an equal `key`, with this kv_transfer_config. Nothing of it is shared with other copies
-    that anybody can change in place: it may be kept, and changed, as if it were made anew. While a fault is planted in vLLM's own code,
-    nothing is taken from what was made without it, nor kept.
+    """Return a private copy of the VllmConfig cached under `key`; `make` builds it the first time.
+
+    The copy has `transfer` as its kv_transfer_config. It shares nothing with other copies that can
+    be changed in place. While a fault is planted in vLLM's own code, the cache is not used.
     """
     if faulty.in_force():
         return make()
@@ -48,7 +51,11 @@ def cached_config(key: Hashable, transfer: Any, make: Callable[[], Any]) -> Any:
 def cached_transfer_config(
     key: Hashable, extra: dict[str, Any], engine_id: str, make: Callable[[], Any]
 ) -> Any:
-    """As `cached_config`, of a kv_transfer_config: what `make()` made for an equal `key`, with these options and this id."""
+    """Return a copy of the kv_transfer_config cached under `key`; `make` builds it the first time.
+
+    The copy has the options `extra` and the id `engine_id`. While a fault is planted, the cache is
+    not used.
+    """
     if faulty.in_force():
         return make()
     if key not in _transfers:
@@ -56,12 +63,16 @@ def cached_transfer_config(
             del _transfers[next(iter(_transfers))]
         _transfers[key] = make()
     found = copy.copy(_transfers[key])
-    found.kv_connector_extra_config, found.engine_id = dict(extra), engine_id
+    found.kv_connector_extra_config = dict(extra)
+    found.engine_id = engine_id
     return found
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    """A copy that goes as deep as lists, dicts, sets and configurations do. An object that is there twice is there twice in the copy."""
+    """Return a copy that is as deep as lists, dicts, sets and configurations go.
+
+    An object that occurs twice occurs twice in the copy: `memo` maps the ids of objects to copies.
+    """
     kind = type(value)
     if kind in _ATOMS or isinstance(value, (str, int, float, bytes, tuple, Enum)):
         return value
@@ -79,9 +90,7 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     if isinstance(value, (dict, list, set)):  # a counter
         memo[id(value)] = found = copy.copy(value)
         return found
-    if not kind.__module__.startswith(
-        ("vllm.config.", "vllm.transformers_utils.", "transformers.")
-    ) or not hasattr(value, "__dict__"):
+    if not kind.__module__.startswith(_COPIED_MODULES) or not hasattr(value, "__dict__"):
         return value
     memo[id(value)] = found = object.__new__(kind)
     fields = dict(vars(value))
@@ -98,17 +107,19 @@ MODEL = "kvconform/tiny-model"
 
 @lru_cache(maxsize=4)
 def run_id(tmp: Path) -> str:
-    """16 hex digits that no other run has."""
+    """Return 16 hex digits that no other run has."""
     return f"{text_id(str(tmp)):016x}"
 
 
 def build_config(variant: Variant, target: Target, tmp: Path, *, with_connector: bool) -> Any:
-    """The VllmConfig of a variant."""
+    """Return the VllmConfig of a variant."""
     settings = variant.case.config
     transfer = None
     if with_connector:
-        role, options = target.role or settings.role, target.options(tmp, variant.block_size)
-        engine_id = f"kvconform-{variant.case.id}-{run_id(tmp)}{settings.suffix}"  # one per run: stores in memory go by it
+        role = target.role or settings.role
+        options = target.options(tmp, variant.block_size)
+        # One id per run: connectors that store in memory use it as a key.
+        engine_id = f"kvconform-{variant.case.id}-{run_id(tmp)}{settings.suffix}"
         transfer = cached_transfer_config(
             (target.name, role, target.module, settings.load_failure_policy),
             options,
@@ -117,6 +128,7 @@ def build_config(variant: Variant, target: Target, tmp: Path, *, with_connector:
                 target.name, role, options, target.module, settings.load_failure_policy, engine_id
             ),
         )
+    prioritised = any(step.op == "add" and step.arg.priority for step in variant.case.steps)
     arguments: dict[str, Any] = dict(
         block_size=variant.block_size // (settings.context_parallel if with_connector else 1),
         num_blocks=settings.num_blocks,
@@ -127,33 +139,24 @@ def build_config(variant: Variant, target: Target, tmp: Path, *, with_connector:
         spec_tokens=settings.spec_tokens,
         scheduling=variant.scheduling,
         runner=variant.runner,
-        policy="priority"
-        if any(s.op == "add" and s.arg.priority for s in variant.case.steps)
-        else "fcfs",
+        policy="priority" if prioritised else "fcfs",
     )
-    whose = (
-        (
+    key: tuple[Hashable, ...] = (*arguments.values(), tuple(settings.multi))
+    if with_connector:
+        key += (
             target.resolve(),
             target.device,
             target.role or settings.role,
             settings.load_failure_policy,
+            repr(target.extra_config),
+            repr(target.adapters),
         )
-        if with_connector
-        else ()
-    )
-    key = (
-        *arguments.values(),
-        tuple(settings.multi),
-        *whose,
-        *(map(repr, (target.extra_config, target.adapters)) if with_connector else ()),
-    )
     config = cached_config(
         key, transfer, lambda: vllm_api.build_config(**arguments, transfer=transfer)
     )
     _say_sizes(config, latent=settings.groups == ["latent"])
-    config.model_config.model = (
-        MODEL  # a path would differ from machine to machine, and connectors derive keys from it
-    )
+    # A path would differ from machine to machine, and connectors derive keys from it.
+    config.model_config.model = MODEL
     config.scheduler_config.long_prefill_token_threshold = settings.long_prefill_threshold
     configure_policies(
         config, frozenset(variant.case.policies), variant.block_size, settings.spec_tokens
@@ -163,29 +166,30 @@ def build_config(variant: Variant, target: Target, tmp: Path, *, with_connector:
     if "state" in settings.groups:
         groups.make_recurrent(config)
     if len(settings.groups) > 1:
-        config.scheduler_config.disable_hybrid_kv_cache_manager = (
-            False  # vLLM does not start a connector that does not support it
-        )
+        # vLLM does not start a connector that does not support several groups.
+        config.scheduler_config.disable_hybrid_kv_cache_manager = False
     return config
 
 
 def _say_sizes(config: Any, *, latent: bool) -> None:
-    """Let the model configuration say how wide the cache is: connectors allocate by it. (vLLM's own check wants larger heads.)"""
+    """Put the cache's heads and head size into the model configuration; connectors allocate by it.
+
+    vLLM's own check of the configuration wants larger heads.
+    """
     heads, size = (1, 2 * HEAD_DIM) if latent else (HEADS, HEAD_DIM)
     text = config.model_config.hf_text_config
-    text.num_key_value_heads, text.head_dim = heads, size
+    text.num_key_value_heads = heads
+    text.head_dim = size
     if hasattr(config.model_config, "model_arch_config"):  # since 0.14 or so a copy of these
         found = config.model_config.model_arch_config
-        found.total_num_kv_heads, found.head_size = heads, size
+        found.total_num_kv_heads = heads
+        found.head_size = size
 
 
 def build_cache_config(cache: PagedCache) -> Any:
-    """The KVCacheConfig of `cache`."""
-    if (
-        len(cache.groups) > 1
-        or cache.groups[0].kind != "full"
-        or cache.layout != vllm_api.KV_LAYOUT
-    ):
+    """Return the KVCacheConfig of `cache`."""
+    one_full_group = len(cache.groups) == 1 and cache.groups[0].kind == "full"
+    if not one_full_group or cache.layout != vllm_api.KV_LAYOUT:
         return groups.build_cache_config(cache)
     return vllm_api.build_cache_config(
         cache.num_blocks, cache.block_size, cache.book.heads, cache.book.head_dim, cache.names

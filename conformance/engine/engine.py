@@ -21,12 +21,12 @@ from kvconform.observe.probe import Probe
 from kvconform.observe.telemetry import Telemetry, Watch
 
 DRAFT_TOKEN = 2
-"""What every draft proposes."""
+"""The token that every draft proposes."""
 
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What an engine is made of (kvconform.engine.setup.build)."""
+    """Parts of an engine; kvconform.engine.setup.build makes them."""
 
     variant: Variant
     trace: Trace
@@ -44,11 +44,18 @@ class Engine:
     """Scheduler, ranks and both halves of the connector. All methods change it and the trace."""
 
     def __init__(self, parts: EngineParts) -> None:
-        self.variant, self.trace, self.probe = parts.variant, parts.trace, parts.probe
-        self.scheduler, self.view, self.executor = parts.scheduler, parts.view, parts.executor
-        self.observer, self.ledger = parts.observer, parts.ledger
-        self.watch, self.telemetry = parts.watch, parts.telemetry
-        self.ranks, self.queue = parts.view.ranks, parts.view.queue
+        self.variant = parts.variant
+        self.trace = parts.trace
+        self.probe = parts.probe
+        self.scheduler = parts.scheduler
+        self.view = parts.view
+        self.executor = parts.executor
+        self.observer = parts.observer
+        self.ledger = parts.ledger
+        self.watch = parts.watch
+        self.telemetry = parts.telemetry
+        self.ranks = parts.view.ranks
+        self.queue = parts.view.queue
         self.connector = parts.scheduler.connector
         self.pool = parts.scheduler.kv_cache_manager.block_pool
         self.blocks_at_start = self.pool.get_num_free_blocks()
@@ -66,7 +73,7 @@ class Engine:
 
     @property
     def inspector(self) -> Any:
-        """The window that the connector offers into its plans, or None."""
+        """The connector's Inspector, which reports its plans, or None."""
         return self.executor.inspector
 
     @property
@@ -82,7 +89,7 @@ class Engine:
     def _has_requests(self) -> bool:
         return bool(self.scheduler.has_requests()) or backports.holds_finished(self.scheduler)
 
-    # -- what clients and operators do
+    # -- actions of clients and operators
     def add(self, request: Any) -> None:
         """Hand a request to the scheduler."""
         Probe.active = self.probe
@@ -135,7 +142,7 @@ class Engine:
 
     # -- steps
     def schedule(self) -> None:
-        """Call schedule() and execute its output, which joins the queue."""
+        """Schedule one step and execute it; its output joins the queue."""
         self.trace.step += 1
         Probe.active = self.probe
         self.ledger.before_schedule()
@@ -175,7 +182,7 @@ class Engine:
         Synchronous: schedule and land. Asynchronous: keep up to `depth` steps in the queue.
         """
         if self.depth <= 1:
-            # A step that the case has scheduled and not landed is this iteration's step.
+            # A step that the case scheduled but has not landed is this iteration's step.
             if not self.queue and self._has_requests():
                 self.schedule()
             if self.queue:
@@ -196,7 +203,8 @@ class Engine:
         Probe.active = self.probe
         if not again and (used := device.current.used()):
             self.trace.emit("device.used", **used)
-        with noted(self.trace, "shutdown_again" if again else "shutdown"):
+        op = "shutdown_again" if again else "shutdown"
+        with noted(self.trace, op, type(self.connector)):
             for rank in self.ranks.members:
                 with self.ranks.driving(rank):
                     rank.half.shutdown()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Executes SchedulerOutputs on all ranks of an engine, and joins what the ranks report."""
+"""Executes SchedulerOutputs on all ranks of an engine, and joins the ranks' reports."""
 
 from __future__ import annotations
 
@@ -52,8 +52,12 @@ class Executor:
         `reports` joins several ranks' reports. `pickle_metadata`: the workers get a copy of each
         step's metadata that went through pickle.
         """
-        self.trace, self.view, self.ranks = trace, view, view.ranks
-        self.observer, self.ledger, self.reports = observer, ledger, reports
+        self.trace = trace
+        self.view = view
+        self.ranks = view.ranks
+        self.observer = observer
+        self.ledger = ledger
+        self.reports = reports
         self.pickle_metadata = pickle_metadata
         self.progress = 0
         """Counts the steps that computed something or finished a load."""
@@ -127,7 +131,8 @@ class Executor:
             self._take_metadata(output)
         leader = self.ranks.leader.worker
         leader.begin(output, fresh)
-        tokens, first = output.total_num_scheduled_tokens, len(self.trace.events)
+        tokens = output.total_num_scheduled_tokens
+        first = len(self.trace.events)
         self.trace.emit("worker.step_begin", forward=tokens > 0, tokens=tokens)
         self._begin_reports()
         if tokens:
@@ -146,7 +151,7 @@ class Executor:
         return result
 
     def _take_metadata(self, output: Any) -> None:
-        """Note the step's metadata, and what the connector says that it plans."""
+        """Note the step's metadata, and the plan that the connector's Inspector reports."""
         metadata = output.kv_connector_metadata
         self.observer.metadata.begin_step(metadata)
         if self.inspector is not None:
@@ -158,7 +163,8 @@ class Executor:
                 output.kv_connector_metadata = unpickled
 
     def _begin_reports(self) -> None:
-        self._oracle.failed_blocks, self._oracle.failed_reqs = set(), set()
+        self._oracle.failed_blocks = set()
+        self._oracle.failed_reqs = set()
         self._received = set()
 
     def _on_all_ranks(self, output: Any) -> tuple[Any, set[str]]:
@@ -184,7 +190,7 @@ class Executor:
         return in_order(joined), failed
 
     def _settle(self, rank: Rank) -> None:
-        """Judge what a rank's half of the connector wrote and what its worker read."""
+        """Judge the writes of a rank's half of the connector, and the reads of its worker."""
         oracle = rank.worker.oracle
         oracle.check_writes("wait_for_save")
         device.current.finish()
@@ -205,7 +211,7 @@ class Executor:
                 oracle.due(grant, state.chain)
 
     def _chain(self, req_id: str) -> Chain:
-        """Return the contents of a request's known tokens, also of those that no worker computed."""
+        """Return the contents of a request's known tokens, computed by a worker or not."""
         info = self.view.info(req_id)
         chain = Chain(req_id, info.generation, info.identity)
         for token in self.view.scheduler.requests[req_id].all_token_ids:

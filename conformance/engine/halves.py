@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts and ends the two halves of a connector, and notes how that went."""
+"""Starts the two halves of a connector, and records how their start and shutdown went."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 from vllm.config import set_current_vllm_config
@@ -12,10 +13,11 @@ from vllm.config import set_current_vllm_config
 from kvconform.compat import vllm_api
 from kvconform.compat.vllm_api import KVConnectorFactory, KVConnectorRole
 from kvconform.config.target import Target
+from kvconform.contract.events import lifecycle, raised
 from kvconform.contract.trace import Trace
 from kvconform.engine.ranks import Rank, in_place
 from kvconform.engine.stand_ins import NoWorkerHalf, RemoteHalf
-from kvconform.errors import one_line, ordinary
+from kvconform.errors import ordinary
 from kvconform.kv import device
 from kvconform.kv.cache import PagedCache
 from kvconform.observe.probe import wrap_instance_hooks
@@ -24,53 +26,61 @@ from kvconform.process import watchdog
 
 
 @contextmanager
-def noted(trace: Trace, op: str) -> Iterator[None]:
-    """Emit engine.lifecycle with the error, if any, that the connector raised; constructors have the time limit of a hook."""
-    event = trace.emit("engine.lifecycle", op=op, pid=0, error=None)
+def noted(trace: Trace, op: str, connector: type | None = None) -> Iterator[None]:
+    """Emit engine.lifecycle, with the error that the body raises, if any.
+
+    Constructors have the time limit of a hook.
+    """
+    event = trace.emit("engine.lifecycle", **lifecycle(op))
     try:
         with watchdog.hook("__init__" if op == "start" else op):
             yield
     except watchdog.HookTimeout as error:
-        if op == "start":  # a shutdown that hangs is seen as the hook that it is
-            trace.amend(event, error=one_line(error))
+        if op == "start":  # a hanging `shutdown` is recorded as a hook
+            trace.amend(event, **raised(error))
         raise
     except BaseException as error:
         shown = ordinary(error)
-        trace.amend(event, error=one_line(shown))
         if shown is not error:
-            raise shown.with_traceback(
-                error.__traceback__
-            ) from error  # whose fault it is goes by the traceback
+            shown = shown.with_traceback(error.__traceback__)
+        trace.amend(event, **raised(shown, connector))
+        if shown is not error:
+            raise shown from error
         raise
 
 
 def refused(trace: Trace, cls: type, error: Exception, config: Any = None) -> None:
-    """VLLM looks at the class before it constructs it: note that it does not start, and whether its constructor, or what the class says
-    once there is a `config`, is why.
+    """Record that a connector does not start because vLLM refuses its class.
+
+    vLLM looks at the class before it constructs it. Emits the static checks of the class; without a
+    `config` only the one of its constructor.
     """
     found = inspect_class(cls, {}, config)
-    for item, ok, detail in [next(found)] if config is None else found:
+    if config is None:
+        found = islice(found, 1)
+    for item, ok, detail in found:
         trace.emit("api", item=item, ok=ok, detail=detail)
-    trace.emit("engine.lifecycle", op="start", pid=0, error=one_line(error))
+    trace.emit("engine.lifecycle", **lifecycle("start", error=error, connector=cls))
 
 
 def stand_ins(target: Target, relation: str) -> tuple[type, ...]:
-    """Classes of ours whose hooks are recorded in place of the connector's own: what `start_worker_half` may return."""
-    return (
-        (NoWorkerHalf,)
-        if target.half == "scheduler"
-        else (RemoteHalf,)
-        if relation == "second-process"
-        else ()
-    )
+    """Return our classes whose hooks are recorded in place of the connector's own.
+
+    `start_worker_half` may return instances of them.
+    """
+    if target.half == "scheduler":
+        return (NoWorkerHalf,)
+    return (RemoteHalf,) if relation == "second-process" else ()
 
 
 def start_worker_half(
     config: Any, cache_config: Any, cache: PagedCache, target: Target, *, relation: str
 ) -> Any:
-    """The connector's worker half in the surroundings of a vLLM worker process: parallel groups and current configuration are set.
+    """Return the connector's worker half, constructed as in a vLLM worker process.
 
-    With relation `second-process` it lives in a forked process; where the target's half is `scheduler` a stand-in does nothing.
+    The parallel groups and the current configuration are set. With relation `second-process` the
+    half lives in a forked process. For a target with only a scheduler half, it is a stand-in that
+    does nothing.
     """
     vllm_api.init_parallel_state()
     if target.half == "scheduler":
@@ -88,9 +98,10 @@ def start_worker_half(
 
 
 def introduce(scheduler_half: Any, ranks: list[Rank]) -> int | None:
-    """What the engine core does between the halves before the first request: handshake metadata, number of completion reports.
+    """Do what the engine core does between the two halves before the first request.
 
-    Returns that number; None is one report of each rank.
+    Passes the worker halves' handshake metadata to the scheduler half. Returns the number of
+    completion reports per transfer that the connector announces; None: one from each rank.
     """
     wrap_instance_hooks(scheduler_half)
     found = {}
@@ -105,14 +116,9 @@ def introduce(scheduler_half: Any, ranks: list[Rank]) -> int | None:
 
 
 def note_engine_ids(trace: Trace, given: str | None, config: Any, ranks: list[Rank]) -> None:
-    """Whether every half's configuration still has the engine id that it was given. Emits engine.id, once per half."""
+    """Emit engine.id for each half: whether its configuration still has the engine id `given`."""
     for rank in ranks:
-        trace.emit(
-            "engine.id",
-            rank=rank.place.rank,
-            half="worker",
-            kept=rank.config.kv_transfer_config.engine_id == given,
-        )
-    trace.emit(
-        "engine.id", rank=0, half="scheduler", kept=config.kv_transfer_config.engine_id == given
-    )
+        kept = rank.config.kv_transfer_config.engine_id == given
+        trace.emit("engine.id", rank=rank.place.rank, half="worker", kept=kept)
+    kept = config.kv_transfer_config.engine_id == given
+    trace.emit("engine.id", rank=0, half="scheduler", kept=kept)

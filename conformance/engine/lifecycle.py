@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the worker drives the connector's worker half through one step: our own order, and vLLM's own code for both model runners.
+"""Drives the connector's worker half through one step: in code of ours, or in vLLM's own.
 
-Order of the hooks in our own life cycle, and why: vllm/v1/worker/kv_connector_model_runner_mixin.py (V1) and
-vllm/v1/worker/gpu/kv_connector.py (V2).
+The order of the hooks in our own life cycle is that of
+vllm/v1/worker/kv_connector_model_runner_mixin.py (V1) and vllm/v1/worker/gpu/kv_connector.py (V2),
+which also give the reasons.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ from kvconform.engine.worker import Worker
 
 
 class _InOrder(set[Any]):
-    """A copy of a set of ids that is iterated in their order; `reported` is the set that the connector returned."""
+    """Copy of a set of ids that is iterated in their order.
+
+    `reported` is the set that the connector returned.
+    """
 
     def __init__(self, reported: set[Any]) -> None:
         super().__init__(reported)
@@ -48,7 +52,11 @@ class _InOrder(set[Any]):
 
 
 def in_order(result: ModelRunnerOutput) -> ModelRunnerOutput:
-    """Completion reports in the order of their ids: vLLM frees blocks as it walks these sets, and no run may depend on the hash seed."""
+    """Return `result` with completion reports that are iterated in the order of their ids.
+
+    vLLM frees blocks while it iterates over these sets, and no run may depend on the hash seed.
+    Changes `result`.
+    """
     reports = result.kv_connector_output
     for name in ("finished_sending", "finished_recving", "failed_recving", "invalid_block_ids"):
         ids = getattr(reports, name, None)
@@ -58,38 +66,42 @@ def in_order(result: ModelRunnerOutput) -> ModelRunnerOutput:
 
 
 class Lifecycle(Protocol):
-    """Runs one SchedulerOutput on a worker and returns its ModelRunnerOutput. Changes the worker's cache and the connector."""
+    """Driver of one worker and its half of the connector. Changes both, and the worker's cache."""
 
     def register(self) -> None:
         """Hand the KV tensors to the connector's worker half."""
 
     def step(self, output: Any) -> ModelRunnerOutput:
-        """One step, with or without a forward pass."""
+        """Run one SchedulerOutput, with or without a forward pass."""
 
 
 def make_lifecycle(
     kind: str, worker: Worker, connector: Any, config: Any, *, runner: str, speculative: bool
 ) -> Lifecycle:
-    """`kind` is the engine's name; without a connector every engine uses the plain step."""
+    """Return the life cycle for an engine; `kind` is the engine's name.
+
+    Without a connector, every engine uses the plain step.
+    """
     if connector is None:
-        return Plain(worker, config)
+        return Plain(worker)
     if kind == "reference":
         return Own(worker, connector, config, runner=runner, speculative=speculative)
-    return (VllmV2 if runner == "v2" else VllmV1)(
-        worker, connector, config, speculative=speculative
-    )
+    if runner == "v2":
+        return VllmV2(worker, connector, config, speculative=speculative)
+    return VllmV1(worker, connector, config, speculative=speculative)
 
 
 class Plain:
-    """A step without connector."""
+    """The life cycle without a connector."""
 
-    def __init__(self, worker: Worker, config: Any) -> None:
-        self.worker, self.config = worker, config
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
 
     def register(self) -> None:
-        """Nobody to register with."""
+        """Do nothing: there is no connector to register with."""
 
     def step(self, output: Any) -> ModelRunnerOutput:
+        """See Lifecycle."""
         worker = self.worker
         worker.poison_fresh()
         if not output.total_num_scheduled_tokens:
@@ -108,8 +120,11 @@ class _WithConnector:
         runner: str = "v1",
         speculative: bool = False,
     ) -> None:
-        self.worker, self.connector, self.config = worker, connector, config
-        self.runner, self.speculative = runner, speculative
+        self.worker = worker
+        self.connector = connector
+        self.config = config
+        self.runner = runner
+        self.speculative = speculative
         layers = self.config.compilation_config.static_forward_context
         for name, tensor in zip(worker.cache.names, worker.cache.tensors, strict=True):
             layers[name] = SimpleNamespace(kv_cache=layer_cache(tensor), layer_name=name)
@@ -142,15 +157,20 @@ class _WithConnector:
 
 
 def _copy_blocks(*args: Any, **kwargs: Any) -> None:
-    """The host-buffer copy operation that a worker offers; no connector needs it while the cache itself is on the host."""
+    """Stand in for the host-buffer copy operation that a worker offers.
+
+    No connector needs it, because the cache itself is in host memory.
+    """
     raise RuntimeError("the copy operation was called although the cache is in host memory")
 
 
 class Own(_WithConnector):
-    """The reference life cycle, written out: the same hooks in the same order as vLLM's, for both runner protocols."""
+    """The reference life cycle: vLLM's hooks in vLLM's order, for both runner protocols."""
 
     def step(self, output: Any) -> ModelRunnerOutput:
-        worker, connector = self.worker, self.connector
+        """See Lifecycle."""
+        worker = self.worker
+        connector = self.connector
         with self._agent():
             handle_preemptions(connector, output)
             connector.bind_connector_metadata(output.kv_connector_metadata)
@@ -194,16 +214,16 @@ class Own(_WithConnector):
         self.connector.save_kv_layer(name, cache.tensors[cache.names.index(name)], metadata)
 
     def _collect(self, output: Any, *, defer: bool) -> KVConnectorOutput:
-        connector, result = self.connector, KVConnectorOutput()
+        connector = self.connector
+        result = KVConnectorOutput()
         if not defer:
             connector.wait_for_save()
         transfers = connector.get_transfer_results(output.finished_req_ids)
-        if not all(
-            hasattr(transfers, name)
-            for name in ("finished_sending", "finished_recving", "failed_recving")
-        ):
+        reports = ("finished_sending", "finished_recving", "failed_recving")
+        if not all(hasattr(transfers, name) for name in reports):
             raise EngineFault(
-                f"get_transfer_results returned {type(transfers).__name__}, which is not transfer results"
+                f"get_transfer_results returned {type(transfers).__name__},"
+                " which is not transfer results"
             )
         result.finished_sending = transfers.finished_sending or None
         result.finished_recving = transfers.finished_recving or None
@@ -230,6 +250,7 @@ class VllmV1(_WithConnector):
     """vLLM's KVConnectorModelRunnerMixin and its decorator for the layer hooks."""
 
     def step(self, output: Any) -> ModelRunnerOutput:
+        """See Lifecycle."""
         worker = self.worker
         with self._agent():
             handle_preemptions(self.connector, output)
@@ -262,6 +283,7 @@ class VllmV2(_WithConnector):
     active: ActiveKVConnector
 
     def register(self) -> None:
+        """See Lifecycle."""
         with self._agent():
             self.active = ActiveKVConnector(
                 self.config,
@@ -269,6 +291,7 @@ class VllmV2(_WithConnector):
             )
 
     def step(self, output: Any) -> ModelRunnerOutput:
+        """See Lifecycle."""
         worker = self.worker
         with self._agent():
             if not output.total_num_scheduled_tokens:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the scheduler of an engine, and makes vLLM's own follow the reference engine's policies."""
+"""Builds the scheduler of an engine, and applies a case's policies to vLLM's own scheduler."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from kvconform.contract.case import Variant
 def configure_policies(
     config: Any, policies: frozenset[str], block_size: int, draft_tokens: int
 ) -> None:
-    """Policies that are configuration: split-prefill makes chunks shorter than a block, but not than a verification (vLLM asserts)."""
+    """Apply the policies that are configuration.
+
+    split-prefill makes chunks shorter than a block, but not shorter than a verification: vLLM
+    asserts that.
+    """
     if "split-prefill" in policies:
-        config.scheduler_config.long_prefill_token_threshold = max(
-            1, block_size - 1, draft_tokens + 1
-        )
+        threshold = max(1, block_size - 1, draft_tokens + 1)
+        config.scheduler_config.long_prefill_token_threshold = threshold
 
 
-def apply_policies(scheduler: Any, policies: frozenset[str]) -> frozenset[str]:
-    """Patch one vLLM scheduler; returns the policies that are in force. Changes the scheduler's instance only."""
-    manager, applied = scheduler.kv_cache_manager, set(policies & {"split-prefill"})
+def apply_policies(scheduler: Any, policies: frozenset[str]) -> None:
+    """Patch one vLLM scheduler so that it follows the policies. Changes that instance only."""
+    manager = scheduler.kv_cache_manager
     pool = manager.block_pool
     if "reuse-freed-first" in policies:
         vllm_api.reuse_freed_first(pool.free_block_queue)
-        applied.add("reuse-freed-first")
     if "permute-blocks" in policies:
         get_new_blocks = pool.get_new_blocks
         pool.get_new_blocks = lambda count: list(reversed(get_new_blocks(count)))
-        applied.add("permute-blocks")
     if "deny-first-alloc" in policies:
         _deny_first(scheduler, manager)
-        applied.add("deny-first-alloc")
     if "ignore-hits" in policies:
         add_request = scheduler.add_request
 
@@ -43,20 +43,16 @@ def apply_policies(scheduler: Any, policies: frozenset[str]) -> frozenset[str]:
             add_request(request)
 
         scheduler.add_request = add
-        applied.add("ignore-hits")
-    return frozenset(applied)
 
 
 def _deny_first(scheduler: Any, manager: Any) -> None:
-    allocate, denied = manager.allocate_slots, set()
+    allocate = manager.allocate_slots
+    denied = set()
 
     def allocate_slots(request: Any, *args: Any, **kwargs: Any) -> Any:
         key = (request.request_id, id(request))
-        if (
-            request not in scheduler.running
-            and request.num_computed_tokens == 0
-            and key not in denied
-        ):
+        starts = request not in scheduler.running and request.num_computed_tokens == 0
+        if starts and key not in denied:
             denied.add(key)
             return None
         return allocate(request, *args, **kwargs)
@@ -65,7 +61,11 @@ def _deny_first(scheduler: Any, manager: Any) -> None:
 
 
 def build_scheduler(variant: Variant, config: Any, cache: Any, *, with_connector: bool) -> Any:
-    """The scheduler of the variant's engine, which constructs (or is given) the scheduler half of the connector."""
+    """Return the scheduler of the variant's engine.
+
+    vLLM's scheduler constructs the scheduler half of the connector; the reference engine's is given
+    one.
+    """
     wanted = frozenset(variant.case.policies)
     if variant.engine == "reference":
         from kvconform.refimpl.scheduler import ReferenceScheduler

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds an engine in the order in which vLLM does: worker halves, caches, then the scheduler."""
+"""Builds an engine in vLLM's order: worker halves of the connector, KV caches, scheduler."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def build(
 ) -> Engine:
     """Build the engine of a run, with the connector of `target` unless it is the baseline run.
 
-    `info(req_id)` is what the harness knows of a live request, or KeyError. Emits what the parts
-    say while they are built; raises what vLLM or the connector raises.
+    `info(req_id)` returns what the harness knows of a live request, or raises KeyError. Emits
+    events of the start; raises what vLLM or the connector raises.
     """
     connected = relation != "no-connector" and target.connector is not None
     inspection = variant.case.inspect if connected else None
@@ -58,18 +58,18 @@ def build(
     Probe.active = probe
     config, shards = _configure(variant, target, trace, registry, tmp, connected=connected)
     given_id = config.kv_transfer_config.engine_id if connected else None
-    ranks = Ranks(_ranks(variant, config, shards, connected=connected), trace)
+    ranks = Ranks(_ranks(config, shards), trace)
     view = EngineView(info, ranks)
     hashes = HashBook(variant.block_size, view.identity)
     watch = Watch(trace, probe, hashes, view.generation)
     telemetry = Telemetry(trace, probe, hashes, config)
     if connected:
-        with noted(trace, "start"):
+        with noted(trace, "start", target.resolve()):
             _start_worker_halves(ranks, target, relation)
     if inspection is not None:
         _inspect_classes(trace, variant, target, ranks.leader, tmp, inspection)
     _build_workers(variant, trace, view, memory)
-    with noted(trace, "start") if connected else nullcontext():
+    with noted(trace, "start", target.resolve()) if connected else nullcontext():
         leader = ranks.leader
         view.scheduler = build_scheduler(
             variant, config, leader.cache_config, with_connector=connected
@@ -121,7 +121,8 @@ def _configure(
     connected: bool,
 ) -> tuple[Any, list[tuple[Place, Shard]]]:
     """Return the VllmConfig, and the place, cache and registry of each rank."""
-    settings, config = variant.case.config, None
+    settings = variant.case.config
+    config = None
     try:
         config = build_config(variant, target, tmp, with_connector=connected)
         layout = resolve_layout(config, settings.layout)
@@ -144,23 +145,17 @@ def _configure(
     return config, found
 
 
-def _ranks(
-    variant: Variant, config: Any, shards: list[tuple[Place, Shard]], *, connected: bool
-) -> list[Rank]:
-    """Return the ranks, without worker and half. Changes `config`: it says how many there are."""
+def _ranks(config: Any, shards: list[tuple[Place, Shard]]) -> list[Rank]:
+    """Return the ranks, without worker and half. Writes their number into `config`."""
     leading, (cache, _) = shards[-1]
-    cache_config = build_cache_config(cache)
+    leading_config = build_cache_config(cache)
     widen(config, leading)
-    layers = cache_config.kv_cache_groups[0].layer_names
-    return [
-        Rank(
-            place,
-            *part,
-            config_of(config, place),
-            cache_config if part[0].names == layers else build_cache_config(part[0]),
-        )
-        for place, part in shards
-    ]
+    layers = leading_config.kv_cache_groups[0].layer_names
+    ranks = []
+    for place, (cache, registry) in shards:
+        cache_config = leading_config if cache.names == layers else build_cache_config(cache)
+        ranks.append(Rank(place, cache, registry, config_of(config, place), cache_config))
+    return ranks
 
 
 def _start_worker_halves(ranks: Ranks, target: Target, relation: str) -> None:
@@ -187,7 +182,8 @@ def _inspect_classes(
         child = inspection.child_registered_as
         for item, ok, detail in inspect_engine(leader.config, leader.cache_config, child):
             trace.emit("engine.api", item=item, ok=ok, detail=detail)
-    if hasattr(leader.half, "get_mem_pool_context"):  # asked before the KV tensors are allocated
+    # The pool is asked for before the KV tensors are allocated.
+    if hasattr(leader.half, "get_mem_pool_context"):
         leader.half.get_mem_pool_context()
 
 
@@ -204,7 +200,8 @@ def _inspect_instance(trace: Trace, connector: Any) -> None:
 
 def _build_workers(variant: Variant, trace: Trace, view: EngineView, memory: Memory) -> None:
     """Give each rank its oracle, worker and lifecycle, and register the KV caches."""
-    settings, ranks = variant.case.config, view.ranks
+    settings = variant.case.config
+    ranks = view.ranks
     batch = view.batch = Batch(variant.block_size, view.incarnation, ranks.leader.cache.groups)
     for rank in ranks.members:
         oracle = Oracle(rank.cache, rank.registry, trace, view.held_blocks)

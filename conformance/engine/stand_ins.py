@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker half of a connector in a process of its own, as with vLLM's multi-process executor: only what pickles crosses over.
+"""Stand-ins for a connector's worker half.
 
-The child is forked, so it starts in milliseconds; module state is copied at the fork and goes its own way afterwards. The KV tensors are
-in shared memory.
+`RemoteHalf` stands for a worker half in another process, as with vLLM's multi-process executor:
+only objects that pickle cross over. The child is forked, so it starts in milliseconds. From then
+on it has its own copy of all module state. The KV tensors are in shared memory.
 
-
-A worker half that does nothing, for connectors whose own cannot run here: their scheduler half is judged alone.
+`NoWorkerHalf` stands for a worker half that cannot run here. The scheduler half is judged alone.
 """
 
 from __future__ import annotations
@@ -27,11 +27,14 @@ from kvconform.process.watchdog import HookTimeout
 
 
 class RemoteError(RuntimeError):
-    """The worker half raised in its process; the text is the original's."""
+    """An exception of the worker half in its process; the text is that of the original."""
 
 
 class RemoteHalf(KVConnectorBase_V1):
-    """Stands for the worker half in the engine's process. Every hook is one round trip; `shutdown` also ends the child."""
+    """Stand-in, in the engine's process, for a worker half in a child process.
+
+    Every hook is one round trip. `shutdown` also ends the child.
+    """
 
     def __init__(self, create: Callable[[], Any], cache: PagedCache, config: Any) -> None:
         self._role = KVConnectorRole.WORKER
@@ -54,47 +57,58 @@ class RemoteHalf(KVConnectorBase_V1):
         except EOFError:
             raise RemoteError("the worker process died") from None
         except HookTimeout:
-            self._child.kill()  # it hangs: nobody will ever ask it again
+            self._child.kill()  # it hangs, and is never called again
             raise
         if not ok:
             raise RemoteError(value)
         return value
 
     def call(self, hook: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a hook in the child. RemoteError if it raised there, TypeError if an argument does not pickle."""
+        """Run a hook in the child.
+
+        RemoteError if it raised there, TypeError if an argument does not pickle.
+        """
         self._pipe.send_bytes(pickle.dumps((hook, args, kwargs)))
         return self._answer()
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        """Bind the metadata in the child, and here, where the probe looks for it."""
         self._connector_metadata = connector_metadata
         self.call("bind_connector_metadata", connector_metadata)
 
     def clear_connector_metadata(self) -> None:
+        """Clear the metadata in the child, and here."""
         self._connector_metadata = None
         self.call("clear_connector_metadata")
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Register the child's own tensors, which are on the same shared memory."""
         self.call("register_kv_caches")
 
     def set_host_xfer_buffer_ops(self, copy_operation: Any) -> None:
-        """Functions do not cross processes; on a host cache nobody needs it."""
+        """Do nothing: functions do not cross processes, and a cache on the host needs none."""
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Start the load in the child, which rebuilds the forward context."""
         kwargs.pop("scheduler_output", None)
         self.call("start_load_kv", forward_context.attn_metadata, forward_context.slot_mapping)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
+        """See KVConnectorBase_V1."""
         self.call("wait_for_layer_load", layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
+        """Save the child's own tensor of the layer."""
         self.call("save_kv_layer", layer_name, attn_metadata)
 
     def wait_for_save(self) -> None:
+        """See KVConnectorBase_V1."""
         self.call("wait_for_save")
 
     def shutdown(self) -> None:
+        """Shut the half down in the child, then end the child."""
         if not self._child.is_alive():
             return
         try:
@@ -104,16 +118,19 @@ class RemoteHalf(KVConnectorBase_V1):
                 self._pipe.send_bytes(pickle.dumps((None, (), {})))
                 self._child.join(10)
 
-    # Scheduler hooks are never called on the worker half; the base class wants them to exist.
+    # Scheduler hooks are never called on the worker half, but the base class requires them.
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
+        """Raise NotImplementedError."""
         raise NotImplementedError("a scheduler hook was called on the worker half")
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Raise NotImplementedError."""
         raise NotImplementedError("a scheduler hook was called on the worker half")
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
+        """Raise NotImplementedError."""
         raise NotImplementedError("a scheduler hook was called on the worker half")
 
 
@@ -142,7 +159,7 @@ for _hook in (
 
 
 def _serve(pipe: Connection, create: Callable[[], Any], cache: PagedCache, config: Any) -> None:
-    """The child: constructs the worker half, answers hooks until told to stop."""
+    """Run the child: construct the worker half, then serve hooks until the message to stop."""
     dies_with_parent()
     Probe.active = None
     try:
@@ -193,9 +210,12 @@ SCHEDULER_AREAS = (
     "preemption",
     "speculation",
 )
-"""Areas whose requirements can be judged on the scheduler half alone: nothing in them depends on what a worker stored or reported..."""
+"""Areas whose requirements can be judged on the scheduler half alone.
+
+Except for NEEDS_REPORTS, nothing in them depends on what a worker stored or reported.
+"""
 NEEDS_REPORTS = frozenset({"lookup.answers-eventually"})
-"""...but these: they wait for what only a worker half can report."""
+"""Requirements of these areas that wait for reports of a worker half."""
 
 
 def judged_alone(requirement_id: str, area: str) -> bool:
@@ -207,29 +227,32 @@ class NoWorkerHalf(KVConnectorBase_V1):
     """Accepts every worker hook, transfers nothing and reports nothing."""
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Nothing is kept."""
+        """Keep nothing."""
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Nothing is loaded."""
+        """Load nothing."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing is awaited."""
+        """Wait for nothing."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Nothing is saved."""
+        """Save nothing."""
 
     def wait_for_save(self) -> None:
-        """Nothing is awaited."""
+        """Wait for nothing."""
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
+        """Raise NotImplementedError."""
         raise NotImplementedError("a scheduler hook was called on the worker half")
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Raise NotImplementedError."""
         raise NotImplementedError("a scheduler hook was called on the worker half")
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
+        """Raise NotImplementedError."""
         raise NotImplementedError("a scheduler hook was called on the worker half")

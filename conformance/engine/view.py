@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What observer, ledger and workers may ask of an engine that is driven by hand."""
+"""The interface of an engine driven by hand for its observer, ledger and workers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvconform.observe.view import block_tables
 
 
 class Flight(NamedTuple):
-    """A step that was scheduled and executed, and has not landed: update_from_output is due."""
+    """A step that was scheduled and executed and has not landed: update_from_output is due."""
 
     output: Any
     result: Any
@@ -28,8 +28,12 @@ class EngineView:
     """A kvconform.observe.view.SchedulerView. Its parts are filled in while the engine is built."""
 
     def __init__(self, info: Callable[[str], Info], ranks: Ranks) -> None:
-        """Create the view; `info(req_id)` is what the harness knows of a live request, or KeyError."""
-        self.info, self.ranks = info, ranks
+        """Create the view.
+
+        `info(req_id)` returns what the harness knows of a live request, or raises KeyError.
+        """
+        self.info = info
+        self.ranks = ranks
         self.scheduler: Any = None
         self.batch: Batch
         self.queue: deque[Flight] = deque()

@@ -1,15 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward pass that is still running when the next step's hooks are called, as asynchronous scheduling has it on a GPU.
-
-The engine has judged a step when it is over. What the step wrote is then taken back out of the device's memory and written once more
-where the compute stream gets to it: behind whatever the next step's hooks find there, and before that step's own forward pass. Who copies
-KV of the step before without waiting for the compute stream gets what was there earlier. Nobody can have seen the step's end before
-that: it is only done if no host has waited for a place in the compute stream behind the beginning of the forward pass or was told that it
-is reached, and no other stream went on because of it. Events that were recorded there are reached later, too.
-
-
-The worker half of an engine: paged cache, provenance-writing model, and the connector's worker half.
-"""
+"""The worker of one rank: a model that writes provenance codes to a KV cache, and checks them."""
 
 from __future__ import annotations
 
@@ -34,7 +24,7 @@ from kvconform.kv.provenance import Origin, Registry
 
 @dataclass
 class Written:
-    """KV of one layer that the forward pass wrote: slots [n], what they held before [n, ...]."""
+    """KV of one layer that the forward pass wrote: slots [n], and their content before [n, ...]."""
 
     layer: int
     slots: np.ndarray
@@ -42,26 +32,45 @@ class Written:
 
 
 class Overlap:
-    """What one worker wrote in the current step. On a device whose compute stream is not slow, nothing is kept and nothing happens."""
+    """The forward pass that is still running when the next step's hooks are called.
+
+    Asynchronous scheduling has it so on a GPU. The engine judges a step when it is over. What the
+    step wrote is then taken back out of the device's memory, and written again where the compute
+    stream gets to it: after the next step's hooks have looked, and before that step's own forward
+    pass. A connector that copies KV of the previous step without waiting for the compute stream
+    gets the older bytes.
+
+    This is done only if nothing could have observed the end of the step: no host thread waited for,
+    or polled, a point in the compute stream after the start of the forward pass, and no other
+    stream waited for one. Events that were recorded there are reached later, too.
+
+    On a device whose compute stream is not slow, nothing is kept and nothing is taken back.
+    """
 
     def __init__(self, cache: PagedCache) -> None:
-        self.cache, self.device = cache, device.current
+        self.cache = cache
+        self.device = device.current
         self._written: list[Written] = []
         self._held: set[int] = set()  # blocks
         self._began = 0
 
     def begin(self) -> None:
-        """A forward pass begins."""
-        self._written, self._began = [], self.device.position()
+        """Note that a forward pass begins."""
+        self._written = []
+        self._began = self.device.position()
 
     def note(self, layer: int, slots: np.ndarray) -> None:
-        """These slots [n] are about to be written. To be called when that is done."""
+        """Keep the content of slots [n]; to be called right before they are written."""
         if self.device.overlaps:
             self._written.append(Written(layer, slots, self.cache.peek(layer, slots)))
 
     def take_back(self) -> None:
-        """The step has been judged: let it be unfinished once more. Changes the cache's tensors, not its shadow."""
-        written, self._written = self._written, []
+        """Make the step unfinished again; to be called when it has been judged.
+
+        Changes the cache's tensors, not its shadow.
+        """
+        written = self._written
+        self._written = []
         if not written or not self.device.unseen(self._began):
             return
         for part in written:
@@ -73,26 +82,30 @@ class Overlap:
         self.device.postpone(self._began)
 
     def holds(self, blocks: list[int]) -> bool:
-        """Whether one of `blocks` is part of what was taken back."""
+        """Return whether one of `blocks` is part of what was taken back."""
         return not self._held.isdisjoint(blocks)
 
     @property
     def pending(self) -> bool:
-        """Whether anything is taken back now."""
+        """Whether writes are taken back now."""
         return bool(self._held)
 
 
 class AttentionMetadata(SimpleNamespace):
-    """What this model passes as a layer's `attn_metadata`: slot_mapping [tokens] int64, query_start_loc [reqs + 1], seq_lens [reqs],
+    """A layer's `attn_metadata`, as this model passes it.
+
+    slot_mapping [tokens] int64, query_start_loc [reqs + 1], seq_lens [reqs],
     block_table [reqs, blocks], num_actual_tokens.
     """
 
 
 @dataclass
 class Reads:
-    """What one group's layers write and read in a step, all requests one after the other: slots `written` [tokens], `slots` read [n] and
-    the rows `expected` there [n, layers, heads, width]; `ends` of each request in n, `tops`: the position behind the last that it reads;
-    `source`: which of the step's rows are written.
+    """What one group's layers write and read in a step, with the requests one after the other.
+
+    `written`: slots [tokens] that are written. `source`: which of the step's rows go there.
+    `slots`: slots [n] that are read. `expected`: the rows [n, layers, heads, width] they must hold.
+    `ends`: the end of each request in n. `tops`: the end of the positions that each request reads.
     """
 
     written: np.ndarray
@@ -104,9 +117,10 @@ class Reads:
 
 
 class Worker:
-    """Executes SchedulerOutputs. `computed(ids)` tells the harness which content ids now exist in an engine's cache.
+    """Executor of SchedulerOutputs on one rank.
 
-    `execute` changes the cache, the batch and the trace.
+    `computed(ids, plain)` reports content ids that now exist in an engine's cache. A step changes
+    the cache, the batch and the trace.
     """
 
     def __init__(
@@ -118,13 +132,11 @@ class Worker:
         batch: Batch,
         computed: Callable[[list[int], list[int]], None],
     ):
-        self.cache, self.registry, self.trace, self.oracle, self.batch = (
-            cache,
-            registry,
-            trace,
-            oracle,
-            batch,
-        )
+        self.cache = cache
+        self.registry = registry
+        self.trace = trace
+        self.oracle = oracle
+        self.batch = batch
         self.computed = computed
         self.device = device.current
         self.overlap = Overlap(cache)
@@ -137,9 +149,10 @@ class Worker:
         self.scheduled: set[str] = set()
         self._poison([(0, "the null block")])
 
-    # -- poison ----------------------------------------------------------------------------------------------------------------
+    # -- poison
     def _poison(self, fresh: list[tuple[int, str]]) -> None:
-        if len(fresh) > len({block for block, _ in fresh}):  # handed out twice: one after the other
+        if len(fresh) > len({block for block, _ in fresh}):
+            # A block was handed out twice: poison one after the other.
             for each in fresh:
                 self._poison([each])
             return
@@ -158,10 +171,14 @@ class Worker:
             self.oracle.emptied(slots)
 
     def poison_fresh(self) -> None:
-        """Poison the blocks that this step's schedule handed out. Runs after handle_preemptions returned, before any load or write."""
+        """Poison the blocks that this step's schedule handed out.
+
+        To be called after handle_preemptions returned, and before any load or write.
+        """
         self.oracle.check_writes("handle_preemptions")
         if not self.overlap.pending or self.overlap.holds([block for block, _ in self.fresh]):
-            # Poison is no work of a step: a load on another stream may begin as soon as the blocks are the new owner's.
+            # Poison is not work of a step: a load on another stream may begin as soon as the new
+            # owner has the blocks.
             self.device.finish()
         if self.fresh:
             self._poison(self.fresh)
@@ -177,9 +194,9 @@ class Worker:
             )
         self.fresh = []
 
-    # -- one step --------------------------------------------------------------------------------------------------------------
+    # -- one step
     def begin(self, output: Any, fresh: list[tuple[int, str]]) -> None:
-        """Take over a SchedulerOutput; afterwards `rows` says what the forward pass computes."""
+        """Take over a SchedulerOutput. Afterwards, `rows` is what the forward pass computes."""
         self.fresh = fresh
         self.batch.update(output)
         self.rows = self.batch.rows(output)
@@ -193,19 +210,12 @@ class Worker:
             for offset, value in enumerate(content.tolist()):
                 pos = row.start + offset
                 if pos < row.known:
-                    self.registry.note(
-                        value,
-                        Origin(
-                            "token",
-                            chain.req,
-                            chain.generation,
-                            pos,
-                            chain.plain[pos],
-                            chain.tokens[pos],
-                        ),
-                    )
+                    plain = chain.plain[pos]
+                    token = chain.tokens[pos]
+                    origin = Origin("token", chain.req, chain.generation, pos, plain, token)
                 else:
-                    self.registry.note(value, Origin("draft", chain.req, chain.generation, pos))
+                    origin = Origin("draft", chain.req, chain.generation, pos)
+                self.registry.note(value, origin)
         if output.total_num_scheduled_tokens:
             self._encoded = self.cache.book.rows(np.concatenate(contents), self._nonce)
             self._reads = [
@@ -213,7 +223,9 @@ class Worker:
             ]
 
     def _reads_of(self, number: int, group: Group) -> Reads:
-        stride, book, recurrent = self.cache.stride, self.cache.book, group.recurrent
+        stride = self.cache.stride
+        book = self.cache.book
+        recurrent = group.recurrent
         spans = [
             (row, group.first_read(row.start), row.start if recurrent else row.known)
             for row in self.rows
@@ -236,7 +248,7 @@ class Worker:
         )
 
     def attention_metadata(self) -> tuple[dict[str, AttentionMetadata], dict[str, Any]]:
-        """(attn_metadata, slot_mapping) by layer name, as the forward context carries them."""
+        """Return (attn_metadata, slot_mapping) by layer name, as the forward context holds them."""
         made = [self._metadata_of(number, group) for number, group in enumerate(self.cache.groups)]
         by_name = {
             name: made[self.cache.group(layer)] for layer, name in enumerate(self.cache.names)
@@ -249,34 +261,36 @@ class Worker:
         table: np.ndarray = np.zeros((len(self.rows), max(map(len, tables))), dtype=np.int32)
         for index, blocks in enumerate(tables):
             table[index, : len(blocks)] = blocks
-        mapping = torch.from_numpy(self.cache.mapping(slots, group))
+        starts = np.cumsum([0, *(row.count for row in self.rows)], dtype=np.int32)
+        lengths = np.array([row.start + row.count for row in self.rows], dtype=np.int32)
         return AttentionMetadata(
-            slot_mapping=mapping,
+            slot_mapping=torch.from_numpy(self.cache.mapping(slots, group)),
             num_actual_tokens=len(slots),
-            query_start_loc=torch.from_numpy(
-                np.cumsum([0, *(row.count for row in self.rows)], dtype=np.int32)
-            ),
-            seq_lens=torch.from_numpy(
-                np.array([row.start + row.count for row in self.rows], dtype=np.int32)
-            ),
+            query_start_loc=torch.from_numpy(starts),
+            seq_lens=torch.from_numpy(lengths),
             block_table=torch.from_numpy(table),
         )
 
     def write_layer(self, layer: int) -> None:
-        """The KV update of one layer: this step's tokens go to their slots (before the layer's loads are waited for, as in vLLM)."""
+        """Run the KV update of one layer: write this step's tokens to their slots.
+
+        As in vLLM, that is before the layer's loads are waited for.
+        """
         number = self.cache.group(layer)
-        if not self.cache.groups[number].recurrent:  # a state is read before it is overwritten
+        if not self.cache.groups[number].recurrent:  # `read_layer` reads a state, then updates it
             self._update(layer, number)
 
     def _update(self, layer: int, number: int) -> None:
-        """Launch it: everything below runs when the compute stream has come there."""
+        """Launch the KV update of a layer, which runs when the compute stream gets there."""
         self.device.launch(
             partial(self._write, layer, number), lambda _: self._written(layer, number)
         )
 
     def _write(self, layer: int, number: int) -> None:
-        group, reads = self.cache.groups[number], self._reads[number]
-        if not group.transfer:  # made anew from the layers that are transferred
+        group = self.cache.groups[number]
+        reads = self._reads[number]
+        if not group.transfer:
+            # The engine regenerates this KV from that of the layers that are transferred.
             self.cache.write(layer, reads.slots, reads.expected[:, layer])
         elif not group.recurrent:
             self.overlap.note(layer, reads.written)
@@ -285,41 +299,38 @@ class Worker:
     def _written(self, layer: int, number: int) -> None:
         if layer == self.cache.groups[number].layers[0]:
             for row in self.rows:
-                self.oracle.filled(
-                    row.by_group[number], OWN, f"{row.state.chain.req}#{row.state.chain.generation}"
-                )
+                chain = row.state.chain
+                self.oracle.filled(row.by_group[number], OWN, f"{chain.req}#{chain.generation}")
 
     def read_layer(self, layer: int) -> None:
-        """The attention of one layer: read every known position, or those of the layer's window, through the block tables; wrong bytes
-        change the sampled token.
+        """Run the attention of one layer: read known positions through the block tables.
+
+        A layer with a window reads those of its window, any other reads all. Wrong bytes change the
+        sampled token.
         """
-        reads = self._reads[self.cache.group(layer)]
+        number = self.cache.group(layer)
+        reads = self._reads[number]
         self.device.launch(
             lambda: self.cache.differing(layer, reads.slots, reads.expected[:, layer]),
             lambda found: self._judge(layer, reads, found),
         )
-        if self.cache.groups[self.cache.group(layer)].recurrent:
-            self._update(layer, self.cache.group(layer))
+        if self.cache.groups[number].recurrent:
+            self._update(layer, number)
 
     def _judge(self, layer: int, reads: Reads, found: torch.Tensor) -> None:
         wrong = np.flatnonzero(found.cpu().numpy())
         by_row: dict[int, list[int]] = {}
         for index in wrong.tolist():
-            by_row.setdefault(int(np.searchsorted(reads.ends, index, side="right")), []).append(
-                index
-            )
+            number = int(np.searchsorted(reads.ends, index, side="right"))
+            by_row.setdefault(number, []).append(index)
         for number, indices in by_row.items():
-            row = self.rows[number]
-            behind = reads.tops[number] - int(reads.ends[number])  # from an index to a position
+            chain = self.rows[number].state.chain
+            offset = reads.tops[number] - int(reads.ends[number])  # from an index to a position
             for index in indices:
-                self.oracle.wrong_read(
-                    layer, row.state.chain, index + behind, int(reads.slots[index])
-                )
+                self.oracle.wrong_read(layer, chain, index + offset, int(reads.slots[index]))
             bytes_read = self.cache.read(layer, reads.slots[indices]).contiguous().numpy().tobytes()
-            seed = self._corruption.get(row.state.chain.req, 0)
-            self._corruption[row.state.chain.req] = seed ^ int.from_bytes(
-                hashlib.sha256(bytes_read).digest()[:8], "little"
-            )
+            digest = int.from_bytes(hashlib.sha256(bytes_read).digest()[:8], "little")
+            self._corruption[chain.req] = self._corruption.get(chain.req, 0) ^ digest
 
     @property
     def corrupt(self) -> set[str]:
@@ -327,7 +338,10 @@ class Worker:
         return set(self._corruption)
 
     def forward(self, attention: Callable[[str], None]) -> None:
-        """All layers in order: KV update, then `attention(layer_name)`, which the life cycle wraps in the layer hooks."""
+        """Run all layers in order: the KV update, then `attention(layer_name)`.
+
+        `attention` calls `attend`; the life cycle wraps it in the layer hooks.
+        """
         self.overlap.begin()
         self.oracle.check_writes("start_load_kv")
         for layer, name in enumerate(self.cache.names):
@@ -335,17 +349,18 @@ class Worker:
             attention(name)
 
     def attend(self, layer_name: str) -> None:
-        """Body of the attention call: judge the connector's writes so far, then read."""
+        """Judge the connector's writes so far, then run the attention of a layer."""
         self.oracle.check_writes("wait_for_layer_load")
         self.read_layer(self.cache.names.index(layer_name))
 
     def sample(self) -> ModelRunnerOutput:
-        """Sample, advance the batch, and build the ModelRunnerOutput of a step with a forward pass."""
+        """Sample, advance the batch, and return the output of a step with a forward pass."""
         self.device.finish()
         ids: list[str] = []
         tokens: list[list[int]] = []
         for row in self.rows:
-            chain, state = row.state.chain, row.state
+            chain = row.state.chain
+            state = row.state
             corrupt = self._corruption.get(chain.req, 0)
             ids.append(chain.req)
             state.valid_end = row.known

@@ -27,7 +27,7 @@ from kvconform.explore.outcome import never
 from kvconform.explore.pool import Pool
 from kvconform.explore.races import races
 from kvconform.explore.workload import Workload
-from kvconform.report.repro import run_of
+from kvconform.report.causes import run_of
 from kvconform.report.terminal import make_console
 
 SITUATIONS = (

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a workload has reached: pairs of a requirement that was put to the test and a value of an axis, and pairs of an event and the state
-that its request was in.
+"""The outcome of one workload: its failures, and the situations and pairs that it reached.
 
-What a workload came to: what failed, and what was reached.
+A pair is a requirement that was exercised with a value of an axis, or an event with the state of
+its request.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 from kvconform.config.target import Target
 from kvconform.contract.loader import Spec
 from kvconform.explore.workload import Data, Workload
+from kvconform.judge.records import Row
 from kvconform.run.case import run_and_judge
 
 NOTED = {
@@ -32,33 +33,28 @@ NOTED = {
     "kv.computed",
     "sample",
 }
-"""Events of one request that are worth knowing in which of its states they came."""
+"""Events of a request that form a pair with the request's state."""
 
 
 def axes_of(data: Data) -> list[str]:
-    """The values of the axes of a workload, and what else is special about its engine."""
+    """Return the values of a workload's axes, and the special properties of its engine."""
     found = [f"{name} {data['matrix'][name][0]}" for name in ("scheduling", "runner", "depth")]
-    found += [f"engine {each}" for each in data["engines"]] + [
-        f"policy {each}" for each in data.get("policies", [])
-    ]
+    found += [f"engine {each}" for each in data["engines"]]
+    found += [f"policy {each}" for each in data.get("policies", [])]
     config = data.get("config", {})
     special = set(config) - {"block_size", "budget", "max_seqs", "num_blocks"}
-    found += [
-        f"{name} {config[name]}" if isinstance(config[name], (str, bool)) else name
-        for name in sorted(special)
-    ]
-    found += [f"block_size {config[name]}" for name in ("block_size",) if name in config]
+    for name in sorted(special):
+        value = config[name]
+        found.append(f"{name} {value}" if isinstance(value, (str, bool)) else name)
+    if "block_size" in config:
+        found.append(f"block_size {config['block_size']}")
     return found + [f"beside {each}" for each in data.get("relations", [])]
 
 
-def pairs_of(
-    data: Data, rows: Iterable[Mapping[str, Any]], trace: Iterable[Mapping[str, Any]]
-) -> list[str]:
-    """Sorted. Rows and trace are those of its run."""
+def pairs_of(data: Data, rows: Iterable[Row], trace: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the sorted pairs that a workload reached; `rows` and `trace` are those of its run."""
     axes = axes_of(data)
-    found = {
-        f"{row['requirement']} | {axis}" for row in rows if row.get("exercised") for axis in axes
-    }
+    found = {f"{row.requirement} | {axis}" for row in rows if row.exercised for axis in axes}
     states: dict[str, str] = {}
     for event in trace:
         kind = event["kind"]
@@ -71,19 +67,19 @@ def pairs_of(
 
 
 def never(requirements: Iterable[str], reached: Iterable[str]) -> list[str]:
-    """Those of the requirements that no workload has put to the test: situations that nobody draws."""
+    """Return the requirements that no workload exercised, from the pairs `reached`."""
     seen = {pair.partition(" | ")[0] for pair in reached}
     return sorted(set(requirements) - seen)
 
 
 _numbers = itertools.count()
 DIED = "process.died"
-"""Stands for a requirement where the process ended: the connector took it down, or hung."""
+"""Used as the requirement of a failure that ended the process, by a crash or a hang."""
 
 
 @dataclass
 class Failure:
-    """A requirement that was broken: what is said of it, and the kind of wrong byte, if it is one."""
+    """A violated requirement; `found`: the kind of wrong byte, if it is about one."""
 
     requirement: str
     message: str
@@ -94,13 +90,16 @@ class Failure:
 
     @property
     def key(self) -> tuple[str, str | None]:
-        """Two failures with the same key are taken for one, and shrinking keeps the key: requirement, and kind of wrong byte or hook."""
+        """Requirement, and kind of wrong byte or hook.
+
+        Failures with the same key count as one. Shrinking keeps the key.
+        """
         return self.requirement, self.found or self.hook
 
 
 @dataclass
 class Outcome:
-    """JSON-able by `to_dict`."""
+    """Outcome of one workload; `error`: what prevented a verdict. JSON-able by `to_dict`."""
 
     failures: list[Failure] = field(default_factory=list)
     broken_guarantees: list[str] = field(default_factory=list)
@@ -110,10 +109,12 @@ class Outcome:
     unsupported: bool = False
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the outcome as JSON-able data."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Outcome:
+        """Return the outcome that `to_dict` turned into `data`."""
         return cls(**{**data, "failures": [Failure(**each) for each in data["failures"]]})
 
 
@@ -126,11 +127,13 @@ def outcome(
     requirements: Iterable[str] | None = None,
     strict: bool = False,
 ) -> Outcome:
-    """Run and judge a workload in this process; recommendations count if `strict`. Writes below `tmp` and cleans up. ValidationError if it
-    is no case."""
-    tmp = tmp / str(
-        next(_numbers)
-    )  # what a connector keeps in memory by the place of its store is not the next workload's
+    """Run and judge a workload in this process.
+
+    `requirements`: the only ones to judge, or None for all. `strict`: recommendations count. Writes
+    below `tmp` and cleans up. ValidationError if the workload is not a case.
+    """
+    # A connector may keep state in memory by the path of its store, so each workload has its own.
+    tmp = tmp / str(next(_numbers))
     report = run_and_judge(
         workload.variant(),
         target,
@@ -138,51 +141,49 @@ def outcome(
         seed=workload.seed,
         tmp=tmp,
         requirements=requirements,
-        keep_trace=True,
         strict=strict,
         brief=True,
     )
-    trace = report.trace or []
+    trace = report.trace
     if report.harness_error:
         return Outcome(error=report.harness_error.strip().splitlines()[-1], reached=reached(trace))
-    unclear = next((row for row in report.rows if row["verdict"] == "ERROR"), None)
+    unclear = next((row for row in report.rows if row.verdict == "ERROR"), None)
     if unclear is not None:
-        return Outcome(
-            error=f"{unclear['requirement']}: {unclear.get('message')}", reached=reached(trace)
-        )
-    bad = [row for row in report.rows if row["verdict"] == "FAIL"]
-    ours = [
-        row
-        for row in bad
-        if row.get("kind", "requirement") == "requirement" and row.get("gating", True)
-    ]
+        return Outcome(error=f"{unclear.requirement}: {unclear.message}", reached=reached(trace))
+    failures: list[Failure] = []
+    broken_guarantees: list[str] = []
+    for row in report.rows:
+        if row.verdict != "FAIL":
+            continue
+        if row.kind != "requirement":
+            broken_guarantees.append(row.requirement)
+        elif row.gating:
+            failures.append(_failure(row, trace))
     return Outcome(
-        failures=[_failure(row, trace) for row in ours],
-        broken_guarantees=[
-            row["requirement"] for row in bad if row.get("kind", "requirement") != "requirement"
-        ],
+        failures=failures,
+        broken_guarantees=broken_guarantees,
         reached=reached(trace),
         pairs=pairs_of(workload.data, report.rows, trace),
         unsupported=not trace,
     )
 
 
-def _failure(row: dict[str, Any], trace: list[dict[str, Any]]) -> Failure:
-    number = row.get("event")
+def _failure(row: Row, trace: list[dict[str, Any]]) -> Failure:
+    number = row.event
     event = trace[number] if number is not None and number < len(trace) else {}
     found, hook = event.get("found"), event.get("hook")
     return Failure(
-        row["requirement"],
-        row.get("message") or "",
+        row.requirement,
+        row.message or "",
         str(found) if found is not None else None,
-        row.get("req"),
-        row.get("step"),
+        row.req,
+        row.step,
         str(hook) if hook is not None else None,
     )
 
 
 def reached(trace: Iterable[dict[str, Any]]) -> list[str]:
-    """Which of the situations that make a workload worth running came about, sorted."""
+    """Return the sorted names of the situations that the trace reached."""
     found: set[str] = set()
     loading: set[str] = set()
     waited_for: set[str] = set()

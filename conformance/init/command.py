@@ -17,7 +17,7 @@ from kvconform.errors import EnvironmentProblem, UsageError
 from kvconform.init import write
 from kvconform.init.find import Found, find, named
 from kvconform.init.origin import Origin, origin
-from kvconform.report.repro import THROUGH
+from kvconform.report.causes import THROUGH
 
 option = functools.partial(typer.Option, show_default=False)
 

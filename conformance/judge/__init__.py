@@ -1,2 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a trace to a verdict: guards, monitors, verdicts, blame, aggregation, and events in words. Knows no engine."""
+"""From a trace to a verdict: monitors, verdicts, blame, aggregation, and failures in words.
+
+Nothing in this package depends on an engine.
+"""

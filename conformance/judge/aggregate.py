@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From rows to an answer: one status per requirement over all its runs, and one word for the connector.
+"""From rows to the overall verdict: a status per requirement, and one verdict for the connector.
 
-Capabilities that a connector claims, and whether a run has shown them: what was never exercised is not claimed with success.
-
-Expected failures and waivers: FAIL becomes XFAIL, and an expectation that nothing fulfils becomes XPASS. Strict, and never silent.
-
-A connector's entries (profile.Expected) come from its own repository and concern requirements. The suite's waivers (profile.Waiver)
-concern guarantees that a vLLM version is known to break.
+Also finds the claimed capabilities that no run has shown, and applies expected failures and
+waivers: FAIL becomes XFAIL, and PASS becomes XPASS where an expected failure did not occur. A
+connector's entries (profile.Expected) come from its own repository and concern requirements. The
+suite's waivers (profile.Waiver) concern guarantees that a vLLM version is known to break.
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +18,7 @@ from typing import Any
 from kvconform.contract.capabilities import CAPABILITIES, has
 from kvconform.contract.loader import Spec
 from kvconform.contract.profile import Expected, Waiver
-from kvconform.judge.verdict import Row, Verdict
+from kvconform.judge.records import Overall, Row, Verdict
 
 WORST_FIRST = (
     Verdict.ERROR,
@@ -35,58 +32,73 @@ WORST_FIRST = (
     Verdict.UNOBSERVABLE,
     Verdict.UNSUPPORTED,
 )
-"""The status of a requirement is the first of these that any of its rows has: PASS if it was exercised somewhere and nothing is worse."""
+"""The status of a requirement is the first of these verdicts that any of its rows has.
 
+It is PASS if the requirement was exercised in some run and no row is worse.
+"""
 
-ANSWERS = {
+TITLES = {
     "conformant": "CONFORMANT",
     "partial": "PARTLY CONFORMANT",
     "nonconformant": "NOT CONFORMANT",
-    "error": "NO ANSWER",
+    "error": "NO VERDICT",
 }
-"""What a verdict is called in front of people."""
+"""The overall verdicts, as reports print them."""
+
 EXERCISED = {Verdict.PASS, Verdict.FAIL, Verdict.XFAIL, Verdict.XPASS, Verdict.BLOCKED}
-"""Verdicts of a requirement that something was seen of."""
+"""Verdicts of a row whose requirement was exercised."""
+
 NOTHING = "NOTHING JUDGED"
-"""What a partial one is called of which no requirement was exercised."""
+"""How reports print the verdict `partial` if no requirement was exercised."""
 
 
 @dataclass
 class Aggregate:
-    """`status` per requirement id; `counts` of rows per verdict (all verdicts, also zero); `failed`: ids whose FAIL counts against the
-    connector; `engine_failed`: guarantees that the engine broke; `advisory`: SHOULD and MAY that were violated without --strict."""
+    """The result of all rows of a session.
+
+    `status` is per requirement id. `counts` has the number of rows of each verdict, also if zero.
+    `failed` holds the ids whose FAIL counts against the connector, `engine_failed` the guarantees
+    that the engine broke, `advisory` the violated requirements that do not count (SHOULD and MAY
+    without --strict). `reasons` are sentences about why `verdict` is not `conformant`.
+    """
 
     status: dict[str, Verdict] = field(default_factory=dict)
-    counts: dict[str, int] = field(default_factory=dict)
+    counts: dict[Verdict, int] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)
     engine_failed: list[str] = field(default_factory=list)
     advisory: list[str] = field(default_factory=list)
     exercised: int = 0
     cases: int = 0
-    verdict: str = "error"
+    verdict: Overall = "error"
     reasons: list[str] = field(default_factory=list)
 
     @property
     def total(self) -> int:
+        """The number of requirements."""
         return len(self.status)
 
     @property
-    def answer(self) -> str:
-        """The verdict in front of people."""
+    def title(self) -> str:
+        """The verdict, as reports print it."""
         return called(self.verdict, bool(self.exercised))
 
 
 def called(verdict: str, exercised: bool) -> str:
-    """What people are told: `verdict` in words, and of a partial one whether any requirement was `exercised` at all."""
-    return NOTHING if verdict == "partial" and not exercised else ANSWERS[verdict]
+    """Return an overall verdict as reports print it; `exercised`: any requirement was exercised."""
+    if verdict == "partial" and not exercised:
+        return NOTHING
+    return TITLES[verdict]
 
 
 def aggregate(rows: Iterable[Row], *, problems: Iterable[str] = ()) -> Aggregate:
-    """Status per requirement, counts and the overall verdict. `problems` are sentences about expected failures that are wrong.
+    """Compute the status per requirement, the counts and the overall verdict.
 
-    error          a row is ERROR, an expected failure is wrong, or there is no row
-    nonconformant  a counting row is FAIL or XPASS, or is BLOCKED by something that is not an expected failure or the engine's fault
-    partial        nothing of that, but a counting row is XFAIL, DISABLED or BLOCKED, or no requirement that counts was exercised at all
+    `problems` are sentences about expected failures that are wrong. The overall verdict is
+
+    error          if a row is ERROR, an expected failure is wrong, or there is no row
+    nonconformant  else, if a gating row is FAIL or XPASS, or is BLOCKED by something that is
+                   neither an expected failure nor the engine's fault
+    partial        else, if a gating row is XFAIL, DISABLED or BLOCKED, or no gating row is PASS
     conformant     otherwise
     """
     rows = list(rows)
@@ -98,7 +110,7 @@ def aggregate(rows: Iterable[Row], *, problems: Iterable[str] = ()) -> Aggregate
         name: next(v for v in WORST_FIRST if v in seen) for name, seen in verdicts.items()
     }
     tally = Counter(row.verdict for row in rows)
-    found.counts = {verdict.value: tally[verdict] for verdict in Verdict}
+    found.counts = {verdict: tally[verdict] for verdict in Verdict}
     failing = [row for row in rows if row.verdict is Verdict.FAIL]
     found.failed = _ids(row for row in failing if row.gating)
     found.engine_failed = _ids(row for row in failing if row.kind == "guarantee")
@@ -113,81 +125,78 @@ def _ids(rows: Iterable[Row]) -> list[str]:
     return list(dict.fromkeys(row.requirement for row in rows))
 
 
-def _overall(rows: list[Row], found: Aggregate, problems: list[str]) -> tuple[str, list[str]]:
-    """(verdict, the reasons for it in words)."""
+def _overall(rows: list[Row], found: Aggregate, problems: list[str]) -> tuple[Overall, list[str]]:
+    """Return the overall verdict, and the reasons for it as sentences."""
     if not rows:
         return "error", ["nothing was judged"]
-    if found.counts["ERROR"] or problems:
-        count = found.counts["ERROR"]
-        return "error", [
-            *problems,
-            *(
-                [f"{count} verdicts are ERROR: the harness or the environment is at fault"]
-                if count
-                else []
-            ),
-        ]
-    counting = [row for row in rows if row.gating]
+    errors = found.counts[Verdict.ERROR]
+    if errors or problems:
+        reasons = list(problems)
+        if errors:
+            reasons.append(
+                f"{errors} verdicts are ERROR: the harness or the environment is at fault"
+            )
+        return "error", reasons
+    gating: dict[Verdict, list[Row]] = {verdict: [] for verdict in Verdict}
+    for row in rows:
+        if row.gating:
+            gating[row.verdict].append(row)
     excused = _excused(rows)
-    bad = [(v, [r for r in counting if r.verdict is v]) for v in (Verdict.FAIL, Verdict.XPASS)]
-    bad.append(
-        (
-            Verdict.BLOCKED,
-            [
-                r
-                for r in counting
-                if r.verdict is Verdict.BLOCKED and _run(r, r.blocked_by) not in excused
-            ],
-        )
+    unexcused = [row for row in gating[Verdict.BLOCKED] if (row.blocked_by, row.run) not in excused]
+    reasons = _reasons(
+        [
+            (Verdict.FAIL, gating[Verdict.FAIL]),
+            (Verdict.XPASS, gating[Verdict.XPASS]),
+            (Verdict.BLOCKED, unexcused),
+        ]
     )
-    reasons = _reasons(bad)
     if reasons:
         return "nonconformant", reasons
-    mild = [
-        (v, [r for r in counting if r.verdict is v])
-        for v in (Verdict.XFAIL, Verdict.DISABLED, Verdict.BLOCKED)
-    ]
-    reasons = _reasons(mild)
-    if not any(row.verdict is Verdict.PASS for row in counting):
+    mild = (Verdict.XFAIL, Verdict.DISABLED, Verdict.BLOCKED)
+    reasons = _reasons([(verdict, gating[verdict]) for verdict in mild])
+    if not gating[Verdict.PASS]:
         reasons.append("no requirement that counts was exercised")
     return ("partial", reasons) if reasons else ("conformant", [])
 
 
 def _reasons(found: list[tuple[Verdict, list[Row]]]) -> list[str]:
-    """One line per verdict, the worst first; a requirement is named once, by the worst of its runs."""
+    """Return one line per verdict with its requirements, in the order given.
+
+    A requirement is named once, under the first verdict that it has.
+    """
     lines: list[str] = []
     named: set[str] = set()
     for verdict, rows in found:
         ids = [name for name in _ids(rows) if name not in named]
         named.update(ids)
-        lines += [f"{verdict}: {', '.join(ids)}"] if ids else []
+        if ids:
+            lines.append(f"{verdict}: {', '.join(ids)}")
     return lines
 
 
-def _run(row: Row, requirement: str | None) -> tuple[object, ...]:
-    """A requirement on the run that a row is about."""
-    return requirement, row.run
+def _excused(rows: list[Row]) -> set[tuple[str | None, str]]:
+    """Return the (requirement, run) pairs whose failure excuses the rows that it blocks.
 
-
-def _excused(rows: list[Row]) -> set[tuple[object, ...]]:
-    """The failures that may block others without making the connector nonconformant: expected ones, and the engine's own."""
+    These are expected failures, and guarantees that the engine broke.
+    """
     engine = {Verdict.FAIL, Verdict.XFAIL}
     return {
-        _run(row, row.requirement)
+        (row.requirement, row.run)
         for row in rows
         if row.verdict is Verdict.XFAIL or (row.kind == "guarantee" and row.verdict in engine)
     }
 
 
 DECLARED = "declared"
+"""Source of a capability that the connector itself declares."""
 
 
 def claimed(capabilities: Mapping[str, Any], sources: Mapping[str, str]) -> list[str]:
-    """Names of the capabilities that the connector itself declares to have."""
+    """Return the names of the capabilities that the connector itself declares to have."""
     return [
         name
         for name in CAPABILITIES
-        if sources.get(name, "").startswith(DECLARED) and has(capabilities.get(name))
+        if sources.get(name) == DECLARED and has(capabilities.get(name))
     ]
 
 
@@ -198,9 +207,11 @@ def void(
     spec: Spec,
     vllm: str = "999",
 ) -> list[str]:
-    """Claims of which nothing was shown: every row of a requirement or a case that asks for the capability was skipped or not exercised.
+    """Return the claimed capabilities that no run has shown.
 
-    A capability that nothing asks for, in this vLLM version, cannot be shown, and is not void.
+    These are the claims for which no requirement or case that asks for the capability was
+    exercised. A capability that nothing asks for in this vLLM version is left out: it cannot be
+    shown.
     """
     shown = {row.requirement for row in rows if row.verdict in EXERCISED}
     ran = {row.case for row in rows if row.verdict in EXERCISED}
@@ -209,74 +220,73 @@ def void(
         requirements = {
             req.id
             for req in spec.requirements.values()
-            if req.kind == "requirement" and asks(req.capability_expr.source, name)
+            if req.kind == "requirement" and name in req.capability_expr.wanted
         }
         cases = {
             case.id
             for case in spec.cases.values()
-            if asks(case.needs_expr.source, name) and case.in_force(vllm)
+            if name in case.needs_expr.wanted and case.in_force(vllm)
         }
         if (requirements or cases) and not requirements & shown and not cases & ran:
             found.append(name)
     return found
 
 
-def asks(condition: str, name: str) -> bool:
-    """Whether a capability condition asks for `name` (and not for its absence)."""
-    uses = re.finditer(rf"(not\s+|!\s*)?(?:cap\.)?\b{re.escape(name)}\b", condition)
-    return any(use.group(1) is None for use in uses)
+def mismatches(sources: Mapping[str, str], doubts: Mapping[str, str]) -> list[str]:
+    """Return a sentence per declaration that the runs contradict or could not confirm."""
+    return [f"{name} is {sources[name]}, {doubt}" for name, doubt in sorted(doubts.items())]
 
 
-def mismatches(sources: Mapping[str, str]) -> list[str]:
-    """Sentences about declarations that what was seen contradicts, and about what could not be seen: sources of more than one word."""
-    return [f"{name} is {source}" for name, source in sorted(sources.items()) if "," in source]
-
-
-def unasked(capabilities: Mapping[str, Any], sources: Mapping[str, str]) -> list[str]:
-    """Sentences about what is not asked of a connector because of something that its author may have overlooked."""
+def unasked(
+    capabilities: Mapping[str, Any], sources: Mapping[str, str], doubts: Mapping[str, str]
+) -> list[str]:
+    """Return sentences about what was not judged for a reason that the author may overlook."""
     if not capabilities:
         return []
     found = []
     loads = any(has(capabilities.get(name)) for name in ("store", "transfer", "synthesises_kv"))
-    if sources.get("store") == "inferred" and not loads:
+    if sources.get("store") == "inferred" and "store" not in doubts and not loads:
         found.append(
-            "in plain runs it returned no KV, so nothing about loads is asked of it; if it should, declare `store = true` ([capabilities])"
+            "in plain runs it returned no KV, so nothing about loads is asked of it;"
+            " if it should, declare `store = true` ([capabilities])"
         )
     if loads and not has(capabilities.get("fault_injection")):
         found.append(
-            "nothing about failed loads was judged: that needs a method kvconform_fail_load (docs/guide-connector-authors.md)"
+            "nothing about failed loads was judged:"
+            " that needs a method kvconform_fail_load (docs/guide-connector-authors.md)"
         )
     return found
 
 
 def contradicted(declared: Any, seen: Any) -> str:
-    """The source of a declared capability of which something else was seen."""
-    return f"{DECLARED}, but seen to be {_plain(seen)} and not {_plain(declared)}"
+    """Return the doubt about a declared capability whose observed value is another one."""
+    return f"but seen to be {_plain(seen)} and not {_plain(declared)}"
 
 
 def _plain(value: Any) -> str:
-    return (
-        {True: "yes", False: "no"}.get(value, str(value)) if isinstance(value, bool) else str(value)
-    )
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return str(value)
 
 
 def reasons(names: Iterable[str]) -> list[str]:
-    """What the verdict says about void claims."""
+    """Return the reason that void claims (`names`) add to the overall verdict, if there are any."""
     listed = ", ".join(names)
-    return (
-        [f"claimed and not shown, as none of their requirements and cases was exercised: {listed}"]
-        if listed
-        else []
-    )
+    if not listed:
+        return []
+    return [
+        f"claimed and not shown, as none of their requirements and cases was exercised: {listed}"
+    ]
 
 
 def apply_expected(
     rows: Sequence[Row], entries: Iterable[Expected], *, today: date, complete: bool = True
 ) -> list[str]:
-    """Change the rows that the entries cover, in place, and return one sentence per entry that is wrong.
+    """Apply expected failures to the rows that they cover, and return a sentence per wrong entry.
 
-    An entry whose rows contain a FAIL makes these XFAIL; one whose rows are exercised and all PASS makes them XPASS. Wrong is an entry that
-    covers no row at all (unless not `complete`: part of the suite was left out) and one that has expired, which then changes nothing.
+    Changes the rows: if any row of an entry is FAIL, its FAIL rows become XFAIL; otherwise its PASS
+    rows become XPASS. An entry that has expired is wrong, and changes nothing. One that covers no
+    row is wrong, too, unless part of the suite was left out (not `complete`).
     """
     problems: list[str] = []
     for entry in entries:
@@ -294,11 +304,19 @@ def apply_expected(
 def apply_waivers(
     rows: Sequence[Row], waivers: Iterable[Waiver], *, vllm: str, today: date
 ) -> list[str]:
-    """The same for the suite's waivers, on guarantees only. One that concerns other engines or versions is no error."""
+    """Apply the suite's waivers to the rows of guarantees, as `apply_expected` does.
+
+    An expired waiver is wrong. One that covers no row is not: it may be for another engine, or for
+    another version of vLLM.
+    """
     problems: list[str] = []
     for waiver in waivers:
         covered = [
-            row for row in rows if row.kind == "guarantee" and waiver.applies(row.to_dict(), vllm)
+            row
+            for row in rows
+            if row.kind == "guarantee"
+            and waiver.applies(row.engine, row.scheduling, vllm)
+            and waiver.matches(row.requirement, row.case)
         ]
         if waiver.expired(today):
             problems.append(f"waiver of {waiver.requirement} expired on {waiver.expires}")
@@ -308,7 +326,7 @@ def apply_waivers(
 
 
 def settle(covered: Sequence[Row], entry: Expected) -> None:
-    """FAIL -> XFAIL; if none failed, PASS -> XPASS."""
+    """Make FAIL rows XFAIL; if there are none, make PASS rows XPASS. Changes the rows."""
     failed = [row for row in covered if row.verdict in (Verdict.FAIL, Verdict.XFAIL)]
     for row in failed:
         row.verdict = Verdict.XFAIL

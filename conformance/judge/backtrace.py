@@ -1,29 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where bytes that turned up in the wrong place had been: found in the trace afterwards, from the block tables of the requests.
+"""The story of a violation, found in the trace afterwards.
 
-A connector reads a block when it likes, and no event says so. What can be said is which block held the KV, since when and whose, and
-whether the block is where an outdated table would have it: the mark of a save after a preemption that went by the table of before.
+`tell` says where bytes in a wrong place were before, from the block tables of the requests. No
+event says when a connector reads a block. The tables do show which block held the KV, since when,
+and for which request. They also show whether an outdated table would have put the block there: the
+sign of a save after a preemption that used the table from before it.
 
-
-The part of a trace that tells the story of a violation: what led to it, and what became of the request that the bytes came from, or that
-was left over at the end.
+`excerpt` selects the events that led to a violation, and those about the request that the wrong
+bytes came from, or about the requests that were left over at the end.
 """
 
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
-Event = dict[str, Any]
-_PLACE = re.compile(r"position (\d+) of request (\S+)")
+from kvconform.contract.trace import Event
 
 
 @dataclass
 class Stay:
-    """One stay of a request on the engine, from an admission to a preemption: the steps, and its block table at the end."""
+    """One stay of a request on the engine, from an admission to a preemption.
+
+    `since` and `preempted` are steps; `table` is the block table at the end of the stay.
+    """
 
     since: int
     generation: int
@@ -32,13 +33,16 @@ class Stay:
 
 
 def source(event: Event) -> tuple[str, int] | None:
-    """(request, position) that the bytes of a kv.wrong were first computed for, as its `origin` says; None if it names none."""
-    found = _PLACE.search(str(event.get("origin") or "")) if event["kind"] == "kv.wrong" else None
-    return (found[2], int(found[1])) if found else None
+    """Return the request and the position that the bytes of a kv.wrong were first computed for.
+
+    None for other events, and for bytes that were computed for no request.
+    """
+    req, pos = event.get("origin_req"), event.get("origin_pos")
+    return (req, pos) if req is not None and pos is not None else None
 
 
 def stays(trace: Iterable[Event], until: int) -> dict[str, list[Stay]]:
-    """The stays of every request up to event `until` (its seq)."""
+    """Return the stays of every request up to the event whose seq is `until`."""
     found: dict[str, list[Stay]] = {}
     for e in trace:
         if e["seq"] > until:
@@ -56,39 +60,34 @@ def stays(trace: Iterable[Event], until: int) -> dict[str, list[Stay]]:
 
 
 def tell(trace: list[Event], event: Event) -> tuple[str, str] | None:
-    """(request, sentence) about where the bytes of `event` (a kv.wrong of another position, with one table per request) had been and in
-    whose table, if known."""
-    place, start = source(event), trace[0]
-    if (
-        place is None
-        or event["found"] != "other_position"
-        or start.get("groups", 1) > 1
-        or start.get("context_ranks", 1) > 1
-    ):
+    """Return a request, and a sentence about where the wrong bytes of `event` were before.
+
+    None if that is not known, which includes all events but a kv.wrong of another position in a run
+    with one block table per request (one KV cache group, one context rank).
+    """
+    place = source(event)
+    start = trace[0]
+    one_table = start.get("groups", 1) <= 1 and start.get("context_ranks", 1) <= 1
+    if place is None or event["found"] != "other_position" or not one_table:
         return None
-    size, (req, pos) = start["block_size"], place
+    size = start["block_size"]
+    req, pos = place
+    held = pos // size
+    wanted = event["pos"] // size
     known = stays(trace, event["seq"])
-    names = dict.fromkeys(
-        [req, *known]
-    )  # any request with the same prefix may have been saved; the first one is the likeliest
     if pos % size == event["pos"] % size:
-        for name in names:
-            mine = [
-                stay for stay in known.get(name, []) if stay.since < event["step"]
-            ]  # what is read in a step was saved before it
-            for text in _outdated(name, mine, pos // size, event["pos"] // size):
+        # Any request with the same prefix may have been saved; that of the bytes is the likeliest.
+        for name in dict.fromkeys([req, *known]):
+            # What is read in a step was saved before it.
+            mine = [stay for stay in known.get(name, []) if stay.since < event["step"]]
+            for text in _outdated(name, mine, held, wanted):
                 return name, text
-        for text in _misplaced(known.get(event["req"], []), pos // size, event["pos"] // size):
+        for text in _misplaced(known.get(event["req"], []), held, wanted):
             return event["req"], text
-    index = pos // size
-    return next(
-        (
-            (req, _held(req, pos, stay, stay.table[index]))
-            for stay in known.get(req, [])
-            if index < len(stay.table)
-        ),
-        None,
-    )
+    for stay in known.get(req, []):
+        if held < len(stay.table):
+            return req, _held(req, pos, stay, stay.table[held])
+    return None
 
 
 def _held(req: str, pos: int, stay: Stay, block: int) -> str:
@@ -97,7 +96,10 @@ def _held(req: str, pos: int, stay: Stay, block: int) -> str:
 
 
 def _misplaced(mine: list[Stay], loaded: int, wanted: int) -> Iterator[str]:
-    """Whether the block of index `wanted` in the table of a stay is the one of index `loaded` in the table of the stay before."""
+    """Yield a sentence per stay in which a load by the table before it would write to `wanted`.
+
+    The block of index `wanted` of the stay's table has index `loaded` in that of the stay before.
+    """
     for before, stay in itertools.pairwise(mine):
         if (
             loaded != wanted
@@ -105,38 +107,51 @@ def _misplaced(mine: list[Stay], loaded: int, wanted: int) -> Iterator[str]:
             and wanted < len(stay.table)
             and before.table[loaded] == stay.table[wanted]
         ):
-            now = f"block {stay.table[wanted]} is block {wanted} of the request's table from step {stay.since} on"
-            old = f"it was block {loaded} of it before the preemption in step {before.preempted}"
-            yield f"{now}; {old}: a load that goes by the old table writes there"
+            block = stay.table[wanted]
+            yield (
+                f"block {block} is block {wanted} of the request's table from step {stay.since} on;"
+                f" it was block {loaded} of it before the preemption in step {before.preempted}:"
+                " a load that uses the old table writes there"
+            )
 
 
 def _outdated(req: str, mine: list[Stay], held: int, wanted: int) -> Iterator[str]:
-    """Whether the block of index `held` in the table of a stay is the one of index `wanted` in the tables until then, joined."""
+    """Yield a sentence per stay in which a save by an outdated table would read another block.
+
+    The block of index `held` of the stay's table has index `wanted` in the joined tables of this
+    stay and those before it.
+    """
     for number, stay in enumerate(mine):
         before = [block for earlier in mine[:number] for block in earlier.table]
         joined = before + stay.table
-        if (
-            not before
-            or held >= len(stay.table)
-            or wanted >= len(joined)
-            or joined[wanted] != stay.table[held]
-            or held == wanted
-        ):
+        if not before or held == wanted or held >= len(stay.table) or wanted >= len(joined):
+            continue
+        if joined[wanted] != stay.table[held]:
             continue
         last = mine[number - 1].preempted
-        text = f"block {joined[wanted]} held it from step {stay.since} on, as block {held} of the table of request {req}"
+        text = (
+            f"block {joined[wanted]} held it from step {stay.since} on,"
+            f" as block {held} of the table of request {req}"
+        )
         if wanted < len(before):
             old = f"it was block {wanted} of that table before the preemption in step {last}"
-            yield f"{text}; {old}: a save that goes by the old table reads it"
+            yield f"{text}; {old}: a save that uses the old table reads it"
         else:
-            old = f"appended to the table from before the preemption in step {last}, it is block {wanted}"
-            yield f"{text}; {old}: a save reads it there if the connector appends a resumed request's blocks"
+            yield (
+                f"{text}; appended to the table from before the preemption in step {last},"
+                f" it is block {wanted}: a save reads it there if the connector appends"
+                " a resumed request's blocks"
+            )
 
 
 EXCERPT = 18
-"""Events up to the violation; those about the origin of its bytes, at most half as many, come on top. If requests were left over at the
-end: events of their lives; half as many before the end come on top."""
-TOLD = {
+"""The number of events up to the violation that an excerpt shows.
+
+Events about the origin of wrong bytes come on top, at most half as many. If requests were left over
+at the end, it is the number of events of their lives, and half as many before the end come on top.
+"""
+
+SHOWN = {
     "step.scheduled",
     "req.scheduled",
     "lookup",
@@ -159,17 +174,21 @@ TOLD = {
     "profile.expectation",
     "case.expectation",
 }
+"""Kinds of events that an excerpt shows, if they concern its request or no request."""
+
 LIFE = {"request.new", "lookup", "alloc", "req.state", "req.finished", "hold", "release"}
-"""What happens to a request as a whole, however many steps it takes."""
+"""Kinds of events in the life of a request, without its single steps."""
+
 LEAST = 3
-"""Events of each request that was left over; of more than fit, the first ones are shown."""
+"""Events per request that was left over; if they do not all fit, the first requests are shown."""
 
 
 def excerpt(trace: list[Event], seq: int, req: str | None) -> list[Event]:
-    """The events that tell the story of the violation at `seq`: what concerns its request, the steps, and what crossed its worker.
+    """Return the events that led to the violation at `seq`, and a few after it, in order.
 
-    If it is about wrong bytes of another place, also what happened there: when its request was admitted, preempted, resumed and saved.
-    If it is about what is left over at the end, the lives of the requests that it belongs to.
+    These concern its request `req`, the steps, or what its worker did. For wrong bytes of another
+    place, the admissions, preemptions, resumptions and saves of the request there are added. For
+    something left over at the end, the lives of the requests that it belongs to are added.
     """
     event = next(e for e in trace if e["seq"] == seq)
     left = _left_over(trace, event) if event["kind"] == "run.end" else []
@@ -178,12 +197,13 @@ def excerpt(trace: list[Event], seq: int, req: str | None) -> list[Event]:
         e
         for e in trace
         if e["seq"] == seq
-        or e["kind"] in TOLD
+        or e["kind"] in SHOWN
         and (not mine or _about(e, mine))
         or e["kind"] == "hook.returned"
         and e["error"] is not None
     ]
-    before = [e for e in chosen if e["seq"] <= seq][-(EXCERPT // 2 if left else EXCERPT) :]
+    last = EXCERPT // 2 if left else EXCERPT
+    before = [e for e in chosen if e["seq"] <= seq][-last:]
     there = {e["seq"] for e in before}
     origin = [e for e in _of_origin(trace, event) if e["seq"] < seq and e["seq"] not in there]
     lives = [e for e in _lives(trace, left, seq) if e["seq"] not in there]
@@ -192,74 +212,82 @@ def excerpt(trace: list[Event], seq: int, req: str | None) -> list[Event]:
 
 
 def _about(event: Event, mine: set[str]) -> bool:
-    """Whether it concerns one of these requests, or none at all."""
+    """Return whether the event concerns one of these requests, or no request."""
     who = event.get("req")
     return who is None or not mine.isdisjoint(who if isinstance(who, list) else [who])
 
 
 def _left_over(trace: list[Event], end: Event) -> list[str]:
-    """The requests that are still there or kept alive when the run ends, and those that had the blocks which are not free."""
-    short = end["free_blocks"] != end["free_blocks_at_start"]
-    return list(
-        dict.fromkeys(
-            [
-                *end["engine_requests"],
-                *end["request_objects_alive"],
-                *(_holders(trace, end) if short else ()),
-            ]
-        )
-    )
+    """Return the requests that were left over at the end of a run, without repetition.
+
+    They are unfinished, or their Request object is still referenced, or they had blocks that are
+    not free.
+    """
+    found = [*end["engine_requests"], *end["request_objects_alive"]]
+    if end["free_blocks"] != end["free_blocks_at_start"]:
+        found += _holders(trace, end)
+    return list(dict.fromkeys(found))
 
 
 def _holders(trace: list[Event], end: Event) -> list[str]:
-    """Who had the blocks that somebody still counts on, since they were last free."""
+    """Return the requests that had the blocks which are not free, since these were last free."""
     held: dict[int, list[str]] = {}
     for e in trace:
         if e.get("on") != end.get("on"):
             continue
-        if e["kind"] == "engine.lifecycle" and e["op"] == "restart":  # another pool
-            held.clear()
+        if e["kind"] == "engine.lifecycle" and e["op"] == "restart":
+            held.clear()  # the engine has another pool
         elif e["kind"] == "block" and e["op"] == "alloc" and e["owner"] not in (None, "nobody"):
             held[e["id"]] = [e["owner"]]
         elif e["kind"] == "block" and e["op"] == "free" and e["ref"] == 0:
             held.pop(e["id"], None)
-        elif (
-            e["kind"] == "req.finished"
-        ):  # with a local hit, it has blocks that were handed out to others
+        elif e["kind"] == "req.finished":
+            # With a local hit, it has blocks that were allocated for other requests.
             for block in {block for _, _, table in e["tables"] for block in table if block != 0}:
                 held.setdefault(block, []).append(e["req"])
     return [req for reqs in held.values() for req in reqs]
 
 
 def _lives(trace: list[Event], reqs: list[str], seq: int) -> list[Event]:
-    """What became of these requests before `seq`: how each began and how it ended, if there is too much of it."""
+    """Return the lives of these requests before `seq`.
+
+    Of a long life, only the beginning and the end are returned; of many requests, the first ones.
+    """
     reqs = reqs[: EXCERPT // LEAST]
     found: list[Event] = []
     for req in reqs:
         mine = [e for e in trace if e["kind"] in LIFE and e["seq"] < seq and e["req"] == req]
         size = EXCERPT // len(reqs)
-        found += mine if len(mine) <= size else mine[: size // 2] + mine[size // 2 - size :]
+        if len(mine) > size:
+            mine = mine[: size // 2] + mine[size // 2 - size :]
+        found += mine
     return found
 
 
 def _of_origin(trace: list[Event], event: Event) -> list[Event]:
-    """Admissions, preemptions, resumptions and saves of the request whose bytes `event` found, and of the one whose save took them."""
+    """Return the events about where the wrong bytes of `event` come from.
+
+    These are the admissions, preemptions and resumptions of the request that the bytes were
+    computed for, and of the one that `tell` names, and the saves of both around the position.
+    """
     place = source(event)
     if place is None:
         return []
-    (req, pos), story = place, tell(trace, event)
-    return [
-        e
-        for e in trace
-        if e.get("req") in (req, story[0] if story else req)
-        and (
-            e["kind"] == "req.state"
-            and "PREEMPTED" in (e["from"], e["to"])
-            or e["kind"] == "req.scheduled"
-            and e["listed_as"] in ("new", "resumed")
-            or e["kind"] == "plan"
-            and e["op"] == "save"
-            and e["start"] <= max(pos, event["pos"])
-            and min(pos, event["pos"]) < e["end"]
-        )
-    ]
+    req, pos = place
+    reqs = [req]
+    story = tell(trace, event)
+    if story is not None:
+        reqs.append(story[0])
+    first = min(pos, event["pos"])
+    last = max(pos, event["pos"])
+
+    def concerns(e: Event) -> bool:
+        if e["kind"] == "req.state":
+            return "PREEMPTED" in (e["from"], e["to"])
+        if e["kind"] == "req.scheduled":
+            return e["listed_as"] in ("new", "resumed")
+        if e["kind"] == "plan":
+            return e["op"] == "save" and e["start"] <= last and first < e["end"]
+        return False
+
+    return [e for e in trace if e.get("req") in reqs and concerns(e)]

@@ -1,29 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says in words what the event that broke a requirement means: which bytes, which request, what the connector did."""
+"""An event that broke a requirement, in words, and the kind of fault that it stands for.
+
+`describe` returns a sentence for people. `cause` identifies the fault for programs: failures with
+the same cause are shown once, and are compared between reports. It is made of the event's fields,
+so a sentence can be reworded without changing which failures belong together.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
-from typing import Any
 
-Event = dict[str, Any]
+from kvconform.contract.trace import Event
+from kvconform.errors import Place
 
 
 def spans(numbers: Iterable[int]) -> str:
-    """`12-15, 20` from a list of integers."""
+    """Return integers as ranges: `12-15, 20`. Only six ranges are written out."""
     found: list[list[int]] = []
     for number in sorted(numbers):
         if found and number == found[-1][1] + 1:
             found[-1][1] = number
         else:
             found.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in found[:6]) + (
-        ", ..." if len(found) > 6 else ""
-    )
+    parts = [str(first) if first == last else f"{first}-{last}" for first, last in found[:6]]
+    if len(found) > 6:
+        parts.append("...")
+    return ", ".join(parts)
 
 
 def _positions(numbers: Iterable[int]) -> str:
-    """`position 12 was`, `positions 12-15 were`."""
+    """Return `position 12 was`, or `positions 12-15 were`."""
     some = list(numbers)
     return f"position {spans(some)} was" if len(some) == 1 else f"positions {spans(some)} were"
 
@@ -44,42 +51,55 @@ _SLOTS = {
 
 
 def _layer(e: Event) -> str:
-    """The layer of an event, with its group where there are several."""
-    return f"layer {e['layer']}" + (
-        f" of KV cache group {e['group']}" if e.get("group") is not None else ""
-    )
+    """Return the layer of an event, with its group if there are several."""
+    group = f" of KV cache group {e['group']}" if e.get("group") is not None else ""
+    return f"layer {e['layer']}{group}"
 
 
 def _wrong(e: Event) -> str:
     last = e["pos"] + e["count"] - 1
     where = f"position {e['pos']}" if e["count"] == 1 else f"positions {e['pos']}-{last}"
     side = {"k": "K", "v": "V", "both": "K and V"}[e["kv"]]
-    what = (
-        "KV of another request" if e["found"] == "other_request" else e["found"].replace("_", " ")
-    )
-    return f"{side} of {where} of request {e['req']} ({_layer(e)}, block {e['block']}, {_VIA[e['via']]}) hold {what}: {e['origin']}"
+    memory = f"{_layer(e)}, block {e['block']}, {_VIA[e['via']]}"
+    found = e["found"].replace("_", " ")
+    if e["found"] == "other_request":
+        found = "KV of another request"
+    return f"{side} of {where} of request {e['req']} ({memory}) hold {found}: {e['origin']}"
 
 
 def _changed(e: Event) -> str:
     bad = [f"slots {spans(e[kind])} {text}" for kind, text in _SLOTS.items() if e.get(kind)]
-    return f"{e['after_hook']} wrote where it must not ({_layer(e)}, for {', '.join(e['req']) or 'nobody'}): {'; '.join(bad)}"
+    who = ", ".join(e["req"]) or "no request"
+    return f"{e['after_hook']} wrote where it must not ({_layer(e)}, for {who}): {'; '.join(bad)}"
 
 
 def _due(e: Event) -> str:
-    groups = [
-        f"KV cache group {number} ({size} tokens per block) lacks {spans(positions)} in blocks {spans(blocks)} of its table {table}"
-        for number, size, positions, table in e.get("by_group", ())
-        if (blocks := {table[position // size] for position in positions})
-    ]
-    return (
-        f"of the {e['granted']} tokens granted to {e['req']} from position {e['local']}, {_positions(e['missing'])} never written"
-        f" and no failure was reported" + "".join(f"; {each}" for each in groups)
-        if e["missing"]
-        else f"of {e['req']}, {_positions(e['wrong'])} loaded with something else than was computed; copies read what the compute stream"
-        f" wrote only afterwards: {'; '.join(e['early_reads'])}"
-        if e["wrong"] and e.get("early_reads")
-        else f"the load of {e['req']} was due"
-    )
+    if e["missing"]:
+        return (
+            f"of the {e['granted']} tokens granted to {e['req']} from position {e['local']},"
+            f" {_positions(e['missing'])} never written and no failure was reported"
+            + "".join(f"; {lack}" for lack in _lacking(e))
+        )
+    if e["wrong"] and e.get("early_reads"):
+        return (
+            f"of {e['req']}, {_positions(e['wrong'])} loaded with other KV than was computed;"
+            " copies read what the compute stream wrote only afterwards:"
+            f" {'; '.join(e['early_reads'])}"
+        )
+    return f"the load of {e['req']} was due"
+
+
+def _lacking(e: Event) -> list[str]:
+    """Return the blocks of each KV cache group that a load has not filled, in words."""
+    lacking = []
+    for number, size, positions, table in e.get("by_group", ()):
+        blocks = {table[position // size] for position in positions}
+        if blocks:
+            lacking.append(
+                f"KV cache group {number} ({size} tokens per block) lacks {spans(positions)}"
+                f" in blocks {spans(blocks)} of its table {table}"
+            )
+    return lacking
 
 
 _NOTES = {
@@ -96,28 +116,35 @@ def _note(e: Event) -> str:
 
 
 def _lookup(e: Event) -> str:
-    tokens, local = e["tokens"], e["local"]
+    tokens = e["tokens"]
+    local = e["local"]
     whole = isinstance(tokens, int) and not isinstance(tokens, bool)
-    answer = (
-        "None"
-        if tokens is None
-        else f"{tokens} tokens"
-        if whole
-        else f"{tokens!r}, a {type(tokens).__name__}"
-    )
-    asked = f"asked for {e['req']} ({e['known']} tokens, {local} of them local), the connector answered {answer}"
-    asked += " (asynchronous)" if tokens is not None and e["is_async"] else ""
+    if tokens is None:
+        answer = "None"
+    elif whole:
+        answer = f"{tokens} tokens"
+    else:
+        answer = f"{tokens!r}, a {type(tokens).__name__}"
+    text = f"asked for {e['req']} ({e['known']} tokens, {local} of them local),"
+    text += f" the connector answered {answer}"
+    if tokens is not None and e["is_async"]:
+        text += " (asynchronous)"
     if e.get("computed_before_reset"):
-        return f"{asked}; of what it promises, {e['computed_before_reset']} tokens are from before a reset of its cache"
-    if whole and tokens > 0 and not e["is_async"] and local + tokens >= e["known"]:
-        asked += (
-            ", which leaves nothing to compute"
-            if local + tokens == e["known"]
-            else ", more than the request has"
+        return (
+            f"{text}; of what it promises, {e['computed_before_reset']} tokens are from before"
+            " a reset of its cache"
         )
+    if whole and tokens > 0 and not e["is_async"]:
+        if local + tokens == e["known"]:
+            text += ", which leaves nothing to compute"
+        elif local + tokens > e["known"]:
+            text += ", more than the request has"
     if whole and local + tokens <= min(e["ever_computed"], e["ever_plain"]):
-        return asked
-    return f"{asked}; {e['ever_computed']} tokens of this request were ever computed under its identity, {e['ever_plain']} under any"
+        return text
+    return (
+        f"{text}; {e['ever_computed']} tokens of this request were ever computed under its"
+        f" identity, {e['ever_plain']} under any"
+    )
 
 
 def _hook(e: Event) -> str:
@@ -128,26 +155,30 @@ def _hook(e: Event) -> str:
 
 
 def _promise(e: Event) -> str:
-    return f"{e['req']} repeats {e['of']}: {e['promised']} tokens should have come back, {e['reloadable']} did"
+    return (
+        f"{e['req']} repeats {e['of']}: {e['promised']} tokens should have come back,"
+        f" {e['reloadable']} did"
+    )
 
 
 def _alloc(e: Event) -> str:
     tables = e.get("tables", ())
+    if len(tables) < 2:
+        blocks = f"{e['blocks']}"
+    else:
+        blocks = "; ".join(f"{table[2]} of KV cache group {n}" for n, table in enumerate(tables))
     return (
-        f"{e['req']} was granted {e['external']} external tokens after {e['local']} local ones, in blocks "
-        + (
-            f"{e['blocks']}"
-            if len(tables) < 2
-            else "; ".join(f"{table[2]} of KV cache group {n}" for n, table in enumerate(tables))
-        )
+        f"{e['req']} was granted {e['external']} external tokens after {e['local']} local ones,"
+        f" in blocks {blocks}"
     )
 
 
 def _queries(e: Event) -> str:
     skipping = f"; {', '.join(e['skipping'])} read no cache" if e["skipping"] else ""
     return (
-        f"the step's statistics say {e['requests']} lookups of {e['tokens']} tokens, {e['hits']} of them found; admitted were"
-        f" {e['due_requests']} of {e['due_tokens']}, with {e['due_hits']} granted{skipping}"
+        f"the step's statistics say {e['requests']} lookups of {e['tokens']} tokens,"
+        f" {e['hits']} of them found; admitted were {e['due_requests']} of {e['due_tokens']},"
+        f" with {e['due_hits']} granted{skipping}"
     )
 
 
@@ -174,96 +205,210 @@ def _reported(e: Event) -> str:
     if not e.get("second"):
         return text
     other = "send" if e["direction"] == "recv" else "load"
-    return f"{text}; its {other}, which the engine waited for at the same time, had been reported, and that was enough"
+    return (
+        f"{text}; its {other}, which the engine waited for at the same time, had been reported,"
+        " and that was enough"
+    )
 
 
 def _failed(e: Event) -> str:
-    return f"blocks {spans(e['blocks'])} were reported as failed, of which {spans(e['outside_grant']) or 'none'} were in no load"
+    return (
+        f"blocks {spans(e['blocks'])} were reported as failed, of which"
+        f" {spans(e['outside_grant']) or 'none'} were in no load"
+    )
 
 
 def _crash(e: Event) -> str:
-    return e["error"] + (f" (in {e['hook']})" if e["hook"] else "")
+    where = f" (in {e['hook']})" if e["hook"] else ""
+    return f"{e['error']}{where}"
 
 
 def _built(e: Event) -> str:
     what = "None" if e["none"] else f"metadata (pickling: {e['pickle_error'] or 'fine'})"
-    return f"build_connector_meta returned {what}" + (
-        "; it changed the SchedulerOutput" if e["output_mutated"] else ""
-    )
+    changed = "; it changed the SchedulerOutput" if e["output_mutated"] else ""
+    return f"build_connector_meta returned {what}{changed}"
 
 
 def _bound(e: Event) -> str:
-    return f"the metadata that reached the worker is{'' if e['same_as_built'] else ' not'} what build_connector_meta returned"
+    same = "is" if e["same_as_built"] else "is not"
+    return f"the metadata that reached the worker {same} what build_connector_meta returned"
 
 
 def _plan(e: Event) -> str:
     return (
-        f"the connector plans to {e['op']} positions {e['start']}-{e['end'] - 1} of {e['req']} ({e['timing'].replace('_', ' ')})"
-        f" with {e['computed']} tokens computed, {e['scheduled']} scheduled, {e['placeholders']} placeholders and {e['known']} known"
+        f"the connector plans to {e['op']} positions {e['start']}-{e['end'] - 1} of {e['req']}"
+        f" ({e['timing'].replace('_', ' ')}) with {e['computed']} tokens computed,"
+        f" {e['scheduled']} scheduled, {e['placeholders']} placeholders and {e['known']} known"
     )
 
 
 def _events_lookup(e: Event) -> str:
-    text = f"{e['req']} got {e['got']} tokens ({e['local']} of them local), {e['announced']} were announced by KV events"
-    text += f"; announced and not there: blocks {spans(e['missing'])}" if e["missing"] else ""
-    return text + (
-        f"; there and never announced: blocks {spans(e['untold'])}" if e["untold"] else ""
+    text = (
+        f"{e['req']} got {e['got']} tokens ({e['local']} of them local),"
+        f" {e['announced']} were announced by KV events"
     )
+    if e["missing"]:
+        text += f"; announced and not there: blocks {spans(e['missing'])}"
+    if e["untold"]:
+        text += f"; there and never announced: blocks {spans(e['untold'])}"
+    return text
 
 
 def _kv_event(e: Event) -> str:
-    what = f"a KV event says {e['op']}" + (f": blocks {spans(e['keys'])}" if e["keys"] else "")
-    return (
-        what
-        + (f"; {e['problem']}" if e["problem"] else "")
-        + ("; it was published before" if e["repeated"] else "")
-    )
+    text = f"a KV event says {e['op']}"
+    if e["keys"]:
+        text += f": blocks {spans(e['keys'])}"
+    if e["problem"]:
+        text += f"; {e['problem']}"
+    if e["repeated"]:
+        text += "; it was published before"
+    return text
 
 
 _STATS = {
     "merge": "aggregate",
     "encode": "to_dict",
-    "rebuild": "building them again",
+    "rebuild": "rebuilding them",
     "observe": "the metrics",
 }
 
 
 def _stats(e: Event) -> str:
     problems = [f"{what} raised {e[name]}" for name, what in _STATS.items() if e[name]]
-    problems += ["they are the object of the last time"] if e["kept"] else []
-    return f"the statistics of the {e['half']} half: " + (
-        "; ".join(problems) or ("empty" if e["empty"] else "fine")
-    )
+    if e["kept"]:
+        problems.append("they are the same object as last time")
+    text = "; ".join(problems)
+    if not problems:
+        text = "empty" if e["empty"] else "fine"
+    return f"the statistics of the {e['half']} half: {text}"
 
 
 def _pair_lookup(e: Event) -> str:
     source = f", handed over by {e['of']}" if e["of"] else ""
-    source += f" (a reference that is {e['stale']})" if e["stale"] else ""
+    if e["stale"]:
+        source += f" (a reference that is {e['stale']})"
     answer = f"the connector answered {e['tokens']} tokens after {e['local']} local ones"
     return f"engine {e['on']} ({e['role']}) asked for {e['req']}{source}: {answer}"
 
 
 def _pair_params(e: Event) -> str:
-    what = (
-        "nothing"
-        if e["none"]
-        else "parameters" + (f" that JSON turns into {e['json']}" if e["json"] else "")
-    )
+    what = "parameters"
+    if e["none"]:
+        what = "nothing"
+    elif e["json"]:
+        what += f" that JSON turns into {e['json']}"
     return f"{e['of']} ended with {what}, handed to {e['req']} on engine {e['on']}"
 
 
 def _pair_request(e: Event) -> str:
     fate = f"loaded {e['loaded']} of {e['promised']} promised tokens"
-    fate = "loaded wrong bytes" if e["wrong"] else "failed to load" if e["failed"] else fate
+    if e["wrong"]:
+        fate = "loaded wrong bytes"
+    elif e["failed"]:
+        fate = "failed to load"
     late = ", after they had been released" if e["gone"] else ""
     released = "released" if e["released"] else "not released"
     return f"{e['req']} on engine {e['on']} {fate}{late}; the blocks of {e['of']} were {released}"
 
 
 def _joined(e: Event) -> str:
-    done = f"sent: {e['sent']}, of all: {e['all_sent']}; received: {e['received']}, of all: {e['all_received']}"
-    lost = f"blocks not loaded: {e['invalid']}, by any: {e['errors']}; failed: {e['failed']}, by all: {e['failures']}"
-    return f"{e['expected']} ranks' reports of each were waited for; {done}; {lost}"
+    return (
+        f"{e['expected']} ranks' reports of each were waited for;"
+        f" sent: {e['sent']}, of all: {e['all_sent']};"
+        f" received: {e['received']}, of all: {e['all_received']};"
+        f" blocks not loaded: {e['invalid']}, by any: {e['errors']};"
+        f" failed: {e['failed']}, by all: {e['failures']}"
+    )
+
+
+def _tokens(e: Event) -> str:
+    where = f"request {e['req']} (phase {e['phase']}, prompt of {e['prompt']} tokens)"
+    if e["same"]:
+        return (
+            f"{where}: the log probability of token {e['drift_at']} of the answer, the same token"
+            f" as without the connector, is off by {e['drift']:.3g}"
+        )
+    if e["token"] is None:
+        return f"{where} got {e['count']} tokens, without the connector {e['plain']}"
+    return (
+        f"{where}: token {e['at']} of the answer is {e['token']}, without the connector"
+        f" {e['instead']} (its second choice there was less likely by a factor of"
+        f" {math.exp(e['gap']):.3g})"
+    )
+
+
+def _live_load(e: Event) -> str:
+    bad = [
+        f"{e[name]} {words}"
+        for name, words in (("wrong", "hold other bytes"), ("missing", "were not written"))
+        if e[name]
+    ]
+    return (
+        f"of {e['blocks']} blocks loaded for {e['req']} ({e['granted']} tokens)"
+        f" {', '.join(bad) or 'none is wrong'}"
+    )
+
+
+_ENDED = {
+    "crash": "vLLM ended with an error",
+    "timeout": "vLLM made no progress",
+    "killed": "vLLM's process died",
+}
+
+
+def _live_end(e: Event) -> str:
+    if e["how"] != "ended":
+        after = f": {e['error']}" if e["error"] else ""
+        return f"{_ENDED[e['how']]} in phase {e['phase'] or 'start'}{after}"
+    left = [
+        f"{name} {', '.join(map(str, e[name]))}"
+        for name in ("processes", "ports", "files")
+        if e[name]
+    ]
+    return f"left behind: {'; '.join(left)}"
+
+
+def _hook_called(e: Event) -> str:
+    if e["bound"] is None:
+        return f"{e['hook']} of the {e['half']} half was called"
+    return (
+        f"when {e['hook']} of the {e['half']} half was called,"
+        f" {'a' if e['bound'] else 'no'} step's metadata was bound"
+        f" (has_connector_metadata() was {e['bound']})"
+    )
+
+
+def _reset(e: Event) -> str:
+    returned = f" {e['returned']}" if e["phase"] == "returned" else ""
+    return f"reset_cache {e['phase']}{returned}"
+
+
+def _handshake(e: Event) -> str:
+    problem = "is None" if e["none"] else f"cannot be pickled: {e['detail'] or ''}"
+    return f"the handshake metadata {problem}"
+
+
+def _engine_id(e: Event) -> str:
+    which = "the engine id that was given" if e["kept"] else "another engine id than the given one"
+    return f"the {e['half']} half of rank {e['rank']} has {which}"
+
+
+def _offered(e: Event) -> str:
+    text = f"the state of {e['req']} after {e['tokens']} tokens is offered"
+    text += f" in block {e['block']} of group {e['group']}"
+    if not e["in_table"]:
+        text += ", which is not in its table"
+    if e["again"]:
+        text += ", again"
+    return text
+
+
+def _registered(e: Event) -> str:
+    return (
+        f"layout {e['layout']} (required: {e['required']}, possible: {e['possible'] or 'any'});"
+        f" the first tensor has shape {e['shape']} and strides {e['strides']},"
+        f" by vLLM's own code {e['own_shape']} and {e['own_strides']}"
+    )
 
 
 _TEXT: dict[str, Callable[[Event], str]] = {
@@ -277,6 +422,13 @@ _TEXT: dict[str, Callable[[Event], str]] = {
     "profile.expectation": _promise,
     "alloc": _alloc,
     "run.end": _end,
+    "live.tokens": _tokens,
+    "live.load": _live_load,
+    "live.end": _live_end,
+    "live.phase": lambda e: (
+        f"before phase {e['phase']}, when all requests had long finished, vLLM could not empty"
+        " its prefix cache: blocks are held"
+    ),
     "transfer.reported": _reported,
     "transfer.failed": _failed,
     "meta.built": _built,
@@ -287,51 +439,121 @@ _TEXT: dict[str, Callable[[Event], str]] = {
         f"the engine has been holding {e['req']} ({e['direction']}) since {e['cause']}"
     ),
     "case.expectation": lambda e: f"the case expected {e['what']}: {e['detail']}",
-    "engine.stall": lambda e: f"no progress; waiting: {', '.join(e['waiting_on']) or 'nobody'}",
+    "engine.stall": lambda e: f"no progress; waiting: {', '.join(e['waiting_on']) or 'no request'}",
     "engine.lifecycle": lambda e: f"{e['op']} raised {e['error']}" if e["error"] else e["op"],
-    "cache.reset": lambda e: (
-        f"reset_cache {e['phase']}" + (f" {e['returned']}" if e["phase"] == "returned" else "")
-    ),
+    "cache.reset": _reset,
     "api": lambda e: f"{e['item']}: {e['detail']}",
     "engine.api": lambda e: f"{e['item']}: {e['detail'] or 'as it should be'}",
     "events.lookup": _events_lookup,
     "kv.event": _kv_event,
     "stats.taken": _stats,
-    "handshake": lambda e: (
-        f"the handshake metadata {'is None' if e['none'] else 'cannot be pickled: ' + (e['detail'] or '')}"
-    ),
+    "handshake": _handshake,
     "pair.engine": lambda e: (
-        f"engine {e['on']} is a {e['role']}, its connector's requires_kv_delivery is {e['delivery']}"
+        f"engine {e['on']} is a {e['role']},"
+        f" its connector's requires_kv_delivery is {e['delivery']}"
     ),
     "pair.lookup": _pair_lookup,
     "pair.params": _pair_params,
     "pair.request": _pair_request,
-    "engine.id": lambda e: (
-        f"the {e['half']} half of rank {e['rank']} has {'the' if e['kept'] else 'another'} engine id that was given"
-    ),
+    "engine.id": _engine_id,
     "ranks.joined": _joined,
     "report.landed": lambda e: (
         f"changed after they were reported: {', '.join(e['changed']) or 'nothing'}"
     ),
-    "state.offered": lambda e: (
-        f"the state of {e['req']} after {e['tokens']} tokens is offered in block {e['block']} of group {e['group']}"
-        f"{'' if e['in_table'] else ', which is not in its table'}{', again' if e['again'] else ''}"
-    ),
-    "kv.registered": lambda e: (
-        f"layout {e['layout']} (required: {e['required']}, possible: {e['possible'] or 'any'}); the first tensor has shape {e['shape']} and"
-        f" strides {e['strides']}, by vLLM's own code {e['own_shape']} and {e['own_strides']}"
-    ),
-    "hook.called": lambda e: (
-        f"when {e['hook']} of the {e['half']} half was called, {'a' if e['bound'] else 'no'} step's metadata was bound"
-        f" (has_connector_metadata() was {e['bound']})"
-        if e["bound"] is not None
-        else f"{e['hook']} of the {e['half']} half was called"
-    ),
+    "state.offered": _offered,
+    "kv.registered": _registered,
+    "hook.called": _hook_called,
     "sample": lambda e: f"token {e['index']} of {e['req']}'s output is {e['token']}",
 }
 
 
 def describe(event: Event) -> str | None:
-    """One sentence about an event, or None if its kind says enough by itself."""
+    """Return a sentence about an event, or None if its kind needs no explanation."""
     text = _TEXT.get(event["kind"])
     return text(event) if text is not None else None
+
+
+def _answer(e: Event) -> str:
+    """Return the kind of answer to a lookup."""
+    tokens = e["tokens"]
+    local = e["local"]
+    known = e["known"]
+    if tokens is None or isinstance(tokens, bool) or not isinstance(tokens, int):
+        return type(tokens).__name__
+    if local + tokens > known:
+        return "more"
+    if local + tokens == known:
+        return "all"
+    return "negative" if tokens < 0 else "some"
+
+
+def _blocks_missing(e: Event) -> str:
+    return "blocks" if e["free_blocks"] != e["free_blocks_at_start"] else ""
+
+
+_CAUSE: dict[str, tuple[str | Callable[[Event], str], ...]] = {
+    "kv.wrong": ("found", "via"),
+    "kv.changed": ("after_hook", *_SLOTS),
+    "load.due": ("missing", "wrong"),
+    "hook.returned": ("hook", "error", "error_at"),
+    "hook.called": ("hook", "half"),
+    "engine.lifecycle": ("op", "error_type", "error_at"),
+    "engine.crash": ("where", "hook", "error_type"),
+    "cache.reset": ("phase",),
+    "profile.expectation": ("what",),
+    "case.expectation": ("what",),
+    "engine.api": ("item",),
+    "api": ("item",),
+    "pair.engine": ("on", "role"),
+    "pair.lookup": ("on", "role", "stale"),
+    "pair.params": ("on", "none", "json"),
+    "pair.request": ("on", "wrong", "failed", "gone", "released"),
+    "lookup": (_answer, "is_async", "computed_before_reset"),
+    "device.note": ("hook", "what"),
+    "transfer.reported": ("direction", "held", "second"),
+    "transfer.failed": ("outside_grant",),
+    "meta.built": ("none", "pickle_error", "output_mutated"),
+    "meta.bound": ("same_as_built",),
+    "kv.event": ("op", "problem", "repeated"),
+    "stats.taken": ("half", "kept", *_STATS),
+    "handshake": ("none",),
+    "hold": ("direction", "cause"),
+    "plan": ("op", "timing"),
+    "engine.id": ("half",),
+    "report.landed": ("changed",),
+    "state.offered": ("in_table", "again"),
+    "kv.registered": ("layout", "required"),
+    "run.end": ("unfinished", _blocks_missing, "request_objects_alive", "threads"),
+    "live.tokens": ("same",),
+    "live.load": ("wrong", "missing"),
+    "live.end": ("how", "processes", "ports", "files"),
+}
+"""What distinguishes faults, by kind of event: names of fields, or functions of the event.
+
+Numbers, lists and the texts in `_WHETHER` hold particulars: it only matters whether they are empty.
+"""
+_WHETHER = frozenset({"json", "pickle_error", "problem", "stale", *_STATS})
+
+
+def cause(event: Event) -> tuple[str, ...]:
+    """Return the kind of fault that an event stands for, without names, numbers and positions."""
+    found = [str(event["kind"])]
+    for name in _CAUSE.get(event["kind"], ()):
+        if not isinstance(name, str):
+            found += [part] if (part := name(event)) else []
+            continue
+        value = event.get(name)
+        if name == "error_at":
+            at = place(event)
+            found += [at.file, at.function, at.code] if at is not None else []
+        elif isinstance(value, str) and name not in _WHETHER:
+            found.append(value)
+        elif value:
+            found.append(name)
+    return tuple(found)
+
+
+def place(event: Event) -> Place | None:
+    """Return the line of the connector that raised the error of an event, or None."""
+    at = event.get("error_at")
+    return Place(*at) if at else None

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When an engine has lost track of a request: what comes after is no fault of the connector's.
+"""Bugs by which vLLM loses track of a request; what follows is not the connector's fault.
 
-vLLM does so with a request whose load failed, in three ways. Under asynchronous scheduling it takes back the computed tokens of a
-synchronous load that failed, but not the tokens in flight (bug B004): it computes from the wrong position ever after. It leaves the blocks
-of a failed load in its own prefix cache, to be computed again: if their request is preempted first, the cache serves them as they are. And
-it goes on keeping blocks free for an asynchronous load that failed: if the pool does not hold the request twice, its retry is never
-admitted, nor is who waits behind it.
+It happens to a request whose load failed, in three ways:
 
-Until 0.15 it does so with a request that finished, too. If its blocks are kept for the connector, output of a step in flight is still added
-to it; it may finish a second time, and the second report of its transfer ends the engine.
+- Under asynchronous scheduling, vLLM takes back the computed tokens of a synchronous load that
+  failed, but not the tokens in flight (bug B004). From then on it computes from the wrong position.
+- It leaves the blocks of a failed load in its own prefix cache, to be computed again. If their
+  request is preempted first, the cache serves them as they are.
+- It goes on keeping blocks free for an asynchronous load that failed. If the pool cannot hold the
+  request twice, its retry is never admitted, and neither are the requests that wait behind it.
+
+Until 0.15 it also happens to a finished request whose blocks are kept for the connector: output of
+a step in flight is still added to it. It may finish a second time, and the second report of its
+transfer ends the engine.
 """
 
 from __future__ import annotations
@@ -23,33 +27,39 @@ OVERRUN = "the engine added output to request {req}, which had finished (engine.
 SERVED = (
     "the engine served blocks whose load had failed to request {req} (engine.failed-not-served)"
 )
-STARVED = "the engine kept blocks from request {req} for the load of its own that had failed (engine.retry-admitted)"
+STARVED = (
+    "the engine kept blocks from request {req} for the load of its own that had failed"
+    " (engine.retry-admitted)"
+)
 
 
 def note_unfilled(trace: Trace) -> None:
-    """Fill in `unfilled` of the alloc events: shared blocks whose synchronous load failed and that have not been computed to their
-    end since, not even in the step under way. Changes these events."""
-    failed: dict[
-        tuple[Any, int], set[int]
-    ] = {}  # places in the block that are to be computed again
+    """Fill in `unfilled` of the alloc events: shared blocks whose synchronous load failed.
+
+    Blocks that have been computed to their end since are left out; the step under way counts.
+    Changes the alloc events.
+    """
+    # (engine, block) -> slots of the block that are still to be computed again
+    failed: dict[tuple[str | None, int], set[int]] = {}
     open_allocs: list[Event] = []
     size = 1
     for e in trace.events:
-        kind, on = e["kind"], e.get("on")
+        kind = e["kind"]
+        on = e.get("on")
         if kind == "run.start":
             size = e["block_size"]
         elif kind == "transfer.failed" and not e["is_async"]:
             failed.update({(on, block): set(range(size)) for block in e["blocks"]})
         elif kind == "alloc":
             trace.amend(e, unfilled=[])
-            open_allocs += [e] if failed else []
+            if failed:
+                open_allocs.append(e)
         elif kind == "block" and e["op"] == "alloc":
             failed.pop((on, e["id"]), None)
         elif kind == "req.scheduled" and failed:
-            for position in range(
-                e["output_computed"],
-                min(e["output_computed"] + e["scheduled"], len(e["table"]) * size),
-            ):
+            start = e["output_computed"]
+            end = min(start + e["scheduled"], len(e["table"]) * size)
+            for position in range(start, end):
                 key = on, e["table"][position // size]
                 if key in failed:
                     failed[key].discard(position % size)
@@ -64,32 +74,29 @@ def note_unfilled(trace: Trace) -> None:
 
 
 def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
-    """(seq, in words) of the first time that the engine lost track of a request; None if it never did."""
-    failed = False
-    finished: dict[tuple[Any, ...], int] = {}  # request -> step
-    waiting: dict[tuple[Any, str], tuple[int, str]] = {}
+    """Return when the engine first lost track of a request, as a seq and a sentence, or None."""
+    failed = False  # a synchronous load has failed
+    finished: dict[tuple[str | None, str, int], int] = {}  # (engine, request, generation) -> step
+    waiting: dict[tuple[str | None, str], tuple[int, str]] = {}  # starved requests
     for e in trace:
-        if e["kind"] == "lookup" and e.get("starved"):
+        kind = e["kind"]
+        if kind == "lookup" and e.get("starved"):
             waiting[e.get("on"), e["req"]] = e["seq"], STARVED.format(req=e["req"])
-        elif e["kind"] in ("alloc", "req.finished"):
+        elif kind in ("alloc", "req.finished"):
             waiting.pop((e.get("on"), e["req"]), None)  # it was only late
-        elif e["kind"] == "run.end" and waiting and not e["quiesced"]:
+        elif kind == "run.end" and waiting and not e["quiesced"]:
             return min(waiting.values())
-        if e["kind"] in ("req.finished", "sample"):
+        if kind in ("req.finished", "sample"):
             who = e.get("on"), e["req"], e["generation"]
             if e["step"] > finished.get(who, e["step"]):
                 return e["seq"], OVERRUN.format(req=e["req"])
-            if e["kind"] == "req.finished":
+            if kind == "req.finished":
                 finished[who] = e["step"]
-        elif e["kind"] == "transfer.failed":
+        elif kind == "transfer.failed":
             failed = failed or not e["is_async"]
-        elif (
-            failed
-            and e["kind"] == "req.state"
-            and e["reason"] == "rollback"
-            and 0 < e["placeholders"] != e["computed"] - e["known"] + 1
-        ):
-            return e["seq"], MISCOUNTED.format(req=e["req"])
-        elif failed and e["kind"] == "alloc" and e.get("unfilled"):
+        elif failed and kind == "req.state" and e["reason"] == "rollback":
+            if 0 < e["placeholders"] != e["computed"] - e["known"] + 1:
+                return e["seq"], MISCOUNTED.format(req=e["req"])
+        elif failed and kind == "alloc" and e.get("unfilled"):
             return e["seq"], SERVED.format(req=e["req"])
     return None

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs monitors over a trace, indexed by event kind: an event touches only the monitors that look at its kind."""
+"""The loop that runs monitors over a trace.
+
+Monitors are indexed by kind of event, and by hook: an event reaches only those that look at it.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +40,7 @@ class NullMonitor(Monitor):
         self.by_kind = {}
 
     def handlers(self) -> dict[str, Handler]:
+        """Return no handlers."""
         return {}
 
 
@@ -45,14 +49,17 @@ def monitor_for(
     cap: Mapping[str, Any] | None = None,
     cfg: Mapping[str, Any] | None = None,
 ) -> Monitor:
-    """A fresh monitor. `relate` has none (kvconform.judge.relation): ValueError."""
+    """Return a new monitor of the requirement.
+
+    Raises ValueError for `relate`, which compares two runs (kvconform.judge.relation).
+    """
     if requirement.pattern not in _MONITORS:
         raise ValueError(f"{requirement.id} relates two runs; it cannot be monitored on one")
     return _MONITORS[requirement.pattern](requirement, cap or {}, cfg or {})
 
 
 def _looked_at(trace: Iterable[Event]) -> tuple[set[str], set[tuple[str, str]]]:
-    """The kinds of a trace's events, and (kind, hook) of those that are about hooks."""
+    """Return the kinds of a trace's events, and (kind, hook) of those that are about hooks."""
     seen: set[str] = set()
     called: set[tuple[str, str]] = set()
     for event in trace:
@@ -64,23 +71,28 @@ def _looked_at(trace: Iterable[Event]) -> tuple[set[str], set[tuple[str, str]]]:
 
 
 class _Stakes:
-    """Of the traces that have events of these kinds, and of these (kind, hook): which requirements they can put to the test."""
+    """The requirements that a trace with events of these kinds, and (kind, hook), can exercise."""
 
     def __init__(self, seen: frozenset[str], called: frozenset[tuple[str, str]]) -> None:
-        self.seen, self.called = seen, called
+        self.seen = seen
+        self.called = called
         self._known: dict[int, tuple[Requirement, bool]] = {}
 
     def include(self, req: Requirement) -> bool:
-        """That something must occur at all, every trace puts to the test. Not for `relate`."""
+        """Return whether such a trace can exercise the requirement, which is not a `relate`.
+
+        Every trace exercises a `count`: that something must occur is judged without any event.
+        """
         known = self._known.get(id(req))
-        if known is None:  # the requirement is kept, too: nothing else can have its id
-            say = req.count is not None or pins_of(req).triggered(self.seen, self.called)
-            known = self._known[id(req)] = req, say
+        if known is None:
+            can = req.count is not None or pins_of(req).triggered(self.seen, self.called)
+            # The requirement is cached, too, so that no other one can have its id.
+            known = self._known[id(req)] = req, can
         return known[1]
 
 
 _stakes = lru_cache(maxsize=64)(_Stakes)
-"""Many workloads come to the same few sets of kinds."""
+"""Cached, because the traces of many workloads have the same few sets of kinds."""
 
 
 def _stakes_of(trace: Iterable[Event]) -> _Stakes:
@@ -89,7 +101,10 @@ def _stakes_of(trace: Iterable[Event]) -> _Stakes:
 
 
 def at_stake(requirements: Iterable[Requirement], trace: Iterable[Event]) -> list[Requirement]:
-    """Without those of which a run says nothing whatever their guards say: no event of theirs occurred. None of these can fail on it."""
+    """Return the requirements that may fail on this trace, and every `relate`.
+
+    Of those left out, no triggering event occurred, whatever their guards say.
+    """
     stakes = _stakes_of(trace)
     return [req for req in requirements if req.pattern == "relate" or stakes.include(req)]
 
@@ -100,46 +115,48 @@ def evaluate(
     cap: Mapping[str, Any] | None = None,
     cfg: Mapping[str, Any] | None = None,
 ) -> dict[str, Monitor]:
-    """Run the monitors of all requirements (without `relate`) over a trace; finished monitors by requirement id."""
+    """Run the monitors of all requirements but `relate` over a trace.
+
+    Returns the finished monitors by requirement id.
+    """
     events = trace if isinstance(trace, (list, tuple)) else list(trace)
     stakes = _stakes_of(events)
     called = stakes.called
-    monitors = {
-        req.id: monitor_for(req, cap, cfg)
-        if stakes.include(req)
-        else NullMonitor(req, cap or {}, cfg or {})
-        for req in requirements
-        if req.pattern != "relate"
-    }
+    monitors: dict[str, Monitor] = {}
+    for req in requirements:
+        if req.pattern == "relate":
+            continue
+        if stakes.include(req):
+            monitors[req.id] = monitor_for(req, cap, cfg)
+        else:
+            monitors[req.id] = NullMonitor(req, cap or {}, cfg or {})
     watching: dict[str, list[Watch]] = {}
     of_hooks: dict[tuple[str, str], list[Watch]] = {key: [] for key in called}
     for monitor in monitors.values():
         for kind, handle in monitor.by_kind.items():
             watching.setdefault(kind, []).append((monitor, handle))
-            if kind in HOOKED:
-                only = pins_of(monitor.requirement).hooks[kind]
-                for key in (
-                    called if only is None else called.intersection((kind, hook) for hook in only)
-                ):
-                    if key[0] == kind:
-                        of_hooks[key].append((monitor, handle))
+            if kind not in HOOKED:
+                continue
+            only = pins_of(monitor.requirement).hooks[kind]
+            for key in called:
+                if key[0] == kind and (only is None or key[1] in only):
+                    of_hooks[key].append((monitor, handle))
     last: Event | None = None
     for event in events:
         last = event
         kind = event["kind"]
-        watches = (
-            of_hooks[kind, event["hook"]]
-            if kind in HOOKED and "hook" in event
-            else watching.get(kind, ())
-        )
+        if kind in HOOKED and "hook" in event:
+            watches = of_hooks[kind, event["hook"]]
+        else:
+            watches = watching.get(kind, [])
         for monitor, handle in watches:
             try:
                 handle(event)
-            except (
-                Exception
-            ) as error:  # a check that raises is a bug in the specification, not a verdict
+            except Exception as error:
+                # A check that raises is a bug in the specification, not a verdict.
                 monitor.fault(event, error)
     for monitor in monitors.values():
         monitor.finish(last)
-        monitor.by_kind = {}  # they hold the monitor: nothing of it would go before the garbage collector comes
+        # Handlers refer to their monitor: without this, only the garbage collector frees it.
+        monitor.by_kind = {}
     return monitors

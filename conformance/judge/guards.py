@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Splits the `where` of `precede` and `respond` so that a trigger finds its partners by hash instead of by scanning.
+"""Analysis of a requirement's guards: keys to find events by, and the hooks that it looks at.
 
-`e.req == t.req and e.direction == 'send' and e.end >= t.end` becomes a key over e (`e.req`), the same key over t (`t.req`), a filter
-over e alone (`e.direction == 'send'`), and a rest that is evaluated per pair (`e.end >= t.end`).
+The `where` of `precede` and `respond` is split, so that a trigger finds its partners by hash
+instead of by scanning. `e.req == t.req and e.direction == 'send' and e.end >= t.end` becomes a key
+over e (`e.req`), the same key over t (`t.req`), a filter over e (`e.direction == 'send'`), and a
+rest that is evaluated per pair (`e.end >= t.end`).
 
-
-Which hooks a requirement looks at: calls of hooks are two thirds of a trace, and most requirements are about one or two hooks.
-
-Found in the guards: `e.hook == 'x'` that is evaluated before anything that could raise. What is skipped is what the guard turns away.
+Calls of hooks are two thirds of a trace, and most requirements are about one or two hooks. Hooks
+are recognised in `e.hook == 'x'`, if it is evaluated before anything that could raise. Only events
+that the guard would reject are skipped.
 """
 
 from __future__ import annotations
@@ -24,13 +25,16 @@ from kvconform.contract.requirement import Requirement
 
 T = TypeVar("T")
 CACHED = 4_096
+"""Number of requirements after which a cache of `per_requirement` is cleared."""
 
 
 def per_requirement(make: Callable[[Requirement], T]) -> Callable[[Requirement], T]:
-    """Cache what `make` returns, by the identity of the requirement: requirements are immutable, and too large to hash."""
-    cache: dict[
-        int, tuple[Requirement, T]
-    ] = {}  # holds the requirement too, so that no other one can have its id
+    """Cache what `make` returns, by the identity of the requirement.
+
+    Requirements are immutable, and too large to hash.
+    """
+    # The requirement is cached, too, so that no other one can have its id.
+    cache: dict[int, tuple[Requirement, T]] = {}
 
     @functools.wraps(make)
     def cached(req: Requirement) -> T:
@@ -46,7 +50,10 @@ def per_requirement(make: Callable[[Requirement], T]) -> Callable[[Requirement],
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """The compiled parts; None where there is nothing to check. Both keys exist or neither does. `of_run`: the run is read."""
+    """The compiled parts of a guard over (e, t); None where there is nothing to check.
+
+    Both keys exist or neither does. `of_run` is set if the guard reads constants of the run.
+    """
 
     filter: CodeType | None
     key_e: CodeType | None
@@ -56,7 +63,10 @@ class Join:
     _bound: list[Any] = field(default_factory=list, repr=False, compare=False)
 
     def bind(self, cap: Mapping[str, Any], cfg: Mapping[str, Any]) -> BoundJoin:
-        """The functions; the same ones for the same `cap`, if no constant of the run is read."""
+        """Return the parts as functions.
+
+        The same `cap` gives the same functions, unless the guard reads constants of the run.
+        """
         if self.of_run:
             return self._bind(cap, cfg)
         if not self._bound or self._bound[0] is not cap:
@@ -67,18 +77,19 @@ class Join:
         def fix(code: CodeType | None) -> Callable[..., Any] | None:
             return None if code is None else bind_code(code, cap, cfg)
 
-        key_e, key_t, rest = fix(self.key_e), fix(self.key_t), fix(self.rest)
+        key_e = fix(self.key_e)
+        key_t = fix(self.key_t)
         return BoundJoin(
-            fix(self.filter),
-            _nothing if key_e is None else lambda e: hashable(key_e(e)),
-            _nothing if key_t is None else lambda t: hashable(key_t(None, t)),
-            rest,
+            filter=fix(self.filter),
+            key_e=_nothing if key_e is None else lambda e: hashable(key_e(e)),
+            key_t=_nothing if key_t is None else lambda t: hashable(key_t(None, t)),
+            rest=fix(self.rest),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class BoundJoin:
-    """The parts as functions: `filter(e)`, `key_e(e)`, `key_t(t)`, `rest(e, t)`."""
+    """The parts of a guard as functions: `filter(e)`, `key_e(e)`, `key_t(t)`, `rest(e, t)`."""
 
     filter: Callable[..., Any] | None
     key_e: Callable[[Any], Hashable]
@@ -91,11 +102,10 @@ def _nothing(_: Any) -> Hashable:
 
 
 def split(where: Expression | None) -> Join:
-    """The parts of a guard over (e, t); with no guard everything matches."""
+    """Return the parts of a guard over (e, t). With no guard, everything matches."""
     if where is None:
         return Join(None, None, None, None, False)
-    tree = where.tree
-    parts = tree.values if isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.And) else [tree]
+    parts = _conjuncts(where.tree)
     filters: list[ast.expr] = []
     keys: list[tuple[ast.expr, ast.expr]] = []
     rest: list[ast.expr] = []
@@ -107,18 +117,32 @@ def split(where: Expression | None) -> Join:
             filters.append(part)
         else:
             rest.append(part)
+    key_e = key_t = None
+    if keys:
+        key_e = code_of(ast.Tuple([e for e, _ in keys], ast.Load()))
+        key_t = code_of(ast.Tuple([t for _, t in keys], ast.Load()))
     return Join(
         _all(filters),
-        code_of(ast.Tuple([e for e, _ in keys], ast.Load())) if keys else None,
-        code_of(ast.Tuple([t for _, t in keys], ast.Load())) if keys else None,
+        key_e,
+        key_t,
         _all(rest),
         any("cfg" in _names(part) for part in parts),
     )
 
 
+def _conjuncts(tree: ast.expr) -> list[ast.expr]:
+    """Return the operands of a conjunction, or the expression itself."""
+    if isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.And):
+        return tree.values
+    return [tree]
+
+
 @per_requirement
 def joins_of(req: Requirement) -> dict[str, Join]:
-    """The guards that pair an event with a trigger, split for hashing, by role: before, end, then. Roles without a guard too."""
+    """Return the guards that pair an event with a trigger, split for hashing.
+
+    The keys are the roles `before`, `end` and `then`, also those without a guard.
+    """
     return {role: split(req.expressions.get(role)) for role in ("before", "end", "then")}
 
 
@@ -129,7 +153,10 @@ def _all(parts: list[ast.expr]) -> CodeType | None:
 
 
 def _equality(part: ast.expr) -> tuple[ast.expr, ast.expr] | None:
-    """(side over e, side over t) of `e.x == t.y`, either way round. Only plain fields: evaluating one early can then not raise."""
+    """Return (side over e, side over t) of `e.x == t.y`, either way round, or None.
+
+    Both sides must be plain fields, so that evaluating one early cannot raise.
+    """
     if isinstance(part, ast.Compare) and len(part.ops) == 1 and isinstance(part.ops[0], ast.Eq):
         left, right = part.left, part.comparators[0]
         if _field(left) == "e" and _field(right) == "t":
@@ -140,7 +167,7 @@ def _equality(part: ast.expr) -> tuple[ast.expr, ast.expr] | None:
 
 
 def _field(node: ast.expr) -> str | None:
-    """`e` or `t` if the node is one plain field of it."""
+    """Return `e` or `t` if the node is one plain field of it, else None."""
     plain = (
         isinstance(node, ast.Subscript)
         and isinstance(node.value, ast.Name)
@@ -154,7 +181,10 @@ def _names(node: ast.expr) -> set[str]:
 
 
 def cannot_raise(part: ast.expr) -> bool:
-    """Whether the part may be evaluated where `and` would have stopped before it: a field's truth, or its (in)equality with a literal."""
+    """Return whether the part may be evaluated where `and` would have stopped before it.
+
+    That holds for the truth of a field, and for the (in)equality of a field and a literal.
+    """
     if isinstance(part, ast.UnaryOp) and isinstance(part.op, ast.Not):
         return cannot_raise(part.operand)
     if (
@@ -170,7 +200,7 @@ def cannot_raise(part: ast.expr) -> bool:
 
 
 def hashable(value: Any) -> Hashable:
-    """`value` itself if it can be hashed, else an equal-if-equal stand-in."""
+    """Return `value` if it can be hashed, else a substitute that is equal for equal values."""
     try:
         hash(value)
     except TypeError:
@@ -192,26 +222,29 @@ def _freeze(value: Any) -> Hashable:
 
 HOOKED = frozenset({"hook.called", "hook.returned"})
 Role = tuple[str, frozenset[str] | None]
-"""An event kind that is looked at, and the hooks outside of which nothing comes of it (None: any)."""
+"""A kind of event that a requirement looks at, and the hooks that it must be about (None: any)."""
 
 
 @dataclass(frozen=True)
 class Pins:
-    """`kinds` and `calls` (kind and hook): what puts the requirement to the test; without any of these it has nothing to say. `hooks`: by
-    kind, of all its roles."""
+    """The kinds of events and the hooks that a requirement looks at.
+
+    `kinds` and `calls` (kind and hook) exercise the requirement: without any of these, it has
+    nothing to say about a trace. `hooks` has the hooks of all its roles, by kind (None: any).
+    """
 
     kinds: frozenset[str]
     calls: frozenset[tuple[str, str]]
     hooks: dict[str, frozenset[str] | None]
 
     def triggered(self, seen: frozenset[str], called: frozenset[tuple[str, str]]) -> bool:
-        """Whether one of its triggers is among the kinds, and the (kind, hook), of a trace."""
+        """Return whether a trace with these kinds, and (kind, hook), has one of the triggers."""
         return not (self.kinds.isdisjoint(seen) and self.calls.isdisjoint(called))
 
 
 @per_requirement
 def pins_of(req: Requirement) -> Pins:
-    """Which kinds and hooks can concern the requirement. Not for `relate`."""
+    """Return the kinds and hooks that can concern the requirement, which is not a `relate`."""
     found = req.expressions
     assert req.event is not None
     triggers = [_role(req.event, found.get("where"))]
@@ -220,14 +253,11 @@ def pins_of(req: Requirement) -> Pins:
     others: list[Role] = []
     if req.precede is not None:
         others.append(_role(req.precede.before.event, found.get("before")))
-        others += (
-            [_role(req.precede.end.event, found.get("end"))] if req.precede.end is not None else []
-        )
+        if req.precede.end is not None:
+            others.append(_role(req.precede.end.event, found.get("end")))
     if req.respond is not None:
-        others += [
-            _role(req.respond.then.event, found.get("then")),
-            _role(req.respond.by.event, found.get("by")),
-        ]
+        others.append(_role(req.respond.then.event, found.get("then")))
+        others.append(_role(req.respond.by.event, found.get("by")))
     hooks: dict[str, frozenset[str] | None] = {}
     for kind, only in (*triggers, *others):
         before = hooks.get(kind, frozenset())
@@ -242,10 +272,7 @@ def pins_of(req: Requirement) -> Pins:
 def _role(kind: str, guard: Expression | None) -> Role:
     if kind not in HOOKED or guard is None:
         return kind, None
-    tree = guard.tree
-    for part in (
-        tree.values if isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.And) else [tree]
-    ):
+    for part in _conjuncts(guard.tree):
         if (hooks := _hooks(part)) is not None:
             return kind, hooks
         if not cannot_raise(part):
@@ -254,7 +281,7 @@ def _role(kind: str, guard: Expression | None) -> Role:
 
 
 def _hooks(part: ast.expr) -> frozenset[str] | None:
-    """The hooks of `e.hook == 'x'` or `e.hook in ('x', 'y')`."""
+    """Return the hooks of `e.hook == 'x'` or `e.hook in ('x', 'y')`, or None for other parts."""
     if (
         not isinstance(part, ast.Compare)
         or len(part.ops) != 1

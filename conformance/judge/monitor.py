@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Monitors: requirements that watch a trace. This is the base; the patterns are in kvconform.judge.monitor, the loop in kvconform.judge.evaluate.
+"""Monitors: requirements that watch a trace. The loop over a trace is in kvconform.judge.evaluate.
 
-A monitor counts how often its trigger matched (`exercised`): zero means that the run says nothing about the requirement.
+A monitor counts how often its trigger matched (`exercised`). Zero means that the run says nothing
+about the requirement.
 
-
-The temporal patterns, after Dwyer, Avrunin and Corbett (ICSE 1999), on finite traces.
+The patterns are temporal ones after Dwyer, Avrunin and Corbett (ICSE 1999), on finite traces:
 
 always, never  hold on every matching event
 count          between min and max matching events per key
 precede        a `before` event came earlier, and no `end` event since
-respond        a `then` event comes later, no later than the next `by`; what is still open at the end of the trace is no violation
+respond        a `then` event comes later, no later than the next `by`; what is still open at the
+               end of the trace is no violation
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,31 +25,51 @@ from kvconform.judge.guards import BoundJoin, hashable, joins_of
 
 Event = Mapping[str, Any]
 Handler = Callable[[Event], None]
+Said = tuple[str | None, str]
+"""A sentence about what was found, if the event does not say it, and the check that was false."""
 
 KEPT = 20
-"""Violations that are described; further ones are only counted."""
+"""The number of violations that are recorded; further ones are only counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """`seq`: when it came to light (what is earlier may explain it). `event`, `step`, `req`: what it is about. `trigger`: the capture."""
+    """One violation of a requirement.
+
+    `seq` is when it was detected: earlier events may explain it. `event` (a seq), `step` and `req`
+    are what it is about. `trigger` is the triggering event of a `precede` or `respond`.
+    """
 
     seq: int
     event: int
     step: int
     req: str | None
-    say: Callable[[], str]
+    say: Callable[[], Said]
     trigger: Event | None = None
 
     @property
+    def check(self) -> str:
+        """The condition that was false, and the values that it read.
+
+        It is worded on demand: of many violations only one is reported.
+        """
+        return self.say()[1]
+
+    @property
     def message(self) -> str:
-        """What is wrong, in words. Made when it is asked for: of many violations only one is reported."""
-        return self.say()
+        """What is wrong, in words: the check itself, if nothing else is said."""
+        sentence, check = self.say()
+        return sentence or check
 
 
 @dataclass
 class Monitor:
-    """Base: bookkeeping. `unresolved` counts obligations still open when the trace ended; `error` is a check that raised."""
+    """Base of the monitors: one requirement on one trace.
+
+    `cap` has the connector's capabilities, `cfg` the fields of `run.start`. `count` is the number
+    of violations. `unresolved` is the number of obligations that were still open when the trace
+    ended. `error` is set if a check raised.
+    """
 
     requirement: Requirement
     cap: Mapping[str, Any]
@@ -59,28 +81,27 @@ class Monitor:
     error: str | None = None
 
     def handlers(self) -> dict[str, Handler]:
-        """What to call for which kind of event."""
+        """Return the function to call for each kind of event."""
         raise NotImplementedError
 
     def finish(self, last: Event | None = None) -> None:
-        """The trace is over; `last` is its last event."""
+        """Judge what needs the end of the trace; `last` is its last event."""
 
     def __post_init__(self) -> None:
-        expressions = self.requirement.expressions
-        self.where = (
-            expressions["where"].bind(self.cap, self.cfg) if "where" in expressions else None
-        )
+        where = self.requirement.expressions.get("where")
+        self.where = where.bind(self.cap, self.cfg) if where is not None else None
         self.by_kind = self.handlers()
         if self.requirement.exercised is not None:
             kind = self.requirement.exercised.event
-            self.by_kind[kind] = (
-                both(self.by_kind[kind], self.at_stake())
-                if kind in self.by_kind
-                else self.at_stake()
-            )
+            count = self.at_stake()
+            known = self.by_kind.get(kind)
+            self.by_kind[kind] = both(known, count) if known is not None else count
 
     def at_stake(self) -> Handler:
-        """Counts the events of `exercised`: that nothing was broken says something only where something could have been."""
+        """Return a handler that counts the events of the requirement's `exercised`.
+
+        A requirement that was not broken only passes where it could have been broken.
+        """
         expression = self.requirement.expressions.get("exercised")
         where = expression.bind(self.cap, self.cfg) if expression is not None else None
 
@@ -91,35 +112,41 @@ class Monitor:
         return on_event
 
     def fault(self, event: Event, error: Exception) -> None:
-        """Note that the check raised on this event; the first time counts."""
+        """Record that the check raised on this event; only the first time counts."""
         if self.error is None:
-            text = (
-                f"it reads {error}, which is not there"
-                if isinstance(error, KeyError)
-                else f"{type(error).__name__}: {error}"
-            )
-            self.error = f"the check of {self.requirement.id} cannot be evaluated on {event['kind']} #{event.get('seq', '?')}: {text}"
+            text = f"{type(error).__name__}: {error}"
+            if isinstance(error, KeyError):
+                text = f"it reads {error}, which is not there"
+            where = f"{event['kind']} #{event.get('seq', '?')}"
+            name = self.requirement.id
+            self.error = f"the check of {name} cannot be evaluated on {where}: {text}"
 
     def violate(
-        self, at: Event, about: Event, message: Callable[[], str], trigger: Event | None = None
+        self, at: Event, about: Event, check: Callable[[], str], trigger: Event | None = None
     ) -> None:
-        """Note a violation that came to light at `at` and is about `about`."""
+        """Record a violation that was detected at `at` and is about `about`. `check` words it."""
+        self.add(at, about, lambda: (None, check()), trigger)
+
+    def add(
+        self, at: Event, about: Event, say: Callable[[], Said], trigger: Event | None = None
+    ) -> None:
+        """Record a violation, as `violate` does. `say` words it, and the check."""
         self.count += 1
         if len(self.violations) < KEPT:
             seq = at.get("seq", 0)
             violation = Violation(
-                seq,
-                about.get("seq", seq),
-                about.get("step", 0),
-                _request(about.get("req")),
-                message,
-                trigger,
+                seq=seq,
+                event=about.get("seq", seq),
+                step=about.get("step", 0),
+                req=_request(about.get("req")),
+                say=say,
+                trigger=trigger,
             )
             self.violations.append(violation)
 
 
 def both(first: Handler, second: Handler) -> Handler:
-    """Two handlers as one, in order."""
+    """Return a handler that calls two handlers in this order."""
 
     def handler(event: Event) -> None:
         first(event)
@@ -129,22 +156,23 @@ def both(first: Handler, second: Handler) -> Handler:
 
 
 def _request(value: Any) -> str | None:
-    """The request that an event is about; some events name several."""
-    return ", ".join(value) or None if isinstance(value, (list, tuple)) else value
+    """Return the requests that an event is about as one string; some events name several."""
+    if isinstance(value, (list, tuple)):
+        return ", ".join(value) or None
+    return value
 
 
 class InvariantMonitor(Monitor):
-    """always, never."""
+    """always, never: the check holds, or does not hold, on every matching event."""
 
     def handlers(self) -> dict[str, Handler]:
+        """Return the handler of the event."""
         req = self.requirement
         assert req.event is not None
         expression = req.expressions["check"]
-        where, check, wanted = (
-            self.where,
-            expression.bind(self.cap, self.cfg),
-            req.always is not None,
-        )
+        where = self.where
+        check = expression.bind(self.cap, self.cfg)
+        wanted = req.always is not None
 
         def on_event(e: Event) -> None:
             if where is None or where(e):
@@ -155,28 +183,28 @@ class InvariantMonitor(Monitor):
         return {req.event: on_event}
 
     def describe(self, e: Event, wanted: bool) -> str:
+        """Return the part of the check that decided, and the values that it read."""
         expression = self.requirement.expressions["check"]
         guard = self.requirement.expressions.get("where")
         if expression.constant:
-            return f"{e['kind']} occurred" + (
-                f" with `{guard.source}`: {guard.values(e)}" if guard else ""
-            )
+            text = f"{e['kind']} occurred"
+            return f"{text} with `{guard.source}`: {guard.values(e)}" if guard else text
         source, values = expression.culprit(wanted, self.cap, self.cfg, e)
-        return f"`{source}` is {'false' if wanted else 'true'}" + (f": {values}" if values else "")
+        text = f"`{source}` is {'false' if wanted else 'true'}"
+        return f"{text}: {values}" if values else text
 
 
 class CountMonitor(Monitor):
-    """count {per, min, max}."""
+    """count {per, min, max}: the number of matching events per key is within bounds."""
 
     def handlers(self) -> dict[str, Handler]:
+        """Return the handler of the event."""
         req = self.requirement
         assert req.event is not None and req.count is not None
         expression = req.expressions.get("per")
-        where, per, most = (
-            self.where,
-            expression.bind(self.cap, self.cfg) if expression else None,
-            req.count.max,
-        )
+        where = self.where
+        per = expression.bind(self.cap, self.cfg) if expression else None
+        most = req.count.max
         self.seen: dict[Any, int] = {}
         self.last: dict[Any, Event] = {}
 
@@ -187,27 +215,25 @@ class CountMonitor(Monitor):
                 number = self.seen[key] = self.seen.get(key, 0) + 1
                 self.last[key] = e
                 if most is not None and number > most:
-                    self.violate(
-                        e,
-                        e,
-                        lambda: f"{number} times {e['kind']}{self.of(e)}, at most {most} allowed",
-                    )
+                    text = f"{number} times {e['kind']}"
+                    self.violate(e, e, lambda: f"{text}{self.of(e)}, at most {most} allowed")
 
         return {req.event: on_event}
 
     def of(self, e: Event) -> str:
+        """Return the key of an event, in words."""
         per = self.requirement.expressions.get("per")
         return f" for {per.values(e) or per.source}" if per else ""
 
     def finish(self, last: Event | None = None) -> None:
+        """Compare the numbers with the minimum."""
         req = self.requirement
         assert req.count is not None
         least = req.count.min
         if least is None or last is None:
             return
-        if (
-            req.count.per is None and not self.seen
-        ):  # that it must occur at all is exercised by every run
+        if req.count.per is None and not self.seen:
+            # Every run exercises the requirement that something occurs.
             self.exercised = 1
             self.violate(last, last, lambda: f"{req.event} never occurred, at least {least} needed")
         for key, number in self.seen.items():
@@ -218,14 +244,16 @@ class CountMonitor(Monitor):
 
 
 class PrecedeMonitor(Monitor):
-    """precede {before, end}: the latest matching `before` is later than the latest matching `end`."""
+    """precede {before, end}: the latest matching `before` is later than the latest `end`."""
 
     def handlers(self) -> dict[str, Handler]:
+        """Return the handlers of the trigger, `end` and `before`, which act in this order."""
         req = self.requirement
         assert req.event is not None and req.precede is not None
         before = _Latest(joins_of(req)["before"].bind(self.cap, self.cfg))
         end = _Latest(joins_of(req)["end"].bind(self.cap, self.cfg)) if req.precede.end else None
-        where, clock = self.where, [0]
+        where = self.where
+        time = itertools.count(1)
 
         def on_trigger(t: Event) -> None:
             if where is None or where(t):
@@ -235,13 +263,11 @@ class PrecedeMonitor(Monitor):
                     self.violate(t, t, lambda: self.describe(t, opened > 0), t)
 
         def on_end(e: Event) -> None:
-            clock[0] += 1
             assert end is not None
-            end.add(e, clock[0])
+            end.add(e, next(time))
 
         def on_before(e: Event) -> None:
-            clock[0] += 1
-            before.add(e, clock[0])
+            before.add(e, next(time))
 
         steps: list[tuple[str, Handler]] = [(req.event, on_trigger)]
         if req.precede.end is not None:
@@ -250,26 +276,22 @@ class PrecedeMonitor(Monitor):
         return _merged(steps)
 
     def describe(self, t: Event, ended: bool) -> str:
+        """Return which `before` is missing; `ended`: one came, and was over."""
         assert self.requirement.precede is not None
         before = _match_text(self.requirement.precede.before)
-        state = "was over before it" if ended else "came before it"
-        return (
-            f"{t['kind']} {'after' if ended else 'without'} {before}"
-            + (f", which {state}" if ended else "")
-            + self.values(t)
-        )
+        if ended:
+            return f"{t['kind']} after {before}, which was over before it{self.values(t)}"
+        return f"{t['kind']} without {before}{self.values(t)}"
 
     def values(self, t: Event) -> str:
-        text = (
-            self.requirement.expressions["before"].values(None, t)
-            if "before" in self.requirement.expressions
-            else ""
-        )
+        """Return the values of the trigger that `before` reads, in brackets."""
+        before = self.requirement.expressions.get("before")
+        text = before.values(None, t) if before is not None else ""
         return f" ({text})" if text else ""
 
 
 class _Latest:
-    """When the latest event came that matches a trigger; 0 if none did."""
+    """When the latest event came that matches a trigger."""
 
     def __init__(self, join: BoundJoin) -> None:
         self.join = join
@@ -277,6 +299,7 @@ class _Latest:
         self.events: dict[Any, list[tuple[int, Event]]] = {}
 
     def add(self, e: Event, time: int) -> None:
+        """Remember an event, if its filter holds. `time` grows from event to event."""
         if self.join.filter is not None and not self.join.filter(e):
             return
         key = self.join.key_e(e)
@@ -285,6 +308,7 @@ class _Latest:
             self.events.setdefault(key, []).append((time, e))
 
     def latest(self, t: Event) -> int:
+        """Return the time of the latest event that matches the trigger, or 0."""
         key = self.join.key_t(t)
         rest = self.join.rest
         if rest is None:
@@ -293,16 +317,20 @@ class _Latest:
 
 
 class RespondMonitor(Monitor):
-    """respond {then, by}: open triggers wait for `then`; the next matching `by` makes the rest violations."""
+    """respond {then, by}: every trigger is followed by `then` no later than the next `by`.
+
+    Open triggers wait for `then`. The next matching `by` makes those still open violations.
+    """
 
     def handlers(self) -> dict[str, Handler]:
+        """Return the handlers of `then`, `by` and the trigger, which act in this order."""
         req = self.requirement
         assert req.event is not None and req.respond is not None
         join = joins_of(req)["then"].bind(self.cap, self.cfg)
-        deadline = (
-            req.expressions["by"].bind(self.cap, self.cfg) if "by" in req.expressions else None
-        )
-        where, rest = self.where, join.rest
+        by = req.expressions.get("by")
+        deadline = by.bind(self.cap, self.cfg) if by is not None else None
+        where = self.where
+        rest = join.rest
         self.open: dict[Any, list[Event]] = {}
 
         def on_then(e: Event) -> None:
@@ -322,12 +350,10 @@ class RespondMonitor(Monitor):
                 late = [t for t in waiting if deadline is None or deadline(e, t)]
                 for t in late:
                     self.violate(e, t, lambda t=t: self.describe(t), t)  # type: ignore[misc]
-                if late:
-                    self.open[key] = (
-                        [t for t in waiting if t not in late] if len(late) < len(waiting) else []
-                    )
-                    if not self.open[key]:
-                        del self.open[key]
+                if len(late) == len(waiting):
+                    del self.open[key]
+                elif late:
+                    self.open[key] = [t for t in waiting if t not in late]
 
         def on_trigger(t: Event) -> None:
             if where is None or where(t):
@@ -343,17 +369,19 @@ class RespondMonitor(Monitor):
         )
 
     def describe(self, t: Event) -> str:
+        """Return which `then` is missing for a trigger."""
         respond = self.requirement.respond
         assert respond is not None
-        values = (
-            self.requirement.expressions["then"].values(None, t)
-            if "then" in self.requirement.expressions
-            else ""
-        )
+        then = self.requirement.expressions.get("then")
+        values = then.values(None, t) if then is not None else ""
         text = f" ({values})" if values else ""
-        return f"{t['kind']} #{t.get('seq', '?')}{text} was not followed by {_match_text(respond.then)} before {_match_text(respond.by)}"
+        return (
+            f"{t['kind']} #{t.get('seq', '?')}{text} was not followed by"
+            f" {_match_text(respond.then)} before {_match_text(respond.by)}"
+        )
 
     def finish(self, last: Event | None = None) -> None:
+        """Count the triggers that still wait."""
         self.unresolved = sum(map(len, self.open.values()))
 
 
@@ -362,7 +390,10 @@ def _match_text(match: Match) -> str:
 
 
 def _merged(steps: list[tuple[str, Handler]]) -> dict[str, Handler]:
-    """One handler per kind; where several roles watch the same kind they act in the order given."""
+    """Return one handler per kind.
+
+    Where several roles watch the same kind, they act in the order given.
+    """
     found: dict[str, Handler] = {}
     for kind, handler in steps:
         found[kind] = both(found[kind], handler) if kind in found else handler

@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`relate`: a property of two runs of one case, for example that with and without connector the same tokens come out.
+"""`relate`: a property of two runs of one case, such as equal tokens with and without connector.
 
-The matching events of each run are projected to values, grouped by `per` (one group if absent), and the groups must be equal in order
-(`ordered: false`: as bags). With `prefix`, a group that merely stops earlier is equal too: an abort may land at another token.
+The matching events of each run are projected to values and grouped by `per` (one group if absent).
+The groups must be equal in order, or as bags (`ordered: false`). With `prefix`, a group that only
+stops earlier is equal, too: an abort may land at another token.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from kvconform.contract.requirement import Requirement
 from kvconform.judge.describe import describe
 from kvconform.judge.guards import hashable
-from kvconform.judge.monitor import Event, Monitor
+from kvconform.judge.monitor import Event, Handler, Monitor, Said
 
 RUNS = {
     "no-connector": "without a connector",
@@ -24,67 +25,76 @@ RUNS = {
     "hash-seed": "with another hash seed",
     "alone": "without the MultiConnector around it",
 }
-"""What is different in the second of two runs."""
+"""How the second of two runs differs from the first, in words."""
 
 Side = tuple[Any, Event]
 """The value that an event was projected to, and the event."""
+
 Groups = dict[Any, list[Side]]
+"""The sides of one run by the value of `per`, or by None if the requirement has no `per`."""
+
+Difference = tuple[int, Side | None, Side | None]
+"""An index in a group, and what either run has there; None if it has nothing."""
 
 
 class RelateMonitor(Monitor):
-    """The outcome of a `relate`, in the shape of a monitor: `violations` hold the first difference per group."""
+    """The outcome of a `relate`, with the interface of a monitor.
 
-    def handlers(self) -> dict[str, Any]:
+    `violations` has the first difference of each group.
+    """
+
+    def handlers(self) -> dict[str, Handler]:
+        """Return no handlers: two whole traces are compared."""
         return {}
 
     def compare(self, traces: Sequence[Sequence[Event]], names: Sequence[str]) -> None:
-        """Compare the two traces."""
+        """Compare two traces, of the runs `names`, and record the violations."""
         try:
             first, second = (self.groups(trace) for trace in traces)
-        except Exception as error:  # as in a monitor: a defect of the specification
-            self.error = (
-                f"the check of {self.requirement.id} failed: {type(error).__name__} {error}"
-            )
+        except Exception as error:
+            # As in a monitor, this is a defect of the specification.
+            name = self.requirement.id
+            self.error = f"the check of {name} failed: {type(error).__name__} {error}"
             return
-        self.exercised = sum(len(group) for group in first.values()) + sum(
-            len(group) for group in second.values()
-        )
+        self.exercised = sum(map(len, first.values())) + sum(map(len, second.values()))
         end: Event = traces[0][-1] if traces[0] else {"kind": "run.end", "seq": 0, "step": 0}
-        differences = [
-            (one[1] if one is not None else end, key, index, one, two)
-            for key in dict.fromkeys(
-                [*first, *second]
-            )  # in the traces' order: of a set's, it would depend on the process
-            if (found := self.difference(first.get(key, []), second.get(key, []))) is not None
-            for index, one, two in [found]
-        ]
-        for about, key, index, one, two in sorted(
-            differences, key=lambda each: each[0].get("seq", 0)
-        ):
+        differences: list[tuple[Event, Any, Difference]] = []
+        # In the order of the traces: that of a set would differ from process to process.
+        for key in dict.fromkeys([*first, *second]):
+            found = self.difference(first.get(key, []), second.get(key, []))
+            if found is not None:
+                one = found[1]
+                differences.append((one[1] if one is not None else end, key, found))
+        differences.sort(key=lambda each: each[0].get("seq", 0))
+        for at, key, (index, one, two) in differences:
             req = next((side[1].get("req") for side in (one, two) if side is not None), None)
-            said = partial(self.message, names, key, index, one, two)
-            self.violate(
-                about, {"seq": about.get("seq", 0), "step": about.get("step", 0), "req": req}, said
-            )
+            about = {"seq": at.get("seq", 0), "step": at.get("step", 0), "req": req}
+            self.add(at, about, partial(self.describe, names, key, index, one, two))
 
-    def message(
+    def describe(
         self, names: Sequence[str], key: Any, index: int, one: Side | None, two: Side | None
-    ) -> str:
-        """What the second run did instead, and the check in brackets. What the first did is told in front of it, if it can be."""
-        left, right = (repr(side[0]) if side is not None else "nothing" for side in (one, two))
-        check = f"[`{names[0]}` and `{names[1]}` differ at {self.label(key, index)}: {left} against {right}]"
-        told = [_told(side) for side in (one, two)]
-        if told[0] == told[1]:  # what differs is not in the sentence
-            told[1] += f", as {right} and not {left}"
-        other = f"{RUNS.get(names[1], names[1])}: {told[1]} {check}"
-        return (
-            other
-            if one is not None and describe(dict(one[1])) is not None
-            else f"{told[0]}; {other}"
-        )
+    ) -> Said:
+        """Return what the second run did instead of the first, and the check.
+
+        What the first run did is left out if the event itself says it.
+        """
+        left = repr(one[0]) if one is not None else "nothing"
+        right = repr(two[0]) if two is not None else "nothing"
+        where = self.label(key, index)
+        check = f"`{names[0]}` and `{names[1]}` differ at {where}: {left} against {right}"
+        ours = _in_words(one)
+        theirs = _in_words(two)
+        if ours == theirs:  # the sentence does not contain what differs
+            theirs += f", as {right} and not {left}"
+        sentence = f"{RUNS.get(names[1], names[1])}: {theirs}"
+        if one is None or describe(dict(one[1])) is None:
+            sentence = f"{ours}; {sentence}"
+        return sentence, check
 
     def groups(self, trace: Sequence[Event]) -> Groups:
-        relate, expressions = self.requirement.relate, self.requirement.expressions
+        """Return the projected values of the matching events, by group."""
+        relate = self.requirement.relate
+        expressions = self.requirement.expressions
         assert relate is not None
         where = self.where
         project = expressions["project"].bind(self.cap, self.cfg)
@@ -96,10 +106,8 @@ class RelateMonitor(Monitor):
                 found.setdefault(key, []).append((project(event), event))
         return found
 
-    def difference(
-        self, first: list[tuple[Any, Event]], second: list[tuple[Any, Event]]
-    ) -> tuple[int, Side | None, Side | None] | None:
-        """(index, left or None, right or None) of the first difference, or None if there is none."""
+    def difference(self, first: list[Side], second: list[Side]) -> Difference | None:
+        """Return the first difference of a group in two runs, or None if there is none."""
         relate = self.requirement.relate
         assert relate is not None
         if not relate.ordered:
@@ -117,43 +125,42 @@ class RelateMonitor(Monitor):
         )
 
     def label(self, key: Any, index: int) -> str:
+        """Return the name of a place in a group, for messages."""
         relate = self.requirement.relate
         assert relate is not None
         return f"{relate.event} {index}" + (f" of {key!r}" if relate.per is not None else "")
 
 
-def _told(side: Side | None) -> str:
-    return (
-        "nothing of the kind"
-        if side is None
-        else describe(dict(side[1])) or f"{side[1]['kind']} {side[0]!r}"
-    )
+def _in_words(side: Side | None) -> str:
+    if side is None:
+        return "nothing of the kind"
+    value, event = side
+    return describe(dict(event)) or f"{event['kind']} {value!r}"
 
 
-def _bag_difference(
-    first: list[Side], second: list[Side]
-) -> tuple[int, Side | None, Side | None] | None:
-    """The first item of either side that the other does not have as often; both, if each side has one."""
-    ours, theirs = (Counter(hashable(value) for value, _ in side) for side in (first, second))
-    one = next(
-        (
-            (index, item)
-            for index, item in enumerate(first)
-            if ours[hashable(item[0])] > theirs[hashable(item[0])]
-        ),
-        None,
-    )
-    two = next(
-        (
-            (index, item)
-            for index, item in enumerate(second)
-            if theirs[hashable(item[0])] > ours[hashable(item[0])]
-        ),
-        None,
-    )
-    if one is None and two is None:
+def _bag_difference(first: list[Side], second: list[Side]) -> Difference | None:
+    """Return the first item of either side that the other one has less often, or None."""
+    ours = Counter(hashable(value) for value, _ in first)
+    theirs = Counter(hashable(value) for value, _ in second)
+    one = _first_surplus(first, ours, theirs)
+    two = _first_surplus(second, theirs, ours)
+    found = one or two
+    if found is None:
         return None
-    return (one or two or (0, None))[0], one and one[1], two and two[1]
+    left = one[1] if one is not None else None
+    right = two[1] if two is not None else None
+    return found[0], left, right
+
+
+def _first_surplus(
+    side: list[Side], mine: Counter[Hashable], others: Counter[Hashable]
+) -> tuple[int, Side] | None:
+    """Return the first item that this side has more often than the other one, with its index."""
+    for index, item in enumerate(side):
+        key = hashable(item[0])
+        if mine[key] > others[key]:
+            return index, item
+    return None
 
 
 def relate_runs(
@@ -162,7 +169,7 @@ def relate_runs(
     cap: Mapping[str, Any] | None = None,
     cfg: Mapping[str, Any] | None = None,
 ) -> RelateMonitor | None:
-    """Compare the two runs that the requirement names; None if one of them was not made."""
+    """Compare the two runs that the requirement names; return None if one of them is missing."""
     relate = requirement.relate
     assert relate is not None
     if any(run not in traces for run in relate.runs):

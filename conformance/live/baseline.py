@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs without connector: made once, kept for all who compare with them."""
+"""Baseline runs: vLLM without a connector, made once and shared by all runs that need them."""
 
 from __future__ import annotations
 
@@ -15,23 +15,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from kvconform.compat.installed import check_vllm
 from kvconform.contract.scenario import Start
 from kvconform.fixtures.tiny_llama import make
 from kvconform.live.engine import make_run
 from kvconform.live.job import Outcome, Play
 
 FOLDER = "KVCONFORM_LIVE_PLAINS"
-"""Environment variable: the directory where the processes of one program keep them, which goes when it ends; or one that the caller has
-named, for several programs one after the other: runs without connector are made once then, and stay."""
+"""Environment variable: the directory of the baseline runs.
+
+A program sets it for its own processes to a directory that it deletes at its end. A caller that
+sets it to a directory of its own keeps the baseline runs there, for several programs in a row.
+"""
 PLAIN = Start()
-"""How vLLM is started for the run that all scenarios with the same prompts are compared with."""
+"""How vLLM is started for the baseline run shared by all scenarios with the same prompts."""
 
 
 class Plains:
-    """The runs without connector, kept in `folder` for all who compare with the same one."""
+    """The baseline runs below `folder`, shared by all processes that use the same folder."""
 
     def __init__(self, folder: Path, vllm: str) -> None:
-        self.folder, self.vllm = folder, vllm
+        self.folder = folder
+        self.vllm = vllm
 
     @property
     def model(self) -> Path:
@@ -39,44 +44,40 @@ class Plains:
         return make(self.folder / "tiny-llama")
 
     def get(self, plays: list[Play], start: Start = PLAIN) -> tuple[Outcome, Path]:
-        """What vLLM answers without a connector, and the book of its KV. Made now, unless some process has made it. RuntimeError if vLLM
-        does not come through.
+        """Return what vLLM answers without a connector, and the file of its KV (the book).
+
+        Makes the run, unless some process has made it before. Raises RuntimeError if vLLM fails.
         """
-        text = repr(
-            (
-                self.vllm,
-                start.model_dump_json(),
-                [play.model_dump_json(exclude={"hits"}) for play in plays],
-            )
-        )
+        wanted = [play.model_dump_json(exclude={"hits"}) for play in plays]
+        text = repr((self.vllm, start.model_dump_json(), wanted))
         here = self.folder / f"plain-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
         with _locked(here):
             done = here / "done.jsonl"
             if not done.is_file():
-                shutil.rmtree(here / "run", ignore_errors=True)
-                made = make_run(
-                    start, plays, None, tmp=here / "run", model=self.model, book=here / "book"
-                )
-                if not made.outcome.ended:
-                    why = (
-                        made.outcome.error["text"]
-                        if made.outcome.error
-                        else f"{made.ended.how} after {made.ended.seconds:.0f} s"
-                    )
-                    raise RuntimeError(
-                        f"vLLM without a connector does not come through: {why}\n{made.words}"
-                    )
-                with (here / "run" / "out.jsonl").open("a", encoding="utf-8") as file:
-                    file.write(
-                        json.dumps({"kind": "note", "seconds": made.ended.seconds}) + "\n"
-                    )  # how fast this machine is
-                (here / "run" / "out.jsonl").rename(done)
-                shutil.rmtree(here / "run", ignore_errors=True)
+                self._make(start, plays, here, done)
         return Outcome.read(done), here / "book"
+
+    def _make(self, start: Start, plays: list[Play], here: Path, done: Path) -> None:
+        """Make a baseline run below `here`. The file `done` appears once the run is complete."""
+        shutil.rmtree(here / "run", ignore_errors=True)
+        made = make_run(start, plays, None, tmp=here / "run", model=self.model, book=here / "book")
+        if not made.outcome.ended:
+            if made.outcome.error:
+                why = made.outcome.error["text"]
+            else:
+                why = f"{made.ended.how} after {made.ended.seconds:.0f} s"
+            raise RuntimeError(f"vLLM fails without a connector: {why}\n{made.words}")
+        out = here / "run" / "out.jsonl"
+        with out.open("a", encoding="utf-8") as file:
+            # The time that the run took here, from which time limits of other runs follow.
+            file.write(json.dumps({"kind": "note", "seconds": made.ended.seconds}) + "\n")
+        out.rename(done)
+        shutil.rmtree(here / "run", ignore_errors=True)
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder, which is made if it does not exist."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -85,16 +86,13 @@ def _locked(folder: Path) -> Iterator[None]:
 
 @functools.cache
 def _own_folder() -> Path:
-    """For a program that has named none."""
+    """Return a folder for this process, deleted when it exits."""
     folder = Path(tempfile.mkdtemp(prefix="kvconform-live-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 
 
 def plains() -> Plains:
-    """Those of this program."""
-    from kvconform.compat.installed import check_vllm
-
-    return Plains(
-        Path(os.environ[FOLDER]) if os.environ.get(FOLDER) else _own_folder(), check_vllm()[0]
-    )
+    """Return the baseline runs in the directory that FOLDER names, or else in one of our own."""
+    named = os.environ.get(FOLDER)
+    return Plains(Path(named) if named else _own_folder(), check_vllm()[0])

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker's KV memory, block by block: what the connector wrote, and whether loaded blocks are what the model computes."""
+"""The oracle for one worker's KV memory, block by block.
+
+It finds what the connector wrote outside of its loads, and loaded blocks that do not hold what the
+model computes.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +31,16 @@ _KINDS = (
 
 @dataclass
 class Load:
-    """A load under way. `whole` are the numbers of the blocks that it fills alone; `late` (layer, number) was read before it was there."""
+    """A load under way.
 
-    told: Granted
+    `size`: tokens per block. `whole`: numbers of the blocks that the load fills completely; null
+    blocks are left out. `open`: the engine does not rely on it yet. `late`: (layer, number) of
+    blocks that a layer read before they had arrived. `failed`: blocks reported as failed.
+    `given_up`: the whole request was reported as failed. `due`: the load.due event of a load that
+    was incomplete when the engine relied on it, without a report of failure.
+    """
+
+    grant: Granted
     size: int
     whole: list[int]
     open: bool = True
@@ -40,38 +51,45 @@ class Load:
 
     @property
     def touched(self) -> set[int]:
-        """Blocks that it covers, whole or in part."""
+        """Ids of the blocks that it covers, completely or in part."""
         return {
-            self.told.table[n]
-            for n in range(self.told.start // self.size, -(-self.told.end // self.size))
-            if n < len(self.told.table)
+            self.grant.table[n]
+            for n in range(self.grant.start // self.size, -(-self.grant.end // self.size))
+            if n < len(self.grant.table)
         }
 
     def block(self, number: int) -> int:
-        """The block id of one of the request's blocks."""
-        return self.told.table[number]
+        """Return the id of the request's block with this number."""
+        return self.grant.table[number]
 
 
 class Blocks:
-    """The KV tensors of one rank, by layer: `tensors[layer]` has the blocks along its first axis. Writes nothing but poison."""
+    """The KV tensors of one rank: `tensors[layer]` has the blocks along its first axis.
+
+    Writes only poison. `size`: tokens per block. `shadow`: a copy of the tensors, None if they are
+    larger than WATCHED or not in host memory.
+    """
 
     def __init__(self, tensors: list[torch.Tensor], size: int) -> None:
-        self.tensors, self.size = tensors, size
+        self.tensors = tensors
+        self.size = size
         self.bytes = sum(t.numel() * t.element_size() for t in tensors)
-        self.shadow = (
-            [t.clone() for t in tensors]
-            if self.bytes <= WATCHED and all(t.device.type == "cpu" for t in tensors)
-            else None
-        )
+        self.shadow: list[torch.Tensor] | None = None
+        if self.bytes <= WATCHED and all(t.device.type == "cpu" for t in tensors):
+            self.shadow = [t.clone() for t in tensors]
         self.poisoned: dict[int, float] = {}
         self._poisons = 0
 
     def read(self, block: int) -> torch.Tensor:
-        """A copy [layers, elements], on the host."""
+        """Return a copy [layers, elements] of a block, in host memory."""
         return torch.stack([tensor[block].detach().cpu().reshape(-1) for tensor in self.tensors])
 
     def changed(self, keep: set[int]) -> list[list[int]]:
-        """Per layer, the blocks that differ from the copy; takes them into it. Those in `keep` are the model's to write: only taken."""
+        """Return, per layer, the blocks that differ from the shadow copy, and update the copy.
+
+        Blocks in `keep`, which the model may write, are updated but not returned. Without a copy,
+        the list is empty.
+        """
         if self.shadow is None:
             return []
         found: list[list[int]] = []
@@ -85,16 +103,20 @@ class Blocks:
         return found
 
     def poison(self, block: int) -> float:
-        """Fill a block that was handed out: what is read from it now, nobody has written. Returns the value."""
+        """Fill a newly allocated block with a recognisable value, and return that value."""
         self._poisons += 1
-        value = self.poisoned[block] = poison_value(self._poisons)
+        value = poison_value(self._poisons)
+        self.poisoned[block] = value
         for tensors in filter(None, (self.tensors, self.shadow)):
             for tensor in tensors:
                 tensor[block] = value
         return value
 
     def untouched(self, block: int, layer: int | None = None) -> bool:
-        """Whether some layer (or this one) of a block has still some of its poison: nobody has written that, or not all of it."""
+        """Return whether a block still holds poison in some layer, or in `layer`.
+
+        If so, it was not written, or not completely.
+        """
         value = self.poisoned.get(block)
         if value is None:
             return False
@@ -107,18 +129,23 @@ class Blocks:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """As integers: NaN must equal itself."""
+    """Return the elements as integers, so that NaN equals itself."""
     return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
 
 
 class BlockOracle:
-    """Judges the writes of one rank's connector half, and its loads. Emits kv.changed, load.due, kv.wrong and live.load.
+    """Judges the writes of one rank's connector half, and its loads.
 
-    The same events as kvconform.kv.oracle's, of whole blocks: a slot is the first of its block, and a load's partial blocks are not judged.
+    Emits kv.changed, load.due, kv.wrong and live.load. The first three are those of
+    kvconform.kv.oracle, for whole blocks: a kv.changed lists a block as its first slot, and blocks
+    that a load fills in part are not judged.
     """
 
     def __init__(self, trace: Trace, blocks: Blocks, book: Book, *, poison: bool) -> None:
-        self.trace, self.blocks, self.book, self.poisoning = trace, blocks, book, poison
+        self.trace = trace
+        self.blocks = blocks
+        self.book = book
+        self.poisoning = poison
         self.loads: list[Load] = []
         self.note = StepNote(0)
         self.fresh: list[tuple[int, str]] = []
@@ -127,206 +154,219 @@ class BlockOracle:
         self.reported: set[str] = set()
         self.bad: set[int] = set()
 
-    # -- a step ----------------------------------------------------------------------------------------------------------------
+    # -- a step
     def begin(self, note: StepNote) -> None:
-        """A step begins: what is final goes into the book, and its loads are known."""
+        """Begin a step: enter blocks that are final into the book, and take its loads over."""
         self.check("no hook")
         self.enter(note.named)  # before anything of this step writes
         self._overdue()
-        self.note, self.fresh = note, [one for one in note.fresh if one[0] not in set(note.zeroed)]
+        self.note = note
+        zeroed = set(note.zeroed)
+        self.fresh = [one for one in note.fresh if one[0] not in zeroed]
         handed_out = {block for block, _ in note.fresh}
         self.bad -= handed_out
         for block in handed_out:
             self.blocks.poisoned.pop(block, None)
-        self.failed_blocks, self.failed_reqs, self.reported = set(), set(), set()
-        for told in note.granted:
+        self.failed_blocks = set()
+        self.failed_reqs = set()
+        self.reported = set()
+        for grant in note.granted:
             size = self.blocks.size
-            whole = range(-(-told.start // size), min(told.end // size, len(told.table)))
-            self.loads.append(Load(told, size, [n for n in whole if told.table[n]]))
+            whole = range(-(-grant.start // size), min(grant.end // size, len(grant.table)))
+            self.loads.append(Load(grant, size, [n for n in whole if grant.table[n]]))
         self.loads = [load for load in self.loads if load.open or load.due is not None]
 
     def enter(self, named: list[Named]) -> None:
-        """Blocks that the model has filled, upon KV that is right, go into the book."""
+        """Enter blocks that the model has filled into the book, unless wrong KV led to them."""
         for one in named:
             if not self.bad & {one.block, *one.upon}:
-                self.book.enter(
-                    one.content, one.plain, one.req, one.index, self.blocks.read(one.block)
-                )
+                block = self.blocks.read(one.block)
+                self.book.enter(one.content, one.plain, one.req, one.index, block)
 
     def poison_fresh(self) -> None:
-        """Fill the blocks that were handed out. After handle_preemptions, before any load."""
-        self.check(
-            "handle_preemptions", also={*self.note.zeroed, *(block for block, _ in self.fresh)}
-        )
-        for block, owner in self.fresh if self.poisoning else ():
-            self.book.poisoners[self.blocks.poison(block)] = owner
+        """Poison the newly allocated blocks. Call after handle_preemptions, before any load."""
+        engine_writes = {*self.note.zeroed, *(block for block, _ in self.fresh)}
+        self.check("handle_preemptions", also=engine_writes)
+        if self.poisoning:
+            for block, owner in self.fresh:
+                self.book.poisoners[self.blocks.poison(block)] = owner
         self.fresh = []
 
     def read(self, layer: int) -> None:
-        """The attention of a layer is about to read."""
+        """Note blocks of synchronous loads that are missing when a layer's attention reads them."""
         for load in self.loads:
-            if load.open and not load.told.is_async and load.told.req in self.note.scheduled:
+            if load.open and not load.grant.is_async and load.grant.req in self.note.scheduled:
                 load.late.update(
                     (layer, n) for n in load.whole if self.blocks.untouched(load.block(n), layer)
                 )
 
     def end(self) -> None:
-        """The step is over: the engine relies on the loads of what it computed, and on those that were reported."""
+        """End a step, and judge the loads that the engine relies on.
+
+        These are the synchronous loads of requests that computed, and reported asynchronous loads.
+        """
         self.check("wait_for_save", also=self.note.written)
         self._overdue()
         for load in self.loads:
             if not load.open:
                 continue
-            told = load.told
-            if told.is_async and told.req not in self.note.tables:
-                load.open = False  # given back: nobody relies on it
-            elif told.req in (self.reported if told.is_async else self.note.scheduled):
+            grant = load.grant
+            if grant.is_async and grant.req not in self.note.tables:
+                load.open = False  # its blocks were freed: nothing relies on the load
+            elif grant.req in (self.reported if grant.is_async else self.note.scheduled):
                 self._due(load)
 
-    # -- what the connector wrote ----------------------------------------------------------------------------------------------
+    # -- what the connector wrote
     def check(self, after_hook: str, also: set[int] | None = None) -> None:
-        """Say which blocks were written outside of loads since the last call; those in `also` may be the engine's own writes."""
+        """Emit kv.changed for blocks that were written outside of loads since the last call.
+
+        Blocks in `also` are not reported: the engine itself may have written them.
+        """
         for layer, blocks in enumerate(self.blocks.changed(also or set())):
             if blocks:
                 self._classify(after_hook, layer, blocks)
 
     def _classify(self, after_hook: str, layer: int, blocks: list[int]) -> None:
+        """Emit one kv.changed for the changed blocks of a layer, sorted by kind."""
         kinds: dict[str, list[int]] = {kind: [] for kind in _KINDS}
-        reqs, transfers = set[str](), set[str]()
+        reqs = set[str]()
+        transfers = set[str]()
         for block in blocks:
-            mine = [load for load in self.loads if block in load.told.table]
+            mine = [load for load in self.loads if block in load.grant.table]
             inside = [
                 load
                 for load in mine
                 if (load.open or load.due is not None) and block in load.touched
             ]
             for load in inside or mine:
-                reqs.add(load.told.req)
-                transfers.add(load.told.transfer)
+                reqs.add(load.grant.req)
+                transfers.add(load.grant.transfer)
             if not inside or block == 0:
                 kinds[self._outside(block, mine)].append(block * self.blocks.size)
         whose = {"req": sorted(reqs), "transfer": sorted(transfers), "group": None}
         self.trace.emit("kv.changed", after_hook=after_hook, layer=layer, **whose, **kinds)
 
     def _outside(self, block: int, mine: list[Load]) -> str:
+        """Return the kind of a block outside of loads; `mine`: loads whose table contains it."""
         if block == 0:
             return "null_block"
         held = [req for req, table in self.note.tables.items() if block in table]
-        if not held and not any(load.open for load in mine):
+        loading = any(load.open for load in mine)
+        if not held and not loading:
             return "unallocated"
         for load in mine:
-            if block in load.told.table[: load.told.start // self.blocks.size]:
+            if block in load.grant.table[: load.grant.start // self.blocks.size]:
                 return "shared"
-        if any(load.open for load in mine):
+        if loading:
             return "tail"
-        return "over_computed" if any(load.told.req in held for load in mine) else "other_request"
+        return "over_computed" if any(load.grant.req in held for load in mine) else "other_request"
 
-    # -- loads -----------------------------------------------------------------------------------------------------------------
+    # -- loads
     def _due(self, load: Load) -> None:
-        load.open, told = False, load.told
-        mine = [n for n in load.whole if load.block(n) not in self.note.written or told.is_async]
+        """Compare the blocks of a load that the engine relies on, and emit the result."""
+        load.open = False
+        grant = load.grant
+        mine = [n for n in load.whole if load.block(n) not in self.note.written or grant.is_async]
         missing = [n for n in mine if self.blocks.untouched(load.block(n))]
         found: dict[int, Finding] = {}
         for number in mine:
             if number not in missing:
-                found[number] = self.book.compare(
-                    self.blocks.read(load.block(number)), told.contents, number
-                )
+                block = self.blocks.read(load.block(number))
+                found[number] = self.book.compare(block, grant.contents, number)
         lists = {
-            v: [n for n, f in found.items() if f.verdict == v]
-            for v in ("exact", "close", "wrong", "unknown")
+            verdict: [n for n, finding in found.items() if finding.verdict == verdict]
+            for verdict in ("exact", "close", "wrong", "unknown")
         }
         affected = {load.block(n) for n in (*missing, *lists["wrong"])}
         reported = self._reported(load, affected)
         self.bad |= affected | (load.touched if reported else set())
-        if missing or len(lists["unknown"]) < len(
-            found
-        ):  # else there is nothing to compare with: it is not judged
+        nothing_known = len(lists["unknown"]) == len(found)
+        if missing or not nothing_known:
             self._judge(load, missing, found)
+        errors = [f.error for f in found.values() if f.verdict in ("close", "wrong")]
         self.trace.emit(
             "live.load",
-            req=told.req,
-            generation=told.generation,
-            transfer=told.transfer,
-            is_async=told.is_async,
+            req=grant.req,
+            generation=grant.generation,
+            transfer=grant.transfer,
+            is_async=grant.is_async,
             missing=missing,
             **lists,
-            granted=told.end - told.start,
+            granted=grant.end - grant.start,
             blocks=len(load.whole),
             reported_failed=reported,
             rank=0,
-            error=max(
-                (f.error for f in found.values() if f.verdict in ("close", "wrong")), default=0.0
-            ),
+            error=max(errors, default=0.0),
         )
 
     def _reported(self, load: Load, affected: set[int]) -> bool:
-        """Whether the load was reported as failed, in all of these blocks."""
-        whole = load.given_up or load.told.req in self.failed_reqs
+        """Return whether the load was reported as failed, in all of these blocks."""
+        whole = load.given_up or load.grant.req in self.failed_reqs
         return whole or bool(affected) and affected <= self.failed_blocks | load.failed
 
     def _judge(self, load: Load, missing: list[int], found: dict[int, Finding]) -> None:
-        """What is wrong with a load that the engine relies on."""
+        """Emit load.due, and kv.wrong for wrong blocks not reported as failed and late blocks."""
         reported = self._reported(load, {load.block(n) for n in missing})
-        told, size, failed = load.told, self.blocks.size, self.failed_blocks | load.failed
+        grant = load.grant
+        size = self.blocks.size
+        failed = self.failed_blocks | load.failed
         wrong = [number for number, finding in found.items() if finding.verdict == "wrong"]
-        positions = _positions(missing, size)
         event = self.trace.emit(
             "load.due",
-            req=told.req,
-            generation=told.generation,
-            transfer=told.transfer,
-            granted=told.end - told.start,
-            missing=positions,
+            req=grant.req,
+            generation=grant.generation,
+            transfer=grant.transfer,
+            granted=grant.end - grant.start,
+            missing=_positions(missing, size),
             wrong=_positions(wrong, size),
             reported_failed=reported,
-            is_async=told.is_async,
-            local=told.start,
+            is_async=grant.is_async,
+            local=grant.start,
             by_group=[],
             early_reads=[],
         )
         if missing and not reported:
             load.due = event
+        given_up = load.given_up or grant.req in self.failed_reqs
         for number in wrong:
-            if (
-                load.block(number) not in failed
-                and not load.given_up
-                and told.req not in self.failed_reqs
-            ):
-                self._wrong(
-                    load, number, found[number].layer, found[number].found, found[number].origin
-                )
+            if load.block(number) not in failed and not given_up:
+                finding = found[number]
+                self._wrong(load, number, finding.layer, finding.found, finding.origin)
+        origin = "bytes that arrived after the layer had been read"
         for layer, number in sorted(load.late):
             if number not in missing:
-                self._wrong(
-                    load,
-                    number,
-                    layer,
-                    "not_yet_loaded",
-                    "bytes that arrived after the layer had been read",
-                )
+                self._wrong(load, number, layer, "not_yet_loaded", origin)
 
     def _wrong(self, load: Load, number: int, layer: int, found: str, origin: str) -> None:
-        told, size = load.told, self.blocks.size
+        """Emit kv.wrong for one block of a load."""
+        grant = load.grant
+        size = self.blocks.size
         self.trace.emit(
             "kv.wrong",
-            req=told.req,
-            generation=told.generation,
+            req=grant.req,
+            generation=grant.generation,
             layer=layer,
             kv="both",
             pos=number * size,
             count=size,
             block=load.block(number),
             via="external",
-            transfer=told.transfer,
-            transfer_sync=not told.is_async,
+            transfer=grant.transfer,
+            transfer_sync=not grant.is_async,
             found=found,
             origin=origin,
+            origin_req=None,
+            origin_pos=None,
             group=None,
         )
 
     def _overdue(self) -> None:
-        """What was missing when the engine relied on it may have arrived since, while the request still has the block: then it was late."""
+        """Report blocks as late that arrived after the engine relied on them.
+
+        Removes them from the `missing` of their load.due event. Ends when the request no longer
+        has its blocks.
+        """
+        origin = "bytes that arrived after the load had been relied on"
         for load in self.loads:
             if load.due is None:
                 continue
@@ -336,28 +376,23 @@ class BlockOracle:
                 if n * load.size in load.due["missing"] and not self.blocks.untouched(load.block(n))
             ]
             for number in late:
-                load.due["missing"] = [p for p in load.due["missing"] if p // load.size != number]
-                self._wrong(
-                    load,
-                    number,
-                    0,
-                    "not_yet_loaded",
-                    "bytes that arrived after the load had been relied on",
-                )
-            if not load.due["missing"] or load.told.req not in self.note.tables:
+                missing = [p for p in load.due["missing"] if p // load.size != number]
+                self.trace.amend(load.due, missing=missing)
+                self._wrong(load, number, 0, "not_yet_loaded", origin)
+            if not load.due["missing"] or load.grant.req not in self.note.tables:
                 load.due = None
 
-    # -- reports ---------------------------------------------------------------------------------------------------------------
+    # -- reports
     def reports(self, results: Any) -> None:
-        """get_transfer_results answered."""
+        """Take note of what get_transfer_results returned."""
         self.reported |= set(results.finished_recving or ())
         for load in self.loads:
-            if load.open and load.told.req in (getattr(results, "failed_recving", None) or ()):
+            if load.open and load.grant.req in (getattr(results, "failed_recving", None) or ()):
                 load.given_up = True
-                self.failed_reqs.add(load.told.req)
+                self.failed_reqs.add(load.grant.req)
 
     def errors(self, blocks: set[int]) -> None:
-        """get_block_ids_with_load_errors answered."""
+        """Take note of what get_block_ids_with_load_errors returned."""
         self.failed_blocks |= blocks
         for load in self.loads:
             if load.open:
@@ -365,6 +400,7 @@ class BlockOracle:
 
 
 def _positions(numbers: list[int], size: int) -> list[int]:
+    """Return the token positions of blocks, given by their numbers."""
     return [
         position for number in numbers for position in range(number * size, (number + 1) * size)
     ]

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KV that the model computed, block by block, and what bytes that were loaded turn out to be.
+"""The KV that the model computed, block by block, and what the bytes of a loaded block are.
 
-The order of the bytes within a block is the attention backend's affair (on a CPU it depends on the instruction set), so whole blocks are
-compared, element by element. Rounding makes KV of the same tokens differ in its last bits when they were computed in another batch: all
-versions are kept, and what equals none of them but is close to one is told apart from what is wrong.
+The attention backend decides the order of the bytes within a block (on a CPU, by the instruction
+set). So whole blocks are compared, element by element. KV of the same tokens that was computed in
+another batch differs in its last bits, due to rounding. So several versions of a block are kept,
+and a block that is close to one of them is distinguished from a wrong one.
 """
 
 from __future__ import annotations
@@ -17,16 +18,23 @@ import torch
 from safetensors.torch import load_file, save_file
 
 CLOSE = 0.05
-"""A part of the largest value of a layer's block: what differs by less is rounding. A token that was changed differs by more."""
+"""Largest difference that counts as rounding, as a part of the largest value of a layer's block.
+
+A token that was changed makes a larger difference.
+"""
 VERSIONS = 8
+"""Largest number of versions that are kept of one block."""
 _MASK = (1 << 64) - 1
 LIMIT = 512 << 20
 """Bytes that are kept of all blocks."""
 
 
 class Finding(NamedTuple):
-    """How a loaded block compares: exact, close, wrong or unknown; the largest difference, as a part of the largest value; of a wrong
-    block the first layer, and what the bytes are (kvconform.contract.events.PROVENANCE) and where from.
+    """Result of the comparison of a loaded block.
+
+    `verdict`: exact, close, wrong or unknown. `error`: the largest difference, as a part of the
+    largest value. For a wrong block: the first wrong `layer`, what the bytes are (`found`, one of
+    kvconform.contract.events.PROVENANCE), and in words where they come from (`origin`).
     """
 
     verdict: str
@@ -38,7 +46,12 @@ class Finding(NamedTuple):
 
 @dataclass
 class Record:
-    """A block's worth of tokens: who computed it first (request, number of the block), the versions [layers, elements] of its KV."""
+    """A block's worth of tokens.
+
+    `req`, `index`: the request that computed it first, and the number of its block. `plain`: the
+    id of the same tokens under no identity. `versions`: the KV [layers, elements], each version
+    that was computed.
+    """
 
     req: str
     index: int
@@ -47,23 +60,25 @@ class Record:
 
 
 class Book:
-    """Records by content id of the last token. `tolerance` replaces CLOSE for a lossy connector."""
+    """Records by content id of the last token. `tolerance` replaces CLOSE for a lossy connector.
+
+    `computed`: content ids, and plain ids, of all positions that the baseline run computed.
+    `poisoners`: by poison value, the request whose fresh block was filled with it last.
+    """
 
     def __init__(self, tolerance: float = CLOSE) -> None:
         self.tolerance = max(tolerance, CLOSE)
         self.records: dict[int, Record] = {}
-        self.computed: tuple[set[int], set[int]] = (
-            set(),
-            set(),
-        )  # content ids, plain ids, of every position that the other run computed
-        self.poisoners: dict[
-            float, str
-        ] = {}  # the request whose fresh block was filled with a value last
+        self.computed: tuple[set[int], set[int]] = (set(), set())
+        self.poisoners: dict[float, str] = {}
         self._rows: dict[bytes, tuple[int, int]] = {}
         self._bytes = 0
 
     def enter(self, content: int, plain: int, req: str, index: int, block: torch.Tensor) -> None:
-        """The model computed this block [layers, elements]."""
+        """Record a block [layers, elements] that the model computed.
+
+        Does nothing if the same bytes are recorded already, or if a limit is reached.
+        """
         record = self.records.setdefault(content, Record(req, index, plain))
         size = block.numel() * block.element_size()
         if (
@@ -78,17 +93,19 @@ class Book:
             self._rows.setdefault(_print(row), (content, layer))
 
     def compare(self, block: torch.Tensor, contents: list[tuple[int, int]], index: int) -> Finding:
-        """What was loaded as block `index` of a request whose blocks have `contents` (content id, plain id). Changes nothing."""
+        """Compare bytes that were loaded as block `index` of a request.
+
+        `contents`: (content id, plain id) of each of the request's blocks. Changes nothing.
+        """
         record = self.records.get(contents[index][0]) if index < len(contents) else None
         if record is None or not record.versions:
             return Finding("unknown")
         if any(torch.equal(block, version) for version in record.versions):
             return Finding("exact")
-        best = min(
-            ((self._error(block, version), n) for n, version in enumerate(record.versions)),
-            key=lambda pair: float(pair[0].max()),
+        errors = min(
+            (self._error(block, version) for version in record.versions),
+            key=lambda errors: float(errors.max()),
         )
-        errors = best[0]
         worst = float(errors.max())
         if worst <= self.tolerance:
             return Finding("close", worst)
@@ -98,23 +115,26 @@ class Book:
 
     @staticmethod
     def _error(block: torch.Tensor, version: torch.Tensor) -> torch.Tensor:
-        """Largest difference [layers], as a part of the layer's largest value; infinite where something is no number."""
-        have, want = block.float(), version.float()
+        """Return the largest difference [layers], as a part of the layer's largest value.
+
+        A layer that holds a NaN has an infinite difference.
+        """
+        have = block.float()
+        want = version.float()
         errors = (have - want).abs().amax(1) / want.abs().amax(1).clamp_min(1e-20)
         return torch.nan_to_num(errors, nan=float("inf"))
 
     def _diagnose(
         self, row: torch.Tensor, layer: int, contents: list[tuple[int, int]], index: int
     ) -> tuple[str, str]:
+        """Return what the wrong bytes of one layer are, and in words where they come from."""
         if not bool(row.any()):
-            return "never_computed", "zeros: nobody ever wrote this block"
+            return "never_computed", "zeros: this block was never written"
         if (poison := poison_in(row)) is not None:
             owner = self.poisoners.get(poison)
             mine = owner is None or owner == self.records[contents[index][0]].req
-            return (
-                "never_computed" if mine else "poison",
-                f"poison that a fresh block of request {owner} was filled with",
-            )
+            origin = f"poison that a fresh block of request {owner} was filled with"
+            return "never_computed" if mine else "poison", origin
         hit = self._rows.get(_print(row)) or self._near(row)
         if hit is None:
             return "unknown", "bytes that the model never computed as a block"
@@ -130,7 +150,7 @@ class Book:
         return "other_request", origin
 
     def _near(self, row: torch.Tensor) -> tuple[int, int] | None:
-        """The record that bytes are close to."""
+        """Return the content id and layer of a recorded row within the tolerance, if any."""
         want = row.float()
         for content, record in self.records.items():
             for version in record.versions:
@@ -139,16 +159,12 @@ class Book:
                     return content, int(errors.argmin())
         return None
 
-    # -- another run -----------------------------------------------------------------------------------------------------------
+    # -- another run
     def save(self, path: Path) -> None:
-        """Write the records down, and `computed`, for another process."""
-        tensors, about = (
-            {
-                f"{name}.": _packed(ids)
-                for name, ids in zip(("ever", "plain"), self.computed, strict=True)
-            },
-            {},
-        )
+        """Write the records and `computed` to a file, for another process."""
+        ever, plain = self.computed
+        tensors = {"ever.": _packed(ever), "plain.": _packed(plain)}
+        about: dict[str, str] = {}
         for content, record in self.records.items():
             for number, version in enumerate(record.versions):
                 tensors[f"{content:016x}.{number}"] = version
@@ -156,7 +172,7 @@ class Book:
         save_file(tensors, path, metadata=about)
 
     def load(self, path: Path) -> None:
-        """Take over the records that another process wrote. OSError if there are none."""
+        """Add the records that another process saved. OSError if the file cannot be read."""
         from safetensors import safe_open
 
         with safe_open(path, framework="pt") as file:
@@ -167,17 +183,12 @@ class Book:
                 continue
             content = name.partition(".")[0]
             plain, index, req = about[content].split(" ", 2)
-            self.enter(
-                int(content, 16),
-                int(plain, 16),
-                f"{req} of the run without connector",
-                int(index),
-                block,
-            )
+            owner = f"{req} of the baseline run"
+            self.enter(int(content, 16), int(plain, 16), owner, int(index), block)
 
 
 def _packed(ids: set[int]) -> torch.Tensor:
-    """Unsigned 64-bit numbers as signed ones, which safetensors knows."""
+    """Return unsigned 64-bit numbers, sorted, as signed ones, which safetensors supports."""
     return torch.tensor(
         [number - (1 << 64) if number >> 63 else number for number in sorted(ids)],
         dtype=torch.int64,
@@ -185,21 +196,24 @@ def _packed(ids: set[int]) -> torch.Tensor:
 
 
 def _print(row: torch.Tensor) -> bytes:
+    """Return a hash of the bytes of a row."""
     return hashlib.blake2b(
         row.contiguous().view(torch.uint8).numpy().tobytes(), digest_size=16
     ).digest()
 
 
 def poison_value(number: int) -> float:
-    """What the n-th fresh block is filled with: a number that every element type holds exactly."""
+    """Return the value that fills the n-th fresh block; every element type holds it exactly."""
     return 32.0 + (number % 64) * 0.5
 
 
 def poison_in(row: torch.Tensor) -> float | None:
-    """A value of poison that a noticeable part of the elements has (a token's worth of 64 is enough)."""
+    """Return the poison value that at least 16 of the elements hold, or None."""
     flat = row.float().flatten()
     marked = flat[(flat >= 32.0) & (flat < 64.0) & (flat * 2 == (flat * 2).round())]
     if len(marked) < min(16, len(flat)):
         return None
     values, counts = marked.unique(return_counts=True)
-    return float(values[counts.argmax()]) if int(counts.max()) >= min(16, len(flat)) else None
+    if int(counts.max()) < min(16, len(flat)):
+        return None
+    return float(values[counts.argmax()])

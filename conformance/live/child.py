@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The child process: builds vLLM as a job says, goes through its phases, and writes what came of them: `python -m kvconform.live.child
-JOB OUT`. Whatever the connector does to this process is seen by the parent, which has a time limit and ends what is left of it.
+"""The child process of a live run: `python -m kvconform.live.child JOB OUT`.
+
+It starts vLLM as the job says, plays its phases, and writes the results to OUT. The parent has a
+time limit and ends what is left of this process, whatever the connector does to it.
 """
 
 from __future__ import annotations
@@ -13,16 +15,19 @@ import traceback
 from pathlib import Path
 from typing import IO, Any
 
+from kvconform.live import start
 from kvconform.live.job import Answer, Ask, Counts, Job, PhaseDone, Play
 from kvconform.live.outage import Striking
 
 PATIENCE = 45.0
-"""Seconds without a token of any request, while some wait, after which nothing is going to happen any more."""
+"""Seconds without a new token of any request, while some wait, after which the run is stalled."""
 OUTAGE_PATIENCE = 90.0
-"""The same where servers of the connector fail: what it asked of them may have to run into a time limit first."""
+"""The same while servers of the connector fail: what it asked them may have to time out first."""
 RESET_LIMIT = 15.0
-"""Seconds that a reset of the local prefix cache may take: until the connector has let go of the last block. Once it has not, nobody
-waits again."""
+"""Seconds that a reset of the local prefix cache may take.
+
+The connector has to release the last block until then. If it does not, later resets do not wait.
+"""
 METRICS = {
     "vllm:external_prefix_cache_queries": "external_queries",
     "vllm:external_prefix_cache_hits": "external_hits",
@@ -33,38 +38,43 @@ METRICS = {
     "vllm:generation_tokens": "generated",
     "vllm:prompt_tokens": "prompt",
 }
+"""vLLM's name of each metric in Counts."""
 
 
 class Stalled(Exception):
-    """Requests wait, and nothing happens."""
+    """Requests wait, and vLLM makes no progress."""
 
 
 class Child:
-    """One engine. `out` gets a line per thing that is known."""
+    """One engine and the phases that it is asked. `out` gets one line of JSON per result.
+
+    `held`: blocks were still in use at the time limit of a reset.
+    """
 
     def __init__(self, job: Job, out: IO[str]) -> None:
-        self.job, self.out = job, out
+        self.job = job
+        self.out = out
         self.answers: dict[str, Answer] = {}
         self._counted: dict[str, int] = {}
         self.llm: Any = None
         self.held = False
         failing = any(play.faults for play in job.plays)
-        self.patience, self.reset_limit = (
-            (OUTAGE_PATIENCE, OUTAGE_PATIENCE) if failing else (PATIENCE, RESET_LIMIT)
-        )
-        self.patience = max(self.patience, job.pace)
+        self.patience = max(OUTAGE_PATIENCE if failing else PATIENCE, job.pace)
+        self.reset_limit = OUTAGE_PATIENCE if failing else RESET_LIMIT
         self.striking = Striking(job.desk)
 
     def write(self, kind: str, **fields: Any) -> None:
+        """Write one line."""
         self.out.write(json.dumps({"kind": kind, **fields}) + "\n")
         self.out.flush()
 
     def run(self) -> None:
-        """Everything. Raises what the engine raises, after noting where it was."""
+        """Start vLLM, play all phases, and shut vLLM down.
+
+        Writes where the engine raised an exception, and raises it again.
+        """
         where = "start"
         try:
-            from kvconform.live import start
-
             start.surroundings()
             self.llm = start.engine(self.job)
             self.write("note", pid=os.getpid(), started=True)
@@ -88,22 +98,22 @@ class Child:
             raise
         self.write("end")
 
-    # -- a phase -------------------------------------------------------------------------------------------------------------------
+    # -- a phase
     def play(self, play: Play) -> PhaseDone:
-        """Ask everything, and wait for all answers."""
+        """Send all requests of a phase, and wait for all answers. Stalled if none progresses."""
         engine = self.llm.llm_engine
         done = self._reset(engine) if play.reset else None
         waiting = sorted(play.asks, key=lambda ask: ask.at)
-        running: dict[
-            str, tuple[Ask, list[int], str, int]
-        ] = {}  # by the id that vLLM reports: ask, prompt, internal id, step of arrival
+        # By the id that vLLM reports: the request, its prompt, vLLM's internal id, step of arrival.
+        running: dict[str, tuple[Ask, list[int], str, int]] = {}
         outputs: dict[str, Any] = {}
         found: list[Answer] = []
-        step, heard = 0, time.monotonic()
+        step = 0
+        last_progress = time.monotonic()
         self.striking.phase(play)
         while waiting or running:
             if self.striking.step(step, len(running)):
-                heard = time.monotonic()
+                last_progress = time.monotonic()
             if not running and waiting:
                 step = max(step, waiting[0].at)
             while waiting and waiting[0].at <= step:
@@ -111,56 +121,64 @@ class Child:
                 prompt = self._prompt(ask)
                 internal = str(
                     engine.add_request(
-                        ask.id, {"prompt_token_ids": prompt}, _params(ask), priority=ask.priority
+                        ask.id,
+                        {"prompt_token_ids": prompt},
+                        sampling_params(ask),
+                        priority=ask.priority,
                     )
                 )
                 running[ask.id] = ask, prompt, internal, step
                 if self.job.fail and play.hits:
                     engine.engine_core.engine_core.scheduler.connector.kvconform_fail_load(internal)
-            said = engine.step()
-            if not said:
+            new = engine.step()
+            if not new:
                 time.sleep(0.001)
-            if said or not running:
-                heard = time.monotonic()
-            elif time.monotonic() - heard > self.patience:
-                raise Stalled(
-                    f"no request went on for {self.patience:g} s; waiting: {', '.join(sorted(running))}"
-                )
-            for output in said:
+            if new or not running:
+                last_progress = time.monotonic()
+            elif time.monotonic() - last_progress > self.patience:
+                names = ", ".join(sorted(running))
+                raise Stalled(f"no request progressed for {self.patience:g} s; waiting: {names}")
+            for output in new:
                 outputs[output.request_id] = output
                 if output.finished and output.request_id in running:
                     ask, prompt, internal, _ = running.pop(output.request_id)
-                    found.append(_answer(ask, prompt, internal, output))
+                    found.append(answer_of(ask, prompt, internal, output))
             step += 1
             for ask, prompt, internal, began in list(running.values()):
                 if ask.abort is not None and step - began >= ask.abort:
                     engine.abort_request([ask.id])
                     del running[ask.id]
-                    found.append(_answer(ask, prompt, internal, outputs.get(ask.id), why="abort"))
+                    output = outputs.get(ask.id)
+                    found.append(answer_of(ask, prompt, internal, output, why="abort"))
         self.answers |= {answer.id: answer for answer in found}
-        return PhaseDone(name=play.name, reset_done=done, counts=self._counts(), answers=found)
+        return PhaseDone(name=play.name, reset_done=done, counts=self.take_counts(), answers=found)
 
     def _prompt(self, ask: Ask) -> list[int]:
-        before = self.answers[ask.after] if ask.after is not None else None
-        return [*before.prompt, *before.tokens, *ask.tokens] if before is not None else ask.tokens
+        """Return the token ids of a prompt; a conversation continues an earlier answer."""
+        if ask.after is None:
+            return ask.tokens
+        before = self.answers[ask.after]
+        return [*before.prompt, *before.tokens, *ask.tokens]
 
     def _settle(self, engine: Any) -> None:
-        """Let the engine make the steps that a server's makes when nobody asks any more: the connector hears who has finished, and what it
-        still sends is waited for.
+        """Let the engine make the steps that a server's engine makes after its last request.
+
+        In them the connector hears which requests have finished, and completes what it still sends.
         """
         limit = time.monotonic() + RESET_LIMIT
         if not self.job.start["processes"]:
-            while (
-                engine.engine_core.engine_core.scheduler.has_requests() and time.monotonic() < limit
-            ):
+            scheduler = engine.engine_core.engine_core.scheduler
+            while scheduler.has_requests() and time.monotonic() < limit:
                 engine.step()
                 time.sleep(0.001)
         if not self.held:
             self._reset(engine)
 
     def _reset(self, engine: Any) -> bool:
-        """Empty the local prefix cache. vLLM refuses as long as blocks are in use, as they are while a connector still saves them; an
-        engine in this process lives by being asked.
+        """Empty the local prefix cache; return whether vLLM could.
+
+        vLLM refuses while blocks are in use, for example because the connector still saves them.
+        An engine in this process only makes a step when it is called.
         """
         limit = time.monotonic() + self.reset_limit
         here = not self.job.start["processes"]
@@ -173,8 +191,8 @@ class Child:
             time.sleep(0.01)
         return True
 
-    def _counts(self) -> Counts:
-        """VLLM's counters since the last call."""
+    def take_counts(self) -> Counts:
+        """Return by how much vLLM's counters have grown since the last call."""
         now: dict[str, int] = {}
         for metric in self.llm.get_metrics():
             name = METRICS.get(metric.name)
@@ -185,7 +203,8 @@ class Child:
         return Counts(**found)
 
 
-def _params(ask: Ask) -> Any:
+def sampling_params(ask: Ask) -> Any:
+    """Return the SamplingParams of a request: greedy tokens with their log probabilities."""
     from vllm import SamplingParams
 
     return SamplingParams(
@@ -193,10 +212,13 @@ def _params(ask: Ask) -> Any:
     )
 
 
-def _answer(
+def answer_of(
     ask: Ask, prompt: list[int], internal: str, output: Any, why: str | None = None
 ) -> Answer:
-    """What came of a request; nothing yet if vLLM has said nothing about it."""
+    """Return the result of a request.
+
+    `output` is vLLM's last output for it; None, for no output yet, gives an answer without tokens.
+    """
     if output is None:
         return Answer(
             id=ask.id,
@@ -208,16 +230,19 @@ def _answer(
             gaps=[],
             why=why,
         )
-    said = output.outputs[0]
-    tokens, logprobs, seconds, gaps = list(said.token_ids), [], [], []
-    for token, options in zip(tokens, said.logprobs or (), strict=False):
-        best = sorted(
+    completion = output.outputs[0]
+    tokens = list(completion.token_ids)
+    logprobs = []
+    seconds = []
+    gaps = []
+    for token, options in zip(tokens, completion.logprobs or (), strict=False):
+        others = sorted(
             ((value.logprob, key) for key, value in options.items() if key != token), reverse=True
         )
         own = options[token].logprob
         logprobs.append(round(own, 6))
-        seconds.append(best[0][1] if best else -1)
-        gaps.append(round(own - best[0][0], 6) if best else 99.0)
+        seconds.append(others[0][1] if others else -1)
+        gaps.append(round(own - others[0][0], 6) if others else 99.0)
     return Answer(
         id=ask.id,
         internal=internal,
@@ -226,12 +251,12 @@ def _answer(
         logprobs=logprobs,
         seconds=seconds,
         gaps=gaps,
-        why=why or said.finish_reason,
+        why=why or completion.finish_reason,
     )
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code 0 if all phases came to their end."""
+    """Run the job; return exit code 0 if all phases reached their end."""
     job = Job.read(Path(arguments[0]))
     for folder in job.pythonpath:
         sys.path.append(folder)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run of vLLM in a child process: with the connector under test, or without any."""
+"""One run of vLLM in a child process, with the connector under test or without a connector."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,27 +13,33 @@ from typing import Any
 from kvconform.adapters.registry import ENVIRONMENT as ADAPTERS
 from kvconform.config.target import Target
 from kvconform.contract.scenario import BLOCK_SIZE, Start
-from kvconform.live.job import Job, Outcome, Play
+from kvconform.live.job import Ask, Job, Outcome, Play
 from kvconform.live.outage import Attendant, seconds
 from kvconform.live.plugin import TRACE
 from kvconform.live.process import Ended, python, run
-from kvconform.live.start import CPU_ASYNC as ASYNC
-from kvconform.live.start import EMULATE as EMULATE
-from kvconform.live.start import ENVIRONMENT
+from kvconform.live.start import CPU_ASYNC, EMULATE, ENVIRONMENT
 from kvconform.process.servers import Servers
 
 LIMIT = "KVCONFORM_LIVE_SECONDS"
 """Environment variable: seconds that one child may take."""
 SECONDS = 300.0
+"""Default of LIMIT."""
 SLOWER = 6
-"""A connector may take this many times as long as a run without it, on a machine on which that takes long."""
+"""A run with a connector may take this many times as long as its baseline run.
+
+This matters only on a machine where the baseline run is slow; otherwise LIMIT is larger.
+"""
 BOOK = "KVCONFORM_LIVE_BOOK"
-"""Environment variable of the probe: the file with the KV that a run without connector computed."""
+"""Environment variable of the probe: the file with the KV that the baseline run computed."""
 
 
 @dataclass
 class Made:
-    """A run that was made: what the child wrote, how it ended, where its trace is, and the last lines that it printed."""
+    """A completed run.
+
+    `outcome`: what the child wrote. `ended`: how its process ended. `traces`: the directory of its
+    trace. `words`: the last lines that it printed.
+    """
 
     outcome: Outcome
     ended: Ended
@@ -41,7 +48,7 @@ class Made:
 
 
 def patience(seconds: float) -> float:
-    """That many seconds, or as many times more as KVCONFORM_LIVE_SECONDS gives a child more than it has by default."""
+    """Return a time limit, scaled by how far KVCONFORM_LIVE_SECONDS exceeds its default."""
     return seconds * max(1.0, float(os.environ.get(LIMIT, SECONDS)) / SECONDS)
 
 
@@ -58,8 +65,11 @@ def make_run(
     servers: Sequence[Servers] = (),
     pace: float = 0.0,
 ) -> Made:
-    """Make a run. Writes below `tmp` only. Nothing of it is left when this returns, but what the phases' faults did to `servers`.
-    RuntimeError if a fault could not be carried out. `pace`: seconds that a run without connector took here; time limits grow with it.
+    """Make a run, in a child process that has ended when this returns.
+
+    Writes below `tmp` only, apart from what the faults of the phases do to `servers`. `pace`: the
+    seconds that the baseline run took on this machine; the time limits grow with it. Raises
+    RuntimeError if a fault could not be carried out.
     """
     tmp.mkdir(parents=True, exist_ok=True)
     for name in ("tmp", "trace", "work", "connector", "desk"):
@@ -83,21 +93,23 @@ def make_run(
         "TMPDIR": str(tmp / "tmp"),
         TRACE: str(tmp / "trace"),
         "VLLM_LOGGING_LEVEL": "WARNING",
-        "PYTHONPATH": _path(),
+        "PYTHONPATH": import_path(),
     }
-    environment |= (
-        {ADAPTERS: ",".join(target.adapters)} if target is not None and target.adapters else {}
-    )
-    environment |= {BOOK: str(book)} if book is not None else {}
-    environment |= {ASYNC: "1"} if start.scheduling == "async" else {}
-    environment |= {EMULATE: "1"} if target is not None and target.device == "emulated" else {}
+    if target is not None and target.adapters:
+        environment[ADAPTERS] = ",".join(target.adapters)
+    if book is not None:
+        environment[BOOK] = str(book)
+    if start.scheduling == "async":
+        environment[CPU_ASYNC] = "1"
+    if target is not None and target.device == "emulated":
+        environment[EMULATE] = "1"
     attendant = Attendant(tmp / "desk", servers)
-    limit = max(float(os.environ.get(LIMIT, SECONDS)), SLOWER * pace) + seconds(
-        [fault for play in plays for fault in play.faults], servers
-    )
+    faults = [fault for play in plays for fault in play.faults]
+    limit = max(float(os.environ.get(LIMIT, SECONDS)), SLOWER * pace) + seconds(faults, servers)
     command = python("kvconform.live.child", str(tmp / "job.json"), str(tmp / "out.jsonl"))
 
-    def over() -> bool:  # asked again and again
+    def over() -> bool:
+        """Carry out the faults that are due, and return whether the child has finished."""
         attendant.look()
         return Outcome.over(tmp / "out.jsonl")
 
@@ -117,10 +129,8 @@ def make_run(
     return Made(Outcome.read(tmp / "out.jsonl"), ended, tmp / "trace", _last_words(tmp / "log"))
 
 
-def _path() -> str:
-    """The import path of this process, for one that knows nothing of what was added to it."""
-    import sys
-
+def import_path() -> str:
+    """Return PYTHONPATH for a child process: this process's path, without site-packages."""
     return os.pathsep.join(
         folder
         for folder in sys.path
@@ -131,7 +141,7 @@ def _path() -> str:
 def transfer_of(
     target: Target | None, tmp: Path, on_failure: str = "recompute"
 ) -> dict[str, Any] | None:
-    """The fields of vLLM's KVTransferConfig for a connector."""
+    """Return the fields of vLLM's KVTransferConfig for a connector, None without one."""
     if target is None or target.connector is None:
         return None
     found: dict[str, Any] = {
@@ -140,29 +150,27 @@ def transfer_of(
         "kv_connector_extra_config": target.options(tmp, BLOCK_SIZE),
         "kv_load_failure_policy": on_failure,
     }
-    return found | ({"kv_connector_module_path": target.module} if target.module else {})
+    if target.module:
+        found["kv_connector_module_path"] = target.module
+    return found
 
 
 def resolved(plays: list[Play], plain: Outcome) -> list[Play]:
-    """The phases with the prompts that the run without connector had: whatever a connector does to an answer, all that is asked later is
-    the same.
+    """Return the phases with the prompts of the baseline run.
+
+    A wrong answer with the connector then does not change the prompts of later requests.
     """
     known = plain.answers
-    return [
-        play.model_copy(
-            update={
-                "asks": [
-                    a.model_copy(update={"tokens": known[a.id].prompt, "after": None})
-                    if a.id in known
-                    else a
-                    for a in play.asks
-                ]
-            }
-        )
-        for play in plays
-    ]
+
+    def fixed(ask: Ask) -> Ask:
+        if ask.id not in known:
+            return ask
+        return ask.model_copy(update={"tokens": known[ask.id].prompt, "after": None})
+
+    return [play.model_copy(update={"asks": [fixed(ask) for ask in play.asks]}) for play in plays]
 
 
 def _last_words(log: Path) -> str:
+    """Return the last 4000 characters of a log, without empty lines."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
     return "\n".join(line for line in lines if line.strip())[-4000:]

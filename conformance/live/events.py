@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares what a run with a connector answered with what one without answered: events `live.tokens`.
+"""The `live.*` events that the parent of a live run adds to its trace.
 
-Greedy tokens are equal unless KV was wrong, or rounding turned the scale: where prompts are computed in other pieces, sums are made in
-another order, and where two logits are nearly equal the other token may win. Then the run without the connector says so: its second
-choice was the other's first, and hardly less likely. What comes after such a place is not compared.
-
-
-What the parent of a live run adds to its trace: phases, tokens, what happened at all, and how it ended.
+They are the phases, the comparison of tokens with the baseline run, what happened how often, and
+how the run ended.
 """
 
 from __future__ import annotations
@@ -15,22 +11,31 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from kvconform.compat.installed import check_vllm
 from kvconform.contract.case import Variant
 from kvconform.contract.events import run_start
 from kvconform.contract.scenario import Scenario, Start
+from kvconform.contract.trace import Event
 from kvconform.live.engine import Made
 from kvconform.live.job import Answer, Outcome
 from kvconform.live.process import Ended
 
 AMBIGUOUS = 0.002
-"""Two tokens whose log probabilities differ by less may change places. Between runs without a connector that differ in preemptions and
-drafts, rounding of float32 moved them by less than 0.00001."""
+"""Two tokens whose log probabilities differ by less may change places.
 
-Event = dict[str, Any]
+Between baseline runs that differ in preemptions and drafts, rounding of float32 moved log
+probabilities by less than 0.00001.
+"""
 
 
 def compare(plain: Mapping[str, Answer], outcome: Outcome) -> list[Event]:
-    """One event per request that the run with the connector has answered."""
+    """Return one `live.tokens` event per request that both runs have answered.
+
+    Greedy tokens are equal unless KV was wrong or rounding decided. A run that computes prompts in
+    other pieces adds in another order; where two logits are nearly equal, the other token may win.
+    The baseline run shows that: its second choice is the token of the other run, and is hardly less
+    likely. Tokens after the first difference are not compared.
+    """
     found = []
     for phase in outcome.phases:
         found += [
@@ -42,24 +47,24 @@ def compare(plain: Mapping[str, Answer], outcome: Outcome) -> list[Event]:
 
 
 def _one(plain: Answer, answer: Answer) -> Event:
-    """The fields of one event."""
+    """Return the fields of the event of one request."""
     aborted = answer.why == "abort" or plain.why == "abort"
     length = min(len(plain.tokens), len(answer.tokens))
     at = next((i for i in range(length) if plain.tokens[i] != answer.tokens[i]), None)
-    if at is None and not aborted and len(plain.tokens) != len(answer.tokens):
-        at = length
+    token = instead = gap = None
+    ambiguous = False
+    if at is not None:
+        token = answer.tokens[at]
+        instead = plain.tokens[at]
+        gap = plain.gaps[at]
+        ambiguous = gap <= AMBIGUOUS and plain.seconds[at] == token
+    elif not aborted and len(plain.tokens) != len(answer.tokens):
+        at = length  # one of the two answers stops here
     end = length if at is None else at
     drift = [
         abs(plain.logprobs[i] - answer.logprobs[i]) for i in range(end) if i < len(answer.logprobs)
     ]
     worst = max(range(len(drift)), key=drift.__getitem__) if drift else None
-    told = at is not None and at < length
-    ambiguous = (
-        at is not None
-        and told
-        and plain.gaps[at] <= AMBIGUOUS
-        and plain.seconds[at] == answer.tokens[at]
-    )
     return {
         "req": answer.id,
         "prompt": len(answer.prompt),
@@ -69,57 +74,12 @@ def _one(plain: Answer, answer: Answer) -> Event:
         "ambiguous": ambiguous,
         "aborted": aborted,
         "at": at,
-        "token": answer.tokens[at] if at is not None and told else None,
-        "instead": plain.tokens[at] if at is not None and told else None,
-        "gap": plain.gaps[at] if at is not None and told else None,
+        "token": token,
+        "instead": instead,
+        "gap": gap,
         "drift": round(drift[worst], 6) if worst is not None else 0.0,
         "drift_at": worst,
     }
-
-
-def describe(event: Event) -> str | None:
-    """In words, what a `live.*` event that broke a requirement says; None for another."""
-    if event["kind"] == "live.tokens" and not event["same"]:
-        where = (
-            f"request {event['req']} (phase {event['phase']}, prompt of {event['prompt']} tokens)"
-        )
-        if event["token"] is None:
-            return f"{where} got {event['count']} tokens, without the connector {event['plain']}"
-        gap = f"its second choice there was less likely by a factor of {2.718281828 ** event['gap']:.3g}"
-        return f"{where}: token {event['at']} of the answer is {event['token']}, without the connector {event['instead']} ({gap})"
-    if event["kind"] == "live.tokens":
-        where = (
-            f"request {event['req']} (phase {event['phase']}, prompt of {event['prompt']} tokens)"
-        )
-        return (
-            f"{where}: the log probability of token {event['drift_at']} of the answer, the same token as without the connector, "
-            f"is off by {event['drift']:.3g}"
-        )
-    if event["kind"] == "live.end" and event["how"] != "ended":
-        after = f": {event['error']}" if event["error"] else ""
-        what = {
-            "crash": "vLLM ended with an error",
-            "timeout": "vLLM did not go on",
-            "killed": "vLLM's process died",
-        }[event["how"]]
-        return f"{what} in phase {event['phase'] or 'start'}{after}"
-    if event["kind"] == "live.end":
-        left = [
-            f"{name} {', '.join(map(str, event[name]))}"
-            for name in ("processes", "ports", "files")
-            if event[name]
-        ]
-        return f"left behind: {'; '.join(left)}"
-    if event["kind"] == "live.load":
-        bad = [
-            f"{event[name]} {words}"
-            for name, words in (("wrong", "hold other bytes"), ("missing", "were not written"))
-            if event[name]
-        ]
-        return f"of {event['blocks']} blocks loaded for {event['req']} ({event['granted']} tokens) {', '.join(bad) or 'none is wrong'}"
-    if event["kind"] == "live.phase":
-        return f"before phase {event['phase']}, when all requests had long finished, vLLM could not empty its prefix cache: blocks are held"
-    return None
 
 
 def own_events(
@@ -130,7 +90,10 @@ def own_events(
     failed_loads: int,
     hits: Collection[str],
 ) -> list[Event]:
-    """The events, without `seq` and `step`. `hits`: the phases in which loads are due."""
+    """Return all of these events, without `seq` and `step`.
+
+    `plain`: the answers of the baseline run. `hits`: the phases in which loads are due.
+    """
     found: list[Event] = []
     for phase in outcome.phases:
         counts = phase.counts
@@ -159,7 +122,10 @@ def own_events(
 
 
 def happened(outcome: Outcome, failed_loads: int) -> dict[str, int]:
-    """How often each thing that can be due happened, by vLLM's own counters; failed loads by the scheduler's (vLLM has no metric)."""
+    """Return how often each thing that can be due happened.
+
+    The counts are vLLM's own counters, except for failed loads, for which vLLM has no metric.
+    """
     counts = [phase.counts for phase in outcome.phases]
     return {
         "loads": sum(c.external_hits for c in counts),
@@ -170,7 +136,7 @@ def happened(outcome: Outcome, failed_loads: int) -> dict[str, int]:
 
 
 def missing(scenario: Scenario, outcome: Outcome, failed_loads: int) -> list[str]:
-    """What was due and did not happen, in words."""
+    """Return, as messages, what was due and did not happen."""
     words = {
         "loads": "no token was loaded from the connector (vllm:external_prefix_cache_hits)",
         "preemptions": "no request was preempted (vllm:num_preemptions)",
@@ -185,7 +151,10 @@ def missing(scenario: Scenario, outcome: Outcome, failed_loads: int) -> list[str
 
 
 def thin(scenario: Scenario, outcome: Outcome, hits: Collection[str]) -> list[str]:
-    """The phases that were to load something and did not, where others did: the run says nothing about these."""
+    """Return a message for every phase in `hits` in which nothing was loaded.
+
+    The run says nothing about these phases. Empty if loads are not due in the scenario.
+    """
     if "loads" not in scenario.due:
         return []
     found = [
@@ -197,26 +166,27 @@ def thin(scenario: Scenario, outcome: Outcome, hits: Collection[str]) -> list[st
 
 
 OWN = "vLLM's own process, which a thread keeps from ending"
+"""Name, among the processes left behind, of the engine's process if it did not exit."""
 
 
 def end_event(outcome: Outcome, ended: Ended) -> Event:
-    """How the engine and its processes ended. A process that had shut vLLM down and did not end counts as left behind; one that some
-    library took down after everything was said is nobody's loss.
+    """Return the event about how the engine and its processes ended.
+
+    A process that shut vLLM down and did not exit counts as left behind. A process that a library
+    crashed after it had written its last line ended normally.
     """
     stays = outcome.ended and ended.how == "timeout"
+    error = None
     if outcome.ended:
         how = "ended"
     elif outcome.error:
         how = "timeout" if outcome.error.get("stalled") else "crash"
     else:
         how = "timeout" if ended.how == "timeout" else "killed"
-    error = (
-        outcome.error["text"]
-        if outcome.error
-        else None
-        if how == "ended"
-        else f"{ended.how} {ended.status or ''}".strip()
-    )
+    if outcome.error:
+        error = outcome.error["text"]
+    elif how != "ended":
+        error = f"{ended.how} {ended.status or ''}".strip()
     processes = [*([OWN] if stays else []), *ended.processes]
     return {
         "kind": "live.end",
@@ -229,10 +199,8 @@ def end_event(outcome: Outcome, ended: Ended) -> Event:
     }
 
 
-def _bare(variant: Variant, start: dict[str, Any], made: Made) -> list[dict[str, Any]]:
-    """A trace of a run that the probe saw nothing of."""
-    from kvconform.compat.installed import check_vllm
-
+def bare(variant: Variant, start: dict[str, Any], made: Made) -> list[Event]:
+    """Return the trace of a run from which the probe recorded nothing: its run.start."""
     engine: Start = variant.case.start  # type: ignore[attr-defined]
     fields = run_start(
         **start,

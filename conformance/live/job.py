@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a child process of the live engine is told, and what it writes: one JSON object per line, as it goes on.
+"""Messages between parent and child of a live run, and the phases of requests of a scenario.
 
-From a scenario to what a child process is told: phases of requests with token ids.
+A job says how a child starts vLLM and what it asks. An outcome is what the child wrote: one JSON
+object per line, each written as soon as it is known.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ class _Part(BaseModel):
 
 
 class Ask(_Part):
-    """A request: prompt token ids (behind prompt and answer of request `after`, if that is given), tokens wanted, step of arrival, steps
-    until it is aborted.
+    """One request.
+
+    `tokens`: token ids of the prompt. With `after`, the prompt is the prompt and answer of that
+    earlier request, followed by `tokens`. `out`: tokens wanted. `at`: step of arrival. `abort`:
+    steps from its arrival until it is aborted.
     """
 
     id: str
@@ -36,7 +40,7 @@ class Ask(_Part):
 
 
 class Play(_Part):
-    """A phase; see kvconform.contract.scenario.Phase."""
+    """A phase of requests; see kvconform.contract.scenario.Phase."""
 
     name: str
     reset: bool = False
@@ -46,8 +50,10 @@ class Play(_Part):
 
 
 class Job(_Part):
-    """One engine and what is asked of it. `transfer`: fields of vLLM's KVTransferConfig, None for no connector. `desk`: the directory where
-    faults of servers are asked for (kvconform.live.outage).
+    """One engine and what it is asked.
+
+    `transfer`: fields of vLLM's KVTransferConfig, None for no connector. `desk`: the directory in
+    which the child requests faults of servers (kvconform.live.outage).
     """
 
     model: str
@@ -64,16 +70,21 @@ class Job(_Part):
     scale_loads: float | None = None
 
     def write(self, path: Path) -> None:
+        """Write the job to a file as JSON."""
         path.write_text(self.model_dump_json(), encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> Job:
+        """Read a job from the file that `write` wrote."""
         return cls.model_validate_json(path.read_text(encoding="utf-8"))
 
 
 class Answer(_Part):
-    """What a request came to: token ids, and per token its log probability, the second most likely token, and how much less likely that was
-    (natural logarithm). `why`: stop, length, abort. `internal`: the id that vLLM gave it.
+    """The result of a request.
+
+    Per token: its id (`tokens`), its log probability (`logprobs`), the second most likely token
+    (`seconds`), and by how much that one was less likely (`gaps`, natural logarithm). `why`: stop,
+    length or abort. `internal`: the id that vLLM gave the request.
     """
 
     id: str
@@ -100,7 +111,11 @@ class Counts(_Part):
 
 
 class PhaseDone(_Part):
-    """The end of a phase."""
+    """The result of a phase.
+
+    `reset_done`: whether the local prefix cache could be emptied before it; None if that was not
+    asked for.
+    """
 
     name: str
     reset_done: bool | None
@@ -109,7 +124,11 @@ class PhaseDone(_Part):
 
 
 class Outcome:
-    """All that a child wrote, as far as it came. `error`: (where, type, text, traceback) of what ended it; `ended`: it came to its end."""
+    """Everything that a child wrote before its end.
+
+    `current`: the last phase (or `shutdown`) that began. `error`: what ended the run (where, text,
+    stalled, traceback). `ended`: the child reached its end.
+    """
 
     def __init__(self) -> None:
         self.phases: list[PhaseDone] = []
@@ -120,7 +139,7 @@ class Outcome:
 
     @classmethod
     def read(cls, path: Path) -> Outcome:
-        """From the file that the child wrote; a last line that is cut off is left out."""
+        """Read the file that the child wrote. A truncated last line is ignored."""
         found = cls()
         lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
         for line in lines:
@@ -143,7 +162,7 @@ class Outcome:
 
     @staticmethod
     def over(path: Path) -> bool:
-        """Whether the child has written its last line: that it came to its end, or what it died of."""
+        """Return whether the child has written its last line: its end, or a fatal error."""
         if not path.is_file():
             return False
         with path.open("rb") as file:
@@ -158,39 +177,46 @@ class Outcome:
 
 
 FIRST, VOCABULARY = 3, 512
-"""Token ids from FIRST on; below are those with a meaning."""
+"""Prompts use token ids from FIRST up to, but not including, VOCABULARY.
+
+Ids below FIRST have a meaning for the model.
+"""
 FAMILY = 320
+"""Tokens of a prompt family."""
 
 
 def tokens(count: int, *seed: Any) -> list[int]:
-    """Random token ids, the same for the same seed."""
+    """Return `count` random token ids, the same for the same seed."""
     source = random.Random(repr(seed))
     return [source.randrange(FIRST, VOCABULARY) for _ in range(count)]
 
 
 def prompts(found: Sequence[Prompt], seed: int) -> dict[str, list[int]]:
-    """The token ids of every prompt by name."""
+    """Return the token ids of every prompt by its name."""
     made: dict[str, list[int]] = {}
     for prompt in found:
-        own = tokens(prompt.tokens, seed, prompt.name)
-        if prompt.period is not None:
+        if prompt.period is None:
+            own = tokens(prompt.tokens, seed, prompt.name)
+        else:
             cycle = tokens(prompt.period, prompt.draw, "loop")
             own = [cycle[i % prompt.period] for i in range(prompt.tokens)]
-        made[prompt.name] = (made[prompt.like][: prompt.shared] if prompt.like else []) + own[
-            prompt.shared if prompt.like else 0 :
-        ]
+        if prompt.like:
+            made[prompt.name] = made[prompt.like][: prompt.shared] + own[prompt.shared :]
+        else:
+            made[prompt.name] = own
     return made
 
 
 def plays(scenario: Scenario, workload: Workload | None, seed: int) -> list[Play]:
-    """The phases of a scenario. A conversation is continued from the answers of the run itself (`Ask.after`), as nobody knows them yet."""
+    """Return the phases of a scenario.
+
+    A conversation continues the answers of the run itself (`Ask.after`), which are not known yet.
+    """
     if workload is None:
-        return list(
-            _requests(scenario.requests, seed if scenario.families is None else scenario.families)
-        )
-    found = [
-        _phase(phase, workload, prompts(workload.prompts, seed), seed) for phase in workload.phases
-    ]
+        families = seed if scenario.families is None else scenario.families
+        return _requests(scenario.requests, families)
+    made = prompts(workload.prompts, seed)
+    found = [_phase(phase, workload, made, seed) for phase in workload.phases]
     return [
         play.model_copy(
             update={"faults": [fault for fault in scenario.faults if fault.phase == play.name]}
@@ -200,27 +226,18 @@ def plays(scenario: Scenario, workload: Workload | None, seed: int) -> list[Play
 
 
 def _phase(phase: Phase, workload: Workload, made: dict[str, list[int]], seed: int) -> Play:
-    asks, first = [], workload.phases[0].name
+    """Return one phase, with a request for every prompt in `made`."""
+    asks = []
+    first = workload.phases[0].name
     for name, ids in made.items():
+        id_ = f"{phase.name}/{name}"
         if phase.take == "continued":
             more = tokens(phase.more, seed, name, phase.name)
-            asks.append(
-                Ask(
-                    id=f"{phase.name}/{name}",
-                    tokens=more,
-                    after=f"{first}/{name}",
-                    out=workload.output,
-                )
-            )
-            continue
-        part = ids[: max(1, len(ids) // 2)] if phase.take == "halves" else ids
-        asks.append(
-            Ask(
-                id=f"{phase.name}/{name}",
-                tokens=part,
-                out=1 if phase.take == "halves" else workload.output,
-            )
-        )
+            asks.append(Ask(id=id_, tokens=more, after=f"{first}/{name}", out=workload.output))
+        elif phase.take == "halves":
+            asks.append(Ask(id=id_, tokens=ids[: max(1, len(ids) // 2)], out=1))
+        else:
+            asks.append(Ask(id=id_, tokens=ids, out=workload.output))
     return Play(
         name=phase.name,
         reset=phase.reset,
@@ -230,7 +247,7 @@ def _phase(phase: Phase, workload: Workload, made: dict[str, list[int]], seed: i
 
 
 def _requests(requests: Sequence[Request], seed: int) -> list[Play]:
-    """One phase per reset."""
+    """Return the phases of requests without a workload; every reset begins a new one."""
     parts: list[list[Ask]] = []
     began = 0
     for number, request in enumerate(requests):
@@ -238,9 +255,8 @@ def _requests(requests: Sequence[Request], seed: int) -> list[Play]:
             parts.append([])
             began = request.at
         own = number if request.own is None else request.own
-        ids = tokens(FAMILY, seed, "family", request.family)[: request.shared] + tokens(
-            request.tail, seed, "own", own
-        )
+        family = tokens(FAMILY, seed, "family", request.family)
+        ids = family[: request.shared] + tokens(request.tail, seed, "own", own)
         parts[-1].append(
             Ask(
                 id=f"r{own}",

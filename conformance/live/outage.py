@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults of back ends: the child, which runs the engine, asks for them when their moment has come; the parent, whose servers they are,
-carries them out.
+"""Faults of a connector's servers: when they strike, and how child and parent carry them out.
 
-They talk through a directory. The child writes `<n>.ask` and waits; the parent, which looks every quarter of a second, writes `<n>.done`.
-So a fault strikes between two steps, or at a place within a step, and not by the clock.
-
-
-Faults of back ends, in the process of the engine: finds their moment, asks for them, and writes down that they struck.
+The child, which runs the engine, requests a fault when its moment has come; the parent, which
+started the servers, carries it out. They communicate through a directory: the child writes
+`<n>.ask` and waits; the parent, which looks every quarter of a second, writes `<n>.done`. So a
+fault strikes between two steps or at a place within a step, and does not depend on the clock.
 """
 
 from __future__ import annotations
@@ -14,8 +12,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvconform.contract.scenario import Fault, numbered
 from kvconform.errors import KvconformError
@@ -23,9 +22,14 @@ from kvconform.files import replace
 from kvconform.live.job import Play
 from kvconform.process.servers import Servers
 
+if TYPE_CHECKING:
+    from kvconform.live.probe import Recorder
+    from kvconform.observe.call import Call
+
 LIMIT = 180.0
 """Seconds that the parent may take: a server that is restarted has to become ready."""
 POLL = 0.02
+"""Seconds between two looks of the child for the parent's reply."""
 
 
 class Unanswered(Exception):
@@ -33,19 +37,25 @@ class Unanswered(Exception):
 
 
 class Desk:
-    """The child's end."""
+    """The child's end of the directory."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.count = folder, 0
+        self.folder = folder
+        self.count = 0
 
     def ask(self, fault: Fault, limit: float = LIMIT) -> None:
-        """Have it carried out, and wait for that (or, if the server first stands still, for the beginning). Unanswered if it is not."""
+        """Request a fault, and wait until it is carried out.
+
+        If the server first stands still, wait only for the beginning of that. Raises Unanswered if
+        the parent does not reply within `limit` seconds, or could not do it.
+        """
         self.count += 1
         replace(self.folder / f"{self.count}.ask", fault.model_dump_json())
-        answer, until = self.folder / f"{self.count}.done", time.monotonic() + limit
+        answer = self.folder / f"{self.count}.done"
+        until = time.monotonic() + limit
         while not answer.is_file():
             if time.monotonic() > until:
-                raise Unanswered(f"nobody carried out fault {fault.do!r} within {limit:g} s")
+                raise Unanswered(f"fault {fault.do!r} was not carried out within {limit:g} s")
             time.sleep(POLL)
         problem = json.loads(answer.read_text(encoding="utf-8"))["problem"]
         if problem:
@@ -53,24 +63,30 @@ class Desk:
 
 
 class Attendant:
-    """The parent's end: what is asked for in `folder` is done to all of `servers`. `look` has to be called now and then."""
+    """The parent's end: carries out the faults requested in `folder` on all of `servers`.
+
+    The parent has to call `look` regularly.
+    """
 
     def __init__(self, folder: Path, servers: Sequence[Servers]) -> None:
-        self.folder, self.servers = folder, list(servers)
+        self.folder = folder
+        self.servers = list(servers)
         self.problems: list[str] = []
         self._served = 0
         self._later: tuple[float, Fault] | None = None
 
     def look(self) -> None:
-        """Do what was asked for, and what is due now. What cannot be done is in `problems`, and told to the child if it still waits."""
+        """Carry out the fault that is requested, and the rest of an earlier one if it is due.
+
+        Problems are added to `problems`, and reported to the child if it still waits.
+        """
         if self._later is not None and time.monotonic() >= self._later[0]:
             self._complete()
         asked = self.folder / f"{self._served + 1}.ask"
         if not asked.is_file():
             return
-        while (
-            self._later is not None
-        ):  # the phases were faster than the server's standstill: one after the other
+        # The engine may reach the next fault while the server still stands still for this one.
+        while self._later is not None:
             self._complete(wait=True)
         fault = Fault.model_validate_json(asked.read_text(encoding="utf-8"))
         self._served += 1
@@ -84,11 +100,12 @@ class Attendant:
         replace(self.folder / f"{self._served}.done", json.dumps({"problem": problem}))
 
     def close(self) -> None:
-        """The run is over: whatever stands still goes on."""
+        """Let every server that stands still go on, at the end of the run."""
         self._later = None
         self._each(lambda servers, name: servers.thaw(name))
 
     def _complete(self, wait: bool = False) -> None:
+        """Carry out the fault whose standstill is over; with `wait`, wait for that first."""
         assert self._later is not None
         when, fault = self._later
         if wait:
@@ -97,7 +114,9 @@ class Attendant:
         self._do(fault)
 
     def _do(self, fault: Fault) -> None:
-        if fault.do in ("pause", "clear"):  # one that is to forget has to hear of it
+        """Do to all servers what the fault says, apart from its standstill."""
+        # A server that is to clear its store has to run to receive the request.
+        if fault.do in ("pause", "clear"):
             self._each(lambda servers, name: servers.thaw(name))
         if fault.do == "kill":
             self._each(lambda servers, name: servers.kill(name))
@@ -107,6 +126,7 @@ class Attendant:
             self._each(lambda servers, name: servers.all[name].lose())
 
     def _each(self, deed: Callable[[Servers, str], Any]) -> None:
+        """Do something to every server, and note its problems."""
         for servers in self.servers:
             for name in servers.all:
                 try:
@@ -116,32 +136,41 @@ class Attendant:
 
 
 def seconds(faults: Sequence[Fault], servers: Sequence[Servers]) -> float:
-    """How much longer a run may take for these faults: standstills, and servers that have to become ready again."""
+    """Return how much longer a run may take for these faults.
+
+    Counts standstills, and the time that restarted servers take to become ready.
+    """
     ready = sum(server.spec.timeout for each in servers for server in each.all.values())
     return sum(fault.still + (ready if fault.do == "restart" else 5.0) for fault in faults)
 
 
 HOOKS = {"load": "start_load_kv", "save": "wait_for_save"}
+"""The hook before which a fault with this `before` strikes."""
 
 
 class Striking:
-    """The faults of the phase that is being played, in their order. Without a `desk` there are none."""
+    """The faults of the phase that is being played, in their order. Without a `desk`, none."""
 
     def __init__(self, desk: str | None) -> None:
         self._desk = Desk(Path(desk)) if desk is not None else None
         self._faults: list[tuple[int, Fault]] = []
-        self._step = self._running = 0
+        self._step = 0
+        self._running = 0
         self._listens = False
 
     def phase(self, play: Play) -> None:
-        """A phase begins. What is left of the one before never strikes."""
+        """Begin a phase. Faults left over from the phase before never strike."""
         self._faults = numbered(play.faults) if self._desk is not None else []
         if self._faults and not self._listens:
             self._listen()
 
     def step(self, step: int, running: int) -> bool:
-        """Before step `step` of the phase (the first is 0), in which so many requests run: strike if it is time. Says whether it was."""
-        self._step, self._running = step, running
+        """Begin a step of the phase, from 0; return whether faults struck before it.
+
+        `running`: the number of requests that run.
+        """
+        self._step = step
+        self._running = running
         struck = False
         while self._faults and self._faults[0][1].before is None and self._faults[0][1].at <= step:
             self._strike()
@@ -149,25 +178,24 @@ class Striking:
         return struck
 
     def _listen(self) -> None:
-        """Be told of hooks from now on, before they are called."""
+        """Have `_hook` called before the hooks in HOOKS from now on."""
         recorder = _recorder()
         if recorder is not None:
             for kind, hook in HOOKS.items():
-                recorder.probe.on(hook, before=lambda _, kind=kind: self._hook(kind))
+                recorder.probe.on(hook, before=partial(self._hook, kind))
             self._listens = True
 
-    def _hook(self, kind: str) -> None:
-        if (
-            not self._faults
-            or self._faults[0][1].before != kind
-            or self._faults[0][1].at > self._step
-        ):
+    def _hook(self, kind: str, _call: Call) -> None:
+        """Let the next fault strike if it is due before the hook that is about to be called."""
+        if not self._faults:
             return
-        if kind == "save" or _loading():
+        fault = self._faults[0][1]
+        due = fault.before == kind and fault.at <= self._step
+        if due and (kind == "save" or _loading()):
             self._strike()
 
     def _strike(self) -> None:
-        """Note it, and have it carried out. Unanswered if nobody does."""
+        """Record the next fault as an event, and have it carried out. Unanswered if it is not."""
         number, fault = self._faults.pop(0)
         recorder = _recorder()
         if recorder is not None:
@@ -187,18 +215,17 @@ class Striking:
         self._desk.ask(fault)
 
 
-def _recorder() -> Any:
-    """The probe's recorder of this process, None if nothing is watched."""
+def _recorder() -> Recorder | None:
+    """Return the probe's recorder of this process; None if the process is not watched."""
+    # Not at the top: the probe imports vLLM and torch, which the parent does without.
     from kvconform.live import probe
 
     return probe.recorder()
 
 
 def _loading() -> int:
-    """Loads that the engine has granted and does not rely on yet."""
+    """Return the number of loads that the engine has granted and does not rely on yet."""
     recorder = _recorder()
-    return (
-        0
-        if recorder is None or recorder.scheduler is None
-        else len(recorder.scheduler.loads.open_grants())
-    )
+    if recorder is None or recorder.scheduler is None:
+        return 0
+    return len(recorder.scheduler.loads.open_grants())

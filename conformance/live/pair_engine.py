@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parent's end of one engine of a pair: started under a guard, asked over a socket, killed as a fault, and gone at the end."""
+"""The parent's end of one engine of a pair: starts it, talks to it over a socket, and ends it."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ EXIT_LIMIT = 60.0
 
 
 class EngineGone(RuntimeError):
-    """The engine's process ended, or did not answer in time; the text says which."""
+    """The engine's process ended, or did not answer in time; the message says which."""
 
 
 @dataclass
 class Said:
-    """What the engine has said and nobody has asked for yet."""
+    """Everything that the engine has sent so far."""
 
     answers: dict[str, tuple[Answer, dict[str, Any] | None]] = field(default_factory=dict)
     counts: list[Counts] = field(default_factory=list)
@@ -42,10 +42,16 @@ class Said:
 
 
 class PairEngine:
-    """`name` is the engine's in the trace. `environment` is the child's whole one. Nothing of the child is left after `end`."""
+    """One engine of a pair, in a process of its own under a supervisor.
+
+    `name`: the engine's name in the trace. `environment`: the child's complete environment. After
+    `end`, nothing of the child is left.
+    """
 
     def __init__(self, name: str, job: Job, tmp: Path, environment: dict[str, str]) -> None:
-        self.name, self.tmp, self.said = name, tmp, Said()
+        self.name = name
+        self.tmp = tmp
+        self.said = Said()
         self.mark = uuid.uuid4().hex
         self.log = tmp / "log"
         (tmp / "work").mkdir(parents=True, exist_ok=True)
@@ -67,9 +73,12 @@ class PairEngine:
             )
         self._link: Connection | None = None
 
-    # -- what it says ----------------------------------------------------------------------------------------------------------
+    # -- messages from the engine
     def wait(self, ready: Callable[[Said], bool], limit: float) -> None:
-        """Until it has said something. EngineGone if it ends before that, or takes longer than `limit` seconds."""
+        """Receive messages until `ready`.
+
+        Raises EngineGone if the engine ends before that, or takes longer than `limit` seconds.
+        """
         until = time.monotonic() + limit
         while True:
             self.listen()
@@ -83,7 +92,7 @@ class PairEngine:
                 raise EngineGone(f"engine {self.name} did not answer within {limit:g} s")
 
     def listen(self, patience: float = 0.02) -> None:
-        """Take what has arrived."""
+        """Receive the messages that have arrived; wait `patience` seconds for the first."""
         if self._link is None:
             self._accept(patience)
             return
@@ -94,13 +103,14 @@ class PairEngine:
                 patience = 0
 
     def _accept(self, patience: float) -> None:
+        """Accept the child's connection if it comes within `patience` seconds."""
         accepting: Any = self._listener._listener._socket  # type: ignore[attr-defined]
         accepting.settimeout(patience)
         with contextlib.suppress(TimeoutError):
             self._link = self._listener.accept()
-            return
 
     def _take(self, what: str, rest: list[Any]) -> None:
+        """Keep a message of the child (kvconform.live.pair_child)."""
         if what == "up":
             self.said.up = True
         elif what == "answer":
@@ -115,9 +125,9 @@ class PairEngine:
         else:
             self.said.ended = True
 
-    # -- what it is asked ------------------------------------------------------------------------------------------------------
+    # -- requests to the engine
     def send(self, *message: Any) -> None:
-        """EngineGone if nobody is there."""
+        """Send a message. EngineGone if the engine is not connected."""
         try:
             assert self._link is not None
             self._link.send(message)
@@ -125,57 +135,55 @@ class PairEngine:
             raise EngineGone(f"engine {self.name} cannot be reached: {error}") from None
 
     def ask(self, ask: Ask, transfer: dict[str, Any] | None = None) -> None:
-        """A request; its answer is waited for with `answer`."""
+        """Send a request, whose answer `answer` waits for."""
         self.send("ask", ask.model_dump(), transfer)
 
     def answer(self, name: str, limit: float) -> tuple[Answer, dict[str, Any] | None]:
-        """What came of a request, and the kv_transfer_params of its answer. EngineGone as `wait`."""
+        """Wait for the answer of a request, and its kv_transfer_params. EngineGone as `wait`."""
         self.wait(lambda said: name in said.answers, limit)
         return self.said.answers[name]
 
     def counts(self, limit: float = 30) -> Counts:
-        """VLLM's counters since they were last asked for."""
+        """Return by how much vLLM's counters have grown since the last call."""
         before = len(self.said.counts)
         self.send("counts")
         self.wait(lambda said: len(said.counts) > before, limit)
         return self.said.counts[-1]
 
     def reset(self, limit: float = 60) -> bool:
-        """Empty the local prefix cache; False if vLLM could not."""
+        """Empty the local prefix cache; return whether vLLM could."""
         before = len(self.said.resets)
         self.send("reset")
         self.wait(lambda said: len(said.resets) > before, limit)
         return self.said.resets[-1]
 
-    # -- its end ---------------------------------------------------------------------------------------------------------------
+    # -- the end
     def kill(self) -> None:
-        """A fault: the engine is gone from one moment to the next."""
+        """Kill the engine's processes at once, as a fault."""
         process.end(self.mark)
         self._guard.wait(30)
 
     def end(self, limit: float = 30) -> process.Ended:
-        """Let it shut down, and end what is left of it; says what that was."""
+        """Shut the engine down, end what is left of it, and return how it ended.
+
+        `limit`: seconds that the shutdown may take.
+        """
         with contextlib.suppress(EngineGone):
             if self.said.error is None and self._guard.poll() is None:
                 self.send("stop")
                 self.wait(lambda said: said.ended, limit)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._guard.wait(EXIT_LIMIT if self.said.ended or self.said.error else 0.1)
-        how = (
-            "exit"
-            if self._guard.poll() is not None and self.said.ended
-            else "signal"
-            if self._guard.poll() is not None
-            else "timeout"
-        )
+        if self._guard.poll() is None:
+            how = "timeout"
+        else:
+            how = "exit" if self.said.ended else "signal"
         found = process.Ended(how, self._guard.returncode or 0, 0.0)
         if how == "exit" and self._left.is_file():
-            told = json.loads(self._left.read_text(encoding="utf-8"))
-            found.processes, found.ports, found.files = (
-                told["processes"],
-                told["ports"],
-                told["files"],
-            )
+            left = json.loads(self._left.read_text(encoding="utf-8"))
+            found.processes = left["processes"]
+            found.ports = left["ports"]
+            found.files = left["files"]
             for path in found.files:
                 with contextlib.suppress(OSError):
                     os.unlink(path)

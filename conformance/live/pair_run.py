@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a scenario of a producer and a consumer: two vLLM engines in processes of their own, and a proxy that carries the kv_transfer_params
-of one's answers to the other's requests.
+"""Runs a scenario of a producer and a consumer.
+
+These are two vLLM engines, each in its own process. A proxy between them passes the
+kv_transfer_params of the producer's answers on with requests to the consumer.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,31 +17,39 @@ from kvconform.adapters.registry import ENVIRONMENT as ADAPTERS
 from kvconform.config.target import Target
 from kvconform.contract.case import Variant
 from kvconform.contract.scenario import HAND_OVER, Scenario
+from kvconform.contract.trace import Event
 from kvconform.live import trace as traces
 from kvconform.live.baseline import Plains
-from kvconform.live.engine import BOOK, Made, _path, patience, transfer_of
-from kvconform.live.events import missing, own_events
+from kvconform.live.engine import BOOK, Made, import_path, patience, transfer_of
+from kvconform.live.events import bare, missing, own_events
 from kvconform.live.job import Answer, Ask, Counts, Job, Outcome, PhaseDone, Play, plays, tokens
 from kvconform.live.pair_engine import EngineGone, PairEngine
 from kvconform.live.plugin import TRACE
 from kvconform.live.process import Ended
-from kvconform.live.start import EMULATE as EMULATE
-from kvconform.live.start import ENVIRONMENT
+from kvconform.live.start import EMULATE, ENVIRONMENT
 
 ROLES = {"p": "kv_producer", "d": "kv_consumer"}
+"""The `kv_role` of each engine, by its name in the trace."""
 LENGTHS = (20, 31, 32, 33, 64, 65, 100, 200)
-"""Prompts: shorter than a block, around whole blocks, and several."""
+"""Tokens of the prompts: less than a block, around whole blocks, and several blocks."""
 OUTPUT = 12
+"""Tokens of an answer."""
 SHARED = "KVCONFORM_LIVE_SHARED"
-"""Environment variable of the probe: what the run without connector has computed counts as computed by some engine."""
+"""Environment variable of the probe: what the baseline run computed, some engine has computed."""
 LIMIT = 150.0
-"""Seconds that an answer may take (patience). Mooncake waits for a dead producer for a minute longer than it was told to."""
+"""Seconds that an answer may take, before `patience` scales them.
+
+Mooncake waits for a dead producer for a minute longer than configured.
+"""
 START_LIMIT = 200.0
-Event = dict[str, Any]
+"""Seconds that an engine may take to start, before `patience` scales them."""
 
 
 class Pair:
-    """Producer `p` and consumer `d` of a target, and the proxy between them."""
+    """Producer `p` and consumer `d` of a target, and the proxy between them.
+
+    `stale`: why the parameters of a request are wrong on purpose, by the request's id.
+    """
 
     def __init__(
         self,
@@ -50,7 +61,8 @@ class Pair:
         model: Path,
         book: Path,
     ) -> None:
-        self.plain, self.tmp = plain, tmp
+        self.plain = plain
+        self.tmp = tmp
         names = [ask.id for play in plays(scenario, None, 0) for ask in play.asks]
         self.requests = list(zip(names, scenario.requests, strict=True))
         self.answers: list[Answer] = []
@@ -61,6 +73,7 @@ class Pair:
     def _engine(
         self, name: str, target: Target, scenario: Scenario, model: Path, book: Path
     ) -> PairEngine:
+        """Start the engine `name`, with its files in a folder of its own."""
         tmp = self.tmp / name
         for folder in ("tmp", "trace", "connector"):
             (tmp / folder).mkdir(parents=True, exist_ok=True)
@@ -86,31 +99,33 @@ class Pair:
             "TMPDIR": str(tmp / "tmp"),
             TRACE: str(tmp / "trace"),
             "VLLM_LOGGING_LEVEL": "WARNING",
-            "PYTHONPATH": _path(),
+            "PYTHONPATH": import_path(),
             ADAPTERS: ",".join(target.adapters),
-        }
-        environment |= {
             BOOK: str(book),
-            SHARED: "1",
-        }  # the consumer loads what the producer has computed
-        environment |= {EMULATE: "1"} if target.device == "emulated" else {}
+            SHARED: "1",  # the consumer loads what the producer has computed
+        }
+        if target.device == "emulated":
+            environment[EMULATE] = "1"
         return PairEngine(name, job, tmp, environment)
 
-    # -- what the proxy does ---------------------------------------------------------------------------------------------------
+    # -- the proxy
     def prefill(
         self, name: str, label: str = "", abort: int | None = None
     ) -> dict[str, Any] | None:
-        """Let the producer compute a prompt; returns the kv_transfer_params of its answer, None if it was aborted."""
+        """Let the producer compute a prompt; return the kv_transfer_params of its answer.
+
+        None for an aborted request.
+        """
         return self.offered(self.begin(name, label, abort))
 
     def begin(self, name: str, label: str = "", abort: int | None = None) -> str:
-        """Hand a prompt to the producer; returns the request's id there."""
+        """Send a prompt to the producer; return the request's id there."""
         ask = Ask(id=f"p/{name}{label}", tokens=self.plain.answers[name].prompt, out=1, abort=abort)
         self.engines["p"].ask(ask, dict(HAND_OVER))
         return ask.id
 
     def offered(self, there: str) -> dict[str, Any] | None:
-        """The kv_transfer_params of the producer's answer, once it is there."""
+        """Wait for the producer's answer, and return its kv_transfer_params."""
         return self.engines["p"].answer(there, patience(LIMIT))[1]
 
     def decode(
@@ -122,7 +137,7 @@ class Pair:
         out: int = OUTPUT,
         priority: int = 0,
     ) -> str:
-        """Hand a prompt to the consumer, with these parameters; returns the request's id."""
+        """Send a prompt to the consumer, with these kv_transfer_params; return the request's id."""
         ask = Ask(
             id=f"{name}{label}",
             tokens=self.plain.answers[name].prompt,
@@ -134,18 +149,21 @@ class Pair:
         return ask.id
 
     def collect(self, *names: str) -> None:
-        """Wait for answers of the consumer."""
+        """Wait for answers of the consumer, and keep them."""
         for name in names:
             self.answers.append(self.engines["d"].answer(name, patience(LIMIT))[0])
 
     def reset(self, *names: str) -> None:
-        """Empty the local prefix caches, and note whether that could be done."""
+        """Empty the local prefix caches of these engines, or both; note whether vLLM could."""
         for name in names or ROLES:
             self.resets.append(self.engines[name].reset())
 
-    # -- scenarios -------------------------------------------------------------------------------------------------------------
+    # -- scenarios
     def play_handed(self) -> None:
-        """All prompts, one after the other and then all at once, with and without a part in the consumer's local prefix cache."""
+        """Hand over all prompts: one by one, all at once, and with a part in a local cache.
+
+        That is the consumer's local prefix cache.
+        """
         names = list(self.plain.answers)
         for name in names:
             self.collect(self.decode(name, self.prefill(name)))
@@ -156,7 +174,10 @@ class Pair:
         self.reset()
 
     def play_aborted(self) -> None:
-        """Requests are aborted at every step of their way: the producer's, the consumer's before, during and after its load."""
+        """Abort requests at different moments.
+
+        These are requests of the producer, and of the consumer before, during and after the load.
+        """
         names = list(self.plain.answers)
         for round_ in range(3):
             for number, name in enumerate(names):
@@ -173,12 +194,15 @@ class Pair:
         self.reset()
 
     def play_replayed(self) -> None:
-        """Parameters of a transfer that is long over are sent again, when the producer has given its blocks to others."""
+        """Send parameters of a completed transfer again.
+
+        The producer has reused its blocks by then.
+        """
         names = [name for name in self.plain.answers if len(self.plain.answers[name].prompt) >= 64]
         kept = {name: self.prefill(name) for name in names}
         self.collect(*(self.decode(name, dict(kept[name] or {}), "") for name in names))
         self.reset()
-        for number in range(12):  # the producer's blocks go round
+        for number in range(12):  # makes the producer reuse its blocks
             other = Ask(id=f"p/other-{number}", tokens=tokens(250, "other", number), out=1)
             self.engines["p"].ask(other)
             self.engines["p"].answer(other.id, patience(LIMIT))
@@ -187,7 +211,7 @@ class Pair:
             self.collect(self.decode(name, dict(kept[name] or {}), "/replayed"))
 
     def play_altered(self) -> None:
-        """Parameters that refer to nothing: an unknown request, an unknown engine, no blocks."""
+        """Send parameters with an unknown request, an unknown engine, and no blocks."""
         names = [name for name in self.plain.answers if len(self.plain.answers[name].prompt) >= 64]
         self.collect(self.decode(names[0], self.prefill(names[0])))
         self.reset("d")
@@ -201,12 +225,17 @@ class Pair:
             params = {**(self.prefill(name, f"/{number}") or {}), **change}
             self.stale[f"{name}/altered-{number}"] = "altered"
             self.collect(self.decode(name, params, f"/altered-{number}"))
-        self.reset()  # what nobody fetched is let go of when its time is over
+        # The producer releases blocks that were not fetched when their lease is over.
+        self.reset()
 
     def play_killed(self) -> None:
-        """The producer dies: before the consumer has asked for anything of it, and after."""
+        """Kill the producer when it has computed all prompts, before the consumer loads them.
+
+        The consumer has loaded half of the prompts from it before.
+        """
         names = list(self.plain.answers)
-        known, unknown = names[::2], names[1::2]
+        known = names[::2]
+        unknown = names[1::2]
         self.collect(*(self.decode(name, self.prefill(name)) for name in known))
         kept = {name: self.prefill(name, "/kept") for name in names}
         self.reset("d")
@@ -214,7 +243,10 @@ class Pair:
         self.collect(*(self.decode(name, kept[name], "/orphan") for name in unknown + known))
 
     def play_requests(self) -> None:
-        """The scenario's own: a wave after the other, each handed to the consumer as soon as the producer has answered."""
+        """Play the scenario's own requests, one wave after the other.
+
+        Each is sent to the consumer as soon as the producer has answered it.
+        """
         for _, wave in itertools.groupby(self.requests, lambda each: each[1].at):
             under_way = list(wave)
             if any(request.reset for _, request in under_way):
@@ -239,25 +271,28 @@ class Pair:
             self.collect(*handed)
         self.reset()
 
-    # -- the end ---------------------------------------------------------------------------------------------------------------
+    # -- the end
     def outcome(self, play: str) -> tuple[Outcome, dict[str, Ended]]:
-        """Play it, and end both engines, whatever happened."""
+        """Play `play`, one of PLAYS, and end both engines.
+
+        An engine that ends early, or does not answer in time, is the outcome's error.
+        """
         found = Outcome()
         found.current = play
         counts: Counts | None = None
         try:
             for engine in self.engines.values():
                 engine.wait(lambda said: said.up, patience(START_LIMIT))
-            getattr(self, f"play_{play}")()
+            PLAYS[play](self)
             counts = self.engines["d"].counts()
             found.ended = True
         except EngineGone as gone:
             up = all(engine.said.up for engine in self.engines.values())
-            where = next(
-                (e.said.error[0] for e in self.engines.values() if e.said.error),
-                "pair" if up else "start",
-            )
-            text = next((e.said.error[2] for e in self.engines.values() if e.said.error), "")
+            where = "pair" if up else "start"
+            text = ""
+            errors = [e.said.error for e in self.engines.values() if e.said.error]
+            if errors:
+                where, _, text = errors[0]
             found.error = {"where": where, "text": str(gone), "traceback": text}
         finally:
             ended = {name: engine.end() for name, engine in reversed(self.engines.items())}
@@ -272,8 +307,19 @@ class Pair:
         return found, ended
 
 
+PLAYS: dict[str, Callable[[Pair], None]] = {
+    "handed": Pair.play_handed,
+    "aborted": Pair.play_aborted,
+    "replayed": Pair.play_replayed,
+    "altered": Pair.play_altered,
+    "killed": Pair.play_killed,
+    "requests": Pair.play_requests,
+}
+"""What the proxy does, by the `pair` of a scenario."""
+
+
 def asked(scenario: Scenario, seed: int) -> list[Play]:
-    """What the run without connector is asked: every prompt once, to its end."""
+    """Return the phase of the baseline run: every prompt once, to its end."""
     asks = [
         Ask(id=f"r{n}", tokens=tokens(length, seed, "pair", n), out=OUTPUT)
         for n, length in enumerate(LENGTHS)
@@ -297,8 +343,11 @@ def run_pair(
     plain_runs: Plains,
     known: tuple[Outcome, Path] | None = None,
 ) -> tuple[list[Event], list[str], Made, frozenset[str]]:
-    """(trace, what was due and did not happen, how it was made, channels). `known`: answers of a run without connector that has all of its
-    requests, if there is one. RuntimeError if vLLM fails without a connector.
+    """Run a scenario of a pair, below `tmp`.
+
+    Returns its trace, messages about what was due and did not happen, how it was made, and the
+    channels of the trace. `known`: a baseline run that contains all its requests, and its book, if
+    there is one. Raises RuntimeError if vLLM fails without a connector.
     """
     assert scenario.pair is not None
     plain, book = known or plain_runs.get(asked(scenario, seed))
@@ -306,9 +355,11 @@ def run_pair(
     pair = Pair(target, scenario, plain, tmp=tmp, model=plain_runs.model, book=book)
     outcome, ended = pair.outcome(scenario.pair)
     if scenario.pair == "killed":
-        del ended["p"]  # by us
-    if outcome.ended and any(one.how == "signal" for one in ended.values()):  # while it shut down
-        outcome.ended, outcome.current = False, "shutdown"
+        del ended["p"]  # killed by the scenario
+    died_in_shutdown = outcome.ended and any(one.how == "signal" for one in ended.values())
+    if died_in_shutdown:
+        outcome.ended = False
+        outcome.current = "shutdown"
     events, channels = _trace(scenario, variant, target, pair, outcome, ended, seed)
     words = "\n".join(_last_words(pair.tmp / name / "log") for name in ROLES)
     return (
@@ -328,7 +379,7 @@ def _trace(
     ended: dict[str, Ended],
     seed: int,
 ) -> tuple[list[Event], frozenset[str]]:
-    """Both engines' traces, one after the other, with our events at the end."""
+    """Return both engines' traces, one after the other, then own events; and the channels."""
     start: dict[str, Any] = {
         "case": variant.case.id,
         "seed": seed,
@@ -341,9 +392,7 @@ def _trace(
     }
     first = next((part[0] for part in parts.values() if part), None)
     if first is None:
-        from kvconform.live.events import _bare
-
-        first = _bare(variant, start, Made(outcome, ended["d"], pair.tmp, ""))[0]
+        first = bare(variant, start, Made(outcome, ended["d"], pair.tmp, ""))[0]
     channels = [traces.channels(part) for part in parts.values() if part]
     found: list[Event] = [
         {**first, "role": "kv_both"},
@@ -359,7 +408,7 @@ def _trace(
                 if event.get(key) is not None
             }
             if name == "p" and event["kind"] == "engine.crash" and scenario.pair == "killed":
-                continue  # nobody's fault but ours
+                continue  # caused by the scenario
             found.append({**event, **moved, "on": name})
     own = own_events(
         scenario,
@@ -371,8 +420,8 @@ def _trace(
     )
     tokens_of = {event["req"]: event for event in own if event["kind"] == "live.tokens"}
     for name, stale in pair.stale.items():
-        told = tokens_of.get(name)
-        wrong = told is not None and not told["same"] and not told["ambiguous"]
+        compared = tokens_of.get(name)
+        wrong = compared is not None and not compared["same"] and not compared["ambiguous"]
         gone = stale == "replayed"
         own.insert(
             -1,
@@ -399,16 +448,17 @@ def _trace(
     found += [{**event, "step": event.get("step", last)} for event in own]
     for number, event in enumerate(found):
         event["seq"] = number
-    return found, (frozenset.intersection(*channels) if channels else frozenset()) | {"live"}
+    common = frozenset.intersection(*channels) if channels else frozenset()
+    return found, common | {"live"}
 
 
 def _unlabelled(pair: Pair) -> dict[str, Answer]:
-    """What each request of the pair should have got: that of the prompt without a connector."""
+    """Return, for each request of the pair, the baseline run's answer to the same prompt."""
     return {answer.id: pair.plain.answers[answer.id.partition("/")[0]] for answer in pair.answers}
 
 
 def _together(ended: dict[str, Ended]) -> Ended:
-    """The end of both: the way of the one that ended worse, and what either has left."""
+    """Return one end for both engines: the worse of the two, and what both left behind."""
     both = list(ended.values())
     worst = max(both, key=lambda one: ("exit", "timeout", "signal").index(one.how))
     return Ended(
@@ -423,9 +473,11 @@ def _together(ended: dict[str, Ended]) -> Ended:
 
 
 def _failed(events: list[Event]) -> int:
+    """Return the number of failed loads."""
     return sum(event["kind"] == "transfer.failed" for event in events)
 
 
 def _last_words(log: Path) -> str:
+    """Return the last 2000 characters of a log, without empty lines."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
     return "\n".join(line for line in lines if line.strip())[-2000:]

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entry point `vllm.general_plugins`: vLLM calls `register` in every process that it starts, and in the one that builds an `LLM`.
+"""The entry point `vllm.general_plugins`.
 
-It does nothing, and imports nothing, unless one of the environment variables below says so.
+vLLM calls `register` in every process that it starts, and in the process that builds an `LLM`. It
+does and imports nothing unless an environment variable asks for it.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import os
 
 TRACE = "KVCONFORM_LIVE_TRACE"
-"""The directory that every process writes its events into, `<pid>.jsonl`."""
+"""Environment variable: the directory into which every process writes its events, `<pid>.jsonl`."""
 
 
 def register() -> None:
-    """Watch this process's vLLM from now on, if that is wanted, with the adapters and the device that are wanted. Called again, it
-    changes nothing.
+    """Install adapters, asynchronous scheduling, probe and emulated device, if they are wanted.
+
+    Idempotent.
     """
     wanted = os.environ.get
     if wanted("KVCONFORM_ADAPTERS"):

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts the probe into a vLLM process: patches the places where engines, schedulers, workers and connectors are made and run."""
+"""The probe of a vLLM process: records its engine, scheduler, worker and connector as a trace.
+
+It patches the places in vLLM where these are made and run.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,10 @@ import torch
 
 _THREADS = torch.get_num_threads()
 from kvconform.compat import vllm_api  # noqa: E402
-from kvconform.contract.events import run_start  # noqa: E402
+from kvconform.contract.events import crash, lifecycle, run_start  # noqa: E402
 
-torch.set_num_threads(_THREADS)  # compat has one thread do it all; here vLLM's own model computes
+# compat restricts torch to one thread; here vLLM's own model computes.
+torch.set_num_threads(_THREADS)
 
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator  # noqa: E402
 from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
@@ -26,26 +30,30 @@ from vllm.v1.engine.core import EngineCore  # noqa: E402
 from vllm.v1.worker.gpu_worker import Worker  # noqa: E402
 
 from kvconform.engine.halves import noted  # noqa: E402
-from kvconform.errors import one_line  # noqa: E402
 from kvconform.live.book import CLOSE, Book  # noqa: E402
 from kvconform.live.scheduler_probe import SchedulerProbe  # noqa: E402
 from kvconform.live.trace import StreamTrace  # noqa: E402
 from kvconform.live.worker_probe import Wishes, WorkerProbe  # noqa: E402
 from kvconform.observe.probe import Patch, Probe, wrap_instance_hooks  # noqa: E402
 
-POISON, BOOK, TOLERANCE = "KVCONFORM_LIVE_POISON", "KVCONFORM_LIVE_BOOK", "KVCONFORM_LIVE_TOLERANCE"
-"""Environment: "0" leaves fresh blocks as they are; a file for the KV of a run without connector, which the run with one reads; how far a
-lossy connector may be off, as a part of the largest value."""
+POISON = "KVCONFORM_LIVE_POISON"
+"""Environment variable: "0" leaves newly allocated blocks without poison."""
+BOOK = "KVCONFORM_LIVE_BOOK"
+"""Environment variable: a file with KV; the baseline run writes it, other runs read it."""
+TOLERANCE = "KVCONFORM_LIVE_TOLERANCE"
+"""Environment variable: the error of a lossy connector, as a part of the largest value."""
 SHARED = "KVCONFORM_LIVE_SHARED"
-"""Environment: "1" says that another engine may have computed what this one's connector offers: then what the run without connector has
-computed counts as computed, and lookups of it are true."""
+"""Environment variable: "1" if another engine may have computed what this connector offers.
+
+Then everything that the baseline run computed counts as computed, and lookups of it are correct.
+"""
 PATIENCE = 2.0
 """Seconds that the connector's threads have to end after the shutdown."""
 _recorder: Recorder | None = None
 
 
 def install(directory: str) -> None:
-    """Watch whatever this process makes of vLLM from now on. A second call changes nothing."""
+    """Watch vLLM in this process from now on; write the trace into `directory`. Idempotent."""
     global _recorder
     if _recorder is None:
         Path(directory).mkdir(parents=True, exist_ok=True)
@@ -54,12 +62,15 @@ def install(directory: str) -> None:
 
 
 def recorder() -> Recorder | None:
-    """That of this process, if it is watched."""
+    """Return the recorder of this process; None if it is not watched."""
     return _recorder
 
 
 class Recorder:
-    """One process: its trace, its probe, its scheduler and worker as they come. Patches classes of vLLM for good."""
+    """The trace, probe, scheduler and worker of one process.
+
+    `patch` changes classes of vLLM for good.
+    """
 
     def __init__(self, path: Path) -> None:
         self.trace = StreamTrace(path)
@@ -71,11 +82,13 @@ class Recorder:
         self.worker: WorkerProbe | None = None
         self.threads: list[threading.Thread] = []
         self._patched: set[type] = set()
+        self._worker_of: Any = None
         self._constructing = 0
+        self._joining = False
         self._dead = False
 
     def patch(self) -> None:
-        """Wrap what is called once per engine, and what is called once per step."""
+        """Wrap what vLLM calls once per engine, and what it calls once per step."""
         factory: Any = vllm_api.KVConnectorFactory
         factory.create_connector = self._create(factory.create_connector)
         _wrap(Scheduler, "__init__", self._scheduler)
@@ -88,9 +101,12 @@ class Recorder:
         _wrap(threading.Thread, "start", self._thread)
         atexit.register(self._exit)
 
-    # -- what is made ----------------------------------------------------------------------------------------------------------
+    # -- what is made
     def _create(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Around KVConnectorFactory.create_connector: the class is patched before its first instance is made."""
+        """Wrap KVConnectorFactory.create_connector.
+
+        A connector class is patched before its first instance is made.
+        """
 
         @functools.wraps(original)
         def create(config: Any, role: Any, kv_cache_config: Any) -> Any:
@@ -102,7 +118,7 @@ class Recorder:
                 Patch(cls).__enter__()
             self._constructing += 1
             try:
-                with noted(self.trace, "start"):
+                with noted(self.trace, "start", cls):
                     connector = original(config=config, role=role, kv_cache_config=kv_cache_config)
             finally:
                 self._constructing -= 1
@@ -114,6 +130,7 @@ class Recorder:
     def _scheduler(
         self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any
     ) -> None:
+        """Wrap the constructor of vLLM's Scheduler."""
         config: Any = kwargs.get("vllm_config", args[0] if args else None)
         self._start(config, kwargs.get("kv_cache_config", args[1] if len(args) > 1 else None))
         original(scheduler, *args, **kwargs)
@@ -125,15 +142,13 @@ class Recorder:
                 self.scheduler.memory.computed(*map(list, self.book.computed))
 
     def _start(self, config: Any, cache: Any) -> None:
-        """Emit run.start, with what this process knows of it; of a second engine in the same process, its restart."""
+        """Emit run.start with what this process knows; for a second engine, emit a restart."""
         if self.scheduler is not None:
-            self.trace.emit("engine.lifecycle", op="restart", pid=0, error=None)
+            self.trace.emit("engine.lifecycle", **lifecycle("restart"))
             return
-        transfer, parallel, scheduling = (
-            config.kv_transfer_config,
-            config.parallel_config,
-            config.scheduler_config,
-        )
+        transfer = config.kv_transfer_config
+        parallel = config.parallel_config
+        scheduling = config.scheduler_config
         groups = cache.kv_cache_groups
         fields = run_start(
             seed=config.model_config.seed or 0,
@@ -160,15 +175,19 @@ class Recorder:
     def _thread(
         self, original: Callable[..., Any], thread: threading.Thread, *args: Any, **kwargs: Any
     ) -> Any:
-        """Threads that are started while a hook or a constructor of the connector runs are the connector's."""
-        if self._constructing or self.probe._depth:
+        """Wrap Thread.start; keep the threads of the connector.
+
+        These are started while a hook or the constructor of the connector runs.
+        """
+        if self._constructing or self.probe.depth:
             self.threads.append(thread)
         return original(thread, *args, **kwargs)
 
-    # -- what is run -----------------------------------------------------------------------------------------------------------
+    # -- what is run
     def _engine_step(
         self, original: Callable[..., Any], core: Any, *args: Any, **kwargs: Any
     ) -> Any:
+        """Wrap a step of EngineCore; emit engine.crash if it raises."""
         try:
             return original(core, *args, **kwargs)
         except BaseException as error:
@@ -178,8 +197,9 @@ class Recorder:
     def _execute(
         self, original: Callable[..., Any], worker: Any, output: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        if self.worker is None or self.worker_of is not worker:
-            self.worker_of = worker
+        """Wrap Worker.execute_model. The step ends here, or in sample_tokens if that follows."""
+        if self.worker is None or self._worker_of is not worker:
+            self._worker_of = worker
             self.worker = WorkerProbe(
                 self.trace, self.probe, worker, self.book, self.wishes, alone=self.scheduler is None
             )
@@ -200,8 +220,9 @@ class Recorder:
         outputs: list[Any],
         output_rank: int = 0,
     ) -> Any:
-        """The engine joins what workers in other processes report; while the probe has it joined, and where all is in one process, it is
-        vLLM's own affair.
+        """Wrap KVOutputAggregator.aggregate; have the probe join reports of other processes.
+
+        The original is called if all is in one process, and while the probe itself joins reports.
         """
         probe = self.scheduler
         if probe is None or probe.together or self._joining or not any(outputs):
@@ -212,27 +233,30 @@ class Recorder:
         finally:
             self._joining = False
 
-    _joining = False
-    worker_of: Any = None
-
     def _sample(self, original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
+        """Wrap Worker.sample_tokens, which ends a step of the worker."""
         result = original(worker, *args, **kwargs)
         if self.worker is not None:
             self.worker.end()
         return result
 
     def _crashed(self, error: BaseException) -> None:
+        """Emit engine.crash, once per process; name the hook if the error came from one."""
         if self._dead:
             return
         self._dead = True
-        from kvconform.engine.fault import _blame
+        from kvconform.engine.fault import blame
 
-        where, hook, last = _blame(error), None, self.probe.last_error
+        where = blame(error)
+        hook = None
+        last = self.probe.last_error
         if last is not None and last[1] in (error, error.__cause__, error.__context__):
-            where, hook = "hook", last[0]
-        self.trace.emit("engine.crash", where=where, error=one_line(error), hook=hook)
+            where = "hook"
+            hook = last[0]
+        self.trace.emit("engine.crash", **crash(where, error, hook))
 
     def _shutdown(self, original: Callable[..., Any], core: Any, *args: Any, **kwargs: Any) -> Any:
+        """Wrap EngineCore.shutdown; emit run.end before, and the shutdown as an event."""
         if (
             self.scheduler is None
             or getattr(core, "scheduler", None) is not self.scheduler.scheduler
@@ -249,7 +273,7 @@ class Recorder:
                 self.trace.amend(end, threads=self._threads_left())
 
     def _threads_left(self) -> int:
-        """Threads of the connector that are alive when they have had some time to end."""
+        """Return how many threads of the connector do not end within PATIENCE seconds."""
         limit = time.monotonic() + PATIENCE
         for thread in self.threads:
             if thread is not threading.current_thread():
@@ -257,7 +281,7 @@ class Recorder:
         return sum(thread.is_alive() for thread in self.threads)
 
     def _end(self) -> dict[str, Any] | None:
-        """Emit run.end once per engine, and write the book of a run without connector."""
+        """Emit run.end once per engine, and write the book of a baseline run."""
         if self.scheduler is None or self.scheduler.ended:
             return None
         self.scheduler.ended = True
@@ -271,12 +295,15 @@ class Recorder:
         return end
 
     def _exit(self) -> None:
-        """The process ends without having shut its engine down."""
+        """Emit run.end when the process exits, if its engine was not shut down."""
         self._end()
 
 
 def _wrap(cls: type, name: str, around: Callable[..., Any]) -> None:
-    """`around(original, self, ...)` takes the place of a method, of subclasses that do not override it, too."""
+    """Replace a method of a class by `around(original, self, ...)`.
+
+    This includes subclasses that do not override it.
+    """
     original = getattr(cls, name)
 
     @functools.wraps(original)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts a child process, waits for it with a time limit, and sees to it that nothing of it is left: no process, no port, no shared memory.
+"""Runs a child process with a time limit, and cleans up its processes, ports and shared memory.
 
-Every process that the child starts inherits an environment variable with this run's mark, so that one that left its process group, or
-whose parent is gone, is found too, unless it was given an environment of its own. Should this process be killed, a watcher
-(`python -m kvconform.live.process MARK`, with a pipe as standard input) does the same when the pipe closes.
+Every process that the child starts inherits an environment variable with this run's mark. So a
+process that left its process group, or whose parent has ended, is found too, unless it was given an
+environment of its own. If this process is killed, a watcher (`python -m kvconform.live.process
+MARK`, with a pipe as standard input) does the same when the pipe closes.
 """
 
 from __future__ import annotations
@@ -26,16 +27,20 @@ from kvconform.process.supervisor import Shared, name_of, ports_of
 MARK = "KVCONFORM_LIVE_RUN"
 """Environment variable: the mark of a run."""
 LEAVE = 60.0
-"""Seconds that the child has to end, once it says that it has nothing more to do: a thread that goes on keeps its process."""
+"""Seconds that the child may take to exit after its last work; a running thread keeps it alive."""
 GRACE = 5.0
-"""Seconds that what the child started has to end, once the child has."""
+"""Seconds that the child's own processes may take to exit after the child."""
 EVERY = 0.25
+"""Seconds between two looks at the child."""
 
 
 @dataclass
 class Ended:
-    """How a child ended: `how` is exit, signal or timeout, `status` its exit status or the signal's number. Left over when it had gone:
-    processes (as their command lines), TCP ports that these listened on, files in /dev/shm. All of them are gone now, but `stuck`.
+    """How a child ended.
+
+    `how`: exit, signal or timeout. `status`: its exit status, or the signal's number. Left behind
+    by the child: `processes` (their command lines), the TCP `ports` that these listened on, and
+    `files` in /dev/shm. All of these are gone now, except for the processes in `stuck`.
     """
 
     how: str
@@ -56,13 +61,16 @@ def run(
     cwd: Path,
     over: Callable[[], bool] = lambda: False,
 ) -> Ended:
-    """Run `command` to its end, to `limit` seconds, or to LEAVE seconds after `over` was first true. What it prints goes to `log`. Returns
-    when nothing of it is left; an exception (an interrupt, say) leaves nothing either.
+    """Run `command` until it ends, or the time is up, and clean up after it.
+
+    The time is up after `limit` seconds, or LEAVE seconds after `over` was first true. Its output
+    goes to `log`. The clean-up is done also if an exception (for example an interrupt) is raised.
     """
     mark = uuid.uuid4().hex
     began = time.monotonic()
     shared = Shared()
-    how, status = "timeout", 0
+    how = "timeout"
+    status = 0
     with log.open("ab") as output, _watched(mark) as watcher:
         child = subprocess.Popen(
             command,
@@ -74,7 +82,7 @@ def run(
             start_new_session=True,
         )
         try:
-            _tell(watcher, child.pid)
+            _send_session(watcher, child.pid)
             leave = began + limit
             while time.monotonic() < leave:
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -82,9 +90,10 @@ def run(
                     how = "exit" if status >= 0 else "signal"
                     break
                 shared.look(_tree(child.pid))
-                leave = min(leave, time.monotonic() + LEAVE) if over() else leave
+                if over():
+                    leave = min(leave, time.monotonic() + LEAVE)
             if how == "timeout":
-                _ask_for_stacks(child, mark)
+                _dump_stacks(child, mark)
             found = Ended(how, abs(status), 0.0)
             if how == "exit":
                 _wait(mark, child.pid)
@@ -106,7 +115,7 @@ def run(
 
 @contextlib.contextmanager
 def _watched(mark: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Around a run: somebody ends it if this process does not come to it."""
+    """Keep a watcher during a run, which ends the run if this process is killed."""
     watcher = subprocess.Popen(
         [sys.executable, "-m", "kvconform.live.process", mark],
         stdin=subprocess.PIPE,
@@ -119,8 +128,8 @@ def _watched(mark: str) -> Iterator[subprocess.Popen[bytes]]:
             watcher.communicate(b"done", timeout=60)
 
 
-def _tell(watcher: subprocess.Popen[bytes], session: int) -> None:
-    """Whose session it is."""
+def _send_session(watcher: subprocess.Popen[bytes], session: int) -> None:
+    """Send the child's session to the watcher."""
     with contextlib.suppress(OSError):
         assert watcher.stdin is not None
         watcher.stdin.write(f"{session}\n".encode())
@@ -128,20 +137,24 @@ def _tell(watcher: subprocess.Popen[bytes], session: int) -> None:
 
 
 def watch(mark: str) -> None:
-    """The watcher: wait for the pipe, which tells the child's session; if it closes without `done`, end the run."""
+    """Wait until standard input closes, and end the run unless the last word was `done`.
+
+    This is the watcher. The first word is the child's session.
+    """
     said = sys.stdin.buffer.read().split()
     if said[-1:] != [b"done"]:
         end(mark, int(said[0]) if said else None)
 
 
 def python(module: str, *arguments: str) -> list[str]:
-    """The command that runs a module of ours."""
+    """Return the command that runs a Python module."""
     return [sys.executable, "-X", "faulthandler", "-m", module, *arguments]
 
 
 def end(mark: str, session: int | None = None) -> list[str]:
-    """End every process of a run, and of its child's session; names those that would not go."""
-    for _ in range(5):  # one may have been starting another
+    """Kill every process of a run and of its child's session; return the names of survivors."""
+    # Several times: a process may have been starting another one.
+    for _ in range(5):
         left = _marked(mark, session)
         if not left:
             return []
@@ -152,8 +165,8 @@ def end(mark: str, session: int | None = None) -> list[str]:
     return [name_of(process) for process in _marked(mark, session)]
 
 
-def _ask_for_stacks(child: subprocess.Popen, mark: str) -> None:
-    """Let the processes that hang say in the log where: SIGABRT makes Python print the stacks of all threads."""
+def _dump_stacks(child: subprocess.Popen, mark: str) -> None:
+    """Have the processes that hang print the stacks of all threads to the log, with SIGABRT."""
     for process in _marked(mark, child.pid):
         with contextlib.suppress(psutil.Error):
             process.send_signal(signal.SIGABRT)
@@ -162,14 +175,17 @@ def _ask_for_stacks(child: subprocess.Popen, mark: str) -> None:
 
 
 def _ours(process: psutil.Process, mark: str, session: int | None) -> bool:
-    """By its environment, or by its session: a program that gives itself a title, as vLLM's processes do, writes over its environment."""
+    """Return whether a process belongs to a run, by its environment or its session.
+
+    A program that sets its own title, as vLLM's processes do, overwrites its environment.
+    """
     return process.environ().get(MARK) == mark or (
         session is not None and os.getsid(process.pid) == session
     )
 
 
 def _marked(mark: str, session: int | None = None) -> list[psutil.Process]:
-    """The processes of a run, zombies left out."""
+    """Return the processes of a run, without zombies."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
@@ -179,12 +195,14 @@ def _marked(mark: str, session: int | None = None) -> list[psutil.Process]:
 
 
 def _wait(mark: str, session: int) -> None:
+    """Wait until the processes of a run have ended, GRACE seconds at most."""
     limit = time.monotonic() + GRACE
     while _marked(mark, session) and time.monotonic() < limit:
         time.sleep(0.1)
 
 
 def _tree(pid: int) -> list[psutil.Process]:
+    """Return a process and its descendants; an empty list if it has ended."""
     with contextlib.suppress(psutil.Error):
         root = psutil.Process(pid)
         return [root, *root.children(recursive=True)]

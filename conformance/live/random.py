@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a random workload that fails smaller: requests are left out as long as it fails in the same way. What is left becomes a scenario
-file, which `kvconform run CONNECTOR --engine live --case FILE` replays.
+"""Random workloads of engine `live`, and how a failing one is reduced.
 
-Random workloads: about a hundred requests over the same axes as the scenarios, the same for the same seed.
-
-What engine live runs: the scenarios in the place of cases, and random workloads if they are asked for.
+A workload has up to a hundred requests over the same axes as the scenarios, and is the same for the
+same seed. To reduce it, requests are left out as long as it fails in the same way. The rest becomes
+a scenario file, which `kvconform run CONNECTOR --engine live --case FILE` replays.
 """
 
 from __future__ import annotations
@@ -22,13 +21,15 @@ from kvconform.contract.yaml12 import flow
 from kvconform.errors import UsageError
 
 REDUCED = "KVCONFORM_LIVE_REDUCED"
-"""Environment variable: the directory for the files of reduced workloads; without it none is reduced."""
+"""Environment variable: the directory for reduced workloads. Without it, none is reduced."""
 CLAIMS = "KVCONFORM_LIVE_CLAIMS"
-"""Environment variable: the directory of a campaign's notes on which workload is made small for what (`claim`)."""
+"""Environment variable: the directory of a campaign's claims (see `claim`)."""
 TRIES = 24
+"""Most tries to reduce a workload; every try starts vLLM."""
 SECONDS = 600.0
-"""How long a workload is reduced at most; every try starts vLLM."""
+"""Seconds after which no further try begins."""
 WIDTH = 130
+"""Length of the lines of requests in a scenario file."""
 
 
 def reduce(
@@ -38,22 +39,30 @@ def reduce(
     tries: int = TRIES,
     seconds: float = SECONDS,
 ) -> Scenario:
-    """The smallest scenario found that still `fails`, with some of the requests of this one, in their order. It may be this one itself."""
+    """Return the smallest scenario found that still `fails`.
+
+    It has some of the requests of this one, in their order; possibly all.
+    """
     limit = time.monotonic() + seconds
-    if len(scenario.requests) > 1 and tries > 0:  # much that goes wrong does so whatever is asked
+    # Many failures occur with any request.
+    if len(scenario.requests) > 1 and tries > 0:
         tries -= 1
-        if fails(alone := _with(scenario, scenario.requests[:1])):
+        alone = _with(scenario, scenario.requests[:1])
+        if fails(alone):
             return alone
-    kept, size = list(scenario.requests), max(1, len(scenario.requests) // 2)
+    kept = list(scenario.requests)
+    size = max(1, len(scenario.requests) // 2)
     while tries > 0 and time.monotonic() < limit:
-        start, smaller = 0, False
+        start = 0
+        smaller = False
         while start < len(kept) and tries > 0 and time.monotonic() < limit:
             rest = kept[:start] + kept[start + size :]
             if not rest:
                 break
             tries -= 1
             if fails(_with(scenario, rest)):
-                kept, smaller = rest, True
+                kept = rest
+                smaller = True
             else:
                 start += size
         if size == 1 and not smaller:
@@ -63,6 +72,7 @@ def reduce(
 
 
 def _with(scenario: Scenario, requests: list[Request]) -> Scenario:
+    """Return the scenario with these requests only."""
     count = f"{len(requests)} request{'s' if len(requests) != 1 else ''}"
     return scenario.model_copy(
         update={"requests": requests, "text": f"What is left of a random workload, {count}."}
@@ -70,8 +80,11 @@ def _with(scenario: Scenario, requests: list[Request]) -> Scenario:
 
 
 def claim(folder: Path, requirements: Iterable[str], scenario: str) -> dict[str, str]:
-    """Who makes the failure of each requirement small: the first workload of the campaign that fails it, so {requirement: its id}.
-    Another one that fails the same would cost minutes, and show the same. Writes a note for each into `folder`, which is made.
+    """Return, for each requirement, the id of the workload that is reduced for its failure.
+
+    That is the first workload of the campaign that fails the requirement. Reducing another one
+    would take minutes, and show the same. Writes a note per requirement into `folder`, which is
+    made if it does not exist.
     """
     folder.mkdir(parents=True, exist_ok=True)
     found = {}
@@ -87,13 +100,13 @@ def claim(folder: Path, requirements: Iterable[str], scenario: str) -> dict[str,
 
 
 def write(scenario: Scenario, path: Path) -> None:
-    """The scenario as a YAML file of few lines. Makes the directory."""
+    """Write the scenario as a YAML file of few lines. Makes the directory."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text_of(scenario), encoding="utf-8")
 
 
 def text_of(scenario: Scenario) -> str:
-    """YAML: what is not a default, several requests to a line."""
+    """Return a scenario as YAML, without defaults, with several requests per line."""
     lines = [f"id: {scenario.id}", f"text: {scenario.text}"]
     lines += [f"pair: {scenario.pair}"] if scenario.pair else []
     start = flow(scenario.start.model_dump(exclude_defaults=True))
@@ -121,8 +134,9 @@ STARTS: tuple[Start, ...] = (
     Start(blocks=40, scheduling="async", processes=True),
     Start(blocks=18, scheduling="async", prefix_caching=False, budget=128, priority=True),
 )
-"""How vLLM is started, one after the other."""
+"""How vLLM is started; consecutive seeds take turns."""
 REQUESTS = 100
+"""Requests of a workload."""
 PAIR_STARTS: tuple[Start, ...] = (
     Start(),
     Start(blocks=24, scheduling="async"),
@@ -131,15 +145,17 @@ PAIR_STARTS: tuple[Start, ...] = (
     Start(blocks=24, prefix_caching=False),
     Start(blocks=28, spec_tokens=3),
 )
-"""The same of pairs."""
+"""The same for pairs."""
 PAIR_REQUESTS = 40
-"""Of a pair, of which each is computed by one engine and answered by another."""
+"""Requests of a pair's workload; each is computed by one engine and answered by the other."""
 FAMILIES = 6
+"""Number of families of prompts; those of a family begin with the same tokens."""
 LONGEST = 300
+"""A prompt has fewer tokens than this."""
 
 
 def random_scenario(seed: int) -> Scenario:
-    """The scenario of a seed: live.random-SEED."""
+    """Return the scenario of a seed, live.random-SEED."""
     source = random.Random(f"kvconform live {seed}")
     start = STARTS[seed % len(STARTS)]
     requests: list[Request] = []
@@ -171,7 +187,7 @@ def random_scenario(seed: int) -> Scenario:
 
 
 def random_pair(seed: int) -> Scenario:
-    """The scenario of a seed for a producer and a consumer: pair.random-SEED."""
+    """Return the scenario of a seed for a producer and a consumer, pair.random-SEED."""
     source = random.Random(f"kvconform pair {seed}")
     start = PAIR_STARTS[seed % len(PAIR_STARTS)]
     requests: list[Request] = []
@@ -207,9 +223,12 @@ def random_pair(seed: int) -> Scenario:
 
 
 def _prompt(source: random.Random, requests: list[Request]) -> tuple[int, int, int]:
-    """(family, tokens of it, tokens of its own); sometimes those of a request that has none of its own: the same prompt again."""
+    """Return a prompt: its family, the number of tokens of the family, and of tokens of its own.
+
+    Sometimes repeats the prompt of an earlier request that has no tokens of its own.
+    """
     earlier = source.choice(requests) if requests and source.random() < 0.2 else None
-    if earlier is not None and not earlier.tail:  # the same prompt again
+    if earlier is not None and not earlier.tail:
         return earlier.family, earlier.shared, 0
     family = source.randrange(FAMILIES)
     shared = source.choice(
@@ -220,30 +239,27 @@ def _prompt(source: random.Random, requests: list[Request]) -> tuple[int, int, i
 
 
 RANDOM = re.compile(r"^(?:live|pair)\.random-(\d+)(?:\[.*\])?$")
-"""How a seed is named in -k."""
+"""The id of a random scenario, as -k and --trace accept it; the group is the seed."""
 
 
 def spec_for(settings: Settings) -> Spec:
-    """The specification for a run with these settings. UsageError for --seeds with another engine, and what load_spec raises."""
+    """Return the specification for a run with these settings.
+
+    For engine `live`, it has scenarios instead of cases, and random scenarios if they are wanted.
+    Raises UsageError for settings that contradict each other, and the errors of load_spec.
+    """
     live = settings.engine == "live"
     if settings.seeds and not live:
-        raise UsageError(
-            "--seeds is about the random workloads of the live engine: it goes with --engine live"
-        )
+        raise UsageError("--seeds needs --engine live, which runs the random workloads")
     if live and settings.device == "cuda":
         raise UsageError(
-            "the live engine computes on the CPU: --device cuda does not go with it (--emulate-cuda does)"
+            "the live engine computes on the CPU: replace --device cuda by --emulate-cuda"
         )
     spec = load_spec(cases=settings.cases, live=live)
-    named = (
-        [
-            name
-            for entry in (*settings.select, settings.trace or "")
-            for name in RANDOM.findall(entry)
-        ]
-        if live
-        else []
-    )
+    named: list[str] = []
+    if live:
+        for entry in (*settings.select, settings.trace or ""):
+            named += RANDOM.findall(entry)
     for seed in (*range(settings.seed, settings.seed + settings.seeds), *map(int, named)):
         for scenario in (random_scenario(seed), random_pair(seed)):
             spec.cases[scenario.id] = scenario  # type: ignore[assignment]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a scenario on all of vLLM, compares it with the run without connector, and judges it."""
+"""Runs a scenario with the complete vLLM, and compares it with its baseline run."""
 
 from __future__ import annotations
 
@@ -11,24 +11,29 @@ from kvconform.config.target import Target
 from kvconform.contract.case import Variant
 from kvconform.contract.loader import Spec
 from kvconform.contract.scenario import Scenario, spared
+from kvconform.contract.trace import Event
 from kvconform.live import trace as traces
 from kvconform.live.baseline import Plains
 from kvconform.live.engine import Made, make_run, resolved
-from kvconform.live.events import _bare, missing, own_events, thin
+from kvconform.live.events import bare, missing, own_events, thin
 from kvconform.live.job import Outcome, Play, plays
 from kvconform.live.pair_run import run_pair
 from kvconform.process.servers import Servers, clear_all
 
 Known = tuple[Outcome, Path]
-"""A run without connector, and the book of its KV."""
+"""A baseline run, and the file of its KV (the book)."""
 
 
 @dataclass
 class LiveRun:
-    """What judging needs of a run (kvconform.judge.verdict.RunLike)."""
+    """A run as kvconform.judge.verdict judges it (RunLike there).
+
+    `lacks`: messages about what was due and did not happen. `thin`: messages about phases in which
+    nothing was loaded.
+    """
 
     variant: Variant
-    trace: list[dict[str, Any]]
+    trace: list[Event]
     channels: frozenset[str]
     harness_error: str | None = None
     lacks: list[str] = field(default_factory=list)
@@ -46,8 +51,10 @@ def run_live(
     plain_runs: Plains,
     known: Known | None = None,
 ) -> tuple[LiveRun, Made]:
-    """Make the run of a scenario; its trace holds the probe's events and ours. `known`: answers of a run without connector that has all
-    of its requests, if there is one. RuntimeError if vLLM fails without a connector.
+    """Run a scenario, below `tmp`; its trace has the probe's events and those of this process.
+
+    `known`: a baseline run that contains all its requests, and its book, if there is one. Raises
+    RuntimeError if vLLM fails without a connector.
     """
     if scenario.pair is not None:
         assert target is not None
@@ -56,7 +63,7 @@ def run_live(
         )
         return LiveRun(variant, events, channels, lacks=lacks), made
     wanted = plays(scenario, spec.workloads.get(scenario.workload or ""), seed)
-    plain, book = known or plain_runs.get(_unhurried(wanted))
+    plain, book = known or plain_runs.get(unhurried(wanted))
     clear_all()
     made = make_run(
         scenario.start,
@@ -72,26 +79,30 @@ def run_live(
     )
     events = _trace(scenario, variant, wanted, made, plain, seed, target)
     if any(e["kind"] == "live.tokens" and not e["same"] and not e["ambiguous"] for e in events):
-        # Is it the connector, or this way of starting vLLM?
-        own, _ = plain_runs.get(
-            _unhurried(resolved(wanted, plain)), scenario.start
-        )  # the prompts that it had, answers included
-        if any(
+        # The reason may be this way of starting vLLM, and not the connector. So make a baseline run
+        # that is started in this way, with the prompts that this run had.
+        own, _ = plain_runs.get(unhurried(resolved(wanted, plain)), scenario.start)
+        start_matters = any(
             own.answers[name].tokens != answer.tokens
             for name, answer in plain.answers.items()
             if name in own.answers
-        ):
+        )
+        if start_matters:
             events = _trace(scenario, variant, wanted, made, own, seed, target)
     found = LiveRun(variant, events, traces.channels(events) | {"live"})
-    found.lacks = missing(scenario, made.outcome, _failed_loads(events)) + spared(
-        scenario.faults, events
-    )
+    found.lacks = [
+        *missing(scenario, made.outcome, _failed_loads(events)),
+        *spared(scenario.faults, events),
+    ]
     found.thin = thin(scenario, made.outcome, {play.name for play in wanted if play.hits})
     return found, made
 
 
-def _unhurried(wanted: list[Play]) -> list[Play]:
-    """The same requests, none of which is aborted, and nothing fails: the tokens that an aborted one should have had are known then."""
+def unhurried(wanted: list[Play]) -> list[Play]:
+    """Return the same requests without aborts and faults, for a baseline run.
+
+    So the tokens are known that an aborted request should have got.
+    """
     return [
         play.model_copy(
             update={
@@ -103,7 +114,8 @@ def _unhurried(wanted: list[Play]) -> list[Play]:
     ]
 
 
-def _failed_loads(events: list[dict[str, Any]]) -> int:
+def _failed_loads(events: list[Event]) -> int:
+    """Return the number of failed loads."""
     return sum(e["kind"] == "transfer.failed" for e in events)
 
 
@@ -115,17 +127,16 @@ def _trace(
     plain: Outcome,
     seed: int,
     target: Target | None,
-) -> list[dict[str, Any]]:
-    """The probe's trace with our events before its end."""
-    connector = target.connector if target is not None else None
+) -> list[Event]:
+    """Return the probe's trace, with the events of this process before its end."""
     start: dict[str, Any] = {
         "case": variant.case.id,
         "seed": seed,
-        "connector": connector,
+        "connector": target.connector if target is not None else None,
         "engine": "live",
     }
     how: dict[str, Any] = {"killed": made.ended.how == "timeout", "ended": made.outcome.ended}
-    found = traces.collect(made.traces, **how, **start) or _bare(variant, start, made)
+    found = traces.collect(made.traces, **how, **start) or bare(variant, start, made)
     hits = {play.name for play in wanted if play.hits}
     own = own_events(scenario, made.outcome, made.ended, plain.answers, _failed_loads(found), hits)
     last = found.pop() if found[-1]["kind"] == "run.end" else None

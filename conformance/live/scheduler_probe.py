@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watches vLLM's own scheduler inside of a running engine: the same events as on engine `vllm`, by the same observer and ledger."""
+"""Watches vLLM's own scheduler in a running engine.
+
+The events are the same as on engine `vllm`, and come from the same observer and ledger.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +34,14 @@ from kvconform.observe.view import block_tables
 
 
 class LiveView:
-    """What observer and ledger may ask of a running vLLM (kvconform.observe.view.SchedulerView)."""
+    """The kvconform.observe.view.SchedulerView of a running vLLM."""
 
-    other_loads: Sequence[Loads] = ()  # every worker process has its own probe
+    # Every worker process has its own probe.
+    other_loads: Sequence[Loads] = ()
 
     def __init__(self, scheduler: Any) -> None:
-        self.scheduler, self.roster = scheduler, Roster()
+        self.scheduler = scheduler
+        self.roster = Roster()
         self.loads = Loads(shape_of(scheduler.kv_cache_config))
         self.flight: deque[Flight] = deque()
 
@@ -80,18 +85,25 @@ class LiveView:
 
 
 class SchedulerProbe:
-    """Wraps methods of one scheduler. Emits events; changes nothing but these and the pool's.
+    """Wraps methods of one scheduler, and emits events.
 
-    `together`: the worker is in the same process.
+    `together`: the worker is in the same process. `pending`: blocks that became final and are to be
+    announced to the workers with the next step.
     """
 
     ended = False
     reports: RankReports | None = None
 
     def __init__(self, trace: Trace, probe: Probe, scheduler: Any, *, together: bool) -> None:
-        self.trace, self.probe, self.scheduler, self.together = trace, probe, scheduler, together
-        self.view, self.memory = LiveView(scheduler), Memory()
-        self.roster, self.loads, self.flight = self.view.roster, self.view.loads, self.view.flight
+        self.trace = trace
+        self.probe = probe
+        self.scheduler = scheduler
+        self.together = together
+        self.view = LiveView(scheduler)
+        self.memory = Memory()
+        self.roster = self.view.roster
+        self.loads = self.view.loads
+        self.flight = self.view.flight
         config = scheduler.vllm_config
         size = getattr(scheduler, "hash_block_size", self.loads.shape.block_size)
         hashes = HashBook(size, self.roster.identity)
@@ -114,10 +126,14 @@ class SchedulerProbe:
         self._wrap("reset_prefix_cache", self._reset_prefix_cache)
 
     def _wrap(self, name: str, around: Callable[..., Any]) -> None:
+        """Replace a method of the scheduler by `around(original, ...)`.
+
+        Calls from one wrapped method to another go to the original.
+        """
         original = getattr(self.scheduler, name)
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if self._busy:  # one of them calls another
+            if self._busy:
                 return original(*args, **kwargs)
             Probe.active = self.probe
             self._busy += 1
@@ -128,15 +144,17 @@ class SchedulerProbe:
 
         setattr(self.scheduler, name, wrapped)
 
-    # -- calls -----------------------------------------------------------------------------------------------------------------
+    # -- calls
     def _add_request(
         self, original: Callable[..., Any], request: Any, *args: Any, **kwargs: Any
     ) -> Any:
+        """Wrap Scheduler.add_request."""
         self.roster.add(request)
         self.ledger.added(request)
         return original(request, *args, **kwargs)
 
     def _finish_requests(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Wrap Scheduler.finish_requests, by which requests are aborted."""
         self.ledger.before_update()
         result = original(*args, **kwargs)
         self.ledger.state_changes("abort")
@@ -148,6 +166,7 @@ class SchedulerProbe:
         reset_running_requests: bool = False,
         reset_connector: bool = False,
     ) -> Any:
+        """Wrap Scheduler.reset_prefix_cache."""
         self.ledger.before_update()
         asked = {"running": reset_running_requests, "connector": reset_connector}
         self.trace.emit("cache.reset", phase="asked", returned=None, **asked)
@@ -157,6 +176,7 @@ class SchedulerProbe:
         return done
 
     def _schedule(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Wrap Scheduler.schedule; attach the note for the workers to its output."""
         self.trace.step += 1
         self._settle()
         self.ledger.before_schedule()
@@ -175,17 +195,17 @@ class SchedulerProbe:
         }
         note.scheduled = list(output.num_scheduled_tokens)
         shares = [self._share(output, req, note, tables) for req in note.scheduled]
-        note.granted, note.named, self.pending = self._granted(), self.pending, []
+        note.granted = self._granted()
+        note.named = self.pending
+        self.pending = []
         if self.scheduler.connector is not None:
             note.digest = self.observer.metadata.begin_step(output.kv_connector_metadata)
-            for entry in (
-                self.inspector.plan(output.kv_connector_metadata)
-                if self.inspector is not None
-                else ()
-            ):
-                self.trace.emit("plan", **entry)
+            if self.inspector is not None:
+                for entry in self.inspector.plan(output.kv_connector_metadata):
+                    self.trace.emit("plan", **entry)
         self.observer.activity += 1 if output.total_num_scheduled_tokens else 0
-        self.loads.failed_blocks, self.loads.failed_reqs = set(), set()
+        self.loads.failed_blocks = set()
+        self.loads.failed_reqs = set()
         setattr(output, ATTRIBUTE, note)
         self.flight.append(Flight(output, note, shares))
         return output
@@ -193,6 +213,7 @@ class SchedulerProbe:
     def _share(
         self, output: Any, req: str, note: StepNote, tables: dict[str, list[list[int]]]
     ) -> Share:
+        """Return a request's share of the step; add the blocks that it writes to the note."""
         event = self.ledger.launched(req)
         assert event is not None  # the scheduler has just listed it
         share = Share(
@@ -203,8 +224,10 @@ class SchedulerProbe:
             event,
             event["listed_as"] != "cached",
         )
-        known, request = self.roster.known[req], self.scheduler.requests[req]
-        size, table = self.loads.shape.block_size, tables.get(req, [[]])[0]
+        known = self.roster.known[req]
+        request = self.scheduler.requests[req]
+        size = self.loads.shape.block_size
+        table = tables.get(req, [[]])[0]
         if share.fresh:
             known.admitted(share.start, size)
         end = None if self.scheduler.num_spec_tokens else -(-(share.start + share.count) // size)
@@ -216,8 +239,11 @@ class SchedulerProbe:
         return share
 
     def _granted(self) -> list[Granted]:
-        fresh, self._seen_grants = self.loads.grants[self._seen_grants :], len(self.loads.grants)
-        size, found = self.loads.shape.block_size, []
+        """Return the loads that were granted since the last call."""
+        fresh = self.loads.grants[self._seen_grants :]
+        self._seen_grants = len(self.loads.grants)
+        size = self.loads.shape.block_size
+        found = []
         for grant in fresh:
             ids, plain = self.roster.chain(self.scheduler.requests[grant.req])
             contents = [(ids[end - 1], plain[end - 1]) for end in range(size, len(ids) + 1, size)]
@@ -238,6 +264,7 @@ class SchedulerProbe:
     def _update_from_output(
         self, original: Callable[..., Any], output: Any, result: Any, *args: Any, **kwargs: Any
     ) -> Any:
+        """Wrap Scheduler.update_from_output: the step of this output lands."""
         reports = result.kv_connector_output
         position = next((n for n, other in enumerate(self.flight) if other.output is output), None)
         if position is None:
@@ -260,7 +287,7 @@ class SchedulerProbe:
         return answer
 
     def _landed(self, share: Share, result: Any, *, failed: bool) -> None:
-        """Its tokens are known: how far the KV is final."""
+        """Note how far the KV of a request is final, now that the step's tokens are known."""
         known = self.roster.known[share.req]
         before = share.start if share.fresh else known.valid_end
         start = min(share.start, before)
@@ -275,7 +302,7 @@ class SchedulerProbe:
         known.tainted = known.tainted or failed
 
     def _name(self, request: Any, known: Known, table: list[int]) -> None:
-        """Tell the workers what the blocks hold that the model has filled up and that are final now."""
+        """Announce to the workers, with the next step, blocks that are full and final now."""
         ids, plain = self.roster.chain(request)
         size = self.loads.shape.block_size
         self.memory.computed(
@@ -298,10 +325,15 @@ class SchedulerProbe:
             )
             known.named = index + 1
 
-    # -- loads come to an end --------------------------------------------------------------------------------------------------
+    # -- the end of loads
     def _settle(self, landed: int = 0) -> None:
-        """Close the grants that the engine relies on by now. In one process, every step that was scheduled has been executed."""
-        reported, self.observer.received = set(self.observer.received), []
+        """Close the grants that the engine relies on; mark requests whose load failed.
+
+        `landed`: the step that lands now. In one process, every step that was scheduled before has
+        been executed.
+        """
+        reported = set(self.observer.received)
+        self.observer.received = []
         for grant in self.loads.open_grants():
             if grant.is_async:
                 grant.open = grant.req in self.scheduler.requests and grant.req not in reported
@@ -314,7 +346,10 @@ class SchedulerProbe:
                     known.tainted = True
 
     def join(self, aggregator: Any, outputs: list[Any], rank: int) -> Any:
-        """What vLLM makes of the reports of workers in other processes: its aggregator's answer. Emits what each of them reported."""
+        """Return what vLLM's aggregator makes of the reports of workers in other processes.
+
+        Emits what each of them reported.
+        """
         if self.reports is None:
             count = getattr(aggregator, "_expected_finished_count", None)
             self.reports = RankReports(self.trace, None, len(outputs), count, aggregator)
@@ -324,21 +359,22 @@ class SchedulerProbe:
                 self.trace.rank = number if len(outputs) > 1 else None
                 self._reported_elsewhere(reports)
         self.trace.rank = None
-        return (
-            self.reports.join(outputs, rank)
-            if len(outputs) > 1
-            else aggregator.aggregate(outputs, rank)
-        )
+        if len(outputs) > 1:
+            return self.reports.join(outputs, rank)
+        return aggregator.aggregate(outputs, rank)
 
     def _reported_elsewhere(self, reports: Any) -> None:
-        """Note what a worker in another process reported, in a KVConnectorOutput."""
+        """Record what a worker in another process reported, in a KVConnectorOutput."""
         before = self.observer.received
         self.observer.reported(reports)
         self.observer.received = [*before, *self.observer.received]
         self.observer.load_errors(set(getattr(reports, "invalid_block_ids", None) or ()))
 
     def end(self, *, threads: int, crashed: bool) -> Event:
-        """Emit run.end. An empty step in flight does not count: a front end that has all answers leaves one."""
+        """Emit run.end.
+
+        An empty step in flight does not count: the front end leaves one when it has all answers.
+        """
         live = sorted(self.scheduler.requests)
         left = bool(live) or any(flight.note.scheduled for flight in self.flight)
         fields = run_end(

@@ -1,15 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asynchronous scheduling on a CPU, where vLLM turns it off: its scheduler runs a step ahead, as on a GPU, and the model runner computes at
-once, as it does on a CPU.
+"""Starts vLLM in a child process, on a CPU.
 
-The emulated CUDA device (docs/emulation.md) under vLLM's own worker on a CPU, for connectors that refuse to run without a GPU.
-
-vLLM computes on the CPU as ever; the connector's worker half finds a CUDA device, on which the KV cache is. No stream is held back: all
-that a hook queued is done as soon as it may be, and what the compute stream waits for is done when the hook returns. The adversaries
-are the other engines'.
-
-
-How vLLM is started in a child process.
+If wanted, vLLM is changed before: it schedules asynchronously on a CPU, or its connector finds an
+emulated CUDA device.
 """
 
 from __future__ import annotations
@@ -17,18 +10,45 @@ from __future__ import annotations
 import functools
 import os
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvconform.contract.scenario import BLOCK_SIZE, MAX_MODEL_LEN
 from kvconform.live.job import Job
 
+if TYPE_CHECKING:
+    from kvconform.observe.call import Call
+
 CPU_ASYNC = "KVCONFORM_LIVE_ASYNC"
 """Environment variable: "1" for every process of a run with asynchronous scheduling."""
+EMULATE = "KVCONFORM_LIVE_EMULATE"
+"""Environment variable: "1" for every process of a run on the emulated device."""
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "LMCACHE_TRACK_USAGE": "false",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONHASHSEED": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
+}
+"""Environment of every child, unless the settings say otherwise.
+
+TorchDynamo is off because compiling takes longer than everything that a tiny model computes.
+"""
+_open = ExitStack()
+_installed = False
 
 
 def install_cpu_async() -> None:
-    """Change this process's vLLM for good: the configuration keeps the setting, and the CPU's model runner keeps the sampled tokens
-    itself, instead of leaving them on a device. A second call changes nothing.
+    """Make vLLM accept asynchronous scheduling on a CPU, in this process, for good.
+
+    vLLM turns it off there. With this change its scheduler runs a step ahead, as on a GPU, while
+    the model runner computes at once and keeps the sampled tokens itself, not on a device.
+    Idempotent.
     """
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -37,7 +57,8 @@ def install_cpu_async() -> None:
         return
     platform: Any = CpuPlatform
     runner: Any = GPUModelRunner
-    check, begin = platform.check_and_update_config.__func__, runner.__init__
+    check = platform.check_and_update_config.__func__
+    begin = runner.__init__
 
     def kept(cls: Any, config: Any) -> None:
         wanted = config.scheduler_config.async_scheduling
@@ -53,21 +74,22 @@ def install_cpu_async() -> None:
     platform.kvconform_async = True
 
 
-EMULATE = "KVCONFORM_LIVE_EMULATE"
-"""Environment variable: "1" for every process of a run on the emulated device."""
-_open = ExitStack()
-_installed = False
-
-
 def install_emulation() -> None:
-    """Enter the emulation for the rest of this process's life, before a connector is made and after the probe is there, which calls hooks
-    of worker halves on the device. A second call changes nothing.
+    """Enter the emulation (docs/emulation.md) for the rest of this process's life.
+
+    For connectors that refuse to run without a GPU. vLLM's worker still computes on the CPU; the
+    connector's worker half finds a CUDA device that holds the KV cache. The probe, which has to be
+    installed before, calls the hooks of the worker half on the device. A connector has to be made
+    after this. Streams are not delayed here, unlike on the other engines: work that a hook queued
+    is done as soon as possible, and at the latest when the hook returns if the compute stream waits
+    for it. Idempotent.
     """
     global _installed
     if _installed:
         return
     _installed = True
-    import vllm.v1.worker.cpu_worker  # noqa: F401  which puts stand-ins into torch.cuda when it is imported
+    # Puts stand-ins into torch.cuda when it is imported.
+    import vllm.v1.worker.cpu_worker  # noqa: F401
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     from kvconform.compat.vllm_api import KVConnectorFactory
@@ -81,12 +103,11 @@ def install_emulation() -> None:
     for hook in hook_names():
         probe.on(hook, after=lambda call: here.finish() if call.half == "worker" else None)
 
-    def mark(call: Any) -> None:
-        for value in (
-            call.args[0].values()
-            if isinstance(call.arg(0, "kv_caches"), dict)
-            else [call.arg(0, "kv_cache")]
-        ):
+    def mark(call: Call) -> None:
+        """Move the KV tensors that are registered to the emulated device."""
+        caches = call.arg(0, "kv_caches")
+        values = caches.values() if isinstance(caches, dict) else [call.arg(0, "kv_cache")]
+        for value in values:
             for tensor in value if isinstance(value, (list, tuple)) else [value]:
                 here.cuda.to_device(tensor)
 
@@ -107,7 +128,10 @@ def install_emulation() -> None:
 
 
 def _keep(runner: Any) -> None:
-    """The CPU's model runner makes torch.accelerator do nothing when it is made: put back what the emulation does there."""
+    """Restore the emulation's torch.accelerator after a model runner was made.
+
+    The constructor of the CPU's model runner replaces functions there with ones that do nothing.
+    """
     import torch
 
     names = ("synchronize", "empty_cache")
@@ -123,25 +147,10 @@ def _keep(runner: Any) -> None:
     runner.__init__ = init
 
 
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "LMCACHE_TRACK_USAGE": "false",
-    "OMP_NUM_THREADS": "1",
-    "PYTHONHASHSEED": "0",
-    "TOKENIZERS_PARALLELISM": "false",
-    "TORCHDYNAMO_DISABLE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
-}
-"""Of every child, unless the settings say otherwise. Compiling takes longer than all that a tiny model computes."""
-
-
 def surroundings() -> None:
-    """What has to be there before vLLM is configured: our plugin, which puts probe, adapters and device into this process. vLLM loads it
-    in the processes that it starts itself.
+    """Load our plugin, which puts probe, adapters and device into this process.
+
+    To be called before vLLM is configured. In processes that vLLM starts, vLLM itself loads it.
     """
     from vllm.plugins import load_general_plugins
 
@@ -149,7 +158,7 @@ def surroundings() -> None:
 
 
 def engine(job: Job) -> Any:
-    """VLLM's LLM."""
+    """Return vLLM's LLM for a job."""
     from vllm import LLM
     from vllm.config import KVTransferConfig
 

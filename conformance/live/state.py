@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of the requests of a running engine: their incarnations, identities and content.
+"""The data that the probes of scheduler and workers keep and exchange.
 
-What the scheduler's side tells the workers about a step: it travels with the SchedulerOutput, also to other processes.
-
-The shape of a running engine's KV cache, in the terms of kvconform.kv.cache.
-
-What the scheduler's probe keeps of steps in flight: each request's share of them, and the loads under way.
+It describes the requests of a running engine, the shape of its KV cache, the steps in flight, and
+the note about a step that travels to the workers with the SchedulerOutput.
 """
 
 from __future__ import annotations
@@ -15,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvconform.contract.case import GroupKind
 from kvconform.contract.trace import Event
 from kvconform.kv.cache import Group
 from kvconform.kv.provenance import Chain, Identity
@@ -22,8 +20,11 @@ from kvconform.kv.provenance import Chain, Identity
 
 @dataclass
 class Known:
-    """One incarnation of a request id. `valid_end`: its KV is final up to there, as far as steps have landed; `named`: blocks that the
-    workers were told of; `remembered`: positions that the run's memory has; `tainted`: a load of it failed since it was admitted.
+    """One incarnation of a request id.
+
+    `valid_end`: end of its final KV, in tokens, after the steps that have landed. `named`: number
+    of its blocks that were announced to the workers. `remembered`: number of its positions in the
+    run's memory. `tainted`: a load of it has failed since it was admitted.
     """
 
     generation: int
@@ -35,12 +36,18 @@ class Known:
     tainted: bool = False
 
     def admitted(self, computed: int, size: int) -> None:
-        """It is scheduled for the first time, or again after a preemption, with `computed` tokens of KV: the model did not write those."""
-        self.valid_end, self.named, self.tainted = computed, -(-computed // size), False
+        """Reset it when the request is scheduled first, or again after a preemption.
+
+        `computed`: tokens of its KV that the model did not compute for it. `size`: tokens per
+        block.
+        """
+        self.valid_end = computed
+        self.named = -(-computed // size)
+        self.tainted = False
 
 
 def identity_of(request: Any) -> Identity:
-    """The identity of a vLLM request: cache salt, adapter, multi-modal items."""
+    """Return the identity of a vLLM request: cache salt, adapter, multi-modal items."""
     lora = getattr(request, "lora_request", None)
     items = [
         {
@@ -50,9 +57,8 @@ def identity_of(request: Any) -> Identity:
         }
         for feature in getattr(request, "mm_features", None) or ()
     ]
-    return Identity.of(
-        getattr(request, "cache_salt", None), None if lora is None else lora.lora_name, items
-    )
+    adapter = None if lora is None else lora.lora_name
+    return Identity.of(getattr(request, "cache_salt", None), adapter, items)
 
 
 class Roster:
@@ -62,24 +68,30 @@ class Roster:
         self.known: dict[str, Known] = {}
 
     def add(self, request: Any) -> None:
-        """A request comes; its id may have been another's before."""
+        """Add a new request. Its id may have been used before."""
         before = self.known.get(request.request_id)
         known = Known(0 if before is None else before.generation + 1, identity_of(request))
         known.chain = Chain(request.request_id, known.generation, known.identity)
         self.known[request.request_id] = known
 
     def generation(self, req: str) -> int:
-        """Incarnation of a request id; 0 for one that nobody added: a connector may report anything."""
+        """Return the incarnation of a request id; 0 for an unknown id.
+
+        A connector may report any id.
+        """
         known = self.known.get(req)
         return 0 if known is None else known.generation
 
     def identity(self, req: str) -> Identity:
-        """What besides its tokens tells a request's KV apart."""
+        """Return what distinguishes the request's KV from that of the same tokens elsewhere."""
         known = self.known.get(req)
         return Identity() if known is None else known.identity
 
     def chain(self, request: Any) -> tuple[list[int], list[int]]:
-        """Content ids, and ids under no identity, of a request's known tokens. Extends what is kept of them."""
+        """Return content ids, and ids under no identity, of the request's known tokens.
+
+        Updates the chain that is kept for the request.
+        """
         chain = self.known[request.request_id].chain
         tokens = request.all_token_ids
         chain.truncate(len(tokens))
@@ -89,13 +101,16 @@ class Roster:
 
 
 ATTRIBUTE = "kvconform_note"
-"""Where it hangs on a SchedulerOutput, whose pickle takes it along."""
+"""Attribute of a SchedulerOutput that holds the StepNote; it is pickled with the output."""
 
 
 @dataclass
 class Named:
-    """A block whose KV is final: what the model computed for a content id. `plain`: the id of the same tokens under no identity; `upon`:
-    the blocks before it.
+    """A block whose KV, computed by the model, is final.
+
+    `content`: the content id of its last token. `plain`: the id of the same tokens under no
+    identity. `req`, `index`: the request, and the number of the block there. `upon`: ids of the
+    request's blocks before it.
     """
 
     block: int
@@ -108,9 +123,10 @@ class Named:
 
 @dataclass
 class Granted:
-    """A load that the engine granted in this step: positions [start, end) of a request, whose whole block `table` is.
+    """A load that the engine granted in this step: positions [start, end) of a request.
 
-    `contents` are (content id, plain id) of every block of the request that its known tokens fill, from the first one on.
+    `table`: the request's whole block table. `contents`: (content id, plain id) of every block that
+    the request's known tokens fill, from the first.
     """
 
     transfer: str
@@ -125,9 +141,12 @@ class Granted:
 
 @dataclass
 class StepNote:
-    """One step. `step` counts schedule() calls; `digest` is that of the connector's metadata; `written` are blocks that the model may
-    write; `fresh` the blocks handed out since the step before, and to whom, `zeroed` those of them that the engine itself clears;
-    `tables` the blocks of every request that has some; `scheduled` the requests that compute.
+    """One step.
+
+    `step`: number of schedule() calls so far. `digest`: digest of the connector's metadata.
+    `fresh`: blocks allocated since the step before, each with its request. `zeroed`: those of them
+    that the engine itself clears. `written`: blocks that the model may write. `tables`: the blocks
+    of every request that holds blocks. `scheduled`: the requests that compute.
     """
 
     step: int
@@ -142,13 +161,16 @@ class StepNote:
 
 
 def note_of(output: Any) -> StepNote | None:
-    """The note that hangs on a SchedulerOutput."""
+    """Return the note of a SchedulerOutput; None if it has none."""
     return getattr(output, ATTRIBUTE, None)
 
 
 @dataclass
 class Shape:
-    """Blocks, and the groups of layers; what the observer asks of a cache. `names` are the layers, in the order of their numbers."""
+    """The shape of a KV cache, in the terms of kvconform.kv.cache.
+
+    `names`: the layers, in the order of their numbers.
+    """
 
     num_blocks: int
     groups: tuple[Group, ...]
@@ -166,7 +188,7 @@ class Shape:
 
 
 def shape_of(config: Any) -> Shape:
-    """The shape that a KVCacheConfig stands for. Kinds of groups that are not known here count as full."""
+    """Return the shape of a vLLM KVCacheConfig. Unknown kinds of groups count as full."""
     names: list[str] = []
     groups = []
     for group in config.kv_cache_groups:
@@ -175,24 +197,25 @@ def shape_of(config: Any) -> Shape:
         layers = tuple(range(len(names), len(names) + len(group.layer_names)))
         names += group.layer_names
         transfer = bool(getattr(group, "enable_kv_transfer", True))
-        kind: Any = (
-            "sliding"
-            if window
-            else "state"
-            if "Mamba" in type(spec).__name__
-            else "full"
-            if transfer
-            else "private"
-        )
-        groups.append(
-            Group(kind, layers, spec.block_size, getattr(spec, "num_kv_heads", 1), window, transfer)
-        )
+        kind: GroupKind
+        if window:
+            kind = "sliding"
+        elif "Mamba" in type(spec).__name__:
+            kind = "state"
+        else:
+            kind = "full" if transfer else "private"
+        heads = getattr(spec, "num_kv_heads", 1)
+        groups.append(Group(kind, layers, spec.block_size, heads, window, transfer))
     return Shape(config.num_blocks, tuple(groups), names)
 
 
 @dataclass
 class Share:
-    """A request's share of a step in flight: where it starts for the scheduler, tokens, drafts among them, its event; `fresh`: admitted."""
+    """A request's share of a step in flight.
+
+    `start`: its first position, as the scheduler counts. `count`: its tokens. `drafts`: the drafts
+    among them. `event`: its req.scheduled event. `fresh`: the step admitted the request.
+    """
 
     req: str
     start: int
@@ -203,7 +226,7 @@ class Share:
 
 
 class Flight(NamedTuple):
-    """A step that was scheduled and has not landed."""
+    """A step that was scheduled and has not landed: its SchedulerOutput, note and shares."""
 
     output: Any
     note: StepNote

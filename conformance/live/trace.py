@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trace that is written to a file while it grows, so that it outlives its process.
+"""The trace files of a live run.
 
-Joins what the processes of one live run wrote into one trace.
+Every process writes its trace to a file while it grows, so that the trace outlives the process. The
+parent joins the files to one trace.
 """
 
 from __future__ import annotations
@@ -12,15 +13,16 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from kvconform.contract.events import run_cut_short
+from kvconform.contract.events import crash, never_returned, run_cut_short
 from kvconform.contract.trace import Event, Trace
 from kvconform.judge.engine_bugs import note_unfilled
 
 
 class StreamTrace(Trace):
-    """Appends events, and writes each as a line at once. A line with a `seq` that the file has already is the event as it came to be.
+    """A trace that writes each event to a file at once, as one line of JSON.
 
-    Events of other threads than the one that made the trace are taken, too.
+    An event that is amended is written again, with the same `seq`; the last line counts. Several
+    threads may emit events.
     """
 
     def __init__(self, path: Path) -> None:
@@ -30,27 +32,31 @@ class StreamTrace(Trace):
         self._file = path.open("a", buffering=1, encoding="utf-8")
 
     def emit(self, kind: str, /, **fields: Any) -> Event:
+        """Append an event, as Trace.emit, and write it."""
         with self._lock:
             event = super().emit(kind, **fields)
             self._write(event)
             return event
 
     def amend(self, event: Event, **fields: Any) -> None:
-        """As Trace.amend; writes the event again."""
+        """Set fields of an event, as Trace.amend, and write it again."""
         with self._lock:
             super().amend(event, **fields)
             self._write(event)
 
     def _write(self, event: Event) -> None:
+        """Write an event, unless the file is closed."""
         if not self._file.closed:
             self._file.write(json.dumps(event, default=str) + "\n")
 
 
 CHANNELS = frozenset({"hooks", "sched", "kv", "live"})
-"""The channels that a live trace may have; `channels` says which it has (also `plan`, if the connector has an Inspector). Nobody tells what
-happens on a device."""
+"""The channels that a live trace may have; `channels` returns those that a trace does have.
+
+That may include `plan`, for a connector with an Inspector. Work on a device is not recorded.
+"""
 UNWRITTEN = 1 << 40
-"""From here on events are numbered, within their process, that it could not write itself."""
+"""First `seq` of the events that the parent adds for a process that was cut short."""
 REFERENCES = ("called_seq",)
 """Fields that hold the `seq` of another event of the same process."""
 
@@ -58,14 +64,17 @@ REFERENCES = ("called_seq",)
 def collect(
     directory: Path, *, killed: bool = False, ended: bool = False, **start: Any
 ) -> list[Event]:
-    """The trace of all processes that wrote into `directory`, numbered from 0. `start` replaces fields of run.start.
+    """Return the trace of all processes that wrote into `directory`, numbered from 0.
 
-    Without a run.end the engine's process died, of a hook if one was running; or it was `killed`, because it took too long; or the run had
-    `ended`, and vLLM put an end to a process of its own that did not end by itself.
+    `start` replaces fields of run.start. The trace is empty if there are no events.
 
-    Events are in the order of their steps, as carried from process to process; within a step the scheduler's process comes first, then
-    what the others did when they were given the step, then what was made of it. Empty if nobody wrote anything. Half a line at the end of
-    a file is what a process was writing when it died.
+    Without a run.end, one of three things happened, and events say which. The engine's process
+    died, in a hook if one was running. Or it was `killed` because it took too long. Or the run had
+    `ended`, and vLLM killed a process of its own that did not exit.
+
+    Events are in the order of their steps. Within a step, the scheduler's process comes first; then
+    come the events of the processes that received the step, then what followed from it. A process
+    that died may have left a truncated last line, which is ignored.
     """
     processes = [events for path in sorted(directory.glob("*.jsonl")) if (events := read(path))]
     if not processes:
@@ -75,11 +84,8 @@ def collect(
     _every_rank(merged)
     starts = [e for e in merged if e["kind"] == "run.start"]
     ends = [e for e in merged if e["kind"] == "run.end"]
-    rest = [
-        e
-        for e in merged
-        if e["kind"] not in ("run.start", "run.end") or e is (ends[-1] if ends else None)
-    ]
+    last_end = ends[-1] if ends else None
+    rest = [e for e in merged if e["kind"] not in ("run.start", "run.end") or e is last_end]
     trace = [*({**e, **start} for e in starts[:1]), *rest]
     if starts and not ends:
         trace += _cut_short(trace, killed=killed, ended=ended)
@@ -87,7 +93,11 @@ def collect(
 
 
 def channels(trace: Iterable[Event]) -> frozenset[str]:
-    """The channels that a trace has: `kv` only where the workers could look at the KV, and with a connector `hooks`."""
+    """Return the channels of a trace.
+
+    These include `kv` only if all workers could watch their KV, and `hooks` only if hooks were
+    called.
+    """
     events = list(trace)
     looked = [e for e in events if e["kind"] == "live.kv"]
     found = {"sched", "live"}
@@ -101,36 +111,33 @@ def channels(trace: Iterable[Event]) -> frozenset[str]:
 
 
 def read(path: Path) -> list[Event]:
-    """The events of one process, each as it came to be in the end."""
+    """Return the events of one process, each with its last amendments."""
     latest: dict[int, Event] = {}
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
                 event = json.loads(line)
             except ValueError:
-                continue  # the process died while it wrote it
+                continue  # the process died while it wrote this line
             event["_pid"] = path.stem
             latest[event["seq"]] = event
     return [latest[seq] for seq in sorted(latest)]
 
 
 def _merge(processes: list[list[Event]]) -> list[Event]:
-    """The first process's events, and those of each step of the others right after the step was scheduled."""
+    """Return the events of the first process, with those of the others after their step."""
     main, *others = processes
     by_step: dict[int, list[Event]] = {}
     for events in others:
         for event in events:
             by_step.setdefault(event["step"], []).append(event)
     found: list[Event] = by_step.pop(0, [])
+    scheduling = ("req.scheduled", "block", "queries", "step.scheduled")
     for index, event in enumerate(main):
         found.append(event)
         following = main[index + 1]["kind"] if index + 1 < len(main) else ""
-        scheduled = event["kind"] in ("req.scheduled", "block", "queries", "step.scheduled")
-        if (
-            scheduled
-            and following not in ("req.scheduled", "block", "queries", "step.scheduled")
-            and _built(main, index)
-        ):
+        last = event["kind"] in scheduling and following not in scheduling
+        if last and _built(main, index):
             found += by_step.pop(event["step"], [])
     for step in sorted(by_step):
         found += by_step[step]
@@ -138,7 +145,10 @@ def _merge(processes: list[list[Event]]) -> list[Event]:
 
 
 def _every_rank(events: list[Event]) -> None:
-    """Each of several ranks knows of itself that it was bound in a step; put together, it is what worker.step_end says. Changes these."""
+    """Set `ranks` of worker.step_end to all ranks that were bound in the step. Changes the events.
+
+    Each rank reports only itself.
+    """
     bound: dict[int, set[int]] = {}
     for event in events:
         if event["kind"] == "worker.step_end":
@@ -149,7 +159,7 @@ def _every_rank(events: list[Event]) -> None:
 
 
 def _built(main: list[Event], index: int) -> bool:
-    """Whether the step's output is complete: its requests were listed."""
+    """Return whether the output of the event's step is complete, so its requests are listed."""
     step = main[index]["step"]
     return any(
         e["kind"] == "step.scheduled" and e["step"] == step
@@ -158,7 +168,7 @@ def _built(main: list[Event], index: int) -> bool:
 
 
 def _numbered(trace: list[Event]) -> list[Event]:
-    """The events with `seq` from 0, and what refers to them by it."""
+    """Return the same events, numbered from 0, with references adjusted. Changes the events."""
     at = {(e["_pid"], e["seq"]): number for number, e in enumerate(trace)}
     for number, event in enumerate(trace):
         for name in REFERENCES:
@@ -172,46 +182,21 @@ def _numbered(trace: list[Event]) -> list[Event]:
 
 
 def _cut_short(trace: list[Event], *, killed: bool, ended: bool) -> list[Event]:
-    """What a process could not write any more: how it came to its end."""
+    """Return the events that a process could not write itself: how it ended."""
     last = trace[-1]
     common = {"step": last["step"], "_pid": last["_pid"]}
     found: list[Event] = []
     running = _running(trace)
     if running is not None and killed:
-        fields = {name: running[name] for name in ("hook", "half", "rank", "depth")}
-        found.append(
-            {
-                "kind": "hook.returned",
-                **common,
-                "_pid": running["_pid"],
-                **fields,
-                "error": "HookTimeout",
-                "error_text": "it did not return",
-                "value": None,
-                "value_ok": True,
-                "mutated_args": False,
-                "params_msgpack_ok": True,
-                "params_aliased": False,
-                "called_seq": running["seq"],
-                "layer": None,
-                "timed_out": True,
-            }
-        )
-    gone = running is not None or not (
-        killed or ended
-    )  # one that was shut down is ended by vLLM, and need not say so
-    if not any(e["kind"] == "engine.crash" for e in trace) and gone:
+        said = never_returned(running, "it did not return")
+        found.append({"kind": "hook.returned", **common, "_pid": running["_pid"], **said})
+    # After a shutdown vLLM kills processes, which then write no run.end. That is no crash.
+    crashed = running is not None or not (killed or ended)
+    if crashed and not any(e["kind"] == "engine.crash" for e in trace):
         where = "hook" if killed else "process"
         error = "it did not return" if killed else "the process ended"
-        found.append(
-            {
-                "kind": "engine.crash",
-                **common,
-                "where": where,
-                "error": error,
-                "hook": running and running["hook"],
-            }
-        )
+        hook = running["hook"] if running is not None else None
+        found.append({"kind": "engine.crash", **common, **crash(where, error, hook)})
     found.append({"kind": "run.end", **common, **run_cut_short()})
     for number, event in enumerate(found):
         event["seq"] = UNWRITTEN + number
@@ -219,7 +204,7 @@ def _cut_short(trace: list[Event], *, killed: bool, ended: bool) -> list[Event]:
 
 
 def _running(trace: list[Event]) -> Event | None:
-    """The outermost hook that has not returned, in whatever process."""
+    """Return the call of the outermost hook that has not returned, of any process."""
     returned = {(e["_pid"], e["called_seq"]) for e in trace if e["kind"] == "hook.returned"}
     called = (e for e in trace if e["kind"] == "hook.called" and e["depth"] == 0)
     return next((e for e in called if (e["_pid"], e["seq"]) not in returned), None)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watches one vLLM worker: its steps, the layer hooks of the connector's worker half, and the KV memory around them."""
+"""Watches one vLLM worker.
+
+It records the worker's steps, the layer hooks of the connector's worker half, and the KV memory.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +23,13 @@ from kvconform.observe.probe import Probe
 
 @dataclass(frozen=True)
 class Wishes:
-    """How a worker's KV is looked at: fill fresh blocks with poison?"""
+    """How a worker's KV is watched. `poison`: fill newly allocated blocks with poison."""
 
     poison: bool = True
 
 
 class WorkerProbe:
-    """One worker of vLLM's. Emits events; writes nothing but poison into blocks that were handed out.
+    """The probe of one vLLM worker. Emits events, and writes only poison into fresh blocks.
 
     `alone`: the scheduler is in another process.
     """
@@ -34,7 +37,8 @@ class WorkerProbe:
     def __init__(
         self, trace: Trace, probe: Probe, worker: Any, book: Book, wishes: Wishes, *, alone: bool
     ) -> None:
-        self.trace, self.probe = trace, probe
+        self.trace = trace
+        self.probe = probe
         self.rank = int(getattr(worker, "rank", 0))
         parallel = worker.vllm_config.parallel_config
         self.ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
@@ -52,7 +56,10 @@ class WorkerProbe:
         self.fields: dict[str, Any] = {}
 
     def _oracle(self, worker: Any, book: Book, wishes: Wishes) -> BlockOracle | None:
-        """Of one group of layers with all of its blocks along one axis; None for anything else."""
+        """Return the oracle of the worker's KV, and emit live.kv.
+
+        None unless there is one group of layers, whose tensors have all blocks along one axis.
+        """
         config = worker.model_runner.kv_cache_config
         shape = shape_of(config)
         tensors = [
@@ -83,10 +90,12 @@ class WorkerProbe:
         return None if blocks is None else BlockOracle(self.trace, blocks, book, poison=poison)
 
     def _listen(self) -> None:
-        oracle, on = self.oracle, self.probe.on
+        """Have the oracle called around the hooks of the worker half."""
+        oracle = self.oracle
+        on = self.probe.on
         if oracle is None:
             return
-        # After the model runner has taken the step over, which may clear blocks, and before any load.
+        # The model runner has taken the step over, which may clear blocks, and no load has begun.
         on("bind_connector_metadata", before=lambda call: oracle.poison_fresh())
         on("start_load_kv", after=lambda call: oracle.check(call.hook, also=oracle.note.written))
         on("wait_for_layer_load", after=lambda call: oracle.read(self.layer(call)))
@@ -100,15 +109,16 @@ class WorkerProbe:
         )
 
     def layer(self, call: Call) -> int:
-        """The number of the layer that a layer hook is about."""
+        """Return the number of the layer that is passed to a layer hook."""
         return list(self.tensors).index(call.arg(0, "layer_name"))
 
     def _layer_hook(self, call: Call) -> None:
+        """Emit the event of a layer hook."""
         emit_layer(self.trace, call, self.tensors)
 
-    # -- steps -----------------------------------------------------------------------------------------------------------------
+    # -- steps
     def begin(self, output: Any) -> None:
-        """The worker is given a step."""
+        """Begin a step, when the worker receives it. A step without a note is not watched."""
         Probe.active = self.probe
         self.note = note_of(output)
         if self.note is None:
@@ -117,17 +127,14 @@ class WorkerProbe:
         self.trace.step = self.note.step
         if self.metadata is not None:
             self.metadata.current_digest = self.note.digest
-        self.fields = {
-            "forward": total > 0,
-            "tokens": total,
-        }
+        self.fields = {"forward": total > 0, "tokens": total}
         self.trace.emit("worker.step_begin", **self.fields)
         self.first = len(self.trace.events)
         if self.oracle is not None:
             self.oracle.begin(self.note)
 
     def end(self, *, failed: bool = False) -> None:
-        """The worker is done with it, or the step raised."""
+        """End the step, when the worker has completed it. `failed`: it raised an exception."""
         if self.note is None:
             return
         self.note = None
@@ -137,6 +144,7 @@ class WorkerProbe:
         self.trace.emit("worker.step_end", **self.fields, ranks=ranks)
 
     def _bound(self) -> bool:
+        """Return whether the connector's metadata was bound in this step."""
         return any(
             e["kind"] == "hook.called" and e["hook"] == "bind_connector_metadata"
             for e in self.trace.events[self.first :]
@@ -144,7 +152,7 @@ class WorkerProbe:
 
 
 def registered(worker: Any) -> dict[str, torch.Tensor]:
-    """The KV tensors of a worker by layer name."""
+    """Return the KV tensors of a worker by layer name."""
     layers = worker.vllm_config.compilation_config.static_forward_context
     names = [
         name
@@ -156,6 +164,6 @@ def registered(worker: Any) -> dict[str, torch.Tensor]:
 
 
 def by_block(tensor: torch.Tensor, blocks: int) -> torch.Tensor | None:
-    """A view with the blocks along the first axis; None if no axis has that length."""
+    """Return a view with the blocks along the first axis; None if no axis has that length."""
     axis = next((n for n, length in enumerate(tensor.shape) if length == blocks), None)
     return None if axis is None else tensor.movedim(axis, 0)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns what crosses the connector interface, and what the scheduler does, into events. Changes nothing else."""
+"""Turns calls of the connector interface and the scheduler's decisions into trace events."""

@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judges the type of what a hook returned, against what the engine does with it."""
+"""One call of a hook, and the check of the value that it returned."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from kvconform.contract.trace import Event
 
-if TYPE_CHECKING:
-    pass
-
 
 class ValueCheck(NamedTuple):
-    """`ok`: the value has the contract's type; `msgpack_ok`/`aliased`: transfer parameters serialise and are a fresh dict."""
+    """Outcome of the check of one returned value.
+
+    - `ok`: the value has the contract's type.
+    - `msgpack_ok`: returned transfer parameters can be serialised.
+    - `aliased`: returned transfer parameters are the request's own dict, not a new one.
+    - `text`: short description of the value.
+    """
 
     ok: bool = True
     msgpack_ok: bool = True
@@ -22,7 +25,7 @@ class ValueCheck(NamedTuple):
 
 
 def short(value: Any) -> str:
-    """A short, address-free description of a value for traces."""
+    """Return a short description of a value for traces, without memory addresses."""
     if value is None or isinstance(value, (bool, int, float)):
         return repr(value)
     if isinstance(value, str):
@@ -52,7 +55,8 @@ def _finish(call: Call) -> ValueCheck:
     if not ok:
         return ValueCheck(ok=False, text=short(value))
     params = value[1]
-    msgpack_ok, aliased = True, False
+    msgpack_ok = True
+    aliased = False
     if params is not None:
         import msgspec
 
@@ -80,7 +84,10 @@ def _blocks(value: Any) -> bool:
 
 
 def _with(*methods: str) -> Callable[[Any], bool]:
-    """None, or an object with these methods: rather than of vLLM's class, which older releases do not have."""
+    """Return a check for None, or an object with these methods.
+
+    The class is not checked, because older vLLM releases do not have it.
+    """
     return lambda value: (
         value is None or all(callable(getattr(value, name, None)) for name in methods)
     )
@@ -128,11 +135,11 @@ _OTHERS: dict[str, Callable[[Call], ValueCheck]] = {
     "get_external_cache_hit_sources": _sources,
 }
 NOTHING = ValueCheck()
-"""Nothing was returned, and nothing had to be."""
+"""The check of a hook that returned None, as it may."""
 
 
 def check_value(call: Call) -> ValueCheck:
-    """Judge the outcome of a finished outermost call. Reads only."""
+    """Check the value that a finished outermost call returned. Reads only."""
     if call.result is None and call.hook not in _CHECKS and call.hook not in _OTHERS:
         return NOTHING
     if call.hook in _OTHERS:
@@ -143,7 +150,10 @@ def check_value(call: Call) -> ValueCheck:
 
 
 class Call:
-    """One call of a hook: what went in, what came out. `error` is the exception that the connector raised, if any."""
+    """One call of a hook: its arguments, and its result or the exception that it raised (`error`).
+
+    Listeners keep data from before the call to after it in `scratch`.
+    """
 
     __slots__ = (
         "args",
@@ -168,8 +178,12 @@ class Call:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        self.connector, self.hook, self.half, self.depth = connector, hook, half, depth
-        self.args, self.kwargs = args, kwargs
+        self.connector = connector
+        self.hook = hook
+        self.half = half
+        self.depth = depth
+        self.args = args
+        self.kwargs = kwargs
         self.result: Any = None
         self.error: BaseException | None = None
         self.event: Event | None = None
@@ -178,7 +192,7 @@ class Call:
 
     @property
     def legal(self) -> bool:
-        """Whether the hook returned, and a value of the contract's type."""
+        """Whether the hook returned a value of the contract's type."""
         return (
             self.error is None
             and self.result_event is not None
@@ -186,5 +200,5 @@ class Call:
         )
 
     def arg(self, index: int, name: str, default: Any = None) -> Any:
-        """Positional or keyword argument of the call."""
+        """Return an argument, given by position or by keyword."""
         return self.args[index] if len(self.args) > index else self.kwargs.get(name, default)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of engine and connector objects, to see that somebody changed one. Equality is never used: metadata may hold tensors."""
+"""Digests of engine and connector objects, which show that an object was changed.
+
+Equality is never used: metadata may hold tensors.
+"""
 
 from __future__ import annotations
 
@@ -35,17 +38,18 @@ _OTHERS = (
 
 @lru_cache(maxsize=256)
 def _fields(kind: Any) -> tuple[str, ...] | None:
-    """The names of a dataclass's fields; None if it is none, or is pictured as something else."""
+    """Return the field names of a dataclass, or None if `canonical` must not use its fields."""
     if issubclass(kind, _OTHERS) or hasattr(kind, "detach") or not dataclasses.is_dataclass(kind):
         return None
     return tuple(field.name for field in dataclasses.fields(kind))
 
 
 def canonical(value: Any, depth: int = 0, seen: dict[int, tuple[int, Any]] | None = None) -> Any:
-    """A hashable, order-stable picture of `value`: containers, dataclasses, tensors and arrays by bytes, other objects by their fields.
+    """Return a hashable picture of `value` that does not depend on the order of sets.
 
-    `seen`: objects that have their place in the picture already, numbered (and kept alive, as they are known by id); a second time the
-    number stands for them.
+    It shows tensors and arrays by their bytes, containers by their items, and other objects by
+    their fields. `seen` numbers the objects that are in the picture already, by id, and keeps them
+    alive. When such an object occurs again, its number stands for it.
     """
     kind = type(value)
     if kind in _PLAIN:
@@ -59,49 +63,36 @@ def canonical(value: Any, depth: int = 0, seen: dict[int, tuple[int, Any]] | Non
         return ("tuple", tuple(canonical(v, depth + 1, seen) for v in value))
     if isinstance(value, (int, float, str, bytes)):
         return value
-    if isinstance(value, (list, dict, set, deque)) or hasattr(
-        value, "__dict__"
-    ):  # what can lead back to itself
+    may_contain_itself = isinstance(value, (list, dict, set, deque)) or hasattr(value, "__dict__")
+    if may_contain_itself:
         if id(value) in seen:
             return ("again", seen[id(value)][0])
         seen[id(value)] = len(seen), value
     if (names := _fields(kind)) is not None:  # type: ignore[arg-type]
-        return (
-            kind.__name__,
-            tuple((name, canonical(getattr(value, name, None), depth + 1, seen)) for name in names),
-        )
+        pairs = ((name, canonical(getattr(value, name, None), depth + 1, seen)) for name in names)
+        return (kind.__name__, tuple(pairs))
     if isinstance(value, (list, tuple, deque)):
         return (type(value).__name__, tuple(canonical(v, depth + 1, seen) for v in value))
     if isinstance(value, (set, frozenset)):
         return ("set", tuple(sorted(repr(canonical(v, depth + 1, seen)) for v in value)))
     if isinstance(value, dict):
-        return (
-            "dict",
-            tuple(
-                (canonical(k, depth + 1, seen), canonical(v, depth + 1, seen))
-                for k, v in value.items()
-            ),
+        items = (
+            (canonical(k, depth + 1, seen), canonical(v, depth + 1, seen)) for k, v in value.items()
         )
+        return ("dict", tuple(items))
     if hasattr(value, "detach") and hasattr(value, "numpy"):
         flat = value.detach().cpu().contiguous().view(-1)
-        data = (
-            flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-        )  # as bytes: numpy has no bfloat16
+        # Viewed as bytes, because numpy has no bfloat16.
+        data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
         return ("tensor", str(value.dtype), tuple(value.shape), data)
     if isinstance(value, np.ndarray):
-        return (
-            "array",
-            str(value.dtype),
-            value.shape,
-            canonical(value.tolist(), depth + 1, seen)
-            if value.dtype.hasobject
-            else value.tobytes(),
-        )
-    if isinstance(value, (bytearray, memoryview, np.generic)):
-        return (
-            type(value).__name__,
-            bytes(value) if not isinstance(value, np.generic) else value.item(),
-        )
+        holds_objects = value.dtype.hasobject
+        data = canonical(value.tolist(), depth + 1, seen) if holds_objects else value.tobytes()
+        return ("array", str(value.dtype), value.shape, data)
+    if isinstance(value, np.generic):
+        return (type(value).__name__, value.item())
+    if isinstance(value, (bytearray, memoryview)):
+        return (type(value).__name__, bytes(value))
     if callable(value):
         return type(value).__qualname__
     slots = sorted({slot for cls in type(value).__mro__ for slot in _slots(cls)})
@@ -109,24 +100,23 @@ def canonical(value: Any, depth: int = 0, seen: dict[int, tuple[int, Any]] | Non
         **{slot: getattr(value, slot, None) for slot in slots},
         **getattr(value, "__dict__", {}),
     }
-    return (
-        (type(value).__name__, canonical(fields, depth + 1, seen))
-        if fields
-        else type(value).__qualname__
-    )
+    if not fields:
+        return type(value).__qualname__
+    return (type(value).__name__, canonical(fields, depth + 1, seen))
 
 
 def _slots(cls: type) -> tuple[str, ...]:
     names = vars(cls).get("__slots__", ())
-    return tuple(
-        n
-        for n in ((names,) if isinstance(names, str) else names)
-        if n not in ("__weakref__", "__dict__")
-    )
+    if isinstance(names, str):
+        names = (names,)
+    return tuple(name for name in names if name not in ("__weakref__", "__dict__"))
 
 
 def digest(value: Any, private: Iterable[str] = ()) -> str:
-    """12 hex digits of the canonical picture of `value`, whatever `private` (texts that are the run's own) may be. Reads only."""
+    """Return 12 hex digits of the canonical picture of `value`. Reads only.
+
+    They do not depend on `private`, texts that differ from run to run.
+    """
     text = repr(canonical(value))
     for each in private:
         text = text.replace(each, "{run}")
@@ -134,7 +124,7 @@ def digest(value: Any, private: Iterable[str] = ()) -> str:
 
 
 def pickle_round_trip(value: Any) -> tuple[Any, str | None]:
-    """(copy, None) if `value` survives pickling, else (None, one-line reason)."""
+    """Return (copy, None) if `value` survives pickling, else (None, one-line reason)."""
     try:
         return pickle.loads(pickle.dumps(value, protocol=5)), None
     except Exception as error:  # whatever a connector's __reduce__ may raise is the finding
@@ -142,10 +132,11 @@ def pickle_round_trip(value: Any) -> tuple[Any, str | None]:
 
 
 def scheduler_output_digest(output: Any) -> str:
-    """Digest of the parts of a SchedulerOutput that a connector must leave alone while it builds its metadata.
+    """Return a digest of what a connector must not change while it builds its metadata.
 
-    `new_block_ids_to_zero` is left out (a documented exception: vllm/distributed/kv_transfer/kv_connector/v1/base.py,
-    `build_connector_meta`), so are the connector's own slot and the step-scoped block state.
+    Parts of the SchedulerOutput that are left out: `new_block_ids_to_zero` (a documented exception,
+    see `build_connector_meta` in vllm/distributed/kv_transfer/kv_connector/v1/base.py), the
+    connector's own slot, and the block state of the step.
     """
     cached = output.scheduled_cached_reqs
     picture = (

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the books of one scheduler between its calls and emits what changed.
+"""Reads one scheduler's state before and after each call, and emits what changed.
 
-Steps, scheduled requests, states, blocks, releases, statistics, and the reports of several ranks.
+The events cover steps, scheduled requests, states, blocks, releases and statistics. `RankReports`
+joins the reports of several ranks.
 """
 
 from __future__ import annotations
@@ -21,33 +22,35 @@ from kvconform.observe.view import SchedulerView
 
 
 class RankReports:
-    """Joins one engine's reports step by step. `count`: what the connector's get_finished_count said, None for one of each rank.
-    `aggregator` is the engine's own, where it has one already.
+    """Joins the reports of one engine's ranks step by step.
+
+    `count`: what the connector's get_finished_count returned; None: one report from each rank.
+    `aggregator`: the engine's own, if it has one already.
     """
 
     def __init__(
         self, trace: Trace, connector: Any, ranks: int, count: int | None, aggregator: Any = None
     ) -> None:
-        self._trace, self._expected = trace, count or ranks
+        self._trace = trace
+        self._expected = count or ranks
         self._aggregator = aggregator or KVOutputAggregator.from_connector(connector, ranks)
-        self._left: dict[
-            tuple[str, str], int
-        ] = {}  # direction, request id -> reports that have not come yet
+        # Reports still to come, by direction and request id.
+        self._left: dict[tuple[str, str], int] = {}
         self._failing: set[str] = set()
 
     def join(self, results: list[Any], rank: int = -1) -> Any:
-        """A rank's result (the last one's), with the reports of all in it. Changes it; emits ranks.joined if there was anything to join."""
-        due, failures, errors = self._due(
-            [getattr(result, "kv_connector_output", None) for result in results]
-        )
+        """Return the result of a rank (the last one's by default) with the reports of all ranks.
+
+        Changes that result. Emits ranks.joined if there was anything to join.
+        """
+        reports = [getattr(result, "kv_connector_output", None) for result in results]
+        due, failures, errors = self._due(reports)
         result = self._aggregator.aggregate(results, range(len(results))[rank])
         joined = getattr(result, "kv_connector_output", None)
         ids = {way: set(getattr(joined, name, None) or ()) for way, name in _FIELDS.items()}
         found = {(way, req) for way in _FIELDS for req in ids[way]}
-        failed, invalid = (
-            set(getattr(joined, "failed_recving", None) or ()),
-            set(getattr(joined, "invalid_block_ids", None) or ()),
-        )
+        failed = set(getattr(joined, "failed_recving", None) or ())
+        invalid = set(getattr(joined, "invalid_block_ids", None) or ())
         if found or due or failed or failures or invalid or errors:
             self._trace.emit(
                 "ranks.joined",
@@ -66,7 +69,11 @@ class RankReports:
         return result
 
     def _due(self, reports: list[Any]) -> tuple[set[tuple[str, str]], set[str], set[int]]:
-        """What must come of these reports: transfers that are finished now, failed loads among them, blocks with errors."""
+        """Return what joining these reports must give.
+
+        That is the transfers (direction, request id) that are finished now, the requests of the
+        failed loads among them, and the blocks with errors.
+        """
         due: set[tuple[str, str]] = set()
         errors: set[int] = set()
         for report in filter(None, reports):
@@ -115,7 +122,10 @@ class Ledger:
     def __init__(
         self, trace: Trace, view: SchedulerView, observer: Observer, *, is_async: bool
     ) -> None:
-        self.trace, self.view, self.observer, self.is_async = trace, view, observer, is_async
+        self.trace = trace
+        self.view = view
+        self.observer = observer
+        self.is_async = is_async
         self.pool = view.scheduler.kv_cache_manager.block_pool
         self._sizes = [group.block_size for group in view.loads.shape.groups]
         self._fresh: list[int] = []
@@ -130,7 +140,8 @@ class Ledger:
         self._wrap_pool()
 
     def _wrap_pool(self) -> None:
-        get_new_blocks, free_blocks = self.pool.get_new_blocks, self.pool.free_blocks
+        get_new_blocks = self.pool.get_new_blocks
+        free_blocks = self.pool.free_blocks
         groups = self.view.loads.shape.group_of
 
         def take(count: int) -> list[Any]:
@@ -155,7 +166,8 @@ class Ledger:
                 )
             return result
 
-        self.pool.get_new_blocks, self.pool.free_blocks = take, give
+        self.pool.get_new_blocks = take
+        self.pool.free_blocks = give
 
     def take_fresh(self, tables: dict[str, list[list[int]]]) -> list[tuple[int, str]]:
         """Return the blocks that the last schedule() handed out, with their owners.
@@ -207,11 +219,12 @@ class Ledger:
             if now == status and request.num_computed_tokens >= computed:
                 continue
             if request.status != RequestStatus.RUNNING:
-                for event in self._flying.pop(req, ()):  # those steps wrote for no request
+                # The KV that its steps in flight write belongs to no request any more.
+                for event in self._flying.pop(req, ()):
                     self.trace.amend(event, final_after=None)
             why = _REASONS.get(request.status, reason) if now != status else "rollback"
             if status == RequestStatus.WAITING_FOR_REMOTE_KVS.name and not request.is_finished():
-                why = "load"  # it ended; a request that was preempted waits as such (R124)
+                why = "load"  # the load ended; a preempted request waits as PREEMPTED (R124)
             self.trace.emit(
                 "req.state",
                 req=req,
@@ -221,7 +234,7 @@ class Ledger:
                 by=reason,
                 **_counters(request),
             )
-        self._objects = {}  # a request that is referenced here would look leaked
+        self._objects = {}  # a reference from here would make a request look leaked
 
     # -- after schedule
     def after_schedule(self, output: Any, tables: dict[str, list[list[int]]]) -> None:
@@ -266,7 +279,8 @@ class Ledger:
                 prefill_ids=None if prefill is None else len(prefill),
             )
         for index, req in enumerate(cached.req_ids):
-            blocks, ids = cached.new_block_ids[index], cached.all_token_ids.get(req)
+            blocks = cached.new_block_ids[index]
+            ids = cached.all_token_ids.get(req)
             self._scheduled(
                 requests[req],
                 output,
@@ -288,16 +302,15 @@ class Ledger:
         listed_as: str,
         **of_output: Any,
     ) -> None:
-        """Emit req.scheduled; `of_output` are its fields that say what the SchedulerOutput says."""
-        req, count = request.request_id, output.num_scheduled_tokens[request.request_id]
+        """Emit req.scheduled; `of_output` are its fields that come from the SchedulerOutput."""
+        req = request.request_id
+        count = output.num_scheduled_tokens[req]
         drafts = len(output.scheduled_spec_decode_tokens.get(req, ()))
         key = (req, self.view.generation(req))
         # schedule() has advanced the counters: the hook saw the computed tokens without this
         # step's, and the placeholders without those that it will sample.
-        computed, placeholders = (
-            request.num_computed_tokens - count,
-            request.num_output_placeholders,
-        )
+        computed = request.num_computed_tokens - count
+        placeholders = request.num_output_placeholders
         if self.is_async and not is_chunk(request):
             placeholders -= 1 + drafts
         table = tables.get(req, [[]])[0]
@@ -326,7 +339,7 @@ class Ledger:
 
     # -- execution
     def launched(self, req: str) -> Event | None:
-        """Return the req.scheduled of the step that was scheduled last; from now on it flies."""
+        """Return the req.scheduled of the step that was scheduled last, which is in flight now."""
         event = self._current.get(req)
         if event is not None:
             self._flying.setdefault(req, []).append(event)
@@ -399,25 +412,28 @@ class Ledger:
                     self.observer.release(req, direction, "reported")
 
     def leaked(self) -> list[str]:
-        """Ids of Request objects that are still alive although the engine has forgotten them.
+        """Return the ids of Request objects that are alive although the engine has dropped them.
 
-        A single one that was looked up, admitted or finished last is none: the next one takes its place.
+        A single object does not count if it was looked up, admitted or finished last: a connector
+        that keeps the latest request replaces it by the next one.
         """
+        requests = self.view.scheduler.requests
         found = sorted(
-            r
-            for r, ref in self._alive
-            if (live := ref()) is not None and self.view.scheduler.requests.get(r) is not live
+            req
+            for req, ref in self._alive
+            if (live := ref()) is not None and requests.get(req) is not live
         )
         last = {
             (e["kind"], e.get("on")): e["req"]
             for e in self.trace.events
             if e["kind"] in ("lookup", "alloc", "req.finished")
         }
-        return [] if len(found) == 1 and found[0] in last.values() else found
+        only_the_latest = len(found) == 1 and found[0] in last.values()
+        return [] if only_the_latest else found
 
 
 def _counters(request: Any) -> dict[str, int]:
-    """The counters of a request, as fields of an event."""
+    """Return the counters of a request, as fields of an event."""
     return {
         "computed": request.num_computed_tokens,
         "placeholders": request.num_output_placeholders,
@@ -427,7 +443,7 @@ def _counters(request: Any) -> dict[str, int]:
 
 
 def _waits(request: Any, direction: str) -> bool:
-    """Whether the engine keeps a request for a transfer in this direction."""
+    """Return whether the engine keeps a request for a transfer in this direction."""
     if request is None:
         return False
     if direction == "send":
@@ -437,14 +453,17 @@ def _waits(request: Any, direction: str) -> bool:
 
 @contextmanager
 def counted(trace: Trace, scheduler: Any) -> Iterator[None]:
-    """Around one schedule(): emit `queries` if it counted lookups, or admitted a request that was looked up. Nothing where the scheduler
-    keeps no statistics. Changes nothing but the trace.
+    """Compare the statistics of one schedule(), the body, with the lookups in the trace.
+
+    Emits `queries` if the scheduler counted lookups, or admitted a request that was looked up. Does
+    nothing if the scheduler keeps no statistics. Changes nothing but the trace.
     """
     stats = getattr(scheduler, "connector_prefix_cache_stats", None)
     if stats is None:
         yield
         return
-    before, first = _counts(stats), len(trace.events)
+    before = _counts(stats)
+    first = len(trace.events)
     yield
     requests, tokens, hits = (now - then for now, then in zip(_counts(stats), before, strict=True))
     admitted = [
@@ -458,22 +477,26 @@ def counted(trace: Trace, scheduler: Any) -> Iterator[None]:
         if not scheduler.requests[event["req"]].skip_reading_prefix_cache
     ]
     if admitted or requests:
+        due_tokens = sum(
+            scheduler.requests[event["req"]].num_tokens - event["local"] for event in reading
+        )
         trace.emit(
             "queries",
             requests=requests,
             tokens=tokens,
             hits=hits,
             due_requests=len(reading),
-            due_tokens=sum(
-                scheduler.requests[event["req"]].num_tokens - event["local"] for event in reading
-            ),
+            due_tokens=due_tokens,
             due_hits=sum(event["external"] for event in reading),
             skipping=[event["req"] for event in admitted if event not in reading],
         )
 
 
 def _counts(stats: Any) -> tuple[int, int, int]:
-    """(requests, tokens, tokens that were there) so far; what was preempted before is counted apart by vLLM, and is not here."""
+    """Return (requests, tokens, tokens found) so far.
+
+    The sums include previously preempted requests, which vLLM counts separately.
+    """
     return (
         stats.requests + stats.preempted_requests,
         stats.queries + stats.preempted_queries,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Follows each step's connector metadata from build_connector_meta to the worker.
 
-Is what reaches the worker what was built, and is it left alone afterwards?
+Checks that the worker gets the metadata that was built, and that it is not changed afterwards.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ class MetadataObserver:
     """
 
     def __init__(self, trace: Trace, private: tuple[str, ...] = ()) -> None:
-        self.trace, self.private = trace, private
+        self.trace = trace
+        self.private = private
         self.current_digest: str | None = None
-        """Digest of the metadata of the step that is executed, when it was built."""
+        """Digest that the metadata of the executed step had when it was built."""
         self._built: dict[int, str] = {}  # id(metadata) -> digest, until the step is executed
         self._offered: dict[tuple[str, int, int], int] = {}  # (request, group, tokens) -> block
         self._arrived: str | None = None
@@ -48,9 +49,10 @@ class MetadataObserver:
         probe.on("clear_connector_metadata", after=self._cleared)
 
     def begin_step(self, metadata: Any) -> str | None:
-        """Note that the step with this metadata is executed now; returns its digest when built.
+        """Note that the step with this metadata is executed now.
 
-        In a MultiConnector it is the digest of the part of the connector under test.
+        Returns the digest that the metadata had when it was built. In a MultiConnector, that is the
+        digest of the part that belongs to the connector under test.
         """
         parts = metadata.metadata if type(metadata).__name__ == MULTI else (metadata,)
         known = (self._built.pop(id(part)) for part in parts if id(part) in self._built)
@@ -87,11 +89,13 @@ class MetadataObserver:
     def _was_built(self, call: Call) -> None:
         if call.error is not None:
             return
-        output, metadata = call.arg(0, "scheduler_output"), call.result
+        output = call.arg(0, "scheduler_output")
+        metadata = call.result
         if self._handed is not None and self._digest(self._handed[0]) != self._handed[1]:
-            # The step before has not been given this object back: in a deep queue it may read it.
+            # The previous step has not given this object back: in a deep queue it may read it.
             self._refilled = True
-        self._handed, self._latest = None, metadata
+        self._handed = None
+        self._latest = metadata
         built = self._digest(metadata)
         self._built[id(metadata)] = built
         mutated = scheduler_output_digest(output) != call.scratch["digest"]
@@ -118,13 +122,14 @@ class MetadataObserver:
         metadata = call.args[0] if call.args else next(iter(call.kwargs.values()), None)
         if isinstance(metadata, set) or self._arrived_in_step == self.trace.step:
             return
-        # A stand-in for the worker half is the child of no MultiConnector: it sees the whole.
+        # A stand-in for the worker half is no child of a MultiConnector: it sees the whole.
         whole = type(metadata).__name__ == MULTI
         self._arrived = None if whole else self._digest(metadata)
         self._arrived_in_step = self.trace.step
 
     def _bound(self, call: Call) -> None:
-        built, arrived = self.current_digest, self._arrived
+        built = self.current_digest
+        arrived = self._arrived
         same = built is None or arrived is None or built == arrived
         self.trace.emit("meta.bound", digest=arrived, same_as_built=same and not self._refilled)
         self._refilled = False
@@ -135,7 +140,10 @@ class MetadataObserver:
 
 
 def _keeps_block_state(metadata: Any, output: Any) -> bool:
-    """Whether the metadata holds the SchedulerOutput's block state, which is the scheduler's own."""
+    """Return whether the metadata holds the SchedulerOutput's block state.
+
+    That state belongs to the scheduler.
+    """
     state = getattr(output, "kv_connector_block_state", None)
     if state is None or metadata is None or not hasattr(metadata, "__dict__"):
         return False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns what a scheduler and its connector half do into events: lookup, alloc, hold, release, ..."""
+"""Records the actions of a scheduler and its connector: lookup, alloc, hold, release and so on."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from kvconform.observe.view import SchedulerView
 
 _WAITING = {RequestStatus.WAITING: "waiting", RequestStatus.PREEMPTED: "preempted"}
 Incarnation = tuple[str, int]
-"""A request id, and how often it was used before."""
+"""A request id, and how many earlier requests had the same id."""
 
 
 @dataclass
 class Lookup:
-    """The latest lookup of one incarnation of a request, and what became of it."""
+    """The latest lookup of one incarnation of a request."""
 
     tokens: Any
     local: int
@@ -34,10 +34,11 @@ class Lookup:
 
 @dataclass(frozen=True)
 class Prefix:
-    """Tokens at a request's start that some engine of the run has computed.
+    """Numbers of tokens at a request's start that some engine of the run has computed.
 
-    `ever` under the request's identity, `since_reset` of the connector's cache, `any_identity`
-    under whatever identity.
+    - `ever`: under the request's identity.
+    - `since_reset`: the same, since the connector's cache was reset.
+    - `any_identity`: under any identity.
     """
 
     ever: int
@@ -46,7 +47,7 @@ class Prefix:
 
 
 class Observer:
-    """Watches one scheduler. Emits events and keeps the loads of `view`; changes nothing else."""
+    """Watches one scheduler. Emits events and updates the loads of `view`; changes nothing else."""
 
     def __init__(
         self,
@@ -56,13 +57,15 @@ class Observer:
         view: SchedulerView,
         private: tuple[str, ...] = (),
     ) -> None:
-        self.trace, self.memory, self.view = trace, memory, view
+        self.trace = trace
+        self.memory = memory
+        self.view = view
         self.metadata = MetadataObserver(trace, private)
         self.on_lookup: Callable[[Any, Event], None] | None = None
         self.activity = 0
-        """Counts whatever may shrink the store: forward passes, failed loads, resets."""
+        """Counts the events that may shrink the store: forward passes, failed loads, resets."""
         self.outage = False
-        """What a lookup finds may be gone at any time, without a sign of it."""
+        """Whether content of the store may be lost at any time without notice."""
         self.received: list[str] = []
         """Requests whose asynchronous load was reported as finished in the latest report."""
         self.held: dict[str, set[str]] = {}
@@ -95,7 +98,8 @@ class Observer:
 
     # -- lookups
     def _prefix(self, request: Any) -> Prefix:
-        identity, chain, plain = self.view.identity(request.request_id), ROOT, ROOT
+        identity = self.view.identity(request.request_id)
+        chain = plain = ROOT
         ever = since_reset = any_identity = 0
         for position, token in enumerate(request.all_token_ids):
             chain = extend(chain, token, identity.extra(position))
@@ -110,7 +114,8 @@ class Observer:
     def _lookup(self, call: Call) -> None:
         if call.error is not None:
             return
-        request, local = call.arg(0, "request"), call.arg(1, "num_computed_tokens")
+        request = call.arg(0, "request")
+        local = call.arg(1, "num_computed_tokens")
         tokens, is_async, type_ok = _claim(call.result)
         key = self._incarnation(request)
         previous = self._lookups.get(key)
@@ -142,17 +147,17 @@ class Observer:
             self.on_lookup(request, event)
 
     def _may_have_shrunk(self, previous: Lookup | None, local: int) -> bool:
-        """Whether a lookup may find less than the previous one of the same request."""
+        """Return whether a lookup may find less than the previous one of the same request."""
         if self.outage or previous is None:
             return True
         return previous.activity != self.activity or previous.local != local
 
     def _failures(self, key: Incarnation, tokens: Any) -> int:
-        """How many loads of so many tokens have failed for this incarnation of the request."""
+        """Return how many loads of `tokens` tokens have failed for this incarnation."""
         return self._failed_claims.get((*key, tokens if isinstance(tokens, int) else -1), 0)
 
     def _stale(self, prefix: Prefix, local: int, end: int) -> int:
-        """How many of the claimed tokens were only computed before a reset of the cache."""
+        """Return how many of the claimed tokens were only computed before a reset of the cache."""
         if not self._reset_seen or end <= local:
             return 0
         return max(0, min(end, prefix.ever) - max(prefix.since_reset, local))
@@ -224,12 +229,12 @@ class Observer:
             loads.grants.append(shard)
 
     def _held_before(self, request: Any, local: int) -> list[int]:
-        """The blocks of a request's local prefix-cache hit of `local` tokens."""
+        """Return the blocks of a request's local prefix-cache hit of `local` tokens."""
         blocks = self.view.scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
         return list(blocks[: local // self._loads.shape.block_size])
 
     def _tables(self, tables: Iterable[Sequence[int]]) -> list[list[Any]]:
-        """Per group: tokens per block, tokens in the window (0: unlimited), block ids."""
+        """Return per group: tokens per block, tokens in the window (0: unlimited), block ids."""
         groups = self._loads.shape.groups
         return [
             [group.block_size, group.window or 0, list(table)]
@@ -237,8 +242,9 @@ class Observer:
         ]
 
     def _still_local(self, request: Any, local: int) -> None:
-        """Note content that the engine's own cache kept over a reset: it may be saved again."""
-        identity, chain = self.view.identity(request.request_id), ROOT
+        """Note content that the engine's own cache kept over a reset, which may be saved again."""
+        identity = self.view.identity(request.request_id)
+        chain = ROOT
         for position in range(local):
             chain = extend(chain, request.all_token_ids[position], identity.extra(position))
             self.memory.since_reset.add(chain)
@@ -277,7 +283,8 @@ class Observer:
         )
 
     def _finished(self, call: Call) -> None:
-        request, blocks = call.arg(0, "request"), call.arg(1, "block_ids")
+        request = call.arg(0, "request")
+        blocks = call.arg(1, "block_ids")
         tables = list(blocks) if isinstance(blocks, tuple) else [list(blocks or [])]
         returned = call.result if call.error is None and isinstance(call.result, tuple) else ()
         delayed = bool(returned) and returned[0] is True
@@ -315,7 +322,8 @@ class Observer:
         `results` has finished_sending, finished_recving and failed_recving, as vLLM's
         KVConnectorTransferResults and KVConnectorOutput do.
         """
-        sending, received = results.finished_sending or (), results.finished_recving or ()
+        sending = results.finished_sending or ()
+        received = results.finished_recving or ()
         failed = set(getattr(results, "failed_recving", ()) or ())
         for req in sorted(sending):
             self._report(req, "send", None)
@@ -348,7 +356,7 @@ class Observer:
         """Note the blocks that a worker reports as not loaded."""
         loads = self._loads
         loads.failed_blocks = blocks
-        if blocks and len(loads.shape.groups) > 1:  # the ids do not say which group they are of
+        if blocks and len(loads.shape.groups) > 1:  # the ids do not show their group
             self._fail(None, None, sorted(blocks), [])
             return
         left = set(blocks)
@@ -383,7 +391,7 @@ class Observer:
             groups=len(self._loads.shape.groups),
             is_async=bool(grant and grant.is_async),
         )
-        self.activity += 1  # what a load did not find is gone for other requests too
+        self.activity += 1  # content that a load did not find is gone for other requests too
         if grant and not grant.failed and not grant.given_up:  # its first report
             key = (grant.req, grant.generation, grant.end - grant.start)
             self._failed_claims[key] = self._failed_claims.get(key, 0) + 1
@@ -409,7 +417,7 @@ class Observer:
 
 
 def starved(scheduler: Any, request: Any, end: int, block_size: int) -> bool:
-    """Return whether a load up to `end` tokens fits but for blocks reserved for a failed one.
+    """Return whether only blocks reserved for the failed load prevent a load up to `end` tokens.
 
     vLLM's scheduler leaves a request whose asynchronous load failed completely among the prefills
     in flight, and keeps blocks free for it. False where the engine reserves nothing, has several
@@ -437,7 +445,8 @@ def emit_layer(trace: Trace, call: Call, registered: Mapping[str, Any]) -> None:
     if call.hook == "wait_for_layer_load":
         trace.emit("layer.wait", layer=name, bound=bound)
         return
-    tensor, given = registered.get(name), call.arg(1, "kv_layer")
+    tensor = registered.get(name)
+    given = call.arg(1, "kv_layer")
     whole = tensor is None or (
         given.data_ptr() == tensor.data_ptr() and given.shape == tensor.shape
     )

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The probe: records every call that crosses the connector interface.
 
-The connector's class is patched in place: a subclass would break `type(self) is C`, lookups by module path and MultiConnector's children.
-Hooks are found by introspection on the installed base class, so a method that a newer vLLM adds is recorded too. The patch is
-installed once per class and talks to whichever `Probe` is active; with none active it costs one attribute read.
+The connector's class is patched in place. A subclass would break `type(self) is C`, lookups by
+module path, and MultiConnector's children. Hooks are found by introspection of the installed base
+class, so a method that a newer vLLM adds is recorded too. A patched class calls the `Probe` that is
+active; if none is active, the patch costs one attribute read.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ Listener = Callable[["Call"], None]
 
 
 class Probe:
-    """Records the hooks of one engine's connector halves into a trace and tells listeners.
+    """Records the hooks of one engine's connector halves in a trace, and calls listeners.
 
-    Only instances of the patched class reach it, so a MultiConnector's children stay out; the half is the instance's role.
+    Only instances of the patched class reach it, so a MultiConnector's other children are not
+    recorded. The half is the instance's role.
     """
 
     active: Probe | None = None
@@ -37,14 +39,14 @@ class Probe:
         self.before: dict[str, list[Listener]] = {}
         self.after: dict[str, list[Listener]] = {}
         self.after_any: list[Listener] = []
-        self._depth = 0
+        self.depth = 0
         self._main = threading.get_ident()
         self.last_error: tuple[str, BaseException] | None = None
 
     def on(
         self, hook: str, *, before: Listener | None = None, after: Listener | None = None
     ) -> None:
-        """Call `before`/`after` around each outermost call of `hook` (also when it raised)."""
+        """Call `before` and `after` around each outermost call of `hook`, even if it raises."""
         if before:
             self.before.setdefault(hook, []).append(before)
         if after:
@@ -58,12 +60,16 @@ class Probe:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Run one hook under the probe; returns what it returned, raises what it raised (as a Panic, if that is no `Exception`)."""
-        half, rank = self.half_of(connector), 0
+        """Run one hook under the probe, and return its result.
+
+        Raises the hook's exception; as a Panic if that is not an `Exception`.
+        """
+        half = self.half_of(connector)
+        rank = 0
         if half is None:
             return call(connector, *args, **kwargs)
-        item = Call(connector, hook, half, self._depth, args, kwargs)
-        outermost = self._depth == 0
+        item = Call(connector, hook, half, self.depth, args, kwargs)
+        outermost = self.depth == 0
         if outermost:
             for listener in self.before.get(hook, ()):
                 listener(item)
@@ -79,7 +85,7 @@ class Probe:
             bound=bound,
             thread="main",
         )
-        self._depth += 1
+        self.depth += 1
         timed_out = False
         try:
             with watchdog.hook(hook, step=self.trace.step):
@@ -89,42 +95,48 @@ class Probe:
                 else:
                     item.result = call(connector, *args, **kwargs)
         except watchdog.HookTimeout as error:
-            item.error, timed_out = error, True
+            item.error = error
+            timed_out = True
             raise
         except BaseException as error:
             item.error = error
             if outermost and (shown := ordinary(error)) is not error:
-                raise shown.with_traceback(
-                    error.__traceback__
-                ) from error  # whose fault it is goes by the traceback
+                # The traceback decides to whom the error is attributed.
+                raise shown.with_traceback(error.__traceback__) from error
             raise
         finally:
-            self._depth -= 1
+            self.depth -= 1
             self._returned(item, rank, timed_out, outermost)
         return item.result
 
     def half_of(self, connector: Any) -> str | None:
-        """`scheduler` or `worker` if calls of it are recorded: of the connector that is judged, not of its siblings, and from the engine's
-        thread; else None.
+        """Return `scheduler` or `worker`, or None if calls of this object are not recorded.
+
+        Recorded are calls from the engine's thread to the connector that is judged, not to its
+        siblings.
         """
         role = getattr(connector, "_role", None)
-        if (
-            role is None
-            or threading.get_ident() != self._main
-            or hasattr(connector, "kvconform_sibling")
-        ):
+        if role is None or threading.get_ident() != self._main:
+            return None
+        if hasattr(connector, "kvconform_sibling"):
             return None
         known = _halves.get(id(role))
-        if known is None:  # the role is kept, too: nothing else can have its id
-            known = _halves[id(role)] = role, str(getattr(role, "name", "") or "").lower() or None
+        if known is None:
+            half = str(getattr(role, "name", "") or "").lower() or None
+            known = _halves[id(role)] = role, half
         return known[1]
 
     def _returned(self, item: Call, rank: int, timed_out: bool, outermost: bool) -> None:
         check = check_value(item) if outermost and item.error is None else NOTHING
-        text = None
+        text = place = None
         if item.error is not None:
             place = place_of(item.error, type(item.connector))
-            text = f"{type(item.error).__name__}: {item.error}".splitlines()[0][:300] + place
+            text = f"{type(item.error).__name__}: {item.error}".splitlines()[0][:300]
+            if place is not None:
+                text += f" ({place})"
+        layer = None
+        if item.hook in ("wait_for_layer_load", "save_kv_layer"):
+            layer = item.arg(0, "layer_name")
         assert item.event is not None
         item.result_event = self.trace.emit(
             "hook.returned",
@@ -134,21 +146,20 @@ class Probe:
             depth=item.depth,
             error=None if item.error is None else type(item.error).__name__,
             error_text=text,
+            error_at=None if place is None else list(place),
             value=check.text,
             value_ok=check.ok,
             mutated_args=False,
             params_msgpack_ok=check.msgpack_ok,
             params_aliased=check.aliased,
             called_seq=item.event["seq"],
-            layer=item.arg(0, "layer_name")
-            if item.hook in ("wait_for_layer_load", "save_kv_layer")
-            else None,
+            layer=layer,
             timed_out=timed_out,
         )
-        if item.error is not None and (
-            self.last_error is None or self.last_error[1] is not item.error
-        ):
-            self.last_error = (item.hook, item.error)
+        if item.error is not None:
+            known = self.last_error is not None and self.last_error[1] is item.error
+            if not known:  # an inner hook has not recorded it already
+                self.last_error = (item.hook, item.error)
         if outermost:
             for listener in self.after.get(item.hook, ()):
                 listener(item)
@@ -157,11 +168,17 @@ class Probe:
 
 
 _halves: dict[int, tuple[Any, str | None]] = {}
-"""Role and half, by the id of the role: hashing a member of an Enum takes longer than all the rest of `half_of`."""
+"""Role and half, by the id of the role; the role is kept so that no other object gets its id.
+
+Hashing a member of an Enum takes longer than the rest of `half_of`.
+"""
 
 
 def hook_names() -> tuple[str, ...]:
-    """Public instance methods of the installed KVConnectorBase_V1 and its SupportsHMA companion, in definition order."""
+    """Return the hooks in the order of their definition.
+
+    They are the public instance methods of the installed KVConnectorBase_V1 and of SupportsHMA.
+    """
     from kvconform.compat.vllm_api import hook_classes
 
     classes = tuple(hook_classes())
@@ -170,18 +187,14 @@ def hook_names() -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=16)
 def _names_of(classes: tuple[type, ...], _sizes: tuple[int, ...]) -> tuple[str, ...]:
-    """Worked out once per run of the process; again if a class has got another number of members."""
+    """Return the hooks that `classes` define; again if a class has another number of members."""
     from kvconform.compat.vllm_api import UNRECORDED
 
     names: list[str] = []
     for cls in classes:
         for name, member in vars(cls).items():
-            if (
-                inspect.isfunction(member)
-                and not name.startswith("_")
-                and name not in UNRECORDED
-                and name not in names
-            ):
+            public = inspect.isfunction(member) and not name.startswith("_")
+            if public and name not in UNRECORDED and name not in names:
                 names.append(name)
     return tuple(names)
 
@@ -196,9 +209,8 @@ def _wrapper(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         probe = Probe.active
         if probe is None:
             return original(self, *args, **kwargs)
-        if (
-            by_sets and probe._depth == 0 and probe.half_of(self) is not None
-        ):  # what is not recorded leaves the depth as it is
+        # A call that is not recorded leaves the depth as it is.
+        if by_sets and probe.depth == 0 and probe.half_of(self) is not None:
             results = self.get_transfer_results(*args, **kwargs)
             return results.finished_sending or None, results.finished_recving or None
         return probe.record(self, name, original, args, kwargs)
@@ -208,15 +220,16 @@ def _wrapper(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _of_classes = functools.lru_cache(maxsize=1024)(_wrapper)
-"""Wrappers of what classes define: the same class is patched in every run."""
+"""Cached wrappers of the methods of classes: the same class is patched in every run."""
 
 
 def _instance_form(cls: type, name: str) -> Callable[..., Any] | None:
-    """The hook as a function of (self, ...), also where the class made it a static or class method; None if it is nothing to call."""
-    static, member = (
-        next((vars(each)[name] for each in cls.__mro__ if name in vars(each)), None),
-        getattr(cls, name, None),
-    )
+    """Return the hook as a function of (self, ...), or None if it cannot be called.
+
+    The class may have made it a static method or a class method.
+    """
+    static = next((vars(each)[name] for each in cls.__mro__ if name in vars(each)), None)
+    member = getattr(cls, name, None)
     if isinstance(static, (staticmethod, classmethod)) and callable(member):
         return lambda self, *args, **kwargs: static.__get__(self, type(self))(*args, **kwargs)
     return member if callable(member) else None
@@ -228,8 +241,8 @@ _NONE = object()
 class Patch:
     """Patches classes in place while it is entered, and restores every attribute afterwards.
 
-    Within `parking`, what is left stays patched until other classes are: each attribute that is set on a class also undoes what Python has
-    learned about its objects.
+    Within `parking`, classes stay patched until other classes are patched. To set an attribute of a
+    class makes Python drop its optimisations for objects of that class.
     """
 
     _parks = False
@@ -237,14 +250,12 @@ class Patch:
 
     def __init__(self, *classes: type) -> None:
         self.classes = classes
-        self._changed: list[
-            tuple[type, str, Any, Any]
-        ] = []  # attribute, what the class itself had (or _NONE), what it has now
+        # Class, attribute, value in the class itself before (or _NONE), value now.
+        self._changed: list[tuple[type, str, Any, Any]] = []
 
     def __enter__(self) -> Patch:
-        if [each.classes for each in self._parked] == [self.classes] and self._parked[
-            0
-        ]._in_place():
+        same_classes = [each.classes for each in self._parked] == [self.classes]
+        if same_classes and self._parked[0]._in_place():
             vars(self).update(vars(self._parked.pop()))
             return self
         self._unpark()
@@ -255,7 +266,7 @@ class Patch:
     @classmethod
     @contextmanager
     def parking(cls) -> Iterator[None]:
-        """The same classes are patched again and again while this is entered."""
+        """Leave classes patched between runs, for a body that patches the same ones repeatedly."""
         cls._parks = True
         try:
             yield
@@ -273,12 +284,17 @@ class Patch:
             original = _instance_form(cls, name)
             if original is None or hasattr(original, "_kvconform_original"):
                 continue
-            own, wrapper = vars(cls).get(name, _NONE), _of_classes(name, original)
+            own = vars(cls).get(name, _NONE)
+            wrapper = _of_classes(name, original)
             setattr(cls, name, wrapper)
             self._changed.append((cls, name, own, wrapper))
 
     def _in_place(self) -> bool:
-        """Whether nobody has put anything over it: a connector that wraps its own hooks finds them unwrapped in each run."""
+        """Return whether all wrappers are still in place.
+
+        If they are not, the connector wrapped its own hooks, and must find the originals in each
+        run.
+        """
         return all(vars(cls).get(name) is wrapper for cls, name, _, wrapper in self._changed)
 
     def __exit__(self, *exc: object) -> None:
@@ -297,9 +313,10 @@ class Patch:
 
 
 def wrap_instance_hooks(connector: Any) -> None:
-    """Wrap hooks that a constructor assigned on the instance (`self.get_finished = ...`), which hide the patched class's.
+    """Wrap the hooks that a constructor assigned on the instance (`self.get_finished = ...`).
 
-    Also those of a MultiConnector's children that are of the patched class.
+    They hide those of the patched class. Children of a MultiConnector that are of the patched class
+    are included.
     """
     for child in getattr(connector, "_connectors", ()):
         if hasattr(type(child).build_connector_meta, "_kvconform_original"):

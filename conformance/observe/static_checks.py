@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The static shape of a connector's class against the installed base class: signatures, class methods, abstract methods.
+"""Static checks of a connector's class against the installed base class, and of vLLM itself.
 
-What the installed vLLM refuses to start with, and what its interface has left behind. Asked once, of the classes and a configuration.
+The checks of vLLM cover what it must refuse at its start, and names that it has removed. Every
+check is made once, on the classes and a configuration.
 """
 
 from __future__ import annotations
@@ -34,15 +35,16 @@ Finding = tuple[str, bool, str]
 
 
 def inspect_class(cls: type, extra_config: dict[str, Any], config: Any) -> Iterator[Finding]:
-    """(item, ok, detail) per check. Calls the class-level questions that vLLM asks without an instance; changes nothing else."""
+    """Yield (item, ok, detail) for each check of a connector's class.
+
+    Calls the class methods that vLLM calls without an instance; changes nothing else.
+    """
     yield _constructor(cls)
     missing = sorted(getattr(cls, "__abstractmethods__", ()))
-    yield (
-        "abstract-methods",
-        not missing,
-        f"not implemented: {', '.join(missing)}" if missing else "",
-    )
-    yield (asked := _class_methods(cls, extra_config, config))
+    detail = f"not implemented: {', '.join(missing)}" if missing else ""
+    yield "abstract-methods", not missing, detail
+    asked = _class_methods(cls, extra_config, config)
+    yield asked
     if asked[1]:
         name = cls.get_required_kvcache_layout(config)  # type: ignore[attr-defined]
         known = name is None or knows_layout(name)
@@ -52,32 +54,21 @@ def inspect_class(cls: type, extra_config: dict[str, Any], config: Any) -> Itera
     yield _start_load(cls)
     if getattr(config, "kv_transfer_config", None) is not None:
         kept = keeps_hybrid(config.kv_transfer_config)
-        yield (
-            "hybrid-kept",
-            kept,
-            "" if kept else f"vLLM turns it off: {cls.__name__} is no subclass of SupportsHMA",
-        )
-    awaited = [
-        name
-        for name in hook_names()
-        if inspect.iscoroutinefunction(_plain(getattr(cls, name, None)))
-    ]
-    yield (
-        "awaited:hooks",
-        not awaited,
-        f"{', '.join(awaited)}: a coroutine function, which nobody awaits" if awaited else "",
-    )
+        detail = "" if kept else f"vLLM turns it off: {cls.__name__} is no subclass of SupportsHMA"
+        yield "hybrid-kept", kept, detail
+    hooks = {name: _plain(getattr(cls, name, None)) for name in hook_names()}
+    awaited = [name for name, hook in hooks.items() if inspect.iscoroutinefunction(hook)]
+    detail = f"{', '.join(awaited)}: a coroutine function, which vLLM does not await"
+    yield "awaited:hooks", not awaited, detail if awaited else ""
     for name, member in vars(KVConnectorBase_V1).items():
         if isinstance(member, property) and not name.startswith("_"):
             own = inspect.getattr_static(cls, name)
             ok = not callable(own)
-            yield (
-                f"property:{name}",
-                ok,
-                "" if ok else f"is a {type(own).__name__}, which is always true",
-            )
+            detail = "" if ok else f"is a {type(own).__name__}, which is always true"
+            yield f"property:{name}", ok, detail
     for name in hook_names():
-        own, base = getattr(cls, name, None), getattr(KVConnectorBase_V1, name, None)
+        own = getattr(cls, name, None)
+        base = getattr(KVConnectorBase_V1, name, None)
         if own is None or base is None or _plain(own) is _plain(base) or name == "start_load_kv":
             continue
         problem = _accepts_like(_plain(own), _plain(base))
@@ -85,26 +76,28 @@ def inspect_class(cls: type, extra_config: dict[str, Any], config: Any) -> Itera
 
 
 def keeps_hybrid(transfer: Any) -> bool:
-    """Whether vLLM, left to decide, keeps its hybrid cache manager on with this transfer configuration (None: without a connector)."""
-    return not VllmConfig(
-        kv_transfer_config=copy.copy(transfer)
-    ).scheduler_config.disable_hybrid_kv_cache_manager
+    """Return whether vLLM keeps its hybrid cache manager on, if the user does not decide.
+
+    `transfer`: the transfer configuration; None: without a connector.
+    """
+    config = VllmConfig(kv_transfer_config=copy.copy(transfer))
+    return not config.scheduler_config.disable_hybrid_kv_cache_manager
 
 
 def agrees_with_itself(config: Any) -> Finding:
-    """Whether children of MultiConnector, one per role, ask for the same layout as the class does that `config` names."""
-    own, roles = config.kv_transfer_config, ("kv_both", "kv_producer", "kv_consumer")
-    module = (
-        {"kv_connector_module_path": own.kv_connector_module_path}
-        if own.kv_connector_module_path
-        else {}
-    )
+    """Check that a class asks for one layout as several children of MultiConnector, one per role.
+
+    `config` names the class.
+    """
+    own = config.kv_transfer_config
     child = {
         "kv_connector": own.kv_connector,
         "kv_connector_extra_config": own.kv_connector_extra_config,
-        **module,
     }
+    if own.kv_connector_module_path:
+        child["kv_connector_module_path"] = own.kv_connector_module_path
     outer = copy.copy(config)
+    roles = ("kv_both", "kv_producer", "kv_consumer")
     children = [{**child, "kv_role": role} for role in roles]
     outer.kv_transfer_config = KVTransferConfig(
         kv_connector="MultiConnector",
@@ -115,36 +108,33 @@ def agrees_with_itself(config: Any) -> Finding:
         MultiConnector.get_required_kvcache_layout(outer)
     except ValueError as error:
         return "multi-layout", False, str(error).splitlines()[0]
-    except Exception:  # what the class raises whatever it is asked is class-methods'
+    except Exception:  # the check class-methods reports what the class itself raises
         return "multi-layout", True, ""
     return "multi-layout", True, ""
 
 
 def inspect_instance(connector: Any) -> Iterator[Finding]:
-    """The same for what only the scheduler half can show, once it is bound: the values of properties, and what reached it."""
+    """Yield (item, ok, detail) for each property of the scheduler half, once it is bound."""
     for name, member in vars(KVConnectorBase_V1).items():
         if isinstance(member, property) and name != "role" and not name.startswith("_"):
             value = getattr(connector, name)
-            yield (
-                f"property:{name}",
-                isinstance(value, bool),
-                "" if isinstance(value, bool) else f"is {value!r}",
-            )
+            ok = isinstance(value, bool)
+            yield f"property:{name}", ok, "" if ok else f"is {value!r}"
 
 
 def bound(connector: Any, called: set[str]) -> Finding:
-    """Whether the block pool reached a connector that wants it; `called` are the hooks called so far, at any depth."""
-    mine = all(
-        getattr(_plain(getattr(type(connector), n, None)), "__qualname__", "")
-        != f"KVConnectorBase_V1.{n}"
-        for n in BINDS
+    """Check that the block pool reached a connector that overrides both hooks of BINDS.
+
+    `called`: the hooks called so far, at any depth.
+    """
+    methods = {name: _plain(getattr(type(connector), name, None)) for name in BINDS}
+    overrides_both = all(
+        getattr(method, "__qualname__", "") != f"KVConnectorBase_V1.{name}"
+        for name, method in methods.items()
     )
-    missed = mine and BINDS[0] in called and BINDS[1] not in called
-    return (
-        "bind-hooks",
-        not missed,
-        "bind_gpu_block_pool is overridden and never called" if missed else "",
-    )
+    missed = overrides_both and BINDS[0] in called and BINDS[1] not in called
+    detail = "bind_gpu_block_pool is overridden and never called" if missed else ""
+    return "bind-hooks", not missed, detail
 
 
 BINDS = ("bind_kv_cache_manager", "bind_gpu_block_pool")
@@ -156,22 +146,16 @@ def _plain(function: Any) -> Any:
 
 def _constructor(cls: type) -> Finding:
     names = list(inspect.signature(cls.__init__).parameters.values())[1:]  # type: ignore[misc]
-    wide = any(p.kind == p.VAR_KEYWORD for p in names)
-    if wide or any(p.name == "kv_cache_config" for p in names):
-        try:
-            inspect.signature(cls).bind(object(), object(), object())
-        except TypeError as error:
-            return (
-                "constructor",
-                False,
-                f"cannot be called with (vllm_config, role, kv_cache_config): {error}",
-            )
-        return "constructor", True, ""
-    return (
-        "constructor",
-        False,
-        "has no parameter named kv_cache_config: vLLM refuses the two-argument form",
-    )
+    takes_any = any(p.kind == p.VAR_KEYWORD for p in names)
+    if not takes_any and not any(p.name == "kv_cache_config" for p in names):
+        detail = "has no parameter named kv_cache_config: vLLM refuses the two-argument form"
+        return "constructor", False, detail
+    try:
+        inspect.signature(cls).bind(object(), object(), object())
+    except TypeError as error:
+        detail = f"cannot be called with (vllm_config, role, kv_cache_config): {error}"
+        return "constructor", False, detail
+    return "constructor", True, ""
 
 
 def _class_methods(cls: type, extra_config: dict[str, Any], config: Any) -> Finding:
@@ -196,15 +180,15 @@ def _class_methods(cls: type, extra_config: dict[str, Any], config: Any) -> Find
 def _start_load(cls: type) -> Finding:
     parameters = inspect.signature(_plain(cls.start_load_kv)).parameters.values()  # type: ignore[attr-defined]
     ok = any(p.kind == p.VAR_KEYWORD for p in parameters)
-    return (
-        "start-load-kwargs",
-        ok,
-        "" if ok else "takes no **kwargs, and model runner V2 passes some",
-    )
+    detail = "" if ok else "takes no **kwargs, and model runner V2 passes some"
+    return "start-load-kwargs", ok, detail
 
 
 def _accepts_like(own: Any, base: Any) -> str | None:
-    """Why `own` cannot be called as vLLM calls `base` (positionally, without what has a default), or None."""
+    """Return why `own` cannot be called as vLLM calls `base`, or None if it can.
+
+    vLLM passes the arguments by position, without those that have a default.
+    """
     if not callable(own):
         return f"is not a function, but a {type(own).__name__}"
     wanted = [
@@ -216,15 +200,21 @@ def _accepts_like(own: Any, base: Any) -> str | None:
     try:
         inspect.signature(own).bind(*[object()] * count)
     except TypeError as error:
-        return f"cannot be called with {count - 1} argument{'s' * (count != 2)} ({', '.join(p.name for p in wanted[1:])}): {error}"
+        arguments = "1 argument" if count == 2 else f"{count - 1} arguments"
+        names = ", ".join(p.name for p in wanted[1:])
+        return f"cannot be called with {arguments} ({names}): {error}"
     return None
 
 
 NAME = "KvconformNobody"
+"""A name that no connector is registered under."""
 
 
 def inspect_engine(config: Any, cache_config: Any, child_registered_as: str) -> Iterator[Finding]:
-    """(item, ok, detail) per check of the engine's own side. Leaves the registry, the environment and `config` as they were."""
+    """Yield (item, ok, detail) for each check of vLLM itself.
+
+    Leaves the registry, the environment and `config` as they were.
+    """
     bare = copy.copy(config)
     bare.kv_transfer_config = None
     yield _refuses(
@@ -240,11 +230,11 @@ def inspect_engine(config: Any, cache_config: Any, child_registered_as: str) -> 
     yield _refuses(
         "role-known", ValueError, lambda: KVTransferConfig(kv_connector=NAME, kv_role="nobody")
     )
-    first, second = _transfer(NAME).engine_id, _transfer(NAME).engine_id
+    first = _transfer(NAME).engine_id
+    second = _transfer(NAME).engine_id
     yield "engine-id", bool(first) and bool(second) and first != second, "not given, or given twice"
-    policy = vllm_api.later(
-        _transfer(NAME), "kv_load_failure_policy", "recompute"
-    )  # until 0.12 there was no other
+    # Until 0.12 there was no other policy than recompute.
+    policy = vllm_api.later(_transfer(NAME), "kv_load_failure_policy", "recompute")
     yield "failure-policy", policy == "fail", f"is {policy}"
     yield _refuses(
         "encoder-decoder", AssertionError, lambda: _encoder_decoder(config, cache_config)
@@ -263,12 +253,10 @@ def inspect_engine(config: Any, cache_config: Any, child_registered_as: str) -> 
             for name in names
             if name in getattr(owner, "__dataclass_fields__", {}) or hasattr(owner, name)
         ]
-        empty = getattr(SchedulerOutput, "make_empty", object)()  # since 0.12
-        left = [
-            name
-            for name in left
-            if owner is not SchedulerOutput or getattr(empty, name, None) != []
-        ]  # always empty: it says nothing
+        if owner is SchedulerOutput:
+            # A field that is always empty carries no information.
+            empty = getattr(SchedulerOutput, "make_empty", object)()  # since 0.12
+            left = [name for name in left if getattr(empty, name, None) != []]
         yield f"removed:{owner.__name__}", not left, f"{', '.join(left)} is there" if left else ""
 
 
@@ -282,7 +270,7 @@ REMOVED: dict[Any, tuple[str, ...]] = {
 
 
 class _Blank(KVConnectorBase_V1):
-    """Something that the base class's constructor can be called on; its abstract methods do not matter."""
+    """An object to call the base class's constructor on, without abstract methods."""
 
     def __init__(self) -> None:
         pass
@@ -292,17 +280,20 @@ _Blank.__abstractmethods__ = frozenset()
 
 
 class _Hybrid(_Blank, SupportsHMA):
-    """Says that it works with several KV cache groups, and does nothing."""
+    """A connector that declares support for several KV cache groups, and does nothing."""
 
 
 def _keeps_hybrid() -> bool:
-    """Whether the hybrid cache manager is as it would be without a connector: on, unless the platform has none."""
+    """Return whether the hybrid cache manager stays on, as it would be without a connector.
+
+    It is off without a connector if the platform has none.
+    """
     with patch.object(KVConnectorFactory, "get_connector_class", lambda *args: _Hybrid):
         return keeps_hybrid(_transfer(NAME)) or not keeps_hybrid(None)
 
 
 class _Talker(_Blank):
-    """Has statistics, and its class can rebuild them from their data."""
+    """A connector with statistics, which its class can rebuild from their data."""
 
     def get_kv_connector_stats(self) -> Any:
         return KVConnectorStats(data={"loads": 1})
@@ -313,7 +304,7 @@ class _Talker(_Blank):
 
 
 def _multi_stats(name: str) -> Finding:
-    """The way of a child's statistics to the front end, for a child whose class is registered as `name`."""
+    """Check that a child's statistics reach the front end, if its class is registered as `name`."""
     registry = KVConnectorFactory._registry
     KVConnectorFactory.register_connector(name, __name__, "_Talker")
     try:
@@ -338,7 +329,7 @@ def _refuses(item: str, error: type[Exception], call: Callable[[], object]) -> F
         call()
     except error:
         return item, True, ""
-    except Exception as other:  # any other refusal is not the one that was promised
+    except Exception as other:  # any other error is not the promised refusal
         return item, False, f"{type(other).__name__}: {other}".splitlines()[0][:200]
     return item, False, "is accepted"
 
@@ -364,9 +355,10 @@ def _registry() -> Iterator[Finding]:
 
 def _hybrid(config: Any, cache_config: Any) -> None:
     """Ask for several KV cache groups with a connector that is written for one."""
-    asked, scheduler = copy.copy(config), copy.copy(config.scheduler_config)
-    asked.scheduler_config, asked.kv_transfer_config = scheduler, _transfer(NAME)
-    scheduler.disable_hybrid_kv_cache_manager = False
+    asked = copy.copy(config)
+    asked.kv_transfer_config = _transfer(NAME)
+    asked.scheduler_config = copy.copy(config.scheduler_config)
+    asked.scheduler_config.disable_hybrid_kv_cache_manager = False
     with patch.object(KVConnectorFactory, "get_connector_class", lambda *args: _Blank):
         KVConnectorFactory.create_connector(
             config=asked, role=KVConnectorRole.WORKER, kv_cache_config=cache_config

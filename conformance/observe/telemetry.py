@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's block hashes, set against what the harness knows about content: equal content, equal hash, and nothing else.
+"""Listeners for the data that a connector exports, and for the data that the engine gives to it.
 
-Watches what a connector says about itself: KV events, statistics and metrics, handshake metadata. Does what their readers would do.
-
-Watches what the engine tells a connector about its requests, and that the connector leaves the arguments of its hooks alone.
+- `HashBook` compares the engine's block hashes with the contents that the harness knows.
+- `Telemetry` checks KV events, statistics, metrics and handshake metadata: it does what their
+  readers do.
+- `Watch` checks the requests that the engine shows, and that hooks do not change their arguments.
 """
 
 from __future__ import annotations
@@ -29,7 +30,13 @@ from kvconform.observe.probe import Probe
 
 @dataclass(frozen=True)
 class Stored:
-    """A hashed block: the tokens of its request up to its end, where it ends, the hashes at the block ends before it, the adapter."""
+    """A hashed block of a request.
+
+    - `tokens`: all tokens of the request.
+    - `end`: end of the block, in tokens.
+    - `parents`: the hashes of the blocks before it, by their ends.
+    - `lora`: name of the request's LoRA adapter.
+    """
 
     tokens: list[int]
     end: int
@@ -38,27 +45,42 @@ class Stored:
 
 
 class HashBook:
-    """Every block hash that a request showed in this run. `block_size`: tokens per hash. `identity(req)`: salt, adapter, images."""
+    """Every block hash that a request had in this run.
+
+    `block_size`: tokens per hash. `identity(req)`: the request's salt, adapter and images.
+    """
 
     def __init__(self, block_size: int, identity: Callable[[str], Any]) -> None:
-        self.block_size, self.identity = block_size, identity
+        self.block_size = block_size
+        self.identity = identity
         self.blocks: dict[Any, Stored] = {}
         self._hash_of: dict[int, Any] = {}
         self._content_of: dict[Any, int] = {}
         self._numbers: dict[Any, int] = {}
 
     def numbers(self, keys: Iterable[Any]) -> list[int]:
-        """Names for hashes that are the same in every process, whatever the hash seed: the order in which they were first named."""
+        """Return numbers for hashes, in the order of their first use.
+
+        Unlike hashes, they do not depend on the process's hash seed.
+        """
         return [self._numbers.setdefault(key, len(self._numbers)) for key in keys]
 
     def keys(self, request: Any) -> list[Any]:
-        """The hashes of a request's full blocks, as KV events spell them."""
+        """Return the hashes of a request's full blocks, in the form that KV events use."""
         return [maybe_convert_block_hash(key) for key in request.block_hashes]
 
     def enter(self, request: Any) -> dict[str, Any]:
-        """Take note of a request's hashes. How many there are and should be; whether they agree with content seen before."""
-        keys, tokens = self.keys(request), list(request.all_token_ids)
-        identity, chain, same, distinct = self.identity(request.request_id), ROOT, True, True
+        """Record a request's hashes, and return the results as fields of the event `hashes`.
+
+        `count` and `full`: how many hashes there are, and should be. `same`: equal contents had
+        equal hashes so far. `distinct`: different contents had different ones.
+        """
+        keys = self.keys(request)
+        tokens = list(request.all_token_ids)
+        identity = self.identity(request.request_id)
+        chain = ROOT
+        same = True
+        distinct = True
         parents: dict[int, Any] = {}
         lora = None if request.lora_request is None else request.lora_request.lora_name
         for position, token in enumerate(tokens):
@@ -80,7 +102,10 @@ class HashBook:
         }
 
     def reach(self, request: Any, announced: dict[Any, int]) -> int:
-        """Tokens of a request that announced blocks cover without a gap, from the start."""
+        """Return how many tokens from a request's start announced blocks cover without a gap.
+
+        `announced`: tokens of the announced block, by its hash.
+        """
         covered = 0
         for number, key in enumerate(self.keys(request), 1):
             end = number * self.block_size
@@ -89,18 +114,21 @@ class HashBook:
         return covered
 
     def between(self, request: Any, start: int, end: int | None = None) -> Iterator[Any]:
-        """The hashes of the blocks that end within (start, end]; up to the last one without `end`."""
+        """Yield the hashes of the blocks that end within (start, end].
+
+        Without `end`, that is up to the last block.
+        """
         for number, key in enumerate(self.keys(request), 1):
-            if start < number * self.block_size and (
-                end is None or number * self.block_size <= end
-            ):
+            block_end = number * self.block_size
+            if start < block_end and (end is None or block_end <= end):
                 yield key
 
 
 class _Metric:
-    """Stands in for a Prometheus metric: takes what a metric takes, as one with these labels does. `names`: those of one front end."""
+    """Stand-in for a Prometheus metric that checks names, labels and values like a real one."""
 
     names: ClassVar[set[str]] = set()
+    """Names of the metrics of one front end."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         name = str(kwargs.get("name", args[0] if args else None))
@@ -127,25 +155,28 @@ class _Metric:
 
 
 _engines: WeakKeyDictionary[Trace, int] = WeakKeyDictionary()
+"""Number of engines by trace."""
 
 
 class Telemetry:
-    """Listens to one engine's connector halves. `connector()` is the scheduler half; changes nothing but the trace."""
+    """Listens to one engine's connector halves. Changes nothing but the trace."""
 
     def __init__(self, trace: Trace, probe: Probe, book: HashBook, config: Any) -> None:
-        self.trace, self.book, self.config = trace, book, config
-        self.stored: dict[
-            Any, int
-        ] = {}  # block hash that this engine announced -> tokens of the announced block
-        self.withdrawn_from = [
-            self.stored
-        ]  # and where a withdrawal counts: a store may be shared between engines, or be each one's own
-        self.taken: list[
-            Any
-        ] = []  # the events of the last call, kept so that their identity means something
+        self.trace = trace
+        self.book = book
+        self.config = config
+        self.stored: dict[Any, int] = {}
+        """Tokens of the blocks that this engine announced, by block hash."""
+        self.withdrawn_from = [self.stored]
+        """Announcements that a withdrawal ends: those of all engines, which may share a store."""
+        self.taken: list[Any] = []
+        """The events of the last call, kept alive so that they can be compared by identity."""
         self.last: dict[str, Any] = {}
+        """The statistics that each half returned last."""
         self.metrics: Any = None
+        """The connector's metrics; False if it has none, None before the first statistics."""
         self.first = not any(event["kind"] == "request.new" for event in trace.events)
+        """Whether this is the first engine in the trace."""
         _engines[trace] = _engines.get(trace, 0) + 1
         probe.on("take_events", after=self._events)
         probe.on("get_num_new_matched_tokens", after=self._lookup)
@@ -153,29 +184,24 @@ class Telemetry:
         probe.on("get_kv_connector_stats", after=self._stats)
         probe.on("get_handshake_metadata", after=self._handshake)
 
-    # -- KV events -------------------------------------------------------------------------------------------------------------
+    # -- KV events
     def _events(self, call: Call) -> None:
         if call.error is not None or call.result is None or not hasattr(call.result, "__iter__"):
             return
-        call.result = events = list(call.result)  # a generator can be read only once
+        events = list(call.result)
+        call.result = events  # a generator can be read only once
         for event in events:
-            op = {
-                "BlockStored": "stored",
-                "BlockRemoved": "removed",
-                "AllBlocksCleared": "cleared",
-            }.get(type(event).__name__, "other")
+            op = _OPERATIONS.get(type(event).__name__, "other")
             hashes = list(getattr(event, "block_hashes", None) or [])
-            tokens, size = (
-                list(getattr(event, "token_ids", None) or []),
-                getattr(event, "block_size", 0),
-            )
-            truth = self._truth(event, hashes, tokens, size) if op == "stored" else ""
+            tokens = list(getattr(event, "token_ids", None) or [])
+            size = getattr(event, "block_size", 0)
+            problem = self._false_claim(event, hashes, tokens, size) if op == "stored" else ""
             self.trace.emit(
                 "kv.event",
                 op=op,
                 keys=self.book.numbers(hashes),
                 tokens=len(tokens),
-                problem=truth or _shape(op, event, hashes, tokens, size),
+                problem=problem or _shape(op, event, hashes, tokens, size),
                 repeated=any(event is other for other in self.taken),
             )
             if op == "stored":
@@ -191,17 +217,19 @@ class Telemetry:
         for stored in self.withdrawn_from:
             stored.clear()
 
-    def _truth(self, event: Any, hashes: list[Any], tokens: list[int], size: Any) -> str:
-        """What is wrong with the blocks whose hashes the engine knows; "" if nothing, or if they are hashes of the connector's own."""
+    def _false_claim(self, event: Any, hashes: list[Any], tokens: list[int], size: Any) -> str:
+        """Return what an event reports wrongly about blocks whose hashes the engine knows, or "".
+
+        Hashes of the connector's own are not checked.
+        """
         if not isinstance(size, int) or size <= 0 or len(tokens) != len(hashes) * size:
             return ""
         for number, key in enumerate(hashes):
             block = self.book.blocks.get(key)
             if block is None:
                 continue
-            problem = self._differs(
-                block, event, tokens[number * size : (number + 1) * size], number, hashes, size
-            )
+            own_tokens = tokens[number * size : (number + 1) * size]
+            problem = self._differs(block, event, own_tokens, number, hashes, size)
             if problem:
                 return problem
         return ""
@@ -228,25 +256,23 @@ class Telemetry:
         return ""
 
     def _lookup(self, call: Call) -> None:
-        """What the announcements so far promise to this request, and what it is answered."""
+        """Compare the result of a lookup with the announcements so far."""
         if call.error is not None or not (isinstance(call.result, tuple) and len(call.result) == 2):
             return
-        request, local, tokens = (
-            call.arg(0, "request"),
-            call.arg(1, "num_computed_tokens"),
-            call.result[0],
-        )
+        request = call.arg(0, "request")
+        local = call.arg(1, "num_computed_tokens")
+        tokens = call.result[0]
         if type(tokens) is not int or request.skip_reading_prefix_cache:
             return
         end = self.book.reach(request, self.stored)
         size = self.book.block_size
         due = min(end, (request.num_tokens - 1) // size * size)
         missing = self.book.between(request, local + tokens, due)
-        untold = (
-            self.book.between(request, max(end, local))
-            if self._alone() and max(end, local) < (local + tokens) // size * size
-            else ()
-        )
+        expected_end = max(end, local)
+        finds_more = expected_end < (local + tokens) // size * size
+        untold: Iterable[Any] = ()
+        if self._alone() and finds_more:
+            untold = self.book.between(request, expected_end)
         self.trace.emit(
             "events.lookup",
             req=request.request_id,
@@ -260,10 +286,10 @@ class Telemetry:
         )
 
     def _alone(self) -> bool:
-        """Whether no other engine, before or beside this one, can have stored anything."""
+        """Return whether no other engine of the run can have stored anything."""
         return self.first and _engines[self.trace] == 1
 
-    # -- statistics ------------------------------------------------------------------------------------------------------------
+    # -- statistics
     def _stats(self, call: Call) -> None:
         stats = call.result
         if call.error is not None or not isinstance(stats, KVConnectorStats):
@@ -275,12 +301,10 @@ class Telemetry:
         data, problem = _try(
             lambda: msgspec.msgpack.decode(msgspec.msgpack.encode(stats.to_dict()))
         )
-        rebuilt, build_problem = (
-            (None, None) if problem else _try(lambda: _build(call.connector, stats, data))
-        )
-        _, watch_problem = (
-            (None, None) if problem else _try(lambda: self._observe(call.connector, data))
-        )
+        rebuilt = build_problem = observe_problem = None
+        if not problem:
+            rebuilt, build_problem = _try(lambda: _build(call.connector, stats, data))
+            _, observe_problem = _try(lambda: self._observe(call.connector, data))
         self.trace.emit(
             "stats.taken",
             half=call.half,
@@ -290,7 +314,7 @@ class Telemetry:
             encode=problem,
             rebuilt=bool(rebuilt),
             rebuild=build_problem,
-            observe=watch_problem,
+            observe=observe_problem,
         )
 
     def _observe(self, connector: Any, data: dict[str, Any]) -> None:
@@ -304,7 +328,7 @@ class Telemetry:
         if self.metrics:
             self.metrics.observe(data, 0)
 
-    # -- handshake -------------------------------------------------------------------------------------------------------------
+    # -- handshake
     def _handshake(self, call: Call) -> None:
         if call.error is None:
             reason = None if call.result is None else pickle_round_trip(call.result)[1]
@@ -313,8 +337,15 @@ class Telemetry:
             )
 
 
+_OPERATIONS = {
+    "BlockStored": "stored",
+    "BlockRemoved": "removed",
+    "AllBlocksCleared": "cleared",
+}
+
+
 def _shape(op: str, event: Any, hashes: list[Any], tokens: list[int], size: Any) -> str:
-    """What is wrong with the fields of an event, whatever they refer to."""
+    """Return what is wrong with the form of an event's fields, or ""."""
     if op == "other":
         return f"{type(event).__name__} is no KV cache event"
     if op == "cleared":
@@ -327,24 +358,29 @@ def _shape(op: str, event: Any, hashes: list[Any], tokens: list[int], size: Any)
 
 
 def _try(call: Callable[[], Any]) -> tuple[Any, str | None]:
-    """(result, None), or (None, one line about what was raised)."""
+    """Return (result, None), or (None, one line about the exception)."""
     try:
         return call(), None
-    except Exception as error:  # whatever a connector's classes raise here would be raised in the engine or the front end
+    except Exception as error:  # it would be raised in the engine or in the front end
         return None, f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
 def _logged(value: Any) -> bool:
-    """Whether the logger's line can hold it: a number, or what several connectors' statistics come to, by name."""
-    return (
-        all(map(_logged, value.values()))
-        if isinstance(value, Mapping)
-        else isinstance(value, (int, float, str))
-    )
+    """Return whether the logger can print a reduced value.
+
+    It may be a number or text, or a mapping with the values of several connectors.
+    """
+    if isinstance(value, Mapping):
+        return all(map(_logged, value.values()))
+    return isinstance(value, (int, float, str))
 
 
 def _merge(stats: Any) -> None:
-    """What happens to statistics between two log lines. TypeError where a method does not give what the next step needs."""
+    """Do with statistics what vLLM does between two log lines.
+
+    TypeError if a method returns another type than the next step needs; ValueError if the merged
+    statistics are empty.
+    """
     merged = stats.aggregate(copy.deepcopy(stats))
     if not isinstance(merged, KVConnectorStats):
         raise TypeError(f"aggregate returns {type(merged).__name__}")
@@ -356,7 +392,10 @@ def _merge(stats: Any) -> None:
 
 
 def _build(connector: Any, stats: Any, data: dict[str, Any]) -> bool:
-    """Whether the class rebuilds the statistics from their data. ValueError if they are not the same afterwards."""
+    """Return whether the class rebuilds statistics from their data.
+
+    ValueError if they are empty afterwards and were not before, or the other way round.
+    """
     rebuilt = type(connector).build_kv_connector_stats(data)
     if rebuilt is None:
         return False
@@ -372,17 +411,22 @@ SHARED = {
     "request_finished": (1, "block_ids"),
     "request_finished_all_groups": (1, "block_ids"),
 }
-"""Hook -> the argument that others read after it."""
+"""Index and name of the argument that is read after the hook, which must not change it, by hook."""
 REPORTS = ("finished_sending", "finished_recving", "failed_recving", "invalid_block_ids")
 
 
 class Watch:
-    """Listens to one engine. `generation(req)` is the incarnation of a request id. Changes nothing but the trace."""
+    """Listens to one engine. Changes nothing but the trace.
+
+    `generation(req)` returns the incarnation of a request id.
+    """
 
     def __init__(
         self, trace: Trace, probe: Probe, book: HashBook, generation: Callable[[str], int]
     ) -> None:
-        self.trace, self.book, self.generation = trace, book, generation
+        self.trace = trace
+        self.book = book
+        self.generation = generation
         probe.on("on_new_request", after=self._new)
         probe.on("get_num_new_matched_tokens", after=self._hashes)
         for hook in SHARED:
@@ -406,7 +450,10 @@ class Watch:
         )
 
     def _landed(self, call: Call) -> None:
-        """A step's reports reach the scheduler half, perhaps after the worker half has returned those of later steps."""
+        """Note which of a step's reports changed before they reached the scheduler half.
+
+        The worker half may have returned those of later steps in the meantime.
+        """
         output = call.arg(0, "connector_output")
         reports = {name: getattr(output, name, None) for name in REPORTS}
         changed = [

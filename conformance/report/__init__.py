@@ -1,2 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that is written about a run: JSON, terminal, page, comparison, CI. Reads verdicts and traces; runs nothing."""
+"""Reports about a run: JSON, terminal, HTML page, comparison, CI.
+
+The package reads verdicts and traces; it runs nothing.
+"""

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that a run has found out, collected in the controller: rows, what else is known per variant, and the answer."""
+"""Results of a run, collected in the controller: a report per variant, and the overall verdict."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from datetime import date
 from typing import Any
 
@@ -13,74 +12,61 @@ from kvconform.contract.case import Variant
 from kvconform.contract.loader import Spec
 from kvconform.judge import aggregate as claims
 from kvconform.judge.aggregate import Aggregate, aggregate, apply_expected, apply_waivers
-from kvconform.judge.verdict import Row, Verdict, rows_for
+from kvconform.judge.records import CaseReport, Row, Verdict
+from kvconform.judge.verdict import rows_for
 
 EXIT_CODES = {"conformant": 0, "partial": 0, "nonconformant": 1, "error": 3}
-
-
-@dataclass
-class CaseNotes:
-    """What is known about one run besides its rows."""
-
-    variant: str
-    unmet: list[str] = field(default_factory=list)
-    timelines: dict[str, list[str]] = field(default_factory=dict)
-    trace: list[str] = field(default_factory=list)
-    harness_error: str | None = None
-    story: str | None = None
+"""Exit code per overall verdict."""
 
 
 class Collector:
-    """Rows and notes by variant. `finish` applies expected failures and gives the answer; it may be called once."""
+    """The reports of all runs, and what they say about the connector.
+
+    `reports` is keyed by variant id. `finish` applies expected failures and decides the overall
+    verdict; call it once.
+    """
 
     def __init__(self, spec: Spec, settings: Settings, selection: Selection, vllm: str) -> None:
-        self.spec, self.settings, self.selection, self.vllm = spec, settings, selection, vllm
+        self.spec = spec
+        self.settings = settings
+        self.selection = selection
+        self.vllm = vllm
         self.variants: dict[str, Variant] = {
             v.id: v for v in (*selection.variants, *selection.switched_off)
         }
-        self.rows: dict[str, list[Row]] = {}
-        self.notes: dict[str, CaseNotes] = {}
+        self.reports: dict[str, CaseReport] = {}
         self.capabilities: dict[str, Any] = {}
         self.sources: dict[str, str] = {}
+        self.doubts: dict[str, str] = {}
         self.places: dict[str, str] = {}
         self.problems: list[str] = []
         self.shown = set(selection.shown)
         requirements = [spec.requirements[name] for name in selection.shown]
         for variant in selection.switched_off:
             why = "switched off by the operator"
-            self.rows[variant.id] = rows_for(
-                requirements, variant, Verdict.DISABLED, why, strict=settings.strict
-            )
+            rows = rows_for(requirements, variant, Verdict.DISABLED, why, strict=settings.strict)
+            self.reports[variant.id] = CaseReport(variant.id, rows=rows)
 
-    def add(self, payload: dict[str, Any]) -> list[Row]:
-        """Take in a worker's payload; returns its rows."""
-        variant = payload["variant"]
-        rows = [Row.from_dict(row) for row in payload["rows"]]
-        self.capabilities = self.capabilities or payload.get("capabilities", {})
-        self.sources = self.sources or payload.get("sources", {})
-        self.places = self.places or payload.get("places", {})
-        self.notes[variant] = CaseNotes(
-            variant,
-            payload.get("unmet", []),
-            payload.get("timelines", {}),
-            payload.get("trace", []),
-            payload.get("harness_error"),
-            payload.get("story"),
-        )
-        return self.put(variant, rows)
+    def add(self, report: CaseReport) -> CaseReport:
+        """Add the report of a run, replace an earlier one of the same run, and return it.
 
-    def put(self, variant: str, rows: list[Row]) -> list[Row]:
-        """Rows of a variant; those of requirements that were not asked for are dropped, unless they are about a dead process."""
-        kept = [
+        Changes the report: rows of requirements that were not selected are dropped, unless they
+        are about a process that died.
+        """
+        report.rows = [
             row
-            for row in rows
+            for row in report.rows
             if row.requirement in self.shown or row.requirement not in self.selection.judged
         ]
-        self.rows[variant] = kept
-        return kept
+        self.capabilities = self.capabilities or report.capabilities
+        self.sources = self.sources or report.sources
+        self.doubts = self.doubts or report.doubts
+        self.places = self.places or report.places
+        self.reports[report.variant] = report
+        return report
 
     def only(self, ids: set[str]) -> None:
-        """Only these runs will be made (pytest's own -k left out the others)."""
+        """Narrow the selection to these variants (pytest's own -k deselected the others)."""
         if ids < {variant.id for variant in self.selection.variants}:
             self.selection.variants = [
                 variant for variant in self.selection.variants if variant.id in ids
@@ -91,54 +77,52 @@ class Collector:
             }
 
     def ordered(self) -> list[Row]:
-        """All rows, by case (in the specification's order), run and requirement."""
+        """Return all rows, sorted by case (in the specification's order), run and requirement."""
         position = self.selection.order()
-        rows = [row for group in self.rows.values() for row in group]
+        rows = [row for report in self.reports.values() for row in report.rows]
         return sorted(
             rows, key=lambda row: (position.get(row.case, 0), *_axes(row), row.requirement)
         )
 
-    def ordered_notes(self) -> list[CaseNotes]:
-        """The notes in the same order."""
-        place = {
-            variant.id: i
-            for i, variant in enumerate((*self.selection.variants, *self.selection.switched_off))
-        }
-        return sorted(self.notes.values(), key=lambda note: place.get(note.variant, 0))
+    def ordered_reports(self) -> list[CaseReport]:
+        """Return the report of each run, in the selection's order."""
+        variants = (*self.selection.variants, *self.selection.switched_off)
+        place = {variant.id: index for index, variant in enumerate(variants)}
+        return sorted(self.reports.values(), key=lambda report: place.get(report.variant, 0))
 
     def missing(self) -> list[str]:
-        """Variants that nothing is known about: their rows were never delivered."""
-        return [name for name in self.variants if name not in self.rows]
+        """Return the ids of the variants without a report: their rows were never delivered."""
+        return [name for name in self.variants if name not in self.reports]
 
     def finish(self, today: date, *, complete: bool) -> tuple[list[Row], Aggregate]:
-        """The final rows and the answer. `complete`: every variant was run."""
+        """Return the final rows and the overall verdict. `complete`: every variant was run.
+
+        Changes rows in place: failures that are expected or waived become XFAIL or XPASS.
+        """
         rows = self.ordered()
-        partial = self.selection.partial
+        everything = complete and not self.selection.partial
         entries = self.settings.expected_failures
         failing = [row for row in rows if row.verdict is Verdict.FAIL]
-        if (
-            partial or not complete
-        ):  # that an expected failure did not happen means nothing when only a part was run
-            self.problems += apply_expected(failing, entries, today=today, complete=False)
-        else:
+        if everything:
             self.problems += apply_expected(rows, entries, today=today)
-        waivers = self.spec.waivers
+        else:
+            # An expected failure that is absent from a part of the suite means nothing.
+            self.problems += apply_expected(failing, entries, today=today, complete=False)
         waived = failing if self.selection.shard is not None else rows
-        expired = apply_waivers(
-            waived, waivers, vllm=self.vllm if self.vllm != "unknown" else "0", today=today
-        )
+        vllm = self.vllm if self.vllm != "unknown" else "0"
+        expired = apply_waivers(waived, self.spec.waivers, vllm=vllm, today=today)
         found = aggregate(rows, problems=self.problems)
-        # The suite's own affair, which `kvconform lint` fails for: a connector's answer does not change by it.
+        # An expired waiver is a defect of the suite (`kvconform lint` fails for it) and does not
+        # change the verdict on the connector.
         found.reasons += [f"note: {sentence}" for sentence in expired]
         if self.settings.half != "both" and found.verdict == "conformant":
             found.verdict = "partial"
             found.reasons.append("only the scheduler half was judged")
-        void = (
-            claims.void(self.capabilities, self.sources, rows, self.spec, self.vllm)
-            if complete and not partial
-            else []
-        )
-        found.reasons += claims.reasons(void) if found.verdict in ("conformant", "partial") else []
+        void: list[str] = []
+        if everything:
+            void = claims.void(self.capabilities, self.sources, rows, self.spec, self.vllm)
+        if found.verdict in ("conformant", "partial"):
+            found.reasons += claims.reasons(void)
         if void and found.verdict == "conformant":
             found.verdict = "partial"
         if not complete:
@@ -149,9 +133,10 @@ class Collector:
         return rows, found
 
     def exit_code(self, found: Aggregate) -> int:
-        """0 conformant (also partly), 1 not, 3 if the harness is at fault. A failure that was found outweighs an error.
+        """Return 0 for conformant or partly conformant, 1 for nonconformant, 3 for an error.
 
-        That nothing was exercised is no answer, but for a shard, which need not give one.
+        A failure outweighs an error. A run in which nothing was exercised ends with 1, unless it is
+        a shard: a shard on its own needs no verdict.
         """
         if found.failed:
             return 1
@@ -161,4 +146,5 @@ class Collector:
 
 
 def _axes(row: Row) -> tuple[str, str, str, int, int, str]:
+    """Return the axes of a row's run, as a sort key."""
     return row.engine, row.scheduling, row.runner, row.depth, row.block_size, row.slow or ""

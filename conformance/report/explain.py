@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text of `kvconform explain ID`: everything that the specification knows about a requirement, a case or a defect, for a terminal."""
+"""Text of `kvconform explain ID`: what is known about a requirement, case, scenario or defect."""
 
 from __future__ import annotations
 
-import difflib
 import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -14,22 +13,20 @@ from kvconform.contract.loader import Spec
 from kvconform.contract.references import key
 from kvconform.contract.requirement import Match, Requirement
 from kvconform.contract.scenario import Scenario
-from kvconform.errors import UsageError
+from kvconform.errors import UsageError, did_you_mean
 
 WIDTH = 100
 
 
 def explain(spec: Spec, name: str, exercised_by: Mapping[str, Iterable[str]] | None = None) -> str:
-    """The text about requirement, case or defect `name`. `exercised_by`: case ids per requirement, known from a run. UsageError."""
+    """Return the text about the requirement, case, scenario or defect `name`.
+
+    `exercised_by`: case ids per requirement, known from a run. Raises UsageError for an unknown id.
+    """
     texts = []
     if name in spec.requirements:
-        texts.append(
-            requirement(
-                spec,
-                spec.requirements[name],
-                exercised_by.get(name) if exercised_by is not None else None,
-            )
-        )
+        cases = exercised_by.get(name) if exercised_by is not None else None
+        texts.append(requirement(spec, spec.requirements[name], cases))
     if name in spec.cases:
         texts.append(case(spec, spec.cases[name]))
     elif name in spec.scenarios:
@@ -38,39 +35,27 @@ def explain(spec: Spec, name: str, exercised_by: Mapping[str, Iterable[str]] | N
         texts.append(defect(spec, spec.defects[name]))
     if texts:
         return "\n".join(texts)
-    close = difflib.get_close_matches(
-        name, [*spec.requirements, *spec.cases, *spec.scenarios, *spec.defects], 3
-    )
-    raise UsageError(
-        f"there is no requirement, case or defect {name!r}"
-        + (f"; did you mean {' or '.join(close)}?" if close else "")
-    )
+    known = [*spec.requirements, *spec.cases, *spec.scenarios, *spec.defects]
+    raise UsageError(f"there is no requirement, case or defect {name!r}{did_you_mean(name, known)}")
 
 
 def scenario(spec: Spec, found: Scenario) -> str:
-    """All about one scenario of engine live."""
-    start = (
-        ", ".join(
-            f"{key} {value}" for key, value in found.start.model_dump(exclude_defaults=True).items()
-        )
-        or "as ever"
-    )
+    """Return the text about one scenario of engine live."""
+    start = found.start.model_dump(exclude_defaults=True)
     work = spec.workloads.get(found.workload or "")
     asked = work.text if work is not None else f"{len(found.requests)} requests"
     facts = {
-        "vLLM": start,
-        "asked": " ".join(asked.split()),
+        "vLLM": ", ".join(f"{name} {value}" for name, value in start.items()) or "default settings",
+        "asked": _one_line(asked),
         "due": ", ".join(found.due),
         "defined": spec.places.get(f"case:{found.id}", ""),
     }
-    lines = [f"  {key:<11}{value}" for key, value in facts.items() if value]
-    return "\n".join(
-        [f"{found.id} (scenario of engine live)", "", _wrap(found.text), "", *lines, ""]
-    )
+    title = f"{found.id} (scenario of engine live)"
+    return "\n".join([title, "", _wrap(found.text), "", *_table(facts, 11), ""])
 
 
 def requirement(spec: Spec, req: Requirement, exercised_by: Iterable[str] | None = None) -> str:
-    """All about one requirement."""
+    """Return the text about one requirement."""
     who = "guarantee of the engine" if req.kind == "guarantee" else "requirement"
     parts = [f"{req.id} ({who}, {req.level})", "", _wrap(req.text)]
     if req.why:
@@ -81,16 +66,16 @@ def requirement(spec: Spec, req: Requirement, exercised_by: Iterable[str] | None
         parts += ["", "Right", textwrap.indent(req.right.rstrip(), "    ")]
     parts += ["", "Check", *(f"  {line}" for line in check_lines(req))]
     parts += ["", "Facts", *_facts(spec, req)]
-    related = list(exercised_by) if exercised_by is not None else cases_about(spec, req)
+    if exercised_by is not None:
+        title = "Exercised by"
+        related = list(exercised_by)
+    else:
+        title = "Cases about the same rules or bugs"
+        related = cases_about(spec, req)
     if related:
-        parts += [
-            "",
-            "Exercised by" if exercised_by is not None else "Cases about the same rules or bugs",
-            _wrap(", ".join(related)),
-        ]
+        parts += ["", title, _wrap(", ".join(related))]
     broken = [
-        f"  {each['id']}: {' '.join(each.get('text', '').split())}"
-        for each in defects_of(spec, req.id)
+        f"  {each['id']}: {_one_line(each.get('text', ''))}" for each in defects_of(spec, req.id)
     ]
     if broken:
         parts += ["", "Planted defects that it finds", *broken]
@@ -98,40 +83,31 @@ def requirement(spec: Spec, req: Requirement, exercised_by: Iterable[str] | None
 
 
 def defects_of(spec: Spec, name: str) -> list[dict[str, Any]]:
-    """The entries of spec/defects.yaml that requirement `name` has to find."""
+    """Return the entries of spec/defects.yaml that requirement `name` has to find."""
     return [each for each in spec.defects.values() if name in each.get("fails", ())]
 
 
 def defect(spec: Spec, entry: Mapping[str, Any]) -> str:
-    """All about one planted defect."""
+    """Return the text about one planted defect."""
     parts = [f"{entry['id']} (planted defect)", "", _wrap(entry.get("text", ""))]
-    for title, kind in (("Found by", "fails"), ("May fail besides", "may")):
-        names = [(name, spec.requirements.get(name)) for name in entry.get(kind, ())]
+    for title, kind in (("Found by", "fails"), ("May also fail", "may")):
+        names = entry.get(kind, ())
         if names:
-            parts += [
-                "",
-                title,
-                *(
-                    f"  {name}" + (f": {' '.join(req.text.split())}" if req else "")
-                    for name, req in names
-                ),
-            ]
-    told = {
-        key: plain(value)
-        for key, value in entry.items()
-        if key not in ("id", "text", "fails", "may")
+            parts += ["", title]
+        for name in names:
+            req = spec.requirements.get(name)
+            parts.append(f"  {name}: {_one_line(req.text)}" if req else f"  {name}")
+    facts: dict[str, Any] = {
+        name: plain(value)
+        for name, value in entry.items()
+        if name not in ("id", "text", "fails", "may")
     }
-    told["defined"] = spec.places.get(f"defect:{entry['id']}", "")
-    return (
-        "\n".join(
-            [*parts, "", "Facts", *(f"  {key:<14}{value}" for key, value in told.items() if value)]
-        )
-        + "\n"
-    )
+    facts["defined"] = spec.places.get(f"defect:{entry['id']}", "")
+    return "\n".join([*parts, "", "Facts", *_table(facts, 14)]) + "\n"
 
 
 def cases_about(spec: Spec, req: Requirement) -> list[str]:
-    """The cases that name one of the requirement's rules or bugs."""
+    """Return the ids of the cases that name one of the requirement's rules or bugs."""
     return [
         case.id
         for case in spec.cases.values()
@@ -140,41 +116,49 @@ def cases_about(spec: Spec, req: Requirement) -> list[str]:
 
 
 def check_lines(req: Requirement) -> list[str]:
-    """The check in words and expressions, one line per part."""
+    """Return the check in words and expressions, one line per part."""
     if req.relate is not None:
-        relate = req.relate
-        order = "" if relate.ordered else ", in any order"
-        lines = [
-            f"the runs {relate.runs[0]} and {relate.runs[1]} agree on `{relate.project}` of every {relate.event}{order}"
-        ]
-        lines += [f"where  `{relate.where}`"] if relate.where else []
-        lines += [f"per    `{relate.per}`"] if relate.per else []
-        return lines + (["a run that stops earlier agrees"] if relate.prefix else [])
+        return _relate_lines(req)
     assert req.event is not None
     lines = [f"on     {req.event}: {EVENTS[req.event].doc}"]
-    lines += [f"where  `{req.where}`"] if req.where else []
-    lines += [f"at stake with {_match(req.exercised)}"] if req.exercised else []
+    if req.where:
+        lines.append(f"where  `{req.where}`")
+    if req.exercised:
+        lines.append(f"exercised by {_match(req.exercised)}")
     if req.always is not None:
         lines.append(f"always `{req.always}`")
     elif req.never is not None:
-        lines.append(
-            "never  at all" if req.expressions["check"].constant else f"never  `{req.never}`"
-        )
+        lines.append("never" if req.expressions["check"].constant else f"never  `{req.never}`")
     elif req.count is not None:
-        bounds = [
-            f"{word} {bound}"
-            for word, bound in (("at least", req.count.min), ("at most", req.count.max))
-            if bound is not None
-        ]
-        lines.append(
-            f"count  {' and '.join(bounds)} times"
-            + (f" per `{req.count.per}`" if req.count.per else "")
-        )
+        limits = (("at least", req.count.min), ("at most", req.count.max))
+        bounds = " and ".join(f"{word} {bound}" for word, bound in limits if bound is not None)
+        per = f" per `{req.count.per}`" if req.count.per else ""
+        lines.append(f"count  {bounds} times{per}")
     elif req.precede is not None:
         lines.append(f"after  {_match(req.precede.before)}")
-        lines += [f"unless ended by {_match(req.precede.end)}"] if req.precede.end else []
+        if req.precede.end:
+            lines.append(f"unless ended by {_match(req.precede.end)}")
     elif req.respond is not None:
-        lines += [f"then   {_match(req.respond.then)}", f"by     {_match(req.respond.by)}"]
+        lines.append(f"then   {_match(req.respond.then)}")
+        lines.append(f"by     {_match(req.respond.by)}")
+    return lines
+
+
+def _relate_lines(req: Requirement) -> list[str]:
+    """Return the lines of a check that compares two runs."""
+    relate = req.relate
+    assert relate is not None
+    order = "" if relate.ordered else ", in any order"
+    lines = [
+        f"the runs {relate.runs[0]} and {relate.runs[1]} agree on `{relate.project}`"
+        f" of every {relate.event}{order}"
+    ]
+    if relate.where:
+        lines.append(f"where  `{relate.where}`")
+    if relate.per:
+        lines.append(f"per    `{relate.per}`")
+    if relate.prefix:
+        lines.append("a run that stops earlier agrees")
     return lines
 
 
@@ -183,17 +167,17 @@ def _match(match: Match) -> str:
 
 
 def _facts(spec: Spec, req: Requirement) -> list[str]:
-    """Key and value lines; what is not known is left out."""
-    versions = " ".join(
-        filter(
-            None,
-            [f"since {req.since}" if req.since else "", f"until {req.until}" if req.until else ""],
-        )
-    )
+    """Return the lines of the section Facts of a requirement."""
+    versions = []
+    if req.since:
+        versions.append(f"since {req.since}")
+    if req.until:
+        versions.append(f"until {req.until}")
     read = spec.sources.get(key(req.source)) if req.source else None
+    blocked = "after an earlier failure of the same run: it can only be a consequence"
     facts: dict[str, Any] = {
         "area": req.area,
-        "vLLM": versions,
+        "vLLM": " ".join(versions),
         "source": f"{req.source.file}: {req.source.symbol}" if req.source else "",
         "read": f"vLLM {read.version}, digest {read.digest}" if read else "",
         "capability": req.capability,
@@ -201,64 +185,60 @@ def _facts(spec: Spec, req: Requirement) -> list[str]:
         "engines": ", ".join(req.engines),
         "rules": ", ".join(req.rules),
         "bugs": ", ".join(req.bugs),
-        "blocked": "after an earlier failure of the same run: it can only be a consequence"
-        if req.consequence
-        else "",
+        "blocked": blocked if req.consequence else "",
         "defined": spec.places.get(f"requirement:{req.id}", ""),
     }
-    return [f"  {key:<11}{value}" for key, value in facts.items() if value]
+    return _table(facts, 11)
+
+
+def _table(facts: Mapping[str, Any], width: int) -> list[str]:
+    """Return one line per fact, with the name in a column of `width`; empty values are left out."""
+    return [f"  {name:<{width}}{value}" for name, value in facts.items() if value]
 
 
 def case(spec: Spec, case: Case) -> str:
-    """All about one case."""
+    """Return the text about one case."""
     parts = [f"{case.id} (case)", "", _wrap(case.text), "", "Steps"]
     parts += [
         f"  {number:>2}  {step.op}: {plain(step.arg)}" for number, step in enumerate(case.steps, 1)
     ]
     for title, items in (("Expects at the end", case.expect), ("Provokes", case.provokes)):
         if items:
-            parts += [
-                "",
-                title,
-                *(
-                    f"  {item.what}: {plain(item.arg)}"
-                    + (f"  when `{item.when}`" if item.when else "")
-                    for item in items
-                ),
-            ]
-    variants = case.variants()
+            parts += ["", title]
+        for item in items:
+            when = f"  when `{item.when}`" if item.when else ""
+            parts.append(f"  {item.what}: {plain(item.arg)}{when}")
     changed = case.config.model_dump(exclude_defaults=True)
+    axes = [variant.id.split("[", 1)[1].rstrip("]") for variant in case.variants()]
     facts = {
         "config": plain(changed) if changed else "the default",
-        "runs": f"{len(variants)}: "
-        + ", ".join(variant.id.split("[", 1)[1].rstrip("]") for variant in variants),
+        "runs": f"{len(axes)}: {', '.join(axes)}",
         "needs": case.needs_expr.source if case.needs_expr.reads else "",
         "rules": ", ".join(case.rules),
         "bugs": ", ".join(case.bugs),
         "defined": spec.places.get(f"case:{case.id}", ""),
     }
-    return (
-        "\n".join(
-            [*parts, "", "Facts", *(f"  {key:<11}{value}" for key, value in facts.items() if value)]
-        )
-        + "\n"
-    )
+    return "\n".join([*parts, "", "Facts", *_table(facts, 11)]) + "\n"
 
 
 def plain(value: Any) -> str:
-    """A step's or expectation's argument, as it could be written in YAML; what has its default is left out."""
+    """Return an argument of a step or expectation as YAML flow text; defaults are left out."""
     if hasattr(value, "model_dump"):
         value = value.model_dump(by_alias=True, exclude_defaults=True)
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {plain(item)}" for key, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(plain, value)) + "]"
-    return (
-        {True: "true", False: "false", None: "null"}[value]
-        if value is None or isinstance(value, bool)
-        else str(value)
-    )
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def _wrap(text: str) -> str:
-    return textwrap.fill(" ".join(text.split()), WIDTH, initial_indent="  ", subsequent_indent="  ")
+    return textwrap.fill(_one_line(text), WIDTH, initial_indent="  ", subsequent_indent="  ")

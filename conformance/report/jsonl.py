@@ -1,25 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""report.jsonl: written line by line while the run goes on, and replaced by a sorted one at its end.
-
-The lines hold no times, so the same connector, settings and seed give the same bytes, however many workers there were.
-"""
+"""The file report.jsonl: written line by line while a run goes on, and read back."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import tempfile
 from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from kvconform import __version__
 from kvconform.adapters.registry import titles
 from kvconform.config.selection import suite_digest
-from kvconform.judge.aggregate import unasked
-from kvconform.judge.verdict import Row
-from kvconform.report.collector import CaseNotes, Collector
-from kvconform.report.models import CaseLine, FooterLine, HeaderLine
+from kvconform.contract.case import Device
+from kvconform.errors import UsageError
+from kvconform.judge.aggregate import EXERCISED, called, unasked
+from kvconform.judge.records import LINE, CaseReport, Overall, Row, Verdict
+from kvconform.report.collector import Collector
 
 NAME = "report.jsonl"
 NOT_JUDGED_BY = {
@@ -35,11 +39,69 @@ NOT_JUDGED_BY = {
     "file",
     "shard",
 }
-"""Settings that concern the machine and not the answer; the environment may hold secrets."""
+"""Settings of the machine, which do not affect verdicts; the environment may contain secrets."""
+
+
+Counts = dict[Verdict, int]
+
+
+class Part(BaseModel):
+    """A part of a report file; no field may be unknown."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class HeaderLine(Part):
+    """The first line of a report: the connector and the settings of the run."""
+
+    type: Literal["header"] = "header"
+    suite: str = Field(description="version of kvconform")
+    vllm: str | None
+    connector: str | None = Field(
+        description="package.module:Class, a registered name, or null for no connector"
+    )
+    engines: list[str]
+    scheduling: list[str]
+    device: Device = Field(
+        default="cpu", description="where the KV cache is; emulated: CUDA, on the CPU"
+    )
+    adapters: list[str] = Field(
+        default=[], description="stand-ins that were active (docs/adapters.md)"
+    )
+    seed: int
+    profile: str
+    capabilities: dict[str, Any] = Field(
+        default={}, description="value per capability; empty until the first run has ended"
+    )
+    capability_sources: dict[str, str] = Field(
+        default={}, description="declared, inferred or default, per capability"
+    )
+    capability_doubts: dict[str, str] = Field(
+        default={}, description="what contradicts a capability, if anything does"
+    )
+    cases: int | None = None
+    requirements: int | None = None
+    warnings: list[str] = []
+    extra: dict[str, Any] = {}
+
+
+class FooterLine(Part):
+    """The last line of a complete report."""
+
+    type: Literal["footer"] = "footer"
+    counts: Counts
+    verdict: Overall
+    seconds: float | None = None
+
+
+ReportLine = Annotated[HeaderLine | Row | CaseReport | FooterLine, Field(discriminator="type")]
 
 
 class Stream:
-    """The growing file. Every line is flushed, so that whatever happens next, what was judged is there."""
+    """The report while it grows.
+
+    `write` flushes, so that an aborted run leaves all verdicts reached until then.
+    """
 
     def __init__(self, folder: Path, header: HeaderLine) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -48,29 +110,35 @@ class Stream:
         self.write([line_of(header)])
 
     def write(self, lines: Iterable[str]) -> None:
+        """Append lines, and flush."""
         for line in lines:
             self._file.write(line + "\n")
         self._file.flush()
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
 
 def header_of(collector: Collector, warnings: list[str]) -> HeaderLine:
-    """The report's first line, as far as it is known now. A shard's says all that `kvconform merge` has to know."""
-    settings, selection = collector.settings, collector.selection
+    """Return the report's first line, with what is known so far.
+
+    The header of a shard contains everything that `kvconform merge` needs.
+    """
+    settings = collector.settings
+    selection = collector.selection
     extra: dict[str, Any] = {
         "extra_config": settings.extra_config,
         "strict": settings.strict,
         "select": settings.select,
     }
     if collector.places:
-        extra["places"] = dict(
-            sorted(collector.places.items())
-        )  # hook -> path:line in the connector's own source
+        # Hook -> path:line in the connector's own source.
+        extra["places"] = dict(sorted(collector.places.items()))
     if selection.shard is not None:
         judged_by = settings.model_dump(mode="json", exclude=NOT_JUDGED_BY)
         extra |= {"shard": str(selection.shard), "digest": suite_digest(), "settings": judged_by}
+    not_asked = unasked(collector.capabilities, collector.sources, collector.doubts)
     return HeaderLine(
         suite=__version__,
         vllm=collector.vllm,
@@ -83,67 +151,49 @@ def header_of(collector: Collector, warnings: list[str]) -> HeaderLine:
         profile=settings.profile,
         capabilities=collector.capabilities,
         capability_sources=collector.sources,
+        capability_doubts=collector.doubts,
         cases=len(selection.order()),
         requirements=len(selection.shown),
-        warnings=list(
-            dict.fromkeys([*warnings, *unasked(collector.capabilities, collector.sources)])
-        ),
+        warnings=list(dict.fromkeys([*warnings, *not_asked])),
         extra=extra,
     )
 
 
-def line_of(model: HeaderLine | CaseLine | FooterLine) -> str:
-    """One line; what is None or empty is left out."""
-    data = {
-        key: value
-        for key, value in model.model_dump(mode="json").items()
-        if value not in (None, [], {})
-    }
-    return _text(data)
-
-
-def row_line(row: Row) -> str:
-    return _text({"type": "row", **row.to_dict()})
-
-
-def note_line(note: CaseNotes) -> str | None:
-    """The line about a run, or None if there is nothing to say."""
-    if not (note.unmet or note.timelines or note.harness_error):
-        return None
-    line = CaseLine(
-        variant=note.variant,
-        provoked=note.unmet,
-        timeline=note.timelines,
-        story=note.story,
-        harness_error=note.harness_error,
-    )
-    return line_of(line)
-
-
-def _text(data: dict[str, Any]) -> str:
+def line_of(part: HeaderLine | CaseReport | FooterLine | Row) -> str:
+    """Return one line of the report; keys whose value is None or empty are left out."""
+    if isinstance(part, Row):
+        data = {"type": part.type, **part.to_dict()}
+    elif isinstance(part, CaseReport):
+        data = {"type": part.type, **part.to_dict(LINE)}
+    else:
+        data = {
+            key: value
+            for key, value in part.model_dump(mode="json").items()
+            if value not in (None, [], {})
+        }
     return json.dumps(data, ensure_ascii=False)
+
+
+def lines_of(report: CaseReport, rows: Iterable[Row] | None = None) -> list[str]:
+    """Return the lines about a run: its rows (or `rows`), then the rest of the report, if any."""
+    lines = [line_of(row) for row in (report.rows if rows is None else rows)]
+    return [*lines, line_of(report)] if report.says_something else lines
 
 
 def rewrite(
     path: Path,
     header: HeaderLine,
     rows: Iterable[Row],
-    notes: Iterable[CaseNotes],
+    reports: Iterable[CaseReport],
     footer: FooterLine,
 ) -> None:
-    """Replace the file by the complete, sorted one; readers see the old or the new one, never half of it."""
-    by_variant = {note.variant: note for note in notes}
+    """Replace the file atomically by the complete, sorted report."""
+    by_variant = {report.variant: report for report in reports}
     lines = [line_of(header)]
-    current = None
-    for row in rows:
-        variant = row.run
-        if variant != current:
-            _about(lines, by_variant.pop(current, None) if current else None)
-            current = variant
-        lines.append(row_line(row))
-    _about(lines, by_variant.pop(current, None) if current else None)
-    for note in by_variant.values():
-        _about(lines, note)
+    for variant, group in itertools.groupby(rows, attrgetter("run")):
+        lines += lines_of(by_variant.pop(variant), group)
+    for report in by_variant.values():
+        lines += lines_of(report, ())
     lines.append(line_of(footer))
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".report-")
     with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -152,7 +202,130 @@ def rewrite(
     os.replace(name, path)
 
 
-def _about(lines: list[str], note: CaseNotes | None) -> None:
-    line = note_line(note) if note is not None else None
-    if line is not None:
-        lines.append(line)
+Key = tuple[str, str]
+"""A requirement and a run."""
+_LINES: TypeAdapter[HeaderLine | Row | CaseReport | FooterLine] = TypeAdapter(ReportLine)
+
+
+@dataclass
+class Report:
+    """Content of a report.jsonl. `footer` is None if the report was cut off."""
+
+    path: Path
+    header: HeaderLine
+    rows: dict[Key, Row] = field(default_factory=dict)
+    cases: dict[str, CaseReport] = field(default_factory=dict)
+    footer: FooterLine | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether the report has a footer."""
+        return self.footer is not None
+
+    @property
+    def verdict(self) -> str | None:
+        """The overall verdict, as programs read it; None if the report was cut off."""
+        return self.footer.verdict if self.footer is not None else None
+
+    @property
+    def word(self) -> str:
+        """The overall verdict, as it is shown to people."""
+        exercised = any(row.verdict in EXERCISED for row in self.rows.values())
+        return called(self.verdict or "error", exercised)
+
+    @property
+    def silent(self) -> bool:
+        """Whether there is no verdict, so that the absence of failures means nothing."""
+        return self.verdict in (None, "error")
+
+    @property
+    def name(self) -> str:
+        """Connector and vLLM version, as far as they are known: `pkg:Class, vLLM 0.32.0`."""
+        return f"{self.header.connector or 'no connector'}, vLLM {self.header.vllm or '?'}"
+
+    def counts(self, requirement: str) -> bool:
+        """Return whether a requirement counts: no recommendation, no guarantee of the engine."""
+        return requirement in self._counting
+
+    @cached_property
+    def _counting(self) -> set[str]:
+        gating = {row.requirement for row in self.rows.values() if row.gating}
+        guarantees = {row.requirement for row in self.rows.values() if row.kind == "guarantee"}
+        return gating - guarantees
+
+    @cached_property
+    def against(self) -> set[Key]:
+        """Keys of the rows that make the connector nonconformant (kvconform.judge.aggregate).
+
+        These are FAIL, XPASS, and BLOCKED by something other than a failure with a row of its own,
+        for example by a crash. Only requirements that count are included.
+        """
+        return {
+            key
+            for key, row in self.rows.items()
+            if self.counts(row.requirement) and self._accuses(row)
+        }
+
+    def _accuses(self, row: Row) -> bool:
+        if row.verdict is Verdict.BLOCKED:
+            return not self._explained(row)
+        return row.verdict in (Verdict.FAIL, Verdict.XPASS)
+
+    def _explained(self, row: Row) -> bool:
+        """Return whether a failure that has a row of its own blocks this row."""
+        other = self.rows.get((row.blocked_by or "", row.run))
+        return other is not None and other.verdict in (Verdict.FAIL, Verdict.XFAIL)
+
+
+def read(place: str | Path) -> Report:
+    """Return the report in the file or directory `place`.
+
+    An unreadable last line is ignored: a run that is killed while it writes leaves one. Raises
+    UsageError if there is no report, or it is damaged.
+    """
+    path = Path(place)
+    path = path / NAME if path.is_dir() else path
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise UsageError(f"{place} has no readable {NAME}: {why}") from None
+    # Not splitlines(): texts may contain its other line separators.
+    lines = text.removesuffix("\n").split("\n")
+    found: Report | None = None
+    for number, line in enumerate(lines, 1):
+        try:
+            part = _LINES.validate_json(line)
+        except ValidationError as error:
+            if found is not None and number == len(lines):
+                break
+            problem = error.errors(include_url=False)[0]
+            where = ".".join(str(part) for part in problem["loc"])
+            why = f"{where}: {problem['msg']}" if where else problem["msg"]
+            raise UsageError(f"{path}:{number}: not a line of a report: {why}") from None
+        if found is None and isinstance(part, HeaderLine):
+            found = Report(path, part)
+        elif found is None or found.complete or isinstance(part, HeaderLine):
+            raise UsageError(f"{path}:{number}: unexpected {part.type} line; the file is damaged")
+        else:
+            _take(found, part)
+    assert found is not None
+    return found
+
+
+def _take(report: Report, part: Row | CaseReport | FooterLine) -> None:
+    """Add a line to the report.
+
+    Raises UsageError for a second verdict of a requirement on the same run.
+    """
+    if isinstance(part, FooterLine):
+        report.footer = part
+    elif isinstance(part, CaseReport):
+        report.cases[part.variant] = part
+    else:
+        key = (part.requirement, part.run)
+        if key in report.rows:
+            raise UsageError(
+                f"{report.path} has the verdict of {key[0]} on {key[1]} twice; the file is damaged"
+            )
+        report.rows[key] = part

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""statement.json, what a connector was found to be, for others to rely on; and badge.json, the same for a README (shields.io endpoint)."""
+"""The conformance statement of a connector (statement.json), and its badge (badge.json).
+
+The badge is for a README: the file is the data of a shields.io endpoint.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,11 @@ from kvconform import __version__, files
 from kvconform.adapters.registry import titles
 from kvconform.config.selection import suite_digest
 from kvconform.judge.aggregate import EXERCISED, Aggregate, called
-from kvconform.judge.verdict import Verdict
+from kvconform.judge.records import Overall, Verdict
 from kvconform.report.collector import Collector
-from kvconform.report.models import Overall, VerdictName
 
-NAME, BADGE = "statement.json", "badge.json"
+NAME = "statement.json"
+BADGE = "badge.json"
 COLOURS = {
     "conformant": "brightgreen",
     "partial": "yellow",
@@ -26,9 +29,9 @@ COLOURS = {
     "error": "lightgrey",
 }
 PROFILE = "core"
-"""The profile that a badge is about: a good answer about another says nothing about a connector."""
+"""The profile that a badge is about: success in another profile says little about a connector."""
 ENOUGH = 0.5
-"""The share of the requirements that count which has to hold for the best colour."""
+"""The share of counting requirements that must hold for the best colour."""
 
 
 class _Part(BaseModel):
@@ -36,10 +39,11 @@ class _Part(BaseModel):
 
 
 class Capability(_Part):
-    """What the connector can do: declared by it, inferred from it, or assumed."""
+    """A capability of the connector: declared, inferred or assumed."""
 
     value: Any
     source: str
+    doubt: str | None = None
 
 
 class Statement(_Part):
@@ -48,46 +52,50 @@ class Statement(_Part):
     format: Literal[1] = 1
     suite: str = Field(description="version of kvconform")
     specification: str = Field(
-        description="digest of the specification and the code that judges; equal digests judge alike"
+        description="digest of the specification and the judging code; equal digests judge alike"
     )
     vllm: str
     connector: str
     engines: list[str]
     scheduling: list[str]
     device: str
-    adapters: list[str] = Field(description="stand-ins that were in force (docs/adapters.md)")
+    adapters: list[str] = Field(description="stand-ins that were active (docs/adapters.md)")
     profile: str
     seed: int
     judged: date
     complete: bool = Field(
-        description="whether all cases and requirements of the profile were asked for; a statement about less is none"
+        description="whether all cases and requirements of the profile were judged;"
+        " a statement about a part of them is no conformance statement"
     )
     verdict: Overall
-    passed: int = Field(description="requirements that count, were exercised, and hold")
+    passed: int = Field(description="number of requirements that count, were exercised, and hold")
     core: int = Field(
-        description="requirements that count; unsupported, unexercised and unobservable ones are among them"
+        description="number of requirements that count, including unsupported, unexercised and"
+        " unobservable ones"
     )
     capabilities: dict[str, Capability]
-    requirements: dict[str, VerdictName] = Field(
-        description="requirements that count: what each came to"
-    )
+    requirements: dict[str, Verdict] = Field(description="verdict per requirement that counts")
     failed: list[str]
 
 
 def make(collector: Collector, found: Aggregate, *, judged: date) -> Statement:
-    """The statement about a finished run."""
-    settings, spec = collector.settings, collector.spec
-    levels = (
-        ("MUST", "MUST NOT", "SHOULD", "SHOULD NOT", "MAY")
-        if settings.strict
-        else ("MUST", "MUST NOT")
-    )
+    """Return the statement about a finished run."""
+    settings = collector.settings
+    spec = collector.spec
+    selection = collector.selection
+    levels = ["MUST", "MUST NOT"]
+    if settings.strict:
+        levels += ["SHOULD", "SHOULD NOT", "MAY"]
     core = {
         r.id for r in spec.requirements.values() if r.kind == "requirement" and r.level in levels
     }
     counting = {name: status for name, status in found.status.items() if name in core}
     capabilities = {
-        name: Capability(value=value, source=collector.sources.get(name, "default"))
+        name: Capability(
+            value=value,
+            source=collector.sources.get(name, "default"),
+            doubt=collector.doubts.get(name),
+        )
         for name, value in sorted(collector.capabilities.items())
     }
     return Statement(
@@ -102,39 +110,41 @@ def make(collector: Collector, found: Aggregate, *, judged: date) -> Statement:
         profile=settings.profile,
         seed=settings.seed,
         judged=judged,
-        complete=not collector.selection.narrowed
-        and collector.selection.shard is None
-        and not collector.missing(),
-        verdict=found.verdict,  # type: ignore[arg-type]
+        complete=not selection.narrowed and selection.shard is None and not collector.missing(),
+        verdict=found.verdict,
         passed=sum(status is Verdict.PASS for status in counting.values()),
         core=len(counting),
         capabilities=capabilities,
-        requirements={name: status.value for name, status in sorted(counting.items())},
+        requirements=dict(sorted(counting.items())),
         failed=found.failed,
     )
 
 
 def badge(statement: Statement) -> dict[str, Any]:
-    """For https://img.shields.io/endpoint. What was not asked for, supported or exercised does not count as passed. A good answer needs a
-    complete run of profile core; the best colour, that at least half of what counts holds."""
+    """Return the badge as data for https://img.shields.io/endpoint.
+
+    A requirement that was not selected, supported or exercised does not count as passed. A badge
+    that says (partly) conformant needs a complete run of profile PROFILE. The best colour needs a
+    share of ENOUGH of the counting requirements to hold.
+    """
     exercised = any(status in EXERCISED for status in statement.requirements.values())
-    word, colour = called(statement.verdict, exercised).lower(), COLOURS[statement.verdict]
-    if (
-        exercised
-        and statement.verdict in ("conformant", "partial")
-        and not (statement.complete and statement.profile == PROFILE)
-    ):
-        word, colour = f"judged in part ({statement.profile})", "lightgrey"
+    good = statement.verdict in ("conformant", "partial")
+    whole = statement.complete and statement.profile == PROFILE
+    word = called(statement.verdict, exercised).lower()
+    colour = COLOURS[statement.verdict]
+    if exercised and good and not whole:
+        word = f"judged in part ({statement.profile})"
+        colour = "lightgrey"
     elif statement.verdict == "conformant" and statement.passed < ENOUGH * statement.core:
-        word, colour = "conformant in what it supports", "yellowgreen"
-    message = (
-        f"{word} · {statement.passed}/{statement.core} · vLLM {statement.vllm.partition('+')[0]}"
-    )
+        word = "conformant in what it supports"
+        colour = "yellowgreen"
+    vllm = statement.vllm.partition("+")[0]
+    message = f"{word} · {statement.passed}/{statement.core} · vLLM {vllm}"
     return {"schemaVersion": 1, "label": "KV connector", "message": message, "color": colour}
 
 
 def write(folder: Path, statement: Statement) -> None:
-    """Write both files."""
+    """Write statement.json and badge.json to `folder`."""
     for name, text in (
         (NAME, statement.model_dump_json(indent=2)),
         (BADGE, json.dumps(badge(statement), ensure_ascii=False)),

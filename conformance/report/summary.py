@@ -1,19 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""summary.json: the answer, with the times and everything else that differs between two runs of the same."""
+"""Writer of summary.json: the overall verdict, and times and other facts that vary between runs."""
 
 from __future__ import annotations
 
 import platform
 import sys
 from pathlib import Path
+from typing import Any
 
 from kvconform import __version__, files
 from kvconform.adapters.registry import titles
 from kvconform.judge.aggregate import Aggregate
+from kvconform.judge.records import Overall
 from kvconform.report.collector import Collector
-from kvconform.report.models import CaseCounts, RequirementCounts, Summary
+from kvconform.report.jsonl import Counts, Part
 
 NAME = "summary.json"
+
+
+class RequirementCounts(Part):
+    """Numbers of requirements; `failed` lists the ids that count against the connector."""
+
+    total: int
+    exercised: int
+    failed: list[str]
+
+
+class CaseCounts(Part):
+    """Number of cases."""
+
+    total: int
+
+
+class Summary(Part):
+    """summary.json: the overall verdict in one object."""
+
+    suite: str
+    vllm: str | None
+    connector: str | None
+    engine: str
+    scheduling: str
+    verdict: Overall
+    counts: Counts
+    requirements: RequirementCounts
+    cases: CaseCounts
+    seconds: float
+    extra: dict[str, Any] = {}
 
 
 def write(
@@ -25,7 +57,10 @@ def write(
     started: str,
     exit_code: int,
 ) -> Summary:
-    """Write the file; returns what is in it. `started`: ISO time; `seconds`: s from start to end of the run."""
+    """Write summary.json to `folder` and return its content.
+
+    `started` is an ISO time; `seconds` is the duration of the run.
+    """
     settings = collector.settings
     summary = Summary(
         suite=__version__,
@@ -33,8 +68,8 @@ def write(
         connector=settings.connector,
         engine=settings.engine,
         scheduling=settings.scheduling,
-        verdict=found.verdict,  # type: ignore[arg-type]
-        counts=found.counts,  # type: ignore[arg-type]
+        verdict=found.verdict,
+        counts=found.counts,
         requirements=RequirementCounts(
             total=found.total, exercised=found.exercised, failed=found.failed
         ),
@@ -46,7 +81,7 @@ def write(
             "reasons": found.reasons,
             "guarantees_broken": found.engine_failed,
             "advisory": found.advisory,
-            "runs": len(collector.rows),
+            "runs": len(collector.reports),
             "runs_missing": collector.missing(),
             "workers": settings.workers,
             "device": settings.target_device,

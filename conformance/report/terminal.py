@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Progress while the run goes on: a line that changes on a terminal, a line now and then elsewhere.
+"""The report on the terminal, and the progress display during the run.
 
-The report on the terminal: what was judged, a table per area, each failure once with its evidence, and the answer.
+The report has a header, a table per area, a panel per cause of failure, and the overall verdict.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import IO, Any
 
 from rich.box import SIMPLE
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.markup import escape
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
@@ -25,25 +26,31 @@ from kvconform.adapters.registry import titles
 from kvconform.compat.installed import RUNNER_V2
 from kvconform.contract.requirement import Requirement
 from kvconform.judge.aggregate import Aggregate, mismatches, unasked
-from kvconform.judge.verdict import Row, Verdict
-from kvconform.report import repro
-from kvconform.report.causes import by_cause
-from kvconform.report.collector import CaseNotes, Collector
+from kvconform.judge.records import CaseReport, Row, Verdict
+from kvconform.report.causes import PROCESS_RULE, by_cause, reproduction
+from kvconform.report.collector import Collector
 from kvconform.report.explain import cases_about, defects_of
 
 EVERY = 15.0
+"""Seconds between two lines of progress where there is no terminal."""
 
 
 class Progress:
-    """`done` counts one run. Quiet before `start` and after `stop`."""
+    """Progress display: a bar on a terminal, a line every EVERY seconds elsewhere.
+
+    Prints nothing before `start` and after `stop`.
+    """
 
     def __init__(self, console: Console, total: int) -> None:
-        self.console, self.total, self.count = console, total, 0
+        self.console = console
+        self.total = total
+        self.count = 0
         self.failing: set[str] = set()
         self._bar: Bar | None = None
         self._last = time.monotonic()
 
     def start(self) -> None:
+        """Show the bar, or print the first line."""
         if self.console.is_terminal:
             now = TextColumn("{task.fields[now]}")
             self._bar = Bar(
@@ -64,27 +71,28 @@ class Progress:
             )
 
     def done(self, variant: str, rows: Sequence[Row]) -> None:
+        """Count the run of a variant as done, and its failures."""
         self.count += 1
         self.failing |= {
             row.requirement for row in rows if row.verdict is Verdict.FAIL and row.gating
         }
-        number = len(self.failing)
-        bad = (
-            "no failures"
-            if not number
-            else "1 requirement fails"
-            if number == 1
-            else f"{number} requirements fail"
-        )
         if self._bar is not None:
-            self._bar.update(
-                self._task, completed=self.count, now=f"{bad} · {variant.partition('[')[0]}"
-            )
+            case = variant.partition("[")[0]
+            self._bar.update(self._task, completed=self.count, now=f"{self._failures()} · {case}")
         elif time.monotonic() - self._last > EVERY:
             self._last = time.monotonic()
-            self.console.print(f"{self.count}/{self.total} runs, {bad}", highlight=False)
+            self.console.print(
+                f"{self.count}/{self.total} runs, {self._failures()}", highlight=False
+            )
+
+    def _failures(self) -> str:
+        number = len(self.failing)
+        if number == 0:
+            return "no failures"
+        return "1 requirement fails" if number == 1 else f"{number} requirements fail"
 
     def stop(self) -> None:
+        """Remove the bar."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -112,16 +120,25 @@ COUNTED = {
     Verdict.UNOBSERVABLE,
     Verdict.DISABLED,
 }
-"""Statuses whose requirements are only counted in the tables; errors have a section of their own."""
+"""Statuses that the tables only count. Errors have a section of their own."""
+COLUMNS: tuple[tuple[str, JustifyMethod], ...] = (
+    ("requirement", "left"),
+    ("level", "left"),
+    ("verdict", "left"),
+    ("exercised in", "right"),
+)
 LISTED = 4
+"""Number of runs, cases or tracebacks that are listed by name."""
 WIDTH = 130
+"""Width of the report where there is no terminal."""
 
 
 def make_console(file: IO[str] | None = None) -> Console:
-    """A console; wide enough for a table where the width is unknown."""
-    console = Console(
-        file=file or sys.stdout, highlight=False
-    )  # now, not when it is used: session.py redirects sys.stdout
+    """Return a console that writes to `file` or to the present sys.stdout.
+
+    The stream is resolved now, because kvconform.session.launch redirects sys.stdout later.
+    """
+    console = Console(file=file or sys.stdout, highlight=False)
     if not console.is_terminal:
         console.width = WIDTH
     return console
@@ -130,11 +147,12 @@ def make_console(file: IO[str] | None = None) -> Console:
 def header(
     console: Console, collector: Collector, warnings: Sequence[str], *, joined: int = 0
 ) -> None:
-    """What is about to be judged; `joined`: the number of shards whose reports were joined."""
-    settings, selection = collector.settings, collector.selection
+    """Print what is about to be judged; `joined` is the number of merged shards."""
+    settings = collector.settings
+    selection = collector.selection
     console.print(f"[bold]kvconform {__version__}[/]  vLLM {collector.vllm}")
-    by = f" ({escape(settings.catalogue)})" if settings.catalogue else ""
-    console.print(f"connector   [bold]{escape(settings.connector)}[/]{by}")
+    named = f" ({escape(settings.catalogue)})" if settings.catalogue else ""
+    console.print(f"connector   [bold]{escape(settings.connector)}[/]{named}")
     axes = f"engines {', '.join(settings.engines)} · scheduling {', '.join(settings.schedulings)}"
     console.print(f"axes        {axes} · profile {settings.profile} · seed {settings.seed}")
     if settings.slows is not None:
@@ -143,7 +161,8 @@ def header(
         console.print(f"device      {where}{slow}")
     if settings.engine == "live":
         console.print(
-            "engine      all of vLLM, a tiny model with random weights; asynchronous scheduling kept on where vLLM turns it off"
+            "engine      the complete vLLM with a tiny, randomly initialised model;"
+            " asynchronous scheduling stays on where vLLM turns it off"
         )
     for title in titles(settings.adapters):
         console.print(
@@ -156,22 +175,21 @@ def header(
     )
     runs = ", ".join(f"{number} {word}{'' if number == 1 else 's'}" for number, word in counts)
     shard = f" (shard {selection.shard} of the selection)" if selection.shard else ""
-    by = (
-        f"{joined} shards"
-        if joined
-        else f"{settings.workers} worker{'s' if settings.workers > 1 else ''}"
-    )
-    console.print(f"selection   {runs}{shard} · {by}")
+    workers = f"{settings.workers} worker{'s' if settings.workers > 1 else ''}"
+    source = f"{joined} shards" if joined else workers
+    console.print(f"selection   {runs}{shard} · {source}")
     cases, requirements = selection.beyond
     if cases:
-        console.print(f"not run     this vLLM cannot be brought to: {', '.join(cases)}")
+        console.print(f"not run     cases that this vLLM cannot run: {', '.join(cases)}")
     if selection.without:
         console.print(
-            f"not run     {selection.without} runs on model runner V2, which knows no connectors before vLLM {RUNNER_V2}"
+            f"not run     {selection.without} runs on model runner V2,"
+            f" which does not support connectors before vLLM {RUNNER_V2}"
         )
     if requirements and not selection.narrowed:
         console.print(
-            f"not judged  {len(requirements)} requirements that do not hold in this vLLM (docs/supported-versions.md)"
+            f"not judged  {len(requirements)} requirements that do not hold in this vLLM"
+            " (docs/supported-versions.md)"
         )
     if settings.file:
         console.print(f"settings    {escape(settings.file)}")
@@ -179,18 +197,23 @@ def header(
         console.print(f"[yellow]warning[/]     {escape(warning)}")
     about = _cases_about(collector)
     if about:
-        shown = ",".join(about[:LISTED]) + (
-            f" (and {len(about) - LISTED} more: kvconform explain)" if len(about) > LISTED else ""
-        )
+        shown = ",".join(about[:LISTED])
+        if len(about) > LISTED:
+            shown += f" (and {len(about) - LISTED} more: kvconform explain)"
         console.print(
-            f"hint        a requirement is judged on every case; on those that are about it only: -k {escape(shown)}",
+            "hint        a requirement is judged on every case;"
+            f" to run only the cases about it: -k {escape(shown)}",
             soft_wrap=True,
         )
 
 
 def _cases_about(collector: Collector) -> list[str]:
-    """If -k names requirements and nothing else: the cases about them, those first in which a planted defect breaks them."""
-    spec, named = collector.spec, collector.settings.select
+    """Return the cases about the requirements that -k names; none if it names anything else.
+
+    Cases in which a planted defect breaks one of the requirements come first.
+    """
+    spec = collector.spec
+    named = collector.settings.select
     if not named or any(name not in spec.requirements for name in named):
         return []
     broken = [
@@ -199,14 +222,8 @@ def _cases_about(collector: Collector) -> list[str]:
         for defect in defects_of(spec, name)
         for case in defect.get("cases", ())
     ]
-    return list(
-        dict.fromkeys(
-            [
-                *broken,
-                *(case for name in named for case in cases_about(spec, spec.requirements[name])),
-            ]
-        )
-    )
+    about = [case for name in named for case in cases_about(spec, spec.requirements[name])]
+    return list(dict.fromkeys([*broken, *about]))
 
 
 def report(
@@ -218,42 +235,39 @@ def report(
     where: str,
     seconds: float,
 ) -> None:
-    """Everything after the run."""
-    notes = {note.variant: note for note in collector.ordered_notes()}
-    _traces(console, notes.values())
+    """Print the report of a finished run; `where` is the directory of the other reports."""
+    reports = {report.variant: report for report in collector.ordered_reports()}
+    _traces(console, reports.values())
     _capabilities(console, collector)
     _tables(console, collector, rows, found)
     failures = [row for row in rows if row.verdict is Verdict.FAIL]
     mine = [row for row in failures if row.kind == "requirement"]
-    _section(console, collector, "Failures", [row for row in mine if row.gating], notes)
+    _section(console, collector, "Failures", [row for row in mine if row.gating], reports)
     _section(
         console,
         collector,
         "Recommendations not followed (they count with --strict)",
         [row for row in mine if not row.gating],
-        notes,
+        reports,
     )
     _section(
         console,
         collector,
         "Guarantees that the engine broke (not the connector's fault)",
-        _only(failures, "guarantee"),
-        notes,
+        [row for row in failures if row.kind == "guarantee"],
+        reports,
     )
-    _errors(console, rows, notes, collector.settings.debug)
-    _unmet(console, notes.values())
+    _errors(console, rows, reports, collector.settings.debug)
+    _unmet(console, reports.values())
     _answer(console, found, where, seconds, part=_part(collector))
 
 
-def _only(rows: Iterable[Row], kind: str) -> list[Row]:
-    return [row for row in rows if row.kind == kind]
-
-
-def _traces(console: Console, notes: Iterable[CaseNotes]) -> None:
-    for note in notes:
-        if note.trace:
-            console.rule(escape(note.variant), align="left", style="dim")
-            for line in note.trace:
+def _traces(console: Console, reports: Iterable[CaseReport]) -> None:
+    """Print the traces that the settings asked for."""
+    for report in reports:
+        if report.printed:
+            console.rule(escape(report.variant), align="left", style="dim")
+            for line in report.printed:
                 console.print(Text(line), soft_wrap=True)
 
 
@@ -264,26 +278,27 @@ def _capabilities(console: Console, collector: Collector) -> None:
     for name, value in sorted(collector.capabilities.items()):
         source = collector.sources.get(name, "default")
         if source != "default":
-            parts.append(f"{name}={_plain(value)} ({source.partition(',')[0]})")
+            parts.append(f"{name}={_plain(value)} ({source})")
     console.print(f"\ncapabilities  {escape(', '.join(parts) or 'none declared, none found')}")
-    for sentence in mismatches(collector.sources):
+    for sentence in mismatches(collector.sources, collector.doubts):
         console.print(f"mismatch      {escape(sentence)}")
-    for sentence in unasked(collector.capabilities, collector.sources):
+    for sentence in unasked(collector.capabilities, collector.sources, collector.doubts):
         console.print(f"not judged    {escape(sentence)}")
 
 
 def _plain(value: Any) -> str:
-    return (
-        {True: "yes", False: "no"}[value]
-        if isinstance(value, bool)
-        else ",".join(value)
-        if isinstance(value, (list, tuple))
-        else str(value)
-    )
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (list, tuple)):
+        return ",".join(value)
+    return str(value)
 
 
 def _tables(console: Console, collector: Collector, rows: Sequence[Row], found: Aggregate) -> None:
-    """One table per area: every requirement with its status; those that were nowhere exercised only as a count."""
+    """Print a table per area: each requirement with its status.
+
+    Statuses in COUNTED, and guarantees that hold, are only counted below the table.
+    """
     exercised: dict[str, int] = {}
     failing: dict[str, int] = {}
     for row in rows:
@@ -294,9 +309,8 @@ def _tables(console: Console, collector: Collector, rows: Sequence[Row], found: 
     areas: dict[str, list[str]] = {}
     for name in found.status:
         requirement = collector.spec.requirements.get(name)
-        areas.setdefault(requirement.area if requirement else name.partition(".")[0], []).append(
-            name
-        )
+        area = requirement.area if requirement else name.partition(".")[0]
+        areas.setdefault(area, []).append(name)
     for area in sorted(areas):
         table = Table(
             box=SIMPLE,
@@ -306,27 +320,18 @@ def _tables(console: Console, collector: Collector, rows: Sequence[Row], found: 
             pad_edge=False,
             show_edge=False,
         )
-        for column, justify in (
-            ("requirement", "left"),
-            ("level", "left"),
-            ("verdict", "left"),
-            ("exercised in", "right"),
-        ):
-            table.add_column(column, justify=justify, no_wrap=True)  # type: ignore[arg-type]
-        silent: dict[str, int] = {}
+        for column, justify in COLUMNS:
+            table.add_column(column, justify=justify, no_wrap=True)
+        silent: Counter[str] = Counter()
         for name in sorted(areas[area]):
-            status, requirement = found.status[name], collector.spec.requirements.get(name)
-            if (
-                status is Verdict.PASS
-                and requirement is not None
-                and requirement.kind == "guarantee"
-            ):
-                silent["guarantees of the engine held"] = (
-                    silent.get("guarantees of the engine held", 0) + 1
-                )
+            status = found.status[name]
+            requirement = collector.spec.requirements.get(name)
+            guarantee = requirement is not None and requirement.kind == "guarantee"
+            if guarantee and status is Verdict.PASS:
+                silent["guarantees of the engine held"] += 1
                 continue
             if status in COUNTED:
-                silent[status] = silent.get(status, 0) + 1
+                silent[status] += 1
                 continue
             text = f"{status} in {failing[name]}" if failing[name] else str(status)
             table.add_row(
@@ -345,11 +350,12 @@ def _tables(console: Console, collector: Collector, rows: Sequence[Row], found: 
 
 
 def _level(requirement: Requirement | None) -> str:
+    """Return the level in words; a row without a requirement is about a process that died."""
     if requirement is None:
         return "MUST NOT"
-    return (
-        requirement.level if requirement.kind == "requirement" else f"{requirement.level} (engine)"
-    )
+    if requirement.kind == "guarantee":
+        return f"{requirement.level} (engine)"
+    return requirement.level
 
 
 def _words(verdict: str) -> str:
@@ -361,19 +367,18 @@ def _section(
     collector: Collector,
     title: str,
     rows: Sequence[Row],
-    notes: dict[str, CaseNotes],
+    reports: dict[str, CaseReport],
 ) -> None:
-    """A panel per requirement and root cause, about its first failing run; the others are listed by name."""
+    """Print a panel per requirement and cause: its first failing run, and the names of others."""
     groups = by_cause(rows)
     if groups:
         console.print()
         console.rule(f"[bold]{title}", align="left")
     for group in groups:
-        title_text = f"[bold red]{escape(group[0].requirement)}"
         console.print(
             Panel(
-                _failure(collector, group, notes),
-                title=title_text,
+                _failure(collector, group, reports),
+                title=f"[bold red]{escape(group[0].requirement)}",
                 title_align="left",
                 border_style="red",
             )
@@ -381,10 +386,18 @@ def _section(
 
 
 def _failure(
-    collector: Collector, group: Sequence[Row], notes: dict[str, CaseNotes]
+    collector: Collector, group: Sequence[Row], reports: dict[str, CaseReport]
 ) -> RenderableType:
+    """Return the content of a panel about one cause; `group` contains its rows."""
     first = group[0]
     requirement = collector.spec.requirements.get(first.requirement)
+    rule = PROCESS_RULE
+    why = ""
+    wrong = ""
+    if requirement is not None:
+        rule = " ".join(requirement.text.split())
+        why = " ".join((requirement.why or "").split())
+        wrong = " ".join((requirement.wrong or "").split())
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -393,49 +406,38 @@ def _failure(
         if text:
             grid.add_row(name, Text(text, style=style))
 
-    line(
-        "rule",
-        " ".join(requirement.text.split())
-        if requirement
-        else "A connector MUST NOT end the process that it runs in.",
-        "bold",
-    )
+    line("rule", rule, "bold")
     line("found", first.message)
-    variant = first.run
-    where = [
-        variant,
-        f"step {first.step}" if first.step is not None else "",
-        f"request {first.req}" if first.req else "",
-    ]
-    line("where", ", ".join(part for part in where if part))
+    line("check", first.check)
+    where = [first.run]
+    if first.step is not None:
+        where.append(f"step {first.step}")
+    if first.req:
+        where.append(f"request {first.req}")
+    line("where", ", ".join(where))
     line("evidence", first.evidence)
-    line("why", " ".join(requirement.why.split()) if requirement and requirement.why else None)
-    line(
-        "usual cause",
-        " ".join(requirement.wrong.split()) if requirement and requirement.wrong else None,
-    )
+    line("why", why)
+    line("usual cause", wrong)
     if len(group) > 1:
         others = list(dict.fromkeys(row.run for row in group[1:]))
+        runs = f"{len(others)} more run{'s' if len(others) > 1 else ''}"
         more = f" and {len(others) - LISTED} more" if len(others) > LISTED else ""
-        line(
-            "also in",
-            f"{len(others)} more run{'s' if len(others) > 1 else ''}: {', '.join(others[:LISTED])}{more}",
-        )
+        line("also in", f"{runs}: {', '.join(others[:LISTED])}{more}")
     parts: list[RenderableType] = [grid]
-    lines = notes[variant].timelines.get(first.requirement, []) if variant in notes else []
+    lines = reports[first.run].timelines.get(first.requirement, [])
     if lines:
         parts += [
             Text("\nstep  event", style="dim"),
             *(Text(text, style="bold" if text.startswith(">") else "") for text in lines),
         ]
-    parts.append(Text.assemble(("\nreproduce: ", "dim"), (repro.of(collector, first), "cyan")))
+    parts.append(Text.assemble(("\nreproduce: ", "dim"), (reproduction(collector, first), "cyan")))
     return Group(*parts)
 
 
 def _errors(
-    console: Console, rows: Sequence[Row], notes: dict[str, CaseNotes], debug: bool
+    console: Console, rows: Sequence[Row], reports: dict[str, CaseReport], debug: bool
 ) -> None:
-    """What went wrong with the harness, one line per message; tracebacks with --debug."""
+    """Print what went wrong in the harness, one line per message; with --debug, tracebacks."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         if row.verdict is Verdict.ERROR:
@@ -445,7 +447,6 @@ def _errors(
         return
     console.print()
     console.rule("[bold]Errors of the harness or the environment", align="left")
-    shown = [note.harness_error for note in notes.values() if note.harness_error] if debug else []
     for text, where in groups.items():
         runs = list(dict.fromkeys(row.run for row in where))
         names = {row.requirement for row in where}
@@ -453,61 +454,63 @@ def _errors(
         console.print(
             f"[magenta]ERROR[/]  {escape(text)}  [dim]{len(runs)} runs, first {escape(runs[0])}[/]"
         )
-    for error in shown[:LISTED]:
+    errors = [report.harness_error for report in reports.values() if report.harness_error]
+    for error in errors[:LISTED] if debug else ():
         console.print(Text(error), soft_wrap=True)
 
 
-def _unmet(console: Console, notes: Iterable[CaseNotes]) -> None:
-    silent = [note for note in notes if note.unmet]
-    if silent:
-        first = f"{silent[0].variant}: {silent[0].unmet[0]}"
-        runs, they = (
-            ("1 run", "it is for, so it says")
-            if len(silent) == 1
-            else (f"{len(silent)} runs", "they are for, so they say")
+def _unmet(console: Console, reports: Iterable[CaseReport]) -> None:
+    """Print how many runs did not reach the situation that they test."""
+    unmet = [report for report in reports if report.unmet]
+    if not unmet:
+        return
+    first = f"{unmet[0].variant}: {unmet[0].unmet[0]}"
+    if len(unmet) == 1:
+        text = "1 run did not reach the situation it tests; treat its results as incomplete"
+    else:
+        text = (
+            f"{len(unmet)} runs did not reach the situation they test;"
+            " treat their results as incomplete"
         )
-        text = f"\n{runs} did not bring about the situation that {they} less (first: {first})"
-        console.print(Text(text, style="dim"), soft_wrap=True)
+    console.print(Text(f"\n{text} (first: {first})", style="dim"), soft_wrap=True)
 
 
 def _answer(console: Console, found: Aggregate, where: str, seconds: float, *, part: str) -> None:
-    numbers = {_words(name): count for name, count in found.counts.items() if count}
-    if numbers.get("fail") and not found.failed:
-        numbers = {
-            "fail (engine's or recommended only)" if name == "fail" else name: count
-            for name, count in numbers.items()
-        }
-    counts = ", ".join(f"{count} {name}" for name, count in numbers.items())
+    """Print the counts, the place of the reports, and the overall verdict with its reasons."""
+    excused = " (engine's or recommended only)" if not found.failed else ""
+    counts = ", ".join(
+        f"{count} {_words(name)}" + (excused if name is Verdict.FAIL else "")
+        for name, count in found.counts.items()
+        if count
+    )
     console.print()
     console.print(f"verdicts    {counts}", highlight=False, style="dim")
-    by_status: dict[str, int] = {}
-    for name, status in found.status.items():
-        whose = (
-            " (engine's)"
-            if name in found.engine_failed
-            else " (recommended only)"
-            if name in found.advisory
-            else ""
-        )
-        told = _words(status) + (whose if status is Verdict.FAIL else "")
-        by_status[told] = by_status.get(told, 0) + 1
-    per = ", ".join(
-        f"{count} {told}" for told, count in sorted(by_status.items(), key=lambda item: -item[1])
-    )
+    by_status = Counter(_status(name, found) for name in found.status)
+    per = ", ".join(f"{count} {status}" for status, count in by_status.most_common())
     console.print(
         f"exercised   {found.exercised} of {found.total} requirements: {per}",
         highlight=False,
         style="dim",
     )
     console.print(f"reports     {escape(where)}", highlight=False, style="dim")
-    word, style = found.answer, ANSWER[found.verdict]
-    console.print(f"[{style}]{word}[/]{part}  in {seconds:.1f} s")
+    style = ANSWER[found.verdict]
+    console.print(f"[{style}]{found.title}[/]{part}  in {seconds:.1f} s")
     for reason in found.reasons:
         console.print(f"  {escape(reason)}")
 
 
+def _status(name: str, found: Aggregate) -> str:
+    """Return the status of requirement `name` in words; for a FAIL, also whether it counts."""
+    status = found.status[name]
+    if status is Verdict.FAIL and name in found.engine_failed:
+        return "fail (engine's)"
+    if status is Verdict.FAIL and name in found.advisory:
+        return "fail (recommended only)"
+    return _words(status)
+
+
 def _part(collector: Collector) -> str:
-    """What the answer is about, if not the whole."""
+    """Return which part of the suite the verdict is about; empty for all of it."""
     if collector.selection.shard is not None:
-        return f" in shard {collector.selection.shard}; kvconform merge gives the answer"
+        return f" in shard {collector.selection.shard}; kvconform merge gives the verdict"
     return " in what was selected" if collector.selection.narrowed else ""

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trace as text: one line per event that tells something, the hooks of a stretch joined on one line, columns `step  what  about`."""
+"""Renders a trace as text, in the columns `step  what  text`.
+
+Each informative event has a line; consecutive hook calls share one.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,11 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-Event = dict[str, Any]
+from kvconform.contract.trace import Event
+
 WIDTH = 118
+_WHAT = 11
+"""Width of the column `what`."""
 _QUIET = {
     "block",
     "worker.step_begin",
@@ -19,11 +25,15 @@ _QUIET = {
     "meta.bound",
     "meta.cleared",
 }
+"""Kinds of events that are not informative by themselves."""
 
 
 def render(events: Iterable[Event], mark: int | None = None) -> list[str]:
-    """The lines for a trace, or for an excerpt of one. Events that say nothing by themselves are left out; the one with `seq` mark is
-    always there, with `>` in front."""
+    """Return the lines for a trace or an excerpt of one.
+
+    Events that are not informative are left out. The event whose `seq` is `mark` is always
+    included, with a leading `>`.
+    """
     lines: list[str] = []
     hooks: list[str] = []
     place: tuple[int, str] = (0, "")
@@ -48,13 +58,14 @@ def render(events: Iterable[Event], mark: int | None = None) -> list[str]:
 
 
 def _flush(lines: list[str], hooks: list[str], place: tuple[int, str]) -> None:
+    """Move the collected hooks to a line of their own; `place` is their step and half."""
     if hooks:
         lines += _line(place[0], place[1], " ".join(_runs(hooks)))
         hooks.clear()
 
 
 def _runs(names: Sequence[str]) -> list[str]:
-    """Repeated names, and repeated pairs, as `name*3` and `(one two)*3`."""
+    """Return the names, with repeated names and pairs shortened to `name*3` and `(one two)*3`."""
     found: list[str] = []
     position = 0
     while position < len(names):
@@ -75,19 +86,20 @@ def _runs(names: Sequence[str]) -> list[str]:
 
 
 def _line(step: int, what: str, text: str) -> list[str]:
-    """The line, wrapped under its own column."""
-    return textwrap.wrap(
+    """Return the line, wrapped within its last column."""
+    lines = textwrap.wrap(
         text,
         WIDTH,
-        initial_indent=f"{step:>4}  {what:<11} ",
-        subsequent_indent=" " * 18,
+        initial_indent=f"{step:>4}  {what:<{_WHAT}} ",
+        subsequent_indent=" " * (_WHAT + 7),
         break_long_words=False,
         break_on_hyphens=False,
-    ) or [f"{step:>4}  {what}"]
+    )
+    return lines or [f"{step:>4}  {what}"]
 
 
 def about(event: Event) -> tuple[str, str] | None:
-    """(what, text) of an event; None if it has nothing to tell."""
+    """Return (what, text) of an event; None if it is not informative."""
     kind = event["kind"]
     if kind in _QUIET:
         return None
@@ -98,13 +110,14 @@ def about(event: Event) -> tuple[str, str] | None:
 
 
 def plain(event: Event) -> tuple[str, str]:
-    """(what, fields) of any event."""
+    """Return (what, fields) of any event."""
     kind = event["kind"]
-    return kind.rpartition(".")[2] if len(kind) > 11 else kind, _fields(event)
+    what = kind.rpartition(".")[2] if len(kind) > _WHAT else kind
+    return what, _fields(event)
 
 
 def _fields(event: Event, skip: Iterable[str] = ()) -> str:
-    """`name=value` of the fields that say something."""
+    """Return `name=value` for each field that is neither None nor empty."""
     hidden = {"kind", "seq", "step", "generation", *skip}
     return " ".join(
         f"{name}={_short(value)}"
@@ -121,7 +134,7 @@ def _short(value: Any) -> str:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """`[1,2,3,7]` as `1-3,7`; keeps the order."""
+    """Return numbers with consecutive ones joined, in their order: 1, 2, 3, 7 as `[1-3,7]`."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][-1] + 1:
@@ -132,82 +145,70 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def _start(e: Event) -> tuple[str, str]:
-    return (
-        "start",
-        f"{e['case']} {e['engine']} {e['scheduling']} {e['runner']} depth={e['depth']} block_size={e['block_size']} seed={e['seed']}",
-    )
+    axes = f"{e['engine']} {e['scheduling']} {e['runner']}"
+    sizes = f"depth={e['depth']} block_size={e['block_size']}"
+    return "start", f"{e['case']} {axes} {sizes} seed={e['seed']}"
 
 
-def _step(e: Event) -> tuple[str, str] | None:
-    parts = [
-        f"{name}={','.join(e[name])}"
-        for name in ("new", "cached", "resumed", "preempted", "finished")
-        if e[name]
-    ]
-    flags = [
-        text
-        for name, text in (
-            ("has_sync_loads", "loads before the forward pass"),
-            ("empty", "no tokens"),
-        )
-        if e[name]
-    ]
-    return "schedule", " ".join([f"{e['total']} tokens", *parts, *flags])
+def _step(e: Event) -> tuple[str, str]:
+    parts = [f"{e['total']} tokens"]
+    for name in ("new", "cached", "resumed", "preempted", "finished"):
+        if e[name]:
+            parts.append(f"{name}={','.join(e[name])}")
+    if e["has_sync_loads"]:
+        parts.append("loads before the forward pass")
+    if e["empty"]:
+        parts.append("no tokens")
+    return "schedule", " ".join(parts)
 
 
 def _scheduled(e: Event) -> tuple[str, str]:
-    drafts = f" drafts={e['drafts']}" if e["drafts"] else ""
-    blocks = ranges(e["table"])
-    return (
-        f"  {e['req']}",
-        f"{e['listed_as']:<8} computed={e['computed']} scheduled={e['scheduled']} placeholders={e['placeholders']} known={e['known']}{drafts} blocks={blocks}",
-    )
+    parts = [
+        f"{e['listed_as']:<8} computed={e['computed']} scheduled={e['scheduled']}",
+        f"placeholders={e['placeholders']} known={e['known']}",
+    ]
+    if e["drafts"]:
+        parts.append(f"drafts={e['drafts']}")
+    parts.append(f"blocks={ranges(e['table'])}")
+    return f"  {e['req']}", " ".join(parts)
 
 
 def _lookup(e: Event) -> tuple[str, str]:
-    answer = (
-        "asks again later"
-        if e["tokens"] is None
-        else f"{e['tokens']} tokens" + (", asynchronously" if e["is_async"] else "")
-    )
+    answer = "asks again later"
+    if e["tokens"] is not None:
+        answer = f"{e['tokens']} tokens" + (", asynchronously" if e["is_async"] else "")
     return "lookup", f"{e['req']} local={e['local']} of known={e['known']} -> {answer}"
 
 
 def _alloc(e: Event) -> tuple[str, str]:
     how = " (asynchronous)" if e["is_async"] else ""
     again = " second call" if e["second_call"] else ""
-    return (
-        "alloc",
-        f"{e['req']} computed={e['computed']} local={e['local']} external={e['external']}{how} blocks={_tables(e)}{again}",
-    )
+    tokens = f"computed={e['computed']} local={e['local']} external={e['external']}"
+    return "alloc", f"{e['req']} {tokens}{how} blocks={_tables(e)}{again}"
 
 
 def _tables(e: Event) -> str:
-    """The block tables of an allocation, one per group: `[1-4] [5,0]`."""
+    """Return the block tables of an allocation, one per group: `[1-4] [5,0]`."""
     return " ".join(ranges(table[2]) for table in e.get("tables", ())) or ranges(e["blocks"])
 
 
 def _of(e: Event) -> str:
+    """Return the layer of an event, and its KV cache group if it is known."""
     return f"{e['layer']}" + (f" of group {e['group']}" if e.get("group") is not None else "")
 
 
 def _state(e: Event) -> tuple[str, str]:
-    return (
-        "state",
-        f"{e['req']} {e['from'] or '-'} -> {e['to']} ({e['reason']}) computed={e['computed']} placeholders={e['placeholders']} known={e['known']}",
-    )
+    change = f"{e['from'] or '-'} -> {e['to']} ({e['reason']})"
+    tokens = f"computed={e['computed']} placeholders={e['placeholders']} known={e['known']}"
+    return "state", f"{e['req']} {change} {tokens}"
 
 
 def _wrong(e: Event) -> tuple[str, str]:
-    where = (
-        f"position {e['pos']}"
-        if e["count"] == 1
-        else f"positions {e['pos']}-{e['pos'] + e['count'] - 1}"
-    )
-    return (
-        "WRONG KV",
-        f"{e['req']} {where} of {_of(e)} ({e['kv']}), via {e['via']}: {e['found']}: {e['origin']}",
-    )
+    where = f"position {e['pos']}"
+    if e["count"] != 1:
+        where = f"positions {e['pos']}-{e['pos'] + e['count'] - 1}"
+    place = f"{e['req']} {where} of {_of(e)} ({e['kv']})"
+    return "WRONG KV", f"{place}, via {e['via']}: {e['found']}: {e['origin']}"
 
 
 def _due(e: Event) -> tuple[str, str]:
@@ -236,48 +237,79 @@ def _changed(e: Event) -> tuple[str, str] | None:
         "not_transferred",
     )
     bad = [f"{name}={ranges(e[name])}" for name in kinds if e.get(name)]
-    return (
-        ("kv changed", f"after {e['after_hook']} in {_of(e)}: {' '.join(bad)} (slots)")
-        if bad
-        else None
-    )
+    if not bad:
+        return None
+    return "kv changed", f"after {e['after_hook']} in {_of(e)}: {' '.join(bad)} (slots)"
 
 
 def _built(e: Event) -> tuple[str, str] | None:
-    bad = [text for name, text in (("pickles", "does not pickle"),) if not e[name]]
-    return ("metadata", ", ".join(bad) + f": {e['pickle_error']}") if bad else None
+    return None if e["pickles"] else ("metadata", f"does not pickle: {e['pickle_error']}")
 
 
 def _updated(e: Event) -> tuple[str, str]:
-    return (
-        "  landed",
-        f"{e['req']} step {e['of_step']}: computed={e['computed']} placeholders={e['placeholders']} known={e['known']} {e['status']}",
-    )
+    tokens = f"computed={e['computed']} placeholders={e['placeholders']} known={e['known']}"
+    return "  landed", f"{e['req']} step {e['of_step']}: {tokens} {e['status']}"
 
 
 def _lifecycle(e: Event) -> tuple[str, str]:
-    return "engine", e["op"] + (f" in process {e['pid']}" if e["pid"] else "") + (
-        f": {e['error']}" if e["error"] else ""
-    )
+    process = f" in process {e['pid']}" if e["pid"] else ""
+    error = f": {e['error']}" if e["error"] else ""
+    return "engine", f"{e['op']}{process}{error}"
 
 
 def _end(e: Event) -> tuple[str, str]:
     missing = e["free_blocks_at_start"] - e["free_blocks"]
-    parts = [
-        "" if e["quiesced"] else "work is left",
-        f"unfinished {', '.join(map(str, e['unfinished']))}" if e["unfinished"] else "",
-        f"{missing} blocks not free" if missing > 0 else "",
-        f"requests still known to the engine: {', '.join(map(str, e['engine_requests']))}"
-        if e["engine_requests"]
-        else "",
-        f"request objects still alive: {', '.join(map(str, e['request_objects_alive']))}"
-        if e["request_objects_alive"]
-        else "",
-        f"{e['threads']} threads more than at the start" if e["threads"] > 0 else "",
-    ]
-    return "end", "of the run" if e["crashed"] or not any(parts) else "; ".join(
-        part for part in parts if part
-    )
+    parts = []
+    if not e["quiesced"]:
+        parts.append("work is left")
+    if e["unfinished"]:
+        parts.append(f"unfinished {_listed(e['unfinished'])}")
+    if missing > 0:
+        parts.append(f"{missing} blocks not free")
+    if e["engine_requests"]:
+        parts.append(f"requests still known to the engine: {_listed(e['engine_requests'])}")
+    if e["request_objects_alive"]:
+        parts.append(f"request objects still alive: {_listed(e['request_objects_alive'])}")
+    if e["threads"] > 0:
+        parts.append(f"{e['threads']} threads more than at the start")
+    return "end", "of the run" if e["crashed"] or not parts else "; ".join(parts)
+
+
+def _listed(values: Iterable[Any]) -> str:
+    return ", ".join(map(str, values))
+
+
+def _sample(e: Event) -> tuple[str, str]:
+    source = "" if e["clean"] else "  (from wrong KV)"
+    return "sample", f"{e['req']} output {e['index']} = {e['token']}{source}"
+
+
+def _finished(e: Event) -> tuple[str, str]:
+    delayed = " blocks kept until sent" if e["delayed"] else ""
+    return "finished", _fields(e, ("delayed",)) + delayed
+
+
+def _crash(e: Event) -> tuple[str, str]:
+    return "CRASH", f"{e['hook'] or e['where']}: {e['error']}"
+
+
+def _stall(e: Event) -> tuple[str, str]:
+    return "STALL", f"no progress in {e['steps']} steps; waiting: {_listed(e['waiting_on'])}"
+
+
+def _reported(e: Event) -> tuple[str, str]:
+    unexpected = "" if e["held"] else " (the engine did not wait for it)"
+    return "transfer", f"{e['req']} {e['direction']} finished{unexpected}"
+
+
+def _plan(e: Event) -> tuple[str, str]:
+    return "plan", f"{e['op']} {e['req']} [{e['start']}, {e['end']}) {e['timing']}"
+
+
+def _api(e: Event) -> tuple[str, str] | None:
+    if e["ok"]:
+        return None
+    return "api", f"{e['item']}: {e['detail'] or 'differs from the interface'}"
 
 
 _SPECIAL: dict[str, Callable[[Event], tuple[str, str] | None]] = {
@@ -293,28 +325,14 @@ _SPECIAL: dict[str, Callable[[Event], tuple[str, str] | None]] = {
     "load.due": _due,
     "hook.returned": _returned,
     "meta.built": _built,
-    "sample": lambda e: (
-        "sample",
-        f"{e['req']} output {e['index']} = {e['token']}"
-        + ("" if e["clean"] else "  (from wrong KV)"),
-    ),
-    "req.finished": lambda e: (
-        "finished",
-        _fields(e, ("delayed",)) + (" blocks kept until sent" if e["delayed"] else ""),
-    ),
+    "sample": _sample,
+    "req.finished": _finished,
     "engine.lifecycle": _lifecycle,
     "run.end": _end,
-    "engine.crash": lambda e: ("CRASH", f"{e['hook'] or e['where']}: {e['error']}"),
-    "engine.stall": lambda e: (
-        "STALL",
-        f"no progress in {e['steps']} steps; waiting: {', '.join(map(str, e['waiting_on']))}",
-    ),
-    "transfer.reported": lambda e: (
-        "transfer",
-        f"{e['req']} {e['direction']} finished" + ("" if e["held"] else " (nobody waited for it)"),
-    ),
-    "plan": lambda e: ("plan", f"{e['op']} {e['req']} [{e['start']}, {e['end']}) {e['timing']}"),
-    "api": lambda e: (
-        None if e["ok"] else ("api", f"{e['item']}: {e['detail'] or 'not as the interface has it'}")
-    ),
+    "engine.crash": _crash,
+    "engine.stall": _stall,
+    "transfer.reported": _reported,
+    "plan": _plan,
+    "api": _api,
 }
+"""What describes an event, per kind of event; other kinds are described by their fields."""

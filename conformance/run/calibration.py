@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learns a connector's capabilities from its class and from the plainest runs there are, and what it promises from calibration."""
+"""Calibration: a connector's capabilities and promises, learned from its class and plain runs."""
 
 from __future__ import annotations
 
@@ -19,130 +19,140 @@ from kvconform.run.runner import run_variant
 
 @dataclass
 class Profile:
-    """Capabilities of a target, where each came from (declared, inferred, default; kvconform.judge.aggregate for what is contradicted), and its
-    promises.
+    """Capabilities of a target, and what it promises.
+
+    `sources` says where each capability came from: declared, inferred or default. `doubts` maps
+    capabilities to the evidence against them.
     """
 
     caps: dict[str, Any]
     sources: dict[str, str]
+    doubts: dict[str, str]
     promises: Promises
 
 
 class Calibration:
-    """Runs the plain round trip, on the reference engine if that can; results are kept per (workload, block size). `broke`: how the first
-    run that broke off did, and `announced` what a lookup in one said that there is: tokens, and whether they come asynchronously.
+    """Runs of the plain round trip, cached by workload and block size.
+
+    They use the reference engine if it can run the workload. `broke` is the error of the first run
+    that broke off, or None. `announced` is what a lookup in such a run answered: the number of
+    tokens, and whether they are loaded asynchronously.
     """
 
     def __init__(self, target: Target, tmp: Path) -> None:
-        self.target, self.tmp = target, tmp
+        self.target = target
+        self.tmp = tmp
         self._counter = itertools.count()
         self._known: dict[tuple[Plain, int], tuple[int, bool]] = {}
         self.broke: str | None = None
         self.announced: tuple[int, bool] | None = None
 
     def came_back(self, plain: Plain, block_size: int) -> tuple[int, bool]:
-        """(tokens that were there at the second lookup, whether by an asynchronous load) in the plain workload."""
+        """Return what the second lookup of the plain workload found.
+
+        That is the number of tokens, and whether they are loaded asynchronously.
+        """
         key = (plain, block_size)
         if key not in self._known:
-            case = plain_case(plain, block_size)
-            variant = Variant(case, case.engines[0], "sync", "v1", 1, block_size)
-            number = next(
-                self._counter
-            )  # also the seed: a store that outlives its run must not know the next one's tokens
-            run = run_variant(
-                variant, self.target, seed=number, tmp=self.tmp / f"calibration-{number}"
-            )
-            answers = [
-                e
-                for e in run.trace
-                if e["kind"] == "lookup" and e["req"] == "b" and e["tokens"] is not None
-            ]
-            crash = next(
-                (e for e in run.trace if e["kind"] in ("engine.crash", "engine.stall")), None
-            )
-            if crash is not None:
-                self.broke = self.broke or str(crash.get("error") or "nothing went on")
-            claim = (
-                (max(0, answers[-1]["local"] + int(answers[-1]["tokens"])), answers[-1]["is_async"])
-                if answers
-                else (0, False)
-            )
-            if crash is not None and claim[0] > 0:
-                self.announced = self.announced or claim
-            self._known[key] = claim if crash is None else (0, False)
+            self._known[key] = self._measure(plain, block_size)
         return self._known[key]
+
+    def _measure(self, plain: Plain, block_size: int) -> tuple[int, bool]:
+        case = plain_case(plain, block_size)
+        variant = Variant(case, case.engines[0], "sync", "v1", 1, block_size)
+        # Also the seed: a store that outlives its run must not know the tokens of the next one.
+        number = next(self._counter)
+        folder = self.tmp / f"calibration-{number}"
+        run = run_variant(variant, self.target, seed=number, tmp=folder)
+        claim = (0, False)
+        answers = [
+            event
+            for event in run.trace
+            if event["kind"] == "lookup" and event["req"] == "b" and event["tokens"] is not None
+        ]
+        if answers:
+            last = answers[-1]
+            claim = (max(0, last["local"] + int(last["tokens"])), last["is_async"])
+        crashes = (e for e in run.trace if e["kind"] in ("engine.crash", "engine.stall"))
+        crash = next(crashes, None)
+        if crash is None:
+            return claim
+        self.broke = self.broke or str(crash.get("error") or "nothing went on")
+        if claim[0] > 0:
+            self.announced = self.announced or claim
+        return 0, False
 
 
 def profile_of(target: Target, tmp: Path) -> Profile:
-    """The profile of a target. Runs a few plain round trips on the reference engine; UsageError for impossible declarations."""
+    """Return the profile of a target, after a few plain round trips on the reference engine.
+
+    UsageError for impossible declarations.
+    """
     cls = target.resolve()
     declared = target.declared(cls)
     complete(declared)
-    caps, sources = dict(declared), dict.fromkeys(declared, "declared")
-    contradictions: dict[str, str] = {}
+    caps = dict(declared)
+    sources = dict.fromkeys(declared, "declared")
+    doubts: dict[str, str] = {}
     calibration = Calibration(target, tmp)
 
     def learn(name: str, value: Any) -> None:
         if name not in caps:
             caps[name], sources[name] = value, "inferred"
         elif sources[name] == "declared" and caps[name] != value:
-            contradictions[name] = contradicted(caps[name], value)
+            doubts[name] = contradicted(caps[name], value)
 
     from kvconform.compat.vllm_api import SupportsHMA
 
     composite = cls.__name__ == "MultiConnector"
     learn("composite", composite)
-    learn(
-        "hma",
-        issubclass(cls, SupportsHMA) and not (composite and not _children_keep_hybrid(target, tmp)),
-    )
+    hybrid = issubclass(cls, SupportsHMA) and (not composite or _children_keep_hybrid(target, tmp))
+    learn("hma", hybrid)
     roles = set(caps.get("roles", ()))
     if "transfer" not in caps:
         learn("transfer", {"kv_producer", "kv_consumer"} <= roles and "kv_both" not in roles)
     learn("fault_injection", hasattr(cls, "kvconform_fail_load"))
     if not {"store", "saves", "async_load"} <= set(caps):
         block, length, prompt, is_async = _first_hit(calibration)
-        said = (
-            prompt > 0 or calibration.announced is not None
-        )  # what was announced and did not come is for the cases to judge
+        # Tokens that were announced and did not come are for the cases to judge.
+        stores = prompt > 0 or calibration.announced is not None
         if prompt == 0 and calibration.announced is not None:
             is_async = calibration.announced[1]
-        more = (
-            calibration.came_back(Plain(length, 24, length + 23, length + 25), block)[0]
-            if prompt > 0
-            else 0
-        )
-        if said or "async_load" not in caps:
+        more = 0
+        if prompt > 0:
+            with_outputs = Plain(length, 24, length + 23, length + 25)
+            more, _ = calibration.came_back(with_outputs, block)
+        if stores or "async_load" not in caps:
             learn("async_load", is_async)
-        learn("store", said)
+        learn("store", stores)
         if prompt == 0 and calibration.broke and sources["store"] == "inferred":
-            sources["store"] = f"inferred, from a plain run that broke off: {calibration.broke}"
-        learn("saves", "none" if not said else "all" if more > length else "prompt")
+            doubts["store"] = f"from a plain run that broke off: {calibration.broke}"
+        if not stores:
+            learn("saves", "none")
+        else:
+            learn("saves", "all" if more > length else "prompt")
         if prompt > block and "best_effort" not in caps:
             busy = Plain(length, 1, length, length, _busy(length, prompt, block))
             roomy = Plain(length, 1, length, length, room=ROOM)
-            learn(
-                "best_effort",
-                any(calibration.came_back(plain, block)[0] < prompt for plain in (busy, roomy)),
-            )
+            less = (calibration.came_back(plain, block)[0] < prompt for plain in (busy, roomy))
+            learn("best_effort", any(less))
     for name in CAPABILITIES:
         sources.setdefault(name, "default")
-    if sources.get("chunk_tokens") == "declared" and (
-        seen := _finer(calibration, int(caps["chunk_tokens"]))
-    ):
-        contradictions["chunk_tokens"] = f"declared, but {seen}"
+    if sources["chunk_tokens"] == "declared":
+        evidence = _finer(calibration, int(caps["chunk_tokens"]))
+        if evidence:
+            doubts["chunk_tokens"] = f"but {evidence}"
     full = complete(caps)
     has_declared = (
         sources["saves"] == "declared"
         and sources["chunk_tokens"] == "declared"
         and not full["best_effort"]
     )
-    sources |= contradictions
-    return Profile(full, sources, _promises(calibration, full, has_declared))
+    return Profile(full, sources, doubts, _promises(calibration, full, has_declared))
 
 
 def promises_of(target: Target, tmp: Path, caps: dict[str, Any], *, declared: bool) -> Promises:
-    """What a target promises whose capabilities are known. Runs nothing before somebody asks."""
+    """Return the promises of a target with known capabilities. Calibration runs on demand."""
     return _promises(Calibration(target, tmp), caps, declared)
 
 
@@ -151,28 +161,32 @@ def _promises(calibration: Calibration, caps: dict[str, Any], declared: bool) ->
 
 
 def _children_keep_hybrid(target: Target, tmp: Path) -> bool:
-    """Whether vLLM takes a MultiConnector for one that works with several KV cache groups: all of its children must."""
+    """Return whether vLLM keeps several KV cache groups with this MultiConnector.
+
+    It does if all children of the connector support them.
+    """
     from kvconform.compat.vllm_api import transfer_config
     from kvconform.observe.static_checks import keeps_hybrid
 
-    return keeps_hybrid(
-        transfer_config(
-            target.name,
-            target.role or "kv_both",
-            target.options(tmp, 4),
-            target.module,
-            "recompute",
-            "asked",
-        )
+    config = transfer_config(
+        target.name,
+        target.role or "kv_both",
+        target.options(tmp, 4),
+        target.module,
+        "recompute",
+        "asked",
     )
+    return keeps_hybrid(config)
 
 
 def _first_hit(calibration: Calibration) -> tuple[int, int, int, bool]:
-    """(block size, prompt length, tokens that came back, asynchronously?) of the first plain repeat that hits.
+    """Return the first plain repeat that hits.
 
-    Not every length does everywhere. The last one is for chunks of up to 256 tokens: with the outputs it fills a second one.
+    That is (block size, prompt length, tokens that came back, whether asynchronously). Not every
+    length hits with every connector. The last one is for chunks of up to 256 tokens: with the
+    outputs it fills a second chunk.
     """
-    for block, length in (*((4, length) for length in range(41, 45)), (16, 500)):
+    for block, length in ((4, 41), (4, 42), (4, 43), (4, 44), (16, 500)):
         back, is_async = calibration.came_back(Plain(length, 1, length, length), block)
         if back > 0:
             return block, length, back, is_async
@@ -180,19 +194,24 @@ def _first_hit(calibration: Calibration) -> tuple[int, int, int, bool]:
 
 
 def _finer(calibration: Calibration, chunk: int) -> str:
-    """What shows that more comes back than whole chunks of so many tokens; empty if nothing does. A repeat of 41 tokens is asked."""
+    """Return the evidence that more comes back than whole chunks of `chunk` tokens, or "".
+
+    It comes from a repeat of 41 tokens.
+    """
     plain = Plain(41, 1, 41, 41)
     back = calibration.came_back(plain, 4)[0] if chunk > 1 else 0
-    known = 41 + 1  # the prompt's, and the one that was generated
-    return (
-        f"{back} of {plain.prompt} tokens came back, more than whole chunks of {chunk}"
-        if back > known // chunk * chunk
-        else ""
-    )
+    known = plain.prompt + plain.outputs
+    if back <= known // chunk * chunk:
+        return ""
+    return f"{back} of {plain.prompt} tokens came back, more than whole chunks of {chunk}"
 
 
 def _busy(length: int, back: int, block: int) -> Crowd:
-    """A crowd that asks much of a connector: others to save for and to load for, and little left that a load could spare."""
+    """Return a crowd that keeps a connector busy.
+
+    There are other requests to save and to load, and a load could bring only the last block: the
+    rest is in the engine's own cache.
+    """
     return Crowd(
         before=(length,),
         beside=(length, length),
@@ -206,7 +225,7 @@ _profiles: dict[str, Profile] = {}
 
 
 def target_profile(target: Target, tmp: Path) -> Profile:
-    """The capabilities and promises of a target, worked out once per process; calibration runs write below `tmp`."""
+    """Return the profile of a target, computed once per process. Writes below `tmp`."""
     key = repr(
         (
             target.connector,
@@ -219,17 +238,20 @@ def target_profile(target: Target, tmp: Path) -> Profile:
         )
     )
     if key not in _profiles:
-        _profiles[key] = profile_of(
-            target, tmp / f"profile-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
-        )
+        digest = hashlib.sha256(key.encode()).hexdigest()[:8]
+        _profiles[key] = profile_of(target, tmp / f"profile-{digest}")
     return _profiles[key]
 
 
 def in_its_role(target: Target) -> Target:
-    """The target in a kv_role that it works with: the one that is set, else the cases', else the first one that it declares."""
-    roles = (
-        list(target.declared(target.resolve()).get("roles", ()))
-        if target.connector is not None and target.role is None
-        else []
-    )
-    return replace(target, role=roles[0]) if roles and "kv_both" not in roles else target
+    """Return the target with a kv_role that it supports.
+
+    A role that is set stays. Without one, the cases' own role applies, unless the connector
+    declares roles without kv_both: then its first one is set.
+    """
+    if target.connector is None or target.role is not None:
+        return target
+    roles = list(target.declared(target.resolve()).get("roles", ()))
+    if not roles or "kv_both" in roles:
+        return target
+    return replace(target, role=roles[0])

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a variant with all the runs that judging it takes, and judges it."""
+"""One variant, run and judged.
+
+The four steps are the same for every engine: make the runs, judge them, drop differences that are
+not deterministic, and word what is left.
+"""
 
 from __future__ import annotations
 
-import itertools
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +17,21 @@ from kvconform.contract.case import Variant
 from kvconform.contract.loader import Spec
 from kvconform.contract.requirement import Requirement
 from kvconform.engine.stand_ins import judged_alone
-from kvconform.judge.backtrace import excerpt, tell
-from kvconform.judge.describe import describe
 from kvconform.judge.evaluate import at_stake
+from kvconform.judge.narrate import excerpts, narrate
+from kvconform.judge.records import CaseReport, Row, Verdict
 from kvconform.judge.relation import relate_runs
-from kvconform.judge.verdict import Verdict, judge, rows_for
-from kvconform.report.html.story import story_of
-from kvconform.run.calibration import in_its_role, target_profile
-from kvconform.run.records import CaseReport, Run
-from kvconform.run.runner import run_variant
+from kvconform.judge.verdict import RunLike, judge, rows_for
+from kvconform.run.calibration import in_its_role
+from kvconform.run.records import Run
+from kvconform.run.runs import PlainRuns, Runs, make_runs
 
 REPEATS = 3
-ELSEWHERE = ("hash-seed", "second-process")  # take seconds
+"""How often a comparison that failed is repeated."""
+ELSEWHERE = ("hash-seed", "second-process")
+"""Relations whose runs take seconds; their comparison is repeated once."""
 SAYS_NOTHING = (Verdict.NOT_EXERCISED, Verdict.UNOBSERVABLE, Verdict.UNSUPPORTED)
+"""Verdicts that a brief report leaves out."""
 
 
 def run_and_judge(
@@ -39,175 +44,125 @@ def run_and_judge(
     requirements: Iterable[str] | None = None,
     strict: bool = False,
     disabled: Iterable[str] = (),
-    keep_trace: bool = False,
-    plain: dict[str | None, Run] | None = None,
+    plain: PlainRuns | None = None,
     brief: bool = False,
 ) -> CaseReport:
-    """Run the variant and the runs it is compared with, judge all (or the named) requirements. Writes below `tmp` and cleans up.
+    """Run a variant and the runs that it is compared with, and judge them.
 
-    `brief`: without rows of requirements that the run did not put to the test. `plain` keeps the run without connector, by kv_role, for
+    Judges the named requirements, or all. Writes below `tmp`, and removes it. `brief` leaves out
+    the rows of requirements that the run did not exercise. `plain` caches the baseline runs, for
     other connectors on the same variant and seed.
     """
-    if variant.engine == "live":
-        from kvconform.run.live_case import run_and_judge as live
-
-        how = {
-            "requirements": requirements,
-            "strict": strict,
-            "disabled": disabled,
-            "keep_trace": keep_trace,
-        }
-        return live(variant, target, spec, seed=seed, tmp=tmp, **how)  # type: ignore[no-any-return,arg-type]
-    named = None if requirements is None else set(requirements)
-    wanted = [r for r in spec.requirements.values() if named is None or r.id in named]
+    wanted = list(spec.requirements.values())
+    if requirements is not None:
+        named = set(requirements)
+        wanted = [each for each in wanted if each.id in named]
     target = in_its_role(target)
-    profile = target_profile(target, tmp.parent)
-    report = CaseReport(
-        variant.id,
-        variant.case.id,
-        dict(variant.axes),
-        [],
-        capabilities=profile.caps,
-        sources=profile.sources,
-    )
-    missing = variant.case.unmet(profile.caps)
-    if missing is not None:
-        rows = rows_for(
-            wanted, variant, Verdict.UNSUPPORTED, f"the case needs {missing}", strict=strict
+    try:
+        if variant.engine == "live":
+            # Imported on demand: the other engines do not start vLLM.
+            from kvconform.run.live_runs import make_live_runs
+
+            made = make_live_runs(variant, target, spec, seed=seed, tmp=tmp)
+        else:
+            made = make_runs(variant, target, seed=seed, tmp=tmp, plain=plain)
+        report = CaseReport(
+            variant.id,
+            capabilities=made.profile.caps,
+            sources=made.profile.sources,
+            doubts=made.profile.doubts,
+            harness_error=made.harness_error,
         )
-        report.rows = [row.to_dict() for row in rows]
-        return report
-    runs: dict[str, Run] = {}
-    for relation in ("connector", *variant.case.relations):
-        if relation == "second-process" and target.device != "cpu":
-            continue  # a forked process has no device
-        if relation == "no-connector" and plain is not None and target.role in plain:
-            runs[relation] = plain[target.role]
-            continue
-        runs[relation] = run_variant(
-            variant,
-            target,
-            seed=seed,
-            tmp=tmp / relation,
-            relation=relation,
-            caps=profile.caps,
-            promises=profile.promises,
-        )
-        if relation == "no-connector" and plain is not None:
-            plain[target.role] = runs[relation]
-    main = runs["connector"]
-    if main.lacks is not None:
+        if made.refused is not None:
+            report.rows = rows_for(wanted, variant, *made.refused, strict=strict)
+            return report
+        main = made.runs["connector"]
+        if brief and main.harness_error is None:
+            wanted = at_stake(wanted, main.trace)
+        rows = judge_runs(made, wanted, variant, target, strict=strict, disabled=set(disabled))
+        drop_flaky(rows, made, spec.requirements)
+        narrate(rows, main.trace, spec.requirements)
+        if made.reduce is not None:
+            made.reduce(rows)
         report.rows = [
-            row.to_dict()
-            for row in rows_for(wanted, variant, Verdict.UNSUPPORTED, main.lacks, strict=strict)
+            row for row in rows if not brief or row.exercised or row.verdict not in SAYS_NOTHING
         ]
-        shutil.rmtree(tmp, ignore_errors=True)
+        report.unmet = made.unmet
+        report.trace = list(main.trace)
+        report.excerpts = excerpts(rows, main.trace)
         return report
-    alone = target.half == "scheduler"
-    wanted = at_stake(wanted, main.trace) if brief and main.harness_error is None else wanted
-    judged = [r for r in wanted if not alone or judged_alone(r.id, r.area)]
-    rows = judge(judged, runs, profile.caps, strict=strict, disabled=set(disabled))
-    asked = {r.id for r in judged}
-    rows += rows_for(
-        [r for r in wanted if r.id not in asked],
-        variant,
-        Verdict.UNOBSERVABLE,
-        "needs the worker half",
-        strict=strict,
-    )
-    numbers = itertools.count()
+    finally:
+        shutil.rmtree(tmp, ignore_errors=True)
 
-    def again(relation: str) -> Run:
-        path = tmp / f"again-{next(numbers)}"
-        return run_variant(
-            variant,
-            target,
-            seed=seed,
-            tmp=path,
-            relation=relation,
-            caps=profile.caps,
-            promises=profile.promises,
-        )
 
+def judge_runs(
+    made: Runs,
+    wanted: Sequence[Requirement],
+    variant: Variant,
+    target: Target,
+    *,
+    strict: bool,
+    disabled: set[str],
+) -> list[Row]:
+    """Judge the runs.
+
+    Requirements that need a half of the connector that is absent are UNOBSERVABLE. In an
+    inconclusive run (`made.lacks`), PASS becomes NOT_EXERCISED.
+    """
+    alone = target.half == "scheduler" and variant.engine != "live"
+    judged = [each for each in wanted if not alone or judged_alone(each.id, each.area)]
+    rows = judge(judged, made.runs, made.profile.caps, strict=strict, disabled=disabled)
+    for row in rows if made.lacks else ():
+        if row.verdict is Verdict.PASS:
+            row.verdict = Verdict.NOT_EXERCISED
+            row.exercised = 0
+            row.message = f"the run is inconclusive: {'; '.join(made.lacks)}"
+    judged_ids = {each.id for each in judged}
+    rest = [each for each in wanted if each.id not in judged_ids]
+    rows += rows_for(rest, variant, Verdict.UNOBSERVABLE, "needs the worker half", strict=strict)
+    return rows
+
+
+def drop_flaky(rows: Sequence[Row], made: Runs, requirements: Mapping[str, Requirement]) -> None:
+    """Withdraw the failures of comparisons whose runs do not always differ. Changes the rows.
+
+    Comparisons with a baseline run are not repeated, because a run without a connector is
+    deterministic.
+    """
+    main = made.runs["connector"]
     for row in rows:
-        req = spec.requirements[row.requirement]
-        compared = (
-            row.verdict == Verdict.FAIL
+        req = requirements[row.requirement]
+        if (
+            row.verdict is Verdict.FAIL
             and req.relate is not None
             and "no-connector" not in req.relate.runs
-        )
-        if compared and not differs_always(req, main, again):
-            row.verdict, row.message = (
-                Verdict.UNOBSERVABLE,
-                "the connector does not do the same twice: it depends on timing",
-            )
-    for row in rows:
-        told = (
-            describe(main.trace[row.event])
-            if row.verdict == Verdict.FAIL and row.event is not None
-            else None
-        )
-        if told is not None and row.event is not None:
-            story = tell(main.trace, main.trace[row.event])
-            told += f"; {story[1]}" if story else ""
-            row.message = (
-                f"{told}; {row.message}"
-                if spec.requirements[row.requirement].relate is not None
-                else f"{told} [{row.message}]"
-            )
-        if (
-            row.verdict == Verdict.FAIL
-            and row.event is not None
-            and row.requirement.startswith("hook.")
+            and made.again is not None
+            and not differs_always(req, main, made.again)
         ):
-            row.evidence = evidence_of(main.trace[row.event]) or row.evidence
-    report.rows = [
-        row.to_dict()
-        for row in rows
-        if not brief or row.exercised or row.verdict not in SAYS_NOTHING
-    ]
-    report.unmet = main.unmet
-    report.harness_error = next(
-        (run.harness_error for run in runs.values() if run.harness_error), None
-    )
-    report.timelines = {
-        row.requirement: excerpt(main.trace, row.event, row.req)
-        for row in rows
-        if row.verdict == Verdict.FAIL and row.event is not None
-    }
-    report.story = story_of(main.trace, rows)
-    report.trace = main.trace if keep_trace else None
-    shutil.rmtree(tmp, ignore_errors=True)
-    return report
+            row.verdict = Verdict.UNOBSERVABLE
+            row.check = None
+            row.message = "the connector is not deterministic: it depends on timing"
 
 
-def differs_always(req: Requirement, main: Run, again: Callable[[str], Run]) -> bool:
-    """Whether the runs that `req` compares differ whenever they are made, and the first of them never from itself.
+def differs_always(req: Requirement, main: RunLike, again: Callable[[str], Run]) -> bool:
+    """Return whether the two runs that `req` compares differ every time.
 
-    Where threads decide what comes first, one run is not like the next. `again(relation)` makes a run.
+    The first of them must not differ from its own repetition: threads may decide the order of
+    events. `again(relation)` repeats a run.
     """
     assert req.relate is not None
     second = req.relate.runs[1]
     for _ in range(1 if second in ELSEWHERE else REPEATS):
-        main_again, other = again(req.relate.runs[0]), again(second)
+        main_again = again(req.relate.runs[0])
+        other = again(second)
         if _differ(req, main, main_again) or not _differ(req, main_again, other):
             return False
     return True
 
 
-def _differ(req: Requirement, one: Run, other: Run) -> bool:
+def _differ(req: Requirement, one: Any, other: Run) -> bool:
     assert req.relate is not None
     first, second = req.relate.runs
     traces = {str(first): one.trace, str(second): other.trace}
     monitor = relate_runs(req, traces, one.caps, one.trace[0])
     return monitor is not None and bool(monitor.violations)
-
-
-def evidence_of(event: dict[str, Any]) -> str | None:
-    """Where vLLM says what the hook of a `hook.returned` event is for."""
-    if event["kind"] != "hook.returned":
-        return None
-    owner = (
-        "SupportsHMA" if event["hook"] == "request_finished_all_groups" else "KVConnectorBase_V1"
-    )
-    return f"distributed/kv_transfer/kv_connector/v1/base.py: {owner}.{event['hook']}"

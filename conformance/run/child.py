@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry point of a fresh interpreter that makes one run: `python -m kvconform.run.child FOLDER` (started by kvconform.run.isolation)."""
+"""Entry point of a fresh interpreter that makes one run: `python -m kvconform.run.child FOLDER`.
+
+kvconform.run.isolation starts it.
+"""
 
 from __future__ import annotations
 
@@ -16,26 +19,24 @@ from kvconform.process.supervisor import dies_with_parent
 def main(folder: Path) -> None:
     """Make the run that `job.json` in `folder` describes, and write it to `answer.json`.
 
-    Ends the process at once, whatever threads the connector has left.
+    Ends the process at once, even if threads of the connector are left.
     """
     dies_with_parent()
     job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
-    sys.path[:] = [
-        *job["path"],
-        *(each for each in sys.path if each not in job["path"]),
-    ]  # where the connector's package is
+    # The parent's path, which has the connector's package, comes first.
+    sys.path[:] = [*job["path"], *(each for each in sys.path if each not in job["path"])]
     from kvconform.config.target import Target
     from kvconform.contract.case import Case, Variant
     from kvconform.run.calibration import promises_of
     from kvconform.run.runner import run_variant
 
     variant = Variant(Case.model_validate(job["case"], strict=False), **job["axes"])
-    target, tmp = Target(**job["target"]), Path(job["tmp"])
-    promises = (
-        None
-        if job["declared"] is None
-        else promises_of(target, tmp / "calibration", job["caps"], declared=job["declared"])
-    )
+    target = Target(**job["target"])
+    tmp = Path(job["tmp"])
+    promises = None
+    if job["declared"] is not None:
+        calibration = tmp / "calibration"
+        promises = promises_of(target, calibration, job["caps"], declared=job["declared"])
     watchdog.start(job["limit"], folder / "note")
     run = run_variant(
         variant,

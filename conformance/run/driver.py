@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drives one engine through the steps of one case."""
+"""Driver of one engine through the steps of one case."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvconform.compat.step import AnyText, build_request
 from kvconform.config.target import Target
 from kvconform.contract.capabilities import tolerance
 from kvconform.contract.case import Variant
-from kvconform.contract.events import run_end
+from kvconform.contract.events import lifecycle, run_end
 from kvconform.contract.scenario import HAND_OVER
 from kvconform.contract.steps import Add, FailLoad, OfPrompt, Reset, SamePrompt, Step
 from kvconform.contract.steps import Run as RunArgument
@@ -30,35 +30,39 @@ from kvconform.run.promises import Promises
 from kvconform.run.records import Progress, RunState, Snapshot
 
 STALL_STEPS = 60
+"""Smallest number of steps without progress that make a stall."""
 COUNTERS = frozenset({"seq", "step", "called_seq", "of_step", "digest"})
-"""Fields that grow from step to step although nothing happens; metadata may hold such a number."""
+"""Fields that change from step to step without progress; metadata may contain such a number."""
 PERIODS = 4
-"""Longest period of a stall: a connector may take turns and ask one request in one step only."""
+"""Longest period of a stall, in steps: a connector may handle its requests in turn."""
 PATIENCE = 8
 """How often a step is repeated in which the connector only answered lookups with None."""
 RUN_LIMIT = 20_000
+"""Largest number of steps of a `run` step without a limit of its own."""
 IMAGE_TOKEN = 7
-"""The placeholder token of every image, as in a real tokenised prompt."""
+"""Placeholder token of every image, as in a real tokenised prompt."""
 
 
 class StallDetector:
-    """Counts the steps since there was progress.
+    """Counter of the steps since the latest progress.
 
     A connector may work in threads or in a server, so such steps are a stall only when they have
-    taken the target's stall time. How many steps that are depends on the machine's speed, which
-    the trace must not: `forget` cuts them.
+    taken the target's stall time. The number of these steps depends on the machine's speed. The
+    trace must not depend on it: `forget` cuts them off.
     """
 
     def __init__(self, trace: Trace, target: Target) -> None:
-        self.trace, self.target = trace, target
+        self.trace = trace
+        self.target = target
         self.over()
 
     def over(self) -> None:
-        """Note progress: count from zero."""
-        self.since, self.ends = time.monotonic(), list[Place]()
+        """Count from zero, after progress."""
+        self.since = time.monotonic()
+        self.ends: list[Place] = []
 
     def stalled(self) -> bool:
-        """Note one more step; returns whether it makes a stall. Waits a little after many steps."""
+        """Count one more step, and return whether it makes a stall. Waits after STALL_STEPS."""
         self.ends.append(self.trace.place())
         if len(self.ends) < STALL_STEPS:
             return False
@@ -70,10 +74,10 @@ class StallDetector:
         return False
 
     def forget(self) -> None:
-        """Cut the steps after STALL_STEPS off the trace if they say nothing new.
+        """Cut the steps after STALL_STEPS off the trace if they only repeat earlier ones.
 
-        Each says what that one said, or they do so in turns of up to PERIODS. The run must not go
-        on afterwards: watchers do not count back.
+        The steps may repeat with a period of up to PERIODS. The run must end afterwards, because
+        watchers do not undo what they have counted.
         """
         if any(map(self._repeats, range(1, PERIODS + 1))):
             self.trace.back_to(self.ends[STALL_STEPS - 1])
@@ -89,7 +93,7 @@ class StallDetector:
 
 
 def _alike(one: list[Event], other: list[Event]) -> bool:
-    """Whether two steps say the same."""
+    """Return whether two steps have the same events."""
     return len(one) == len(other) and all(map(_same, one, other))
 
 
@@ -100,29 +104,30 @@ def _same(one: Event, other: Event) -> bool:
 
 
 class Stalled(Exception):
-    """No progress for STALL_STEPS steps and the target's stall time."""
+    """Absence of progress for STALL_STEPS steps and the target's stall time."""
 
 
 class Watcher(Protocol):
-    """Watches a run, and may go on with the last engine when the case's own steps are done.
+    """Observer of a run. It may use the last engine further when the case's own steps are done.
 
-    What it adds to the trace is not judged.
+    Events that it adds to the trace are not judged.
     """
 
     def started(self, engine: Engine) -> None:
-        """Take note of an engine, also after a restart."""
+        """React to a new engine, also after a restart."""
 
     def finished(self, driver: Driver) -> None:
-        """Take note that everything has landed; the connector is about to be shut down.
+        """React to the end of all steps, before the connector is shut down.
 
-        Not called where the case itself shuts the connector down.
+        Not called if the case itself shuts the connector down.
         """
 
 
 class Driver:
-    """Executes a case's steps.
+    """Execution of a case's steps.
 
-    Owns the run's engines one after the other: a restart builds a new one over the same store.
+    Owns the engines of the run, one after the other: a restart builds a new one with the same
+    store.
     """
 
     def __init__(
@@ -140,8 +145,14 @@ class Driver:
         before: Progress | None = None,
         watcher: Watcher | None = None,
     ) -> None:
-        self.variant, self.target, self.trace, self.registry = variant, target, trace, registry
-        self.seed, self.tmp, self.relation, self.watcher = seed, tmp, relation, watcher
+        self.variant = variant
+        self.target = target
+        self.trace = trace
+        self.registry = registry
+        self.seed = seed
+        self.tmp = tmp
+        self.relation = relation
+        self.watcher = watcher
         self.state = RunState.resume(
             before, variant=variant, trace=trace, caps=caps, promises=promises
         )
@@ -151,7 +162,7 @@ class Driver:
         self._operations = self._table()
 
     def _table(self) -> Mapping[str, Callable[[Any], None]]:
-        """How each kind of step is done (kvconform.contract.steps.STEPS)."""
+        """Return the method for each kind of step (kvconform.contract.steps.STEPS)."""
         return {
             "add": self.add,
             "step": self._step,
@@ -175,11 +186,12 @@ class Driver:
         }
 
     # -- engines
+
     def _start(self) -> Engine:
         return self._build(self.variant, self.target)
 
     def _build(self, variant: Variant, target: Target, memory: Any = None) -> Engine:
-        """Build an engine and watch it. `memory`: what it computes is noted there."""
+        """Build an engine and observe it. `memory` records what it computes."""
         state = self.state
         engine = build(
             variant,
@@ -199,16 +211,18 @@ class Driver:
         return engine
 
     # -- prompts
+
     def _tokens(self, name: str, count: int) -> list[int]:
         """Return fresh tokens of a request, a function of variant, seed and name.
 
-        A store that outlives its run therefore knows none of the next run's.
+        So a store that outlives its run knows none of the tokens of the next run.
         """
         base = text_id(f"{self.variant.id}/{self.seed}/{name}")
         return [FIRST_TOKEN + mix64(base + i) % VOCABULARY for i in range(count)]
 
     def _prompt(self, add: Add) -> list[int]:
-        prompt, state = add.prompt, self.state
+        prompt = add.prompt
+        state = self.state
         if isinstance(prompt, SamePrompt):
             return list(state.prompts[prompt.same])
         if isinstance(prompt, OfPrompt):
@@ -219,14 +233,15 @@ class Driver:
         return self._tokens(add.req, prompt)
 
     # -- steps
+
     def execute_part(self, steps: Sequence[Step]) -> None:
-        """Execute some steps of the case, land what is in flight, and shut the connector down."""
+        """Execute some steps of the case, run until nothing is left to do, and shut down."""
         self._execute(steps)
         self.run_dry()
         self.engine.shutdown()
 
     def execute(self, steps: Sequence[Step]) -> None:
-        """Execute the steps and what is left to run, check the expectations, and shut down."""
+        """Execute the steps, run until nothing is left, check the expectations, and shut down."""
         self._execute(steps)
         down = any(step.op == "shutdown" for step in self.variant.case.steps)
         if not down:
@@ -235,7 +250,7 @@ class Driver:
                 self.watcher.finished(self)
         for expectation in self.variant.case.expect:
             self.expectations.check(expectation)
-        # Where a case shuts down with work left, what was to come did not.
+        # A case that shuts down with work left ends like a crash.
         self.close(shut_down=not down, crashed=down and self.engine.busy)
 
     def _execute(self, steps: Sequence[Step]) -> None:
@@ -244,14 +259,17 @@ class Driver:
 
     def add(self, add: Add) -> None:
         """Add a request."""
-        tokens, state = self._prompt(add), self.state
+        tokens = self._prompt(add)
+        state = self.state
         req_id = add.id or add.req
         generation = state.generations.get(req_id, -1) + 1
         state.generations[req_id] = generation
         items = [item.model_dump() for item in add.mm]
         for item in items:
             tokens[item["at"] : item["at"] + item["length"]] = [IMAGE_TOKEN] * item["length"]
-        state.adds[add.req], state.prompts[add.req], state.ids[add.req] = add, tokens, req_id
+        state.adds[add.req] = add
+        state.prompts[add.req] = tokens
+        state.ids[add.req] = req_id
         state.infos[req_id] = Info(
             add.req,
             generation,
@@ -280,7 +298,8 @@ class Driver:
 
     def _params(self, add: Add) -> dict[str, Any] | None:
         """Return the kv_transfer_params of a request that is added."""
-        return {**(HAND_OVER if add.hand_over else {}), **add.params} or None
+        handing_over = HAND_OVER if add.hand_over else {}
+        return {**handing_over, **add.params} or None
 
     def _step(self, count: int) -> None:
         for _ in range(count):
@@ -306,16 +325,22 @@ class Driver:
         self.run_dry(run.max)
 
     def run_dry(self, limit: int | None = None) -> None:
-        """Iterate until nothing is left to do, or `limit` times. Stalled if it does not come."""
-        idle, progress = StallDetector(self.trace, self.target), self.engine.progress
-        left = 2_000 + 50 * len(self.engine.scheduler.requests)  # a load can repeat without end
+        """Iterate until nothing is left to do, at most `limit` times.
+
+        Raises Stalled without progress, and if the requests do not end in spite of progress.
+        """
+        idle = StallDetector(self.trace, self.target)
+        progress = self.engine.progress
+        # Limits the steps with progress, because a load can be repeated without end.
+        left = 2_000 + 50 * len(self.engine.scheduler.requests)
         for _ in range(limit or RUN_LIMIT):
             if not self.engine.busy:
                 return
             self.engine.iterate()
             if self.engine.progress != progress:
                 idle.over()
-                progress, left = self.engine.progress, left - 1
+                progress = self.engine.progress
+                left -= 1
                 if not left:
                     break
             elif idle.stalled():
@@ -364,7 +389,7 @@ class Driver:
         self.run_dry()
         self.engine.shutdown()
         self.engine = self._start()
-        self.trace.emit("engine.lifecycle", op="restart", pid=0, error=None)
+        self.trace.emit("engine.lifecycle", **lifecycle("restart"))
 
     def _shut_down_twice(self, _: Any) -> None:
         self.engine.shutdown()
@@ -390,14 +415,16 @@ class Driver:
         return int(self.engine.pool.get_num_free_blocks())
 
     # -- end
+
     def close(self, *, shut_down: bool, crashed: bool = False) -> None:
-        """Emit run.end and, unless the case did that already, shut the connector down."""
-        if self.engine.ledger.leaked():  # perhaps only a cycle of garbage
-            gc.collect()
+        """Emit run.end and, with `shut_down`, shut the connector down."""
+        if self.engine.ledger.leaked():
+            gc.collect()  # the objects may be a cycle of garbage
         end = self.trace.emit("run.end", **self._end_of(self.engine, crashed=crashed))
         if shut_down:
             self.shutdown()
-            self.trace.amend(end, threads=self._threads())  # a thread may live until the shutdown
+            # A thread may live until the shutdown.
+            self.trace.amend(end, threads=self._threads())
 
     def _end_of(self, engine: Engine, *, crashed: bool) -> dict[str, Any]:
         """Return the fields of run.end for one engine."""
@@ -413,7 +440,7 @@ class Driver:
         )
 
     def _threads(self) -> int:
-        """Count the threads that were not there when the run began."""
+        """Count the threads that were started since the run began."""
         return max(0, threading.active_count() - self.threads)
 
     def shutdown(self) -> None:

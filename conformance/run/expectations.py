@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluates what a case expects of its own run, and how much stored content should come back."""
+"""Evaluation of what a case expects of its run, and of how much stored content comes back."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ _FINISH = {
 
 
 class Expectations:
-    """Checks the expectations of one case. `check` emits case.expectation; `unmet` only reports."""
+    """Expectations of one case. `check` emits case.expectation; `unmet` only returns sentences."""
 
     def __init__(self, state: RunState, free_blocks: Callable[[], int]) -> None:
-        self.state, self._count_free_blocks = state, free_blocks
+        self.state = state
+        self._count_free_blocks = free_blocks
         self._checks: dict[str, Callable[[Any], str | None]] = {
             "state": self._state,
             "rows": self._rows,
@@ -74,8 +75,9 @@ class Expectations:
         return [f"{what}: {problem}" for what, problem in problems if problem is not None]
 
     def _applies(self, expectation: Expectation) -> bool:
+        # A lookup that is not decided yet legitimately shifts every step after it.
         if expectation.what in ("state", "rows") and self._undecided():
-            return False  # such a lookup legitimately shifts every step after it
+            return False
         start = next(e for e in self._events if e["kind"] == "run.start")
         return bool(expectation.applies(self.state.caps, start))
 
@@ -101,7 +103,8 @@ class Expectations:
             ]
         return [e for e in events if all(e[field] == value for field, value in where.items())]
 
-    # -- one method for each kind of expectation: what is wrong, in words, or None
+    # -- one method for each kind of expectation: returns what is wrong, in words, or None
+
     def _state(self, arg: Any) -> str | None:
         request = self.state.requests[arg.req].live
         if request is None:
@@ -112,7 +115,8 @@ class Expectations:
             if want is None or (field == "in_flight" and uncounted):
                 continue
             have = read(request)
-            if have != (want.lower() if isinstance(want, str) else want):
+            wanted = want.lower() if isinstance(want, str) else want
+            if have != wanted:
                 return f"{field} of {arg.req} is {have}, expected {want}"
         return None
 
@@ -175,10 +179,10 @@ class Expectations:
 
     def _chunks(self, arg: Any) -> str | None:
         events = self._of("req.scheduled", arg.req)
-        chunks = [
-            e for e in events if e["output_computed"] < self._prompt_len(e["req"], e["generation"])
-        ]
-        return self._bounded(arg, len(chunks), "prefill chunks")
+        chunks = 0
+        for event in events:
+            chunks += event["output_computed"] < self._prompt_len(event["req"], event["generation"])
+        return self._bounded(arg, chunks, "prefill chunks")
 
     def _prompt_len(self, req: str, generation: int) -> int:
         names = [name for name in self.state.adds if self.state.ids[name] == req]
@@ -215,13 +219,13 @@ class Expectations:
 
 
 class Reloads:
-    """Emits profile.expectation at the first lookup of each request that repeats content."""
+    """Check of promises: emits profile.expectation at the first lookup of repeated content."""
 
     def __init__(self, state: RunState) -> None:
         self.state = state
 
     def looked_up(self, request: Any, event: Event) -> None:
-        """Take note of a lookup event. Removes the request from `state.reloads`."""
+        """Handle a lookup event. Removes the request from `state.reloads`."""
         state = self.state
         source = state.reloads.get(request.request_id)
         if source is None or event["tokens"] is None or state.promises is None:
@@ -240,7 +244,7 @@ class Reloads:
         )
 
     def _is_promised(self, source: str) -> bool:
-        """Whether anything about the content of `source` can be promised at all."""
+        """Return whether the connector can promise anything about the content of `source`."""
         if self._broke(source) or self._outlived(source):
             return False
         add, promises = self.state.adds[source], self.state.promises
@@ -249,7 +253,8 @@ class Reloads:
 
     def _promised(self, source: str, request: Any, event: Event) -> tuple[int, int]:
         """Return (tokens promised, tokens found) at a lookup of content that `source` computed."""
-        state, config = self.state, self.state.variant.case.config
+        state = self.state
+        config = state.variant.case.config
         assert state.promises is not None
         promise = functools.partial(
             state.promises.promised,
@@ -262,20 +267,24 @@ class Reloads:
             window=config.window,
             caching=config.prefix_caching,
         )
-        promised, found = promise(), event["local"] + event["tokens"]
-        if found < promised and not state.promises.declared:  # best effort, with a lot to do
+        promised = promise()
+        found = event["local"] + event["tokens"]
+        # A best-effort connector may save less of a request when it has much to do.
+        if found < promised and not state.promises.declared:
             crowd = crowd_of(state.trace.events, state.incarnation(source), event)
             promised = min(promised, promise(crowd=crowd))
+        # A connector may save only what is about to be evicted.
         if found < promised and not state.promises.declared:
             promised = min(promised, promise(room=ROOM))
         return promised, found
 
     def _broke(self, source: str) -> bool:
-        """Whether a load of content that begins like that of `source` has failed in this run.
+        """Return whether a load of content that begins like that of `source` has failed.
 
-        Also if it was made to fail and is under way: the connector has seen that it is gone.
+        A load in progress counts if it was made to fail: the connector has seen that it is gone.
         """
-        state, events = self.state, self.state.trace.events
+        state = self.state
+        events = state.trace.events
         failed = {e["req"] for e in events if e["kind"] == "transfer.failed"}
         failed |= {
             e["req"]
@@ -289,13 +298,16 @@ class Reloads:
         )
 
     def _outlived(self, source: str) -> bool:
-        """Whether some KV of `source` is from before a reset of the connector.
+        """Return whether some KV of `source` is from before a reset of the connector.
 
-        Its own, or what the engine's cache still had then: the connector was shown that before
-        and is not shown it again. The engine's cache is not emptied while blocks are held.
+        It is the request's own KV, or KV that the engine's cache still had then. The connector saw
+        such KV before the reset, and does not see it again. The engine's cache is not emptied while
+        blocks are held.
         """
         key = self.state.incarnation(source)
-        began, kept, found = False, False, False
+        began = False  # the request has an allocation
+        kept = False  # the engine's cache survived a reset of the connector
+        found = False
         for e in self.state.trace.events:
             if e["kind"] == "cache.reset":
                 if e["phase"] == "returned" and e["returned"] is not False:
@@ -311,8 +323,8 @@ class Reloads:
     def _final(self, name: str) -> int | None:
         """Return the final KV of a finished request that can be saved step by step, in tokens.
 
-        None if a connector need not keep its KV. Tokens that only became known after the last
-        step was planned do not count: only a save at the end could have them.
+        None if a connector need not save its KV. Tokens that became known only after the last step
+        was planned do not count: only a save at the end could have them.
         """
         key = self.state.incarnation(name)
         mine = [

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of a case, or whole runs, in another process: a restart in a new process, the same run under another hash seed, and runs that
-would fork a process that is not one to fork.
+"""Runs, or the first part of a case, in another process.
+
+There are three reasons: the case restarts in a new process, the run must have another hash seed, or
+the run forks and this process has threads that make forking unsafe.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvconform.contract.events import lifecycle
 from kvconform.files import scratch_root
 from kvconform.process import watchdog
 from kvconform.process.supervisor import dies_with_parent
@@ -37,20 +40,27 @@ if TYPE_CHECKING:
 
 HASH_SEED = "4242"
 _BEFORE = frozenset(threading.enumerate())
-"""Threads that were there before any connector was."""
-LIMIT, HOOKS = 120.0, 6
-"""Seconds for a run in a fresh interpreter, or as many hooks at their limit: less than a case may take (watchdog.case_limit)."""
+"""Threads that existed before any connector."""
+LIMIT = 120.0
+HOOKS = 6
+"""Time limit of a run in a fresh interpreter: LIMIT seconds, or HOOKS hooks at their limit.
+
+The larger one applies. It is less than the limit of a case (watchdog.case_limit).
+"""
 
 
 class ElsewhereError(RuntimeError):
-    """The other process failed; the text says how."""
+    """A failure of the other process; the text says which."""
 
 
 def left_behind() -> list[str]:
-    """Names of the threads that connectors have left in this process. A forked one would have what waits for them, and not the threads;
-    vLLM's processes never begin like that. Threads of native libraries are not seen.
+    """Return the names of the threads that connectors have left in this process.
+
+    Code in a forked process may wait for these threads, but they do not exist there. vLLM never
+    starts a process like that. Threads of native libraries are not visible.
     """
-    known = {*_BEFORE, threading.main_thread()}  # of a fork: the one that forked
+    # In a forked process the main thread is the one that forked.
+    known = {*_BEFORE, threading.main_thread()}
     return sorted(
         each.name
         for each in threading.enumerate()
@@ -59,21 +69,27 @@ def left_behind() -> list[str]:
 
 
 def cannot_fork(steps: Sequence[Any], relation: str) -> bool:
-    """Whether a run has to begin in a fresh interpreter, because it forks and this process is not one to fork."""
-    return (relation == "second-process" or process_restart(steps) is not None) and bool(
-        left_behind()
-    )
+    """Return whether a run would fork, and threads in this process make that unsafe.
+
+    Such a run must begin in a fresh interpreter.
+    """
+    forks = relation == "second-process" or process_restart(steps) is not None
+    return forks and bool(left_behind())
 
 
 def process_restart(steps: Sequence[Any]) -> int | None:
-    """Index of the `restart: process` step, or None."""
-    return next(
-        (i for i, step in enumerate(steps) if step.op == "restart" and step.arg == "process"), None
-    )
+    """Return the index of the `restart: process` step, or None."""
+    for index, step in enumerate(steps):
+        if step.op == "restart" and step.arg == "process":
+            return index
+    return None
 
 
 class FirstPartEnded(Exception):
-    """The run ended in the first process: its trace is complete. `harness_error` is set if the fault was ours."""
+    """The run ended in the first process, and its trace is complete.
+
+    `harness_error` is set if the harness was at fault.
+    """
 
     def __init__(self, harness_error: str | None) -> None:
         super().__init__("the run ended before the restart")
@@ -86,9 +102,11 @@ Conclude = Callable[["Driver | None", BaseException], "str | None"]
 def run_first_part(
     create: Callable[[], Driver], steps: Sequence[Any], trace: Trace, conclude: Conclude
 ) -> tuple[Progress, Registry]:
-    """Run `steps` in a forked process and take over what it knows: trace, contents, requests. The connector's memory stays behind there.
+    """Run `steps` in a forked process, and take over its trace, contents and requests.
 
-    `conclude(driver, error)` finishes the trace of a run that ends there and returns the harness's error; then FirstPartEnded is raised.
+    The memory of the connector is lost with that process. If the run ends there,
+    `conclude(driver, error)` completes its trace and returns the error of the harness or None; then
+    FirstPartEnded is raised. ElsewhereError if the process dies.
     """
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
@@ -102,9 +120,8 @@ def run_first_part(
             try:
                 driver = create()
                 driver.execute_part(steps)
-                answer = pickle.dumps(
-                    (trace.events, trace.step, driver.state.progress, driver.registry)
-                )
+                state = driver.state
+                answer = pickle.dumps((trace.events, trace.step, state.progress, driver.registry))
             except (Exception, HookTimeout, SystemExit) as error:
                 fault = conclude(driver, error)
                 answer = pickle.dumps((trace.events, trace.step, FirstPartEnded(fault), None))
@@ -131,7 +148,7 @@ def run_first_part(
     trace.events[:], trace.step = events, step
     if isinstance(progress, FirstPartEnded):
         raise progress
-    trace.emit("engine.lifecycle", op="restart", pid=1, error=None)
+    trace.emit("engine.lifecycle", **lifecycle("restart", pid=1))
     return progress, registry
 
 
@@ -145,7 +162,10 @@ def run_elsewhere(
     relation: str = "hash-seed",
     promises: Promises | None = None,
 ) -> Run:
-    """The same run in a fresh interpreter; for relation `hash-seed` with another PYTHONHASHSEED. ElsewhereError if it gives no answer."""
+    """Make a run in a fresh interpreter; for relation `hash-seed` with another PYTHONHASHSEED.
+
+    ElsewhereError if the interpreter fails or does not end in time.
+    """
     from kvconform.run.records import Run
 
     job = {
@@ -172,21 +192,21 @@ def run_elsewhere(
     if last is not None:
         watchdog.die_like(last)
     if answer is None:
-        why = (
-            "gave no answer in time"
-            if status is None
-            else f"failed: {said.strip().splitlines()[-1:] or status}"
-        )
-        raise ElsewhereError(f"the run {named} {why}")
+        if status is None:
+            raise ElsewhereError(f"the run {named} did not end in time")
+        lines = said.strip().splitlines()
+        raise ElsewhereError(f"the run {named} failed: {lines[-1] if lines else status}")
     return Run.from_dict(answer, variant, relation, caps or {})
 
 
 def _interpreter(
     job: dict[str, Any], folder: Path, environment: dict[str, str]
 ) -> tuple[str, int | None]:
-    """Do a job in another interpreter, which writes `answer.json` to `folder`: (what it printed as errors, its exit status or None if it
-    did not end in time). Nothing that it started is left, its temporary files are in `folder`, and how it ends once it has answered does
-    not matter.
+    """Do a job in another interpreter, which writes `answer.json` to `folder`.
+
+    Returns its standard error and its exit status, which is None if it did not end in time. Ends
+    all processes that it started. Its temporary files are in `folder`. Once `answer.json` is there,
+    the exit status does not matter.
     """
     (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
     limit = max(LIMIT, HOOKS * watchdog.limit())

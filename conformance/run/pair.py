@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drives two engines through one case in lock step.
+"""Driver of two engines that run one case in lockstep.
 
-Over one store, or as producer and consumer: then it carries the kv_transfer_params of one engine's
-requests to the other's, as a proxy does, and keeps the books of what they brought.
+The engines share a store, or are producer and consumer. For the latter the driver passes the
+kv_transfer_params of one engine's requests to the other's, as a proxy does, and records what they
+bring about.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import msgspec
 
 from kvconform.contract.case import Config
+from kvconform.contract.steps import Add, Handed
 from kvconform.contract.steps import Run as RunArgument
 from kvconform.contract.trace import Event, PairTrace, Trace
 from kvconform.engine.engine import Engine
@@ -26,12 +28,16 @@ from kvconform.run.driver import Driver, StallDetector
 
 FINISHED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 FIRST_TOKEN = ("first_tok", "first_token", "first_token_id")
-"""Names under which connectors hand the producer's first token over."""
+"""Names of the parameter in which connectors pass the producer's first token."""
 
 
 @dataclass(frozen=True)
 class Handover:
-    """Request `req` of engine `on` got the parameters that request `of` ended with; `stale`: what makes them refer to nothing, or ''."""
+    """Parameters of request `of` that were passed to request `req` of engine `on`.
+
+    `name` and `of_name` are the requests' names in the case. `stale` says why the parameters refer
+    to nothing: `altered`, `replayed`, or "" if they do not.
+    """
 
     on: str
     name: str
@@ -42,16 +48,18 @@ class Handover:
 
 
 class Handovers:
-    """Of one run. Emits pair.params, pair.lookup and pair.request."""
+    """Handovers of one run. Emits pair.params, pair.lookup and pair.request."""
 
     def __init__(self, trace: Trace, driver: PairDriver) -> None:
-        self.trace, self.driver, self.state = trace, driver, driver.state
+        self.trace = trace
+        self.driver = driver
+        self.state = driver.state
         self.returned: dict[str, dict[str, Any] | None] = {}
         self.handed: dict[str, Handover] = {}
         self.sampled: dict[str, int | None] = {}
 
     def listen(self, engine: Engine) -> None:
-        """Keep what the connector returns for finished requests, and look at its lookups."""
+        """Record what an engine's connector returns for finished requests and for lookups."""
         for hook in ("request_finished", "request_finished_all_groups"):
             engine.probe.on(hook, after=self._finished)
         engine.probe.on("get_num_new_matched_tokens", after=lambda call: self._lookup(call, engine))
@@ -61,21 +69,25 @@ class Handovers:
         self.sampled[request.request_id] = next(iter(request.output_token_ids), None)
         self.returned[request.request_id] = call.result[1] if call.legal else None
 
-    def take(self, handed: Any, on: str, add: Any) -> dict[str, Any] | None:
-        """The parameters for request `add` of engine `on`, through msgpack (engine to front end) and JSON (front end to client)."""
+    def take(self, handed: Handed, on: str, add: Add) -> dict[str, Any] | None:
+        """Return the parameters for request `add` of engine `on`.
+
+        They pass through msgpack, as from engine to front end, and through JSON, as from front end
+        to client.
+        """
         if self.driver.engine.connector is None:
             return None
-        of, req = self.state.ids[handed.of], add.id or add.req
-        stale = (
-            "altered"
-            if handed.alter
-            else "replayed"
-            if any(h.of == of for h in self.handed.values())
-            else ""
-        )
+        of = self.state.ids[handed.of]
+        req = add.id or add.req
+        stale = ""
+        if handed.alter:
+            stale = "altered"
+        elif any(earlier.of == of for earlier in self.handed.values()):
+            stale = "replayed"
         self.handed[req] = Handover(on, add.req, req, handed.of, of, stale)
         params, problem = _through_json(self.returned.get(of))
         ended = self._ended(of)
+        tokens = [params[name] for name in FIRST_TOKEN if params and name in params]
         self.trace.emit(
             "pair.params",
             on=on,
@@ -86,37 +98,30 @@ class Handovers:
             finished=ended is not None and ended["status"] in FINISHED,
             none=params is None,
             json=problem,
-            first_token=next(
-                (params[k] for k in FIRST_TOKEN if params and isinstance(params.get(k), int)), None
-            ),
+            first_token=next((token for token in tokens if isinstance(token, int)), None),
             sampled=self.sampled.get(of),
         )
         if params is None:
             return None
-        return {**params, **add.params, **{k: v for k, v in handed.alter.items() if k in params}}
+        altered = {name: value for name, value in handed.alter.items() if name in params}
+        return {**params, **add.params, **altered}
 
     def _ended(self, req: str) -> Event | None:
-        return next(
-            (
-                e
-                for e in reversed(self.trace.events)
-                if e["kind"] == "req.finished" and e["req"] == req
-            ),
-            None,
-        )
+        """Return the latest req.finished event of a request, or None."""
+        for event in reversed(self.trace.events):
+            if event["kind"] == "req.finished" and event["req"] == req:
+                return event
+        return None
 
-    # -- lookups ---------------------------------------------------------------------------------------------------------------
+    # -- lookups
+
     def _lookup(self, call: Call, engine: Engine) -> None:
-        if (
-            not call.legal
-            or not isinstance(call.result, tuple)
-            or not isinstance(call.result[0], (int, type(None)))
-        ):
+        if not call.legal or not isinstance(call.result, tuple):
             return
-        request, on = (
-            call.arg(0, "request"),
-            next(n for n, e in self.driver.engines.items() if e is engine),
-        )
+        if not isinstance(call.result[0], (int, type(None))):
+            return
+        request = call.arg(0, "request")
+        on = next(name for name, each in self.driver.engines.items() if each is engine)
         req = request.request_id
         handed = self.handed.get(req)
         self.trace.emit(
@@ -135,8 +140,9 @@ class Handovers:
         )
 
     def _by_savers(self, request: Any) -> int:
-        """Tokens of the request's prefix that engines which may save have computed."""
-        identity, chain = self.state.info(request.request_id).identity, ROOT
+        """Count the tokens of the request's prefix that engines which may save have computed."""
+        identity = self.state.info(request.request_id).identity
+        chain = ROOT
         known = [memory.own for memory in self.driver.savers()]
         for position, token in enumerate(request.all_token_ids):
             chain = extend(chain, token, identity.extra(position))
@@ -144,9 +150,13 @@ class Handovers:
                 return position
         return int(request.num_tokens)
 
-    # -- the end ---------------------------------------------------------------------------------------------------------------
+    # -- the end
+
     def end(self) -> None:
-        """Fill in what became of promises, and sum up every request that was handed parameters."""
+        """Complete the pair.lookup events, and sum up every request that got parameters.
+
+        Sets their field `delivered`, and emits pair.request.
+        """
         events = self.trace.events
         failed = {e["transfer"] for e in events if e["kind"] == "transfer.failed" and e["transfer"]}
         for handed in self.handed.values():
@@ -161,7 +171,7 @@ class Handovers:
 
     @staticmethod
     def _delivered(lookup: Event, mine: list[Event], good: list[Event]) -> bool:
-        """Whether the tokens that a repeated lookup promised arrived. `good`: complete loads."""
+        """Return whether the tokens that a lookup promised arrived. `good` are complete loads."""
         grants = (e for e in mine if e["kind"] == "alloc" and not e["second_call"])
         grant = next((e for e in grants if e["seq"] > lookup["seq"]), None)
         if grant is None or not grant["external"]:
@@ -176,19 +186,19 @@ class Handovers:
         good: list[Event],
         failed: set[str],
     ) -> None:
+        """Emit pair.request for a request that got parameters.
+
+        `mine` are its events; of its load.due events `dues`, `good` are the complete ones. `failed`
+        has the ids of failed transfers.
+        """
         events = self.trace.events
-        ended, aborted = (
-            self._ended(handed.of),
-            any(e["kind"] == "req.finished" and e["status"] not in FINISHED for e in mine),
-        )
-        tokens, theirs = self.state.prompts[handed.name], self.state.prompts[handed.of_name]
-        common = next(
-            (i for i, (a, b) in enumerate(zip(tokens, theirs, strict=False)) if a != b),
-            min(len(tokens), len(theirs)),
-        )
-        offered = (
-            min(common, ended["final"]) if ended is not None and ended["status"] in FINISHED else 0
-        )
+        ended = self._ended(handed.of)
+        offered = 0
+        if ended is not None and ended["status"] in FINISHED:
+            prompts = self.state.prompts
+            offered = min(_common(prompts[handed.name], prompts[handed.of_name]), ended["final"])
+        aborted = any(e["kind"] == "req.finished" and e["status"] not in FINISHED for e in mine)
+        grants = [e for e in mine if e["kind"] == "alloc" and not e["second_call"]]
         sends = [e for e in events if e.get("req") == handed.of and e.get("direction") == "send"]
         released = [e["seq"] for e in sends if e["kind"] == "transfer.reported"]
         lookups = [e for e in mine if e["kind"] == "lookup" and e["tokens"] is not None]
@@ -202,10 +212,7 @@ class Handovers:
             stale=handed.stale,
             aborted=aborted,
             offered=offered,
-            local=max(
-                (e["local"] for e in mine if e["kind"] == "alloc" and not e["second_call"]),
-                default=0,
-            ),
+            local=max((e["local"] for e in grants), default=0),
             promised=max((e["tokens"] for e in lookups), default=0),
             loaded=sum(e["granted"] for e in good),
             wrong=any(e["transfer"] not in failed for e in wrong),
@@ -216,8 +223,16 @@ class Handovers:
         )
 
 
+def _common(tokens: list[int], others: list[int]) -> int:
+    """Return the length of the common prefix."""
+    for position, (token, other) in enumerate(zip(tokens, others, strict=False)):
+        if token != other:
+            return position
+    return min(len(tokens), len(others))
+
+
 def _through_json(params: dict[str, Any] | None) -> tuple[dict[str, Any] | None, str | None]:
-    """What arrives at the other engine, and what is wrong with it (None: nothing)."""
+    """Return what arrives at the other engine, and what is wrong with it, or None."""
     if params is None:
         return None, None
     try:
@@ -230,20 +245,22 @@ def _through_json(params: dict[str, Any] | None) -> tuple[dict[str, Any] | None,
 
 
 RUN_LIMIT = 1_000
+"""Largest number of steps with progress, in a `run` step without a limit of its own."""
 
 
 class EngineConfig(Config):
-    """What one of several engines is built from: its role is its own, and its engine id ends with its name."""
+    """Configuration of one of several engines, with a role of its own."""
 
     name: str
 
     @property
     def suffix(self) -> str:
+        """Ending of the engine id."""
         return f"-{self.name}"
 
 
 class PairDriver(Driver):
-    """Owns the engines of `config.engines`; `engine` is the one that the next step is about."""
+    """Driver of the engines of `config.engines`; `engine` is the one that the next step uses."""
 
     engines: dict[str, Engine]
     trace: PairTrace
@@ -282,16 +299,18 @@ class PairDriver(Driver):
         return engine
 
     def savers(self) -> list[PartMemory]:
-        """What the engines computed that may save."""
+        """Return the memories of the engines that may save."""
         return [
             memory for name, memory in self.memories.items() if self.roles[name] != "kv_consumer"
         ]
 
-    # -- steps -----------------------------------------------------------------------------------------------------------------
-    def _turn_to(self, name: str) -> None:
-        self.trace.on, self.engine = name, self.engines[name]
+    # -- steps
 
-    def _params(self, add: Any) -> dict[str, Any] | None:
+    def _turn_to(self, name: str) -> None:
+        self.trace.on = name
+        self.engine = self.engines[name]
+
+    def _params(self, add: Add) -> dict[str, Any] | None:
         if add.handed is None:
             return super()._params(add)
         return self.handovers.take(add.handed, self.trace.on or "", add)
@@ -300,12 +319,14 @@ class PairDriver(Driver):
         self.run_dry(run.max, until=run.until)
 
     def run_dry(self, limit: int | None = None, until: str | None = None) -> None:
-        """Iterate all engines in turn, until nothing is left to do or request `until` finished."""
-        here, idle, left = (
-            self.trace.on or "",
-            StallDetector(self.trace, self.target),
-            limit or RUN_LIMIT,
-        )
+        """Iterate all engines in turn, until nothing is left to do or request `until` has finished.
+
+        At most `limit` times. Raises Stalled without progress, and after RUN_LIMIT steps with
+        progress if there is no limit.
+        """
+        here = self.trace.on or ""
+        idle = StallDetector(self.trace, self.target)
+        left = limit or RUN_LIMIT
         while left:
             busy = [name for name, engine in self.engines.items() if engine.busy]
             if not busy or (until is not None and self._over(self.state.ids[until])):
@@ -318,9 +339,10 @@ class PairDriver(Driver):
                 idle.over()
                 left -= 1
                 continue
-            left -= (
-                limit is not None
-            )  # steps without progress have a limit of their own: how many there are depends on the machine's speed
+            # Without `limit`, the stall time limits the steps without progress: how many of them
+            # there are depends on the machine's speed.
+            if limit is not None:
+                left -= 1
             if idle.stalled():
                 self._stall(idle)
         if not left and limit is None:
@@ -328,23 +350,21 @@ class PairDriver(Driver):
         self._turn_to(here)
 
     def _over(self, req: str) -> bool:
-        found = [
-            request
-            for engine in self.engines.values()
-            if (request := engine.scheduler.requests.get(req)) is not None
-        ]
-        return not found or found[0].is_finished()
+        """Return whether no engine has the request, or it has finished."""
+        for engine in self.engines.values():
+            request = engine.scheduler.requests.get(req)
+            if request is not None:
+                return bool(request.is_finished())
+        return True
 
-    def _progress(self) -> tuple[int, ...]:
-        return tuple(
-            value
-            for engine in self.engines.values()
-            for value in (engine.progress, len(engine.scheduler.requests))
-        )
+    def _progress(self) -> list[tuple[int, int]]:
+        engines = self.engines.values()
+        return [(engine.progress, len(engine.scheduler.requests)) for engine in engines]
 
-    # -- end -------------------------------------------------------------------------------------------------------------------
+    # -- end
+
     def close(self, *, shut_down: bool, crashed: bool = False) -> None:
-        """run.end of every engine, after all that happened; then the shutdowns."""
+        """Emit run.end for every engine, then shut them down unless the case did that already."""
         if not crashed:
             self.handovers.end()
         gc.collect()
@@ -354,11 +374,12 @@ class PairDriver(Driver):
         ]
         if shut_down:
             self.shutdown()
-            for end in ends:  # a thread may live until the shutdown
+            # A thread may live until the shutdown.
+            for end in ends:
                 self.trace.amend(end, threads=self._threads())
 
     def shutdown(self) -> None:
-        """Both connectors of every engine."""
+        """Shut down the connectors of every engine."""
         for name, engine in self.engines.items():
             self._turn_to(name)
             engine.shutdown()

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What else went on around a request whose KV was to be kept: a connector that does its best may do less for it then.
+"""Promises of a connector: how many tokens of stored content it must be able to load again.
 
-The workloads that a connector's promises are learned from: one request, computed and asked for again, alone or in a crowd.
-
-What a connector promises to bring back: declared, or learned from the plainest run there is.
+Promises are declared, or learned from plain workloads: one request is computed and asked for again,
+alone or in a crowd of other requests. A best-effort connector may store less in a crowd.
 """
 
 from __future__ import annotations
@@ -15,14 +14,19 @@ from typing import Any
 from kvconform.contract.case import Case
 
 MOST = 64
+"""Largest number of requests of each kind in a crowd."""
 LONGEST = 256
+"""Largest number of tokens or steps that a crowd counts."""
 
 
 @dataclass(frozen=True)
 class Crowd:
-    """Tokens of the requests that ran before the source, in steps of its own (`beside`) and after it; tokens of the loads that were under
-    way when its content was looked up again (`loads`), and of that content what the engine's own cache had (`local`). `steps` are those
-    that went by from the source's first one to the lookup: what a connector stored may have expired.
+    """Other requests around a request, the source, whose content is looked up again.
+
+    `before`, `beside` and `after` have a length in tokens for each request that ran before the
+    source, in steps of the source, or after it. `loads` has the tokens of each load in progress at
+    the lookup. `local` is the number of tokens of the content that the engine's own cache had.
+    `steps` counts the steps from the source's first one to the lookup: stored KV may have expired.
     """
 
     before: tuple[int, ...] = ()
@@ -34,12 +38,9 @@ class Crowd:
 
     @property
     def tokens(self) -> int:
-        """All of them together, with one for each step that must go by."""
-        return (
-            sum(map(sum, (self.before, self.beside, self.after, self.loads)))
-            + self.local
-            + self.steps
-        )
+        """Sum of all tokens, and one for each step."""
+        others = (*self.before, *self.beside, *self.after, *self.loads)
+        return sum(others) + self.local + self.steps
 
 
 NOBODY = Crowd()
@@ -48,7 +49,7 @@ NOBODY = Crowd()
 def crowd_of(
     events: Sequence[dict[str, Any]], source: tuple[str, int], lookup: dict[str, Any]
 ) -> Crowd:
-    """The crowd of `source` (request id, generation) at a `lookup` event; at most MOST requests of each kind. Reads only."""
+    """Return the crowd of `source` (request id, generation) at a `lookup` event."""
     asker = (lookup["req"], lookup["generation"])
     rows = [(_of(e), e) for e in events if e["kind"] == "req.scheduled" and _of(e) != asker]
     mine = [e for key, e in rows if key == source]
@@ -57,9 +58,8 @@ def crowd_of(
     first: dict[tuple[str, int], int] = {}
     beside: set[tuple[str, int]] = set()
     for key, e in rows:
-        lengths[key] = max(
-            lengths.get(key, 0), min(e["computed"] + e["scheduled"], e["known"], LONGEST)
-        )
+        length = min(e["computed"] + e["scheduled"], e["known"], LONGEST)
+        lengths[key] = max(lengths.get(key, 0), length)
         first.setdefault(key, e["seq"])
         if (e.get("on"), e["step"]) in steps:
             beside.add(key)
@@ -80,16 +80,16 @@ def _of(event: dict[str, Any]) -> tuple[str, int]:
 
 
 def _loads(events: Sequence[dict[str, Any]], lookup: dict[str, Any]) -> list[int]:
-    """Tokens of each load that was granted in the step of the lookup, or earlier and is not over."""
+    """Return the tokens of each load in progress at a lookup.
+
+    A synchronous load is in progress if it was granted in the step of the lookup.
+    """
     pending: dict[tuple[str, int], int] = {}
     now = (lookup.get("on"), lookup["step"])
     for e in events:
-        if (
-            e["kind"] == "alloc"
-            and e["external"] > 0
-            and (e["is_async"] or (e.get("on"), e["step"]) == now)
-        ):
-            pending[_of(e)] = min(e["external"], LONGEST)
+        if e["kind"] == "alloc" and e["external"] > 0:
+            if e["is_async"] or (e.get("on"), e["step"]) == now:
+                pending[_of(e)] = min(e["external"], LONGEST)
         elif e["kind"] == "transfer.reported" and e["direction"] == "recv":
             pending.pop(_of(e), None)
     return list(pending.values())
@@ -97,14 +97,17 @@ def _loads(events: Sequence[dict[str, Any]], lookup: dict[str, Any]) -> list[int
 
 Steps = list[dict[str, Any]]
 ROOM = 100
-"""So many times as many blocks as are needed, and none of them is ever about to be evicted."""
+"""Factor of blocks over those needed with which no block ever comes near eviction."""
 
 
 @dataclass(frozen=True)
 class Plain:
-    """`prompt` + `outputs` tokens are computed, then a prompt of `wanted` tokens shares the first `common` of them. Nothing is cut into
-    chunks, preempted or speculated on, in a crowd neither. `groups` are the KV cache groups, if there are several; `window` is theirs;
-    `caching`: whether the engine has a prefix cache of its own; `room`: how many times as many blocks as are needed there are.
+    """A plain workload: `prompt` + `outputs` tokens are computed, then asked for again.
+
+    The second prompt has `wanted` tokens and shares the first `common` ones. No request is chunked,
+    preempted or speculated on, not even in the crowd. `groups` are the KV cache groups, if there
+    are several, and `window` is their sliding window. `caching` says whether the engine has a
+    prefix cache. `room` is the number of blocks, as a multiple of those needed.
     """
 
     prompt: int
@@ -119,14 +122,14 @@ class Plain:
 
 
 def plain_case(plain: Plain, block_size: int) -> Case:
-    """The plainest round trip: compute a prompt (request `a`), drop the local cache, ask again (`b`)."""
+    """Return the case of a plain workload.
+
+    It computes a prompt (request `a`), drops the local cache, and asks again (request `b`).
+    """
     crowd = plain.crowd
     total = max(plain.prompt + plain.outputs, plain.wanted) + 8
-    needed = (
-        total
-        + 3 * crowd.tokens
-        + (plain.outputs + block_size) * (len(crowd.beside) + 2 * len(crowd.loads))
-    )
+    ends = (plain.outputs + block_size) * (len(crowd.beside) + 2 * len(crowd.loads))
+    needed = total + 3 * crowd.tokens + ends
     steps: Steps = []
     for number, tokens in enumerate((*crowd.before, *crowd.loads)):
         steps += [_add(f"p{number}", tokens, 1), {"run": {}}]
@@ -134,26 +137,18 @@ def plain_case(plain: Plain, block_size: int) -> Case:
         _add(f"q{number}", tokens, plain.outputs) for number, tokens in enumerate(crowd.beside)
     ]
     steps += [_add("a", plain.prompt, plain.outputs), {"run": {}}]
-    for number, tokens in enumerate(
-        (*crowd.after, *crowd.beside)
-    ):  # those beside it may have been saved later, too
+    # Those beside the source may also have been saved after it.
+    for number, tokens in enumerate((*crowd.after, *crowd.beside)):
         steps += [_add(f"r{number}", tokens, 1), {"run": {}}]
     if crowd.steps:
         steps += [_add("t", 1, crowd.steps), {"run": {}}]
     steps.append({"drop-local": {}})
     if crowd.local:
-        steps += [
-            _add("w", {"of": "a", "outputs": True, "tokens": crowd.local, "then": 0}, 1),
-            {"run": {}},
-        ]
+        local = {"of": "a", "outputs": True, "tokens": crowd.local, "then": 0}
+        steps += [_add("w", local, 1), {"run": {}}]
     for number, tokens in enumerate(crowd.loads):
-        steps.append(
-            _add(
-                f"s{number}",
-                {"of": f"p{len(crowd.before) + number}", "tokens": tokens, "then": 1},
-                1,
-            )
-        )
+        source = f"p{len(crowd.before) + number}"
+        steps.append(_add(f"s{number}", {"of": source, "tokens": tokens, "then": 1}, 1))
     again = {
         "of": "a",
         "outputs": True,
@@ -189,17 +184,22 @@ def _add(req: str, prompt: Any, outputs: int) -> dict[str, Any]:
 
 
 class Promises:
-    """Promised reloadable tokens. Declared capabilities give a formula; inferred ones are calibrated: a prompt that was chunked, preempted
-    or speculated on must come back as far as the same number of tokens does when nothing of that happened. What comes back then may depend
-    on the crowd, on what else there was to save and to load: who may decline a small load, or saves so much per step and no more, does.
+    """Numbers of tokens that a connector promises to load again.
 
-    `calibrate(plain, block_size)` runs that plain workload and returns how many tokens came back.
+    Declared capabilities give a formula. Inferred ones are calibrated: of a prompt that was
+    chunked, preempted or speculated on, as many tokens must come back as of a plain prompt of the
+    same length. That may depend on the crowd: a connector may decline a small load, or save only so
+    much per step.
+
+    `calibrate(plain, block_size)` runs a plain workload and returns how many tokens came back.
     """
 
     def __init__(
         self, caps: dict[str, Any], declared: bool, calibrate: Callable[[Plain, int], int]
     ) -> None:
-        self.caps, self.declared, self.calibrate = caps, declared, calibrate
+        self.caps = caps
+        self.declared = declared
+        self.calibrate = calibrate
 
     def promised(
         self,
@@ -214,28 +214,29 @@ class Promises:
         caching: bool = True,
         room: int = 3,
     ) -> int:
-        """Tokens of `request` that must be loadable or local, given that `source` computed `final` positions. Reads only.
+        """Return how many tokens of `request` must be loadable or local.
 
-        `groups`: several KV cache groups, with that `window`. What a connector does with one says nothing about several. `caching`: whether
-        the engine has a prefix cache; a connector may want one. `room`: how many times as many blocks as are needed there are; a connector
-        may save only what is about to be evicted.
+        `source` has computed `final` positions of this content, from the prompt `prompt`. `groups`,
+        `window`, `caching` and `room` are as in `Plain`: a connector may behave differently with
+        several groups, need a prefix cache, or save only what is about to be evicted.
         """
         saves = self.caps["saves"]
         if final is None or saves == "none" or not self.caps["store"]:
             return 0
-        known, wanted = source.all_token_ids, request.all_token_ids
+        known = source.all_token_ids
+        wanted = request.all_token_ids
         common = 0
         while common < min(len(known), len(wanted)) and known[common] == wanted[common]:
             common += 1
-        limit = min(
-            final, len(known) - 1, common, len(wanted) - 1
-        )  # the last token's KV may be in flight at the finish (R141)
+        # The KV of the last token may be in flight when the request finishes (R141).
+        limit = min(final, len(known) - 1, common, len(wanted) - 1)
         if saves == "prompt":
             limit = min(limit, len(prompt))
         if self.declared:
             chunk = max(1, int(self.caps["chunk_tokens"]))
             return limit // chunk * chunk
-        # What was not final is not shared in the plain run either: a connector that keeps whole chunks has none of a chunk cut short.
+        # In the plain run, too, share only what was final: a connector that stores whole chunks
+        # stores nothing of an incomplete one.
         shared = common if limit >= min(common, len(wanted) - 1) else limit
         plain = Plain(
             len(prompt),

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records of a run: what its parts share while it is made, and what it leaves."""
+"""Records of a run: the state that its parts share, and its result."""
 
 from __future__ import annotations
 
 import weakref
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kvconform.contract.case import Variant
@@ -16,7 +16,7 @@ from kvconform.run.promises import Promises
 
 
 class Snapshot:
-    """A request's tokens, without keeping the request alive: for prompts built on outputs."""
+    """Tokens of a request, for prompts built on its outputs. Does not keep the request alive."""
 
     def __init__(self, request: Any) -> None:
         self._ref: Any = weakref.ref(request)
@@ -27,7 +27,7 @@ class Snapshot:
 
     @property
     def all_token_ids(self) -> list[int]:
-        """Prompt and output tokens so far."""
+        """Prompt tokens, and the output tokens so far."""
         return list(self._tokens)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -41,10 +41,11 @@ class Snapshot:
 
 @dataclass
 class Progress:
-    """What the steps of a case have brought about. One process hands it to the next.
+    """State that a process hands to the next one, when the case restarts in a new process.
 
-    `infos` and `generations` are by request id; the other maps by the case's name of a request.
-    `reloads`: requests that repeat the content of another, until their first lookup.
+    `infos`, `generations` and `reloads` are keyed by request id, the other maps by the case's name
+    of a request. `reloads` has the requests that repeat the content of another one, until their
+    first lookup.
     """
 
     memory: Memory = field(default_factory=Memory)
@@ -59,9 +60,9 @@ class Progress:
 
 @dataclass(kw_only=True)
 class RunState(Progress):
-    """What the driver of a run and those who judge its steps know in common.
+    """State that the driver of a run shares with expectations and handovers.
 
-    `failing`: ids of requests whose load was made to fail.
+    `failing` has the ids of requests whose load was made to fail.
     """
 
     variant: Variant
@@ -72,7 +73,7 @@ class RunState(Progress):
 
     @classmethod
     def resume(cls, before: Progress | None, **run: Any) -> RunState:
-        """Return the state of a run that goes on where another process has stopped."""
+        """Return the state of a run that continues where another process has stopped."""
         return cls(**_shared(before or Progress()), **run)
 
     @property
@@ -81,7 +82,7 @@ class RunState(Progress):
         return Progress(**_shared(self))
 
     def info(self, req_id: str) -> Info:
-        """Return what the harness knows about the live incarnation of a request id, or KeyError."""
+        """Return the data about the live incarnation of a request id, or raise KeyError."""
         return self.infos[req_id]
 
     def generation(self, name: str) -> int:
@@ -103,10 +104,11 @@ def _shared(progress: Progress) -> dict[str, Any]:
 
 @dataclass
 class Run:
-    """One engine run.
+    """Result of one run of an engine.
 
-    `caps` are the capabilities that it is judged by, `channels` those that the engine has, `unmet`
-    stimuli that did not happen, `traceback` that of a crash, `lacks` what the device could not do.
+    `caps` are the capabilities that it is judged by, and `channels` the kinds of events that the
+    engine observes. `unmet` has the stimuli that did not happen. `traceback` is that of a crash.
+    `lacks` says what the device does not support.
     """
 
     variant: Variant
@@ -120,9 +122,9 @@ class Run:
     lacks: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able, without what the process that asked for the run knows.
+        """Return the run as JSON data, without variant, relation and capabilities.
 
-        That is variant, relation and capabilities.
+        The process that asked for the run knows these.
         """
         sent = ("trace", "harness_error", "unmet", "traceback", "lacks")
         return {name: getattr(self, name) for name in sent} | {"channels": sorted(self.channels)}
@@ -131,32 +133,6 @@ class Run:
     def from_dict(
         cls, data: dict[str, Any], variant: Variant, relation: str, caps: dict[str, Any]
     ) -> Run:
-        """Return the run that `to_dict` made `data` of."""
+        """Return the run that `to_dict` converted to `data`."""
         channels = frozenset(data["channels"])
         return cls(variant, relation, caps=caps, **{**data, "channels": channels})
-
-
-@dataclass
-class CaseReport:
-    """What one variant came to. Everything is JSON-able.
-
-    `rows` are verdict.Row dicts, one per requirement; `unmet` are stimuli that did not happen; `timelines` maps a failed requirement to the
-    events around its first violation; `trace` is the whole trace if it was asked for; `story` the run for the timeline of
-    report.html (kvconform.report.html.story), if a requirement failed.
-    """
-
-    variant: str
-    case: str
-    axes: dict[str, Any]
-    rows: list[dict[str, Any]]
-    unmet: list[str] = field(default_factory=list)
-    timelines: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    harness_error: str | None = None
-    capabilities: dict[str, Any] = field(default_factory=dict)
-    sources: dict[str, str] = field(default_factory=dict)
-    trace: list[dict[str, Any]] | None = None
-    story: str | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """A plain dict."""
-        return asdict(self)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs one variant of a case and returns its trace; and runs all that judging it takes."""
+"""One run of a variant: build it, drive it, and complete its trace."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kvconform.compat import vllm_api
 from kvconform.config.target import Target, inside
 from kvconform.contract.capabilities import complete
 from kvconform.contract.case import Device, Variant
-from kvconform.contract.events import EVENTS, run_cut_short, run_start
+from kvconform.contract.events import EVENTS, crash, lifecycle, run_cut_short, run_start
 from kvconform.contract.trace import PairTrace, Trace
 from kvconform.engine.configs import HEAD_DIM, HEADS, LAYERS
-from kvconform.engine.fault import _blame
+from kvconform.engine.fault import blame
 from kvconform.engine.halves import stand_ins
-from kvconform.errors import KvconformError, one_line
+from kvconform.errors import KvconformError
 from kvconform.judge.engine_bugs import lost, note_unfilled
 from kvconform.kernels.codes import CodeBook
 from kvconform.kv import gpu
@@ -44,12 +44,15 @@ _MAY_NAME_FILES = {"error", "error_text", "value", "detail", "pickle_error"}
 _TEXTS = {
     kind.name: names for kind in EVENTS.values() if (names := _MAY_NAME_FILES & kind.fields.keys())
 }
-"""Fields that may have a path in them, by kind of event."""
+"""Fields that may contain a path, by kind of event."""
 _SHORT = frozenset({"None", "True", "False"})
-"""What most hooks return."""
+"""Values that most hooks return, as text."""
 GARBAGE = 20_000
-"""New containers after which Python looks for cycles: with its own 700, that takes a twentieth of a run. A run that seems to leak looks
-anyhow."""
+"""Threshold of Python's garbage collector, in new containers.
+
+With Python's own, 700, collection takes a twentieth of a run. A run that seems to leak collects in
+any case.
+"""
 _frozen = False
 
 
@@ -66,39 +69,37 @@ def run_variant(
     watcher: Watcher | None = None,
     may_fork: bool = False,
 ) -> Run:
-    """One run. `relation` says how it differs from the plain one: `no-connector`, `pickled-metadata`, `repeat`. Writes below `tmp` only.
+    """Make one run of a variant. Writes only below `tmp`.
 
-    `may_fork`: a run that forks does so here, whatever threads there are; else it takes a fresh interpreter where connectors left some.
+    `relation` says how the run differs from the one with relation `connector`: for example
+    `no-connector`, `pickled-metadata` or `repeat`. With `may_fork` a run that forks does so in this
+    process; without, it gets a fresh interpreter if connectors have left threads here.
     """
     _freeze()
-    if (
-        Probe.active is None
-    ):  # a calibration runs inside another run, whose store is not to be emptied
+    # A calibration runs inside another run, whose store must keep its content.
+    if Probe.active is None:
         clear_all()
     if relation == "hash-seed":
         return run_elsewhere(variant, target, seed=seed, tmp=tmp, caps=caps)
-    if (
-        not may_fork
-        and watcher is None
-        and relation != "no-connector"
-        and cannot_fork(variant.case.steps, relation)
-    ):
+    stays_here = may_fork or watcher is not None or relation == "no-connector"
+    if not stays_here and cannot_fork(variant.case.steps, relation):
         return run_elsewhere(
             variant, target, seed=seed, tmp=tmp, caps=caps, relation=relation, promises=promises
         )
-    if relation == "inside-multi" or (
-        variant.case.config.multi and relation not in ("no-connector", "alone")
-    ):
-        target = inside(target, variant.case.config.multi or ["self"])
+    multi = variant.case.config.multi
+    if relation == "inside-multi" or (multi and relation not in ("no-connector", "alone")):
+        target = inside(target, multi or ["self"])
     with_connector = relation != "no-connector" and target.connector is not None
     caps = caps if caps is not None else complete(dict(target.capabilities))
     settings = variant.case.config
     if len(settings.groups) > book.layers:  # one layer each
         book = CodeBook(len(settings.groups), book.heads, book.head_dim)
-    kind: Device = (
-        target.device if with_connector else "cpu"
-    )  # without a connector there is nobody to be late
+    # A run without a connector needs no device: the order of work on it concerns connectors only.
+    kind: Device = target.device if with_connector else "cpu"
     slow = variant.slow if kind != "cpu" else None
+    policies = [*variant.case.policies]
+    if not {"winner", "fetcher"}.isdisjoint(settings.multi):
+        policies.append("sibling-loads")
     trace = PairTrace() if settings.engines else Trace()
     start = run_start(
         seed=seed,
@@ -110,10 +111,7 @@ def run_variant(
         vllm=vllm_api.VLLM_VERSION,
         block_size=variant.block_size,
         num_blocks=settings.num_blocks,
-        policies=[
-            *variant.case.policies,
-            *(["sibling-loads"] * bool({"winner", "fetcher"} & set(settings.multi))),
-        ],
+        policies=policies,
         connector=target.connector if with_connector else None,
         spec_tokens=settings.spec_tokens,
         role=target.role or settings.role,
@@ -126,20 +124,15 @@ def run_variant(
         slow=slow,
     )
     trace.emit("run.start", **start)
-    run = Run(
-        variant,
-        relation,
-        trace.events,
-        caps,
-        _channels(target) if with_connector else frozenset({"sched", "kv"}),
-    )
+    channels = _channels(target) if with_connector else frozenset({"sched", "kv"})
+    run = Run(variant, relation, trace.events, caps, channels)
     tmp.mkdir(parents=True, exist_ok=True)
     if with_connector:
         adapters.install(target.adapters)  # before the connector is imported
         with (
             Patch(target.resolve(), *stand_ins(target, relation)),
             gpu.opened(kind, slow) as where,
-            adapters.in_force(target.adapters),  # what they end uses the device
+            adapters.in_force(target.adapters),  # inside: their end uses the device
         ):
             _drive(
                 run,
@@ -162,9 +155,12 @@ def run_variant(
 
 
 def _channels(target: Target) -> frozenset[str]:
-    if target.half == "scheduler":
-        return frozenset({"hooks", "sched"})
-    return frozenset({"hooks", "sched", "kv", *(["device"] if target.device == "emulated" else [])})
+    channels = {"hooks", "sched"}
+    if target.half != "scheduler":
+        channels.add("kv")
+        if target.device == "emulated":
+            channels.add("device")
+    return frozenset(channels)
 
 
 def _drive(
@@ -180,11 +176,14 @@ def _drive(
     promises: Promises | None,
     watcher: Watcher | None = None,
 ) -> None:
-    driver, outer = None, Probe.active  # a calibration runs inside another run
-    rest, before = list(variant.case.steps), None
+    driver = None
+    outer = Probe.active  # of the run that a calibration runs inside
+    rest = list(variant.case.steps)
+    before = None
     try:
         if split := process_restart(rest):
-            first, rest = rest[:split], rest[split + 1 :]
+            first = rest[:split]
+            rest = rest[split + 1 :]
             before, registry = run_first_part(
                 lambda: Driver(
                     variant,
@@ -201,7 +200,8 @@ def _drive(
                 trace,
                 lambda dead, error: _conclude(run, trace, dead, error),
             )
-        driver = (PairDriver if variant.case.config.engines else Driver)(
+        kind = PairDriver if variant.case.config.engines else Driver
+        driver = kind(
             variant,
             target,
             trace,
@@ -220,11 +220,8 @@ def _drive(
         raise
     except FirstPartEnded as ended:
         run.harness_error = ended.harness_error
-    except (
-        Exception,
-        HookTimeout,
-        SystemExit,
-    ) as error:  # whatever connector or engine raised is a finding; our faults are told apart
+    except (Exception, HookTimeout, SystemExit) as error:
+        # An error of the connector or the engine is a finding; `_culprit` separates ours from them.
         _conclude(run, trace, driver, error)
     finally:
         note_unfilled(trace)
@@ -234,12 +231,13 @@ def _drive(
 
 
 def _scrub(trace: Trace, tmp: str) -> None:
-    """Take the run's own directory out of error texts: the same run must give the same trace everywhere."""
+    """Replace the run's own directory in texts, so that equal runs have equal traces."""
     for event in trace.events:
         names = _TEXTS.get(event["kind"])
-        if names is None or (
-            event["kind"] == "hook.returned" and event["value"] in _SHORT and event["error"] is None
-        ):
+        if names is None:
+            continue
+        returned = event["kind"] == "hook.returned" and event["error"] is None
+        if returned and event["value"] in _SHORT:
             continue
         for name in names:
             text = event.get(name)
@@ -248,67 +246,68 @@ def _scrub(trace: Trace, tmp: str) -> None:
 
 
 def _conclude(run: Run, trace: Trace, driver: Driver | None, error: BaseException) -> str | None:
-    """Finish the trace of a run that stalled or crashed; returns the harness's error, if it is one."""
+    """Complete the trace of a run that stalled or crashed; return the harness's error or None."""
     try:
         if not isinstance(error, Stalled):
             _crashed(run, trace, driver, error)
         elif driver is not None:
             driver.close(shut_down=True, crashed=False)
-    except (
-        Exception,
-        HookTimeout,
-        SystemExit,
-    ) as late:  # closing a stalled run shuts the connector down, which may raise too
+    except (Exception, HookTimeout, SystemExit) as late:
+        # Closing a stalled run shuts the connector down, which may raise, too.
         _crashed(run, trace, driver, late)
     return run.harness_error
 
 
 def _crashed(run: Run, trace: Trace, driver: Driver | None, error: BaseException) -> None:
-    probe = Probe.active
-    last = probe.last_error if probe is not None else None
-    where, hook = _blame(error), None
+    """Emit the end of a run that crashed, and shut the connector down.
+
+    Sets the traceback of the run and, if the harness is at fault, its error.
+    """
     note_unfilled(trace)
-    if where == "harness" and lost(trace.events):
-        where = "engine"  # it asked for the impossible
-    if last is not None and (
-        last[1] is error or last[1] is error.__cause__ or last[1] is error.__context__
-    ):
-        where, hook = "hook", last[0]
-    elif driver is None and where != "harness":
-        where, hook = "hook", "__init__"
-    elif any(
-        e["kind"] == "hook.returned" and (e["mutated_args"] or not e["value_ok"])
-        for e in trace.events
-    ):
-        where = "engine"  # no engine need bear an illegal value
-    trace.emit("engine.crash", where=where, error=one_line(error), hook=hook)
+    where, hook = _culprit(trace, driver, error)
+    trace.emit("engine.crash", **crash(where, error, hook))
     run.traceback = "".join(traceback.format_exception(error))[-6000:]
     if where == "harness":
         run.harness_error = "".join(traceback.format_exception(error))[-3000:]
-    if not any(
-        e["kind"] == "run.end" for e in trace.events
-    ):  # a shutdown that raises comes after it
+    # A shutdown that raises comes after run.end.
+    if not any(e["kind"] == "run.end" for e in trace.events):
         if isinstance(trace, PairTrace):
             trace.on = None  # the end of all engines
         trace.emit("run.end", **run_cut_short())
     if driver is not None and not isinstance(error, HookTimeout):
         try:
             driver.shutdown()
-        except (
-            Exception,
-            HookTimeout,
-            SystemExit,
-        ) as late:  # the run is over; how the connector shuts down after a crash is only noted
-            trace.emit(
-                "engine.lifecycle",
-                op="shutdown",
-                pid=0,
-                error=f"{type(late).__name__}: {late}"[:200],
-            )
+        except (Exception, HookTimeout, SystemExit) as late:
+            # The run is over; an error of the shutdown after a crash is only recorded.
+            trace.emit("engine.lifecycle", **lifecycle("shutdown", error=late))
+
+
+def _culprit(trace: Trace, driver: Driver | None, error: BaseException) -> tuple[str, str | None]:
+    """Return where an error came from ("hook", "engine" or "harness"), and the name of the hook."""
+    where = blame(error)
+    if where == "harness" and lost(trace.events):
+        where = "engine"  # the engine asked for the impossible
+    probe = Probe.active
+    last = probe.last_error if probe is not None else None
+    if last is not None:
+        name, raised = last
+        if raised is error or raised is error.__cause__ or raised is error.__context__:
+            return "hook", name
+    if driver is None and where != "harness":
+        return "hook", "__init__"
+    if any(
+        e["kind"] == "hook.returned" and (e["mutated_args"] or not e["value_ok"])
+        for e in trace.events
+    ):
+        return "engine", None  # an engine need not cope with an illegal value
+    return where, None
 
 
 def _freeze() -> None:
-    """Take what importing vLLM left behind out of the garbage collector's sight: every run collects once to find leaked requests."""
+    """Exclude the objects of imported modules from garbage collection, once per process.
+
+    Every run collects once to find leaked requests, and importing vLLM creates many objects.
+    """
     global _frozen
     if not _frozen:
         gc.collect()

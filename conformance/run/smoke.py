@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first thing a worker does: can vLLM and the connector be imported, is it a connector, can it be constructed?
+"""Smoke test that a worker makes first: import vLLM and the connector, and construct it.
 
-What fails here would fail in every case, so it ends the run with one sentence instead.
+A failure here would occur in every case, so it ends the run with one sentence instead.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from kvconform.adapters import registry as adapters
 from kvconform.config.settings import Settings
@@ -18,11 +18,14 @@ from kvconform.errors import EnvironmentProblem, UsageError, one_line
 from kvconform.process import watchdog
 
 WANTS_CUDA = ("cuda", "dummy base class")
-"""What is in an error of a connector that wants CUDA, in lower case; the second is torch's own, where it was built without."""
+"""Words in the error of a connector that needs CUDA, in lower case.
+
+The second is in torch's error, if it was built without CUDA.
+"""
 
 
 def target_of(settings: Settings) -> Target:
-    """The connector under test, as the settings describe it."""
+    """Return the connector under test that the settings describe."""
     return Target(
         settings.connector,
         extra_config=settings.extra_config,
@@ -37,13 +40,19 @@ def target_of(settings: Settings) -> Target:
 
 
 def check(target: Target, tmp: Path, limit: float, *, engine: str = "all") -> None:
-    """Raises EnvironmentProblem for vLLM's troubles, UsageError for the connector's. Importing each must not take longer than `limit` s."""
+    """Check that vLLM and the connector can be imported, and that the connector can run.
+
+    Importing each of them may take `limit` seconds. EnvironmentProblem for a fault of vLLM or the
+    environment, UsageError for one of the connector.
+    """
     with _in_time("import of vLLM", limit):
         try:
-            import kvconform.compat.vllm_api  # noqa: F401  # prepares the environment for vLLM, and imports it
+            # Prepares the environment for vLLM, and imports it.
+            import kvconform.compat.vllm_api  # noqa: F401
         except Exception as error:  # vLLM's import runs code of many packages
+            reason = one_line(error).rstrip(".")
             raise EnvironmentProblem(
-                f"vLLM cannot be imported, or lacks what kvconform needs: {one_line(error).rstrip('.')}"
+                f"vLLM cannot be imported, or lacks what kvconform needs: {reason}"
             ) from error
     from kvconform.observe.static_checks import inspect_class
     from kvconform.run.promises import Plain, plain_case
@@ -53,40 +62,46 @@ def check(target: Target, tmp: Path, limit: float, *, engine: str = "all") -> No
         adapters.install(target.adapters)
         target.resolve()
     if engine == "live":
-        return  # whether vLLM starts with it is seen there; no other engine has to run it
+        return  # the run itself shows whether vLLM starts with it
     variant = Variant(plain_case(Plain(9, 1, 9, 9), 4), "reference", "sync", "v1", 1, 4)
     run = run_variant(variant, target, seed=0, tmp=tmp / "smoke")
     if run.lacks is not None:
-        raise EnvironmentProblem(
-            f"{target.connector} cannot run on the emulated device (docs/emulation.md): {run.lacks.rstrip('.')}"
-        )
+        where = "the emulated device (docs/emulation.md)"
+        reason = run.lacks.rstrip(".")
+        raise EnvironmentProblem(f"{target.connector} cannot run on {where}: {reason}")
     crash = next((e for e in run.trace if e["kind"] == "engine.crash"), None)
     if crash is not None and crash["hook"] == "__init__":
-        if not next(inspect_class(target.resolve(), {}, None))[1]:
-            return  # its shape is what vLLM refuses: api.constructor and lifecycle.constructs say so in every case
+        _, right_signature, _ = next(inspect_class(target.resolve(), {}, None))
+        if not right_signature:
+            return  # api.constructor and lifecycle.constructs report that in every case
         advice = "is its --extra-config right, or [extra_config] in its settings?"
-        sentence = (
-            f"the constructor of {target.connector} raised {crash['error'].rstrip('.')} ({advice})"
-        )
+        reason = crash["error"].rstrip(".")
+        sentence = f"the constructor of {target.connector} raised {reason} ({advice})"
         raise UsageError(sentence, run.traceback)
     if crash is not None and crash["where"] == "hook" and crash["step"] == 0:
-        advice = (
-            "it needs CUDA, which --emulate-cuda stands in for (docs/emulation.md)"
-            if target.device == "cpu"
-            and any(word in str(crash["error"]).lower() for word in WANTS_CUDA)
-            else "it cannot run on this machine; --half scheduler judges its scheduler half alone"
-            if target.half == "both"
-            else "it cannot start"
-        )
-        sentence = f"{crash['hook']} of {target.connector} raised {crash['error']} before the first request: {advice}"
+        hook = f"{crash['hook']} of {target.connector}"
+        advice = _advice(target, str(crash["error"]))
+        sentence = f"{hook} raised {crash['error']} before the first request: {advice}"
         raise EnvironmentProblem(sentence, run.traceback)
 
 
+def _advice(target: Target, error: str) -> str:
+    """Return what to do about an error of a hook before the first request."""
+    wants_cuda = any(word in error.lower() for word in WANTS_CUDA)
+    if target.device == "cpu" and wants_cuda:
+        return "it needs CUDA, which --emulate-cuda stands in for (docs/emulation.md)"
+    if target.half == "both":
+        return "it cannot run on this machine; --half scheduler judges its scheduler half alone"
+    return "it cannot start"
+
+
 @contextlib.contextmanager
-def _in_time(what: str, limit: float) -> Any:
+def _in_time(what: str, limit: float) -> Iterator[None]:
     try:
         with watchdog.hook(what, limit=limit):
             yield
     except watchdog.HookTimeout:
-        sentence = f"the {what} did not end within {limit:g} s; {watchdog.START_SECONDS} in the environment sets another limit"
-        raise (EnvironmentProblem if what.endswith("vLLM") else UsageError)(sentence) from None
+        advice = f"{watchdog.START_SECONDS} in the environment sets another limit"
+        sentence = f"the {what} did not end within {limit:g} s; {advice}"
+        problem = EnvironmentProblem if what.endswith("vLLM") else UsageError
+        raise problem(sentence) from None

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole run inside pytest: the controller, the workers, and their deaths."""
+"""A whole run inside pytest: the controller, its workers, and worker deaths."""

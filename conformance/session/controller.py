@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The controller's half of the plugin: hands settings to the workers, collects what they find, survives their
-deaths, writes the reports."""
+"""The controller's half of the pytest plugin.
+
+It sends the settings to the workers, collects their results, handles their deaths, and writes the
+reports.
+"""
 
 from __future__ import annotations
 
@@ -22,62 +25,67 @@ from kvconform.config.catalogue import check_connector_name, lacking
 from kvconform.config.selection import select
 from kvconform.config.settings import Settings
 from kvconform.errors import EnvironmentProblem, KvconformError, UsageError
-from kvconform.judge.verdict import Verdict, rows_for
+from kvconform.judge.records import CaseReport, Verdict
+from kvconform.judge.verdict import rows_for
 from kvconform.live.random import spec_for
 from kvconform.process.servers import Commands
-from kvconform.process.watchdog import read_note
+from kvconform.process.watchdog import Note, read_note
 from kvconform.report import jsonl, statement, summary, terminal
 from kvconform.report.collector import Collector
 from kvconform.report.html import page
-from kvconform.report.models import FooterLine, HeaderLine
+from kvconform.report.jsonl import FooterLine, HeaderLine
 from kvconform.report.terminal import Progress
 from kvconform.session import crash
 from kvconform.session.worker import SPENT, START
 
 STARTS = 3
-"""How many workers may die before they ran anything, or have trouble later on."""
+"""The run is aborted at this number of worker deaths before any case, or of worker failures."""
 
 
 class Controller:
-    """State of one run. Registered as a plugin; `exit_code` and `problem` (a sentence) are the result once pytest has ended.
+    """State of one run, registered as a pytest plugin.
 
-    Raises KvconformError when made, if the settings name something that is not there.
+    `exit_code` and `problem` are the result once pytest has ended. The constructor raises
+    KvconformError if the settings name something that does not exist.
     """
 
     def __init__(
         self, settings: Settings, console: Console, *, quiet_workers: bool = False
     ) -> None:
-        self.settings, self.console, self.quiet_workers = settings, console, quiet_workers
+        self.settings = settings
+        self.console = console
+        self.quiet_workers = quiet_workers
         self.vllm, self.warnings = check_vllm()
         self.warnings += lacking(settings.catalogue)
         check_connector_name(settings.connector, settings.pythonpath)
         self.spec = spec_for(settings)
-        self.collector = Collector(
-            self.spec, settings, select(self.spec, settings, self.vllm), self.vllm
-        )
+        selection = select(self.spec, settings, self.vllm)
+        self.collector = Collector(self.spec, settings, selection, self.vllm)
         self.folder = Path(settings.report_dir)
         self.scratch = Path(tempfile.mkdtemp(prefix="kvconform-run-"))
         self.commands = Commands(settings, self.scratch, self.folder / "logs" / "commands.log")
-        self.progress = Progress(console, len(self.collector.selection.variants))
-        self.began, self.started = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
+        self.progress = Progress(console, len(selection.variants))
+        self.began = time.monotonic()
+        self.started = datetime.now(UTC).isoformat(timespec="seconds")
         self.problem: KvconformError | None = None
         self.exit_code: int | None = None
         self._stream: jsonl.Stream | None = None
-        self._early_deaths = self._troubles = 0
+        self._early_deaths = 0
+        self._troubles = 0
         self._ran_something = False
 
-    # -- pytest's hooks --------------------------------------------------------------------------------------------------------------
+    # -- pytest's hooks
+
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self) -> None:
+        """Print the header, open the report, and run the set-up commands."""
         terminal.header(self.console, self.collector, self.warnings)
         try:
             self._stream = jsonl.Stream(self.folder, self.header())
         except OSError as error:
-            why = (
-                "it is a file, not a directory"
-                if self.folder.is_file()
-                else error.strerror or error
-            )
+            why = error.strerror or error
+            if self.folder.is_file():
+                why = "it is a file, not a directory"
             self.stop(
                 UsageError(f"the report cannot be written to {self.folder}: {why} (--report-dir)")
             )
@@ -88,50 +96,47 @@ class Controller:
         self.progress.start()
 
     def pytest_configure_node(self, node: Any) -> None:
+        """Send the settings to a worker."""
         node.workerinput["kvconform"] = self.for_worker()
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: Sequence[str]) -> None:
+        """Narrow the selection to the collected items."""
         self.collector.only({name[name.index("[") + 1 : -1] for name in ids if name.endswith("]")})
         self.progress.total = len(self.collector.selection.variants)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Narrow the selection to the collected items, without worker processes."""
         if session.items:
             self.pytest_xdist_node_collection_finished([item.name for item in session.items])
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Add the result of a run to the report."""
         text = getattr(report, "kvconform", None)
         if text is None:
             if report.when == "setup" and report.failed:
-                self.stop(
-                    EnvironmentProblem(
-                        f"a case could not be set up: {str(report.longrepr).strip().splitlines()[-1]}"
-                    )
-                )
+                why = str(report.longrepr).strip().splitlines()[-1]
+                self.stop(EnvironmentProblem(f"a case could not be set up: {why}"))
             return
-        payload = json.loads(text)
-        if "abort" in payload:
-            self._trouble(*payload["abort"])
-        self._take(payload["variant"], self.collector.add(payload))
+        found = CaseReport.from_dict(json.loads(text))
+        if found.abort is not None:
+            self._trouble(*found.abort)
+        self._take(found)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_handlecrashitem(self, crashitem: str, report: Any) -> None:
+        """Judge the run during which a worker died."""
         note = read_note(self.scratch / f"{report.node.gateway.id}.note")
         sentence = crash.sentence(note)
-        if (
-            note is not None and note.case == SPENT
-        ):  # after its answer, on purpose: what xdist made up says nothing about the case
-            report.outcome, report.when, report.longrepr = "passed", "setup", None
+        if note is not None and note.case == SPENT:
+            # The worker ended on purpose, after its result: xdist's crash report means nothing.
+            report.outcome = "passed"
+            report.when = "setup"
+            report.longrepr = None
             return
         starting = note is not None and note.case == START
         if note is not None and starting:
-            in_hook = note.hook is not None and note.hook.isidentifier() and note.hook != "__init__"
-            self._trouble(
-                1 if in_hook else 2,
-                f"{self.settings.connector} fails hook.keeps-process in the plainest run there is: {sentence}"
-                if in_hook
-                else f"{self.settings.connector} cannot be used: {sentence}",
-            )
+            self._died_at_start(note, sentence)
         variant = next(
             (v for v in self.collector.selection.variants if crashitem.endswith(f"[{v.id}]")), None
         )
@@ -140,7 +145,7 @@ class Controller:
             return
         if starting:
             wanted = [self.spec.requirements[name] for name in self.collector.selection.judged]
-            words = f"a worker that replaced another did not start: {sentence}"
+            words = f"a replacement worker did not start: {sentence}"
             rows = rows_for(wanted, variant, Verdict.ERROR, words, strict=self.settings.strict)
         else:
             rows = crash.rows_of(
@@ -152,27 +157,24 @@ class Controller:
                 self.settings.strict,
             )
         report.longrepr = f"{variant.id}: {sentence}"
-        self._take(variant.id, self.collector.put(variant.id, rows))
+        self._take(CaseReport(variant.id, rows=rows))
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any, error: object) -> None:
+        """Abort the run if workers keep dying before they have run a case."""
         if error is None or self._ran_something:
             return
         note = read_note(self.scratch / f"{node.gateway.id}.note")
-        if (
-            note is None or note.case is None
-        ):  # it died before it had anything to do, and its successor would too
+        if note is None or note.case is None:
+            # The worker died before it had a case; its replacement would die, too.
             self._early_deaths += 1
             if self._early_deaths >= STARTS:
                 log = self.folder / "logs" / f"{node.gateway.id}.log"
-                self.stop(
-                    EnvironmentProblem(
-                        f"worker processes cannot be started; what they said is in {log}"
-                    )
-                )
+                self.stop(EnvironmentProblem(f"worker processes cannot be started; see {log}"))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_internalerror(self, excrepr: Any) -> None:
+        """Record an internal error of pytest or a plugin as the problem of the run."""
         if self.problem is None:
             last = str(excrepr).strip().splitlines()[-1]
             self.problem = EnvironmentProblem(
@@ -180,11 +182,13 @@ class Controller:
             )
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        """Record the interruption as the problem of the run."""
         if self.problem is None and excinfo.errisinstance(KeyboardInterrupt):
             self.problem = EnvironmentProblem("interrupted")
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> Any:
+        """Write the reports after the workers have ended, and set the exit code."""
         try:
             return (yield)  # the workers end here
         finally:
@@ -192,20 +196,34 @@ class Controller:
             session.exitstatus = self.exit_code
 
     def pytest_unconfigure(self) -> None:
+        """Clean up; `pytest_sessionfinish` may not have been called."""
         self.clean_up()
 
-    # -- the rest --------------------------------------------------------------------------------------------------------------------
+    # -- the rest
+
     def for_worker(self) -> str:
-        """What a worker needs to know, as JSON."""
+        """Return what a worker needs to know, as JSON."""
         logs = str(self.folder / "logs") if self.quiet_workers else None
         settings = self.settings.model_dump(mode="json")
         return json.dumps(
             {"settings": settings, "vllm": self.vllm, "scratch": str(self.scratch), "logs": logs}
         )
 
+    def _died_at_start(self, note: Note, sentence: str) -> None:
+        """Handle the death of a worker during the first, simple run of the connector."""
+        name = self.settings.connector
+        if note.hook is not None and note.hook.isidentifier() and note.hook != "__init__":
+            self._trouble(1, f"{name} fails hook.keeps-process in the simplest run: {sentence}")
+        else:
+            self._trouble(2, f"{name} cannot be used: {sentence}")
+
     def _trouble(self, code: int, sentence: str) -> None:
-        """A worker cannot go on. Ends the run if that is how it begins, or if it goes on like that; else it is the trouble of the one case,
-        which has no answer: a worker that replaces another may meet what that one has not let go of yet."""
+        """Handle a worker that cannot continue.
+
+        Abort the run if no case has run yet, or at the STARTS-th time. Otherwise only the present
+        case is affected, and gets ERROR: a replacement worker may find resources that are still
+        held by its predecessor.
+        """
         self._troubles += 1
         if not self._ran_something or self._troubles >= STARTS:
             error = KvconformError(sentence)
@@ -213,48 +231,48 @@ class Controller:
             self.stop(error)
 
     def stop(self, error: KvconformError) -> None:
-        """End the run with a sentence. Does not return."""
+        """End the run with an error. Does not return."""
         self.problem = error
         pytest.exit(error.message, returncode=error.code)
 
-    def _take(self, variant: str, rows: list[Any]) -> None:
-        """Write down what is known about a variant now, and show that it is done."""
+    def _take(self, found: CaseReport) -> None:
+        """Write the results of a run to the report, and update the progress display."""
         self._ran_something = True
         assert self._stream is not None
-        note = self.collector.notes.get(variant)
-        about = jsonl.note_line(note) if note is not None else None
-        self._stream.write([*(jsonl.row_line(row) for row in rows), *([about] if about else [])])
-        self.progress.done(variant, rows)
+        found = self.collector.add(found)
+        self._stream.write(jsonl.lines_of(found))
+        self.progress.done(found.variant, found.rows)
 
     def header(self) -> HeaderLine:
-        """The report's first line, as far as it is known now."""
+        """Return the report's first line, with what is known so far."""
         return jsonl.header_of(self.collector, self.warnings)
 
     def finish(self) -> int:
-        """Tear down, write the reports, print the result; returns the exit code."""
+        """Tear down, write the reports, print the result, and return the exit code."""
         self.progress.stop()
         self.tear_down()
-        code = self._report() if self.collector.rows and self._stream is not None else 3
+        code = self._report() if self.collector.reports and self._stream is not None else 3
         if self.problem is not None:
             code = self.problem.code
-        elif not self.collector.rows:
+        elif not self.collector.reports:
             self.problem = EnvironmentProblem("nothing was run")
         self.clean_up()
         return code
 
     def tear_down(self) -> None:
-        """Run the tear-down commands, if they were not run yet."""
+        """Run the tear-down commands, unless they have run already."""
         for sentence in self.commands.down():
             self.console.print(f"[yellow]warning[/]     {escape(sentence)}")
 
     def clean_up(self) -> None:
-        """Leave nothing behind but the reports (with --debug, also the temporary files). pytest_sessionfinish need not have been called."""
+        """Remove everything but the reports; with --debug, keep temporary files. Idempotent."""
         self.progress.stop()
         self.tear_down()
         if not self.settings.debug:
             shutil.rmtree(self.scratch, ignore_errors=True)
 
     def _report(self) -> int:
+        """Write and print all reports, and return the exit code."""
         complete = not self.collector.missing()
         rows, found = self.collector.finish(date.today(), complete=complete)
         if self.problem is not None:
@@ -263,12 +281,12 @@ class Controller:
         seconds = time.monotonic() - self.began
         assert self._stream is not None
         self._stream.close()
-        footer = FooterLine(counts=found.counts, verdict=found.verdict)  # type: ignore[arg-type]
+        footer = FooterLine(counts=found.counts, verdict=found.verdict)
         try:
             jsonl.rewrite(
-                self._stream.path, self.header(), rows, self.collector.ordered_notes(), footer
+                self._stream.path, self.header(), rows, self.collector.ordered_reports(), footer
             )
-            told = summary.write(
+            totals = summary.write(
                 self.folder,
                 self.collector,
                 found,
@@ -276,7 +294,7 @@ class Controller:
                 started=self.started,
                 exit_code=code,
             )
-            page.write(self.folder, page.make(self.collector, self.header(), told, rows))
+            page.write(self.folder, page.make(self.collector, self.header(), totals, rows))
             statement.write(self.folder, statement.make(self.collector, found, judged=date.today()))
         except OSError as error:
             self.problem = self.problem or EnvironmentProblem(

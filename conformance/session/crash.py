@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows for a case whose worker process died: from the note that the process left, a trace is made up of what is known, and judged."""
+"""Rows for a run whose worker process died.
+
+The process leaves a note (kvconform.process.watchdog). A trace with the facts of the note is
+constructed, and judged like any other.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +14,22 @@ from typing import Any
 from kvconform.config.selection import Selection
 from kvconform.contract.capabilities import complete
 from kvconform.contract.case import Variant
-from kvconform.contract.events import run_cut_short, run_start
+from kvconform.contract.events import crash, never_returned, run_cut_short, run_start
 from kvconform.contract.loader import Spec
-from kvconform.judge.verdict import Row, Verdict, judge, new_row
+from kvconform.judge.narrate import narrate
+from kvconform.judge.records import Row, Verdict
+from kvconform.judge.verdict import judge, new_row
 from kvconform.process.watchdog import Note
 
-HANG, EXIT = "hook.terminates", "hook.keeps-process"
-"""The requirements that a hang and an exit of the process break."""
+HANG = "hook.terminates"
+"""The requirement that a hang breaks."""
+EXIT = "hook.keeps-process"
+"""The requirement that an exit of the process breaks."""
 
 
 @dataclass
 class DeadRun:
-    """What judge() wants to know about a run (verdict.RunLike)."""
+    """A run whose process died, for `judge` (kvconform.judge.verdict.RunLike)."""
 
     variant: Variant
     trace: list[dict[str, Any]]
@@ -31,17 +39,15 @@ class DeadRun:
 
 
 def sentence(note: Note | None) -> str:
-    """What happened, for a person."""
+    """Return a sentence for people about what happened."""
     if note is None:
-        return "the worker process died, and nothing is known about where"
-    where = f"in {note.hook}" if note.hook else "outside of any hook"
-    if note.hung:
+        return "the worker process died, and it is unknown where"
+    if note.hung and note.hook:
         limit = f" within {note.limit:g} s" if note.limit else ""
-        return (
-            f"{note.hook} did not return{limit} and could not be interrupted"
-            if note.hook
-            else f"the case did not end, it hung {where}"
-        )
+        return f"{note.hook} did not return{limit} and could not be interrupted"
+    if note.hung:
+        return "the case did not end; it hung outside of any hook"
+    where = f"in {note.hook}" if note.hook else "outside of any hook"
     return f"the process ended {where} (os._exit, or a fatal signal)"
 
 
@@ -53,8 +59,12 @@ def rows_of(
     caps: Mapping[str, Any],
     strict: bool,
 ) -> list[Row]:
-    """One row per judged requirement; the one that the death breaks is FAIL. `caps`: the connector's, if another case told them."""
-    hung, hook = note is not None and note.hung, note.hook if note is not None else None
+    """Return a row per judged requirement; that of the requirement that the death breaks is FAIL.
+
+    `caps`: the connector's capabilities, if an earlier case reported them.
+    """
+    hung = note is not None and note.hung
+    hook = note.hook if note is not None else None
     step = note.step if note is not None else 0
     requirements = [spec.requirements[name] for name in selection.judged]
     known = complete({}) | dict(caps)
@@ -62,6 +72,7 @@ def rows_of(
     rows = judge(
         requirements, {"connector": run}, known, strict=strict, disabled=set(selection.disabled)
     )
+    narrate(rows, run.trace, spec.requirements)
     culprit = HANG if hung else EXIT
     own = next((row for row in rows if row.requirement == culprit), None)
     if own is None and culprit in spec.requirements:
@@ -71,20 +82,20 @@ def rows_of(
     if own not in rows:
         rows.append(own)
     if own.verdict is not Verdict.DISABLED:
-        own.verdict, own.message, own.count, own.exercised, own.step = (
-            Verdict.FAIL,
-            sentence(note),
-            1,
-            1,
-            step or None,
-        )
+        own.verdict = Verdict.FAIL
+        own.message = sentence(note)
+        own.check = None
+        own.cause = (culprit, hook) if hook else (culprit,)
+        own.count = 1
+        own.exercised = 1
+        own.step = step or None
     return rows
 
 
 def _trace(
     variant: Variant, hung: bool, hook: str | None, step: int, text: str
 ) -> list[dict[str, Any]]:
-    """The made-up trace: the run began, the hook was called, and that was it."""
+    """Return a constructed trace: the run starts, the hook is called, and the process dies."""
     settings = variant.case.config
     start = run_start(
         seed=0,
@@ -99,24 +110,10 @@ def _trace(
     )
     events: list[dict[str, Any]] = [{"kind": "run.start", **start}]
     if hook is not None and hung:
-        called = {"hook": hook, "half": "worker", "rank": 0, "depth": 0}
+        called = {"hook": hook, "half": "worker", "rank": 0, "depth": 0, "seq": 1}
         events.append({"kind": "hook.called", **called, "bound": None, "thread": "main"})
-        returned = {
-            "kind": "hook.returned",
-            **called,
-            "error": "HookTimeout",
-            "error_text": text,
-            "value": None,
-            "value_ok": True,
-            "mutated_args": False,
-            "params_msgpack_ok": True,
-            "params_aliased": False,
-            "called_seq": 1,
-            "layer": None,
-            "timed_out": True,
-        }
-        events.append(returned)
+        events.append({"kind": "hook.returned", **never_returned(called, text)})
     where = "hook" if hung else "process"
-    events.append({"kind": "engine.crash", "where": where, "error": text, "hook": hook})
+    events.append({"kind": "engine.crash", **crash(where, text, hook)})
     events.append({"kind": "run.end", **run_cut_short()})
     return [{**event, "seq": seq, "step": step} for seq, event in enumerate(events)]

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts pytest for `kvconform run`: our plugin and xdist, nothing else that happens to be installed or configured where it is started."""
+"""Starts pytest for `kvconform run`, with the plugin of kvconform and xdist only.
+
+Other installed plugins, and pytest settings of the working directory, have no effect.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from kvconform.session.plugin import PRESET
 
 
 class _Preset:
-    """Hands our controller to the plugin (which finds it by this name)."""
+    """Pytest plugin that carries the controller; the kvconform plugin finds it by its name."""
 
     __name__ = PRESET
 
@@ -29,7 +32,10 @@ class _Preset:
 
 
 def run(settings: Settings) -> int:
-    """Judge; returns the exit code. Raises KvconformError if the run could not be made or not be completed."""
+    """Judge the connector of `settings`, and return the exit code.
+
+    Raises KvconformError if the run could not start or could not be completed.
+    """
     controller = Controller(settings, make_console(), quiet_workers=not settings.debug)
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
@@ -44,24 +50,29 @@ def run(settings: Settings) -> int:
         raise controller.problem
     if controller.exit_code is None:
         raise EnvironmentProblem(
-            f"pytest ended with status {status} before anything was run (--debug shows what it said)"
+            f"pytest ended with status {status} before anything was run (--debug shows its output)"
         )
     return controller.exit_code
 
 
 def _interrupt(*_: object) -> None:
-    """A request to end is answered as Ctrl-C is: with what was found out so far, and nothing left behind."""
+    """Handle SIGTERM like Ctrl-C: report the results so far, and clean up."""
     raise KeyboardInterrupt
 
 
 def _arguments(settings: Settings, controller: Controller) -> list[str]:
+    """Return pytest's arguments."""
+    # A live run takes minutes when its failing workload is reduced, so idle workers steal runs.
+    dist = "worksteal" if settings.engine == "live" else "load"
+    # Every run may end its worker: a worker whose hook hung is replaced.
+    restarts = 1000 + len(controller.collector.selection.variants)
     return [
         "--pyargs",
         "kvconform.session",
         f"--connector={settings.connector}",
         f"-n{settings.workers}",
-        f"--dist={'worksteal' if settings.engine == 'live' else 'load'}",  # a live run that is made smaller takes minutes
-        f"--max-worker-restart={1000 + len(controller.collector.selection.variants)}",  # one whose hook hung is replaced
+        f"--dist={dist}",
+        f"--max-worker-restart={restarts}",
         "--import-mode=importlib",
         f"-c{os.devnull}",
         f"--rootdir={Path.cwd()}",
@@ -70,15 +81,20 @@ def _arguments(settings: Settings, controller: Controller) -> list[str]:
         "-s",
         f"--junitxml={Path(settings.report_dir) / 'junit.xml'}",
         "-ojunit_suite_name=kvconform",
-        "-ojunit_duration_report=call",  # else a worker that was replaced has an entry, without a name
+        # Otherwise a replaced worker has an entry without a name.
+        "-ojunit_duration_report=call",
     ]
 
 
 @contextlib.contextmanager
 def hermetic(debug: bool, plugins: str) -> Iterator[None]:
-    """No plugins but these and no options of others; pytest's own output goes nowhere (the controller writes to the real one)."""
-    others = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS", "PYTEST_DISABLE_PLUGIN_AUTOLOAD")
-    before = {name: os.environ.pop(name, None) for name in others}
+    """Isolate pytest from the environment: load only `plugins`, and ignore PYTEST_ADDOPTS.
+
+    Standard output and error are discarded unless `debug`; the controller has the real standard
+    output. The environment is restored at the end.
+    """
+    variables = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS", "PYTEST_DISABLE_PLUGIN_AUTOLOAD")
+    before = {name: os.environ.pop(name, None) for name in variables}
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     os.environ["PYTEST_PLUGINS"] = plugins
     try:

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pytest plugin (entry point `pytest11`). Loaded by every pytest run where kvconform is installed, so it imports nothing heavy and does
-nothing until `--connector` is given."""
+"""The pytest plugin (entry point `pytest11`).
+
+Every pytest run loads it where kvconform is installed. Therefore it imports nothing heavy, and does
+nothing without `--connector`.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,14 @@ import pytest
 WORKER = "kvconform-worker"
 CONTROLLER = "kvconform-controller"
 PRESET = "kvconform-preset"
+"""Name of the plugin by which `kvconform run` provides its controller."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--connector` switches the plugin on; the other options are those of `kvconform run`, with a prefix that collides with nobody's."""
+    """Add the options of `kvconform run`, with the prefix `kvconform-` to avoid collisions.
+
+    `--connector` activates the plugin.
+    """
     group = parser.getgroup(
         "kvconform", "conformance of vLLM KV connectors (pytest --pyargs kvconform --connector ...)"
     )
@@ -30,7 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--extra-config",
         metavar="JSON|@FILE",
-        help="its kv_connector_extra_config; {tmp} is a directory of each case's own",
+        help="its kv_connector_extra_config; {tmp} is a separate directory for each case",
     )
     group.addoption(
         "--kvconform-config",
@@ -53,13 +60,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--kvconform-shard",
         metavar="I/N",
-        help="only this part of the runs; kvconform merge joins the parts",
+        help="only this part of the runs; kvconform merge merges the reports",
     )
     group.addoption(
         "--kvconform-profile", metavar="NAME", help="profile to judge by (default: core)"
     )
     group.addoption(
-        "--kvconform-report-dir", metavar="DIR", help="where reports go (default: kvconform-report)"
+        "--kvconform-report-dir",
+        metavar="DIR",
+        help="directory of the reports (default: kvconform-report)",
     )
     group.addoption("--kvconform-seed", type=int, metavar="N", help="seed of prompts and tokens")
     group.addoption(
@@ -79,15 +88,11 @@ def _active(config: pytest.Config) -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_cmdline_main(config: pytest.Config) -> Iterator[None]:
-    """Cases run in worker processes, also without -n; a dead worker is always replaced."""
+    """Run cases in worker processes, also without -n, and replace every worker that dies."""
     option = config.option
     xdist = config.pluginmanager.hasplugin("xdist") and not hasattr(config, "workerinput")
-    if (
-        _active(config)
-        and xdist
-        and not config.getoption("usepdb", False)
-        and not config.getoption("collectonly", False)
-    ):
+    in_process = config.getoption("usepdb", False) or config.getoption("collectonly", False)
+    if _active(config) and xdist and not in_process:
         if not option.numprocesses and not option.tx:
             option.numprocesses = 1
         if option.maxworkerrestart is None:
@@ -96,22 +101,22 @@ def pytest_cmdline_main(config: pytest.Config) -> Iterator[None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Become the controller or a worker, or both if there are no worker processes."""
+    """Register the controller or a worker, or both if there are no worker processes."""
     if not _active(config):
         return
-    handed = getattr(config, "workerinput", {}).get("kvconform")
-    if handed is None:
+    received = getattr(config, "workerinput", {}).get("kvconform")
+    if received is None:
         if hasattr(config, "workerinput"):
             return
         controller = _controller(config)
         config.pluginmanager.register(controller, CONTROLLER)
-        handed = controller.for_worker()
+        received = controller.for_worker()
         if config.getoption("dist", "no") != "no":
             return
     from kvconform.config.settings import Settings
     from kvconform.session.worker import MAIN, Worker
 
-    data = json.loads(handed)
+    data = json.loads(received)
     name = getattr(config, "workerinput", {}).get("workerid", MAIN)
     logs = Path(data["logs"]) if data["logs"] else None
     worker = Worker(
@@ -121,17 +126,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Of the package, collect the cases alone: snapshots have a plugin of their own, and the links lead to folders without tests."""
+    """Collect nothing of the kvconform package but this folder.
+
+    Snapshots have a plugin of their own, and the links in the package lead to folders without
+    tests.
+    """
     here = Path(__file__).parent
-    return (
-        True
-        if _active(config) and collection_path.parent == here.parent and collection_path != here
-        else None
-    )
+    elsewhere = collection_path.parent == here.parent and collection_path != here
+    return True if _active(config) and elsewhere else None
 
 
 def _controller(config: pytest.Config) -> Any:
-    """The controller: that of `kvconform run`, or one with the settings merged here. pytest.UsageError for bad ones."""
+    """Return the controller of `kvconform run`, or a new one with the settings of pytest's options.
+
+    Raises pytest.UsageError for bad settings.
+    """
     preset = config.pluginmanager.get_plugin(PRESET)
     if preset is not None:
         return preset.controller

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `pytest --pyargs kvconform --connector ...` collects: one item per run of a case."""
+"""The items of `pytest --pyargs kvconform --connector ...`: one per run of a case."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_case(request: pytest.FixtureRequest, variant: Any) -> None:
-    """One run of a case, with the runs that it is compared with, judged by every requirement."""
+    """Make one run of a case, and the runs it is compared with, and judge all requirements."""
     worker: Any = request.config.pluginmanager.get_plugin(WORKER)
     worker.run(request.node, variant)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m kvconform.versions`: judge a connector in the releases of a plan, and report what changed between them.
+"""Judge a connector in several vLLM releases, and report what changed between them.
 
-Exit code 0: conformant in every release (also partly); 1: not in one of them; 2: usage; 3: one of them could not be run (to its end).
+Exit code 0: conformant in every release, or partially; 1: not conformant in one of them; 2: usage;
+3: one of them could not be run, or not completely.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from kvconform.versions.matrix import RELEASES, Place, Release
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one sentence."""
+    """Argument parser that reports an error in one sentence."""
 
     def error(self, message: str) -> NoReturn:
-        """Raises UsageError."""
+        """Raise UsageError."""
         raise UsageError(f"{message} (--help shows the options)")
 
 
 def parser() -> Parser:
-    """The options."""
+    """Return the parser of the command line."""
     found = Parser(prog="nox -s versions --", description=__doc__, allow_abbrev=False)
     found.add_argument(
         "--plan",
@@ -52,7 +53,8 @@ def parser() -> Parser:
     )
     found.add_argument(
         "--connector",
-        help="package.module:Class, or a name registered in vLLM's factory (default: the reference connector)",
+        help="package.module:Class, or a name registered in vLLM's factory"
+        " (default: the reference connector)",
     )
     found.add_argument("--extra-config", metavar="JSON|@FILE", help="its kv_connector_extra_config")
     found.add_argument(
@@ -91,7 +93,7 @@ def parser() -> Parser:
     found.add_argument(
         "--keep",
         action="store_true",
-        help="keep what each release's process wrote and said, in DIR/runs",
+        help="keep the files and output of each release's process, in DIR/runs",
     )
     found.add_argument(
         "--all-runs", action="store_true", help="every block size and queue depth, too"
@@ -100,7 +102,7 @@ def parser() -> Parser:
 
 
 def places(options: argparse.Namespace) -> list[Place]:
-    """The releases, the oldest first. UsageError for none, for one twice, and for a plan that is none."""
+    """Return the releases, oldest first. UsageError for none, duplicates, and an invalid plan."""
     found = []
     if options.plan:
         try:
@@ -119,7 +121,8 @@ def places(options: argparse.Namespace) -> list[Place]:
         found.append(Place(release, python))
     if not found:
         raise UsageError(
-            f"no release to run: give --at RELEASE=PYTHON, or use nox -s versions -- --vllm {','.join(RELEASES[-2:])}"
+            "no release to run: give --at RELEASE=PYTHON, or use"
+            f" nox -s versions -- --vllm {','.join(RELEASES[-2:])}"
         )
     names = [place.release for place in found]
     if twice := next((name for name in names if names.count(name) > 1), None):
@@ -130,7 +133,7 @@ def places(options: argparse.Namespace) -> list[Place]:
 
 
 def settings_of(options: argparse.Namespace) -> Settings:
-    """The settings of the runs. UsageError as for `kvconform run`."""
+    """Return the settings of the runs. UsageError as for `kvconform run`."""
     given: dict[str, Any] = {
         name: getattr(options, name)
         for name in ("connector", "engine", "scheduling", "select", "seed", "report_dir")
@@ -149,7 +152,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the matrix, write and print the report; returns the exit code."""
+    """Run the matrix, write and print the report, and return the exit code."""
     began = time.monotonic()
     where, settings, spec = places(options), settings_of(options), load_spec()
     check_connector_name(settings.connector, settings.pythonpath)
@@ -159,13 +162,11 @@ def run(options: argparse.Namespace) -> int:
     snapshots = not options.no_snapshots
     at_once = options.jobs or matrix.jobs(len(where))
     folder = Path(settings.report_dir)
-    print(
-        f"kvconform versions: {settings.connector} in {len(where)} release{'s' * (len(where) > 1)}, {at_once} at a time",
-        flush=True,
-    )
+    count = f"{len(where)} release{'s' * (len(where) > 1)}"
+    print(f"kvconform versions: {settings.connector} in {count}, {at_once} at a time", flush=True)
     lock = threading.Lock()
 
-    def tell(release: Release) -> None:
+    def report(release: Release) -> None:
         with lock:
             print(page.summary(release), flush=True)
 
@@ -179,7 +180,7 @@ def run(options: argparse.Namespace) -> int:
             at_once=at_once,
             snapshots=snapshots,
             all_runs=options.all_runs,
-            tell=tell,
+            report=report,
         )
         between = changes.neighbours(found, spec)
     try:
@@ -191,28 +192,25 @@ def run(options: argparse.Namespace) -> int:
         ) from None
     for change in between:
         print(page.line(change))
-    print(
-        f"reports     {os.path.relpath(folder)}/versions.md, versions.json  in {time.monotonic() - began:.0f} s"
-    )
+    seconds = time.monotonic() - began
+    print(f"reports     {os.path.relpath(folder)}/versions.md, versions.json  in {seconds:.0f} s")
     return exit_code(found)
 
 
 def exit_code(releases: list[Release]) -> int:
-    """The worst of the releases: 1 not conformant, 3 not run or not to the end, 0."""
+    """Return the worst of the releases: 1 not conformant, 3 not run or not completely, 0."""
     if any(
         release.found is not None and release.found.failed or release.verdict == "nonconformant"
         for release in releases
     ):
         return 1
-    return (
-        3
-        if any(release.problem or release.verdict in ("error", "not run") for release in releases)
-        else 0
-    )
+    if any(release.problem or release.verdict in ("error", "not run") for release in releases):
+        return 3
+    return 0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point: one sentence per error."""
+    """Run the command line; an error is one sentence on stderr. Return the exit code."""
     try:
         return run(parser().parse_args(arguments))
     except KvconformError as error:

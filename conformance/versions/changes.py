@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What changed from one release to the next: verdicts, the interface, the order of hooks, metadata, stored KV, and the engine itself."""
+"""What changed from one vLLM release to the next: verdicts, interface, hooks, snapshots, engine."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise, zip_longest
+from typing import Any, Protocol
 
 from kvconform.contract.loader import Spec
 from kvconform.judge.aggregate import WORST_FIRST
+from kvconform.snapshots.compare import hook_changes, run_differences
+from kvconform.snapshots.difference import Difference, merged
+from kvconform.snapshots.value import shape
 from kvconform.versions.matrix import Release
+from kvconform.versions.observe import EngineEvent
 
 ASPECTS = {
     "schedule": "what is scheduled",
@@ -22,21 +25,96 @@ ASPECTS = {
 """The engine without a connector, in four views."""
 
 
+class Finding(Protocol):
+    """Something that changed. Findings with equal sorts are one Group."""
+
+    def sort(self) -> Hashable:
+        """Return what it shares with findings of its sort; the wording plays no part."""
+
+    def sentence(self) -> str:
+        """Return it in words."""
+
+
+@dataclass(frozen=True)
+class EngineChange:
+    """The first event of a view that differs: `was` in the old release, `now` in the new one."""
+
+    was: EngineEvent | None
+    now: EngineEvent | None
+
+    def sort(self) -> Hashable:
+        """Return the events without numbers and names of requests."""
+        return _event_sort(self.was), _event_sort(self.now)
+
+    def sentence(self) -> str:
+        """Return both events in words."""
+        if self.was is not None and self.now is not None:
+            return f"{_described(self.now)} instead of {_described(self.was)}"
+        if self.was is not None:
+            return f"{_described(self.was)} is gone"
+        return f"{_described(self.now or {})} is new"
+
+
+def _event_sort(event: EngineEvent | None) -> Hashable:
+    if event is None:
+        return None
+    return tuple(
+        (name, bool(value) if isinstance(value, list) else shape(value))
+        for name, value in event.items()
+        if name not in ("step", "req")
+    )
+
+
+def _described(e: EngineEvent) -> str:
+    match e["kind"]:
+        case "step.scheduled":
+            names = ("new", "cached", "resumed", "preempted", "finished")
+            parts = [f"{name} {', '.join(map(str, e[name]))}" for name in names if e[name]]
+            said = "; ".join([f"{e['total']} tokens", *parts])
+        case "req.scheduled" if "table" in e:
+            said = f"{e['req']} has blocks {e['table']}"
+        case "req.scheduled":
+            names = ("computed", "scheduled", "placeholders", "known", "drafts")
+            said = f"{e['req']} {e['listed_as']} {' '.join(f'{n}={e[n]}' for n in names)}"
+        case "req.state":
+            said = f"{e['req']} {e['from'] or '-'} -> {e['to']} ({e['reason']}) {_counts(e)}"
+        case "req.finished":
+            said = f"{e['req']} ends as {e['status']}, {_counts(e)}"
+        case "cache.reset":
+            said = f"prefix cache reset {e['phase']}, returned {e['returned']}"
+        case "sample":
+            said = f"{e['req']} output {e['index']} = {e['token']}"
+        case _:
+            said = f"{e['kind']} {e['error']}"
+    return f"step {e['step']}: {said}"
+
+
+def _counts(event: EngineEvent) -> str:
+    return f"computed={event['computed']} known={event['known']}"
+
+
 @dataclass
 class Group:
-    """Changes of one sort. `what`: the first of them in words; `where`: the runs that have it."""
+    """Findings of one sort: the first of them, and the runs that have one."""
 
-    what: str
+    finding: Finding
     where: list[str] = field(default_factory=list)
+
+    @property
+    def what(self) -> str:
+        """The first finding in words."""
+        return self.finding.sentence()
 
 
 @dataclass
 class Change:
-    """From release `old` to `new`. Empty lists: nothing of that sort. `compared`: runs that both have; `snapshots`: those with snapshots.
+    """What changed from release `old` to `new`; an empty list or dictionary means nothing.
 
-    `flipped`: requirement -> (was, is), over these runs, without those in which the harness failed; `runs_flipped`: how many verdicts of
-    single runs differ. `begin`, `cease`: requirements that are in force in only one of them. `order_compared`: runs whose hooks are
-    compared: where the engine goes another way, so do its calls.
+    `compared`: runs that both releases have; `snapshots`: those with snapshots.
+    `flipped`: requirement -> (was, is), over these runs, without verdicts ERROR.
+    `runs_flipped`: how many verdicts of single runs differ.
+    `begin`, `cease`: requirements that are in force in only one of the releases.
+    `order_compared`: runs whose hooks are compared, because the engine does the same in both.
     """
 
     old: str
@@ -63,29 +141,16 @@ class Change:
 
 
 def neighbours(releases: Iterable[Release], spec: Spec) -> list[Change]:
-    """A Change per pair of neighbours among those that could be judged; what lies between is not skipped silently: see the report."""
+    """Return a Change per pair of neighbours among the releases that could be judged."""
     ran = [release for release in releases if release.verdicts]
     return [compare(old, new, spec) for old, new in pairwise(ran)]
 
 
 def compare(old: Release, new: Release, spec: Spec) -> Change:
-    """All that changed."""
+    """Return all that changed."""
     change = Change(old.release, new.release)
     _verdicts(change, old, new, spec)
-    change.hooks_new = {
-        name: text for name, text in new.signatures.items() if name not in old.signatures
-    }
-    change.hooks_gone = {
-        name: text for name, text in old.signatures.items() if name not in new.signatures
-    }
-    both = [name for name in old.signatures if name in new.signatures]
-    change.signatures = {
-        n: (old.signatures[n], new.signatures[n])
-        for n in both
-        if old.signatures[n] != new.signatures[n]
-    }
-    change.fields_new = [name for name in new.fields if name not in old.fields]
-    change.fields_gone = [name for name in old.fields if name not in new.fields]
+    _interface(change, old, new)
     runs = [
         name
         for name in old.hooks
@@ -93,23 +158,32 @@ def compare(old: Release, new: Release, spec: Spec) -> Change:
     ]
     change.order_compared = len(runs)
     change.order = grouped(
-        (name, sentence) for name in runs for sentence in order(old.hooks[name], new.hooks[name])
+        (name, finding) for name in runs for finding in order(old.hooks[name], new.hooks[name])
     )
     change.snapshots = sum(name in new.snapshots for name in old.snapshots)
-    change.metadata, change.answers, change.stored = (
-        _texts(kind, old, new) for kind in ("metadata", "answers", "stored")
-    )
+    change.metadata = _snapshots("metadata", old, new)
+    change.answers = _snapshots("answers", old, new)
+    change.stored = _snapshots("stored", old, new)
     _engine(change, old, new)
     return change
+
+
+def _interface(change: Change, old: Release, new: Release) -> None:
+    was, now = old.signatures, new.signatures
+    change.hooks_new = {name: text for name, text in now.items() if name not in was}
+    change.hooks_gone = {name: text for name, text in was.items() if name not in now}
+    change.signatures = {
+        name: (text, now[name]) for name, text in was.items() if name in now and text != now[name]
+    }
+    change.fields_new = [name for name in new.fields if name not in old.fields]
+    change.fields_gone = [name for name in old.fields if name not in new.fields]
 
 
 def _verdicts(change: Change, old: Release, new: Release, spec: Spec) -> None:
     assert old.found is not None and new.found is not None
     was, now = old.found.status, new.found.status
-    change.begin, change.cease = (
-        [n for n in now if n not in was and n in spec.requirements],
-        [n for n in was if n not in now],
-    )
+    change.begin = [name for name in now if name not in was and name in spec.requirements]
+    change.cease = [name for name in was if name not in now]
     runs = [name for name in old.verdicts if name in new.verdicts]
     change.compared = len(runs)
     before: dict[str, set[str]] = {}
@@ -130,47 +204,27 @@ def _verdicts(change: Change, old: Release, new: Release, spec: Spec) -> None:
 
 
 def worst(verdicts: set[str]) -> str:
-    """What a requirement comes to with these verdicts of its runs."""
+    """Return the verdict of a requirement from those of its runs."""
     return next(verdict.value for verdict in WORST_FIRST if verdict.value in verdicts)
 
 
-def order(old: list[list[Any]], new: list[list[Any]]) -> list[str]:
-    """Sentences about the hooks of one run, each once: `get_finished is called before wait_for_save now`."""
-    before, after = {step: names for step, names in old}, {step: names for step, names in new}
-    found: dict[str, list[int]] = {}
-    for step in sorted({*before, *after}):
-        was, now = before.get(step, []), after.get(step, [])
-        for sentence in _order(was, now) if was != now else ():
-            found.setdefault(sentence, []).append(step)
-    return [f"step {steps[0]}: {sentence}" for sentence, steps in found.items()]
-
-
-def _order(was: list[str], now: list[str]) -> list[str]:
-    parts = [f"{name} is called" for name in dict.fromkeys(now) if name not in was]
-    parts += [f"{name} is not called" for name in dict.fromkeys(was) if name not in now]
-    both = [
-        name for name in dict.fromkeys(was) if name in now and was.count(name) != now.count(name)
-    ]
-    parts += [
-        f"{name} is called {now.count(name)} times instead of {was.count(name)}" for name in both
-    ]
-    if not parts:
-        place = next(i for i, (a, b) in enumerate(zip(was, now, strict=True)) if a != b)
-        parts = [f"{now[place]} is called before {was[place]}"]
-    return parts
-
-
-def _texts(kind: str, old: Release, new: Release) -> list[Group]:
-    from kvconform.snapshots.compare import differences
-
-    both = [name for name in old.snapshots if name in new.snapshots]
-    pairs = (
-        (name, differences(old.snapshots[name][kind], new.snapshots[name][kind])) for name in both
+def order(old: list[list[Any]], new: list[list[Any]]) -> list[Difference]:
+    """Return the differences between the hooks of one run, each in the first step that has it."""
+    before, after = dict(old), dict(new)
+    found = merged(
+        replace(one, steps=(step,))
+        for step in sorted({*before, *after})
+        for one in hook_changes(before.get(step, []), after.get(step, []))
     )
+    return [replace(one, steps=one.steps[:1]) for one in found]
+
+
+def _snapshots(kind: str, old: Release, new: Release) -> list[Group]:
     return grouped(
-        (name, sentence.partition(": ")[2] or sentence)
-        for name, sentences in pairs
-        for sentence in sentences
+        (name, finding)
+        for name in old.snapshots
+        if name in new.snapshots
+        for finding in run_differences(old.snapshots[name][kind], new.snapshots[name][kind])
     )
 
 
@@ -180,44 +234,34 @@ def _engine(change: Change, old: Release, new: Release) -> None:
     change.engine_same = sum(old.engine[name] == new.engine[name] for name in runs)
     for aspect in ASPECTS:
         found = [
-            (name, text)
+            (name, finding)
             for name in runs
-            if (text := first_difference(old.engine[name][aspect], new.engine[name][aspect]))
+            if (finding := first_difference(old.engine[name][aspect], new.engine[name][aspect]))
         ]
         if found:
             change.engine[aspect] = grouped(found)
 
 
-def first_difference(old: list[str], new: list[str]) -> str | None:
-    """`step 3: a RUNNING -> ... instead of step 3: ...`: the first line that differs; None if none does."""
-    for was, now in zip(old, new, strict=False):
+def first_difference(old: list[EngineEvent], new: list[EngineEvent]) -> EngineChange | None:
+    """Return the first events that differ; None if none do."""
+    for was, now in zip_longest(old, new):
         if was != now:
-            return f"{now} instead of {was}"
-    if len(old) == len(new):
-        return None
-    longer, word = (old, "is gone") if len(old) > len(new) else (new, "is new")
-    return f"{longer[min(len(old), len(new))]} {word}"
+            return EngineChange(was, now)
+    return None
 
 
-def grouped(found: Iterable[tuple[str, str]]) -> list[Group]:
-    """(run, sentence) by sort: those that differ in numbers and names of requests only are of one sort. The most frequent first."""
-    groups: dict[str, Group] = {}
-    for run, sentence in found:
-        group = groups.setdefault(sort_of(sentence), Group(sentence))
+def grouped(found: Iterable[tuple[str, Finding]]) -> list[Group]:
+    """Return the findings by sort, each with its run; the sorts in most runs come first."""
+    groups: dict[Hashable, Group] = {}
+    for run, finding in found:
+        group = groups.setdefault(finding.sort(), Group(finding))
         if run not in group.where:
             group.where.append(run)
     return sorted(groups.values(), key=lambda group: -len(group.where))
 
 
-def sort_of(sentence: str) -> str:
-    """A sentence without what differs from run to run: numbers, lists of them, digests, one-letter names of requests."""
-    text = re.sub(r"\[[^\[\]]*\]", "[]", sentence)
-    text = re.sub(r"\b[0-9a-f]{12,}\b|\b[a-z]\d*\b|\d+", "*", text)
-    return re.sub(r"\*(?:, \*)+", "*", text)
-
-
 def as_data(change: Change) -> Mapping[str, Any]:
-    """JSON-able; groups as {what, runs}."""
+    """Return a Change as JSON data; groups as {what, runs}."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, Group):

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A connector judged in many vLLM releases, and what changed from one release to the next: `python -m kvconform.versions`.
+"""Judges a connector in many vLLM releases.
 
-Runs kvconform.versions.observe with the Python of each release, some at a time, and reads what it wrote.
+It runs kvconform.versions.observe with the Python of each release, several at a time, and reads
+what the processes wrote.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from kvconform.config.selection import select
 from kvconform.config.settings import Settings
 from kvconform.contract.loader import Spec
 from kvconform.judge.aggregate import Aggregate
-from kvconform.judge.verdict import Row, Verdict, new_row
+from kvconform.judge.records import CaseReport, Verdict
 from kvconform.process.watchdog import read_note
-from kvconform.report.collector import CaseNotes, Collector
+from kvconform.report.collector import Collector
 from kvconform.session import crash
-from kvconform.versions.observe import Job, chosen, lines
+from kvconform.snapshots.document import Run
+from kvconform.versions.observe import EngineEvent, Job, chosen, lines
 
 RELEASES = (
     "0.11.2",
@@ -42,11 +44,10 @@ RELEASES = (
     "0.32.0",
     "0.33.0",
 )
-"""The releases that are compared when none are named: those in which the interface or the scheduler's protocol changed."""
-
+"""The default: releases in which the interface or the scheduler's protocol changed."""
 
 MEMORY = 1500 * 2**20
-"""Bytes that a process needs: vLLM's modules are half of it."""
+"""Bytes that a process needs; vLLM's modules are half of it."""
 
 DEATHS = 5
 """How often a process may die in one release."""
@@ -54,7 +55,7 @@ DEATHS = 5
 
 @dataclass(frozen=True)
 class Place:
-    """A release and the Python that has it, or why there is none."""
+    """A release and the Python that has it, or the problem why there is none."""
 
     release: str
     python: str | None = None
@@ -63,10 +64,12 @@ class Place:
 
 @dataclass
 class Release:
-    """What came of a release. `verdicts`: run -> requirement -> verdict; `hooks` and `engine` as in observe; `snapshots`: run -> kind ->
-    text; `messages`: what the first failure of a requirement says; `harness`: error of the harness -> runs.
+    """Result of a release.
 
-    `problem`: why it could not be judged, or not to the end.
+    `verdicts`: run -> requirement -> verdict. `hooks`, `engine`: as in observe.
+    `snapshots`: run -> kind -> snapshot. `no_snapshot`: run -> problem.
+    `messages`: requirement -> message of its first failure. `harness`: error -> runs.
+    `problem`: why the release could not be judged, or not completely.
     """
 
     release: str
@@ -81,35 +84,29 @@ class Release:
     messages: dict[str, str] = field(default_factory=dict)
     harness: dict[str, list[str]] = field(default_factory=dict)
     hooks: dict[str, list[list[Any]]] = field(default_factory=dict)
-    engine: dict[str, dict[str, list[str]]] = field(default_factory=dict)
-    snapshots: dict[str, dict[str, str]] = field(default_factory=dict)
+    engine: dict[str, dict[str, list[EngineEvent]]] = field(default_factory=dict)
+    snapshots: dict[str, dict[str, Run]] = field(default_factory=dict)
     no_snapshot: dict[str, str] = field(default_factory=dict)
     found: Aggregate | None = None
 
     @property
     def verdict(self) -> str:
-        """`conformant`, `partial`, `nonconformant`, `error`; or `not run`."""
+        """Return `conformant`, `partial`, `nonconformant`, `error`; or `not run`."""
         return self.found.verdict if self.found is not None else "not run"
 
 
 def jobs(count: int) -> int:
-    """How many releases to run at a time: one per core, at most as many as fit into memory."""
+    """Return how many releases to run at a time: one per core, as far as memory allows."""
     try:
-        free = (
-            int(
-                next(
-                    line
-                    for line in Path("/proc/meminfo").read_text().splitlines()
-                    if line.startswith("MemAvailable")
-                ).split()[1]
-            )
-            * 1024
-        )
+        memory = Path("/proc/meminfo").read_text().splitlines()
+        available = next(line for line in memory if line.startswith("MemAvailable"))
+        free = int(available.split()[1]) * 1024
     except (OSError, StopIteration):
         free = 2 * MEMORY
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
     return max(1, min(count, cores, free // MEMORY))
 
 
@@ -122,9 +119,12 @@ def run(
     at_once: int,
     snapshots: bool,
     all_runs: bool,
-    tell: Callable[[Release], None],
+    report: Callable[[Release], None],
 ) -> list[Release]:
-    """All releases, in the order of `places`. Writes below `folder`; `tell` hears of each release when it is done, from any thread."""
+    """Return the releases in the order of `places`. Writes below `folder`.
+
+    `report` is called with each release when it is done, from any thread.
+    """
 
     def one(place: Place) -> Release:
         release = Release(place.release, problem=place.problem)
@@ -139,7 +139,7 @@ def run(
             )
             _read(release, out, settings, spec, all_runs=all_runs)
             release.seconds = round(time.monotonic() - began, 1)
-        tell(release)
+        report(release)
         return release
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -148,18 +148,15 @@ def run(
 
 
 def _observe(place: Place, release: Release, job: Job, folder: Path) -> Path:
-    """Start the process until it has come to its end, or died too often. Returns the file of its lines."""
+    """Run the process, again each time it dies, up to a limit; return the file of its lines."""
     out, job_file, log = (
         folder / f"{place.release}.{name}" for name in ("jsonl", "job.json", "log")
     )
     out.unlink(missing_ok=True)
     job_file.write_text(job.model_dump_json(), encoding="utf-8")
     command = [str(place.python), "-m", "kvconform.versions.observe", str(job_file), str(out)]
-    environment = {
-        **os.environ,
-        "PYTHONHASHSEED": "0",
-        **job.settings.env,
-    }  # without a seed, older releases hash blocks at random
+    # without a seed, older releases hash blocks at random
+    environment = {**os.environ, "PYTHONHASHSEED": "0", **job.settings.env}
     for _ in range(DEATHS + 1):
         with log.open("ab") as said:
             try:
@@ -177,13 +174,11 @@ def _observe(place: Place, release: Release, job: Job, folder: Path) -> Path:
             return out
         started = [line["variant"] for line in written if line["type"] == "start"]
         finished = {line["variant"] for line in written if line["type"] == "run"}
-        if (
-            not started or started[-1] in finished or started[-1] in release.deaths
-        ):  # not in a run: the next one would end as it did
-            last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:] or [
-                f"status {status}"
-            ]
-            release.problem = f"the process ended before it was done: {last[0][:300]}"
+        died_in_new_run = started and started[-1] not in (*finished, *release.deaths)
+        if not died_in_new_run:  # another process would end in the same way
+            printed = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            last = printed[-1] if printed else f"status {status}"
+            release.problem = f"the process ended before it was done: {last[:300]}"
             return out
         release.deaths.append(started[-1])
         if job.note.exists():
@@ -195,7 +190,7 @@ def _observe(place: Place, release: Release, job: Job, folder: Path) -> Path:
 
 
 def _read(release: Release, out: Path, settings: Settings, spec: Spec, *, all_runs: bool) -> None:
-    """Fill in `release` from the lines, and give its verdict as kvconform run would on these runs."""
+    """Fill in `release` from the lines, and judge it as `kvconform run` would judge these runs."""
     written = lines(out)
     head = next((line for line in written if line["type"] == "release"), None)
     if head is None:
@@ -208,54 +203,43 @@ def _read(release: Release, out: Path, settings: Settings, spec: Spec, *, all_ru
     ]
     collector = Collector(spec, settings, selection, head["vllm"])
     for line in written:
-        if line["type"] == "run" and line["variant"] not in collector.variants:
-            release.problem = (
-                f"{line['variant']} is not selected any more: kvconform was changed during the run"
-            )
-        elif line["type"] == "run":
-            variant = collector.variants[line["variant"]]
-            said = {row["requirement"]: Row.from_dict(row) for row in line["rows"]}
-            rows = [
-                said.get(name)
-                or new_row(
-                    spec.requirements[name],
-                    variant,
-                    strict=settings.strict,
-                    verdict=Verdict(verdict),
-                )
-                for name, verdict in line["verdicts"].items()
-            ]
-            collector.put(variant.id, rows)
-            collector.capabilities = collector.capabilities or line["capabilities"]
-            collector.sources = collector.sources or line["sources"]
-            if line["harness_error"]:
-                last = line["harness_error"].strip().splitlines()[-1]
-                release.harness.setdefault(last, []).append(variant.id)
-            collector.notes[variant.id] = CaseNotes(
-                variant.id, line["unmet"], harness_error=line["harness_error"]
-            )
-            release.hooks[variant.id], release.engine[variant.id] = line["hooks"], line["engine"]
-        elif line["type"] == "snapshot" and "texts" in line:
-            release.snapshots[line["variant"]] = line["texts"]
+        if line["type"] == "run":
+            _take_run(release, collector, line)
+        elif line["type"] == "snapshot" and "snapshot" in line:
+            release.snapshots[line["variant"]] = line["snapshot"]
         elif line["type"] == "snapshot":
             release.no_snapshot[line["variant"]] = line["problem"]
     for number, name in enumerate(release.deaths, 1):
-        note = read_note(out.parent / f"{release.release}.{number}.note")
-        if name not in collector.variants:
-            continue
-        rows = crash.rows_of(
-            note, collector.variants[name], spec, selection, collector.capabilities, settings.strict
-        )
-        collector.put(name, rows)
-    if not collector.rows:
+        if name in collector.variants:
+            note = read_note(out.parent / f"{release.release}.{number}.note")
+            variant, caps = collector.variants[name], collector.capabilities
+            rows = crash.rows_of(note, variant, spec, selection, caps, settings.strict)
+            collector.add(CaseReport(name, rows=rows))
+    if collector.reports:
+        _judge(release, collector)
+
+
+def _take_run(release: Release, collector: Collector, line: dict[str, Any]) -> None:
+    name = line["variant"]
+    if name not in collector.variants:
+        release.problem = f"{name} is not selected any more: kvconform was changed during the run"
         return
+    collector.add(CaseReport.from_dict(line["report"]))
+    release.hooks[name], release.engine[name] = line["hooks"], line["engine"]
+
+
+def _judge(release: Release, collector: Collector) -> None:
+    """Fill in the verdicts of a release, and what failed in it."""
+    for report in collector.ordered_reports():
+        if report.harness_error:
+            last = report.harness_error.strip().splitlines()[-1]
+            release.harness.setdefault(last, []).append(report.variant)
+    broken = {name for runs in release.harness.values() for name in runs}
     rows, release.found = collector.finish(date.today(), complete=not collector.missing())
     for row in rows:
-        name = row.run
-        release.verdicts.setdefault(name, {})[row.requirement] = row.verdict.value
-        if (
-            row.verdict is Verdict.FAIL
-            or row.verdict is Verdict.ERROR
-            and not any(name in runs for runs in release.harness.values())
-        ):
-            release.messages.setdefault(row.requirement, f"{name}, step {row.step}: {row.message}")
+        release.verdicts.setdefault(row.run, {})[row.requirement] = row.verdict.value
+        unexplained = row.verdict is Verdict.ERROR and row.run not in broken
+        if row.verdict is Verdict.FAIL or unexplained:
+            check = f" [{row.check}]" if row.check else ""
+            message = f"{row.run}, step {row.step}: {row.message}{check}"
+            release.messages.setdefault(row.requirement, message)

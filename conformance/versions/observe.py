@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a connector and the engine do in the vLLM that is installed here: `python -m kvconform.versions.observe JOB OUT`.
+"""Runs the cases in the installed vLLM: `python -m kvconform.versions.observe JOB OUT`.
 
-kvconform.versions.matrix starts this with the Python of each release. JOB is a JSON file (see Job). OUT grows by a line of JSON per run, so
-that nothing is lost when a connector ends the process; started again, it goes on after the run in which it died.
+kvconform.versions.matrix starts this with the Python of each release. JOB is a JSON file (see Job).
+OUT grows by a line of JSON per run, so that nothing is lost when a connector ends the process.
+Started again, the process continues after the run in which it died.
 """
 
 from __future__ import annotations
@@ -26,12 +27,32 @@ from kvconform.errors import KvconformError
 from kvconform.files import scratch_root
 from kvconform.process import watchdog
 
-SILENT = ("PASS", "NOT_EXERCISED", "UNSUPPORTED", "UNOBSERVABLE", "DISABLED")
-"""Verdicts whose rows say nothing else."""
+EngineEvent = dict[str, Any]
+"""An event of the engine: `kind`, `step`, and the fields that VIEWS names."""
+
+VIEWS = (
+    ("schedule", "step.scheduled", ("total", "new", "cached", "resumed", "preempted", "finished")),
+    (
+        "schedule",
+        "req.scheduled",
+        ("req", "listed_as", "computed", "scheduled", "placeholders", "known", "drafts"),
+    ),
+    ("blocks", "req.scheduled", ("req", "table")),
+    ("requests", "req.state", ("req", "from", "to", "reason", "computed", "known")),
+    ("requests", "req.finished", ("req", "status", "computed", "known")),
+    ("requests", "cache.reset", ("phase", "returned")),
+    ("requests", "engine.crash", ("error",)),
+    ("requests", "engine.stall", ("error",)),
+    ("tokens", "sample", ("req", "index", "token")),
+)
+"""Views of the engine: name, kind of event, the fields that are compared."""
 
 
 class Job(BaseModel):
-    """What is to be done. `note`: file for the watchdog. `all_runs`: not only one run per case, scheduling and model runner."""
+    """The work of one process. `note`: file for the watchdog.
+
+    `all_runs`: not only one run per case, scheduling and model runner.
+    """
 
     settings: Settings
     note: Path
@@ -40,7 +61,10 @@ class Job(BaseModel):
 
 
 def chosen(selection: Selection, *, all_runs: bool) -> list[Variant]:
-    """The runs of a matrix: of each case one per engine, scheduling and model runner, with the first block size and the smallest depth."""
+    """Return the runs of a matrix: of each case one per engine, scheduling and model runner.
+
+    That is the run with the first block size and the smallest queue depth.
+    """
     first: dict[tuple[str, ...], Variant] = {}
     for variant in selection.variants:
         key = (
@@ -53,10 +77,9 @@ def chosen(selection: Selection, *, all_runs: bool) -> list[Variant]:
 
 
 class Observer:
-    """One process in one release. Writes below a temporary directory and to the file of lines; changes nothing else."""
+    """One process in one release. It writes to a temporary directory and to OUT only."""
 
     def __init__(self, job: Job, out: Path) -> None:
-        from kvconform.compat import installed
         from kvconform.compat.installed import check_vllm
 
         self.job, self.settings = job, job.settings
@@ -65,16 +88,15 @@ class Observer:
         self.selection = select(self.spec, self.settings, self.vllm)
         self.done = {line["variant"] for line in lines(out) if line["type"] == "start"}
         self._out = out.open("a", encoding="utf-8")
-        self._package = installed.source_version()
         self._target: Any = None
 
     def write(self, kind: str, **data: Any) -> None:
-        """Append a line, at once."""
+        """Append a line and flush it."""
         self._out.write(json.dumps({"type": kind, **data}, ensure_ascii=False) + "\n")
         self._out.flush()
 
     def main(self) -> None:
-        """Everything that is not done yet. KvconformError if the connector or vLLM cannot be used at all."""
+        """Do all runs that are not done. KvconformError if the connector or vLLM is unusable."""
         from kvconform.compat import interface
         from kvconform.run import smoke
 
@@ -103,7 +125,7 @@ class Observer:
         self.write("end", seconds=round(time.monotonic() - began, 1))
 
     def run(self, variant: Variant, tmp: Path) -> dict[str, Any]:
-        """The verdicts of one run, its hooks step by step, and what the engine does without any connector."""
+        """Return the report of a run, its hooks, and what the engine does without a connector."""
         from kvconform.run.calibration import in_its_role
         from kvconform.run.case import run_and_judge
         from kvconform.run.records import Run
@@ -120,7 +142,6 @@ class Observer:
             requirements=self.selection.judged,
             strict=self.settings.strict,
             disabled=self.selection.disabled,
-            keep_trace=True,
             plain=plain,
         )
         role = in_its_role(self._target)
@@ -128,23 +149,18 @@ class Observer:
             plain[None] = run_variant(
                 variant, role, seed=self.settings.seed, tmp=tmp / "plain", relation="no-connector"
             )
-        rows = [row for row in report.rows if row["requirement"] in self.selection.shown]
         data = {
             "variant": variant.id,
-            "verdicts": {row["requirement"]: row["verdict"] for row in rows},
-            "rows": [row for row in rows if row["verdict"] not in SILENT],
-            "capabilities": report.capabilities,
-            "sources": report.sources,
-            "unmet": report.unmet,
-            "harness_error": report.harness_error,
-            "hooks": hooks(report.trace or []),
+            "report": report.to_dict(),
+            "hooks": hooks(report.trace),
             "engine": engine(next(iter(plain.values())).trace) if plain else {},
         }
         return dict(json.loads(normalised(json.dumps(data, ensure_ascii=False), tmp)))
 
     def snapshots(self, tmp: Path) -> Iterator[dict[str, Any]]:
-        """Texts of the cases that snapshots are made of, on the matrix's engine; `problem` instead where there is none."""
-        from kvconform.snapshots import normalise, texts
+        """Yield the snapshot of each run by kind, or the problem why it has none."""
+        from kvconform.snapshots import normalise
+        from kvconform.snapshots.document import KINDS, run_of
         from kvconform.snapshots.job import PROFILE
         from kvconform.snapshots.record import cells, record, suits
 
@@ -175,14 +191,12 @@ class Observer:
                         yield {"variant": variant.id, "problem": error.message}
                         continue
                 if found is not None:
-                    kinds = {
-                        kind: texts.render(kind, case.id, [found]).decode() for kind in texts.KINDS
-                    }
-                    yield {"variant": variant.id, "texts": kinds}
+                    kinds = {kind: run_of(kind, found) for kind in KINDS}
+                    yield {"variant": variant.id, "snapshot": kinds}
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """The lines written so far; one that was cut short by the death of its writer is left out."""
+    """Return the lines of a file, without one that was cut short when its writer died."""
     found = []
     if path.is_file():
         for text in path.read_text(encoding="utf-8", errors="replace").split("\n"):
@@ -194,7 +208,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def hooks(trace: Iterable[dict[str, Any]]) -> list[list[Any]]:
-    """[step, names of the hooks in the order of their calls]: those that the engine calls, not those that a connector calls in them."""
+    """Return [step, names of the hooks in their order], without hooks that a connector calls."""
     found: list[list[Any]] = []
     for event in trace:
         if event["kind"] == "hook.called" and event["depth"] == 0 and event["thread"] == "main":
@@ -204,52 +218,19 @@ def hooks(trace: Iterable[dict[str, Any]]) -> list[list[Any]]:
     return found
 
 
-def engine(trace: Iterable[dict[str, Any]]) -> dict[str, list[str]]:
-    """What the scheduler does, by aspect: `schedule`, `requests`, `blocks`, `tokens`; a line per event that begins with its step."""
-    found: dict[str, list[str]] = {"schedule": [], "requests": [], "blocks": [], "tokens": []}
-    for e in trace:
-        match e["kind"]:
-            case "step.scheduled":
-                parts = [
-                    f"{name} {', '.join(map(str, e[name]))}"
-                    for name in ("new", "cached", "resumed", "preempted", "finished")
-                    if e[name]
-                ]
-                found["schedule"].append(
-                    f"step {e['step']}: {e['total']} tokens; {'; '.join(parts)}".rstrip("; ")
-                )
-            case "req.scheduled":
-                counts = " ".join(
-                    f"{name}={e[name]}"
-                    for name in ("computed", "scheduled", "placeholders", "known", "drafts")
-                )
-                found["schedule"].append(f"step {e['step']}: {e['req']} {e['listed_as']} {counts}")
-                found["blocks"].append(f"step {e['step']}: {e['req']} has blocks {e['table']}")
-            case "req.state":
-                found["requests"].append(
-                    f"step {e['step']}: {e['req']} {e['from'] or '-'} -> {e['to']} ({e['reason']}) computed={e['computed']} known={e['known']}"
-                )
-            case "req.finished":
-                found["requests"].append(
-                    f"step {e['step']}: {e['req']} ends as {e['status']}, computed={e['computed']} known={e['known']}"
-                )
-            case "cache.reset":
-                found["requests"].append(
-                    f"step {e['step']}: prefix cache reset {e['phase']}, returned {e['returned']}"
-                )
-            case "sample":
-                found["tokens"].append(
-                    f"step {e['step']}: {e['req']} output {e['index']} = {e['token']}"
-                )
-            case "engine.crash" | "engine.stall":
-                found["requests"].append(f"step {e['step']}: {e['kind']} {e.get('error', '')}")
-            case _:
-                pass
+def engine(trace: Iterable[dict[str, Any]]) -> dict[str, list[EngineEvent]]:
+    """Return what the scheduler does, by view: `schedule`, `requests`, `blocks`, `tokens`."""
+    found: dict[str, list[EngineEvent]] = {view: [] for view, _, _ in VIEWS}
+    for event in trace:
+        for view, kind, names in VIEWS:
+            if event["kind"] == kind:
+                shown = {name: event.get(name, "") for name in names}
+                found[view].append({"kind": kind, "step": event["step"], **shown})
     return found
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code 0, or that of the error whose sentence is the last line written."""
+    """Return 0, or the exit code of the error that the last line of OUT reports."""
     job_file, out = map(Path, sys.argv[1:] if arguments is None else arguments)
     job = Job.model_validate_json(job_file.read_text(encoding="utf-8"))
     os.environ.update(job.settings.env)

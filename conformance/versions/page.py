@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of a matrix: `versions.md` for people, `versions.json` for programs, a few lines for the terminal."""
+"""The report of a matrix: `versions.md`, `versions.json`, and a few lines for the terminal."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from kvconform.versions.changes import ASPECTS, Change, Group, as_data
 from kvconform.versions.matrix import Release
 
 LISTED = 10
-"""Sorts of changes that are listed under one heading; the JSON file has all."""
+"""Sorts of changes that the page lists under one heading; the JSON file has all."""
 
 HEAD = """# {connector} in {count} vLLM releases
 
-`nox -s versions` judges a connector in each of these releases (the release's Python code over the default release's dependencies, on the
-CPU) and says what changed from one to the next. Made by kvconform {version}{how}.
+`nox -s versions` judges a connector in several releases and reports what changed between them.
+Each release is its Python code over the default release's dependencies, on the CPU.
+Made by kvconform {version}{how}.
 
 {scope}
 """
@@ -37,7 +38,7 @@ def write(
     snapshots: bool,
     all_runs: bool,
 ) -> None:
-    """Write both files."""
+    """Write both files into `folder`."""
     about = {
         "connector": settings.connector,
         "suite": __version__,
@@ -91,17 +92,16 @@ def markdown(
     snapshots: bool,
     all_runs: bool,
 ) -> str:
-    """The page. It holds no times, so that the same connector and releases give the same page."""
+    """Return the page. It holds no times, so the same connector and releases give the same page."""
     left = [f"engine {name}" for name in ("reference", "vllm") if name not in settings.engines]
-    left += (
-        []
-        if all_runs
-        else [
+    if not all_runs:
+        left.append(
             "all but the first block size and queue depth of each case, scheduling and model runner"
-        ]
-    )
-    left += [] if snapshots else ["snapshots (metadata and stored KV)"]
-    how = f", seed {settings.seed}, engine{'s' * (len(settings.engines) > 1)} {' and '.join(settings.engines)}"
+        )
+    if not snapshots:
+        left.append("snapshots (metadata and stored KV)")
+    engines = f"engine{'s' * (len(settings.engines) > 1)} {' and '.join(settings.engines)}"
+    how = f", seed {settings.seed}, {engines}"
     how += f", profile {settings.profile}" if settings.profile != "core" else ""
     how += f", only {', '.join(settings.select)}" if settings.select else ""
     scope = SCOPE.format(left_out="; ".join(left)) if left else ""
@@ -113,103 +113,100 @@ def markdown(
         "| release | verdict | runs | exercised | failed | guarantees broken | snapshots |",
         "|---|---|---|---|---|---|---|",
     ]
-    for each in releases:
-        found = each.found
-        numbers = (
-            [
-                str(len(each.verdicts)),
-                f"{found.exercised} of {found.total}",
-                _names(found.failed),
-                _names(found.engine_failed),
-            ]
-            if found
-            else [""] * 4
-        )
-        out.append(
-            f"| {each.release} | {each.verdict} | {' | '.join(numbers)} | {len(each.snapshots) or ''} |"
-        )
-    for each in releases:
-        out += (
-            [
-                f"\n**{each.release} {'was not run' if each.found is None else 'is incomplete'}**: {each.problem}"
-            ]
-            if each.problem
-            else []
-        )
-        out += (
-            [
-                f"\n{each.release}: the process died in {', '.join(f'`{name}`' for name in each.deaths)}"
-            ]
-            if each.deaths
-            else []
-        )
-        unable = sorted(set(each.no_snapshot.values()))
-        out += (
-            [f"\n{each.release}: no snapshots of {len(each.no_snapshot)} runs: {unable[0]}"]
-            if unable
-            else []
-        )
-    for release in releases:
-        for error, runs in release.harness.items():
-            more = f" and {len(runs) - 1} more" if len(runs) > 1 else ""
-            out.append(
-                f"\n- {release.release}: the harness failed in `{runs[0]}`{more}: {_cut(error, 300)}"
-            )
-        for requirement, text in release.messages.items():
-            out.append(f"\n- {release.release}, `{requirement}`: {_cut(text, 400)}")
+    out += [_row(each) for each in releases]
+    out += [f"\n{line}" for each in releases for line in _trouble(each)]
+    out += [f"\n- {line}" for each in releases for line in _failures(each)]
     for change in changes:
         out += ["", f"## {change.old} → {change.new}", "", *_change(change)]
     return "\n".join(out) + "\n"
 
 
+def _row(release: Release) -> str:
+    found = release.found
+    numbers = [""] * 4
+    if found is not None:
+        numbers = [
+            str(len(release.verdicts)),
+            f"{found.exercised} of {found.total}",
+            _names(found.failed),
+            _names(found.engine_failed),
+        ]
+    cells = [release.release, release.verdict, *numbers, str(len(release.snapshots) or "")]
+    return f"| {' | '.join(cells)} |"
+
+
+def _trouble(release: Release) -> list[str]:
+    """Return why runs of a release are missing, and which ones ended the process."""
+    out = []
+    if release.problem:
+        state = "was not run" if release.found is None else "is incomplete"
+        out.append(f"**{release.release} {state}**: {release.problem}")
+    if release.deaths:
+        names = ", ".join(f"`{name}`" for name in release.deaths)
+        out.append(f"{release.release}: the process died in {names}")
+    if release.no_snapshot:
+        first = min(release.no_snapshot.values())
+        count = len(release.no_snapshot)
+        out.append(f"{release.release}: no snapshots of {count} runs: {first}")
+    return out
+
+
+def _failures(release: Release) -> list[str]:
+    out = []
+    for error, runs in release.harness.items():
+        more = f" and {len(runs) - 1} more" if len(runs) > 1 else ""
+        where = f"`{runs[0]}`{more}"
+        out.append(f"{release.release}: the harness failed in {where}: {_cut(error, 300)}")
+    for requirement, text in release.messages.items():
+        out.append(f"{release.release}, `{requirement}`: {_cut(text, 400)}")
+    return out
+
+
 def _change(change: Change) -> list[str]:
-    out: list[str] = []
-    out += [f"- new hook `{name}`: `{text}`" for name, text in change.hooks_new.items()]
-    out += [f"- hook `{name}` is gone" for name in change.hooks_gone]
-    out += [f"- `{name}` was `{was}`, is `{now}`" for name, (was, now) in change.signatures.items()]
-    out += [f"- new fields: {_names(change.fields_new)}"] if change.fields_new else []
-    out += [f"- fields that are gone: {_names(change.fields_gone)}"] if change.fields_gone else []
-    out += [
-        f"- `{name}` was {_words(was)}, is {_words(now)}"
-        for name, (was, now) in change.flipped.items()
-    ]
-    out += [f"- in force from here: {_names(change.begin)}"] if change.begin else []
-    out += [f"- no longer in force: {_names(change.cease)}"] if change.cease else []
-    rest = {
-        name: count for name, count in change.runs_flipped.items() if name not in change.flipped
-    }
-    if rest:
-        most = sorted(rest.items(), key=lambda item: -item[1])[:LISTED]
-        more = f" and {len(rest) - len(most)} more" if len(rest) > len(most) else ""
-        out.append(
-            f"- verdicts of single runs changed, the requirement's did not: {', '.join(f'`{n}` ({c})' for n, c in most)}{more}"
-        )
-    out = (
-        ["The interface and the requirements:", "", *out, ""]
-        if out
-        else ["The interface and the requirements: nothing changed.", ""]
-    )
-    out += _section(
-        f"Hooks of {change.order_compared} runs with the connector (those in which the engine does the same)",
-        change.order,
-    )
-    for title, groups in (
-        ("Metadata and answers", change.metadata),
-        ("Answers of other hooks", change.answers),
-        ("Stored KV", change.stored),
-    ):
-        out += _section(f"{title} of {change.snapshots} runs", groups) if change.snapshots else []
+    out = _interface(change)
+    if out:
+        out = ["The interface and the requirements:", "", *out, ""]
+    else:
+        out = ["The interface and the requirements: nothing changed.", ""]
+    which = "with the connector (those in which the engine does the same)"
+    out += _section(f"Hooks of {change.order_compared} runs {which}", change.order)
+    if change.snapshots:
+        runs = f"of {change.snapshots} runs"
+        out += _section(f"Metadata and answers {runs}", change.metadata)
+        out += _section(f"Answers of other hooks {runs}", change.answers)
+        out += _section(f"Stored KV {runs}", change.stored)
     if change.engine_compared:
         same = f"{change.engine_same} of {change.engine_compared} runs are the same"
-        out += [f"The engine without a connector: {same}{'.' if not change.engine else ':'}", ""]
+        out += [f"The engine without a connector: {same}{':' if change.engine else '.'}", ""]
         for aspect, groups in change.engine.items():
-            runs = len({name for group in groups for name in group.where})
-            out += [
-                f"- {ASPECTS[aspect]}: {runs} runs",
-                *(f"    {line}" for line in _groups(groups)[: LISTED // 2]),
-            ]
+            count = len({name for group in groups for name in group.where})
+            out.append(f"- {ASPECTS[aspect]}: {count} runs")
+            out += [f"    {line}" for line in _groups(groups)[: LISTED // 2]]
         out += [""] if change.engine else []
     return out[:-1]
+
+
+def _interface(change: Change) -> list[str]:
+    out = [f"- new hook `{name}`: `{text}`" for name, text in change.hooks_new.items()]
+    out += [f"- hook `{name}` is gone" for name in change.hooks_gone]
+    out += [f"- `{name}` was `{was}`, is `{now}`" for name, (was, now) in change.signatures.items()]
+    if change.fields_new:
+        out.append(f"- new fields: {_names(change.fields_new)}")
+    if change.fields_gone:
+        out.append(f"- fields that are gone: {_names(change.fields_gone)}")
+    for name, (before, after) in change.flipped.items():
+        out.append(f"- `{name}` was {_words(before)}, is {_words(after)}")
+    if change.begin:
+        out.append(f"- in force from here: {_names(change.begin)}")
+    if change.cease:
+        out.append(f"- no longer in force: {_names(change.cease)}")
+    rest = [item for item in change.runs_flipped.items() if item[0] not in change.flipped]
+    if rest:
+        most = sorted(rest, key=lambda item: -item[1])[:LISTED]
+        names = ", ".join(f"`{name}` ({count})" for name, count in most)
+        more = f" and {len(rest) - len(most)} more" if len(rest) > len(most) else ""
+        out.append(f"- verdicts of single runs changed, the requirement's did not: {names}{more}")
+    return out
 
 
 def _section(title: str, groups: Sequence[Group]) -> list[str]:
@@ -228,7 +225,7 @@ def _groups(groups: Sequence[Group]) -> list[str]:
 
 
 def _names(names: Iterable[str]) -> str:
-    """The names, or the first of them and how many more."""
+    """Return the names, or the first of them and how many more there are."""
     listed = list(names)
     more = f" and {len(listed) - 2 * LISTED} more" if len(listed) > 2 * LISTED else ""
     return ", ".join(f"`{name}`" for name in listed[: 2 * LISTED]) + more
@@ -248,16 +245,17 @@ def _cut(text: str, length: int) -> str:
 
 
 def summary(release: Release) -> str:
-    """One line about a release, when it is done."""
+    """Return one line about a release, for the terminal."""
     if release.found is None:
         return f"{release.release:<8} NOT RUN  {release.problem or 'nothing was judged'}"
     failed = f": {', '.join(release.found.failed)}" if release.found.failed else ""
     more = f"  ({release.problem})" if release.problem else ""
-    return f"{release.release:<8} {release.verdict}{failed}  {len(release.verdicts)} runs, {release.seconds:.0f} s{more}"
+    size = f"{len(release.verdicts)} runs, {release.seconds:.0f} s"
+    return f"{release.release:<8} {release.verdict}{failed}  {size}{more}"
 
 
 def line(change: Change) -> str:
-    """One line about a change, for the terminal."""
+    """Return one line about a change, for the terminal."""
     counts = {
         "hooks new or gone": len(change.hooks_new) + len(change.hooks_gone),
         "signatures": len(change.signatures),

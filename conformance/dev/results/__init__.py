@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recorded results of real connectors, findings about them, and the pages made from both: `python -m kvconform.dev.results`."""
+"""Recorded results of real connectors, findings about them, and the pages generated from both."""

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m kvconform.dev.results`: keep what reports of the catalogue's connectors say, and make docs/results/ of it.
+"""Record reports of the catalogue's connectors, and generate docs/results/ from them.
 
-    add ENTRY REPORT_DIR     keep the report of a connector of the catalogue, one digest per engine; then make the pages
-    pages [--check]          make the pages; --check only says whether they are as they should be
-    reproduce [NAME...]      run what reproduces the findings (of these ids, pages or entries), and say which still fail as they say
+    add ENTRY REPORT_DIR    record a report, one digest per engine, and write the pages
+    pages [--check]         write the pages, or only report which are stale
+    reproduce [NAME...]     run the commands of the findings (all, or those of these ids,
+                            families or catalogue entries), and report which still fail
 
-Run `add` in the environment in which the report was made: it notes the versions of the connector's packages. `reproduce` takes what is
-installed.
+Run `add` in the environment of the report, because it records the versions of the connector's
+packages. `reproduce` uses what is installed.
 """
 
 from __future__ import annotations
@@ -25,27 +26,28 @@ ROOT = Path("docs/results")
 
 
 def wanted(root: Path, spec: Spec) -> dict[str, str]:
-    """The pages as they should be, by file name. UsageError for findings that name what does not exist."""
-    digests, findings = digest.read(root), finding.read(root)
-    said = [
-        sentence
-        for each in findings
-        for sentence in finding.problems(each, root, spec, _scenarios())
-    ]
-    if said:
-        raise UsageError("; ".join(said))
+    """Return the text of every page, by file name.
+
+    UsageError for findings that name something that does not exist.
+    """
+    digests = digest.read(root)
+    findings = finding.read(root)
+    scenarios = _scenarios()
+    problems: list[str] = []
+    for each in findings:
+        problems += finding.problems(each, root, spec, scenarios)
+    if problems:
+        raise UsageError("; ".join(problems))
     return page.pages(digests, findings, spec, root)
 
 
 def _scenarios() -> set[str]:
-    folder = Path("spec/live")
-    return {path.stem for path in folder.glob("**/*.yaml")} | {
-        f"live.{path.stem}" for path in folder.glob("**/*.yaml")
-    }
+    names = {path.stem for path in Path("spec/live").glob("**/*.yaml")}
+    return names | {f"live.{name}" for name in names}
 
 
 def make(root: Path, spec: Spec) -> list[str]:
-    """Write the pages that differ; returns their names."""
+    """Write the pages that differ, and return their names."""
     changed = []
     for name, text in wanted(root, spec).items():
         if _text(root / name) != text:
@@ -55,7 +57,7 @@ def make(root: Path, spec: Spec) -> list[str]:
 
 
 def check(root: Path, spec: Spec) -> list[str]:
-    """The names of pages that are not as they should be."""
+    """Return the names of stale pages."""
     return [name for name, text in wanted(root, spec).items() if _text(root / name) != text]
 
 
@@ -64,7 +66,10 @@ def _text(path: Path) -> str | None:
 
 
 def run(arguments: list[str] | None = None) -> int:
-    """Exit code 0: done, or as it should be; 1: --check found pages that are not; 2: usage."""
+    """Run a command and return the exit code.
+
+    0: done; 1: --check found stale pages, or a confirmed finding was not reproduced.
+    """
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="python -m kvconform.dev.results", description=__doc__, formatter_class=form
@@ -73,12 +78,12 @@ def run(arguments: list[str] | None = None) -> int:
         "--root", type=Path, default=ROOT, help="directory of the results (default: docs/results)"
     )
     verbs = parser.add_subparsers(dest="verb", required=True)
-    adding = verbs.add_parser("add", help="keep a report")
+    adding = verbs.add_parser("add", help="record a report")
     adding.add_argument("entry")
     adding.add_argument("report_dir", type=Path)
-    making = verbs.add_parser("pages", help="make the pages")
+    making = verbs.add_parser("pages", help="write the pages")
     making.add_argument("--check", action="store_true")
-    trying = verbs.add_parser("reproduce", help="run what reproduces the findings")
+    trying = verbs.add_parser("reproduce", help="run the commands of the findings")
     trying.add_argument("names", nargs="*", metavar="NAME")
     given = parser.parse_args(arguments)
     if given.verb == "reproduce":
@@ -87,17 +92,14 @@ def run(arguments: list[str] | None = None) -> int:
     if given.verb == "add":
         entry = given.entry.removeprefix(catalogue.PREFIX)
         today = datetime.now(UTC).date().isoformat()
-        for found in digest.digests(
-            given.report_dir, entry, catalogue.named(entry).requires, today, spec
-        ):
+        requires = catalogue.named(entry).requires
+        for found in digest.digests(given.report_dir, entry, requires, today, spec):
             print(f"{digest.write(given.root, found)}: {found.verdict}, {found.runs} runs")
     elif given.check:
         stale = check(given.root, spec)
         if stale:
-            print(
-                f"not as they should be: {', '.join(stale)}; run python -m kvconform.dev.results pages",
-                file=sys.stderr,
-            )
+            advice = "run python -m kvconform.dev.results pages"
+            print(f"stale: {', '.join(stale)}; {advice}", file=sys.stderr)
         return bool(stale)
     for name in make(given.root, spec):
         print(f"{given.root / name}: written")
@@ -105,16 +107,19 @@ def run(arguments: list[str] | None = None) -> int:
 
 
 def _reproduce(root: Path, names: list[str]) -> int:
-    """1 if one that is called confirmed did not fail as it says, or none could be run."""
-    found = []
+    """Return 1 if a confirmed finding was not reproduced, or none could be run; else 0."""
+    found: list[reproduce.Reproduced] = []
     for each in reproduce.chosen(finding.read(root), names):
-        found.append(reproduce.reproduce(each))
-        print(found[-1], flush=True)
-    return int(any(each.disproved for each in found) or all(each.why is not None for each in found))
+        done = reproduce.reproduce(each)
+        found.append(done)
+        print(done, flush=True)
+    disproved = any(each.disproved for each in found)
+    none_run = all(each.why is not None for each in found)
+    return int(disproved or none_run)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point: one sentence per error."""
+    """Run a command; print one sentence for an error, and return its exit code."""
     try:
         return run(arguments)
     except KvconformError as error:

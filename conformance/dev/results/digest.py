@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is kept of a report: a connector of the catalogue on one engine, area by area. One small JSON file each."""
+"""Digests of reports: the results of one connector of the catalogue on one engine, by area.
+
+Each digest is a small JSON file in docs/results/data/.
+"""
 
 from __future__ import annotations
 
@@ -7,39 +10,40 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvconform.config.catalogue import versions
 from kvconform.contract.loader import Spec
 from kvconform.errors import UsageError
 from kvconform.judge.aggregate import aggregate
-from kvconform.judge.verdict import Row, Verdict
+from kvconform.judge.records import Row, Verdict
 from kvconform.report import jsonl
-from kvconform.report.models import FooterLine, HeaderLine, ReportLine, RowLine
+from kvconform.report.jsonl import HeaderLine
 
 UNMADE = (Verdict.UNSUPPORTED, Verdict.DISABLED)
-"""Verdicts of rows that say nothing of a run: if a run has no others, it was not made."""
+"""Verdicts of rows whose run was not made, if it has no others."""
 RANDOM = re.compile(r"(live|pair)\.random-\d+")
-LINES: TypeAdapter[ReportLine] = TypeAdapter(ReportLine)
 
 
 class Area(BaseModel):
-    """The requirements of one area, by their status over all runs."""
+    """Requirements of one area, by their status over all runs."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     passed: int = 0
-    failed: list[str] = Field(default=[], description="FAIL or XFAIL of what counts; ids")
-    advice: list[str] = Field(default=[], description="SHOULD and MAY that were not met; ids")
+    failed: list[str] = Field(
+        default=[], description="ids of what failed and counts: FAIL, XFAIL, ERROR or XPASS"
+    )
+    advice: list[str] = Field(default=[], description="ids of SHOULD and MAY that were not met")
     blocked: list[str] = Field(
-        default=[], description="what failed is explained by another failure; ids"
+        default=[], description="ids of failures that another failure explains"
     )
     not_shown: int = Field(default=0, description="not exercised, unobservable or disabled")
     unsupported: int = 0
 
 
 class Digest(BaseModel):
-    """One connector on one engine."""
+    """Results of one connector on one engine."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -49,58 +53,46 @@ class Digest(BaseModel):
     suite: str
     vllm: str | None
     packages: dict[str, str] = Field(
-        default={}, description="what else was installed for it, with versions"
+        default={}, description="versions of the packages that were installed for it"
     )
     adapters: list[str] = []
     device: str = "cpu"
     seed: int = 0
     seeds: int = Field(
         default=0,
-        description="of a campaign: so many random workloads, from `seed` on, and nothing else",
+        description="number of random workloads, from `seed` on; 0 unless the report is a campaign",
     )
     verdict: str
     complete: bool = Field(description="the report has an end")
     runs: int
     transfers: int | None = Field(
         default=None,
-        description="loads whose KV was judged when it was relied on; None: not counted then",
+        description="loads whose KV was judged; None: the suite did not count them yet",
     )
     loads: int = Field(
-        description="how often anything about loads was judged, calls without any load among them"
+        description="number of judgements about loads, including calls without a load"
     )
-    saves: int = Field(description="how often anything about saved KV was judged")
+    saves: int = Field(description="number of judgements about saved KV")
     guarantees: list[str] = Field(default=[], description="guarantees that the engine broke")
     areas: dict[str, Area]
 
 
 LOADED = "load.complete-or-failed"
-"""The requirement that is judged once for every load."""
+"""Requirement that is judged once for every load."""
 
 
 def digests(
     folder: Path, entry: str, requires: Sequence[str], date: str, spec: Spec
 ) -> list[Digest]:
-    """The digests of a report directory, one per engine. UsageError if there is no report in it, or a broken one."""
-    header: HeaderLine | None = None
-    rows: list[Row] = []
-    complete = False
-    try:
-        text = (folder / jsonl.NAME).read_text(encoding="utf-8")
-        for line in text.splitlines():
-            found = LINES.validate_json(line)
-            if isinstance(found, HeaderLine):
-                header = found
-            elif isinstance(found, RowLine):
-                rows.append(_row(found))
-            complete = complete or isinstance(found, FooterLine)
-    except (OSError, ValidationError) as error:
-        raise UsageError(
-            f"{folder} holds no report that can be read: {' '.join(str(error).split())[:200]}"
-        ) from None
-    if header is None or not rows:
-        raise UsageError(
-            f"the report in {folder} has no runs; run `kvconform run` with --report-dir first"
-        )
+    """Return the digests of a report directory, one per engine.
+
+    UsageError if it has no report, or a broken one.
+    """
+    report = jsonl.read(folder)
+    rows = list(report.rows.values())
+    if not rows:
+        advice = "run `kvconform run` with --report-dir first"
+        raise UsageError(f"the report in {folder} has no runs; {advice}")
     packages = {
         name: version for name, version in versions(requires).items() if version is not None
     }
@@ -108,20 +100,15 @@ def digests(
         _digest(
             entry,
             engine,
-            header,
+            report.header,
             [row for row in rows if row.engine == engine],
             packages,
             date,
             spec,
-            complete=complete,
+            complete=report.complete,
         )
         for engine in sorted({row.engine for row in rows})
     ]
-
-
-def _row(line: RowLine) -> Row:
-    data = line.model_dump(exclude={"type"})
-    return Row(**{**data, "verdict": Verdict(data["verdict"])})
 
 
 def _digest(
@@ -142,9 +129,8 @@ def _digest(
         if requirement is None or name in found.engine_failed:
             continue
         area = areas.get(requirement.area, Area())
-        areas[requirement.area] = _counted(
-            area, name, status, advice=name in found.advisory or name not in found.failed
-        )
+        advice = name in found.advisory or name not in found.failed
+        areas[requirement.area] = _counted(area, name, status, advice=advice)
     drawn = {row.case for row in rows if row.verdict not in UNMADE}
     return Digest(
         seeds=len(drawn) if drawn and all(map(RANDOM.fullmatch, drawn)) else 0,
@@ -193,12 +179,13 @@ def _happened(rows: Iterable[Row], spec: Spec, area: str) -> int:
 
 
 def path_of(root: Path, digest: Digest) -> Path:
-    """Where a digest is kept below the directory of results."""
-    return root / "data" / f"{digest.entry}-{digest.engine}{'-seeds' if digest.seeds else ''}.json"
+    """Return the path of a digest's file below the directory of results."""
+    suffix = "-seeds" if digest.seeds else ""
+    return root / "data" / f"{digest.entry}-{digest.engine}{suffix}.json"
 
 
 def write(root: Path, digest: Digest) -> Path:
-    """Keep a digest, in place of an older one; returns its path."""
+    """Write a digest, in place of an older one, and return its path."""
     path = path_of(root, digest)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(digest.model_dump_json(indent=1) + "\n", encoding="utf-8")
@@ -206,13 +193,12 @@ def write(root: Path, digest: Digest) -> Path:
 
 
 def read(root: Path) -> list[Digest]:
-    """All digests, by entry and engine. UsageError for a file that is none."""
+    """Return all digests, sorted by entry and engine. UsageError for a broken file."""
     found = []
     for path in sorted((root / "data").glob("*.json")):
         try:
             found.append(Digest.model_validate_json(path.read_text(encoding="utf-8")))
         except ValidationError as error:
-            raise UsageError(
-                f"{path.name} is no digest of a report: {' '.join(str(error).split())[:200]}"
-            ) from None
+            reason = " ".join(str(error).split())[:200]
+            raise UsageError(f"{path.name} is no digest of a report: {reason}") from None
     return sorted(found, key=lambda digest: (digest.entry, digest.engine, digest.seeds))

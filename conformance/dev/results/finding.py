@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A finding: what a real connector does wrong, with all that a maintainer needs to believe it. `docs/results/findings/<id>.yaml`."""
+"""Findings about real connectors, with the evidence that a maintainer needs.
+
+Each finding is a file, docs/results/findings/<id>.yaml.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +22,17 @@ class _Part(BaseModel):
 
 
 class Versions(_Part):
-    """Releases that were tried, such as `vllm 0.32.0`."""
+    """Releases that were tried, such as `vllm 0.32.0`: with the fault, and without it."""
 
     affected: list[str] = Field(min_length=1)
     fine: list[str] = []
 
 
 class Upstream(_Part):
-    """Whether the connector's or vLLM's developers know of it."""
+    """State of the finding upstream: in the connector's or vLLM's issue tracker."""
 
     status: Literal["known", "new", "not found"] = Field(
-        description="new: looked for and not there; not found: looked for, and unsure"
+        description="new: searched for, and not there; not found: searched for, and unsure"
     )
     links: list[str] = []
     note: str = Field(min_length=1, description="what was searched, or what the threads say")
@@ -37,30 +40,33 @@ class Upstream(_Part):
     @model_validator(mode="after")
     def _linked(self) -> Upstream:
         if self.status == "known" and not self.links:
-            raise ValueError("what is known upstream has a link")
+            raise ValueError("a finding that is known upstream must have a link")
         return self
 
 
 class Finding(_Part):
-    """See docs/results/README.md. `confirmed`: the minimal case reproduces it in a fresh environment with stock code, adapter and emulation
-    are ruled out, and vLLM's source supports the requirement."""
+    """One finding; see docs/results/README.md.
+
+    It is `confirmed` if the minimal case reproduces it in a fresh environment with stock code,
+    adapter and emulation are ruled out, and vLLM's source supports the requirement.
+    """
 
     id: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$")
     connector: str = Field(description="entry of the catalogue")
-    family: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$", description="the page that it goes on")
+    family: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$", description="the page that shows it")
     title: str = Field(min_length=10)
     status: Literal["confirmed", "open question"]
     requirements: list[str] = Field(min_length=1)
     case: str = Field(
-        description="id of a case, of a live scenario, or the path of a case below docs/results/cases/"
+        description="id of a case or live scenario, or path of a case below docs/results/cases/"
     )
     engines: dict[str, str] = Field(min_length=1, description="engine: what was seen on it")
-    wrong_tokens: bool = Field(description="a run that looks right returns wrong tokens")
+    wrong_tokens: bool = Field(description="a run without an error returns wrong tokens")
     what: str = Field(min_length=20)
     diagnosis: str = Field(min_length=20)
     adapter: str = Field(
         min_length=5,
-        description="why it is not the adapter's, the emulation's or the suite's fault",
+        description="why it is no fault of the adapter, the emulation or the suite",
     )
     versions: Versions
     upstream: Upstream
@@ -71,13 +77,16 @@ class Finding(_Part):
     def _reported(self) -> Finding:
         if self.status == "confirmed" and self.upstream.status != "known" and not self.report:
             raise ValueError(
-                "a confirmed finding that is not known upstream has a draft of a bug report"
+                "a confirmed finding that is not known upstream must have a draft of a bug report"
             )
         return self
 
 
 def read(root: Path) -> list[Finding]:
-    """All findings below the directory of results, by family and id. UsageError in one sentence for a broken one."""
+    """Return all findings below the directory of results, by family; UsageError for a broken one.
+
+    Within a family the confirmed ones come first, then they are sorted by id.
+    """
     found = []
     for path in sorted((root / "findings").glob("*.yaml")):
         try:
@@ -86,13 +95,11 @@ def read(root: Path) -> list[Finding]:
             )
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            raise UsageError(
-                f"{path.name}: {'.'.join(str(part) for part in first['loc']) or 'the finding'}: {first['msg']}"
-            ) from None
+            part = ".".join(map(str, first["loc"])) or "the finding"
+            raise UsageError(f"{path.name}: {part}: {first['msg']}") from None
         if finding.id != path.stem:
-            raise UsageError(
-                f"{path.name}: its id is {finding.id}; the file must have the same name"
-            )
+            sentence = f"its id is {finding.id}; the file must have the same name"
+            raise UsageError(f"{path.name}: {sentence}")
         found.append(finding)
     return sorted(
         found, key=lambda finding: (finding.family, finding.status != "confirmed", finding.id)
@@ -100,18 +107,18 @@ def read(root: Path) -> list[Finding]:
 
 
 def problems(finding: Finding, root: Path, spec: Spec, scenarios: set[str]) -> list[str]:
-    """What a finding names that does not exist: requirements, its case, the catalogue's entry."""
-    said = [
+    """Return a sentence for each name in a finding that does not exist.
+
+    These are its requirements, its case, and the entry of the catalogue.
+    """
+    found = [
         f"there is no requirement {name}"
         for name in finding.requirements
         if name not in spec.requirements
     ]
     if finding.connector not in catalogue.names():
-        said.append(f"the catalogue has no {finding.connector}")
-    if (
-        finding.case not in spec.cases
-        and finding.case not in scenarios
-        and not (root / "cases" / f"{finding.case}").is_file()
-    ):
-        said.append(f"there is no case {finding.case}")
-    return [f"{finding.id}: {sentence}" for sentence in said]
+        found.append(f"the catalogue has no {finding.connector}")
+    known = finding.case in spec.cases or finding.case in scenarios
+    if not known and not (root / "cases" / finding.case).is_file():
+        found.append(f"there is no case {finding.case}")
+    return [f"{finding.id}: {sentence}" for sentence in found]

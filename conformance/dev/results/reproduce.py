@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs what a finding says reproduces it, with the installed vLLM and packages, and looks whether its requirements fail."""
+"""Reproduction of findings: run a finding's command, and check that its requirements fail.
+
+The command uses the installed vLLM and packages.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +16,24 @@ from pathlib import Path
 
 from kvconform.dev.results.finding import Finding
 from kvconform.errors import UsageError
-from kvconform.judge.verdict import Verdict
-from kvconform.report.compare import reports
+from kvconform.judge.records import Verdict
+from kvconform.report import jsonl
 
 FAILED = (Verdict.FAIL, Verdict.XFAIL, Verdict.BLOCKED)
-"""Verdicts that say that a requirement was violated; blocked: as a consequence of another one's."""
+"""Verdicts of a violated requirement; BLOCKED: as a consequence of another violation."""
 ANSWERED = (0, 1)
-"""Exit codes of `kvconform run` that come with a report: conformant or not."""
+"""Exit codes of `kvconform run` with a complete report: conformant, and not conformant."""
 LIMIT = 1200.0
 """Seconds for one finding."""
 
 
 @dataclass(frozen=True)
 class Reproduced:
-    """What came of a finding's command. `missing`: its requirements that did not fail, as some show on another engine or case alone; `why`:
-    why there is no answer, or None."""
+    """Outcome of a finding's command.
+
+    `missing` are its requirements that did not fail; some fail only on another engine or case.
+    `why` says why the command has no verdict; None if it has.
+    """
 
     finding: Finding
     missing: tuple[str, ...] = ()
@@ -35,7 +41,7 @@ class Reproduced:
 
     @property
     def disproved(self) -> bool:
-        """Whether it is called confirmed, and nothing of it was seen."""
+        """Whether the finding is marked confirmed, and none of its requirements failed."""
         return self.finding.status == "confirmed" and self.why is None and not self._seen
 
     @property
@@ -46,36 +52,42 @@ class Reproduced:
         if self.why is not None:
             return f"{self.finding.id}: not run: {self.why}"
         if not self._seen:
-            return f"{self.finding.id} ({self.finding.status}): NOT reproduced: {', '.join(self.missing)} did not fail"
+            name = f"{self.finding.id} ({self.finding.status})"
+            return f"{name}: NOT reproduced: {', '.join(self.missing)} did not fail"
         rest = f"; not by this command: {', '.join(self.missing)}" if self.missing else ""
         return f"{self.finding.id}: reproduced ({', '.join(self._seen)}{rest})"
 
 
 def chosen(findings: Iterable[Finding], names: Iterable[str]) -> list[Finding]:
-    """Those with these ids, families or entries of the catalogue; all without names. UsageError for a name that none has."""
-    known, wanted = list(findings), list(names)
+    """Return the findings with these ids, families or catalogue entries; all if there are no names.
+
+    UsageError for a name that no finding has.
+    """
+    known = list(findings)
+    wanted = list(names)
     for name in wanted:
         if not any(name in (each.id, each.family, each.connector) for each in known):
-            raise UsageError(f"there is no finding {name!r}, and none of such a connector")
+            raise UsageError(f"there is no finding {name!r}, and no finding about such a connector")
     return [
         each for each in known if not wanted or {each.id, each.family, each.connector} & set(wanted)
     ]
 
 
 def command(finding: Finding, report_dir: Path) -> list[str]:
-    """Its `reproduce` line with this interpreter and a directory of its own."""
+    """Return the finding's command, run by this interpreter, with a report directory of its own.
+
+    UsageError if it is no command of kvconform.
+    """
     program, *rest = shlex.split(finding.reproduce)
     if program != "kvconform":
-        raise UsageError(
-            f"{finding.id}: what reproduces it is no command of kvconform's: {finding.reproduce}"
-        )
+        raise UsageError(f"{finding.id}: `reproduce` is no kvconform command: {finding.reproduce}")
     return [sys.executable, "-m", "kvconform", *rest, "--report-dir", str(report_dir)]
 
 
 def reproduce(
     finding: Finding, call: Callable[..., subprocess.CompletedProcess[str]] = subprocess.run
 ) -> Reproduced:
-    """Run it, in a process of its own. Writes to a temporary directory alone."""
+    """Run a finding's command in a process of its own. Writes only to a temporary directory."""
     with tempfile.TemporaryDirectory(prefix="kvconform-") as tmp:
         try:
             done = call(
@@ -95,8 +107,5 @@ def reproduce(
 
 
 def _failed(report_dir: Path) -> set[str]:
-    return {
-        requirement
-        for (requirement, _), verdict in reports.read(str(report_dir)).verdicts.items()
-        if verdict in FAILED
-    }
+    rows = jsonl.read(report_dir).rows.values()
+    return {row.requirement for row in rows if row.verdict in FAILED}

@@ -1,48 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A failure at a line of the connector's source, for the review of a pull request.
-
-Where a connector's hooks are in its own source, so that a failure can be shown there.
-"""
+"""Annotations: failures at lines of the connector's source, for the review of a pull request."""
 
 from __future__ import annotations
 
 import ast
 import hashlib
 import inspect
-import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from kvconform.contract.loader import Spec
+from kvconform.errors import Place
+from kvconform.judge.records import Row, Verdict
 from kvconform.judge.verdict import CRASH
-from kvconform.report.causes import signature, split
-from kvconform.report.compare.reports import Key, Report
+from kvconform.report.jsonl import Key, Report
 
 CLASS = "class"
-"""The key of the class itself."""
+"""Key of the class itself among the places of methods."""
+CUT_SHORT = "cut short"
+"""Cause of everything that a crash prevented from being judged."""
 
 
 def places_of(connector: type[Any], root: Path) -> dict[str, str]:
-    """`path:line` of each method that the class or a base of it defines in a file below `root`, paths relative to it. Empty for a class
-    whose source is elsewhere. Does not call anything of it."""
+    """Return `path:line` of each method of a connector class, by name, and of the class (CLASS).
+
+    Only methods whose file is below `root` are included, also those of base classes; paths are
+    relative to `root`. Calls nothing of the class.
+    """
     found: dict[str, str] = {}
     for one in reversed(connector.__mro__):
-        place = _place(one, root)
+        place = _source_of(one, root)
         if place is None:
             continue
         found[CLASS] = place
         for name, member in vars(one).items():
-            function = (
-                member.__func__ if isinstance(member, (classmethod, staticmethod)) else member
-            )
-            if inspect.isfunction(function) and (line := _place(function, root)):
+            function = member
+            if isinstance(member, (classmethod, staticmethod)):
+                function = member.__func__
+            if inspect.isfunction(function) and (line := _source_of(function, root)):
                 found[name] = line
     return found
 
 
-def _place(thing: Any, root: Path) -> str | None:
+def _source_of(thing: Any, root: Path) -> str | None:
+    """Return `path:line` of a class or function, or None if its source is not below `root`."""
     try:
         file = Path(inspect.getsourcefile(inspect.unwrap(thing)) or "").resolve()
         line = inspect.getsourcelines(inspect.unwrap(thing))[1]
@@ -53,25 +56,28 @@ def _place(thing: Any, root: Path) -> str | None:
 
 
 def in_checkout(file: Path, module: str, root: Path) -> Path | None:
-    """Where a module's file is in the checkout `root`, relative to it: there itself, or as the source that an equal copy of was installed,
-    also within it (an environment is no source)."""
+    """Return the path of a module's source in the checkout `root`, relative to it, or None.
+
+    An installed file (below site-packages, which may itself be in the checkout) is mapped to the
+    source file with the same content, in `root` or in one of its folders.
+    """
     if file.is_relative_to(root) and "site-packages" not in file.parts:
         return file.relative_to(root)
     parts = module.split(".")
-    below = (
-        Path(*parts, "__init__.py") if file.name == "__init__.py" else Path(*parts[:-1], file.name)
-    )
+    if file.name == "__init__.py":
+        below = Path(*parts, "__init__.py")
+    else:
+        below = Path(*parts[:-1], file.name)
     try:
-        for top in (
-            root,
-            *sorted(
-                folder
-                for folder in root.iterdir()
-                if folder.is_dir() and not folder.name.startswith(".")
-            ),
-        ):
-            if (top / below).is_file() and (top / below).read_bytes() == file.read_bytes():
-                return (top / below).relative_to(root)
+        folders = sorted(
+            folder
+            for folder in root.iterdir()
+            if folder.is_dir() and not folder.name.startswith(".")
+        )
+        for top in (root, *folders):
+            source = top / below
+            if source.is_file() and source.read_bytes() == file.read_bytes():
+                return source.relative_to(root)
     except OSError:
         return None
     return None
@@ -79,7 +85,10 @@ def in_checkout(file: Path, module: str, root: Path) -> Path | None:
 
 @dataclass(frozen=True)
 class Annotation:
-    """`path` and `line` are None if nothing of the connector's source is known."""
+    """A failure at a place. Without a place in the connector's source, `path` is None and `line` 0.
+
+    `run` is the first run that failed, `others` the number of further ones.
+    """
 
     requirement: str
     path: str | None
@@ -91,76 +100,102 @@ class Annotation:
 
     @property
     def fingerprint(self) -> str:
-        """The same for the same failure, whatever its numbers."""
+        """Digest that identifies the failure; particulars such as numbers do not enter it."""
         return hashlib.sha256(f"{self.requirement} {self.path} {self.cause}".encode()).hexdigest()
 
 
 def annotated(report: Report, spec: Spec, only: Collection[Key] | None = None) -> list[Annotation]:
-    """One per requirement and cause that counts (of `only`, if given), in the report's order; what a crash cut short is one."""
+    """Return an annotation per requirement and cause that counts, in the report's order.
+
+    `only`: the verdicts to consider; the default is `report.against`. Everything that a crash cut
+    short is one annotation.
+    """
     places = report.header.extra.get("places", {})
-    groups: dict[tuple[str, str], list[tuple[str, str]]] = {}
-    for key, verdict in report.verdicts.items():
-        if key not in (report.against if only is None else only):
+    wanted = report.against if only is None else only
+    groups: dict[tuple[str, tuple[str, ...]], list[Row]] = {}
+    for key, row in report.rows.items():
+        if key not in wanted:
             continue
-        requirement, run = key
-        message = report.messages.get(key, "")
-        cause = signature(message, report.names.get(key))
-        if verdict == "XPASS":
-            message = cause = (
-                "holds, and was expected to fail: delete the entry in expected_failures"
-            )
-        elif verdict == "BLOCKED":
-            requirement, cause = report.blocked_by.get(key, CRASH), "cut short"
-            message = (
-                f"{key[0]} and what else is BLOCKED could not be judged: the run was cut short"
-            )
-        groups.setdefault((requirement, cause), []).append((run, message))
+        if row.verdict is Verdict.BLOCKED:
+            group: tuple[str, tuple[str, ...]] = (row.blocked_by or CRASH, (CUT_SHORT,))
+        else:
+            group = (row.requirement, (str(row.verdict), *row.cause))
+        groups.setdefault(group, []).append(row)
     return [
-        _annotation(requirement, cause, runs, places, spec)
-        for (requirement, cause), runs in groups.items()
+        _annotation(requirement, cause, rows, places, spec)
+        for (requirement, cause), rows in groups.items()
     ]
 
 
 def _annotation(
-    requirement: str, cause: str, runs: list[tuple[str, str]], places: Mapping[str, Any], spec: Spec
+    requirement: str,
+    cause: tuple[str, ...],
+    rows: Sequence[Row],
+    places: Mapping[str, str],
+    spec: Spec,
 ) -> Annotation:
-    run, message = runs[0]
-    told = split(message)[0]
+    first = rows[0]
     known = spec.requirements.get(requirement)
-    names = [told.partition(" ")[0], *(known.touches if known else ()), CLASS]
-    place = next((places[name] for name in names if name in places), None)
-    path, _, line = (_raised(told, places) or place or "").rpartition(":")
-    text = told or (known.text if known else requirement)
+    path, line = _place(first, [*(known.touches if known else ()), CLASS], places)
     return Annotation(
         requirement,
-        path or None,
-        int(line) if path else 0,
-        text,
-        run,
-        len({run for run, _ in runs}) - 1,
-        cause,
+        path,
+        line,
+        _text(first) or (known.text if known else requirement),
+        first.run,
+        len({row.run for row in rows}) - 1,
+        " ".join(cause),
     )
 
 
-def _raised(told: str, places: Mapping[str, str]) -> str | None:
-    """`path:line` of the innermost place of a traceback in the connector's source, if the message names one and one file can be meant: its
-    name is all that the message tells of it, so the function has to be at that line."""
-    found = re.search(r".*\((\S+\.py):(\d+), in ([^)]*)\)", told)
-    if found is None:
-        return None
-    name, line, function = found[1], int(found[2]), found[3]
-    # a helper has a file of its own, in which no hook is
-    folders = {PurePosixPath(place.rpartition(":")[0]).parent for place in places.values()}
-    meant = [
+def _text(row: Row) -> str:
+    """Return the message of a row's annotation."""
+    if row.verdict is Verdict.XPASS:
+        return "holds, and was expected to fail: delete the entry in expected_failures"
+    if row.verdict is Verdict.BLOCKED:
+        return (
+            f"{row.requirement} and all other BLOCKED requirements could not be judged:"
+            " the run was cut short"
+        )
+    return row.message or ""
+
+
+def _place(row: Row, names: Sequence[str], places: Mapping[str, str]) -> tuple[str | None, int]:
+    """Return (path, line) of a failure in the connector's source; (None, 0) if it is unknown.
+
+    This is the line that raised, else the hook that the failure is about, else the first of
+    `names` that has a place.
+    """
+    hooks = [part for part in row.cause if part in places]
+    known = (places[name] for name in (*hooks, *names) if name in places)
+    found = _raised(row.place, places) or next(known, "")
+    path, _, line = found.rpartition(":")
+    return (path, int(line)) if path else (None, 0)
+
+
+def _raised(place: Place | None, places: Mapping[str, str]) -> str:
+    """Return `path:line` of a place in the connector's source; empty if the file is ambiguous.
+
+    A place has only the base name of its file. Therefore a file qualifies only if the place's
+    function is at the place's line in it.
+    """
+    if place is None:
+        return ""
+    # Folders, not files: a helper that raised may be in a file without any hook.
+    folders = {PurePosixPath(each.rpartition(":")[0]).parent for each in places.values()}
+    candidates = [
         path
-        for path in sorted(folder / name for folder in folders)
-        if _has(Path(path), line, function)
+        for path in sorted(folder / place.file for folder in folders)
+        if _has(Path(path), place.line, place.function)
     ]
-    return f"{meant[0].as_posix()}:{line}" if len(meant) == 1 else None
+    return f"{candidates[0].as_posix()}:{place.line}" if len(candidates) == 1 else ""
 
 
 def _has(file: Path, line: int, function: str) -> bool:
-    """Whether a file's line is in a function of that name; of `<lambda>`, `<module>` and the like, whether there is such a line."""
+    """Return whether a line of a file is in a function of this name.
+
+    For `<lambda>`, `<module>` and the like, return whether the file has such a line.
+    """
     try:
         text = file.read_text(encoding="utf-8")
         tree = ast.parse(text)

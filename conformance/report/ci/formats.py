@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GitHub Actions' workflow commands.
+"""Output formats of `kvconform ci`.
 
-GitLab's Code Quality report.
-
-A report as Markdown, for a job's summary or a pull request's comment.
+These are workflow commands for GitHub Actions, a Code Quality report for GitLab, and Markdown for
+a job's summary or a pull request's comment.
 """
 
 from __future__ import annotations
@@ -15,79 +14,77 @@ from collections.abc import Iterable, Sequence
 from kvconform.report.ci.annotation import Annotation
 from kvconform.report.compare import pages
 from kvconform.report.compare.changes import Comparison
-from kvconform.report.compare.reports import Report
 from kvconform.report.html.page import SHOWN
+from kvconform.report.jsonl import Report
 
 LONGEST = 3000
+"""Largest number of characters of a workflow command's message."""
+NAME = "gl-code-quality-report.json"
+"""Name of GitLab's Code Quality report."""
+SIGN = {"conformant": "✅", "partial": "🟡", "nonconformant": "❌"}
 
 
 def command(one: Annotation) -> str:
-    """`::error file=...,line=...,title=...::message`, escaped as the runner wants it."""
-    more = f" (and in {one.others} more run{'s' if one.others > 1 else ''})" if one.others else ""
+    """Return `::error file=...,line=...,title=...::message`, escaped for GitHub's runner."""
+    runs = "run" if one.others == 1 else "runs"
+    more = f" (and in {one.others} more {runs})" if one.others else ""
     place = f"file={_property(one.path)},line={one.line}," if one.path else ""
-    return f"::error {place}title={_property('kvconform: ' + one.requirement)}::{_data(f'{one.message}{more}: {one.run}'[:LONGEST])}"
+    title = _property(f"kvconform: {one.requirement}")
+    message = f"{one.message}{more}: {one.run}"[:LONGEST]
+    return f"::error {place}title={title}::{_data(message)}"
 
 
 def _data(text: str) -> str:
+    """Escape the message of a workflow command."""
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
 def _property(text: str | None) -> str:
+    """Escape a property of a workflow command."""
     return _data(text or "").replace(":", "%3A").replace(",", "%2C")
 
 
-NAME = "gl-code-quality-report.json"
-
-
 def code_quality(found: Iterable[Annotation]) -> str:
-    """The file's text. A failure without a place in the connector's source is shown at kvconform.toml: GitLab wants a path."""
-    return (
-        json.dumps(
-            [
-                {
-                    "description": f"{one.requirement}: {one.message} ({one.run})",
-                    "check_name": f"kvconform/{one.requirement}",
-                    "fingerprint": one.fingerprint,
-                    "severity": "critical",
-                    "location": {
-                        "path": one.path or "kvconform.toml",
-                        "lines": {"begin": max(1, one.line)},
-                    },
-                }
-                for one in found
-            ],
-            indent=1,
-            ensure_ascii=False,
-        )
-        + "\n"
-    )
+    """Return the text of GitLab's Code Quality report.
 
-
-SIGN = {"conformant": "✅", "partial": "🟡", "nonconformant": "❌"}
+    GitLab requires a path: a failure without a place in the connector's source is shown at
+    kvconform.toml.
+    """
+    entries = [
+        {
+            "description": f"{one.requirement}: {one.message} ({one.run})",
+            "check_name": f"kvconform/{one.requirement}",
+            "fingerprint": one.fingerprint,
+            "severity": "critical",
+            "location": {
+                "path": one.path or "kvconform.toml",
+                "lines": {"begin": max(1, one.line)},
+            },
+        }
+        for one in found
+    ]
+    return json.dumps(entries, indent=1, ensure_ascii=False) + "\n"
 
 
 def markdown(report: Report, found: Sequence[Annotation], comparison: Comparison | None) -> str:
-    """The answer, what failed and where, the counts, and what flipped since the baseline."""
-    answer = report.answer or "error"
-    lines = [f"## {SIGN.get(answer, '⚠️')} {report.word}: {pages.plain(report.name)}", ""]
+    """Return the verdict, the failures with their places, the counts, and the comparison."""
+    verdict = report.verdict or "error"
+    lines = [f"## {SIGN.get(verdict, '⚠️')} {report.word}: {pages.plain(report.name)}", ""]
     if not report.complete:
-        lines += ["The run was cut off: this is what it had found out.", ""]
+        lines += ["The run was cut off: these are the results until then.", ""]
     if found:
         lines += ["| requirement | found | where |", "|---|---|---|"]
         for one in found:
             more = f" and {one.others} more" if one.others else ""
             place = f"<br>{pages.code(f'{one.path}:{one.line}')}" if one.path else ""
+            where = f"{pages.code(one.run)}{more}{place}"
             lines.append(
-                f"| {pages.code(one.requirement)} | {pages.plain(one.message)} | {pages.code(one.run)}{more}{place} |"
+                f"| {pages.code(one.requirement)} | {pages.plain(one.message)} | {where} |"
             )
         lines.append("")
-    counts = Counter(report.verdicts.values())
-    lines += [
-        ", ".join(
-            f"{counts[name]} {name.lower().replace('_', ' ')}" for name in SHOWN if counts[name]
-        ),
-        "",
-    ]
+    counts = Counter(row.verdict for row in report.rows.values())
+    numbers = [f"{counts[name]} {name.lower().replace('_', ' ')}" for name in SHOWN if counts[name]]
+    lines += [", ".join(numbers), ""]
     if comparison is not None:
         lines += ["### Since the baseline", "", pages.markdown([comparison]).replace("### ", "", 1)]
     return "\n".join(lines) + "\n"

@@ -1,37 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What two reports say differently, by requirement."""
+"""Comparison of two reports: what changed, by requirement."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvconform.report.causes import signature
-from kvconform.report.compare.reports import Key, Report
+from kvconform.judge.records import Verdict
+from kvconform.report.jsonl import Key, Report
+
+COMPARED = (
+    "connector",
+    "suite",
+    "vllm",
+    "engines",
+    "scheduling",
+    "device",
+    "adapters",
+    "seed",
+    "profile",
+)
+"""Fields of the header that are compared."""
 
 SILENT = {"NOT_EXERCISED", "UNSUPPORTED", "UNOBSERVABLE", "DISABLED", "BLOCKED", "ERROR"}
+"""Verdicts that say nothing about the connector."""
 KINDS = (
     "fails now",
-    "fails otherwise",
+    "fails differently",
     "is cut short",
     "holds unexpectedly",
     "is expected to fail",
-    "has no answer",
+    "has no verdict",
     "holds now",
-    "says nothing any more",
-    "says something now",
+    "is no longer judged",
+    "is judged now",
     "other",
 )
 """Kinds of change, the worst first."""
 WORSE = KINDS[:4]
-"""Those that make a connector nonconformant for a reason that was not there."""
+"""Kinds of change that make a connector nonconformant for a new reason."""
 ABSENT = "NOT_JUDGED"
-"""What `Flip.was` says if the earlier report has nothing about it: another case, a newer requirement, or it was cut off."""
+"""Value of `Flip.was` if the earlier report has no verdict.
+
+The run or the requirement is new, or the earlier report was cut off.
+"""
 
 
 @dataclass
 class Flip:
-    """A change of one requirement: `kind` of KINDS, the runs, the verdicts there, and what the later report says."""
+    """A change of one requirement, and the runs in which it occurred.
+
+    `kind` is one of KINDS; `was` and `now` are verdicts. `message` is the failure's, of the report
+    in which it failed. `counts`: whether the requirement counts against the connector.
+    """
 
     requirement: str
     kind: str
@@ -44,7 +65,11 @@ class Flip:
 
 @dataclass
 class Comparison:
-    """`old` against `new`. `only_old`, `only_new`: runs that the other has not."""
+    """The differences between `old` and `new`.
+
+    `settings`: (name, old value, new value). `only_old`, `only_new`: runs that occur in one report
+    only.
+    """
 
     old: Report
     new: Report
@@ -55,7 +80,7 @@ class Comparison:
 
     @property
     def worse(self) -> list[Flip]:
-        """What counts against the connector now and did not, counting requirements only."""
+        """The flips that count against the connector, of requirements that count."""
         return [flip for flip in self.flips if flip.kind in WORSE and flip.counts]
 
     @property
@@ -65,27 +90,30 @@ class Comparison:
 
 
 def compare(old: Report, new: Report) -> Comparison:
-    """Everything that differs. Of what only one of them has, what is held against the connector in the later one is a change; the rest is
-    listed by run, and not compared."""
-    runs_old, runs_new = ({run for _, run in report.verdicts} for report in (old, new))
+    """Return the differences between two reports.
+
+    A verdict that only the later report has is a change if it counts against the connector.
+    Otherwise runs that occur in one report only are listed, and not compared.
+    """
+    runs_old = {run for _, run in old.rows}
+    runs_new = {run for _, run in new.rows}
     flips: dict[tuple[str, str, str, str], Flip] = {}
-    for key, now in sorted(new.verdicts.items()):
-        was = old.verdicts.get(key, ABSENT)
-        cut = now == "BLOCKED" and key in new.against and not (was == now and key in old.against)
-        if (was == ABSENT and key not in new.against) or (
-            was == now and not cut and (now != "FAIL" or _same(old, new, key))
-        ):
+    for key, row in sorted(new.rows.items()):
+        before = old.rows.get(key)
+        kind = _change(old, new, key)
+        if kind is None:
             continue
+        was = before.verdict.value if before is not None else ABSENT
+        now = row.verdict.value
         requirement, run = key
-        kind = "is cut short" if cut else kind_of(was, now)
         flip = flips.setdefault(
             (requirement, kind, was, now),
             Flip(requirement, kind, was, now, counts=new.counts(requirement)),
         )
         flip.runs.append(run)
-        flip.message = flip.message or (
-            old if was == "FAIL" and now != "FAIL" else new
-        ).messages.get(key, "")
+        failed_before = before is not None and was == "FAIL" and now != "FAIL"
+        source = before if before is not None and failed_before else row
+        flip.message = flip.message or source.message or ""
     found = sorted(
         flips.values(), key=lambda flip: (not flip.counts, KINDS.index(flip.kind), flip.requirement)
     )
@@ -99,67 +127,75 @@ def compare(old: Report, new: Report) -> Comparison:
     )
 
 
+def _change(old: Report, new: Report, key: Key) -> str | None:
+    """Return the kind of change of one verdict of `new`, or None if there is no change."""
+    before = old.rows.get(key)
+    row = new.rows[key]
+    if before is None:
+        if key not in new.against:
+            return None
+        return "is cut short" if row.verdict is Verdict.BLOCKED else kind_of(ABSENT, row.verdict)
+    unchanged = before.verdict is row.verdict
+    cut_short = row.verdict is Verdict.BLOCKED and key in new.against
+    if cut_short and not (unchanged and key in old.against):
+        return "is cut short"
+    if unchanged and (row.verdict is not Verdict.FAIL or before.cause == row.cause):
+        return None
+    return kind_of(before.verdict, row.verdict)
+
+
 def kind_of(was: str, now: str) -> str:
-    """One of KINDS but for "is cut short", which depends on what blocks."""
+    """Return the kind of change between two verdicts.
+
+    It is never "is cut short", because that depends on what blocks the requirement.
+    """
     if now in _SAYS:
-        return "fails otherwise" if was == now == "FAIL" else _SAYS[now]
+        return "fails differently" if was == now == "FAIL" else _SAYS[now]
     if was in ("FAIL", "XFAIL"):
-        return "holds now" if now == "PASS" else "says nothing any more"
+        return "holds now" if now == "PASS" else "is no longer judged"
     if now in SILENT and was not in SILENT:
-        return "says nothing any more"
+        return "is no longer judged"
     if was in SILENT and now not in SILENT:
-        return "says something now"
+        return "is judged now"
     return "other"
 
 
 _SAYS = {
     "FAIL": "fails now",
-    "ERROR": "has no answer",
+    "ERROR": "has no verdict",
     "XPASS": "holds unexpectedly",
     "XFAIL": "is expected to fail",
 }
 
 
-def _same(old: Report, new: Report, key: Key) -> bool:
-    one, other = (
-        signature(report.messages.get(key), report.names.get(key)) for report in (old, new)
-    )
-    return one == other
-
-
 def _release(version: str | None) -> str | None:
-    """Without the local part: `0.32.0+cpu` is what nox calls the 0.32.0 that it installs a connector beside."""
+    """Return a version without its local part.
+
+    nox installs a connector together with `0.32.0+cpu`, which is the same release as `0.32.0`.
+    """
     return version and version.partition("+")[0]
 
 
 def _settings(old: Report, new: Report) -> list[tuple[str, str, str]]:
-    """What was judged, and with what, where it differs."""
+    """Return (name, old value, new value) of the settings and capabilities that differ."""
     found = []
-    for name in (
-        "connector",
-        "suite",
-        "vllm",
-        "engines",
-        "scheduling",
-        "device",
-        "adapters",
-        "seed",
-        "profile",
-    ):
-        was, now = getattr(old.header, name), getattr(new.header, name)
-        if was != now and not (name == "vllm" and _release(was) == _release(now)):
+    for name in COMPARED:
+        was = getattr(old.header, name)
+        now = getattr(new.header, name)
+        if name == "vllm" and _release(was) == _release(now):
+            continue
+        if was != now:
             found.append((name, _text(was), _text(now)))
-    names = sorted({*old.header.capabilities, *new.header.capabilities})
-    for name in names:
-        was, now = old.header.capabilities.get(name), new.header.capabilities.get(name)
-        if was != now and None not in (was, now):  # an older suite knew fewer
+    for name in sorted({*old.header.capabilities, *new.header.capabilities}):
+        was = old.header.capabilities.get(name)
+        now = new.header.capabilities.get(name)
+        # A capability may be missing from the report of an older suite.
+        if was is not None and now is not None and was != now:
             found.append((f"capability {name}", _text(was), _text(now)))
     return found
 
 
 def _text(value: object) -> str:
-    return (
-        ", ".join(map(str, value))
-        if isinstance(value, Iterable) and not isinstance(value, str)
-        else str(value)
-    )
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return ", ".join(map(str, value))
+    return str(value)

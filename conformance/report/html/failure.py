@@ -1,23 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The failures of a report, each cause once, with everything that is said about it."""
+"""Failures as report.html shows them: each cause once, with all its details."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvconform.judge.verdict import Row, Verdict
-from kvconform.report import repro
-from kvconform.report.causes import by_cause, split
+from kvconform.judge.records import Row, Verdict
+from kvconform.report.causes import PROCESS_RULE, by_cause, reproduction
 from kvconform.report.collector import Collector
 
 VLLM = "https://github.com/vllm-project/vllm/blob"
 OTHERS = 12
+"""Number of further runs of a failure that are named."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A cause: `found` says what was seen, `check` the expression that was false, `run` where first, `others` where else."""
+    """A cause of failure.
+
+    - `found`: what was seen; `check`: the expression that was false.
+    - `run`: the first run that failed; `others`: further ones, at most OTHERS; `more`: the number
+      of those that are not named.
+    - `link`: URL of the evidence in vLLM's source, if it has one.
+    - `lines`: excerpt of the trace.
+    """
 
     number: int
     requirement: str
@@ -46,15 +53,16 @@ class Failure:
 
 
 def failures(rows: Sequence[Row], collector: Collector) -> list[Failure]:
-    """All of them, causes before what follows from them."""
-    spec, notes = collector.spec, collector.notes
+    """Return the failures, causes before their consequences."""
+    spec = collector.spec
     found = []
     groups = by_cause([row for row in rows if row.verdict is Verdict.FAIL])
     for number, group in enumerate(groups, 1):
         first = group[0]
-        requirement, case = spec.requirements.get(first.requirement), spec.cases.get(first.case)
+        requirement = spec.requirements.get(first.requirement)
+        case = spec.cases.get(first.case)
         others = list(dict.fromkeys(row.run for row in group[1:] if row.run != first.run))
-        told, check = split(first.message)
+        lines = collector.reports[first.run].timelines.get(first.requirement, ())
         found.append(
             Failure(
                 number=number,
@@ -62,14 +70,12 @@ def failures(rows: Sequence[Row], collector: Collector) -> list[Failure]:
                 kind=first.kind,
                 gating=first.gating,
                 level=first.level,
-                rule=_one_line(requirement.text)
-                if requirement
-                else "A connector MUST NOT end the process that it runs in.",
+                rule=_one_line(requirement.text) if requirement else PROCESS_RULE,
                 why=_one_line(requirement.why) if requirement else "",
                 wrong=_one_line(requirement.wrong) if requirement else "",
                 right=(requirement.right or "").rstrip() if requirement else "",
-                found=told,
-                check=check,
+                found=first.message or "",
+                check=(first.check or "").replace("`", ""),
                 run=first.run,
                 step=first.step,
                 req=first.req,
@@ -81,10 +87,8 @@ def failures(rows: Sequence[Row], collector: Collector) -> list[Failure]:
                 case_text=_one_line(case.text) if case else "",
                 others=tuple(others[:OTHERS]),
                 more=max(0, len(others) - OTHERS),
-                lines=tuple(notes[first.run].timelines.get(first.requirement, ()))
-                if first.run in notes
-                else (),
-                reproduce=repro.of(collector, first),
+                lines=tuple(lines),
+                reproduce=reproduction(collector, first),
             )
         )
     return found
@@ -95,13 +99,11 @@ def _one_line(text: str | None) -> str:
 
 
 def _link(evidence: str | None, vllm: str | None) -> str | None:
-    """The file at the release's tag; None if it is not vLLM's, or not of a release."""
+    """Return the URL of the file at the tag of vLLM's release.
+
+    None if the evidence is no file of vLLM, or `vllm` is no release.
+    """
     file = (evidence or "").partition(":")[0].strip()
     release = (vllm or "").partition("+")[0]
-    if (
-        not file.endswith(".py")
-        or not release
-        or not all(part.isdigit() for part in release.split("."))
-    ):
-        return None
-    return f"{VLLM}/v{release}/vllm/{file}"
+    released = all(part.isdigit() for part in release.split("."))
+    return f"{VLLM}/v{release}/vllm/{file}" if file.endswith(".py") and released else None

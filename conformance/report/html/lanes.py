@@ -1,35 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lanes of a timeline: for each request, what each step did for it, its states, and the transfers in between."""
+"""The lanes of a timeline: the steps, states and transfers of each request."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-Event = dict[str, Any]
+from kvconform.contract.trace import Event
+
 PIECES = ("local", "loaded", "computed", "placeholder", "accepted", "rejected", "draft")
-"""The pieces of a cell, in tokens: hits of the local prefix cache, loaded by the connector, computed, placeholders of async
-scheduling, drafts."""
+"""Parts of a cell, in tokens.
+
+They are hits of the local prefix cache, tokens loaded by the connector, computed tokens,
+placeholders of asynchronous scheduling, and drafts.
+"""
 
 
 class Lanes:
-    """`names` of the lanes; `cells`: [lane, step, seq, tokens by PIECES..., C, N, blocks]; `states`: [lane, step, state, reason]."""
+    """Lanes, filled from the events of a trace in their order.
+
+    - `names`: name of each lane.
+    - `cells`: [lane, step, seq, tokens by PIECES..., C, N, blocks], where C is the number of
+      computed tokens of the request, and N the number of its known tokens.
+    - `states`: [lane, step, state, reason].
+    """
 
     def __init__(self) -> None:
         self.names: list[str] = []
         self.cells: list[list[Any]] = []
         self.states: list[list[Any]] = []
         self._spans: list[list[Any]] = []
+        # (lane, kind) -> the transfer that has not ended yet.
         self._open: dict[tuple[int, str], list[Any]] = {}
-        self._computing: dict[
-            int, list[tuple[int, int, list[Any]]]
-        ] = {}  # lane -> first position, tokens, cell
-        self._writers: dict[
-            tuple[str, int, str | None], tuple[int, int]
-        ] = {}  # request, position, engine -> lane, step
+        # Lane -> (first position, tokens, cell) of what is scheduled and not computed yet.
+        self._computing: dict[int, list[tuple[int, int, list[Any]]]] = {}
+        # (request, position, engine) -> (lane, step) that computed it last.
+        self._writers: dict[tuple[str, int, str | None], tuple[int, int]] = {}
         self._last = 0
 
     def number(self, event: Event) -> int:
-        """The lane of the request that an event is about; -1 if it is about none, or about several."""
+        """Return the lane of the event's request; -1 if it concerns no or several requests.
+
+        Adds a lane for a new request.
+        """
         req = event.get("req")
         if not isinstance(req, str):
             return -1
@@ -41,20 +54,26 @@ class Lanes:
     def take(self, event: Event) -> None:
         """Take the next event of the trace."""
         self._last = max(self._last, event["step"])
-        handler = getattr(self, "_" + event["kind"].replace(".", "_"), None)
+        handler = _HANDLERS.get(event["kind"])
         if handler is not None:
-            handler(event, self.number(event))
+            handler(self, event, self.number(event))
 
     def written(self, req: str, pos: int, on: str | None) -> tuple[int, int]:
-        """(lane, step) in which a request's position was computed last; (-1, -1) if no step of this trace did."""
+        """Return (lane, step) that computed a request's position last; (-1, -1) if none did.
+
+        `on` is the engine, if there are several.
+        """
         return self._writers.get((req, pos, on), (-1, -1))
 
     def ended(self) -> list[list[Any]]:
-        """The transfers: [lane, first step, last step, kind, seq]; those that never ended last to the end of the trace."""
+        """Return the transfers: [lane, first step, last step, kind, seq].
+
+        Those that never ended extend to the last step of the trace.
+        """
         return [*self._spans, *([*span[:2], self._last, *span[3:]] for span in self._open.values())]
 
     def _cell(self, lane: int, event: Event) -> list[Any]:
-        """The cell of this step, made if there is none."""
+        """Return the lane's cell of this step; add it if it is new."""
         for cell in reversed(self.cells):
             if cell[1] != event["step"]:
                 break
@@ -104,7 +123,7 @@ class Lanes:
                 return
 
     def _drafted(self, cell: list[Any], accepted: int, rejected: int) -> None:
-        """What became of a cell's drafts."""
+        """Replace a cell's drafts by the accepted and rejected ones."""
         self._add(cell, "draft", -min(cell[3 + PIECES.index("draft")], accepted + rejected))
         self._add(cell, "accepted", accepted)
         self._add(cell, "rejected", rejected)
@@ -130,3 +149,16 @@ class Lanes:
 
     def _plan(self, event: Event, lane: int) -> None:
         self._spans.append([lane, event["step"], event["step"], event["op"], event["seq"]])
+
+
+_HANDLERS: dict[str, Callable[[Lanes, Event, int], None]] = {
+    "alloc": Lanes._alloc,
+    "req.scheduled": Lanes._req_scheduled,
+    "kv.computed": Lanes._kv_computed,
+    "req.state": Lanes._req_state,
+    "hold": Lanes._hold,
+    "release": Lanes._release,
+    "load.due": Lanes._load_due,
+    "plan": Lanes._plan,
+}
+"""The method that draws an event, per kind of event."""

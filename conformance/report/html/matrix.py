@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The matrix of a report: requirement by engine and scheduling, with counts."""
+"""The matrix of report.html: counts of verdicts by requirement, engine and scheduling."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvconform.contract.loader import Spec
-from kvconform.judge.verdict import Row, Verdict
+from kvconform.judge.records import Row, Verdict
 
 ORDER = (
     Verdict.FAIL,
@@ -22,30 +22,29 @@ ORDER = (
     Verdict.UNSUPPORTED,
     Verdict.UNOBSERVABLE,
 )
-"""The first of these that occurs is what a cell says."""
+"""Verdicts by importance: a cell shows the first one that occurs."""
 
 
 @dataclass
 class Cell:
-    """One requirement on one engine with one scheduling."""
+    """Counts of verdicts of one requirement on one engine with one scheduling."""
 
     counts: Counter[str] = field(default_factory=Counter)
 
     @property
     def verdict(self) -> str:
-        """The one that matters most."""
+        """The most important verdict; empty if there is none."""
         return next((str(one) for one in ORDER if self.counts[str(one)]), "")
 
     @property
     def words(self) -> str:
-        """`3 fail of 12` and the like."""
+        """Text of the cell, such as `3 fail of 12`."""
         total = sum(self.counts.values())
         if not total:
             return ""
         number = self.counts[self.verdict]
-        return f"{number} {self.verdict.lower().replace('_', ' ')}" + (
-            f" of {total}" if number != total else ""
-        )
+        text = f"{number} {self.verdict.lower().replace('_', ' ')}"
+        return text if number == total else f"{text} of {total}"
 
 
 @dataclass
@@ -60,6 +59,7 @@ class Line:
 
     @property
     def verdict(self) -> str:
+        """The most important verdict of all cells."""
         return min(
             (cell.verdict for cell in self.cells if cell.verdict),
             key=lambda one: ORDER.index(Verdict(one)),
@@ -69,7 +69,7 @@ class Line:
 
 @dataclass
 class Area:
-    """The requirements of an area. `columns`: engine and scheduling of each cell."""
+    """The matrix of one area. `columns` name engine and scheduling of each cell."""
 
     name: str
     columns: list[str]
@@ -77,32 +77,31 @@ class Area:
 
     @property
     def failing(self) -> int:
+        """Number of requirements that fail somewhere."""
         return sum(line.verdict == "FAIL" for line in self.lines)
 
     @property
     def passing(self) -> int:
+        """Number of requirements whose most important verdict is PASS."""
         return sum(line.verdict == "PASS" for line in self.lines)
 
 
 def areas(rows: Sequence[Row], spec: Spec) -> list[Area]:
-    """The matrix, by area."""
+    """Return the matrix of each area, sorted by name."""
     columns = sorted({(row.engine, row.scheduling) for row in rows})
+    titles = [" ".join(column) for column in columns]
     cells: dict[str, dict[tuple[str, str], Cell]] = {}
     levels: dict[str, tuple[str, str]] = {}
     for row in rows:
-        cells.setdefault(row.requirement, {}).setdefault(
-            (row.engine, row.scheduling), Cell()
-        ).counts[str(row.verdict)] += 1
+        own = cells.setdefault(row.requirement, {})
+        own.setdefault((row.engine, row.scheduling), Cell()).counts[str(row.verdict)] += 1
         levels[row.requirement] = (row.level, row.kind)
     found: dict[str, Area] = {}
     for name in sorted(cells):
         requirement = spec.requirements.get(name)
         area = requirement.area if requirement else name.partition(".")[0]
         text = " ".join(requirement.text.split()) if requirement else ""
-        line = Line(
-            name, *levels[name], text, [cells[name].get(column, Cell()) for column in columns]
-        )
-        found.setdefault(
-            area, Area(area, [" ".join(column) for column in columns], [])
-        ).lines.append(line)
+        own = cells[name]
+        line = Line(name, *levels[name], text, [own.get(column, Cell()) for column in columns])
+        found.setdefault(area, Area(area, titles, [])).lines.append(line)
     return [found[name] for name in sorted(found)]

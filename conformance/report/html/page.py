@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""report.html: one file that says what was judged, what failed and why, with a timeline of each failure. Made from a report's parts."""
+"""Writer of report.html: one page with the verdicts, and the failures with their timelines."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -15,30 +15,38 @@ from markupsafe import Markup
 
 from kvconform import files
 from kvconform.judge.aggregate import called
-from kvconform.judge.verdict import Row, Verdict
+from kvconform.judge.records import Row, Verdict
 from kvconform.report.collector import Collector
 from kvconform.report.html.failure import Failure, failures
 from kvconform.report.html.matrix import Area, areas
-from kvconform.report.models import HeaderLine, Summary
+from kvconform.report.jsonl import HeaderLine
+from kvconform.report.summary import Summary
 
 NAME = "report.html"
 SHOWN = (
-    "PASS",
-    "FAIL",
-    "ERROR",
-    "XFAIL",
-    "XPASS",
-    "BLOCKED",
-    "NOT_EXERCISED",
-    "UNSUPPORTED",
-    "UNOBSERVABLE",
-    "DISABLED",
+    Verdict.PASS,
+    Verdict.FAIL,
+    Verdict.ERROR,
+    Verdict.XFAIL,
+    Verdict.XPASS,
+    Verdict.BLOCKED,
+    Verdict.NOT_EXERCISED,
+    Verdict.UNSUPPORTED,
+    Verdict.UNOBSERVABLE,
+    Verdict.DISABLED,
 )
+"""Verdicts in the order in which their numbers are shown."""
 
 
 @dataclass(frozen=True)
 class Page:
-    """What the page says. `stories`: packed story by run (kvconform.report.html.story), for the runs that are shown."""
+    """Content of the page.
+
+    - `failures` count against the connector; `advice` are violated recommendations; `engine` are
+      guarantees that the engine broke.
+    - `stories`: packed story (kvconform.report.html.story) by run, for the runs that are shown.
+    - `errors`: errors of the harness, each with the runs in which they occurred.
+    """
 
     header: HeaderLine
     summary: Summary
@@ -50,46 +58,49 @@ class Page:
     errors: list[tuple[str, list[str]]]
 
     @property
-    def answer(self) -> str:
+    def title(self) -> str:
+        """The overall verdict, as it is shown to people."""
         word = called(self.summary.verdict, bool(self.summary.requirements.exercised))
         return word + (" in what was selected" if self.summary.extra.get("narrowed") else "")
 
     @property
     def counts(self) -> list[tuple[str, int]]:
-        """What there are any of, in words."""
-        counts: Mapping[str, int] = self.summary.counts  # type: ignore[assignment]
+        """Number of rows per verdict in words, without zeros."""
+        counts = self.summary.counts
         return [
             (name.lower().replace("_", " "), counts[name]) for name in SHOWN if counts.get(name)
         ]
 
     @property
     def capabilities(self) -> list[tuple[str, Any, str]]:
-        """Those that somebody declared, or that were found out: name, value, source."""
+        """Name, value and source of the capabilities that were declared or inferred."""
         sources = self.header.capability_sources
+        doubts = self.header.capability_doubts
         return [
-            (name, value, sources[name])
+            (name, value, f"{sources[name]}, {doubts[name]}" if name in doubts else sources[name])
             for name, value in sorted(self.header.capabilities.items())
             if sources.get(name, "default") != "default"
         ]
 
 
 def make(collector: Collector, header: HeaderLine, summary: Summary, rows: Sequence[Row]) -> Page:
-    """The page's content; `rows` are the final ones."""
+    """Return the page's content; `rows` are the final ones."""
     shown = failures(rows, collector)
-    stories = {
-        note.variant: note.story for note in collector.notes.values() if note.story is not None
-    }
-    own = [one for one in shown if one.kind == "requirement" and one.gating]
-    advice = [one for one in shown if one.kind == "requirement" and not one.gating]
-    engine = [one for one in shown if one.kind != "requirement"]
-    kept = {one.run: stories[one.run] for one in shown if one.run in stories}
+    stories = {name: report.story for name, report in collector.reports.items() if report.story}
     return Page(
-        header, summary, areas(rows, collector.spec), own, advice, engine, kept, _errors(rows)
+        header=header,
+        summary=summary,
+        areas=areas(rows, collector.spec),
+        failures=[one for one in shown if one.kind == "requirement" and one.gating],
+        advice=[one for one in shown if one.kind == "requirement" and not one.gating],
+        engine=[one for one in shown if one.kind != "requirement"],
+        stories={one.run: stories[one.run] for one in shown if one.run in stories},
+        errors=_errors(rows),
     )
 
 
 def _errors(rows: Sequence[Row]) -> list[tuple[str, list[str]]]:
-    """What went wrong with harness or environment, and in which runs."""
+    """Return each error of the harness or the environment, with the runs in which it occurred."""
     found: dict[str, list[str]] = {}
     for row in rows:
         if row.verdict is Verdict.ERROR:
@@ -100,23 +111,20 @@ def _errors(rows: Sequence[Row]) -> list[tuple[str, list[str]]]:
 
 
 def render(page: Page) -> str:
-    """The page as HTML: no request leaves it."""
-    return (
-        _environment()
-        .from_string(_text("report.html.j2"))
-        .render(page=page, css=Markup(_text("report.css")), js=Markup(_scripts()))
-    )
+    """Return the page as HTML. It is self-contained: it makes no network requests."""
+    template = _environment().from_string(_text("report.html.j2"))
+    return template.render(page=page, css=Markup(_text("report.css")), js=Markup(_scripts()))
 
 
 def write(folder: Path, page: Page) -> Path:
-    """Write report.html in `folder`; returns its path."""
+    """Write report.html to `folder`, and return its path."""
     path = folder / NAME
     files.replace(path, render(page))
     return path
 
 
 def stylesheet() -> str:
-    """The style of all pages."""
+    """Return the stylesheet that all pages share."""
     return _text("report.css")
 
 

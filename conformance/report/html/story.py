@@ -1,31 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a timeline shows of one run: lanes, cells, hooks, transfers and wrong bytes, taken from its trace. JSON throughout.
+"""Stories: the data of the timelines in report.html, one per failed run.
 
-A story is a dict of short lists, so that a page can hold dozens of them (`build` makes it); `pack` makes text of it.
+A story contains lanes, cells, hooks, transfers and wrong bytes of a run, taken from its trace. It
+is a JSON object of short lists, so that a page can contain dozens of them. `build` makes a story,
+`pack` encodes it as text.
 """
 
 from __future__ import annotations
 
 import base64
 import json
-import re
 import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from kvconform.contract.trace import Event
 from kvconform.judge.backtrace import source
-from kvconform.judge.verdict import Row, Verdict
+from kvconform.judge.records import Row, Verdict
 from kvconform.report import timeline
 from kvconform.report.html.lanes import Lanes
 
-Event = dict[str, Any]
 LONGEST = 12_000
-"""Events of one story. Of a longer trace, those around the first failure are kept: what is before 10,000 events has never told anything."""
-_TAKEN = re.compile(r"before request (\S+) had computed")
+"""Largest number of events of a story.
+
+Of a longer trace, the events around the first failure are included: events more than 10,000 before
+a failure have never explained it.
+"""
+FACTS = ("case", "engine", "scheduling", "runner", "depth", "block_size", "num_blocks", "seed")
+"""Fields of the event `run.start` that a story contains."""
 
 
 def build(trace: Sequence[Event], marks: dict[str, int]) -> dict[str, Any]:
-    """The story of a trace. `marks`: requirement -> seq of its first violation. Changes nothing."""
+    """Return the story of a trace. `marks`: requirement -> seq of its first violation."""
     events = _part(trace, marks)
     marks = {
         name: seq
@@ -58,19 +64,7 @@ def build(trace: Sequence[Event], marks: dict[str, int]) -> dict[str, Any]:
             wrong.append(_wrong(event, lanes))
     first = trace[0] if trace else {}
     return {
-        "run": {
-            name: first.get(name)
-            for name in (
-                "case",
-                "engine",
-                "scheduling",
-                "runner",
-                "depth",
-                "block_size",
-                "num_blocks",
-                "seed",
-            )
-        },
+        "run": {name: first.get(name) for name in FACTS},
         "first": events[0]["step"] if events else 0,
         "steps": max((event["step"] for event in events), default=0),
         "requests": lanes.names,
@@ -87,25 +81,23 @@ def build(trace: Sequence[Event], marks: dict[str, int]) -> dict[str, Any]:
 
 
 def story_of(trace: Sequence[Event], rows: Iterable[Row]) -> str | None:
-    """The packed story of a run of which something failed; None otherwise."""
+    """Return the packed story of a run in which a requirement failed; None for other runs."""
     failed = [row for row in rows if row.verdict is Verdict.FAIL]
-    return (
-        pack(build(trace, {row.requirement: row.event for row in failed if row.event is not None}))
-        if failed
-        else None
-    )
+    if not failed:
+        return None
+    marks = {row.requirement: row.event for row in failed if row.event is not None}
+    return pack(build(trace, marks))
 
 
 def pack(story: dict[str, Any]) -> str:
-    """As text: JSON, zlib, base64. `unpack` is its inverse; so is story.js."""
-    text = json.dumps(story, separators=(",", ":"), ensure_ascii=False).encode(
-        errors="backslashreplace"
-    )
-    return base64.b64encode(zlib.compress(text, 9)).decode()
+    """Encode a story as text: JSON, zlib, base64. `unpack` and story.js decode it."""
+    text = json.dumps(story, separators=(",", ":"), ensure_ascii=False)
+    data = text.encode(errors="backslashreplace")
+    return base64.b64encode(zlib.compress(data, 9)).decode()
 
 
 def unpack(text: str) -> dict[str, Any]:
-    """The story that `pack` made text of. ValueError for anything else."""
+    """Return the story that `pack` encoded. Raises ValueError for other text."""
     try:
         found = json.loads(zlib.decompress(base64.b64decode(text, validate=True)))
     except (ValueError, zlib.error) as error:
@@ -116,6 +108,7 @@ def unpack(text: str) -> dict[str, Any]:
 
 
 def _part(trace: Sequence[Event], marks: dict[str, int]) -> Sequence[Event]:
+    """Return at most LONGEST events, with those around the first mark."""
     if len(trace) <= LONGEST:
         return trace
     middle = min(marks.values(), default=len(trace))
@@ -124,26 +117,33 @@ def _part(trace: Sequence[Event], marks: dict[str, int]) -> Sequence[Event]:
 
 
 def _lines(events: Iterable[Event], lanes: Lanes, marks: dict[str, int]) -> list[list[Any]]:
-    """[seq, step, what, text, lane or -1] of every event that tells something by itself."""
-    marked = set(marks.values())
+    """Return [seq, step, what, text, lane or -1] of every informative or marked event."""
+    marked_seqs = set(marks.values())
     found = []
     for event in events:
-        told = timeline.about(event) or (timeline.plain(event) if event["seq"] in marked else None)
-        if told is not None and (event["kind"] != "hook.called" or event["seq"] in marked):
-            found.append(
-                [event["seq"], event["step"], told[0].strip(), told[1], lanes.number(event)]
-            )
+        marked = event["seq"] in marked_seqs
+        line = timeline.about(event) or (timeline.plain(event) if marked else None)
+        if line is None or (event["kind"] == "hook.called" and not marked):
+            continue
+        what, text = line
+        found.append([event["seq"], event["step"], what.strip(), text, lanes.number(event)])
     return found
 
 
 def _wrong(event: Event, lanes: Lanes) -> list[Any]:
-    """[lane, step, seq, first position, count, what it holds, in words, lane and step of the origin or -1]."""
+    """Return the entry of an event `kv.wrong`.
+
+    It is [lane, step, seq, first position, count, what the bytes are, the same in words, lane of
+    the origin, step of the origin]; without a known origin, the last two are -1.
+    """
     place = source(event)
-    if place is None and (found := _TAKEN.search(str(event["origin"] or ""))):
-        place = (found[1], event["pos"])
-    lane, step = (
-        lanes.written(place[0], place[1], event.get("on")) if place is not None else (-1, -1)
-    )
+    if place is None and event["origin_req"] is not None:
+        # The request that had not computed the position yet.
+        place = event["origin_req"], event["pos"]
+    lane = -1
+    step = -1
+    if place is not None:
+        lane, step = lanes.written(place[0], place[1], event.get("on"))
     return [
         lanes.number(event),
         event["step"],
@@ -158,7 +158,7 @@ def _wrong(event: Event, lanes: Lanes) -> list[Any]:
 
 
 def _joined(wrong: list[list[Any]]) -> list[list[Any]]:
-    """One entry where several layers have the same to say."""
+    """Return the entries without those that differ in their layer only."""
     found: dict[tuple[Any, ...], list[Any]] = {}
     for one in wrong:
         found.setdefault((one[0], one[1], one[3], one[4], one[5]), one)

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is reported of each failure of a run: what was found, what led to it, and the evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from kvconform.contract.requirement import Requirement
+from kvconform.contract.trace import Event
+from kvconform.judge.backtrace import excerpt, tell
+from kvconform.judge.describe import cause, describe, place
+from kvconform.judge.records import Row, Verdict
+
+
+def narrate(
+    rows: Sequence[Row], trace: Sequence[Event], requirements: Mapping[str, Requirement]
+) -> None:
+    """Fill in message, cause, place and evidence of the rows that failed. Changes the rows.
+
+    The new message begins with a sentence about the event, and one about where wrong bytes came
+    from. What the row's message says about another run comes last; a message that only repeats the
+    check is dropped.
+    """
+    for row in rows:
+        if row.verdict is not Verdict.FAIL or row.event is None:
+            continue
+        event = trace[row.event]
+        relate = requirements[row.requirement].relate
+        row.cause = cause(event)
+        row.place = place(event)
+        parts: list[str | None] = []
+        if relate is None or event["kind"] == relate.event:
+            sentence = describe(event)
+            story = tell(list(trace), event) if sentence is not None else None
+            parts = [sentence, story[1] if story is not None else None]
+        if row.message != row.check:
+            parts.append(row.message)
+        if any(parts):
+            row.message = "; ".join(part for part in parts if part)
+        else:
+            row.check = None  # the message repeats it
+        if row.requirement.startswith("hook."):
+            row.evidence = evidence_of(event) or row.evidence
+
+
+def excerpts(rows: Sequence[Row], trace: Sequence[Event]) -> dict[str, list[Event]]:
+    """Return the events that led to each failure, by requirement."""
+    return {
+        row.requirement: excerpt(list(trace), row.event, row.req)
+        for row in rows
+        if row.verdict is Verdict.FAIL and row.event is not None
+    }
+
+
+def evidence_of(event: Event) -> str | None:
+    """Return where vLLM documents the hook of a `hook.returned` event, or None for other events."""
+    if event["kind"] != "hook.returned":
+        return None
+    owner = (
+        "SupportsHMA" if event["hook"] == "request_finished_all_groups" else "KVConnectorBase_V1"
+    )
+    return f"distributed/kv_transfer/kv_connector/v1/base.py: {owner}.{event['hook']}"

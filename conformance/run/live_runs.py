@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The run of a scenario on the complete vLLM, and the reduction of a random workload that fails."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from kvconform.config.target import Target
+from kvconform.contract.capabilities import complete
+from kvconform.contract.case import Variant
+from kvconform.contract.loader import Spec
+from kvconform.contract.scenario import Scenario, lacking
+from kvconform.errors import EnvironmentProblem, KvconformError
+from kvconform.judge.records import Row, Verdict
+from kvconform.judge.verdict import judge
+from kvconform.live.baseline import plains
+from kvconform.live.job import plays
+from kvconform.live.pair_run import asked
+from kvconform.live.random import CLAIMS, REDUCED, claim, reduce, write
+from kvconform.live.run import run_live, unhurried
+from kvconform.process.servers import Servers
+from kvconform.run.calibration import Profile, promises_of, target_profile
+from kvconform.run.runs import Runs
+
+_started = False
+
+
+def make_live_runs(variant: Variant, target: Target, spec: Spec, *, seed: int, tmp: Path) -> Runs:
+    """Make the run of a scenario.
+
+    EnvironmentProblem if vLLM does not start with the connector, and never did in this process.
+    """
+    global _started
+    scenario = _scenario(variant)
+    profile = live_profile(target, tmp.parent)
+    unmet = scenario.unmet(profile.caps) or lacking(scenario.faults, Servers.clearable())
+    if unmet is not None:
+        return Runs(profile, refused=(Verdict.UNSUPPORTED, f"the scenario needs {unmet}"))
+    try:
+        found, made = run_live(
+            scenario, variant, target, spec, seed=seed, tmp=tmp, plain_runs=plains()
+        )
+        if made.ended.stuck:
+            stuck = ", ".join(made.ended.stuck)
+            raise RuntimeError(f"processes of the run could not be ended: {stuck}")
+    except RuntimeError as problem:
+        sentence = str(problem).splitlines()[0]
+        return Runs(profile, refused=(Verdict.ERROR, sentence), harness_error=str(problem))
+    error = made.outcome.error
+    if error is not None and error["where"] == "start":
+        sentence = f"vLLM does not start with {target.connector}: {error['text'].rstrip('.')}"
+        if not _started:
+            raise EnvironmentProblem(sentence, made.words)
+        return Runs(profile, refused=(Verdict.UNSUPPORTED, sentence))
+    _started = True
+    return Runs(
+        profile,
+        {"connector": found},
+        unmet=[*found.lacks, *found.thin],
+        lacks=found.lacks,
+        reduce=partial(
+            reduce_failures,
+            variant=variant,
+            target=target,
+            spec=spec,
+            caps=profile.caps,
+            tmp=tmp,
+        ),
+    )
+
+
+def live_profile(target: Target, tmp: Path) -> Profile:
+    """Return the profile of a target that the other engines determine.
+
+    If they cannot run the connector, its capabilities are those that it declares.
+    """
+    try:
+        return target_profile(target, tmp)
+    except KvconformError:
+        raise
+    except (Exception, SystemExit):
+        # The calibration uses another engine: its failure is no failure on this one.
+        declared = target.declared(target.resolve())
+        full = complete(declared)
+        sources = {name: "declared" if name in declared else "default" for name in full}
+        return Profile(full, sources, {}, promises_of(target, tmp, full, declared=True))
+
+
+def reduce_failures(
+    rows: Sequence[Row],
+    *,
+    variant: Variant,
+    target: Target,
+    spec: Spec,
+    caps: dict[str, object],
+    tmp: Path,
+) -> None:
+    """Reduce a random workload that fails, and name its file in the rows' messages.
+
+    Does nothing for the scenario of a file. Each requirement is reduced for one workload only, the
+    first that claims it. Changes the rows; writes below `tmp`, and to the folders that the
+    environment variables CLAIMS and REDUCED name.
+    """
+    scenario = _scenario(variant)
+    bad = [row for row in rows if row.verdict is Verdict.FAIL and row.gating]
+    folder = os.environ.get(REDUCED)
+    claims = os.environ.get(CLAIMS)
+    has_file = spec.places.get(f"case:{scenario.id}") is not None
+    if not bad or not folder or not scenario.requests or has_file:
+        return
+    claimed = claim(
+        Path(claims) if claims else tmp / "claims",
+        sorted({row.requirement for row in bad}),
+        scenario.id,
+    )
+    for row in bad:
+        other = claimed[row.requirement]
+        if other != scenario.id:
+            row.message = f"{row.message}; {other} fails it, too, and was reduced"
+    names = {name for name, claimant in claimed.items() if claimant == scenario.id}
+    bad = [row for row in bad if row.requirement in names]
+    if not bad:
+        return
+    plain_runs = plains()
+    question = asked(scenario, 0) if scenario.pair else unhurried(plays(scenario, None, 0))
+    known = plain_runs.get(question)
+    numbers = itertools.count()
+
+    def fails(smaller: Scenario) -> bool:
+        here = tmp / f"smaller-{next(numbers)}"
+        found, _ = run_live(
+            smaller, variant, target, spec, seed=0, tmp=here, plain_runs=plain_runs, known=known
+        )
+        again = judge([spec.requirements[name] for name in names], {"connector": found}, caps)
+        shutil.rmtree(here, ignore_errors=True)
+        return any(row.verdict is Verdict.FAIL for row in again)
+
+    smallest = reduce(scenario, fails)
+    path = Path(folder) / f"{scenario.id}.yaml"
+    write(smallest, path)
+    count = f"{len(smallest.requests)} of the {len(scenario.requests)} requests"
+    for row in bad:
+        row.message = f"{row.message}; the same with {count}: --engine live --case {path}"
+
+
+def _scenario(variant: Variant) -> Scenario:
+    """Return the scenario of a variant of engine live."""
+    assert isinstance(variant.case, Scenario)
+    return variant.case

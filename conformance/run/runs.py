@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The runs that judging a variant takes, on the engines that are driven step by step."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvconform.config.target import Target
+from kvconform.contract.case import Variant
+from kvconform.judge.records import Row, Verdict
+from kvconform.judge.verdict import RunLike
+from kvconform.run.calibration import Profile, target_profile
+from kvconform.run.records import Run
+from kvconform.run.runner import run_variant
+
+PlainRuns = dict[str | None, Run]
+"""Baseline runs, by kv_role."""
+
+
+@dataclass
+class Runs:
+    """The runs of one variant, and what judging them needs.
+
+    `runs` maps relations to runs; the one called `connector` is judged. If there are none,
+    `refused` is the verdict and the message of every row. `unmet` are stimuli that did not happen.
+    `lacks` are events that did not happen, without which the run is inconclusive. `again(relation)`
+    repeats a run. `reduce` reduces a workload that failed, and adds to the messages of the rows.
+    """
+
+    profile: Profile
+    runs: Mapping[str, RunLike] = field(default_factory=dict)
+    refused: tuple[Verdict, str] | None = None
+    unmet: list[str] = field(default_factory=list)
+    lacks: list[str] = field(default_factory=list)
+    harness_error: str | None = None
+    again: Callable[[str], Run] | None = None
+    reduce: Callable[[Sequence[Row]], None] | None = None
+
+
+def make_runs(
+    variant: Variant, target: Target, *, seed: int, tmp: Path, plain: PlainRuns | None = None
+) -> Runs:
+    """Make the run of a variant and the runs that it is compared with, below `tmp`.
+
+    `plain` caches baseline runs of the same variant and seed; new ones are added to it.
+    """
+    profile = target_profile(target, tmp.parent)
+    missing = variant.case.unmet(profile.caps)
+    if missing is not None:
+        return Runs(profile, refused=(Verdict.UNSUPPORTED, f"the case needs {missing}"))
+
+    def run(relation: str, folder: str) -> Run:
+        return run_variant(
+            variant,
+            target,
+            seed=seed,
+            tmp=tmp / folder,
+            relation=relation,
+            caps=profile.caps,
+            promises=profile.promises,
+        )
+
+    runs: dict[str, Run] = {}
+    for relation in ("connector", *variant.case.relations):
+        if relation == "second-process" and target.device != "cpu":
+            continue  # a forked process has no device
+        if relation != "no-connector" or plain is None:
+            runs[relation] = run(relation, relation)
+            continue
+        if target.role not in plain:
+            plain[target.role] = run(relation, relation)
+        runs[relation] = plain[target.role]
+    main = runs["connector"]
+    if main.lacks is not None:
+        return Runs(profile, refused=(Verdict.UNSUPPORTED, main.lacks))
+    numbers = itertools.count()
+    errors = (each.harness_error for each in runs.values() if each.harness_error)
+    return Runs(
+        profile,
+        runs,
+        unmet=main.unmet,
+        harness_error=next(errors, None),
+        again=lambda relation: run(relation, f"again-{next(numbers)}"),
+    )
