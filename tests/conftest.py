@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of the tests."""
+"""Order of the tests."""
 
 from __future__ import annotations
 
@@ -7,5 +7,8 @@ import pytest
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Those that run the whole program come first: with several processes, one that begins last is waited for."""
+    """Put end-to-end tests first.
+
+    With several processes, a long test that starts late would be waited for.
+    """
     items.sort(key=lambda item: item.get_closest_marker("e2e") is None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters in general: names, installation once per process, what the settings and the reports say of them."""
+"""Tests of adapters in general: names, settings and reports, one installation per process."""
 
 from __future__ import annotations
 
@@ -105,6 +105,9 @@ def test_every_adapter_is_described_and_imports_nothing_before_it_is_installed(n
     adapter = adapters.named(name)
     assert adapter.title and adapter.text.endswith(".")
     loaded = f"{{'torch', 'vllm', {adapter.package!r}}} & {{*sys.modules}}"
-    code = f"import sys; from kvconform.adapters import registry; registry.named({name!r}); print({loaded})"
+    code = (
+        f"import sys; from kvconform.adapters import registry; registry.named({name!r}); "
+        f"print({loaded})"
+    )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "set()"

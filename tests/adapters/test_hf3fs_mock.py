@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapter `hf3fs-mock`: vLLM's HF3FSKVConnector with its own metadata server; what the adapter copies wrongly is noticed by the suite, and
-what the connector does wrong is found through it."""
+"""Tests of the adapter `hf3fs-mock`: vLLM's HF3FSKVConnector with its own metadata server.
+
+The suite must notice an adapter that copies wrongly, and must find the connector's own bugs.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,10 @@ from kvconform.adapters import registry as adapters
 from kvconform.config.settings import load
 from kvconform.config.target import Target
 from kvconform.contract.loader import load_spec
-from kvconform.judge.verdict import Verdict
+from kvconform.judge.records import CaseReport, Verdict
 from kvconform.process.servers import Servers
 from kvconform.run import smoke
 from kvconform.run.case import run_and_judge
-from kvconform.run.records import CaseReport
 
 SPEC = load_spec()
 PLAIN = "chunked.boundaries[vllm-sync-v1-d1-b4-slow-compute]"
@@ -52,15 +53,11 @@ def judged(name: str, target: Target, tmp: Path) -> CaseReport:
 
 def failed(report: CaseReport) -> set[str]:
     """Requirements that count and failed."""
-    return {
-        r["requirement"]
-        for r in report.rows
-        if r["verdict"] == Verdict.FAIL and r.get("gating", True)
-    }
+    return {r.requirement for r in report.rows if r.verdict == Verdict.FAIL and r.gating}
 
 
 def exercised(report: CaseReport, requirement: str) -> int:
-    return next(r["exercised"] for r in report.rows if r["requirement"] == requirement)
+    return next(r.exercised for r in report.rows if r.requirement == requirement)
 
 
 def test_it_stores_and_loads(target: Target, tmp_path: Path) -> None:
@@ -130,11 +127,14 @@ def test_the_process_is_as_before(target: Target, tmp_path: Path) -> None:
     ],
 )
 def test_what_was_found(case: str, requirement: str, target: Target, tmp_path: Path) -> None:
-    """docs/results/findings/hf3fs-*.yaml. Fails when vLLM repairs it: then the finding gets the release that is fine."""
+    """docs/results/findings/hf3fs-*.yaml.
+
+    Fails when vLLM repairs the bug: then add the fixed release to the finding.
+    """
     from kvconform.compat.vllm_api import VLLM_VERSION
 
     if not VLLM_VERSION.startswith(("0.31", "0.32", "0.33")):
         pytest.skip("not looked at with this vLLM")
     report = judged(case, target, tmp_path)
-    found = {r["requirement"] for r in report.rows if r["verdict"] == Verdict.FAIL}
+    found = {r.requirement for r in report.rows if r.verdict == Verdict.FAIL}
     assert requirement in found or (requirement == "load.position" and "save.owned" in found)

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapter `llvmlite-names`: with it, vLLM's CPU platform can look through a process that has imported llvmlite; without it, or with one
-that answers wrongly, that ends where a run would end.
+"""Tests of the adapter `llvmlite-names`.
 
-Needs llvmlite, which vLLM itself brings along on most machines.
+With the adapter, vLLM's CPU platform can look through a process that has imported llvmlite.
+Without it, or with a defective one, the process fails, as a run would.
+
+Needs llvmlite, which vLLM itself installs on most machines.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapter `lmcache-cpu`: it copies as LMCache's own classes do, and a copy that goes wrong is noticed by the suite.
+"""Tests of the adapter `lmcache-cpu`: it copies as LMCache's own classes do.
+
+The suite must notice an adapter that copies wrongly.
 
 Needs LMCache: `nox -s tests -- --install '--no-deps lmcache==0.5.6 aiofile caio' tests/adapters`.
 """
@@ -26,10 +28,9 @@ from kvconform.adapters import registry as adapters
 from kvconform.config.settings import load
 from kvconform.contract.case import Case
 from kvconform.contract.loader import load_spec
-from kvconform.judge.verdict import Verdict
+from kvconform.judge.records import CaseReport, Verdict
 from kvconform.run import smoke
 from kvconform.run.case import run_and_judge
-from kvconform.run.records import CaseReport
 
 LAYERS, BLOCKS, HEADS, SIZE, DIM = 2, 6, 2, 4, 16
 
@@ -40,7 +41,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def judged(entry: str, variant: str | Case, tmp: Path, **extra: Any) -> CaseReport:
-    """What judging a variant of a case, or the first one of a case of ours, comes to."""
+    """Return the report on a variant of a case, or on the first variant of a case of ours."""
     settings = load({"connector": f"catalogue:{entry}"}, start=Path("/"))
     settings.extra_config |= {f"lmcache.{name}": value for name, value in extra.items()}
     target = smoke.target_of(settings)
@@ -54,9 +55,9 @@ def judged(entry: str, variant: str | Case, tmp: Path, **extra: Any) -> CaseRepo
 def failed(report: CaseReport) -> set[str]:
     """Requirements that count and failed, or that were blocked."""
     return {
-        r["requirement"]
+        r.requirement
         for r in report.rows
-        if r["verdict"] in (Verdict.FAIL, Verdict.BLOCKED) and r.get("gating", True)
+        if r.verdict in (Verdict.FAIL, Verdict.BLOCKED) and r.gating
     }
 
 
@@ -66,14 +67,14 @@ CASE = "chunked.boundaries[reference-sync-v1-d1-b4]"
 @pytest.mark.parametrize("entry", ["lmcache-v1", "lmcache-v1-layerwise", "lmcache-v1-disk"])
 def test_it_stores_and_loads(entry: str, tmp_path: Path) -> None:
     report = judged(entry, CASE, tmp_path)
-    rows = {row["requirement"]: row for row in report.rows}
+    rows = {row.requirement: row for row in report.rows}
     assert (
-        rows["load.complete-or-failed"]["verdict"] == Verdict.PASS
-        and rows["load.complete-or-failed"]["exercised"] > 2
+        rows["load.complete-or-failed"].verdict == Verdict.PASS
+        and rows["load.complete-or-failed"].exercised > 2
     )
     assert (
-        rows["save.completeness"]["verdict"] == Verdict.PASS
-        and rows["save.completeness"]["exercised"] > 2
+        rows["save.completeness"].verdict == Verdict.PASS
+        and rows["save.completeness"].exercised > 2
     )
     assert failed(report) <= ({"load.only-grant"} if entry == "lmcache-v1-layerwise" else set())
 
@@ -152,15 +153,21 @@ def test_a_load_over_what_is_cached_locally_is_noticed(
 
 
 def test_one_run_knows_nothing_of_another(tmp_path: Path) -> None:
-    """The same seed, the same prompts: what the first run stored would be found by the second's first lookup."""
+    """The seed and the prompts are the same.
+
+    If the store were shared, the second run's first lookup would find what the first run stored.
+    """
     for number in range(2):
         report = judged("lmcache-v1", CASE, tmp_path / str(number))
         assert not failed(report)
 
 
-# -- as LMCache's own classes do ---------------------------------------------------------------------------------------------------------
+# -- as LMCache's own classes do
 def _cache() -> list[torch.Tensor]:
-    """Layers [blocks, slots, 2, heads, dim] as LMCache's flash-infer layout has them, all values different."""
+    """Return layers [blocks, slots, 2, heads, dim], LMCache's flash-infer layout.
+
+    All values differ.
+    """
     count = LAYERS * BLOCKS * 2 * SIZE * HEADS * DIM
     return list(torch.arange(count, dtype=torch.float32).view(LAYERS, BLOCKS, 2, SIZE, HEADS, DIM))
 
@@ -170,7 +177,7 @@ def _metadata() -> Any:
 
 
 def test_a_layer_is_copied_as_lmcache_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """LMCache's torch version of the copy that its CUDA class makes, on the layout [blocks, K or V, slots, heads, dim]."""
+    """LMCache's torch version of its CUDA class's copy, on [blocks, K or V, slots, heads, dim]."""
     from lmcache import lmcache_native as native
     from lmcache.v1.platform.torch_ops.mem_kernels import single_layer_kv_transfer
 

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapter `mooncake-store-cpu`: vLLM's MooncakeStoreConnector stores and loads through a Mooncake store of its own; what the adapter does
-wrongly is noticed by the suite.
+"""Tests of the adapter `mooncake-store-cpu`.
 
-Needs Mooncake: `nox -s tests -- --install mooncake-transfer-engine-non-cuda==0.3.13.post1 tests/adapters`.
+vLLM's MooncakeStoreConnector stores and loads through a private Mooncake store.
+The suite must notice an adapter that works wrongly.
+
+Needs the package mooncake-transfer-engine-non-cuda==0.3.13.post1:
+`nox -s tests -- --install PACKAGE tests/adapters`.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -24,13 +26,10 @@ pytest.importorskip(
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 from adapters_rig import judged, noticed, row
-
 from kvconform.adapters import mooncake_store_cpu as adapter
 from kvconform.adapters import registry as adapters
-from kvconform.judge.verdict import Verdict
+from kvconform.judge.records import Verdict
 
 if torch.cuda.is_available():
     pytest.skip(
@@ -47,7 +46,7 @@ def test_it_stores_and_loads_and_closes_what_it_opened(
     close = adapter._close
     monkeypatch.setattr(adapter, "_close", lambda end: (ends.append(end), close(end)))
     report = judged(ENTRY, CASE, tmp_path, monkeypatch)
-    assert not noticed(report) and row(report, "load.complete-or-failed")["exercised"]
+    assert not noticed(report) and row(report, "load.complete-or-failed").exercised
     assert ends and all(end.ctx.closed for end in ends) and not adapter._made
     assert not any(getattr(end, "thread", None) in threading.enumerate() for end in ends)
 
@@ -61,10 +60,10 @@ def test_an_event_that_fails_is_noticed(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(adapter.Event, "synchronize", fails)
     report = judged(ENTRY, CASE, tmp_path, monkeypatch)
+    # nothing was stored
     assert (
-        noticed(report)
-        or row(report, "load.complete-or-failed")["verdict"] == Verdict.NOT_EXERCISED
-    )  # nothing was stored
+        noticed(report) or row(report, "load.complete-or-failed").verdict == Verdict.NOT_EXERCISED
+    )
 
 
 def test_events_of_a_device_that_is_not_there_are_noticed(

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapter `nixl-loopback`: what it does wrongly is noticed by the suite, and it leaves the process as it was.
+"""Tests of the adapter `nixl-loopback`: it leaves the process unchanged.
+
+The suite must notice an adapter that works wrongly.
 
 Needs NIXL: `nox -s tests -- --install nixl==1.5.1 tests/adapters`.
 """
@@ -7,7 +9,6 @@ Needs NIXL: `nox -s tests -- --install nixl==1.5.1 tests/adapters`.
 from __future__ import annotations
 
 import os
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,8 @@ pytest.importorskip(
     "nixl._api", reason="NIXL is not installed; this file's first lines say how to run it"
 )
 
-sys.path.insert(0, str(Path(__file__).parent))
 
 from adapters_rig import PLAIN, judged, noticed, row
-
 from kvconform.adapters import nixl_loopback as adapter
 from kvconform.adapters import registry as adapters
 
@@ -41,14 +40,17 @@ def test_kv_arrives_and_the_process_is_as_before(
 ) -> None:
     cores = os.sched_getaffinity(0)
     report = judged(ENTRY, PLAIN, tmp_path, monkeypatch)
-    assert not noticed(report) and row(report, "transfer.delivered")["exercised"] == 2
+    assert not noticed(report) and row(report, "transfer.delivered").exercised == 2
     assert os.sched_getaffinity(0) == cores
 
 
 def test_kernels_that_take_no_such_block_are_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if the adapter did nothing about block sizes: the machine's kernel has its own, and no block of 4 tokens is one."""
+    """As if the adapter did nothing about block sizes.
+
+    The machine's kernel has its own block size, and cannot use blocks of 4 tokens.
+    """
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
@@ -62,7 +64,7 @@ def test_kernels_that_take_no_such_block_are_noticed(
 def test_a_thread_that_is_left_on_one_core_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The test above of the process as it was can fail: the thread stays where the connector has put it."""
+    """Show that the test above can fail: the thread stays on the core that the connector chose."""
     cores = os.sched_getaffinity(0)
     if len(cores) < 2:
         pytest.skip("this machine has one core")

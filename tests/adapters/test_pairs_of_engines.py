@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters `nixl-loopback` and `mooncake-loopback`: KV goes from one engine to another through the real packages, and what an adapter does
-wrongly is noticed by the suite.
+"""Tests of the adapters `nixl-loopback` and `mooncake-loopback` with two engines.
 
-Needs the packages: `nox -s tests -- --install nixl==1.5.1 tests/adapters`; and mooncake-transfer-engine-non-cuda==0.3.13.post1.
+KV goes from one engine to the other through the real packages. The suite must notice an adapter
+that works wrongly.
+
+Needs the packages nixl==1.5.1 and mooncake-transfer-engine-non-cuda==0.3.13.post1:
+`nox -s tests -- --install PACKAGE tests/adapters`.
 """
 
 from __future__ import annotations
@@ -19,10 +22,9 @@ pytest.importorskip("vllm")
 from kvconform.adapters import registry as adapters
 from kvconform.config.settings import load
 from kvconform.contract.loader import load_spec
-from kvconform.judge.verdict import Verdict
+from kvconform.judge.records import CaseReport, Verdict
 from kvconform.run import smoke
 from kvconform.run.case import run_and_judge
-from kvconform.run.records import CaseReport
 
 SPEC = load_spec()
 PLAIN = "transfer.prompt[vllm-sync-v1-d1-b4]"
@@ -49,11 +51,7 @@ def judged(entry: str, name: str, tmp: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def failed(report: CaseReport) -> set[str]:
-    return {
-        r["requirement"]
-        for r in report.rows
-        if r["verdict"] == Verdict.FAIL and r.get("gating", True)
-    }
+    return {r.requirement for r in report.rows if r.verdict == Verdict.FAIL and r.gating}
 
 
 @pytest.mark.parametrize("entry", sorted(PACKAGES))
@@ -61,10 +59,10 @@ def test_kv_arrives(entry: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     installed(entry)
     report = judged(entry, PLAIN, tmp_path, monkeypatch)
     assert not failed(report) and not report.unmet
-    rows = {row["requirement"]: row for row in report.rows}
+    rows = {row.requirement: row for row in report.rows}
     assert (
-        rows["transfer.delivered"]["verdict"] == Verdict.PASS
-        and rows["transfer.delivered"]["exercised"] == 2
+        rows["transfer.delivered"].verdict == Verdict.PASS
+        and rows["transfer.delivered"].exercised == 2
     )
 
 
@@ -87,6 +85,9 @@ def test_a_router_that_sends_to_the_wrong_engine_is_noticed(
 def test_what_was_found(
     entry: str, case: str, requirement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """docs/results/findings/nixl-*.yaml. Fails when vLLM repairs it: then the finding gets the release that is fine."""
+    """docs/results/findings/nixl-*.yaml.
+
+    Fails when vLLM repairs the bug: then add the fixed release to the finding.
+    """
     installed(entry)
     assert requirement in failed(judged(entry, case, tmp_path, monkeypatch))

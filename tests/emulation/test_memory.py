@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device and pinned memory: raw addresses, and memory that is freed while work still uses it."""
+"""Tests of device and pinned memory: raw addresses, and memory freed while work still uses it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvconform.emulation.emulate import emulate
-from kvconform.emulation.errors import NotEmulated
+from kvconform.emulation.note import NotEmulated
 
 ADVERSARIES = ("compute", "transfers")
 POISONED = 0xCB
@@ -174,7 +174,7 @@ def test_memory_that_is_not_torchs_can_be_pinned_by_address():
 
 
 def store_from_temporary(cuda, side, *, record=False, wait=False, wait_after=False, size=16):
-    """A temporary of the compute stream is copied to pinned memory on a side stream, and dropped."""
+    """Copy a temporary of the compute stream to pinned memory on a side stream, and drop it."""
     host = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
     temporary = device_bytes(cuda, 3, size) + 1
     side.wait_stream(cuda.compute)
@@ -283,7 +283,7 @@ def test_memory_is_not_handed_out_while_a_view_of_it_lives():
 
 
 def load_from_buffer(cuda, buffer, side, by_address):
-    """A pinned buffer is copied into device memory on a side stream, and dropped before that is done."""
+    """Copy a pinned buffer to the device on a side stream, and drop it before the copy is done."""
     kv = device_bytes(cuda, 0)
     if by_address:
         cuda.queue_copy(kv.data_ptr(), buffer.data_ptr(), 16, side)
@@ -295,12 +295,12 @@ def load_from_buffer(cuda, buffer, side, by_address):
 
 @pytest.mark.parametrize("by_address", [True, False])
 def test_pinned_memory_freed_too_early_is_lost_to_copies_by_address_only(by_address):
-    """torch's allocator keeps pinned memory for the copies that torch made; of the others it knows nothing."""
+    """torch's allocator keeps pinned memory for the copies that torch made, and for no others."""
     with emulate("transfers") as cuda:
         buffer, side = torch.full((16,), 6, dtype=torch.uint8, pin_memory=True), torch.cuda.Stream()
         kv = load_from_buffer(cuda, buffer, side, by_address)
         del buffer
-        torch.empty(4, pin_memory=True)  # somebody else's
+        torch.empty(4, pin_memory=True)  # memory with another owner
         torch.cuda.synchronize()
         assert kv.tolist() == [POISONED if by_address else 6] * 16
         assert ("freed_pinned" in kinds(cuda)) == by_address

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random programs over three streams: ordered ones give the bytes of sequential execution, unordered ones are turned round by the
-adversary that promises it.
+"""Tests of random programs over three streams.
 
-What is promised: two pieces of work that touch the same bytes, one of them writing, one on the compute stream and one on another, with
-nothing that orders them. If the compute stream's was queued first, delay="compute" runs it second; if the other's was queued first,
-delay="transfers" runs that second. About two streams that are both not the compute stream nothing is promised.
+An ordered program gives the bytes of sequential execution. In an unordered one, the adversary
+reverses two conflicting pieces of work as it promises.
+
+The promise covers two pieces of work that touch the same bytes. At least one of them writes, one is
+on the compute stream and one on another stream, and nothing orders them. If the compute stream's
+was queued first, delay="compute" runs it second; if the other stream's was queued first,
+delay="transfers" runs that one second. Nothing is promised about two streams neither of which is
+the compute stream.
 """
 
 from __future__ import annotations
@@ -44,8 +48,11 @@ QUICK = settings(
 
 @dataclass
 class Access:
-    """A piece of work: its number, its stream, its place there, what it knows to be done before it (per stream), and the cells that it
-    uses."""
+    """A piece of work.
+
+    Holds its number, its stream, its place in the stream, the number of pieces per stream that are
+    known to be done before it, and the cells that it uses.
+    """
 
     number: int
     stream: int
@@ -92,7 +99,7 @@ def accesses(program) -> list[Access]:
 
 
 def unordered(work):
-    """Pairs of conflicting work on different streams that nothing orders, in the order of the program."""
+    """Return conflicting pairs on different streams that nothing orders, in program order."""
     return [
         (a, b)
         for n, b in enumerate(work)
@@ -112,7 +119,10 @@ def promised(work, delay):
 
 
 def factor(number):
-    """Odd, so that no value is lost, and another one for each piece of work, so that two of them cannot be exchanged unseen."""
+    """Return an odd factor, different for each piece of work.
+
+    An odd factor loses no value; different factors make an exchange of two pieces visible.
+    """
     return 2654435761 * (2 * number + 3)
 
 
@@ -158,8 +168,10 @@ def emulated(program, delay):
 
 
 def ordered(program):
-    """The program with a wait before each piece of work for whatever it conflicts with: some of its races are gone, the rest stays as it
-    was."""
+    """Return the program with a wait before each piece of work for all that it conflicts with.
+
+    Only waits are inserted; the rest stays unchanged.
+    """
     made = []
     for step in program:
         made.append(step)

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small connectors: right ones give right bytes under both adversaries, and each missing wait shows under the one that is meant for it."""
+"""Tests of the emulation with small connectors.
+
+Correct ones give the right bytes under both adversaries. Each missing wait shows under the
+adversary that is meant for it.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +44,7 @@ def raw(cuda, tensor):
 
 
 def save(cuda, wait=True, report=True):
-    """What the compute stream writes goes to pinned memory on a side stream; the host then reads it."""
+    """Save what the compute stream writes to pinned memory on a side stream; the host reads it."""
     kv, side = make_kv(cuda), torch.cuda.Stream()
     host = torch.zeros(8, pin_memory=True)
     cuda.launch(lambda: kv[1].fill_(5))
@@ -99,7 +103,10 @@ def save_then_reuse(cuda, wait=True):
 
 
 def record_again(cuda, wait=True):
-    """One event for all steps. The right order is record, wait; wait first is a wait for the step before."""
+    """Use one event for all steps.
+
+    Record before wait is right; wait before record waits for the previous step.
+    """
     kv, side, event = make_kv(cuda), torch.cuda.Stream(), torch.cuda.Event()
     host = torch.zeros(STEPS, 8, pin_memory=True)
     for step in range(STEPS):
@@ -133,7 +140,7 @@ def test_each_missing_wait_shows_under_one_adversary(program, exposed_by):
 
 
 def test_completion_that_is_reported_too_early_shows():
-    """Without the synchronisation the bytes are not there: the stream was never asked to deliver them."""
+    """Without the synchronisation the bytes are missing: the stream did not have to deliver."""
     assert right_under(save, report=False) == []
 
 
@@ -151,7 +158,11 @@ def test_reads_that_came_too_early_are_noted():
 
 
 def test_a_read_of_what_compute_writes_only_later_is_not_early():
-    """Three times no alarm: what is queued on the compute stream after the copy, other bytes, and a second copy's own work."""
+    """No alarm in three situations.
+
+    The compute stream's work is queued after the copy, writes other bytes, or belongs to a second
+    copy.
+    """
     with emulate("compute") as cuda:
         kv, side = make_kv(cuda), torch.cuda.Stream()
         host = torch.zeros(8, pin_memory=True)
@@ -181,8 +192,11 @@ def test_a_read_that_was_ordered_is_not_early_when_the_block_is_written_again():
 
 @pytest.mark.parametrize("beside", [True, False])
 def test_what_a_thread_was_told_to_wait_for_is_all_that_its_reads_can_be_early_for(beside):
-    """How far the engine has come when a thread gets to its copy is chance; that it did not wait for more than its event is not. The
-    engine's own thread has seen the second write being queued."""
+    """A thread waits for its event and for nothing more.
+
+    How far the engine has come when the thread gets to its copy is chance. The engine's own thread
+    has seen the second write being queued.
+    """
     with emulate("compute") as cuda:
         kv, side = make_kv(cuda), torch.cuda.Stream()
         host = torch.zeros(8, pin_memory=True)
@@ -254,7 +268,7 @@ def test_operands_of_in_place_operators_are_watched_too():
 
 
 def double_buffered(cuda, wait=True):
-    """Blocks leave through two staging buffers on the device, each used again when its copy is done."""
+    """Save blocks through two staging buffers on the device, each reused when its copy is done."""
     kv, side = make_kv(cuda, STEPS), torch.cuda.Stream()
     host = torch.zeros(STEPS, 8, pin_memory=True)
     buffers = [torch.empty(8, device="cuda") for _ in range(2)]
@@ -337,9 +351,8 @@ def threaded(cuda, wait=True):
         cuda.launch(lambda step=step: kv[step].fill_(step + 1))
         jobs.put((step, torch.cuda.current_stream().record_event()))
         until = time.monotonic() + 20
-        while (
-            len(done) <= step and thread.is_alive() and time.monotonic() < until
-        ):  # so that it is not chance which of them is first
+        # so that it is not chance which of them is first
+        while len(done) <= step and thread.is_alive() and time.monotonic() < until:
             time.sleep(0.0005)
     jobs.put(None)
     thread.join()
@@ -364,8 +377,10 @@ def test_right_programs_are_right_under_both(program, exposed_by):
 
 
 def test_a_missing_wait_between_side_streams_shows_when_the_first_of_them_waits():
-    """The adversaries set the compute stream against the rest, not the rest against each other; but here the first lags behind the compute
-    stream."""
+    """The first side stream lags behind the compute stream, which makes the missing wait visible.
+
+    The adversaries set the compute stream against the others, not the others against each other.
+    """
     assert right_under(through_three_streams, wait=False) == []
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams and events: order, marks, who runs when, and what the host can ask."""
+"""Tests of streams and events: order, marks, who runs when, and what the host can query."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from kvconform.emulation.emulate import emulate
-from kvconform.emulation.errors import DeviceFault, NotEmulated
-from kvconform.emulation.note import shown
+from kvconform.emulation.note import DeviceFault, NotEmulated, shown
 
 ADVERSARIES = ("compute", "transfers")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors under the modes: where they are, what is queued, what makes the host wait."""
+"""Tests of tensors under the modes: where they are, what is queued, what makes the host wait."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvconform.emulation.emulate import emulate
-from kvconform.emulation.errors import NotEmulated
+from kvconform.emulation.note import NotEmulated
 
 DEVICE = torch.device("cuda", 0)
 
@@ -212,11 +212,8 @@ def swapped(*sizes, **options):
     [
         (lambda **o: swapped(2, 3, **o), lambda **o: swapped(2, 3, **o), 2),
         (lambda **o: swapped(2, 1, 3, **o), lambda **o: swapped(2, 1, 3, **o)[:, :, :], 2),
-        (
-            lambda **o: torch.zeros(3, 2, **o),
-            lambda **o: swapped(2, 3, **o),
-            2,
-        ),  # the device puts it in order
+        # the device puts it in order
+        (lambda **o: torch.zeros(3, 2, **o), lambda **o: swapped(2, 3, **o), 2),
         (lambda **o: swapped(2, 3, **o), lambda **o: torch.zeros(3, 2, **o), 1),  # the host does
         (lambda **o: swapped(2, 3, dtype=torch.float64, **o), lambda **o: swapped(2, 3, **o), 1),
         (
@@ -224,11 +221,8 @@ def swapped(*sizes, **options):
             lambda **o: torch.zeros(3, 2, **o),
             2,
         ),
-        (
-            lambda **o: torch.zeros(3, 4, **o)[:, :2],
-            lambda **o: torch.zeros(3, 4, **o)[:, :2],
-            1,
-        ),  # the same strides, with gaps
+        # the same strides, with gaps
+        (lambda **o: torch.zeros(3, 4, **o)[:, :2], lambda **o: torch.zeros(3, 4, **o)[:, :2], 1),
         (lambda **o: torch.zeros(2, **o), lambda **o: torch.zeros(3, 2, **o), 1),  # broadcast
     ],
 )
@@ -252,10 +246,8 @@ def test_pinned_memory_without_gaps_is_copied_as_it_lies(cuda, host, device, see
     [
         (lambda x: torch.empty(2, pin_memory=True).copy_(x, non_blocking=True), False),
         (lambda x: torch.empty(2, pin_memory=True).copy_(x), True),
-        (
-            lambda x: torch.empty(4, pin_memory=True)[::2].copy_(x, non_blocking=True),
-            True,
-        ),  # through pageable staging
+        # through pageable staging
+        (lambda x: torch.empty(4, pin_memory=True)[::2].copy_(x, non_blocking=True), True),
         (lambda x: torch.empty(2).copy_(x, non_blocking=True), True),
         (lambda x: x.to("cpu", non_blocking=True), False),  # pinned, and not there yet
         (lambda x: x.to("cpu"), True),
@@ -275,10 +267,8 @@ def test_pinned_memory_without_gaps_is_copied_as_it_lies(cuda, host, device, see
         (lambda x: x.copy_(torch.ones(2, pin_memory=True), non_blocking=True), False),
         (lambda x: torch.tensor([1.0], device="cuda"), True),
         (lambda x: torch.ones(2, device="cuda"), False),
-        (
-            lambda x: x[[0, 1]],
-            True,
-        ),  # the list becomes a tensor on the host, and then on the device
+        # the list becomes a tensor on the host, and then on the device
+        (lambda x: x[[0, 1]], True),
         (lambda x: x[torch.tensor([0, 1])], True),
         (lambda x: x[torch.arange(2, device="cuda")], False),
         (lambda x: x.__setitem__(0, 5), False),
@@ -424,10 +414,11 @@ def test_operators_of_extensions_are_queued_like_torchs_own(cuda):
     x, y = cuda.to_device(torch.ones(1)), cuda.to_device(torch.zeros(1))
     x.add_(1)
     assert ops.double_into(x, y) is None and held(cuda, y).tolist() == [0]
+    # it has no shape function
     assert ops.triple(x).tolist() == [6] and [note.kind for note in cuda.notes] == [
         "undelayed",
         "sync",
-    ]  # it has no shape function
+    ]
     assert y.tolist() == [4]
     with pytest.raises(NotEmulated, match="gpu_only"):
         ops.gpu_only(x)

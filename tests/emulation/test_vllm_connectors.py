@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own offloading connectors store and load under the emulation, and are found out when they do not wait."""
+"""Tests of vLLM's own offloading connectors under the emulation.
+
+They store and load, and are detected when they do not wait.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,9 @@ from vllm.v1.simple_kv_offload.copy_backend import DmaCopyBackend
 from kvconform.config.target import Target
 from kvconform.contract.loader import load_spec
 from kvconform.emulation.stream import GenericStream
-from kvconform.emulation.vllm_copies import Copies
+from kvconform.emulation.vllm_on_cuda import Copies
+from kvconform.judge.records import CaseReport
 from kvconform.run.case import run_and_judge
-from kvconform.run.records import CaseReport
 
 SPEC = load_spec()
 OFFLOADING = ("OffloadingConnector", {"cpu_bytes_to_use": 1_000_000})
@@ -45,24 +48,19 @@ def judged(
         SPEC,
         seed=0,
         tmp=tmp_path / "run",
-        keep_trace=True,
     )
     assert report.harness_error is None
     return report
 
 
 def failed(report: CaseReport) -> set[str]:
-    return {
-        row["requirement"]
-        for row in report.rows
-        if row["verdict"] == "FAIL" and row.get("level", "MUST") == "MUST"
-    }
+    return {row.requirement for row in report.rows if row.verdict == "FAIL" and row.level == "MUST"}
 
 
 def found_out(report: CaseReport) -> None:
     """It saved what was not there yet: the copy is named, and wrong bytes came back."""
     assert "streams.save-after-write" in failed(report)
-    assert any(event["wrong"] for event in report.trace or () if event["kind"] == "load.due")
+    assert any(event["wrong"] for event in report.trace if event["kind"] == "load.due")
 
 
 @pytest.mark.parametrize("slow", ["compute", "transfers"])
@@ -82,7 +80,7 @@ def test_it_stores_and_loads(
 ) -> None:
     report = judged(connector, tmp_path, engine, scheduling, slow)
     assert failed(report) == set()
-    due = [event for event in report.trace or () if event["kind"] == "load.due"]
+    due = [event for event in report.trace if event["kind"] == "load.due"]
     assert sum(event["granted"] for event in due) >= 24
     assert not any(event["missing"] or event["wrong"] for event in due)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's copy operations on an emulated device: which bytes go where, and when."""
+"""Tests of vLLM's copy operations on an emulated device: which bytes go where, and when."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from kvconform.emulation.emulate import emulate
-from kvconform.emulation.errors import NotEmulated
-from kvconform.emulation.vllm_copies import (
+from kvconform.emulation.note import NotEmulated
+from kvconform.emulation.vllm_on_cuda import (
     INVALID_VALUE,
     SOURCE_ANY,
     SOURCE_IN_STREAM_ORDER,
@@ -106,9 +106,8 @@ def test_the_source_of_a_batch_may_be_read_before_its_turn_if_that_was_allowed(o
 def test_what_the_driver_refuses() -> None:
     with emulate("compute") as cuda:
         (kv, host), side = memory(cuda), torch.cuda.Stream()
-        assert (
-            batch(Copies(cuda), host, [0], kv, [1], 0, SOURCE_ANY) == INVALID_VALUE
-        )  # the default stream
+        # the default stream
+        assert batch(Copies(cuda), host, [0], kv, [1], 0, SOURCE_ANY) == INVALID_VALUE
         assert batch(Copies(cuda), host, [], kv, [], side.cuda_stream, SOURCE_ANY) == INVALID_VALUE
         with pytest.raises(NotEmulated):
             batch(Copies(cuda), host, [0], kv, [1], side.cuda_stream, 7)

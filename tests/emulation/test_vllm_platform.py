@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's modules say of the platform while a CUDA device is emulated: one thing to connectors, another to the engine."""
+"""Tests of what vLLM's modules report about the platform while a CUDA device is emulated.
+
+They report one thing to connectors and another to the engine.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvconform explore` finds planted defects, makes them small, and survives connectors that take the process down."""
+"""Tests of `kvconform explore` on planted defects.
+
+It finds them, shrinks their workloads, and survives connectors that end the process.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,9 @@ from kvconform.config.settings import load
 from kvconform.contract.loader import load_spec
 from kvconform.explore.pool import Pool
 from kvconform.explore.races import races
+from places import BAD_CONNECTORS
 
 pytestmark = pytest.mark.e2e
-BAD = Path(__file__).parents[1] / "bad_connectors"
 
 
 def explore(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -64,7 +67,9 @@ def test_the_reference_connector_survives_its_races(tmp_path: Path) -> None:
 
 
 def test_a_process_that_dies_is_a_failure_of_its_workload_alone(tmp_path: Path) -> None:
-    settings = load({"connector": "on_abort:Exits", "pythonpath": [str(BAD)], "workers": 1})
+    settings = load(
+        {"connector": "on_abort:Exits", "pythonpath": [str(BAD_CONNECTORS)], "workers": 1}
+    )
     workloads = [
         each for each in races(["reference"], ["sync"], None, 0) if "saving" in each.data["id"]
     ][:6]
@@ -87,7 +92,10 @@ def test_a_process_that_dies_is_a_failure_of_its_workload_alone(tmp_path: Path) 
         (["--engine", "live"], "--seeds 20"),
         (
             ["--engine", "foo"],
-            "kvconform: there is no engine 'foo' of explore; there are reference and vllm, and all for both",
+            (
+                "kvconform: there is no engine 'foo' of explore; "
+                "there are reference and vllm, and all for both"
+            ),
         ),
     ],
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What reached something new is kept, found again, and varied into workloads that are legal."""
+"""Tests of the corpus: workloads that reach something new are saved, found again, and varied."""
 
 from __future__ import annotations
 
@@ -55,9 +55,8 @@ def test_changes_keep_a_workload_legal_and_do_change_it() -> None:
         other.variant()
         assert mutated(f"t/{number}", workload, BOTH, MODES) == other
         flying = 0
-        for step in other.data[
-            "steps"
-        ]:  # no more is in flight than may be, and nothing befalls it that could not
+        # no more is in flight than may be, and nothing befalls it that could not
+        for step in other.data["steps"]:
             assert flying == 0 or not {"step", "run", "idle", "drop-local"} & set(step)
             flying = 0 if "land" in step else flying + step.get("schedule", 0)
             assert flying <= (
@@ -77,9 +76,8 @@ def test_a_corpus_is_found_again_and_goes_on_where_it_was(tmp_path: Path) -> Non
     assert corpus.add(first[1], Outcome(pairs=["a | x"])) == 0
     assert corpus.add(first[2], Outcome(pairs=["c | x"], failures=[Failure("r", "m")])) == 1
     like = next(workloads), next(workloads)
-    assert (
-        sum(each.data in [workload.data for workload in some(40)] for each in like) == 1
-    )  # one is new, one is like a kept one
+    # one is new, one is like a kept one
+    assert sum(each.data in [workload.data for workload in some(40)] for each in like) == 1
     corpus.save()
     again = Corpus(tmp_path)
     assert (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Campaigns on correct connectors: they count, they go on where they stopped, and they keep what fails."""
+"""Tests of campaigns on correct connectors: they count, resume, and save what fails."""
 
 from __future__ import annotations
 

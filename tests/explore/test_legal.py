@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An id is taken again only when the engine has let it go, in what is drawn, varied and shrunk."""
+"""Tests that drawn, varied and shrunk workloads reuse an id only after the engine released it."""
 
 from __future__ import annotations
 

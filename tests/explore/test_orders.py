@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every order in which the first loads and saves can complete, with an abort at every point: the reference connector fails nothing."""
+"""Tests of every order in which the first loads and saves can complete.
+
+A request is aborted at every point. The reference connector fails nothing.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +81,8 @@ def test_a_scripted_queue_delivers_the_first_item_last() -> None:
 
 def test_no_order_of_completion_breaks_the_reference_connector(tmp_path: Path) -> None:
     spec = load_spec()
-    # The capabilities are declared: they are the same in every order, and would otherwise be inferred from the first one.
+    # The capabilities are the same in every order. Undeclared, they would be inferred from the
+    # first one.
     declared = {"store": True, "saves": "all", "chunk_tokens": BLOCK, "async_load": True}
     extra = {"store": "{tmp}/store", "load": "async", "async_saves": True}
     target = Target(f"{__name__}:Timed", extra, capabilities=declared)

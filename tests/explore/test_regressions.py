@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What exploration found broken that was not the connector's: each is laid at the right door, and known by name."""
+"""Tests of failures found by exploration that were not the connector's fault.
+
+Each is attributed to its true cause, and known by name.
+"""
 
 from __future__ import annotations
 
@@ -61,12 +64,8 @@ SKIPS: list[Data] = [
             {"engine.real-is-known", "engine.rejections-rolled-back"},
         ),
         (RESET, {}, "async", {"engine.reset-returns"}),
-        (
-            HALF,
-            {"budget": 11},
-            "sync",
-            {"engine.failed-not-served"},
-        ),  # its last block is computed to three quarters
+        # its last block is computed to three quarters
+        (HALF, {"budget": 11}, "sync", {"engine.failed-not-served"}),
         (SKIPS, {"stats": True}, "sync", {"engine.queries-counted"}),
     ],
 )
@@ -89,7 +88,10 @@ def test_what_vllm_breaks_is_known_by_name(
 
 
 def test_who_makes_kv_up_has_nothing_to_forget(tmp_path: Path) -> None:
-    """`reset.forgets` was said to be broken: what it claims begins with a token that was computed before the reset."""
+    """`reset.forgets` was wrongly reported.
+
+    The claim begins with a token that was computed before the reset.
+    """
     steps: list[Data] = [
         {"add": {"req": "a", "prompt": 3, "max_tokens": 1}},
         {"run": {}},
@@ -106,7 +108,10 @@ def test_who_makes_kv_up_has_nothing_to_forget(tmp_path: Path) -> None:
 def test_what_a_load_lost_is_promised_to_nobody_while_its_failure_is_under_way(
     tmp_path: Path,
 ) -> None:
-    """`save.completeness` was said to be broken: the chunk was gone, and the failure of the load that noticed it not reported yet."""
+    """`save.completeness` was wrongly reported.
+
+    The chunk was gone, and the failure of the load that noticed it was not reported yet.
+    """
     steps: list[Data] = [
         {"add": {"req": "a", "prompt": 6, "max_tokens": 9}},
         {"run": {}},
@@ -129,7 +134,10 @@ def test_what_a_load_lost_is_promised_to_nobody_while_its_failure_is_under_way(
 
 
 def test_a_lookup_after_a_reset_may_find_less_than_before(tmp_path: Path) -> None:
-    """`lookup.repeatable` was said to be broken: the store had been emptied between a lookup and its repetition, without a step."""
+    """`lookup.repeatable` was wrongly reported.
+
+    The store had been emptied between a lookup and its repetition, without a step.
+    """
     steps: list[Data] = [
         {"add": {"req": "a", "prompt": 14, "max_tokens": 2}},
         {"run": {}},
@@ -153,14 +161,11 @@ def test_a_lookup_after_a_reset_may_find_less_than_before(tmp_path: Path) -> Non
         SPEC,
         seed=0,
         tmp=tmp_path / "run",
-        keep_trace=True,
         strict=True,
     )
-    lookups = [
-        event for event in report.trace or [] if event["kind"] == "lookup" and event["req"] == "b"
-    ]
+    lookups = [event for event in report.trace if event["kind"] == "lookup" and event["req"] == "b"]
     assert lookups[1]["tokens"] < lookups[0]["tokens"]
     assert (
         lookups[1]["repeat"]
-        and [row["requirement"] for row in report.rows if row["verdict"] == "FAIL"] == []
+        and [row.requirement for row in report.rows if row.verdict == "FAIL"] == []
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The search for known-bad connectors without their cases."""
+"""Tests of the search for known-bad connectors without their cases."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvconform.dev import defects
+from kvconform.judge.records import Row, Verdict
 from kvconform.run import case
 
 pytest.importorskip("vllm")
@@ -53,7 +54,7 @@ def test_an_unknown_defect_is_told(capsys: pytest.CaptureFixture[str], tmp_path:
 
 
 def test_what_no_event_can_have_broken_is_not_broken(tmp_path: Path) -> None:
-    """Exploration judges only what `at_stake` leaves: of the rest, the full judgement must say nothing."""
+    """Exploration judges only what `at_stake` leaves; the rest must not fail in full judgement."""
     from kvconform.explore.draw import drawn
     from kvconform.judge.evaluate import at_stake
     from kvconform.run.case import run_and_judge
@@ -70,11 +71,10 @@ def test_what_no_event_can_have_broken_is_not_broken(tmp_path: Path) -> None:
                 spec,
                 seed=0,
                 tmp=tmp_path / "run",
-                keep_trace=True,
                 strict=True,
             )
-            kept = {req.id for req in at_stake(spec.requirements.values(), report.trace or [])}
-            said = {row["requirement"]: row["verdict"] for row in report.rows}
+            kept = {req.id for req in at_stake(spec.requirements.values(), report.trace)}
+            said = {row.requirement: row.verdict for row in report.rows}
             assert {said[req] for req in set(said) - kept} <= {
                 "NOT_EXERCISED",
                 "UNSUPPORTED",
@@ -92,11 +92,8 @@ def test_a_check_that_cannot_be_evaluated_is_an_error_and_no_pass(
     from kvconform.explore import outcome
     from kvconform.explore.draw import small
 
-    row = {
-        "requirement": "lookup.answer-type",
-        "verdict": "ERROR",
-        "message": "it reads x, which is not there",
-    }
+    row = Row("lookup.answer-type", "c", "reference", "sync", "v1", 1, 4, Verdict.ERROR)
+    row.message = "it reads x, which is not there"
     run = case.run_and_judge
 
     def judged(*args: Any, **kwargs: Any) -> Any:

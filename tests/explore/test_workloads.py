@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workloads as data: what is drawn is a case, the same everywhere, and what is left of it in the end can be read back."""
+"""Tests of workloads as data.
+
+A drawn workload is a case, and the same one everywhere. A shrunk one can be read back.
+"""
 
 from __future__ import annotations
 
@@ -123,7 +126,11 @@ def test_a_request_alone_fits_into_the_memory_that_is_drawn() -> None:
 
 
 def test_what_is_drawn_can_run() -> None:
-    """vLLM never runs a padded decoding request in a smaller budget, and refuses an image that has another number of tokens than before."""
+    """Workloads avoid two things that vLLM cannot do.
+
+    It never runs a padded decoding request in a smaller budget. It refuses an image whose number of
+    tokens has changed.
+    """
     tight = again = 0
     for workload in some(1500):
         config, images = workload.data["config"], dict[str, int]()
@@ -142,9 +149,8 @@ def test_races_are_every_point_of_every_situation_once() -> None:
     assert len({json.dumps(workload.data) for workload in every}) == len(every) > 4_000
     begun = {f"race.{family}.{point}" for family in FAMILIES for point in POINTS}
     assert {workload.data["id"].rsplit(".", 2)[0] for workload in every} == begun
-    assert len({workload.variant().id for workload in every}) == len(
-        every
-    )  # tokens go by it: no race finds what another one stored late
+    # the id determines the tokens, so that no race finds what another one stored late
+    assert len({workload.variant().id for workload in every}) == len(every)
     assert list(races(BOTH, ["sync"], None, 0)) != list(races(BOTH, ["sync"], None, 1))
     for workload in every[::40]:
         workload.variant()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which connector a repository has, from its source alone."""
+"""Tests of finding a repository's connector from its source alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import pytest
 from kvconform.errors import UsageError
 from kvconform.init.find import connectors, find, named, options
 
-BASE = "from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata\n"
+BASE = (
+    "from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, "
+    "KVConnectorMetadata\n"
+)
 
 
 def put(root: Path, name: str, text: str) -> None:
@@ -40,20 +43,39 @@ def test_a_class_in_a_package_below_src(tmp_path: Path) -> None:
         "import vllm.distributed.kv_transfer.kv_connector.v1.base\n"
         "class A(vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1): ...",
         BASE.replace("KVConnectorBase_V1", "KVConnectorBase_V1 as Base") + "class A(Base): ...",
-        "from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1\nclass A(LMCacheConnectorV1): ...",
-        "if True:\n    from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, SupportsHMA\n"
+        (
+            "from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import "
+            "LMCacheConnectorV1\nclass A(LMCacheConnectorV1): ..."
+        ),
+        "if True:\n    from vllm.distributed.kv_transfer.kv_connector.v1 import "
+        "KVConnectorBase_V1, SupportsHMA\n"
         "class A(KVConnectorBase_V1, SupportsHMA): ...",
-        "import vllm.distributed.kv_transfer.kv_connector.v1.base as b\nclass A(b.KVConnectorBase_V1): ...",
-        "from vllm.distributed.kv_transfer.kv_connector.v1 import base\nclass A(base.KVConnectorBase_V1): ...",
-        "from vllm.distributed import kv_transfer as kv\nclass A(kv.kv_connector.v1.base.KVConnectorBase_V1): ...",
+        (
+            "import vllm.distributed.kv_transfer.kv_connector.v1.base as b\n"
+            "class A(b.KVConnectorBase_V1): ..."
+        ),
+        (
+            "from vllm.distributed.kv_transfer.kv_connector.v1 import base\n"
+            "class A(base.KVConnectorBase_V1): ..."
+        ),
+        (
+            "from vllm.distributed import kv_transfer as kv\n"
+            "class A(kv.kv_connector.v1.base.KVConnectorBase_V1): ..."
+        ),
         "try:\n    "
         + BASE
         + "except ImportError:\n    A = None\nelse:\n    class A(KVConnectorBase_V1): ...",
         BASE
-        + "try:\n    import fast\n    class A(KVConnectorBase_V1): ...\nexcept ImportError:\n    class A(KVConnectorBase_V1): ...",
+        + (
+            "try:\n    import fast\n    class A(KVConnectorBase_V1): ...\nexcept ImportError:\n"
+            "    class A(KVConnectorBase_V1): ..."
+        ),
         BASE + "class A(KVConnectorBase_V1[int]): ...",
         BASE
-        + "from .other import Other as Ours\nclass Other(KVConnectorBase_V1): ...\nclass A(Ours): ...",
+        + (
+            "from .other import Other as Ours\nclass Other(KVConnectorBase_V1): ...\n"
+            "class A(Ours): ..."
+        ),
     ],
 )
 def test_ways_to_name_the_base(tmp_path: Path, text: str) -> None:
@@ -95,7 +117,10 @@ def test_what_a_test_or_a_stand_in_derives_from_is_meant_all_the_same(tmp_path: 
         tmp_path,
         "acme/conn.py",
         BASE
-        + "class Acme(KVConnectorBase_V1): ...\nclass MockAcme(Acme): ...\nclass _Debug(Acme): ...\n",
+        + (
+            "class Acme(KVConnectorBase_V1): ...\nclass MockAcme(Acme): ...\n"
+            "class _Debug(Acme): ...\n"
+        ),
     )
     put(
         tmp_path,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvconform init`: what it writes, what it leaves alone, and what it answers."""
+"""Tests of `kvconform init`: what it writes, what it leaves alone, and what it prints."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from kvconform.errors import UsageError
 from kvconform.init import write
 from kvconform.init.find import find
 from kvconform.init.origin import Origin
+from places import RIGS
 
-TESTS = Path(__file__).resolve().parent.parent
 CONNECTOR = """from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 class Acme(KVConnectorBase_V1):
     def __init__(self, config, role):
@@ -39,7 +39,7 @@ def init(
     here: Path, *arguments: str, runner: str = "fake_runner:judge", command: str = "init"
 ) -> subprocess.CompletedProcess[str]:
     more = {
-        "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(RIGS), os.environ.get("PYTHONPATH", "")]),
         "NO_COLOR": "1",
         "KVCONFORM_RUNNER": runner,
     }
@@ -149,7 +149,7 @@ def test_the_written_test_runs_the_connector(repository: Path) -> None:
     ):
         (repository / "kvconform.toml").write_text(text + bad, encoding="utf-8")
         more = {
-            "PYTHONPATH": str(TESTS),
+            "PYTHONPATH": str(RIGS),
             "KVCONFORM_RUNNER": "fake_runner:judge",
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         }
@@ -301,9 +301,8 @@ def test_the_template_passes_and_a_fault_in_it_is_found(tmp_path: Path) -> None:
     assert right in text
     text = text.replace(right, "tracked, 0, ")  # writes over blocks that are shared
     assert "self._failed.add(load.block)" in text
-    file.write_text(
-        text.replace("self._failed.add(load.block)", "pass"), encoding="utf-8"
-    )  # a load that fails is not reported
+    # a load that fails is not reported
+    file.write_text(text.replace("self._failed.add(load.block)", "pass"), encoding="utf-8")
     chosen = [
         "-k",
         "lifecycle.last-token,lifecycle.fail-recompute",

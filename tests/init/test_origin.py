@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where kvconform was installed from: what CI is pinned to."""
+"""Tests of how the origin of the installed kvconform is found, to which CI is pinned."""
 
 from __future__ import annotations
 

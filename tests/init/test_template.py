@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The template connector's corners that no case of the suite gets into: damaged files, several ranks, models that it refuses."""
+"""Tests of corners of the template connector that no case of the suite reaches.
+
+These are damaged files, several ranks, and models that it refuses.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,11 @@ from typing import Any
 
 import pytest
 
+from places import ROOT
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
-import kvconform.compat.vllm_api  # noqa: E402, F401  # prepares the environment for vLLM
 
-ROOT = Path(__file__).resolve().parents[2]
 BLOCK = 4
 
 
@@ -29,7 +32,10 @@ class Request:
 
 
 class Engine:
-    """The halves of a connector over one folder, a rank each with a layer of 16 blocks, and vLLM's part of a step."""
+    """Both halves of a connector over one folder, and vLLM's part of a step.
+
+    Each rank has a layer of 16 blocks.
+    """
 
     def __init__(self, folder: Path, ranks: int = 1) -> None:
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -51,7 +57,10 @@ class Engine:
     def step(
         self, request: Request, blocks: list[int], compute: Callable[[], None] = lambda: None
     ) -> set[int]:
-        """Admit a request, with what the connector offers, and compute the rest; returns the blocks that were reported."""
+        """Admit a request with what the connector offers, and compute the rest.
+
+        Returns the blocks that were reported.
+        """
         offered, _ = self.scheduler.get_num_new_matched_tokens(request, 0)
         self.scheduler.update_state_after_alloc(request, None, offered)
         new = Of(req_id=request.request_id, num_computed_tokens=offered, block_ids=(blocks,))

@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers any number of elements apart: the widest access that the first layer permits need not be one that the others do."""
+"""Tests of kernels on layers that are any number of elements apart.
+
+The widest access that the first layer permits need not be possible in the others.
+"""
 
 from __future__ import annotations
-
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 from drawn import BACKENDS, DTYPES, ids, index
-
 from kvconform.kernels.digest import digest, words_of
 from kvconform.kernels.paged import BITS, Paged
 from kvconform.kernels.poison import poison
@@ -31,7 +28,10 @@ IN_ANY_ORDER = pytest.mark.parametrize("order", ORDERS)
 
 
 def layers_in(flat: torch.Tensor, order: str, away: int) -> list[torch.Tensor]:
-    """Three layers of packed layout in one buffer; all but the first are `away` elements off a multiple of 16 elements, or twice that."""
+    """Return three layers of packed layout in one buffer.
+
+    All but the first are `away` elements, or twice that, off a multiple of 16 elements.
+    """
     begins = (
         [0, LENGTH + away, 2 * (LENGTH + away)]
         if order == ORDERS[0]
@@ -63,7 +63,10 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 def test_digest_reads_every_layer_where_it_is(
     order: str, dtype: torch.dtype, away: int, where: tuple[str, str]
 ) -> None:
-    """It is that of each layer alone, in memory of its own; bits that change at both ends of all layers show there and nowhere else."""
+    """The digest is that of each layer alone in its own memory.
+
+    Changed bits at both ends of all layers show there and nowhere else.
+    """
     device, backend = where
     flat = noise(dtype, device)
     layers = layers_in(flat, order, away)
@@ -87,7 +90,7 @@ def test_digest_reads_every_layer_where_it_is(
 def test_slots_of_every_layer_are_where_it_is(
     order: str, dtype: torch.dtype, away: int, where: tuple[str, str]
 ) -> None:
-    """What the kernels do to all layers is what torch does to each layer alone, and nothing between them is touched."""
+    """The kernels do to all layers what torch does to each alone, and touch nothing in between."""
     device, backend = where
     flat, expected = noise(dtype, device), noise(dtype, device)
     paged = Paged(layers_in(flat, order, away), "LBHNC", NUMBERS)
@@ -119,7 +122,10 @@ def test_slots_of_every_layer_are_where_it_is(
 def test_what_a_launch_promises_of_its_distances_is_true(
     order: str, dtype: torch.dtype, away: int
 ) -> None:
-    """The compiled kernels rely on it, which no interpreter shows. Digests read as wide words as all layers permit, and no wider."""
+    """The compiled kernels rely on it, which no interpreter shows.
+
+    Digests read words as wide as all layers permit, and no wider.
+    """
     layers = layers_in(noise(dtype, "cpu"), order, away)
     (launch,) = Paged(layers, "LBHNC").launches
     distances = [(layer.data_ptr() - layers[0].data_ptr()) // dtype.itemsize for layer in layers]

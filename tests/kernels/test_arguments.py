@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernels refuse, and what they need to be imported."""
+"""Tests of what the kernels refuse, and of what they need to be imported."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels compile for Hopper, which needs no GPU, and access memory 16 bytes at a time: no interpreter tells either."""
+"""Tests of the kernels compiled for Hopper, which needs no GPU.
+
+They access memory 16 bytes at a time. An interpreter shows neither.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,12 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvconform.kernels.device import AVAILABLE
+from places import RIGS
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +25,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
     ran = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / "compiling.py")],
+        [sys.executable, str(RIGS / "compiling.py")],
         env=env,
         stdout=subprocess.PIPE,
         text=True,
@@ -43,9 +46,8 @@ def test_every_kernel_compiles_and_keeps_all_in_registers(compiled: list[dict[st
 
 
 def test_rows_are_read_and_written_16_bytes_at_a_time(compiled: list[dict[str, Any]]) -> None:
-    wide = [
-        row for row in compiled if "3x18" not in row["about"]
-    ]  # rows of 18 bytes are not aligned
+    # rows of 18 bytes are not aligned
+    wide = [row for row in compiled if "3x18" not in row["about"]]
     assert [
         row
         for row in wide

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every implementation of every kernel does, bit for bit, what numpy says, on drawn layouts, strides, dtypes and slot mappings."""
+"""Tests of every implementation of every kernel against numpy, bit for bit.
+
+Layouts, strides, dtypes and slot mappings are drawn.
+"""
 
 from __future__ import annotations
-
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,10 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 from drawn import BACKENDS, EXAMPLES, FEW, Drawn, Shape, contents, ids, index, mappings, shapes
-
 from kvconform.kernels import blocks
 from kvconform.kernels.codes import CodeBook, mix64
 from kvconform.kernels.digest import digest
@@ -121,7 +118,10 @@ def test_verify_compares_every_lane_but_the_nonce(
 def test_whole_blocks_of_every_layout_are_compared_where_they_lie(
     layout: str, dtype: torch.dtype
 ) -> None:
-    """Also where an axis of one element has a distance of no meaning; the slow path would find the same, ten times later."""
+    """The fast path is taken even where an axis of one element has a meaningless stride.
+
+    The slow path would find the same, at a tenth of the speed.
+    """
     paged = Paged(
         Layout.named(layout).allocate(2, 3, 1 if layout.startswith("mla") else 2, 4, 64, dtype),
         layout,
@@ -134,7 +134,7 @@ def test_whole_blocks_of_every_layout_are_compared_where_they_lie(
 def test_blocks_are_shared_out_to_threads(
     layout: str, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However whole blocks are cut into parts and pieces, the verdict is that of the plain comparison of single slots."""
+    """However blocks are cut into parts and pieces, the verdict is that of single slots."""
     for name, value in (("THREADED", 0), ("PIECE", piece), ("LARGE", piece), ("BATCH", 64)):
         monkeypatch.setattr(blocks, name, value)
     before = torch.get_num_threads()
@@ -294,7 +294,7 @@ def test_digest_is_as_defined(where: tuple[str, str], data: st.DataObject) -> No
     "apart, last", [((1 << 31) + 64, 1), ((1 << 30) + 64, 5)], ids=["stride", "product"]
 )
 def test_a_cache_of_more_than_2_31_elements(apart: int, last: int, where: tuple[str, str]) -> None:
-    """Neither a stride nor a block times its stride fits 32 bits; most of the memory is never touched."""
+    """A stride, or a block times its stride, exceeds 32 bits; most memory is never touched."""
     device, backend = where
     flat = torch.empty(last * apart + 2 * 4 * 2 * 16, dtype=torch.uint8, device=device)
     layer = flat.as_strided((last + 1, 2, 4, 32), (apart, 128, 32, 1))

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts: which element of the registered tensor is which, written out by hand; and what is refused."""
+"""Tests of layouts: the meaning of each element of the registered tensor, written out by hand.
+
+Also covers the layouts that are refused.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +45,8 @@ def test_a_view_shows_every_element_where_it_is(name: str) -> None:
     ]
     for tensor in numbered:
         tensor.copy_(flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()))
-    assert (
-        sorted(torch.stack(numbered).flatten().tolist()) == flat.tolist()
-    )  # every place of the allocation belongs to one element
+    # every place of the allocation belongs to one element
+    assert sorted(torch.stack(numbered).flatten().tolist()) == flat.tolist()
     for tensor in numbered:
         view = layout.view(tensor)
         assert tuple(view.shape) == (BLOCKS, heads, SIZE, layout.sides, DIM)

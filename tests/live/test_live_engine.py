@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engine live from one end to the other. One run belongs to every test session; those that take minutes want KVCONFORM_TEST_LIVE=1."""
+"""End-to-end tests of the engine `live`.
+
+One run belongs to every test session; those that take minutes need KVCONFORM_TEST_LIVE=1.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +18,8 @@ from kvconform.contract.loader import load_spec
 from kvconform.contract.scenario import Request, Scenario
 from kvconform.dev.defect import load_defects
 from kvconform.dev.defects import examine
-from kvconform.live.baseline import FOLDER, Plains
-from kvconform.run.live_case import run_and_judge
+from kvconform.live.baseline import FOLDER
+from kvconform.run.case import run_and_judge
 
 pytest.importorskip("vllm")
 SPEC = load_spec()
@@ -39,17 +43,20 @@ SMALL = Scenario(
 )
 
 
-@pytest.fixture(scope="module")
-def plain_runs(tmp_path_factory: pytest.TempPathFactory) -> Plains:
-    return Plains(tmp_path_factory.mktemp("plains"), "any")
+@pytest.fixture(scope="module", autouse=True)
+def plain_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The runs without connector are made once for all tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(FOLDER, str(tmp_path_factory.mktemp("plains")))
+        yield
 
 
-def verdicts(scenario: Scenario, target: Target, plain_runs: Plains, tmp: Path) -> dict[str, str]:
+def verdicts(scenario: Scenario, target: Target, tmp: Path) -> dict[str, str]:
     """The verdict of every requirement on one run."""
     (variant,) = scenario.variants()
-    report: Any = run_and_judge(variant, target, SPEC, seed=0, tmp=tmp, plain_runs=plain_runs)
+    report = run_and_judge(variant, target, SPEC, seed=0, tmp=tmp)
     assert report.harness_error is None, report.harness_error
-    return {row["requirement"]: row["verdict"] for row in report.rows}
+    return {row.requirement: row.verdict for row in report.rows}
 
 
 def reference(connector: str, **options: Any) -> Target:
@@ -65,10 +72,8 @@ def reference(connector: str, **options: Any) -> Target:
     )
 
 
-def test_the_tiny_model_reacts_to_a_block_that_is_a_tenth_too_small(
-    plain_runs: Plains, tmp_path: Path
-) -> None:
-    found = verdicts(SMALL, reference("defects.live:ScalesLoads"), plain_runs, tmp_path / "run")
+def test_the_tiny_model_reacts_to_a_block_that_is_a_tenth_too_small(tmp_path: Path) -> None:
+    found = verdicts(SMALL, reference("defects.live:ScalesLoads"), tmp_path / "run")
     assert {name for name, verdict in found.items() if verdict == "FAIL"} == {
         "live.tokens",
         "live.loaded-kv",
@@ -78,8 +83,8 @@ def test_the_tiny_model_reacts_to_a_block_that_is_a_tenth_too_small(
 
 
 @at_length
-def test_the_reference_connector_changes_nothing(plain_runs: Plains, tmp_path: Path) -> None:
-    found = verdicts(SMALL, reference("connector:ReferenceConnector"), plain_runs, tmp_path / "run")
+def test_the_reference_connector_changes_nothing(tmp_path: Path) -> None:
+    found = verdicts(SMALL, reference("connector:ReferenceConnector"), tmp_path / "run")
     assert (
         "FAIL" not in found.values()
         and found["live.tokens"] == "PASS"
@@ -88,17 +93,14 @@ def test_the_reference_connector_changes_nothing(plain_runs: Plains, tmp_path: P
 
 
 @at_length
-def test_where_nothing_is_loaded_nothing_passes(plain_runs: Plains, tmp_path: Path) -> None:
+def test_where_nothing_is_loaded_nothing_passes(tmp_path: Path) -> None:
     found = verdicts(
-        SMALL, reference("connector:ReferenceConnector", save="none"), plain_runs, tmp_path / "run"
+        SMALL, reference("connector:ReferenceConnector", save="none"), tmp_path / "run"
     )
     assert "PASS" not in found.values() and "FAIL" not in found.values()
 
 
 @at_length
 @pytest.mark.parametrize("name", LIVE)
-def test_a_defect_is_found_by_what_names_it(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain_runs: Plains
-) -> None:
-    monkeypatch.setenv(FOLDER, str(plain_runs.folder))
+def test_a_defect_is_found_by_what_names_it(name: str, tmp_path: Path) -> None:
     assert examine(load_defects(SPEC)[name], SPEC, tmp_path).problem == ""

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of the live engine that do not start vLLM: scenarios, workloads, the comparison, reduction, the tiny model."""
+"""Tests of the parts of the live engine that do not start vLLM.
+
+They cover scenarios, workloads, the comparison, reduction, and the tiny model.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ from kvconform.contract.loader import SpecError, load_spec
 from kvconform.contract.scenario import MAX_MODEL_LEN, Scenario, Workload
 from kvconform.errors import UsageError
 from kvconform.fixtures.tiny_llama import make
-from kvconform.live.events import AMBIGUOUS, compare, describe, end_event, missing, own_events
+from kvconform.judge.describe import describe
+from kvconform.live.events import AMBIGUOUS, compare, end_event, missing, own_events
 from kvconform.live.job import Answer, Counts, Outcome, PhaseDone, plays
 from kvconform.live.pair_run import asked
 from kvconform.live.process import Ended
@@ -38,7 +42,7 @@ CONVERSATION = SPEC.workloads["conversation"]
 BASE: Any = SPEC.cases["live.base"]
 
 
-# -- scenarios -------------------------------------------------------------------------------------------------------------------------
+# -- scenarios
 def test_scenarios_take_the_place_of_cases() -> None:
     assert {"live.base", "live.preempt-async", "live.drafts-preempt", "live.no-local-cache"} <= set(
         SPEC.cases
@@ -52,7 +56,7 @@ def test_scenarios_take_the_place_of_cases() -> None:
     ("data", "sentence"),
     [
         ({"id": "x", "text": "t"}, "needs a workload"),
-        ({"id": "x", "text": "t", "workload": "w", "due": ["preemptions"]}, "blocks enough"),
+        ({"id": "x", "text": "t", "workload": "w", "due": ["preemptions"]}, "large enough"),
         ({"id": "x", "text": "t", "workload": "w", "due": ["drafts"]}, "spec_tokens is 0"),
         (
             {
@@ -101,7 +105,7 @@ def test_no_request_is_longer_than_the_model_can_take() -> None:
         )
 
 
-# -- random workloads ------------------------------------------------------------------------------------------------------------------
+# -- random workloads
 def test_a_seed_gives_the_same_workload_and_another_one_another() -> None:
     assert random_scenario(3) == random_scenario(3)
     assert random_scenario(3).requests != random_scenario(3 + len(STARTS)).requests
@@ -212,7 +216,7 @@ def test_reduction_has_a_limit() -> None:
     assert len(tried) == 7
 
 
-# -- comparison ------------------------------------------------------------------------------------------------------------------------
+# -- comparison
 def answer(tokens: list[int], **other: Any) -> Answer:
     fields: dict[str, Any] = {
         "logprobs": [-1.0] * len(tokens),
@@ -271,7 +275,7 @@ def test_drift_is_measured_up_to_the_first_other_token() -> None:
     assert (event["drift"], event["drift_at"]) == (0.25, 1)
 
 
-# -- what happened ---------------------------------------------------------------------------------------------------------------------
+# -- what happened
 def outcome_with(**counts: int) -> Outcome:
     found = Outcome()
     found.phases = [PhaseDone(name="p", reset_done=True, counts=Counts(**counts), answers=[])]
@@ -321,7 +325,7 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     assert outcome.current == "cold" and not outcome.phases and not outcome.ended
 
 
-# -- the model -------------------------------------------------------------------------------------------------------------------------
+# -- the model
 def test_the_tiny_model_is_the_same_every_time(tmp_path: Path) -> None:
     digests = {
         hashlib.sha256((make(tmp_path / name) / "model.safetensors").read_bytes()).hexdigest()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever a child of the live engine starts, nothing of it is left, and what was left is told."""
+"""Tests that a child of the live engine leaves nothing behind, and that leftovers are reported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from kvconform.live import process
 from kvconform.live.job import Outcome
 from kvconform.process.supervisor import LEFT
 
-SERVER = "import socket, time; s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen(); open({ready!r}, 'w').close(); time.sleep(300)"
+SERVER = (
+    "import socket, time; s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen(); "
+    "open({ready!r}, 'w').close(); time.sleep(300)"
+)
 
 
 def child(tmp_path: Path, then: str) -> str:
@@ -80,7 +83,10 @@ def test_nothing_is_left_after_the_time_limit_and_the_log_says_where_it_hung(
 
 def test_shared_memory_that_is_left_is_told_and_removed(tmp_path: Path) -> None:
     name = f"kvconform-test-{os.getpid()}"
-    code = f"import mmap, time\nf = open('/dev/shm/{name}', 'wb+'); f.truncate(4096); m = mmap.mmap(f.fileno(), 4096); time.sleep(1.5)"
+    code = (
+        f"import mmap, time\nf = open('/dev/shm/{name}', 'wb+'); f.truncate(4096); "
+        "m = mmap.mmap(f.fileno(), 4096); time.sleep(1.5)"
+    )
     command = [sys.executable, "-c", code]
     found = process.run(
         command, limit=60, log=tmp_path / "log", environment=os.environ, cwd=tmp_path
@@ -91,7 +97,8 @@ def test_shared_memory_that_is_left_is_told_and_removed(tmp_path: Path) -> None:
 def test_nothing_is_left_when_the_parent_is_killed(tmp_path: Path) -> None:
     own = (
         "import os, sys; from pathlib import Path; from kvconform.live import process\n"
-        f"process.run([sys.executable, '-c', {child(tmp_path, 'time.sleep(300)')!r}], limit=300, log=Path({str(tmp_path / 'log')!r}),"
+        f"process.run([sys.executable, '-c', {child(tmp_path, 'time.sleep(300)')!r}], "
+        f"limit=300, log=Path({str(tmp_path / 'log')!r}),"
         f" environment=os.environ, cwd=Path({str(tmp_path)!r}))"
     )
     parent = subprocess.Popen([sys.executable, "-c", own])
@@ -111,7 +118,7 @@ def test_a_child_that_has_said_its_last_word_and_stays_is_ended_soon(
 ) -> None:
     monkeypatch.setattr(process, "LEAVE", 1.0)
     out = tmp_path / "out.jsonl"
-    lines = '{"k": "begin"}\n{"k": "end"}\n'
+    lines = '{"kind": "begin"}\n{"kind": "end"}\n'
     last = f"open({str(out)!r}, 'w').write({lines!r})"
     command = [sys.executable, "-c", child(tmp_path, f"{last}\ntime.sleep(300)")]
     assert not Outcome.over(out)
@@ -130,7 +137,10 @@ def test_a_child_that_has_said_its_last_word_and_stays_is_ended_soon(
 def test_shared_memory_of_somebody_else_is_not_touched(tmp_path: Path) -> None:
     before, server = Path("/dev/shm/kvconform-test-before"), Path("/dev/shm/kvconform-test-server")
     before.write_bytes(b"x" * 4096)
-    hold = "import mmap, time; f = open({path!r}, 'r+b'); m = mmap.mmap(f.fileno(), 4096); time.sleep({seconds})"
+    hold = (
+        "import mmap, time; f = open({path!r}, 'r+b'); m = mmap.mmap(f.fileno(), 4096); "
+        "time.sleep({seconds})"
+    )
     make = f"open({str(server)!r}, 'wb').write(b'x' * 4096)"
     holder = subprocess.Popen(
         [sys.executable, "-c", f"{make}; {hold.format(path=str(server), seconds=60)}"]
@@ -138,7 +148,10 @@ def test_shared_memory_of_somebody_else_is_not_touched(tmp_path: Path) -> None:
     try:
         while not server.exists() or not server.stat().st_size:
             time.sleep(0.05)
-        both = f"import mmap, time; ms = [mmap.mmap(open(p, 'r+b').fileno(), 4096) for p in ({str(before)!r}, {str(server)!r})]; time.sleep(1)"
+        both = (
+            "import mmap, time; ms = [mmap.mmap(open(p, 'r+b').fileno(), 4096) for p in "
+            f"({str(before)!r}, {str(server)!r})]; time.sleep(1)"
+        )
         found = process.run(
             [sys.executable, "-c", both],
             limit=60,
@@ -176,14 +189,23 @@ def test_a_guard_tells_what_a_command_has_left(tmp_path: Path) -> None:
     assert nothing_left(tmp_path)
 
 
-TITLED = "import setproctitle, time; setproctitle.setproctitle('VLLM::EngineCore'); open({ready!r}, 'w').close(); time.sleep(300)"
+TITLED = (
+    "import setproctitle, time; setproctitle.setproctitle('VLLM::EngineCore'); "
+    "open({ready!r}, 'w').close(); time.sleep(300)"
+)
 
 
 def with_title(tmp_path: Path, then: str) -> str:
-    """A program that starts one that gives itself a title, in the same session, as vLLM does, and goes on."""
+    """Return a program that starts another in the same session, and goes on.
+
+    The other program gives itself a title, as vLLM does.
+    """
     other = TITLED.format(ready=str(tmp_path / "ready"))
     wait = f"while not os.path.exists({str(tmp_path / 'ready')!r}): time.sleep(0.02)"
-    return f"import os, subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', {other!r}])\n{wait}\n{then}\n"
+    return (
+        f"import os, subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', {other!r}])\n"
+        f"{wait}\n{then}\n"
+    )
 
 
 def titled() -> list[int]:
@@ -215,7 +237,10 @@ def test_a_process_with_a_title_is_ended_when_its_parents_are_killed(tmp_path: P
         [
             sys.executable,
             "-c",
-            f"import os, sys\nfrom pathlib import Path\nfrom kvconform.live import process\n{run_it}",
+            (
+                "import os, sys\nfrom pathlib import Path\nfrom kvconform.live import process\n"
+                f"{run_it}"
+            ),
         ]
     )
     until = time.monotonic() + 60

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One engine of a pair, seen from the parent: what it says, how it can end, that nothing of it is left. A few lines stand in for vLLM."""
+"""Tests of one engine of a pair, seen from the parent: what it says, how it can end.
+
+Nothing of it may be left. A short program stands in for vLLM.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +38,13 @@ with Client(sys.argv[2], "AF_UNIX") as link:
             link.send(("error", "pair", "ValueError: no", "Traceback"))
             break
         if what == "ask" and rest[0]["id"] == "spawn":
-            subprocess.Popen([sys.executable, "-c", "import os, time; os.setsid(); time.sleep(600)"])
+            subprocess.Popen([sys.executable, "-c", \
+"import os, time; os.setsid(); time.sleep(600)"])
         if what == "ask" and rest[0]["id"] == "hang":
             time.sleep(600)
         if what == "ask":
-            told = {"id": rest[0]["id"], "prompt": rest[0]["tokens"], "tokens": [1], "logprobs": [0.0], "seconds": [2], "gaps": [1.0]}
+            told = {"id": rest[0]["id"], "prompt": rest[0]["tokens"], "tokens": [1], \
+"logprobs": [0.0], "seconds": [2], "gaps": [1.0]}
             told["why"] = "length"
             link.send(("answer", told, {"seen": rest[1]}))
         if what == "counts":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where runs without connector are kept."""
+"""Tests of the directory that caches baseline runs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KV of a worker, block by block: what loaded blocks turn out to be, and what is written outside of loads."""
+"""Tests of a worker's KV, block by block: contents of loaded blocks, writes outside of loads."""
 
 from __future__ import annotations
 
@@ -54,7 +54,10 @@ class Rig:
             self.tensors[number][block] = data[number].view(SIZE, WIDTH)
 
     def load(self, *, is_async: bool = False, start: int = 0, end: int = 12) -> None:
-        """Step 2: request b is granted [start, end) of blocks 5 to 7, and computes at once unless the load is asynchronous."""
+        """Grant request b [start, end) of blocks 5 to 7 in step 2.
+
+        It computes at once unless the load is asynchronous.
+        """
         granted = Granted("b#0.1", "b", 0, start, end, is_async, [5, 6, 7, 8], CONTENTS)
         note = StepNote(
             2, named=self.named, granted=[granted], fresh=[(b, "b") for b in (5, 6, 7, 8)]
@@ -276,4 +279,4 @@ def test_a_book_outlives_its_process(tmp_path: Path) -> None:
     assert again.compare(kv(0, torch.bfloat16), CONTENTS, 0).verdict == "exact"
     assert again.compare(kv(5, torch.bfloat16), CONTENTS, 0).verdict == "exact"
     assert again.compare(kv(6, torch.bfloat16), CONTENTS, 0).found == "unknown"
-    assert "run without connector" in again.records[CONTENTS[0][0]].req
+    assert "baseline run" in again.records[CONTENTS[0][0]].req

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The probe in all of vLLM: a correct connector fails nothing, and defects are found by the requirement that finds them elsewhere."""
+"""Tests of the probe in the complete vLLM.
+
+A correct connector fails nothing. A defect fails the same requirement as in the other engines.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,13 @@ import pytest
 from kvconform.contract.capabilities import complete
 from kvconform.contract.events import check_event
 from kvconform.contract.loader import load_spec
-from kvconform.judge.verdict import Verdict, judge
+from kvconform.judge.records import Verdict
+from kvconform.judge.verdict import judge
 from kvconform.live.trace import channels, collect
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from live_rig import BLOCKS, BUDGET, LENGTHS, OUTPUTS, SEQUENCES, SIZE
+from places import RIGS
 
-RIG = Path(__file__).parent / "live_rig.py"
+RIG = RIGS / "live_rig.py"
 CONNECTORS = {
     "ReferenceConnector": "kvconform.refimpl.connector",
     "LayerOrder": "kvconform.refimpl.defects.loads",
@@ -122,8 +123,11 @@ def test_a_defect_is_found_as_on_the_other_engines(
 
 
 def schedule(trace: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    """Every request's share of every step with something in it: number of the step and of the request, tokens scheduled, counts before
-    it, tokens known, block table, kind."""
+    """Return every request's share of every step that scheduled something.
+
+    A share has the number of the step and of the request, tokens scheduled, counts before it,
+    tokens known, block table, and kind.
+    """
     steps: dict[int, int] = {}
     names: dict[str, int] = {}
     return [

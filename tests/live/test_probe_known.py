@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the live probe knows of requests, of the shape of the cache, and of what several ranks report."""
+"""Tests of the live probe's knowledge of requests, of the cache's shape, and of rank reports."""
 
 from __future__ import annotations
 

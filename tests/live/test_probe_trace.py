@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trace of a live run: written as it grows, joined from several processes, finished for those that died."""
+"""Tests of the trace of a live run.
+
+It is written as it grows, joined from several processes, and completed for those that died.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kvconform.contract.events import check_event
+from kvconform.contract.events import check_event, lifecycle
 from kvconform.live.trace import StreamTrace, channels, collect, read
 
 START = dict(
@@ -68,6 +71,7 @@ def returned(called: dict[str, Any]) -> dict[str, Any]:
         **fields,
         "error": None,
         "error_text": None,
+        "error_at": None,
         "value": "None",
         "value_ok": True,
         "mutated_args": False,
@@ -82,7 +86,7 @@ def returned(called: dict[str, Any]) -> dict[str, Any]:
 def scheduler(path: Path, *, steps: int = 2, end: bool = True) -> StreamTrace:
     """The process of the scheduler: `steps` steps, each with a hook after it was scheduled."""
     trace = StreamTrace(path / "10.jsonl")
-    trace.emit("engine.lifecycle", op="start", pid=0, error=None)
+    trace.emit("engine.lifecycle", **lifecycle("start"))
     trace.emit("run.start", **START)
     for _ in range(steps):
         trace.step += 1
@@ -221,7 +225,10 @@ def test_the_entry_point_is_there_and_does_nothing_unless_it_is_asked() -> None:
         for point in importlib.metadata.entry_points(group="vllm.general_plugins")
     }
     assert points.get("kvconform") == "kvconform.live.plugin:register"
-    code = "import sys, kvconform.live.plugin as p; p.register(); print(json.dumps(sorted(m.partition('.')[0] for m in sys.modules)))"
+    code = (
+        "import sys, kvconform.live.plugin as p; p.register(); "
+        "print(json.dumps(sorted(m.partition('.')[0] for m in sys.modules)))"
+    )
     environment = {
         name: value for name, value in os.environ.items() if name != "KVCONFORM_LIVE_TRACE"
     }

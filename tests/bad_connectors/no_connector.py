@@ -1,6 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""A class that is no connector."""
-
-
-class Plain:
-    """Has nothing to do with vLLM."""

@@ -1,0 +1,466 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of the loader: strict YAML, checks of the models, places in error messages, the cache."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvconform.contract import yaml12
+from kvconform.contract.case import Case
+from kvconform.contract.loader import SpecError, load_spec
+from kvconform.contract.profile import in_range, select
+from kvconform.contract.requirement import Requirement, version_key
+from kvconform.errors import UsageError
+
+REQUIREMENT = """\
+- id: lookup.non-negative
+  level: MUST NOT
+  text: A lookup MUST NOT answer a negative number.
+  event: lookup
+  never: e.tokens < 0
+"""
+CASE = """\
+id: lifecycle.one
+area: lifecycle
+text: One request.
+steps:
+  - add: {req: a, prompt: 13}
+  - run: {}
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def write(root: Path, requirements: str = REQUIREMENT, case: str = CASE, **others: str) -> Path:
+    for name, text in {
+        "requirements/lookup.yaml": requirements,
+        "cases/lifecycle/lifecycle.one.yaml": case,
+        **others,
+    }.items():
+        path = root / name.replace("__", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return root
+
+
+def problems(root: Path) -> list[str]:
+    with pytest.raises(SpecError) as caught:
+        load_spec(root)
+    return [str(problem) for problem in caught.value.problems]
+
+
+@pytest.mark.parametrize(
+    ("text", "data"),
+    [
+        ("on: yes\noff: no", {"on": "yes", "off": "no"}),
+        ("a: 010\nb: 0o10\nc: 0x1F\nd: 1_000", {"a": 10, "b": 8, "c": 31, "d": "1_000"}),
+        ("a: 0.30\nb: '0.30'\nc: -.5e3\nd: 1e3", {"a": 0.3, "b": "0.30", "c": -500.0, "d": 1000.0}),
+        (
+            "[true, False, null, ~, 'null', +7, -7, 0.9.2, 2026-01-01, 12:30:45]",
+            [True, False, None, None, "null", 7, -7, "0.9.2", "2026-01-01", "12:30:45"],
+        ),
+        (
+            "a:\nb: ''\nc: |\n  x\n  y\nd: >\n  x\n  y\n",
+            {"a": None, "b": "", "c": "x\ny\n", "d": "x y\n"},
+        ),
+        ("", None),
+        ("%YAML 1.2\n---\na: 1", {"a": 1}),
+    ],
+)
+def test_scalars_are_yaml_1_2(text: str, data: object) -> None:
+    assert yaml12.parse(text, "f.yaml") == data
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("a: 1\nb: 2\na: 3", "f.yaml:3: the key 'a' appears twice"),
+        ("x:\n  - {b: 1, b: 2}", "f.yaml:2: the key 'b' appears twice"),
+        ("1: x", "f.yaml:1: the key 1 is not text"),
+        ("true: x", "f.yaml:1: the key true is not text"),
+        ("? [a]\n: x", "f.yaml:1: a key must be plain text"),
+        ("a: !!str 3", "f.yaml:1: tags and anchors"),
+        ("a: !x [1]", "f.yaml:1: the tag"),
+        ("a: &x 1\nb: *x", "f.yaml:1: anchors and aliases"),
+        ("a: 1\n---\nb: 2", "f.yaml:2: a file holds one document"),
+        ("%YAML 1.1\n---\na: 1", "the file must be YAML 1.2"),
+        ("a: .inf", "f.yaml:1: .inf is not a finite number"),
+        ("a: -.NAN", "f.yaml:1: -.NAN is not a finite number"),
+        ("a: [1,\nb: 2", "f.yaml:"),
+        ("a: 'x", "f.yaml:"),
+        ("\ta: 1", "f.yaml:1:"),
+    ],
+)
+def test_what_is_refused(text: str, sentence: str) -> None:
+    with pytest.raises(UsageError, match="^f.yaml:") as caught:
+        yaml12.parse(text, "f.yaml")
+    assert sentence in caught.value.message and "\n" not in caught.value.message
+
+
+# A YAML key has at most 1024 characters, and escaping makes it up to twelve times as long.
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=60), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(json_values)
+def test_json_is_yaml(value: Any) -> None:
+    """JSON is a subset of YAML 1.2, so what json.dumps says must come back."""
+    text = json.dumps(value)
+    if "\\ud" not in text:  # surrogate escapes are JSON's own
+        assert yaml12.parse(text, "f") == value
+
+
+def test_a_good_specification(tmp_path: Path) -> None:
+    spec = load_spec(write(tmp_path))
+    assert spec.requirements["lookup.non-negative"].area == "lookup"
+    assert str(spec.places["requirement:lookup.non-negative"]) == "spec/requirements/lookup.yaml:1"
+    assert spec.line_counts["spec/cases/lifecycle/lifecycle.one.yaml"] == 6
+    assert pickle.loads(pickle.dumps(spec)).cases == spec.cases
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (
+            ("never: e.tokens < 0", "never: e.token < 0"),
+            "spec/requirements/lookup.yaml:1: event lookup has no field 'token'",
+        ),
+        (
+            ("  event: lookup\n", "  event: look\n"),
+            "spec/requirements/lookup.yaml:4: event: unknown event 'look'",
+        ),
+        (("level: MUST NOT", "level: SHALL"), "spec/requirements/lookup.yaml:2: "),
+        (
+            ("  never:", "  since: 0.30\n  never:"),
+            "spec/requirements/lookup.yaml:5: since: Input should be a valid string",
+        ),
+        (("  never:", "  since: v1\n  never:"), "spec/requirements/lookup.yaml:5: since: "),
+        (
+            ("  never:", "  nope: 1\n  never:"),
+            "spec/requirements/lookup.yaml:5: nope: there is no such field",
+        ),
+        (("  never:", "  always: e.tokens\n  never:"), "exactly one of always, never"),
+        (("  event: lookup\n", "  event: lokup\n"), "unknown event 'lokup'; did you mean lookup"),
+        (
+            ("  never:", "  whre: e.tokens\n  never:"),
+            "spec/requirements/lookup.yaml:5: whre: there is no such field; did you mean where?",
+        ),
+        (
+            ("  never: e.tokens < 0", ""),
+            "exactly one of always, never, count, precede, respond, relate is needed, found none",
+        ),
+        (("  event: lookup\n", ""), "`event` is missing"),
+        (("  never:", "  rules: [R25]\n  never:"), "spec/requirements/lookup.yaml:5: "),
+        (("  never:", "  capability: shop\n  never:"), "unknown name `shop`"),
+        (("  never:", "  needs: [memory]\n  never:"), "spec/requirements/lookup.yaml:5: "),
+        (("  never: e.tokens < 0", "  count: {per: e.req}"), "count needs min or max"),
+        (("id: lookup.non-negative", "id: Lookup"), "spec/requirements/lookup.yaml:1: "),
+        (("never: e.tokens < 0", "never: e.tokens < t.tokens"), "`t` has no meaning here"),
+        (("- id", "- [x]\n- id"), "spec/requirements/lookup.yaml:1: "),
+    ],
+)
+def test_broken_requirements_are_placed(
+    tmp_path: Path, change: tuple[str, str], sentence: str
+) -> None:
+    assert change[0] in REQUIREMENT
+    found = problems(write(tmp_path, REQUIREMENT.replace(*change)))
+    assert any(sentence in problem for problem in found), found
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (
+            ("run: {}", "runn: {}"),
+            (
+                "spec/cases/lifecycle/lifecycle.one.yaml:6: steps 2: a step is a map with one "
+                "key, one of: add, on, step, run"
+            ),
+        ),
+        (
+            ("run: {}", "abort: b"),
+            (
+                "spec/cases/lifecycle/lifecycle.one.yaml:6: steps 2: `abort` names request 'b', "
+                "which no earlier step adds"
+            ),
+        ),
+        (
+            ("run: {}", "add: {req: a, prompt: 3}"),
+            "spec/cases/lifecycle/lifecycle.one.yaml:6: steps 2: adds request 'a' again",
+        ),
+        (
+            ("run: {}", "add: {req: b, prompt: 256}"),
+            "spec/cases/lifecycle/lifecycle.one.yaml:6: steps 2: adds a prompt of 256 tokens",
+        ),
+        (
+            ("run: {}", "on: p"),
+            (
+                "spec/cases/lifecycle/lifecycle.one.yaml:6: steps 2: `on` names engine 'p'; "
+                "config.engines has none"
+            ),
+        ),
+        (
+            (
+                "{req: a, prompt: 13}",
+                "{req: a, prompt: 13, count: 3}\n  -\n    # a comment\n    abort: b",
+            ),
+            "spec/cases/lifecycle/lifecycle.one.yaml:8: steps 2: `abort` names",
+        ),
+        (("run: {}", "expect: {stat: 1}"), "an expectation is a map with one key"),
+        (
+            ("run: {}", "expect: {rows: {req: a, fields: [computed, scheduled], values: [[1]]}}"),
+            "every row of values needs 2 numbers",
+        ),
+        (
+            ("run: {}", "expect: {external: {req: a, at_least: 1, equal: 2}}"),
+            "at_least and equal exclude each other",
+        ),
+        (
+            ("run: {}", "expect: {loads: 1, when: cap.sotre}"),
+            "the list of capabilities has no field 'sotre'",
+        ),
+        (("prompt: 13", "prompt: -1"), "spec/cases/lifecycle/lifecycle.one.yaml:5: "),
+        (
+            ("prompt: 13", "prompt: {same: b}"),
+            "spec/cases/lifecycle/lifecycle.one.yaml:5: steps 1: `add` names request 'b'",
+        ),
+        (("run: {}", "step: 0"), "spec/cases/lifecycle/lifecycle.one.yaml:6: "),
+        (
+            ("steps:", "config: {block: 4}\nsteps:"),
+            (
+                "spec/cases/lifecycle/lifecycle.one.yaml:4: config.block: there is no such field; "
+                "did you mean num_blocks?"
+            ),
+        ),
+        (
+            ("steps:", "matrix: {scheduling: [slow]}\nsteps:"),
+            "spec/cases/lifecycle/lifecycle.one.yaml:4: ",
+        ),
+        (
+            ("steps:", "provokes: [{loads: {req: b}}]\nsteps:"),
+            (
+                "spec/cases/lifecycle/lifecycle.one.yaml:4: provokes 1: loads names request 'b', "
+                "which no step adds"
+            ),
+        ),
+        (
+            ("run: {}\n", "run: {}\nexpect:\n  - loads: 0\n  - loads: {req: b}\n"),
+            "spec/cases/lifecycle/lifecycle.one.yaml:9: expect 2: loads names request 'b'",
+        ),
+    ],
+)
+def test_broken_cases_are_placed(tmp_path: Path, change: tuple[str, str], sentence: str) -> None:
+    assert change[0] in CASE
+    found = problems(write(tmp_path, case=CASE.replace(*change)))
+    assert any(sentence in problem for problem in found), found
+
+
+def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
+    found = problems(
+        write(
+            tmp_path,
+            REQUIREMENT.replace("never", "nevr"),
+            CASE.replace("run", "rum"),
+            **{"profiles__yaml": "a: 1"},
+        )
+    )
+    assert {problem.split(":")[0] for problem in found} == {
+        "spec/requirements/lookup.yaml",
+        "spec/cases/lifecycle/lifecycle.one.yaml",
+        "spec/profiles.yaml",
+    }
+
+
+def test_ids_are_unique_over_files(tmp_path: Path) -> None:
+    found = problems(
+        write(tmp_path, **{"requirements/other.yaml": "# two lines\n\n" + REQUIREMENT})
+    )
+    assert found == [
+        (
+            "spec/requirements/other.yaml:3: requirement lookup.non-negative is defined at "
+            "spec/requirements/lookup.yaml:1 already"
+        )
+    ]
+
+
+def test_the_second_of_two_is_named(tmp_path: Path) -> None:
+    place = "spec/requirements/lookup.yaml"
+    again = f"{place}:6: requirement lookup.non-negative is defined at {place}:1 already"
+    assert problems(write(tmp_path, REQUIREMENT + REQUIREMENT)) == [again]
+    defects = "- id: d\n  text: one\n- text: two\n  id: d\n- text: three\n"
+    assert problems(write(tmp_path, **{"defects__yaml": defects})) == [
+        "spec/defects.yaml:3: defect d is defined at spec/defects.yaml:1 already",
+        "spec/defects.yaml:5: a defect needs an id",
+    ]
+
+
+def test_a_case_without_content_is_no_case(tmp_path: Path) -> None:
+    for text in ("", "# nothing\n", "{}"):
+        assert problems(write(tmp_path, case=text)) == [
+            "spec/cases/lifecycle/lifecycle.one.yaml:1: the file is empty: it must hold a case"
+        ]
+    assert len(problems(write(tmp_path, case="[]"))) == 1
+
+
+def test_the_cache_changes_nothing_but_the_time(tmp_path: Path) -> None:
+    root = write(tmp_path / "spec")
+    first = load_spec(root)
+    cached = list((tmp_path / "cache").rglob("spec.json"))
+    assert len(cached) == 1 and load_spec(root) == first == load_spec(root, cache=False)
+    for rubbish in ("", "[]", '{"format": 1}', "{"):
+        cached[0].write_text(rubbish, encoding="utf-8")
+        assert load_spec(root) == first
+    write(tmp_path / "spec", REQUIREMENT.replace("negative number", "negative count"))
+    assert "count" in load_spec(root).requirements["lookup.non-negative"].text
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert load_spec(write(tmp_path / "spec")).requirements
+
+
+def case(**changes: Any) -> Case:
+    return Case.model_validate({**yaml12.parse(CASE, "case"), **changes})
+
+
+def test_variants() -> None:
+    assert [variant.id for variant in case().variants()] == [
+        "lifecycle.one[reference-sync-v1-d1-b4]",
+        "lifecycle.one[reference-async-v1-d2-b4]",
+        "lifecycle.one[vllm-sync-v1-d1-b4]",
+        "lifecycle.one[vllm-async-v1-d2-b4]",
+    ]
+    wide = case(
+        matrix={"depth": [2, 3], "runner": ["v1", "v2"], "block_size": [4, 16]},
+        config={"block_size": 8},
+    )
+    found = wide.variants(["vllm"], ["async"])
+    assert len(found) == len(set(found)) == 8 and {variant.block_size for variant in found} == {
+        4,
+        16,
+    }
+    assert {variant.depth for variant in wide.variants(schedulings=["sync"])} == {1}
+    assert case(config={"block_size": 8}).variants()[0].block_size == 8
+    assert case(engines=["vllm"]).variants(["reference"]) == []
+
+
+def test_what_a_case_needs_is_computed_from_its_steps() -> None:
+    steps = [{"add": {"req": "a", "prompt": 3}}, {"fail-load": {"req": "a"}}]
+    found = case(steps=steps, needs="store")
+    assert found.unmet({"store": True, "fault_injection": True}) is None
+    assert found.unmet({"store": True, "fault_injection": False}) == "(store) and (fault_injection)"
+    assert case().unmet({}) is None
+
+
+def test_many_requests_at_once() -> None:
+    found = case(
+        steps=[
+            {"add": {"req": "r", "count": 3, "prompt": [7, 12], "max_tokens": 5}},
+            {"abort": "r2"},
+        ]
+    )
+    assert [(step.arg.req, step.arg.prompt) for step in found.steps[:-1]] == [
+        ("r0", 7),
+        ("r1", 12),
+        ("r2", 7),
+    ]
+
+
+def test_expectations_per_scheduling_and_guards() -> None:
+    found = case(
+        expect=[
+            {"state": {"req": "a", "computed": {"sync": 1, "async": 2}, "status": "running"}},
+            {"external": {"req": "a", "equal": 4, "when": "cap.store and cfg.depth == 2"}},
+        ],
+        provokes=[{"preempted": "a"}, {"loads": 2}, {"resumed": {"req": "a"}}],
+    )
+    state, external = found.expect
+    assert (state.at("sync").computed, state.at("async").computed, state.at("async").status) == (
+        1,
+        2,
+        "running",
+    )
+    assert external.applies({"store": True}, {"depth": 2}) and not external.applies(
+        {"store": False}, {"depth": 2}
+    )
+    assert [(item.what, item.arg.req, item.arg.at_least) for item in found.provokes] == [
+        ("preempted", "a", 1),
+        ("loads", None, 2),
+        ("resumed", "a", 1),
+    ]
+
+
+def test_versions() -> None:
+    req = Requirement.model_validate(
+        {**yaml12.parse(REQUIREMENT, "r")[0], "since": "0.11", "until": "0.33"}
+    )
+    assert [req.in_force(v) for v in ("0.9.2", "0.11.0", "0.32.1rc2+cpu", "0.33.0", "1.0")] == [
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert version_key("v0.32.0.dev1") == version_key("0.32") < version_key("0.32.1")
+    assert (
+        in_range("0.32.0", ">=0.31,<0.33")
+        and not in_range("0.33.0", ">=0.31,<0.33")
+        and in_range("9", None)
+    )
+    assert (
+        in_range("0.32.0", "==0.32")
+        and in_range("0.32.0", "<=0.32")
+        and not in_range("0.32.0", ">0.32")
+    )
+
+
+def test_profiles_select_by_globs_and_include_each_other(tmp_path: Path) -> None:
+    text = "\n".join(
+        [
+            "- {id: core, text: x, areas: [lookup], case_areas: [lifecycle]}",
+            "- {id: more, text: x, includes: [core], cases: ['*'], exclude: ['lookup.*']}",
+            "- {id: none, text: x, areas: ['*'], exclude: ['lookup.*']}",
+        ]
+    )
+    spec = load_spec(write(tmp_path, **{"profiles__yaml": text}))
+
+    def chosen(name: str) -> tuple[list[str], list[str]]:
+        return select(spec.profiles, name, spec.requirements.values(), spec.cases.values())
+
+    assert chosen("core") == (["lookup.non-negative"], ["lifecycle.one"]) == chosen("more")
+    assert chosen("none") == ([], [])
+    with pytest.raises(KeyError):
+        chosen("nope")
+
+
+def test_a_prompt_for_which_there_are_not_enough_blocks_is_told() -> None:
+    case = {"id": "lifecycle.one", "area": "lifecycle", "text": "A.", "config": {"num_blocks": 4}}
+    Case.model_validate({**case, "steps": [{"add": {"req": "a", "prompt": 12}}]}, strict=False)
+    with pytest.raises(
+        ValueError,
+        match="a prompt of 13 tokens, too many for config.num_blocks 4: there is room for 12",
+    ):
+        Case.model_validate({**case, "steps": [{"add": {"req": "a", "prompt": 13}}]}, strict=False)

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of engines with several ranks.
+
+Correct connectors fail nothing, however far their ranks drift apart. The reports of the ranks are
+joined by count.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvconform.compat.vllm_api import KVConnectorOutput
+from kvconform.config.target import Target
+from kvconform.contract.case import Case
+from kvconform.contract.loader import load_spec
+from kvconform.contract.trace import Trace
+from kvconform.observe.ledger import RankReports
+from kvconform.run.case import run_and_judge
+from kvconform.run.runner import run_variant
+
+SPEC = load_spec()
+CASES = [case for case in SPEC.cases.values() if case.area == "ranks"]
+ASYNC = {"load": "async", "async_saves": True}
+TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "sync": ("kvconform.refimpl.connector:ReferenceConnector", {}),
+    "async": ("kvconform.refimpl.connector:ReferenceConnector", ASYNC),
+    "drifting": ("kvconform.refimpl.variants.ranks:Drifting", ASYNC),
+    "losing": ("kvconform.refimpl.variants.ranks:LosesShards", {}),
+    "losing-async": ("kvconform.refimpl.variants.ranks:LosesShards", ASYNC),
+    "failing-by-id": ("kvconform.refimpl.variants.ranks:FailsById", ASYNC),
+    "plain": ("kvconform.refimpl.variants.plain:Plain", {}),
+    "decoy": ("kvconform.refimpl.variants.decoy:Decoy", {}),
+}
+
+
+def target(name: str) -> Target:
+    connector, options = TARGETS[name]
+    return Target(connector, {"store": "{tmp}/store", **options})
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_a_correct_connector_fails_nothing(case: Case, name: str, tmp_path: Path) -> None:
+    if case.config.context_parallel > 1 and name in ("plain", "decoy"):
+        pytest.skip("does not say that it can do that")
+    for number, variant in enumerate(
+        [*case.variants(["reference"])[-1:], *case.variants(["vllm"])[:1]]
+    ):
+        report = run_and_judge(variant, target(name), SPEC, seed=number, tmp=tmp_path / str(number))
+        assert report.harness_error is None
+        assert [row for row in report.rows if row.verdict == "FAIL"] == []
+
+
+def test_a_load_is_over_when_the_last_rank_is_done(tmp_path: Path) -> None:
+    variant = SPEC.cases["ranks.async-load"].variants(["vllm"])[0]
+    trace = run_variant(variant, target("drifting"), seed=0, tmp=tmp_path).trace
+    reports = {
+        e["rank"]: e
+        for e in trace
+        if e["kind"] == "transfer.reported" and e["req"] == "c" and e["direction"] == "recv"
+    }
+    joined = next(e for e in trace if e["kind"] == "ranks.joined" and "c" in e["received"])
+    released = next(
+        e for e in trace if e["kind"] == "release" and e["req"] == "c" and e["direction"] == "recv"
+    )
+    assert set(reports) == {0, 1} and reports[0]["step"] < reports[1]["step"] == joined["step"]
+    assert released["seq"] > joined["seq"]
+
+
+def report(**fields: Any) -> SimpleNamespace:
+    return SimpleNamespace(kv_connector_output=KVConnectorOutput(**fields))
+
+
+def joined(count: int | None) -> tuple[Trace, RankReports]:
+    trace = Trace()
+    return trace, RankReports(trace, SimpleNamespace(get_finished_count=lambda: count), 2, count)
+
+
+def test_errors_of_any_rank_count_and_failures_wait_for_all() -> None:
+    trace, engine = joined(None)
+    engine.join(
+        [report(), report(invalid_block_ids={3}, failed_recving={"a"}, finished_recving={"a"})]
+    )
+    engine.join([report(finished_recving={"a"}), report()])
+    first, second = trace.events
+    assert (first["invalid"], first["received"], first["failed"]) == ([3], [], [])
+    assert (second["received"], second["failed"], second["failures"]) == (["a"], ["a"], ["a"])
+    assert not any(event["early"] or event["late"] for event in trace.events)
+
+
+def test_the_connectors_count_is_the_one_that_matters() -> None:
+    trace, engine = joined(1)
+    engine.join([report(finished_sending={"a"}), report()])
+    assert trace.events[-1]["sent"] == ["a"] and trace.events[-1]["early"] == []
+
+
+def test_a_report_that_the_engine_drops_is_late_and_one_that_it_invents_early() -> None:
+    trace, engine = joined(None)
+    engine._aggregator = SimpleNamespace(
+        aggregate=lambda results, rank: report(finished_sending={"b"})
+    )  # type: ignore[assignment]
+    engine.join([report(finished_recving={"a"}), report(finished_recving={"a"})])
+    assert (trace.events[-1]["early"], trace.events[-1]["late"]) == (["send b"], ["recv a"])

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of the explanation of wrong bytes that belong to another position.
+
+It names the block that held them and the table by which a save reads them; the excerpt shows both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvconform.judge.backtrace import EXCERPT, excerpt, source, tell
+
+Event = dict[str, Any]
+
+
+def trace(
+    *events: Event,
+    pos: int,
+    origin: tuple[str, int] | None,
+    found: str = "other_position",
+    **start: Any,
+) -> list[Event]:
+    """A run with blocks of 4 tokens that ends with wrong bytes at `pos` of request b."""
+    first = {"kind": "run.start", "block_size": 4, "groups": 1, "context_ranks": 1, **start}
+    wrong = {
+        "kind": "kv.wrong",
+        "step": 99,
+        "req": "b",
+        "pos": pos,
+        "found": found,
+        "origin_req": origin and origin[0],
+        "origin_pos": origin and origin[1],
+    }
+    return [
+        {"step": 0, **event, "seq": number} for number, event in enumerate((first, *events, wrong))
+    ]
+
+
+def scheduled(
+    step: int, req: str, *table: int, listed_as: str = "cached", generation: int = 0
+) -> Event:
+    return {
+        "kind": "req.scheduled",
+        "step": step,
+        "req": req,
+        "generation": generation,
+        "listed_as": listed_as,
+        "table": list(table),
+    }
+
+
+def preempted(step: int, req: str) -> Event:
+    return {"kind": "req.state", "step": step, "req": req, "from": "RUNNING", "to": "PREEMPTED"}
+
+
+STORY = (
+    scheduled(1, "a", 1, 2, 3, listed_as="new"),
+    preempted(4, "a"),
+    scheduled(6, "a", 4, 5, 6, 7, listed_as="resumed"),
+    scheduled(9, "a", 4, 5, 6, 7),
+)
+FIRST = "a", 0
+
+
+def test_the_origin_names_request_and_position() -> None:
+    assert source(trace(pos=3, origin=("a", 12))[-1]) == ("a", 12)
+    assert source(trace(pos=3, origin=None)[-1]) is None
+    assert source({"kind": "kv.wrong", "origin_req": "a", "origin_pos": None}) is None
+    assert source({"kind": "load.due"}) is None
+
+
+def test_a_save_by_a_table_to_which_a_resumption_was_appended() -> None:
+    run = trace(*STORY, pos=12, origin=FIRST)
+    req, text = tell(run, run[-1]) or ("", "")
+    assert req == "a" and text.startswith(
+        "block 4 held it from step 6 on, as block 0 of the table of request a; "
+        "appended to the table from"
+    )
+    assert (
+        "before the preemption in step 4, it is block 3" in text
+        and "appends a resumed request's blocks" in text
+    )
+
+
+def test_a_save_by_the_table_from_before_the_preemption() -> None:
+    run = trace(
+        scheduled(1, "a", 1, 2, 3, listed_as="new"),
+        preempted(4, "a"),
+        scheduled(6, "a", 3, 5, listed_as="resumed"),
+        pos=8,
+        origin=FIRST,
+    )
+    _, text = tell(run, run[-1]) or ("", "")
+    assert (
+        "block 3 held it from step 6 on" in text
+        and "it was block 2 of that table before the preemption in step 4" in text
+    )
+
+
+def test_bytes_read_in_the_step_of_the_resumption_were_loaded_by_the_old_table() -> None:
+    """No request can have saved it from there: it arrived in the same step."""
+    mine = (
+        scheduled(1, "b", 1, 2, 3, listed_as="new"),
+        preempted(4, "b"),
+        scheduled(99, "b", 5, 6, 2, 3, listed_as="resumed"),
+    )
+    run = trace(*mine, pos=8, origin=("b", 4))
+    req, text = tell(run, run[-1]) or ("", "")
+    assert req == "b" and text.startswith(
+        "block 2 is block 2 of the request's table from step 99 on; it was block 1 of it before the"
+    )
+    assert "preemption in step 4: a load that uses the old table" in text and "save" not in text
+
+
+def test_the_saver_may_be_another_request_with_the_same_prefix() -> None:
+    other = [{**event, "req": "c"} for event in STORY]
+    run = trace(scheduled(1, "a", 8, 9, listed_as="new"), *other, pos=12, origin=FIRST)
+    assert (tell(run, run[-1]) or ("",))[0] == "c"
+
+
+@pytest.mark.parametrize(
+    ("events", "pos", "origin"),
+    [
+        (STORY[:1], 12, FIRST),  # never preempted
+        (STORY, 13, FIRST),  # not the same place of the block
+        (STORY, 20, FIRST),  # where neither table has that block
+        # another request of that id
+        (
+            (scheduled(0, "a", 9, 8, 7), preempted(0, "a"), scheduled(6, "a", 1, generation=1)),
+            12,
+            FIRST,
+        ),
+    ],
+)
+def test_otherwise_only_who_held_it_is_said(
+    events: tuple[Event, ...], pos: int, origin: tuple[str, int]
+) -> None:
+    run = trace(*events, pos=pos, origin=origin)
+    assert (tell(run, run[-1]) or ("", ""))[1].startswith(
+        "block 1 of request a held position 0 from step "
+    )
+
+
+def test_nothing_is_said_where_tables_do_not_tell() -> None:
+    for run in (
+        trace(*STORY, pos=12, origin=None),
+        trace(*STORY, pos=12, origin=FIRST, groups=2),
+        trace(*STORY, pos=12, origin=FIRST, found="other_layer"),
+        trace(pos=12, origin=FIRST),
+    ):
+        assert tell(run, run[-1]) is None
+
+
+def test_the_excerpt_shows_preemption_resumption_and_save_of_the_origin() -> None:
+    many = [scheduled(10 + step, "b", 9) for step in range(EXCERPT + 5)]
+    saved = {"kind": "plan", "step": 9, "op": "save", "req": "a", "start": 12, "end": 16}
+    elsewhere = {"kind": "plan", "step": 9, "op": "save", "req": "a", "start": 16, "end": 20}
+    # in the middle of the reader's events
+    many.insert(10, scheduled(40, "a", 4, 5, 6, 7, 8, listed_as="resumed"))
+    run = trace(*STORY, saved, elsewhere, *many, pos=12, origin=FIRST)
+    shown = excerpt(run, run[-1]["seq"], "b")
+    assert shown[:4] == [*run[1:4], run[5]] and shown[-1] is run[-1] and len(shown) == 5 + EXCERPT
+    assert [event["seq"] for event in shown] == sorted(event["seq"] for event in shown) and many[
+        10
+    ]["step"] in [e["step"] for e in shown]
+    without = trace(*STORY, saved, *many, pos=12, origin=None)
+    assert len(excerpt(without, without[-1]["seq"], "b")) == EXCERPT

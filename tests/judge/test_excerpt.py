@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of the excerpt of a failure at the end of a run.
+
+It shows the lives of the requests that were left over, or whose blocks were.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvconform.config.target import Target
+from kvconform.contract.loader import load_spec
+from kvconform.judge.backtrace import EXCERPT, LEAST, excerpt
+from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.report.timeline import render
+from kvconform.run.case import run_and_judge
+
+Event = dict[str, Any]
+SPEC = load_spec()
+LOOKUPS = "kvconform.refimpl.defects.unlisted:KeepsLookups"
+
+
+class PinsFirst(ReferenceConnector):
+    """Keeps the blocks of the first request that finishes."""
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._pool = gpu_block_pool
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        if (pool := self.__dict__.pop("_pool", None)) is not None:
+            pool.touch([pool.blocks[block] for block in block_ids])
+        return super().request_finished(request, block_ids)
+
+
+def timeline(case: str, connector: str, tmp: Path, engine: str) -> list[str]:
+    """The excerpt of the failure of end.baseline, as it is printed."""
+    variant = SPEC.cases[case].variants([engine], ["sync"])[0]
+    report = run_and_judge(
+        variant, Target(connector, {"store": "memory:{tmp}"}), SPEC, seed=0, tmp=tmp
+    )
+    assert report.harness_error is None
+    return render(report.excerpts["end.baseline"])
+
+
+@pytest.mark.parametrize("engine", ["reference", "vllm"])
+def test_a_request_that_is_kept_alive_is_shown(tmp_path: Path, engine: str) -> None:
+    lines = timeline("lifecycle.lookup-then-abort", LOOKUPS, tmp_path, engine)
+    lives = [line.split()[1:3] for line in lines]
+    assert ["lookup", "b"] in lives and ["state", "b"] in lives and ["finished", "req=b"] in lives
+    assert not [line for line in lines if " c " in line or "req=c" in line], (
+        "the request that ran last has nothing to do with it"
+    )
+    assert "request objects still alive: b" in lines[-2]
+
+
+@pytest.mark.parametrize("engine", ["reference", "vllm"])
+def test_the_request_whose_blocks_are_not_free_is_shown(tmp_path: Path, engine: str) -> None:
+    lines = timeline("lifecycle.lookup-then-abort", f"{__name__}:PinsFirst", tmp_path, engine)
+    lives = [line.split()[1:3] for line in lines]
+    assert (
+        ["alloc", "a"] in lives and ["finished", "req=a"] in lives and ["state", "b"] not in lives
+    )
+    assert "blocks not free" in lines[-2]
+
+
+def trace(
+    *events: Event, alive: tuple[str, ...] = (), known: tuple[str, ...] = (), free: int = 5
+) -> list[Event]:
+    """A run of 40 steps after these events. 5 blocks were free at its start."""
+    steps = [{"kind": "step.scheduled"}, {"kind": "req.scheduled", "req": "z"}] * 40
+    end = {"kind": "run.end", "engine_requests": list(known), "request_objects_alive": list(alive)}
+    end |= {"free_blocks": free, "free_blocks_at_start": 5}
+    return [{**event, "seq": number} for number, event in enumerate([*events, *steps, end])]
+
+
+def shown(run: list[Event]) -> list[str]:
+    """The requests of the excerpt at the end of a run, in order."""
+    return [event["req"] for event in excerpt(run, run[-1]["seq"], None) if "req" in event]
+
+
+def life(req: str, lookups: int = 1) -> list[Event]:
+    return [
+        *({"kind": "lookup", "req": req, "local": number} for number in range(lookups)),
+        {"kind": "req.finished", "req": req, "tables": []},
+    ]
+
+
+def block(op: str, number: int, ref: int, owner: str | None = None) -> Event:
+    return {"kind": "block", "op": op, "id": number, "ref": ref, "owner": owner}
+
+
+def finished(req: str, *table: int) -> Event:
+    return {"kind": "req.finished", "req": req, "tables": [[4, 0, list(table)]]}
+
+
+def test_requests_of_the_engine_and_those_kept_alive() -> None:
+    run = trace(*life("a"), *life("b"), *life("c"), alive=("a", "c"), known=("c",))
+    assert shown(run) == ["a", "a", "c", "c"]
+    assert len(excerpt(run, run[-1]["seq"], None)) == 4 + EXCERPT // 2
+
+
+def test_where_nothing_is_left_over_all_requests_are_shown() -> None:
+    run = trace(*life("a"))
+    assert (
+        shown(run) == ["z"] * (EXCERPT // 2) and len(excerpt(run, run[-1]["seq"], None)) == EXCERPT
+    )
+
+
+def test_of_a_long_life_the_beginning_and_the_end_are_shown() -> None:
+    run = trace(*life("a", 100), alive=("a",))
+    found = [event for event in excerpt(run, run[-1]["seq"], None) if "req" in event]
+    assert len(found) == EXCERPT and found[0]["local"] == 0 and found[-1]["kind"] == "req.finished"
+
+
+def test_of_many_requests_the_first_ones_are_shown() -> None:
+    names = [f"r{number:03}" for number in range(50)]
+    run = trace(*(event for name in names for event in life(name, 4)), alive=tuple(names))
+    assert sorted(set(shown(run))) == names[: EXCERPT // LEAST] and len(shown(run)) == EXCERPT
+
+
+@pytest.mark.parametrize(
+    ("events", "who"),
+    [
+        ([block("alloc", 1, 1, "a"), finished("a", 1), block("free", 1, 1)], ["a"]),
+        (
+            [
+                block("alloc", 1, 1, "a"),
+                finished("a", 1),
+                block("free", 1, 1),
+                finished("b", 1),
+                block("free", 1, 1),
+            ],
+            ["a", "b"],
+        ),
+        # a local hit
+        (
+            [
+                block("alloc", 1, 1, "a"),
+                finished("a", 1),
+                block("free", 1, 0),
+                finished("b", 1),
+                block("free", 1, 1),
+            ],
+            ["b"],
+        ),
+        # the null block has no owner
+        ([block("alloc", 1, 1, "a"), finished("a", 0, 1), block("free", 1, 0)], []),
+        ([block("alloc", 1, 1, "a"), block("free", 1, 0), block("alloc", 1, 1, "b")], ["b"]),
+        ([block("alloc", 1, 1, "a"), {"kind": "engine.lifecycle", "op": "restart"}], []),
+        ([block("alloc", 1, 1, "nobody")], []),
+        ([{**block("alloc", 1, 1, "a"), "on": "other"}], []),  # of the other engine
+    ],
+)
+def test_who_had_the_blocks(events: list[Event], who: list[str]) -> None:
+    before = [*life("a"), *life("b")]
+    assert list(dict.fromkeys(shown(trace(*before, *events, free=4)))) == (who or ["z"])

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of an engine that has lost track of a request whose load failed.
+
+The tests check from which event on the connector is not blamed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvconform.config.target import Target
+from kvconform.contract.loader import load_spec
+from kvconform.contract.trace import Trace
+from kvconform.judge.engine_bugs import lost, note_unfilled
+from kvconform.refimpl.variants.registry import VARIANTS
+from kvconform.run.case import run_and_judge
+
+SPEC = load_spec()
+START = {"kind": "run.start", "block_size": 4}
+FAILED = {"kind": "transfer.failed", "req": "a", "is_async": False, "blocks": [5, 6]}
+STEP = {"kind": "worker.step_begin"}
+
+
+def numbered(*events: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{**event, "seq": seq} for seq, event in enumerate(events)]
+
+
+def rollback(computed: int, placeholders: int, known: int) -> dict[str, Any]:
+    return {
+        "kind": "req.state",
+        "req": "a",
+        "reason": "rollback",
+        "computed": computed,
+        "placeholders": placeholders,
+        "known": known,
+    }
+
+
+def alloc(*shared: int) -> dict[str, Any]:
+    return {"kind": "alloc", "req": "b", "shared_blocks": list(shared)}
+
+
+def row(start: int, tokens: int) -> dict[str, Any]:
+    return {
+        "kind": "req.scheduled",
+        "req": "a",
+        "output_computed": start,
+        "scheduled": tokens,
+        "table": [4, 5, 6],
+    }
+
+
+@pytest.mark.parametrize(
+    ("event", "at"),
+    [
+        (rollback(0, 2, 13), 1),
+        (rollback(4, 3, 18), 1),
+        (rollback(0, 0, 13), None),  # as it should be
+        (rollback(13, 4, 10), None),  # drafts were rejected
+    ],
+)
+def test_tokens_in_flight_that_are_not_taken_back(event: dict[str, Any], at: int | None) -> None:
+    found = lost(numbered(FAILED, event))
+    assert (None if found is None else found[0]) == at
+    assert lost(numbered({**FAILED, "is_async": True}, event)) is None
+    assert lost(numbered(event, FAILED)) is None
+
+
+@pytest.mark.parametrize(
+    ("between", "unfilled"),
+    [
+        ([], [5]),
+        ([row(0, 4), STEP], [5]),
+        ([row(4, 4), STEP], []),  # computed again
+        ([row(4, 3), STEP], [5]),  # not to its end
+        ([row(4, 3), STEP, row(7, 1), STEP], []),
+        ([{"kind": "block", "op": "alloc", "id": 5}], []),  # now another request's
+    ],
+)
+def test_blocks_that_are_served_unfilled(
+    between: list[dict[str, Any]], unfilled: list[int]
+) -> None:
+    trace = numbered(START, FAILED, *between, alloc(4, 5), STEP)
+    note_unfilled(Trace.of(trace))
+    assert trace[-2]["unfilled"] == unfilled
+    assert (lost(trace) is not None) == bool(unfilled)
+
+
+def test_blocks_computed_in_the_step_under_way_are_not_unfilled() -> None:
+    trace = numbered(START, FAILED, alloc(5), row(0, 12), STEP)
+    note_unfilled(Trace.of(trace))
+    assert trace[2]["unfilled"] == []
+
+
+def ended(step: int, kind: str = "req.finished", generation: int = 0) -> dict[str, Any]:
+    return {"kind": kind, "req": "a", "generation": generation, "step": step}
+
+
+@pytest.mark.parametrize("kind", ["req.finished", "sample"])
+def test_output_that_is_added_to_a_finished_request(kind: str) -> None:
+    found = lost(numbered(ended(3), ended(3, "sample"), ended(4, kind)))
+    assert found is not None
+    assert found[0] == 2
+    assert "which had finished" in found[1]
+    assert (
+        lost(
+            numbered(ended(2, "sample"), ended(3), ended(3, "sample"), ended(5, kind, generation=1))
+        )
+        is None
+    )
+
+
+@pytest.mark.parametrize(
+    "case", ["finding.preempted-after-failed-load", "finding.failed-load-async"]
+)
+def test_what_vllm_breaks_is_no_failure_of_the_connector(case: str, tmp_path: Path) -> None:
+    connector, options = VARIANTS["sync"]
+    variant, *_ = SPEC.cases[case].variants(["vllm"])
+    report = run_and_judge(
+        variant, Target(connector, {"store": "{tmp}/store", **options}), SPEC, seed=0, tmp=tmp_path
+    )
+    verdicts = {(row.kind, row.verdict) for row in report.rows}
+    assert report.harness_error is None
+    assert ("guarantee", "FAIL") in verdicts
+    assert not verdicts & {
+        ("requirement", "FAIL"),
+        ("requirement", "BLOCKED"),
+        ("requirement", "ERROR"),
+    }
+    if SPEC.cases[case].relations:  # else nothing is compared that could differ
+        assert any("not judged" in (row.message or "") for row in report.rows)
+
+
+ASKED = {"kind": "lookup", "req": "b", "starved": True}
+END = {"kind": "run.end", "quiesced": False}
+
+
+@pytest.mark.parametrize(
+    ("events", "at"),
+    [
+        ([ASKED, ASKED, END], 1),
+        ([ASKED, {"kind": "alloc", "req": "b"}, END], None),  # it was only late
+        ([ASKED, {**END, "quiesced": True}], None),
+        ([{**ASKED, "starved": False}, END], None),
+    ],
+)
+def test_a_retry_that_is_never_admitted(events: list[dict[str, Any]], at: int | None) -> None:
+    found = lost(numbered(*events))
+    assert (None if found is None else found[0]) == at

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of relations between two runs of one case."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvconform.contract.requirement import Requirement
+from kvconform.judge.relation import RelateMonitor, relate_runs
+
+Event = dict[str, Any]
+
+
+def compare(first: list[Event], second: list[Event], **relate: Any) -> RelateMonitor:
+    spec = {
+        "runs": ["connector", "no-connector"],
+        "event": "sample",
+        "project": "(e.req, e.index, e.token)",
+        **relate,
+    }
+    req = Requirement.model_validate(
+        {"id": "compose.null-effect", "text": "It MUST be.", "relate": spec}
+    )
+    numbered = [
+        [{"seq": seq, "step": seq // 2, **event} for seq, event in enumerate(side)]
+        for side in (first, second)
+    ]
+    found = relate_runs(req, dict(zip(["connector", "no-connector"], numbered, strict=True)))
+    assert found is not None
+    return found
+
+
+def sample(req: str, index: int, token: int) -> Event:
+    return {
+        "kind": "sample",
+        "req": req,
+        "index": index,
+        "token": token,
+        "generation": 0,
+        "clean": True,
+    }
+
+
+A = [sample("a", 0, 5), sample("a", 1, 6)]
+B = [sample("b", 0, 7)]
+
+
+def test_equal_runs() -> None:
+    found = compare([*A, {"kind": "run.end"}], [{"kind": "hold"}, *A])
+    assert found.count == 0 and found.exercised == 4 and found.error is None
+    assert compare([], []).exercised == 0
+
+
+def test_the_first_difference_is_reported_with_both_sides() -> None:
+    found = compare([*A, *B], [A[0], sample("a", 1, 9), sample("b", 0, 8)])
+    assert found.count == 1
+    violation = found.violations[0]
+    check = "`connector` and `no-connector` differ at sample 1: ('a', 1, 6) against ('a', 1, 9)"
+    assert violation.check == check
+    assert violation.message == "without a connector: token 1 of a's output is 9", (
+        "the other side is told in front of it"
+    )
+    assert (violation.seq, violation.event, violation.req) == (1, 1, "a")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "text"),
+    [(A[:1], A, "nothing against ('a', 1, 6)"), (A, A[:1], "('a', 1, 6) against nothing")],
+)
+def test_a_run_that_stops_earlier(first: list[Event], second: list[Event], text: str) -> None:
+    found = compare([*first, {"kind": "run.end"}], second)
+    assert text in found.violations[0].check
+    # the sample that is too many, or the end of the run that lacks it
+    assert found.violations[0].seq == 1
+    assert compare(first, second, prefix=True).count == 0
+
+
+def test_order_counts_unless_it_is_per_key_or_a_bag() -> None:
+    assert compare([*A, *B], [*B, *A]).count == 1
+    assert compare([*A, *B], [*B, *A], per="e.req").count == 0
+    assert compare([*A, *B], [*B, *A], ordered=False).count == 0
+    assert compare(A, list(reversed(A)), per="e.req").count == 1
+    assert compare([A[0], A[0]], [A[0]], ordered=False).count == 1
+    assert compare([A[0]], [A[0], A[0]], ordered=False).count == 1
+    assert compare([A[0], A[1]], [A[0], sample("a", 1, 9)], ordered=False).violations[0].req == "a"
+
+
+def test_every_key_has_its_own_first_difference() -> None:
+    found = compare(
+        [*A, *B], [sample("a", 0, 1), sample("b", 0, 2)], per="e.req", project="e.token"
+    )
+    assert [(v.req, v.seq) for v in found.violations] == [("a", 0), ("b", 2)]
+    assert found.violations[0].check.endswith("differ at sample 0 of 'a': 5 against 1")
+    assert (
+        compare(A, B, per="e.req", prefix=True).count == 0 and compare(A, B, per="e.req").count == 2
+    )
+
+
+def test_guards_and_missing_runs() -> None:
+    assert compare([*A, *B], A, where="e.req == 'a'").count == 0
+    spec = {"runs": ["connector", "hash-seed"], "event": "sample", "project": "e.token"}
+    req = Requirement.model_validate({"id": "x.y", "text": "It MUST be.", "relate": spec})
+    assert relate_runs(req, {"connector": []}) is None
+
+
+def test_a_projection_that_raises_is_an_error() -> None:
+    found = compare([{"kind": "sample"}], [])
+    assert found.error is not None and "KeyError" in found.error
+
+
+def test_the_earliest_differences_are_kept_whatever_the_keys_hash_to() -> None:
+    one = [{**sample(f"r{number}", 0, 1), "seq": number} for number in range(60)]
+    other = [{**each, "token": 2} for each in one]
+    found = compare(one, other, per="e.req", project="e.token")
+    assert [violation.seq for violation in found.violations] == list(
+        range(len(found.violations))
+    ) and found.count == 60
+
+
+def test_of_bags_both_sides_are_told_with_what_the_sentence_leaves_out() -> None:
+    found = compare([A[0]], [sample("a", 0, 9)], ordered=False, project="(e.req, e.token)")
+    assert (
+        "nothing of the kind" not in found.violations[0].message
+        and "('a', 9)" in found.violations[0].check
+    )
+    same = compare(
+        [A[0]], [A[0] | {"generation": 7}], ordered=False, project="(e.req, e.generation)"
+    )
+    assert same.violations[0].message.endswith("is 5, as ('a', 7) and not ('a', 0)")

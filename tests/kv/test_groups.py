@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of several KV cache groups: whose bytes are whose, what a load owes, who is judged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from kvconform.config.target import Target
+from kvconform.contract.case import Config
+from kvconform.contract.loader import load_spec
+from kvconform.kernels.codes import CodeBook
+from kvconform.kv.cache import PagedCache, groups_of
+from kvconform.kv.oracle import Grant
+from kvconform.run.case import run_and_judge
+
+SPEC = load_spec()
+HYBRID = "kvconform.refimpl.variants.hybrid:HybridConnector"
+CASES = [case.id for case in SPEC.cases.values() if case.area == "groups"]
+GROUPS = groups_of(["full", "wide", "private"], layers=3, block_size=4, heads=2, window=6)
+
+
+def cache() -> PagedCache:
+    return PagedCache(CodeBook(3, 2, 16), 6, 4, groups=GROUPS)
+
+
+def test_the_layers_of_all_groups_lie_on_the_same_bytes() -> None:
+    made = cache()
+    full, wide, private = made.tensors
+    assert (full.shape, wide.shape) == ((6, 2, 4, 32), (6, 1, 8, 32))
+    full[3] = 7.0
+    assert (wide[3] == 7.0).all() and (private[3] == 7.0).all() and not wide[2].any()
+
+
+def test_what_changed_is_a_change_of_the_layer_whose_block_it_is() -> None:
+    made = cache()
+    made.group_of[3] = 1
+    # Written as if it were layer 0's: head 0, token 2 of 4. With one head and 8 tokens it is the
+    # same token.
+    made.tensors[0][3, 0, 2] = 1.0
+    assert made.foreign(0).tolist() == []
+    assert made.foreign(1).tolist() == [3 * 8 + 2]
+    assert made.foreign(1).tolist() == []
+
+
+def test_every_layer_reads_back_what_was_written_to_its_block() -> None:
+    made, contents = cache(), np.array([11, 12], dtype=np.uint64)
+    rows = made.book.rows(contents)
+    for layer, block in enumerate((1, 2, 3)):
+        made.group_of[block] = layer
+        slots = np.array([block * 8 + 1, block * 8 + 3])
+        made.write(layer, slots, rows[:, layer])
+        assert made.mismatches(layer, slots, rows[:, layer]).tolist() == []
+    assert [made.foreign(layer).tolist() for layer in range(3)] == [[], [], []]
+    assert made.mismatches(0, np.array([9]), rows[1:, 0]).tolist() == [0]
+
+
+def test_a_grant_wants_nothing_before_the_window_and_nothing_of_a_group_that_is_kept_back() -> None:
+    grant = Grant("t", "a", 0, 0, 16, False, [[1, 2, 3, 4], [0, 5], [6, 7, 8, 9]], GROUPS)
+    assert grant.blocks == {1, 2, 3, 4, 5}
+    assert grant.missing() == list(range(16))
+    grant.written[0] = True
+    assert grant.missing() == list(range(8, 16)) and grant.lacking() == {5}
+    assert grant.position(1, 5 * 8 + 2) == 10 and grant.position(2, 6 * 8) is None
+    grant.written[1] = True
+    assert grant.missing() == [] and grant.kept_back == {6, 7, 8, 9}
+
+
+def test_a_grant_with_one_group_wants_every_position() -> None:
+    grant = Grant(
+        "t",
+        "a",
+        0,
+        4,
+        10,
+        False,
+        [[1, 2, 3]],
+        groups_of([], layers=2, block_size=4, heads=2, window=8),
+    )
+    assert (grant.shared, grant.blocks) == ({1}, {2, 3})
+    grant.written[0] = True
+    assert grant.missing() == list(range(4, 10))
+
+
+@pytest.mark.parametrize("load", ["sync", "async"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_connector_for_several_groups_fails_nothing(case: str, load: str, tmp_path: Path) -> None:
+    target = Target(HYBRID, {"store": "{tmp}/store", "load": load})
+    runs = [
+        run_and_judge(each, target, SPEC, seed=0, tmp=tmp_path / each.id)
+        for each in SPEC.cases[case].variants()[0 if load == "sync" else -1 :]
+    ]
+    assert [run.harness_error for run in runs] == [None] * len(runs)
+    assert [
+        row.requirement
+        for run in runs
+        for row in run.rows
+        if row.verdict in ("FAIL", "ERROR", "BLOCKED")
+    ] == []
+    assert [sentence for run in runs for sentence in run.unmet] == []
+    assert load == "sync" or any(row.verdict == "PASS" for row in runs[0].rows)
+
+
+def test_a_connector_for_one_group_is_not_judged_by_these_cases(tmp_path: Path) -> None:
+    variant = SPEC.cases["groups.reload"].variants()[0]
+    report = run_and_judge(
+        variant,
+        Target("kvconform.refimpl.connector:ReferenceConnector", {"store": "{tmp}/s"}),
+        SPEC,
+        seed=0,
+        tmp=tmp_path,
+    )
+    assert {row.verdict for row in report.rows} == {"UNSUPPORTED"}
+    assert "hma" in (report.rows[0].message or "")
+
+
+def test_vllm_does_not_start_one_that_claims_otherwise(tmp_path: Path) -> None:
+    variant = SPEC.cases["groups.reload"].variants()[0]
+    target = Target(
+        "kvconform.refimpl.connector:ReferenceConnector",
+        {"store": "{tmp}/s"},
+        capabilities={"hma": True},
+    )
+    report = run_and_judge(variant, target, SPEC, seed=0, tmp=tmp_path)
+    assert "lifecycle.constructs" in {
+        row.requirement for row in report.rows if row.verdict == "FAIL"
+    }
+
+
+@pytest.mark.parametrize("groups", [["sliding", "full"], ["full", "latent"], ["sliding"]])
+def test_groups_that_no_engine_has_are_no_case(groups: list[str]) -> None:
+    case = SPEC.cases["groups.reload"].model_dump(exclude_unset=True, by_alias=True)
+    with pytest.raises(ValidationError, match="config: (with several groups|a single group)"):
+        type(SPEC.cases["groups.reload"]).model_validate(
+            {**case, "config": {**Config().model_dump(), "groups": groups}}, strict=False
+        )

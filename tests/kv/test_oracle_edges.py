@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of edge cases of the oracle and the observer.
+
+They cover the reach of a failure report, the owner of a tail slot, and counts of failed claims.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+from core_rig import BLOCK, Machine, output, run_case, select
+from kvconform.kv.oracle import slots_of
+from kvconform.observe.observer import Observer
+
+TOKENS = list(range(100, 112))
+
+
+@pytest.fixture
+def machine() -> Machine:
+    """`a` holds blocks 1-4, and a grant for positions 0 to 8 in the first two."""
+    made = Machine()
+    made.grant("a", [1, 2, 3, 4], 0, 8)
+    return made
+
+
+def test_a_failed_block_excuses_itself_and_no_other(machine: Machine) -> None:
+    def shifted() -> None:
+        machine.load(machine.batch.requests["a"].chain, 1, 9, slots_of([1, 2, 3, 4], 0, 8, BLOCK))
+        machine.oracle.failed_blocks = {2}
+
+    step = output(new=[("a", TOKENS, [1, 2, 3, 4], 8, 4)])
+    machine.step(step, fresh=[(block, "a") for block in (1, 2, 3, 4)], before=shifted)
+    assert {(e["pos"], e["count"]) for e in machine.events("kv.wrong")} == {(0, 4)}
+
+
+@pytest.mark.parametrize(("still_open", "kind"), [(True, "tail"), (False, "over_computed")])
+def test_a_tail_is_free_to_write_while_its_load_is_under_way(
+    machine: Machine, still_open: bool, kind: str
+) -> None:
+    machine.oracle.grants[0].open = still_open
+    machine.put(3 * BLOCK, 3, layers=(0,))
+    machine.oracle.check_writes("start_load_kv")
+    (event,) = machine.events("kv.changed")
+    assert event[kind] == [3 * BLOCK]
+    assert event["req"] == ["a"]
+
+
+def test_every_failure_of_the_same_claim_counts(machine: Machine) -> None:
+    seen = SimpleNamespace(
+        trace=machine.trace, _loads=machine.oracle, _failed_claims={}, activity=0
+    )
+    for attempt in (1, 2, 3):
+        grant = machine.grant("a", [1, 2, 3, 4], 0, 8)
+        for block in (1, 2):  # the second report of a failure is no second failure
+            Observer._fail(seen, "a", grant, [block], [])  # type: ignore[arg-type]
+            grant.failed.add(block)
+        assert seen._failed_claims == {("a", 0, 8): attempt}
+        assert seen.activity == 2 * attempt, "the store may have become smaller"
+
+
+def test_a_store_that_nothing_touched_has_not_shrunk(tmp_path: Path) -> None:
+    steps = [
+        {"add": {"req": "a", "prompt": 14, "max_tokens": 3}},
+        {"run": {}},
+        {"drop-local": {}},
+        {"add": {"req": "b", "prompt": {"same": "a"}, "max_tokens": 3}},
+        {"run": {}},
+    ]
+    run = run_case(
+        "kvconform.refimpl.defects.lookup:PopsOnLookup",
+        steps,
+        tmp_path,
+        policies=["deny-first-alloc"],
+    )
+    lookups = [
+        (e["repeat"], e["prev_tokens"], e["tokens"], e["store_may_have_shrunk"])
+        for e in select(run.trace, "lookup", req="b")
+    ]
+    assert lookups == [(False, None, 12, True), (True, 12, 0, False)]
+    steps.insert(4, {"step": 1})  # the same when something was stored between
+    steps.insert(3, {"add": {"req": "z", "prompt": 9, "max_tokens": 9}})
+    run = run_case(
+        "kvconform.refimpl.defects.lookup:PopsOnLookup",
+        steps,
+        tmp_path / "other",
+        policies=["deny-first-alloc"],
+    )
+    assert {e["store_may_have_shrunk"] for e in select(run.trace, "lookup", req="b")} == {True}

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of content ids, the registry, and the name of every kind of wrong slot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvconform.contract.events import PROVENANCE
+from kvconform.kernels.codes import CodeBook
+from kvconform.kv.provenance import Chain, Diagnosis, Identity, Origin, Registry, diagnose
+
+BOOK = CodeBook(2, 2, 16)
+TOKENS = [11, 12, 13, 14, 15, 16]
+
+
+class World:
+    """A reader `a` (incarnation 1, salted) with known tokens, and any other writers."""
+
+    def __init__(self) -> None:
+        self.registry = Registry(BOOK)
+        self.reader = self.chain("a", 1, TOKENS, "salt")
+
+    def chain(self, req: str, generation: int, tokens: list[int], salt: str | None = None) -> Chain:
+        made = Chain(req, generation, Identity.of(salt))
+        for pos, token in enumerate(tokens):
+            self.registry.note(
+                made.append(token), Origin("token", req, generation, pos, made.plain[-1], token)
+            )
+        return made
+
+    def row(self, content: int, layer: int = 0) -> np.ndarray:
+        """[heads, width] of one content id."""
+        return BOOK.rows(np.array([content], dtype=np.uint64), nonce=7)[0, layer].astype(np.float32)
+
+    def diagnose(
+        self, row: np.ndarray, *, pos: int = 3, loading: bool = False, kin: set[int] | None = None
+    ) -> Diagnosis:
+        return diagnose(self.registry, row, 0, self.reader, pos, loading=loading, kin=kin)
+
+    @property
+    def right(self) -> np.ndarray:
+        return self.row(self.reader.ids[3])
+
+
+Wrong = Callable[[World], np.ndarray]
+
+
+def swapped(world: World) -> np.ndarray:
+    return np.concatenate([world.right[:, 16:], world.right[:, :16]], axis=1)
+
+
+def torn(world: World) -> np.ndarray:
+    row = world.right
+    row[1] = world.row(world.reader.ids[2])[1]
+    return row
+
+
+def unknown(world: World) -> np.ndarray:
+    row = world.right
+    row[0, 0] += 0.5
+    return row
+
+
+def draft(world: World) -> np.ndarray:
+    world.registry.note(99, Origin("draft", "a", 1, 3))
+    return world.row(99)
+
+
+def past_end(world: World) -> np.ndarray:
+    longer = world.chain("a", 1, [*TOKENS, 17], "salt")
+    return world.row(longer.ids[-1])
+
+
+CASES: dict[str, tuple[Wrong, tuple[str, ...]]] = {
+    "never_computed": (lambda w: np.zeros((2, 32), dtype=np.float32), ("never written",)),
+    "poison": (lambda w: w.row(w.registry.poison(9, "z")), ("block 9",)),
+    "not_yet_loaded": (lambda w: w.row(w.registry.poison(9, "a")), ("block 9",)),
+    "other_request": (
+        lambda w: w.row(w.chain("b", 0, [1, 2, 3, 4]).ids[3]),
+        ("token 4", "position 3", "request b"),
+    ),
+    "other_identity": (
+        lambda w: w.row(w.chain("b", 0, TOKENS).ids[3]),
+        ("token 14", "position 3", "request b"),
+    ),
+    "other_position": (lambda w: w.row(w.reader.ids[2]), ("token 13", "position 2", "request a")),
+    "rejected_draft": (draft, ("draft", "position 3", "request a")),
+    "past_end": (past_end, ("token 17", "position 6", "request a")),
+    "stale_generation": (
+        lambda w: w.row(w.chain("a", 0, [1, 2, 3, 4]).ids[3]),
+        ("token 4", "position 3", "request a", "same id"),
+    ),
+    "torn": (torn, ("mixture", "token 13", "token 14", "request a")),
+    "other_layer": (lambda w: w.row(w.reader.ids[3], layer=1), ("right token", "layer 1")),
+    "other_group": (
+        lambda w: w.row(w.reader.ids[3], layer=1),
+        ("right token", "layer 1", "another block table"),
+    ),
+    "kv_swapped": (swapped, ("right token", "K and V")),
+    "head_swapped": (lambda w: w.right[::-1].copy(), ("right token", "head")),
+    "unknown": (unknown, ("no engine",)),
+}
+
+
+def test_every_name_of_the_closed_list_has_a_case() -> None:
+    assert set(CASES) == set(PROVENANCE)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_get_their_name_and_their_origin_told(name: str) -> None:
+    world = World()
+    make, words = CASES[name]
+    kin = {0} if name == "other_group" else None  # the layers whose KV lies in the same blocks
+    held = world.diagnose(make(world), loading=name == "not_yet_loaded", kin=kin)
+    assert held.found == name
+    assert held.side == ("k" if name == "unknown" else "both")
+    assert all(word in held.origin for word in words), held.origin
+    assert (held.req, held.pos) == COMPUTED_FOR.get(name, (None, None))
+
+
+COMPUTED_FOR = {
+    "other_request": ("b", 3),
+    "other_identity": ("b", 3),
+    "other_position": ("a", 2),
+    "rejected_draft": ("a", 3),
+    "past_end": ("a", 6),
+    "stale_generation": ("a", 3),
+    "torn": ("a", 3),  # the first that is named; position 2 is in it, too
+}
+
+
+@given(st.data())
+def test_whatever_is_in_a_slot_gets_one_name_of_the_list(data: st.DataObject) -> None:
+    """Every head and half comes from a source of its own.
+
+    There is always a name; it is `torn` exactly if known contents are mixed.
+    """
+    world = World()
+    world.chain("b", 0, [1, 2, 3, 4])
+    contents = [*world.registry.origins, 123456789]
+    row = np.empty((2, 32), dtype=np.float32)
+    used = set()
+    for head in range(2):
+        for half in (slice(0, 16), slice(16, 32)):
+            content = data.draw(st.sampled_from(contents))
+            used.add(content)
+            row[head, half] = world.row(content)[head, half]
+    if used == {world.reader.ids[3]}:
+        return
+    found, side, origin, *_ = world.diagnose(row, loading=data.draw(st.booleans()))
+    assert found in PROVENANCE and side in ("k", "v", "both") and origin
+    assert (found == "unknown") == (123456789 in used)
+    assert (found == "torn") == (len(used) > 1 and 123456789 not in used)
+
+
+@pytest.mark.parametrize(("half", "side"), [(slice(0, 16), "k"), (slice(16, 32), "v")])
+def test_the_wrong_half_is_named(half: slice, side: str) -> None:
+    world = World()
+    row = world.right
+    row[:, half] = world.row(world.reader.ids[2])[:, half]
+    assert world.diagnose(row)[1] == side
+
+
+def test_poison_of_the_request_that_computed_the_token_was_taken_too_early() -> None:
+    world = World()
+    world.chain("first", 0, TOKENS, "salt")  # notes nothing new: `a` computed these tokens first
+    early = world.diagnose(world.row(world.registry.poison(9, "a")))
+    assert (early.found, early.req, early.pos) == ("never_computed", "a", None)
+    assert world.diagnose(world.row(world.registry.poison(9, "first")))[0] == "poison"
+
+
+def test_the_registry_keeps_the_first_origin_but_a_draft_may_become_a_token() -> None:
+    registry = Registry(BOOK)
+    token, draft_of = Origin("token", "a", 0, 3), Origin("draft", "b", 0, 4)
+    registry.note(5, draft_of)
+    registry.note(5, token)
+    registry.note(5, Origin("token", "c", 0, 3))
+    registry.note(5, draft_of)
+    assert registry.origins == {5: token}
+
+
+def test_the_decoder_knows_what_was_noted_since_it_was_last_asked() -> None:
+    registry = Registry(BOOK)
+    prints = BOOK.fingerprints(np.array([5, 6], dtype=np.uint64))
+    registry.note(5, Origin("token", "a", 0, 0))
+    assert registry.decode(int(prints[0, 1, 0, 1])) == (5, 1, 0, 1)
+    assert registry.decode(int(prints[1, 0, 1, 0])) is None
+    registry.note(6, Origin("token", "a", 0, 1))
+    assert registry.decode(int(prints[1, 0, 1, 0])) == (6, 0, 1, 0)
+
+
+def test_every_poisoning_has_a_code_of_its_own() -> None:
+    registry = Registry(BOOK)
+    assert registry.poison(3, "a") != registry.poison(3, "a")
+
+
+# -- content ids
+
+
+def ids(tokens: list[int], **extras: object) -> list[int]:
+    chain = Chain("a", 0, Identity.of(**extras))  # type: ignore[arg-type]
+    return [chain.append(token) for token in tokens]
+
+
+IMAGE = {"at": 2, "length": 2, "id": "img"}
+
+
+@pytest.mark.parametrize(
+    ("extras", "first"),
+    [
+        ({"salt": "s"}, 0),
+        ({"lora": "s"}, 0),
+        ({"salt": "s", "lora": "s"}, 0),
+        ({"items": [IMAGE]}, 2),
+        ({"items": [{**IMAGE, "at": 3}]}, 3),
+        ({"items": [{**IMAGE, "id": "other"}]}, 2),
+    ],
+)
+def test_identity_changes_the_ids_from_where_it_begins_on(
+    extras: dict[str, object], first: int
+) -> None:
+    plain, with_it = ids(TOKENS), ids(TOKENS, **extras)
+    assert [a == b for a, b in zip(plain, with_it, strict=True)] == [
+        pos < first for pos in range(len(TOKENS))
+    ]
+
+
+def test_identities_differ_from_each_other() -> None:
+    made = [
+        ids(TOKENS, **extras)[-1]
+        for extras in (
+            {},
+            {"salt": "x"},
+            {"salt": "y"},
+            {"lora": "x"},
+            {"salt": "x", "lora": "x"},
+            {"items": [IMAGE]},
+            {"items": [{**IMAGE, "at": 3}]},
+            {"items": [{**IMAGE, "id": "other"}]},
+            {"items": [{**IMAGE, "length": 3}]},
+        )
+    ]
+    assert len(set(made)) == len(made)
+
+
+def test_a_moved_image_differs_even_where_the_tokens_are_the_same() -> None:
+    """Two windows into one image: the same placeholder tokens, other parts of the item."""
+    one = ids([7] * 6, items=[{"at": 0, "length": 6, "id": "img"}])
+    two = ids([7] * 6, items=[{"at": 1, "length": 6, "id": "img"}])
+    assert not set(one) & set(two)
+
+
+def test_an_id_depends_on_every_token_before_it() -> None:
+    assert ids([1, 2, 3])[:2] == ids([1, 2, 4])[:2]
+    assert ids([1, 2, 3])[2] != ids([2, 1, 3])[2]
+
+
+def test_truncation_forgets_and_the_chain_grows_again_as_before() -> None:
+    chain = Chain("a", 0, Identity.of("s"))
+    first = [chain.append(token) for token in TOKENS]
+    chain.truncate(2)
+    assert (chain.tokens, chain.ids, len(chain.plain)) == (TOKENS[:2], first[:2], 2)
+    assert chain.peek(TOKENS[2]) == first[2] and len(chain.ids) == 2
+    assert [chain.append(token) for token in TOKENS[2:]] == first[2:]
+    assert chain.array(1, 3).tolist() == first[1:3]
+
+
+def test_plain_ids_ignore_identity() -> None:
+    one, two = Chain("a", 0, Identity.of("s")), Chain("b", 0, Identity())
+    for token in TOKENS:
+        one.append(token), two.append(token)
+    assert one.plain == two.plain and not set(one.ids) & set(two.ids)

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of the intended differences between the reference scheduler and vLLM 0.32.
+
+docs/reference-vs-vllm.md lists them; there is one test per difference. Each test shows what an
+unrepaired vLLM does, so it fails when a new vLLM no longer does it.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from scheduler_rig import Ask, Rig, Setup
+
+
+def pair(setup: Setup, *asks: Ask) -> tuple[Rig, Rig]:
+    """(reference, vLLM as it is) with the same requests added."""
+    rigs = Rig("reference", setup), Rig("vllm", setup, repaired=False)
+    for rig in rigs:
+        for ask in asks:
+            rig.add(ask)
+    return rigs
+
+
+def test_requests_that_fail_together_end_in_the_order_of_their_ids() -> None:
+    asks = [
+        Ask(f"r{i}", tuple(range(100 * i, 100 * i + 12)), answers=((8, False),), failures=((0,),))
+        for i in (3, 1, 2)
+    ]
+    ours, theirs = pair(Setup(failure="fail"), *asks)
+    for rig in (ours, theirs):
+        rig.run()
+    ends = [
+        [line.split()[1] for line in rig.story if line.startswith("end")] for rig in (ours, theirs)
+    ]
+    assert ends[0] == ["r1", "r2", "r3"]
+    assert sorted(ends[1]) == ends[0]  # the order of a set of strings: another one in every process
+
+
+def test_a_failed_load_does_not_reserve_blocks_against_its_own_retry() -> None:
+    # 8 blocks: room for one load of 6 blocks, not for the load and its own reservation
+    setup = Setup(num_blocks=9)
+    ask = Ask("r0", tuple(range(24)), 3, answers=((24, True),), failures=("request",))
+    ours, theirs = pair(setup, ask)
+    for rig in (ours, theirs):
+        rig.run(60)
+    assert not ours.s.has_requests()
+    assert ours.requests["r0"].num_output_tokens == 3
+    assert theirs.s.has_requests()  # waits for blocks that only it could free
+    assert theirs.requests["r0"].num_tokens == 24
+
+
+def test_tokens_computed_on_a_failed_synchronous_load_do_not_count() -> None:
+    """R136: the step after the failed one was in flight already and read what was not loaded."""
+    ask = Ask("r0", tuple(range(12)), 4, answers=((8, False),), failures=((1,),))
+    ours, theirs = pair(Setup(scheduling="async"), ask)
+    for rig in (ours, theirs):
+        for _ in range(3):
+            rig.step()
+    assert "3 cached r0 C4+8 P0 F1 N12 drafts0 None" in ours.story
+    # two placeholders for tokens that never come
+    assert "3 cached r0 C4+10 P2 F1 N12 drafts0 None" in theirs.story
+    for rig in (ours, theirs):
+        rig.run()
+    assert "P0 F0 N16" in next(line for line in ours.story if line.startswith("end"))
+    assert "P1 F0 N16" in next(line for line in theirs.story if line.startswith("end"))
+
+
+def test_padding_gives_way_to_the_limit_for_long_prefills() -> None:
+    setup = Setup(spec=3, long_prefill=3)
+    asks = (
+        Ask("a", tuple(range(9)), 9),
+        Ask("b", tuple(range(9)), 9, answers=((8, True),), load_steps=5),
+    )
+    ours, theirs = pair(setup, *asks)
+    ours.run()
+    assert not ours.s.has_requests()
+    with pytest.raises(AssertionError):
+        theirs.run()
+
+
+def test_output_in_flight_belongs_to_the_request_that_was_scheduled_not_to_its_id() -> None:
+    ours, theirs = pair(Setup(scheduling="async"), Ask("r0", tuple(range(9)), 9))
+    for rig in (ours, theirs):
+        rig.step()
+        rig.step()
+        rig.abort("r0")
+        foreign = rig.queue[-1][1].sampled_token_ids[0][0]
+        rig.add(Ask("r0", tuple(range(50, 60)), 3))
+        rig.run()
+        assert (foreign in rig.requests["r0"].output_token_ids) == (rig is theirs)
+    assert ours.requests["r0"].num_output_tokens == 3

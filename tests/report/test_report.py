@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of timelines, report.jsonl, reproduction commands and the overall verdict."""
+
+from __future__ import annotations
+
+import io
+import json
+import shlex
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from kvconform.config.selection import select
+from kvconform.config.settings import Settings
+from kvconform.contract.events import EVENTS
+from kvconform.contract.loader import load_spec
+from kvconform.contract.profile import Expected, Waiver
+from kvconform.judge.records import CaseReport, Verdict
+from kvconform.judge.verdict import rows_for
+from kvconform.report import causes, jsonl, terminal, timeline
+from kvconform.report.collector import Collector
+from kvconform.report.jsonl import FooterLine, HeaderLine
+
+SPEC = load_spec()
+CASES = [
+    case.id for case in SPEC.cases.values() if len(case.variants(["reference"], ["sync"])) == 1
+][:2]
+MUST = next(
+    r.id for r in SPEC.requirements.values() if r.kind == "requirement" and r.level == "MUST"
+)
+
+
+def event(kind: str, step: int = 1, /, **fields: Any) -> dict[str, Any]:
+    """An event with all its fields; those not given are empty."""
+    empty = {"str": "x", "int": 0, "bool": False, "float": 0, "list": [], "dict": {}, "any": None}
+    known = {
+        name: None if field.optional else empty[field.type]
+        for name, field in EVENTS[kind].fields.items()
+    }
+    return {"kind": kind, "seq": 0, "step": step, **known, **fields}
+
+
+class TestTimeline:
+    """kvconform.report.timeline"""
+
+    @pytest.mark.parametrize("kind", sorted(EVENTS))
+    def test_every_event_can_be_shown(self, kind: str) -> None:
+        timeline.render([event(kind)])
+        marked = timeline.render([event(kind, seq=7)], mark=7)
+        assert marked[0].startswith(">")
+
+    def test_hooks_of_a_stretch_share_a_line(self) -> None:
+        names = [
+            "start_load_kv",
+            *["wait_for_layer_load", "save_kv_layer"] * 3,
+            "wait_for_save",
+            "get_finished",
+            "get_finished",
+        ]
+        hooks = [event("hook.called", hook=name, half="worker") for name in names]
+        nested = event("hook.called", hook="inner", half="worker", depth=1)
+        (line,) = timeline.render([hooks[0], nested, *hooks[1:]])
+        assert line == (
+            "   1  worker      start_load_kv (wait_for_layer_load save_kv_layer)*3 "
+            "wait_for_save get_finished*2"
+        )
+
+    def test_wrong_bytes(self) -> None:
+        wrong = event(
+            "kv.wrong",
+            4,
+            req="a",
+            layer="l0",
+            kv="k",
+            pos=3,
+            count=2,
+            via="external",
+            found="other_request",
+            origin="token 3 of b",
+        )
+        assert timeline.render([wrong]) == [
+            "   4  WRONG KV    a positions 3-4 of l0 (k), via external: other_request: token 3 of b"
+        ]
+
+    def test_a_step(self) -> None:
+        events = [
+            event("lookup", req="a", local=4, known=9, tokens=4),
+            event("alloc", req="a", local=4, external=4, blocks=[1, 2, 3, 7]),
+            event("step.scheduled", total=1, new=["a"], has_sync_loads=True),
+            event(
+                "req.scheduled",
+                req="a",
+                listed_as="new",
+                computed=8,
+                scheduled=1,
+                placeholders=0,
+                known=9,
+                table=[1, 2, 3, 7],
+            ),
+        ]
+        assert timeline.render(events) == [
+            "   1  lookup      a local=4 of known=9 -> 4 tokens",
+            "   1  alloc       a computed=0 local=4 external=4 blocks=[1-3,7]",
+            "   1  schedule    1 tokens new=a loads before the forward pass",
+            (
+                "   1    a         new      computed=8 scheduled=1 placeholders=0 known=9 "
+                "blocks=[1-3,7]"
+            ),
+        ]
+
+
+@pytest.fixture
+def collector() -> Collector:
+    settings = Settings(
+        connector="pkg.mod:Conn", engine="reference", scheduling="sync", select=CASES
+    )
+    return Collector(SPEC, settings, select(SPEC, settings, "0.32.0"), "0.32.0")
+
+
+def judged(collector: Collector, position: int, *failing: str) -> CaseReport:
+    """A worker's report about the variant at `position`."""
+    variant = collector.selection.variants[position]
+    rows = rows_for(
+        [SPEC.requirements[name] for name in collector.selection.judged],
+        variant,
+        Verdict.PASS,
+        "",
+        strict=False,
+    )
+    for row in rows:
+        row.exercised, row.message = 1, None
+        if row.requirement in failing:
+            row.verdict, row.message = Verdict.FAIL, "it broke"
+    return CaseReport(variant.id, rows=rows)
+
+
+def test_the_order_of_arrival_does_not_matter(tmp_path: Path, collector: Collector) -> None:
+    header = HeaderLine(
+        suite="0",
+        vllm="0",
+        connector="c",
+        engines=[],
+        scheduling=[],
+        seed=0,
+        profile="core",
+        capabilities={},
+    )
+    texts = []
+    for order in ((0, 1), (1, 0)):
+        fresh = Collector(SPEC, collector.settings, collector.selection, "0.32.0")
+        stream = jsonl.Stream(tmp_path, header)
+        for position in order:
+            stream.write(jsonl.lines_of(fresh.add(judged(fresh, position, MUST))))
+        # all of it is there at once
+        assert len(stream.path.read_text().splitlines()) == 1 + 2 * len(collector.selection.judged)
+        stream.close()
+        rows, found = fresh.finish(date(2026, 1, 1), complete=True)
+        footer = FooterLine(counts=found.counts, verdict=found.verdict)
+        jsonl.rewrite(stream.path, header, rows, fresh.ordered_reports(), footer)
+        texts.append(stream.path.read_text())
+    assert texts[0] == texts[1]
+    assert json.loads(texts[0].splitlines()[-1])["verdict"] == "nonconformant"
+    assert [path.name for path in tmp_path.iterdir()] == ["report.jsonl"]
+
+
+def test_an_unfinished_run_has_no_answer(collector: Collector) -> None:
+    collector.add(judged(collector, 0))
+    _, found = collector.finish(date(2026, 1, 1), complete=False)
+    assert (found.verdict, collector.exit_code(found)) == ("error", 3)
+    assert "1 of 2 runs were not made" in found.reasons
+
+
+def test_expected_failures_of_a_part_are_not_unexpected_passes(collector: Collector) -> None:
+    collector.settings.expected_failures = [Expected(requirement=MUST, reason="known")]
+    for position in (0, 1):
+        collector.add(judged(collector, position))
+    rows, found = collector.finish(date(2026, 1, 1), complete=True)
+    assert not any(row.verdict is Verdict.XPASS for row in rows)
+    assert collector.exit_code(found) == 0
+
+
+def test_an_expected_failure_that_passes_counts(collector: Collector) -> None:
+    collector.settings.expected_failures = [Expected(requirement=MUST, reason="known")]
+    collector.selection.narrowed = False
+    for position in (0, 1):
+        collector.add(judged(collector, position))
+    _, found = collector.finish(date(2026, 1, 1), complete=True)
+    assert collector.exit_code(found) == 1
+    assert found.reasons == [f"XPASS: {MUST}"]
+
+
+def test_reproduction(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(causes.THROUGH, raising=False)
+    collector.settings.arguments = ["--extra-config", '{"a": "{tmp}"}']
+    row = collector.add(judged(collector, 0, MUST)).rows[0]
+    text = causes.command(collector.settings, row, alone=True)
+    assert shlex.split(text) == [
+        "kvconform",
+        "run",
+        "pkg.mod:Conn",
+        "-k",
+        CASES[0],
+        "--engine",
+        "reference",
+        "--scheduling",
+        "sync",
+        "--seed",
+        "0",
+        "--extra-config",
+        '{"a": "{tmp}"}',
+    ]
+    assert f"-k '{CASES[0]}[reference-sync-v1-d1-b4]'" in causes.command(
+        collector.settings, row, alone=False
+    )
+    monkeypatch.setenv(causes.THROUGH, "nox -s conformance -- --install './my conn'")
+    text = causes.command(collector.settings, row, alone=True)
+    assert shlex.split(text)[:8] == [
+        "nox",
+        "-s",
+        "conformance",
+        "--",
+        "--install",
+        "./my conn",
+        "--connector",
+        "pkg.mod:Conn",
+    ]
+
+
+def test_an_expired_waiver_of_the_suite_is_a_note(collector: Collector) -> None:
+    waiver = Waiver(requirement="engine.*", reason="known", expires="2025-12-31")
+    collector.spec = replace(SPEC, waivers=[waiver])
+    for position in (0, 1):
+        collector.add(judged(collector, position))
+    _, found = collector.finish(date(2026, 1, 1), complete=True)
+    assert collector.exit_code(found) == 0
+    assert found.reasons == ["note: waiver of engine.* expired on 2025-12-31"]
+
+
+def shown(collector: Collector, *, end: bool = True) -> str:
+    out = io.StringIO()
+    console = Console(file=out, width=200)
+    terminal.header(console, collector, [])
+    if end:
+        rows, found = collector.finish(date(2026, 1, 1), complete=True)
+        terminal.report(console, collector, rows, found, where="x", seconds=1.0)
+    return out.getvalue()
+
+
+def test_what_the_engine_broke_is_told_from_what_the_connector_did(collector: Collector) -> None:
+    guarantee = next(
+        r.id
+        for r in SPEC.requirements.values()
+        if r.kind == "guarantee" and r.id in collector.selection.shown
+    )
+    for position in (0, 1):
+        collector.add(judged(collector, position, guarantee))
+    text = shown(collector)
+    assert ", 1 fail (engine's)" in text and "2 fail (engine's or recommended only)" in text
+    collector.add(judged(collector, 0, MUST))
+    text = shown(collector)
+    assert ", 1 fail (engine's), 1 fail" in text or ", 1 fail, 1 fail (engine's)" in text
+    assert "verdicts" in text and "recommended" not in text
+
+
+def test_a_requirement_alone_gets_a_hint(collector: Collector) -> None:
+    collector.settings.select = ["load.only-grant"]
+    text = shown(collector, end=False)
+    case = SPEC.defects["loads-over-local-prefix"]["cases"][0]
+    assert case in text.split("hint ")[1].split(" -k ")[1]
+    collector.settings.select = ["load.only-grant", CASES[0]]
+    assert "hint" not in shown(collector, end=False)
+
+
+def test_one_of_a_kind_is_singular(collector: Collector) -> None:
+    assert "2 cases, 2 runs, " in shown(collector, end=False)
+    collector.only({next(iter(collector.variants))})
+    assert "1 case, 1 run, " in shown(collector, end=False)
+
+
+def test_the_terminal_survives_markup_in_messages(collector: Collector) -> None:
+    told = judged(collector, 0, MUST)
+    failing = next(row for row in told.rows if row.verdict is Verdict.FAIL)
+    failing.message = "list [/] of [red] things"
+    collector.add(told)
+    rows, found = collector.finish(date(2026, 1, 1), complete=False)
+    out = io.StringIO()
+    console = Console(file=out, width=100)
+    terminal.header(console, collector, ["[/bold] warning"])
+    terminal.report(console, collector, rows, found, where="x", seconds=1.0)
+    assert "list [/] of [red] things" in out.getvalue()

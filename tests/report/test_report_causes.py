@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests that failures with one cause are shown once, and causes before their consequences."""
+
+from __future__ import annotations
+
+from kvconform.judge.records import Row, Verdict
+from kvconform.report.causes import SHOWN, by_cause
+
+
+def row(requirement: str, cause: str, case: str = "c") -> Row:
+    return Row(requirement, case, "vllm", "sync", "v1", 1, 4, Verdict.FAIL, cause=(cause,))
+
+
+def test_the_message_does_not_make_a_cause() -> None:
+    rows = [row("hook.no-raise", "a", "one"), row("hook.no-raise", "b", "two")]
+    rows += [row("hook.no-raise", "a", "three"), row("hook.no-block", "a", "four")]
+    rows[0].message, rows[2].message = "raised KeyError: alpha", "something else"
+    rows[1].message = rows[0].message
+    assert [[r.case for r in group] for group in by_cause(rows)] == [
+        ["one", "three"],
+        ["two"],
+        ["four"],
+    ]
+
+
+def test_groups_of_a_requirement_stay_together_and_are_few() -> None:
+    words = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta"]
+    rows = [row("r.one", f"raised {word}") for word in words] + [
+        row("r.two", "raised alpha"),
+        row("r.one", "raised alpha"),
+    ]
+    groups = by_cause(rows)
+    assert [g[0].requirement for g in groups] == ["r.one"] * SHOWN + ["r.two"]
+    assert sum(len(g) for g in groups) == len(rows)
+
+
+def test_what_happened_first_in_a_run_comes_first() -> None:
+    rows = [
+        row("hook.no-raise", "raised"),
+        row("meta.returned", "returned None"),
+        row("events.complete", "0"),
+        row("reset.forgets", "16"),
+    ]
+    for one, event in zip(rows, (40, 12, 3, 3), strict=True):
+        one.event = event
+    assert [group[0].requirement for group in by_cause(rows)] == [
+        "reset.forgets",
+        "meta.returned",
+        "hook.no-raise",
+        "events.complete",
+    ]
+    mixed = [row("c.c", "x", "one"), row("b.b", "y", "two"), row("a.a", "z", "one")]
+    for one, event in zip(mixed, (50, 7, 10), strict=True):
+        one.event = event
+    assert [group[0].requirement for group in by_cause(mixed)] == ["a.a", "c.c", "b.b"], (
+        "whatever lies between"
+    )
+    rows[1].case = "elsewhere"  # another run's time is another
+    assert [group[0].requirement for group in by_cause(rows[:2])] == [
+        "hook.no-raise",
+        "meta.returned",
+    ]

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of two engines in one run: how they are driven, and what both traces show together.
+
+Correct connectors fail nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from kvconform.config.target import Target
+from kvconform.contract.case import Case, Variant
+from kvconform.contract.events import check_event
+from kvconform.contract.loader import load_spec
+from kvconform.contract.requirement import Requirement
+from kvconform.judge.verdict import evaluate_sides
+from kvconform.run.case import run_and_judge
+from kvconform.run.pair import _through_json
+from kvconform.run.runner import run_variant
+
+PEER = "kvconform.refimpl.variants.peer:Peer"
+SPEC = load_spec()
+CASES = [case for case in SPEC.cases.values() if case.area == "transfer"]
+OPTIONS: list[dict[str, Any]] = [{}, {"lease": 4, "delay": 2}, {"whole_blocks": True}]
+
+
+def variants(case: Case) -> list[Variant]:
+    return case.variants(["reference", "vllm"])
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_a_correct_peer_fails_nothing(case: Case, options: dict[str, Any], tmp_path: Path) -> None:
+    for number, variant in enumerate(
+        variants(case) if not options else case.variants(["reference"])
+    ):
+        report = run_and_judge(
+            variant, Target(PEER, options), SPEC, seed=number, tmp=tmp_path / str(number)
+        )
+        assert report.harness_error is None
+        assert [row for row in report.rows if row.verdict == "FAIL"] == []
+        assert report.unmet == [] or options
+
+
+def test_every_event_of_a_pair_is_as_listed_and_says_whose_it_is(tmp_path: Path) -> None:
+    variant = variants(SPEC.cases["transfer.prompt"])[0]
+    run = run_variant(
+        variant, Target(PEER, {}, capabilities={"transfer": True}), seed=0, tmp=tmp_path
+    )
+    assert [problem for event in run.trace for problem in check_event(event)] == []
+    assert {event.get("on") for event in run.trace} == {None, "p", "d"}
+    assert {event["kind"] for event in run.trace if "on" not in event} <= {
+        "run.start",
+        "run.engines",
+    }
+
+
+def test_a_pair_gives_the_same_trace_again(tmp_path: Path) -> None:
+    variant = variants(SPEC.cases["transfer.tight"])[1]
+    first, second = (
+        run_variant(variant, Target(PEER, {}), seed=3, tmp=tmp_path).trace for _ in range(2)
+    )
+    assert first == second
+
+
+def test_one_engine_runs_have_no_engine_field(tmp_path: Path) -> None:
+    variant = variants(SPEC.cases["lifecycle.last-token"])[0]
+    target = Target("kvconform.refimpl.connector:ReferenceConnector", {"store": "{tmp}"})
+    assert all(
+        "on" not in event for event in run_variant(variant, target, seed=0, tmp=tmp_path).trace
+    )
+
+
+def test_each_engine_is_judged_by_its_own_share() -> None:
+    rule = Requirement.model_validate(
+        {
+            "id": "x.y",
+            "text": "It MUST.",
+            "event": "req.scheduled",
+            "precede": {
+                "before": {"event": "step.scheduled", "where": "e.step == t.step"},
+                "end": {"event": "run.end"},
+            },
+        }
+    )
+    trace = [
+        {"kind": "run.start", "seq": 0, "step": 0},
+        {
+            "kind": "run.engines",
+            "seq": 1,
+            "step": 0,
+            "engines": {"p": "kv_producer", "d": "kv_consumer"},
+        },
+        {"kind": "step.scheduled", "seq": 2, "step": 1, "on": "p"},
+        {"kind": "req.scheduled", "seq": 3, "step": 1, "on": "d", "req": "a"},
+    ]
+    monitor = evaluate_sides([rule], trace)["x.y"]
+    assert monitor.exercised == 1 and [violation.seq for violation in monitor.violations] == [3]
+    assert evaluate_sides([rule], [*trace[:3], {**trace[3], "on": "p"}])["x.y"].violations == []
+
+
+@pytest.mark.parametrize(
+    ("params", "problem"),
+    [
+        ({"a": [1, (2,)]}, None),
+        ({"a": {1: 2}}, "a arrived changed"),
+        ({"a": b"x"}, "TypeError"),
+        ({"a": float("nan")}, "ValueError"),
+    ],
+)
+def test_parameters_travel_as_json(params: dict[str, Any], problem: str | None) -> None:
+    found = _through_json(params)[1]
+    assert found is None if problem is None else found is not None and problem in found
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"steps": [{"on": "q"}]}, "`on` names engine 'q'"),
+        ({"config": {"engines": {"p": "kv_both"}}}, "two or none"),
+        ({"steps": [{"restart": "engine"}]}, "not possible with two engines"),
+        (
+            {
+                "config": {},
+                "steps": [
+                    {"add": {"req": "a", "prompt": 3}},
+                    {"add": {"req": "b", "prompt": 3, "handed": "a"}},
+                ],
+            },
+            "needs two",
+        ),
+    ],
+)
+def test_cases_that_cannot_be_driven_are_refused(change: dict[str, Any], sentence: str) -> None:
+    base: dict[str, Any] = {
+        "id": "x.y",
+        "area": "x",
+        "text": "x",
+        "config": {"engines": {"p": "kv_producer", "d": "kv_consumer"}},
+        "steps": [{"run": {}}],
+    }
+    with pytest.raises(ValidationError, match=sentence):
+        Case.model_validate({**base, **change}, strict=False)
+
+
+def test_a_connector_of_one_role_is_run_in_it(tmp_path: Path) -> None:
+    target = Target(PEER, {}, capabilities={"roles": ["kv_consumer"]})
+    variant = variants(SPEC.cases["lifecycle.last-token"])[0]
+    report = run_and_judge(variant, target, SPEC, seed=0, tmp=tmp_path / "x")
+    assert report.trace is not None and report.trace[0]["role"] == "kv_consumer"
+    paired = run_and_judge(
+        variants(SPEC.cases["transfer.prompt"])[0], target, SPEC, seed=0, tmp=tmp_path / "y"
+    )
+    assert {row.verdict for row in paired.rows} == {"UNSUPPORTED"}

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of the tokens that a connector promises to load again, declared or learned.
+
+The promises are learned from the plainest runs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvconform.config.target import Target
+from kvconform.errors import UsageError
+from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.run.calibration import profile_of
+from kvconform.run.promises import Crowd, Plain, Promises
+
+CAPS = {"store": True, "saves": "all", "chunk_tokens": 4}
+EXAMPLE = "vllm.distributed.kv_transfer.kv_connector.v1.example_connector:ExampleConnector"
+
+
+def promised(
+    known: int,
+    wanted: int,
+    *,
+    prompt: int = 10,
+    common: int = 99,
+    final: int | None = 99,
+    back: int | None = None,
+    shared: int = 0,
+    **caps: Any,
+) -> int:
+    """Return the promise for a request for `wanted` tokens.
+
+    The source has `known` tokens and computed `final` positions. The first `common` tokens of both
+    are the same.
+    """
+    asked = []
+
+    def calibrate(plain: Plain, block_size: int) -> int:
+        asked.append((plain, block_size))
+        assert back is not None
+        return back
+
+    source = SimpleNamespace(all_token_ids=list(range(known)))
+    request = SimpleNamespace(all_token_ids=[t if t < common else -t for t in range(wanted)])
+    found = Promises({**CAPS, **caps}, back is None, calibrate).promised(
+        source, list(range(prompt)), request, 4, final
+    )
+    if asked:
+        assert asked == [(Plain(prompt, known - prompt, shared, wanted), 4)]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "tokens"),
+    [
+        # the last token's KV may be in flight at the finish: 29 are certain
+        ({"known": 30, "wanted": 40}, 28),
+        ({"known": 29, "wanted": 40}, 28),
+        ({"known": 28, "wanted": 40}, 24),
+        ({"known": 30, "wanted": 17}, 16),
+        ({"known": 30, "wanted": 16}, 12),  # one must be left to compute
+        ({"known": 30, "wanted": 40, "common": 15}, 12),
+        ({"known": 30, "wanted": 40, "final": 11}, 8),
+        ({"known": 30, "wanted": 40, "saves": "prompt"}, 8),
+        ({"known": 30, "wanted": 40, "saves": "none"}, 0),
+        ({"known": 30, "wanted": 40, "store": False}, 0),
+        ({"known": 30, "wanted": 40, "final": None}, 0),
+        ({"known": 30, "wanted": 40, "chunk_tokens": 16}, 16),
+        ({"known": 30, "wanted": 40, "chunk_tokens": 1}, 29),
+        ({"known": 30, "wanted": 40, "common": 0}, 0),
+        # calibrated, with as much in common as was final
+        ({"known": 30, "wanted": 40, "back": 20, "shared": 29}, 20),
+        ({"known": 30, "wanted": 40, "back": 99, "shared": 29}, 29),
+        ({"known": 30, "wanted": 40, "common": 15, "back": 12, "shared": 15}, 12),
+        ({"known": 30, "wanted": 40, "back": 20, "saves": "prompt", "shared": 10}, 10),
+        ({"known": 30, "wanted": 1, "back": 20}, 0),
+    ],
+)
+def test_promised_tokens(arguments: dict[str, Any], tokens: int) -> None:
+    assert promised(**arguments) == tokens
+
+
+# -- what is learned
+
+
+class Undeclared(ReferenceConnector):
+    """The reference connector, which says nothing about itself."""
+
+    kvconform_capabilities = None  # type: ignore[assignment]
+
+
+class StoresNothing(Undeclared):
+    """Finds nothing, ever."""
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return 0, False
+
+
+class InMemory(Undeclared):
+    """One store for the whole process, whatever the configuration says."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        vllm_config.kv_transfer_config.kv_connector_extra_config["store"] = "memory:test-promise"
+        super().__init__(vllm_config, role, kv_cache_config)
+
+
+class CrashesLater(Undeclared):
+    """Claims, and then cannot load."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self._metadata().loads:
+            raise OSError("gone")
+
+
+def learned(
+    cls: str | type, tmp_path: Path, extra: dict[str, Any] | None = None, **declared: Any
+) -> Any:
+    name = cls if isinstance(cls, str) else f"{__name__}:{cls.__name__}"
+    return profile_of(
+        Target(name, extra if extra is not None else {"store": "{tmp}"}, capabilities=declared),
+        tmp_path,
+    )
+
+
+def test_vllms_example_connector_saves_prompts(tmp_path: Path) -> None:
+    profile = learned(EXAMPLE, tmp_path, {"shared_storage_path": "{tmp}"})
+    assert (profile.caps["store"], profile.caps["saves"], profile.caps["async_load"]) == (
+        True,
+        "prompt",
+        False,
+    )
+    assert (profile.sources["store"], profile.sources["saves"], profile.sources["lossy"]) == (
+        "inferred",
+        "inferred",
+        "default",
+    )
+    assert not profile.promises.declared
+
+
+@pytest.mark.parametrize(
+    ("options", "saves", "is_async"),
+    [
+        ({}, "all", False),
+        ({"load": "async"}, "all", True),
+        ({"save_decode": False}, "prompt", False),
+        ({"chunk_tokens": 8}, "all", False),
+    ],
+)
+def test_what_the_reference_connector_would_be_taken_for(
+    options: dict[str, Any], saves: str, is_async: bool, tmp_path: Path
+) -> None:
+    profile = learned(Undeclared, tmp_path, {"store": "{tmp}", **options})
+    assert (profile.caps["store"], profile.caps["saves"], profile.caps["async_load"]) == (
+        True,
+        saves,
+        is_async,
+    )
+    assert profile.caps["fault_injection"] is True and profile.caps["hma"] is False
+
+
+@pytest.mark.parametrize("name", ["WorthLoading", "OneLoadPerStep", "SaveBudget"])
+def test_who_does_less_in_a_crowd_does_its_best(name: str, tmp_path: Path) -> None:
+    profile = learned(f"kvconform.refimpl.variants.frugal:{name}", tmp_path)
+    assert (profile.caps["best_effort"], profile.sources["best_effort"]) == (True, "inferred")
+    full = learned(Undeclared, tmp_path / "full")
+    assert (full.caps["best_effort"], full.sources["best_effort"]) == (False, "inferred")
+    alone, beside = Plain(41, 1, 41, 41), Plain(41, 1, 41, 41, Crowd(beside=(41,)))
+    assert [full.promises.calibrate(plain, 4) for plain in (alone, beside)] == [40, 40]
+    if name == "SaveBudget":
+        assert [profile.promises.calibrate(plain, 4) for plain in (alone, beside)] == [8, 0]
+
+
+def test_what_expires_is_not_promised_after_many_steps(tmp_path: Path) -> None:
+    profile = learned("kvconform.refimpl.variants.frugal:Expiring", tmp_path)
+    full = learned(Undeclared, tmp_path / "full")
+    soon, late = Plain(41, 1, 41, 41), Plain(41, 1, 41, 41, Crowd(steps=12))
+    assert [profile.promises.calibrate(plain, 4) for plain in (soon, late)] == [40, 0]
+    assert full.promises.calibrate(late, 4) == 40
+
+
+def test_a_promise_for_one_group_is_none_for_several(tmp_path: Path) -> None:
+    one, several = Plain(41, 1, 41, 41), Plain(41, 1, 41, 41, groups=("full", "sliding"), window=6)
+    for name, promised in (("OneGroupOnly", [40, 0]), ("HybridConnector", [40, 40])):
+        profile = learned(f"kvconform.refimpl.variants.hybrid:{name}", tmp_path / name)
+        assert [profile.promises.calibrate(plain, 4) for plain in (one, several)] == promised
+
+
+def test_who_says_that_it_does_its_best_is_not_held_to_a_formula(tmp_path: Path) -> None:
+    profile = learned(Undeclared, tmp_path, saves="all", chunk_tokens=4, best_effort=True)
+    assert not profile.promises.declared
+
+
+@pytest.mark.parametrize(
+    ("cls", "store", "saves"), [(StoresNothing, False, "none"), (CrashesLater, True, "prompt")]
+)
+def test_who_brings_nothing_back_promises_nothing(
+    cls: type, store: bool, saves: str, tmp_path: Path
+) -> None:
+    """Who has claimed something is asked about it all the same."""
+    profile = learned(cls, tmp_path)
+    assert (profile.caps["store"], profile.caps["saves"]) == (store, saves)
+    source, request = (
+        SimpleNamespace(all_token_ids=list(range(30))),
+        SimpleNamespace(all_token_ids=list(range(30))),
+    )
+    assert profile.promises.promised(source, list(range(10)), request, 4, 29) == 0
+
+
+def test_a_store_that_outlives_its_run_is_not_taken_for_a_better_one(tmp_path: Path) -> None:
+    """Every calibration uses new tokens; otherwise the second would find what the first stored."""
+    profile = learned(InMemory, tmp_path, {"save_decode": False})
+    assert profile.caps["saves"] == "prompt"
+    assert [profile.promises.calibrate(Plain(41, outputs, 64, 66), 4) for outputs in (24, 25)] == [
+        40,
+        40,
+    ]
+
+
+def test_declared_capabilities_override_what_would_be_learned(tmp_path: Path) -> None:
+    profile = learned(
+        Undeclared, tmp_path, saves="prompt", chunk_tokens=8, store=True, async_load=False
+    )
+    assert (profile.caps["saves"], profile.sources["saves"]) == ("prompt", "declared")
+    assert profile.promises.declared
+    # nothing was left to find out but whether chunks are as large as that
+    assert len(list(tmp_path.iterdir())) == 1
+    only = learned(Undeclared, tmp_path, saves="none")
+    assert (only.caps["saves"], only.caps["store"], only.sources["store"]) == (
+        "none",
+        True,
+        "inferred",
+    )
+    assert not only.promises.declared
+
+
+def test_impossible_declarations_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError):
+        learned(Undeclared, tmp_path, saves="everything")
+    with pytest.raises(UsageError):
+        learned(Undeclared, tmp_path, no_such_capability=True)

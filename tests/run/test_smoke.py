@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of a connector that cannot be constructed: nonconformant, or wrongly configured."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from places import BAD_CONNECTORS
+
+pytest.importorskip("vllm")
+from pydantic import BaseModel, ValidationError, field_validator
+
+from kvconform.config.target import Target
+from kvconform.contract.loader import load_spec
+from kvconform.errors import UsageError, one_line
+from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.run.case import run_and_judge
+from kvconform.run.smoke import check
+
+TWO = Target("kvconform.refimpl.defects.answers:TwoArguments", {"store": "{tmp}"})
+
+
+class WantsAServer(ReferenceConnector):
+    """Raises an error that has a cause."""
+
+    def __init__(self, vllm_config: object, role: object, kv_cache_config: object) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)  # type: ignore[arg-type]
+        try:
+            {}["server"]
+        except KeyError as error:
+            raise ValueError("not configured") from error
+
+
+class NativePanic(BaseException):
+    """As PyO3's PanicException: no `Exception`."""
+
+
+class Panics(ReferenceConnector):
+    """Its native code panics while it is made."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        raise NativePanic("no cache tier is configured")
+
+
+class WantsMore(ReferenceConnector):
+    """Takes an argument that vLLM does not have."""
+
+    def __init__(
+        self, vllm_config: object, role: object, kv_cache_config: object, address: str
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("connector", "sentence"),
+    [
+        (
+            "broken_import:C",
+            "cannot be imported: ModuleNotFoundError: No module named 'a_package_that_nobody_has'",
+        ),
+        ("no_connector:Plain", "no_connector:Plain is not a KV connector"),
+        ("no_connector:Nope", "Module no_connector has no attribute 'Nope'"),
+        ("NobodyKnowsThis", "vLLM knows no connector named 'NobodyKnowsThis'"),
+    ],
+)
+def test_what_is_no_connector_is_told(
+    connector: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """tests/session/test_e2e_bad_connectors.py runs the whole program on two like these."""
+    monkeypatch.syspath_prepend(str(BAD_CONNECTORS))
+    with pytest.raises(UsageError, match=re.escape(sentence)):
+        check(Target(connector, {}), tmp_path, 120.0)
+
+
+@pytest.mark.parametrize("target", [TWO, Target(f"{__name__}:WantsMore", {"store": "{tmp}"})])
+def test_a_constructor_of_the_wrong_shape_is_nonconformant(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(target, tmp_path, 120.0)
+    spec = load_spec()
+    variant = next(v for v in spec.cases["lifecycle.api"].variants(["reference"]))
+    report = run_and_judge(variant, target, spec, seed=0, tmp=tmp_path)
+    failed = {row.requirement: row.message for row in report.rows if row.verdict == "FAIL"}
+    assert report.harness_error is None
+    assert "lifecycle.constructs" in failed
+    assert (
+        "api.constructor" in failed and "2-argument constructor" in failed["lifecycle.constructs"]
+    ) == (target is TWO)
+
+
+def test_another_error_keeps_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        UsageError,
+        match=(
+            r"ValueError: not configured \(from KeyError: 'server'\) \(is its "
+            r"--extra-config right"
+        ),
+    ) as found:
+        check(Target(f"{__name__}:WantsAServer", {"store": "{tmp}"}), tmp_path, 120.0)
+    assert '{}["server"]' in (found.value.details or "")
+
+
+def test_what_validators_said_is_kept() -> None:
+    class Settings(BaseModel):
+        port: int
+
+        @field_validator("port")
+        @classmethod
+        def usable(cls, port: int) -> int:
+            if port < 1024:
+                raise ValueError("the port must be above 1023")
+            return port
+
+    with pytest.raises(ValidationError) as found:
+        Settings(port=1)
+    assert one_line(found.value) == "ValidationError: Value error, the port must be above 1023"
+    assert one_line(KeyError("a\nb")) == r"KeyError: 'a\nb'"
+    assert len(one_line(ValueError("x" * 999))) == 300
+
+
+def test_a_panic_of_native_code_is_told_like_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(
+        UsageError, match=r"Panics raised NativePanic: no cache tier is configured \(is its"
+    ):
+        check(Target(f"{__name__}:Panics", {"store": "{tmp}"}), tmp_path, 120.0)

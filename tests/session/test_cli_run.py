@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of `kvconform run`: exit codes, reports and messages.
+
+fake_runner stands in for the engine, so vLLM is not imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter
+
+from kvconform.contract.loader import load_spec
+from kvconform.judge.records import Verdict
+from kvconform.report.jsonl import ReportLine
+from kvconform.report.summary import Summary
+from places import RIGS
+
+SPEC = load_spec()
+CASES = [
+    case.id for case in SPEC.cases.values() if len(case.variants(["reference"], ["sync"])) == 1
+][:4]
+MUST = [
+    r.id
+    for r in SPEC.requirements.values()
+    if r.kind == "requirement" and r.level == "MUST" and r.id != "hook.terminates"
+][:3]
+SHOULD = next(
+    r.id
+    for r in SPEC.requirements.values()
+    if r.kind == "requirement" and r.level.startswith("SHOULD")
+)
+GUARANTEE = next(r.id for r in SPEC.requirements.values() if r.kind == "guarantee")
+
+
+class Result:
+    """What a run left behind."""
+
+    def __init__(self, done: subprocess.CompletedProcess[str], folder: Path) -> None:
+        self.code, self.out, self.err, self.folder = (
+            done.returncode,
+            done.stdout,
+            done.stderr,
+            folder,
+        )
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        return [
+            json.loads(line)
+            for line in (self.folder / "report.jsonl").read_text(encoding="utf-8").splitlines()
+        ]
+
+    def rows(self, verdict: Verdict) -> list[dict[str, Any]]:
+        return [line for line in self.lines if line["type"] == "row" and line["verdict"] == verdict]
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(
+            (self.folder / "summary.json").read_text(encoding="utf-8")
+        )
+        return found
+
+
+def kvconform(
+    tmp_path: Path,
+    *arguments: str,
+    orders: dict[str, Any] | None = None,
+    cases: list[str] | None = None,
+) -> Result:
+    """Run the program in tmp_path on some cases, reference engine, sync, one worker."""
+    environment = {
+        **os.environ,
+        "KVCONFORM_RUNNER": "fake_runner:judge",
+        "PYTHONPATH": str(RIGS),
+        "PYTEST_ADDOPTS": "--no-such-option",  # the settings of others do not matter
+        "NO_COLOR": "1",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "kvconform",
+        "run",
+        "--engine",
+        "reference",
+        "--scheduling",
+        "sync",
+        "--workers",
+        "1",
+    ]
+    command += ["--extra-config", json.dumps(orders)] if orders is not None else []
+    command += ["-k", ",".join(CASES[:2] if cases is None else cases)] if cases != [] else []
+    done = subprocess.run(
+        [*command, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+        timeout=240,
+    )
+    return Result(done, tmp_path / "kvconform-report")
+
+
+def test_conformant(tmp_path: Path) -> None:
+    result = kvconform(tmp_path, "json:Fake", orders={"unmet": [CASES[1]]})
+    assert (result.code, result.err) == (0, "")
+    assert "CONFORMANT" in result.out
+    assert "store=yes (declared), " not in result.out.replace("saves=all (inferred), ", "")
+    assert "1 run did not reach the situation it tests" in result.out
+    adapter: TypeAdapter[Any] = TypeAdapter(ReportLine)
+    kinds = [adapter.validate_python(line).type for line in result.lines]
+    assert (kinds[0], kinds[-1]) == ("header", "footer")
+    assert set(kinds[1:-1]) == {"row", "case"}
+    assert Summary.model_validate(result.summary).verdict == "conformant"
+    suite = ElementTree.parse(result.folder / "junit.xml").getroot()[0]
+    assert (suite.get("name"), suite.get("tests"), suite.get("failures")) == ("kvconform", "2", "0")
+
+
+def test_a_failure_is_shown_once_with_all_that_is_known(tmp_path: Path) -> None:
+    result = kvconform(
+        tmp_path,
+        "json:Fake",
+        orders={"fail": {MUST[0]: CASES[:2], SHOULD: CASES[:1], GUARANTEE: CASES[:1]}},
+    )
+    assert result.code == 1
+    for text in (
+        "wrong bytes in {tmp}/store by <object at 0x…>",
+        "v1/core.py: Scheduler.schedule",
+        "step 2",
+        "request a",
+        "STALL",
+    ):
+        assert text in result.out
+    assert result.out.count(f"─ {MUST[0]} ─") == 1
+    assert "1 more run: " in result.out
+    assert "Recommendations not followed" in result.out
+    assert "Guarantees that the engine broke" in result.out
+    assert (
+        f"kvconform run json:Fake -k {CASES[0]} --engine reference --scheduling sync --seed 0"
+        in result.out
+    )
+    assert result.summary["requirements"]["failed"] == [MUST[0]]
+    assert "\x1b" not in result.out
+
+
+def test_a_recommendation_counts_only_when_strict(tmp_path: Path) -> None:
+    orders = {"fail": {SHOULD: CASES[:1]}}
+    assert kvconform(tmp_path, "json:Fake", orders=orders).code == 0
+    assert kvconform(tmp_path, "json:Fake", "--strict", orders=orders).code == 1
+
+
+def test_dead_workers_cost_one_run_each(tmp_path: Path) -> None:
+    orders = {"exit": [CASES[0]], "hang": [CASES[2]], "fail": {MUST[0]: [CASES[3]]}}
+    result = kvconform(
+        tmp_path, "json:Fake", "--hook-timeout", "0.3", "--workers", "2", orders=orders, cases=CASES
+    )
+    assert result.code == 1
+    failed = {
+        (row["requirement"], row["case"]): row["message"] for row in result.rows(Verdict.FAIL)
+    }
+    assert failed == {
+        (
+            "hook.keeps-process",
+            CASES[0],
+        ): "the process ended in get_finished (os._exit, or a fatal signal)",
+        (
+            "hook.terminates",
+            CASES[2],
+        ): "get_finished did not return within 0.3 s and could not be interrupted",
+        (MUST[0], CASES[3]): "wrong bytes in {tmp}/store by <object at 0x…>",
+    }
+    assert len(result.rows(Verdict.PASS)) > 100
+    assert result.lines[-1]["type"] == "footer"
+
+
+@pytest.mark.parametrize("workers", ["4"])
+def test_the_number_of_workers_does_not_matter(tmp_path: Path, workers: str) -> None:
+    orders = {"fail": {MUST[0]: CASES[1:3], MUST[1]: CASES[:1]}, "unmet": [CASES[3]]}
+    arguments = ("json:Fake", "--engine", "all", "--scheduling", "all")
+    reports = []
+    for number in ("1", workers):
+        result = kvconform(tmp_path, *arguments, "--workers", number, orders=orders, cases=CASES)
+        assert result.code == 1
+        reports.append((result.folder / "report.jsonl").read_bytes())
+    assert reports[0] == reports[1]
+
+
+def test_a_bug_of_the_harness_is_no_verdict(tmp_path: Path) -> None:
+    result = kvconform(tmp_path, "json:Fake", orders={"raise": [CASES[0]]})
+    assert result.code == 3
+    assert "Traceback" not in result.out + result.err
+    assert "a bug of the harness" in result.out, result.err
+    assert {row["case"] for row in result.rows(Verdict.PASS)} == {CASES[1]}
+    assert {row["case"] for row in result.rows(Verdict.ERROR)} == {CASES[0]}
+
+
+def test_what_cannot_be_judged_ends_the_run_with_a_sentence(tmp_path: Path) -> None:
+    result = kvconform(tmp_path, "json:Fake", orders={"usage": "the server is not there"})
+    assert (result.code, result.err) == (2, "kvconform: the server is not there\n")
+
+
+def test_only_a_requirement(tmp_path: Path) -> None:
+    result = kvconform(
+        tmp_path, "json:Fake", "-k", MUST[1], orders={"fail": {MUST[0]: CASES[:1]}}, cases=[]
+    )
+    assert result.code == 0 and "CONFORMANT in what was selected" in result.out
+    assert {line["requirement"] for line in result.lines if line["type"] == "row"} == {MUST[1]}
+
+
+def test_a_requirement_beside_a_case_hides_nothing(tmp_path: Path) -> None:
+    result = kvconform(tmp_path, "json:Fake", "-k", MUST[1], orders={"fail": {MUST[0]: CASES[:1]}})
+    assert result.code == 1
+    assert {MUST[0], MUST[1]} <= {
+        line["requirement"] for line in result.lines if line["type"] == "row"
+    }
+
+
+def test_trace(tmp_path: Path) -> None:
+    result = kvconform(tmp_path, "json:Fake", "--trace", CASES[0], orders={}, cases=[])
+    assert result.code == 0
+    assert f"{CASES[0]}[reference-sync-v1-d1-b4]" in result.out
+    assert "engine      start" in result.out
+
+
+SETTINGS = """
+connector = "json:Fake"
+extra-config = {{fail = {{"{must}" = ["{case}"]}}}}
+setup = ["echo up >> log", "test -d $KVCONFORM_TMP"]
+teardown = ["echo down >> log", "false"]
+disable = ["{off}"]
+[[expected-failures]]
+requirement = "{must}"
+case = "{expected}"
+reason = "known"
+expires = {expires}
+"""
+
+
+def settings(tmp_path: Path, **changes: str) -> None:
+    values = {
+        "must": MUST[0],
+        "case": CASES[0],
+        "expected": CASES[0],
+        "off": CASES[1],
+        "expires": "2999-01-01",
+        **changes,
+    }
+    (tmp_path / "kvconform.toml").write_text(SETTINGS.format(**values), encoding="utf-8")
+
+
+def test_an_expected_failure(tmp_path: Path) -> None:
+    settings(tmp_path)
+    result = kvconform(tmp_path)
+    assert result.code == 0
+    assert "PARTLY CONFORMANT" in result.out
+    assert [row["requirement"] for row in result.rows(Verdict.XFAIL)] == [MUST[0]]
+    assert {row["case"] for row in result.rows(Verdict.DISABLED)} == {CASES[1]}
+    assert "tear-down command `false` failed with status 1" in result.out
+    assert (tmp_path / "log").read_text() == "up\ndown\n"
+
+
+def test_an_expected_failure_that_has_expired(tmp_path: Path) -> None:
+    settings(tmp_path, expires="2020-01-01")
+    result = kvconform(tmp_path)
+    assert result.code == 1
+    assert "expired on 2020-01-01" in result.out
+
+
+def test_set_up_fails(tmp_path: Path) -> None:
+    settings(tmp_path)
+    text = (
+        (tmp_path / "kvconform.toml")
+        .read_text()
+        .replace('"test -d $KVCONFORM_TMP"', '"echo no server; exit 4"')
+    )
+    (tmp_path / "kvconform.toml").write_text(text)
+    result = kvconform(tmp_path)
+    assert result.code == 3
+    assert (
+        result.err
+        == "kvconform: set-up command `echo no server; exit 4` failed with status 4: no server\n"
+    )
+    assert (tmp_path / "log").read_text() == "up\ndown\n"
+
+
+def test_a_report_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder, why in (("file/x", "Not a directory"), ("file", "it is a file, not a directory")):
+        result = kvconform(tmp_path, "json:Fake", "--report-dir", folder, orders={})
+        assert result.code == 2
+        assert (
+            result.err.startswith("kvconform: the report cannot be written to ")
+            and f": {why} (--report-dir)" in result.err
+        )

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of bad input and bad connectors against the real engine; half a minute in total.
+
+Each gives one sentence and the right exit code, and nothing is lost.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from places import BAD_CONNECTORS
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
+]
+
+
+def kvconform(folder: Path, connector: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """One worker, the reference engine, sync; the store is each case's own."""
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "kvconform",
+        "run",
+        connector,
+        "--pythonpath",
+        str(BAD_CONNECTORS),
+        "--workers",
+        "1",
+    ]
+    command += [
+        "--engine",
+        "reference",
+        "--scheduling",
+        "sync",
+        "--extra-config",
+        '{"store": "{tmp}"}',
+        *arguments,
+    ]
+    environment = {**os.environ, "NO_COLOR": "1"}
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=folder, env=environment, timeout=180
+    )
+
+
+@pytest.mark.parametrize(
+    ("connector", "sentence"),
+    [
+        (
+            "dies_on_import:C",
+            "dies_on_import:C cannot be used: the process ended in import of dies_on_import:C",
+        ),
+        ("raises:Connector", "the constructor of raises:Connector raised KeyError: 'server'"),
+    ],
+)
+def test_cannot_be_judged(tmp_path: Path, connector: str, sentence: str) -> None:
+    done = kvconform(tmp_path, connector, "-k", "lifecycle.api")
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.startswith("kvconform: ")
+    assert sentence in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "Traceback" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("connector", "requirement", "message"),
+    [
+        ("on_abort:Locks", "hook.terminates", None),
+        (
+            "on_abort:Stuck",
+            "hook.terminates",
+            "request_finished did not return within 1 s and could not be interrupted",
+        ),
+        (
+            "on_abort:Exits",
+            "hook.keeps-process",
+            "the process ended in request_finished (os._exit, or a fatal signal)",
+        ),
+        ("on_abort:Raises", "hook.no-raise", None),
+    ],
+)
+def test_terrible_in_one_case(
+    tmp_path: Path, connector: str, requirement: str, message: str | None
+) -> None:
+    cases = "lifecycle.abort-waiting,lifecycle.abort-finished,lifecycle.hook-order"
+    done = kvconform(tmp_path, connector, "-k", cases, "--hook-timeout", "1")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stderr == ""
+    assert "Traceback" not in done.stdout
+    lines: list[dict[str, Any]] = [
+        json.loads(line)
+        for line in (tmp_path / "kvconform-report" / "report.jsonl").read_text().splitlines()
+    ]
+    failed = {(row["requirement"], row["case"]) for row in lines if row.get("verdict") == "FAIL"}
+    assert failed == {(requirement, "lifecycle.abort-waiting")}
+    found = next(row for row in lines if row.get("verdict") == "FAIL")
+    assert message is None or found["message"] == message
+    assert {row["case"] for row in lines if row["type"] == "row"} == set(cases.split(","))
+    assert lines[-1]["type"] == "footer"
+    entries = (
+        ElementTree.parse(tmp_path / "kvconform-report" / "junit.xml").getroot().iter("testcase")
+    )
+    names = [entry.get("name") for entry in entries]
+    assert None not in names and len(names) == len(set(names)), (
+        "one entry per run, also where a worker was replaced"
+    )
+
+
+def test_the_number_of_workers_does_not_matter(tmp_path: Path) -> None:
+    reports = []
+    for workers in ("1", "4"):
+        cases = (
+            "lifecycle.api,lifecycle.hook-order,preemption.twice,speculation.mixed,identity.salt"
+        )
+        arguments = ("-k", cases, "--workers", workers, "--engine", "all", "--scheduling", "all")
+        done = kvconform(tmp_path, "kvconform.refimpl.connector:ReferenceConnector", *arguments)
+        assert done.returncode == 0, done.stdout + done.stderr
+        reports.append((tmp_path / "kvconform-report" / "report.jsonl").read_bytes())
+    assert reports[0] == reports[1]
+
+
+def test_the_controller_imports_neither_vllm_nor_torch() -> None:
+    code = (
+        "import sys, kvconform.cli, kvconform.session.launch; "
+        "print({'vllm', 'torch', 'numpy'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == "set()", done.stderr

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of the pytest plugin: inert without --connector, usable without `kvconform run`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from places import RIGS
+
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": str(RIGS),
+    "KVCONFORM_RUNNER": "fake_runner:judge",
+    "NO_COLOR": "1",
+}
+
+INERT = """
+import sys
+
+def test_nothing_heavy(pytestconfig):
+    assert pytestconfig.pluginmanager.hasplugin("kvconform")
+    ours = {name for name in sys.modules if name.split(".")[0] == "kvconform"}
+    assert ours == {"kvconform", "kvconform.session", "kvconform.session.plugin"}, ours
+    assert not {"vllm", "torch", "rich", "ruamel.yaml", "kvconform.config.settings"} & \
+set(sys.modules)
+    assert pytestconfig.getoption("dist", "no") == "no"
+"""
+
+
+def pytest_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:hypothesispytest",
+        *arguments,
+    ]
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=folder, env=ENVIRONMENT, timeout=240
+    )
+
+
+def test_inert_without_connector(tmp_path: Path) -> None:
+    (tmp_path / "test_x.py").write_text(INERT)
+    done = pytest_in(tmp_path, "-q", "test_x.py")
+    assert done.returncode == 0, done.stdout
+
+
+def test_without_a_connector_there_is_a_sentence(tmp_path: Path) -> None:
+    done = pytest_in(tmp_path, "-q", "--pyargs", "kvconform")
+    assert done.returncode == 2
+    assert (
+        "name the connector: pytest --pyargs kvconform --connector package.module:Class"
+        in done.stdout
+    )
+
+
+def test_pytest_runs_it_too(tmp_path: Path) -> None:
+    orders = json.dumps({"exit": ["lifecycle.abort-waiting"]})
+    arguments = (
+        "--pyargs",
+        "kvconform",
+        "--connector",
+        "json:Fake",
+        "--kvconform-engine",
+        "reference",
+        "--extra-config",
+        orders,
+    )
+    done = pytest_in(
+        tmp_path,
+        *arguments,
+        "--kvconform-scheduling",
+        "sync",
+        "-k",
+        "lifecycle.abort",
+        "--junitxml",
+        "out.xml",
+    )
+    assert done.returncode == 1, done.stdout
+    assert "hook.keeps-process" in done.stdout
+    assert "NOT CONFORMANT" in done.stdout
+    assert (tmp_path / "out.xml").exists()
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "kvconform-report" / "report.jsonl").read_text().splitlines()
+    ]
+    assert {row["case"] for row in rows if row.get("verdict") == "FAIL"} == {
+        "lifecycle.abort-waiting"
+    }
+    assert len({row["case"] for row in rows if row["type"] == "row"}) > 3
+
+
+def test_mistakes_are_usage_errors(tmp_path: Path) -> None:
+    done = pytest_in(tmp_path, "--pyargs", "kvconform", "--connector", "no_such_package.x:C")
+    assert done.returncode == 4
+    assert "ERROR: there is no package 'no_such_package'" in done.stderr
+    assert "Traceback" not in done.stderr

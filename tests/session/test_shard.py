@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of `--shard` and `kvconform merge`.
+
+They check what a part of a run may conclude, and that the parts make the whole. fake_runner stands
+in for the engine, so vLLM is not needed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvconform.config.selection import cost, part, select, suite_digest
+from kvconform.config.settings import Settings, Shard, parse
+from kvconform.contract.loader import load_spec
+from places import RIGS
+
+SPEC = load_spec()
+CASES = [v.case.id for v in select(SPEC, Settings(profile="smoke"), "0.32.0").variants]
+CASES = list(dict.fromkeys(CASES))[:4]
+MUST = [
+    r.id
+    for r in SPEC.requirements.values()
+    if r.kind == "requirement" and r.level == "MUST" and r.id != "hook.terminates"
+][:3]
+GUARANTEE = next(r.id for r in SPEC.requirements.values() if r.kind == "guarantee")
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_the_parts_are_the_whole_and_even(count: int) -> None:
+    whole = select(SPEC, Settings(), "0.32.0").variants
+    parts = [part(whole, Shard(number, count)) for number in range(1, count + 1)]
+    assert sorted(variant.id for each in parts for variant in each) == sorted(
+        variant.id for variant in whole
+    )
+    positions = {variant.id: place for place, variant in enumerate(whole)}
+    assert all(sorted(each, key=lambda variant: positions[variant.id]) == each for each in parts)
+    loads = [sum(map(cost, each)) for each in parts]
+    assert max(loads) <= max(1.05 * min(loads), max(map(cost, whole)))
+
+
+def test_the_split_depends_on_the_selection_alone() -> None:
+    whole = select(SPEC, Settings(), "0.32.0").variants
+    again = part(list(reversed(whole)), Shard(2, 3))
+    assert {variant.id for variant in again} == {variant.id for variant in part(whole, Shard(2, 3))}
+
+
+@pytest.mark.parametrize("text", ["0/2", "3/2", "1", "1/0", "a/b", "1/2/3", "-1/2", ""])
+def test_what_is_no_shard(text: str) -> None:
+    with pytest.raises(ValueError, match="a shard is i/n"):
+        parse(text)
+
+
+def test_the_suite_is_known_by_its_content() -> None:
+    assert suite_digest() == suite_digest() and len(suite_digest()) == 12
+
+
+class Result:
+    """What the program said and left."""
+
+    def __init__(self, done: subprocess.CompletedProcess[str], folder: Path) -> None:
+        self.code, self.out, self.err, self.folder = (
+            done.returncode,
+            done.stdout,
+            done.stderr,
+            folder,
+        )
+
+    @property
+    def report(self) -> str:
+        return (self.folder / "report.jsonl").read_text(encoding="utf-8")
+
+    def verdicts(self, requirement: str) -> set[str]:
+        rows = [json.loads(line) for line in self.report.splitlines()]
+        return {row["verdict"] for row in rows if row.get("requirement") == requirement}
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(
+            (self.folder / "summary.json").read_text(encoding="utf-8")
+        )
+        return found
+
+
+def program(tmp_path: Path, folder: str, *arguments: str) -> Result:
+    """`kvconform ARGUMENTS... --report-dir FOLDER` in tmp_path."""
+    modules = os.pathsep.join([str(RIGS), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    environment = {
+        **os.environ,
+        "KVCONFORM_RUNNER": "fake_runner:judge",
+        "PYTHONPATH": modules,
+        "NO_COLOR": "1",
+    }
+    command = [sys.executable, "-m", "kvconform", *arguments, "--report-dir", folder]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=240
+    )
+    return Result(done, tmp_path / folder)
+
+
+def judge(
+    tmp_path: Path, folder: str, *arguments: str, workers: int = 1, cases: list[str] | None = None
+) -> Result:
+    """A run of the cases (default: the profile `smoke`) with the settings in tmp_path."""
+    chosen = ["-k", ",".join(cases)] if cases else ["--profile", "smoke"]
+    return program(tmp_path, folder, "run", *chosen, "--workers", str(workers), *arguments)
+
+
+def settings(
+    tmp_path: Path,
+    *,
+    fail: dict[str, list[str]],
+    expect: dict[str, str] | None = None,
+    more: str = "",
+) -> None:
+    entries = "".join(
+        f'\n[[expected-failures]]\nrequirement = "{name}"\ncase = "{case}"\nreason = "known"\n'
+        for name, case in (expect or {}).items()
+    )
+    orders = json.dumps(fail).replace('": ', '" = ')
+    (tmp_path / "kvconform.toml").write_text(
+        f'connector = "json:Fake"\nextra-config = {{fail = {orders}}}\n{more}{entries}',
+        encoding="utf-8",
+    )
+
+
+@pytest.mark.e2e
+def test_the_joint_report_is_that_of_the_unsplit_run(tmp_path: Path) -> None:
+    fail = {MUST[0]: [CASES[0]], MUST[1]: [CASES[1]], GUARANTEE: [CASES[2]]}
+    settings(
+        tmp_path,
+        fail=fail,
+        expect={MUST[0]: CASES[0], MUST[2]: CASES[3]},
+        more=f'disable = ["{CASES[2]}"]\n',
+    )
+    whole = judge(tmp_path, "whole", workers=2)
+    shards = [
+        judge(tmp_path, f"s{number}", "--shard", f"{number}/2", workers=3 - number)
+        for number in (1, 2)
+    ]
+    assert (
+        "shard 1/2 of the selection" in shards[0].out
+        and "in shard 2/2; kvconform merge gives the verdict" in shards[1].out
+    )
+    # it may still fail in the other one
+    assert not any('"verdict": "XPASS"' in shard.report for shard in shards)
+    joint = program(tmp_path, "joint", "merge", "s2", "s1")
+    assert joint.report == whole.report
+    assert joint.code == whole.code == 1
+    assert joint.verdicts(MUST[2]) >= {"XPASS"} and joint.verdicts(MUST[0]) >= {"XFAIL"}
+    for key in ("verdict", "counts", "requirements", "cases"):
+        assert joint.summary[key] == whole.summary[key]
+    answer = next(
+        line for line in whole.out.splitlines() if line.startswith("NOT CONFORMANT")
+    ).split("  in ")[0]
+    assert answer in joint.out and "2 shards" in joint.out
+    assert (joint.folder / "junit.xml").read_text().count("<testcase ") == (
+        whole.folder / "junit.xml"
+    ).read_text().count("<testcase ")
+
+
+@pytest.mark.e2e
+def test_what_does_not_belong_together_is_refused(tmp_path: Path) -> None:
+    settings(tmp_path, fail={})
+    judge(tmp_path, "s1", "--shard", "1/2", cases=CASES[:2])
+    judge(tmp_path, "s2", "--shard", "2/2", cases=CASES[:2])
+    judge(tmp_path, "whole", cases=CASES[:2])
+    assert program(tmp_path, "joint", "merge", "s1", "s2").code == 0
+
+    def refused(*folders: str, out: str = "no") -> str:
+        done = program(tmp_path, out, "merge", *folders)
+        assert done.code == 2 and not (tmp_path / "no").exists() and len(done.err.splitlines()) == 1
+        return done.err
+
+    assert refused("s1") == "kvconform: shard 2/2 is missing\n"
+    assert refused("s1", "s1", "s2") == "kvconform: shard 1/2 is there twice: s1 and s1\n"
+    assert "whole is the report of a whole run, not of a shard" in refused("s1", "whole")
+    assert "nothing has no readable report.jsonl" in refused("s1", "nothing")
+    assert "is the report of a shard" in refused("s1", "s2", out="s2")
+
+    def changed(change: Any, *, last: bool = False) -> str:
+        shutil.rmtree(tmp_path / "x", ignore_errors=True)
+        shutil.copytree(tmp_path / "s2", tmp_path / "x")
+        lines = (tmp_path / "x" / "report.jsonl").read_text(encoding="utf-8").splitlines()
+        header = json.loads(lines[0])
+        rest = lines[1:-1] if last else lines[1:]
+        change(header)
+        (tmp_path / "x" / "report.jsonl").write_text(
+            "\n".join([json.dumps(header), *rest]) + "\n", encoding="utf-8"
+        )
+        return refused("s1", "x")
+
+    apart = "kvconform: s1 and x do not belong together: "
+    assert (
+        changed(lambda h: h.update(connector="json:Other"))
+        == f"{apart}the connector is json:Fake in one and json:Other in the other\n"
+    )
+    assert changed(lambda h: h.update(vllm="0.31.0")).startswith(f"{apart}vLLM is ")
+    assert (
+        changed(lambda h: h.update(seed=7)) == f"{apart}the seed is 0 in one and 7 in the other\n"
+    )
+    assert (
+        changed(lambda h: h.update(profile="smoke"))
+        == f"{apart}the profile is core in one and smoke in the other\n"
+    )
+    assert changed(lambda h: h.update(suite="0.0.9")).startswith(f"{apart}kvconform is ")
+    assert (
+        changed(lambda h: h["extra"]["settings"].update(strict=True))
+        == f"{apart}strict is False in one and True in the other\n"
+    )
+    assert changed(lambda h: h["capabilities"].update(store=False)).startswith(
+        f"{apart}the capability store is True in one and False"
+    )
+    assert (
+        changed(lambda h: h["extra"].update(shard="2/3"))
+        == f"{apart}the number of shards is 2 in one and 3 in the other\n"
+    )
+    assert changed(lambda h: None, last=True).endswith(
+        "has no end: shard 2/2 was cut short; run it again\n"
+    )
+    (tmp_path / "x" / "report.jsonl").write_text('{"type": "row"}\n', encoding="utf-8")
+    assert "x/report.jsonl:1: not a line of a report: row.requirement" in refused("s1", "x")
+    damaged = "the file is damaged\n"
+    assert changed(lambda h: h["extra"].update(shard="3/2")).endswith(
+        f"the header does not name its shard; {damaged}"
+    )
+    assert changed(lambda h: h["extra"].update(shard=2)).endswith(
+        f"the header does not name its shard; {damaged}"
+    )
+    assert changed(lambda h: h["extra"].pop("settings")).endswith(
+        f"the header does not name its shard; {damaged}"
+    )
+
+    def rows(change: Any) -> str:
+        shutil.rmtree(tmp_path / "x", ignore_errors=True)
+        shutil.copytree(tmp_path / "s2", tmp_path / "x")
+        lines = (tmp_path / "x" / "report.jsonl").read_text(encoding="utf-8").splitlines()
+        parts = [json.loads(line) for line in lines]
+        change(parts)
+        (tmp_path / "x" / "report.jsonl").write_text(
+            "".join(json.dumps(part) + "\n" for part in parts), encoding="utf-8"
+        )
+        return refused("s1", "x")
+
+    def stray(parts: list[dict[str, Any]]) -> None:
+        first = json.loads(
+            (tmp_path / "s1" / "report.jsonl").read_text(encoding="utf-8").splitlines()[1]
+        )
+        parts[1].update(
+            {
+                name: first[name]
+                for name in ("case", "engine", "scheduling", "runner", "depth", "block_size")
+            }
+        )
+
+    assert "rows with verdict" in rows(lambda parts: parts.pop(1)) and "and its end counts" in rows(
+        lambda parts: parts.pop(1)
+    )
+    assert "rows with verdict FAIL, and its end counts" in rows(
+        lambda parts: parts[1].update(verdict="FAIL")
+    )
+    assert rows(lambda parts: parts[1].update(requirement=parts[2]["requirement"])).endswith(
+        f"twice; {damaged}"
+    )
+    assert "x has a run that is not in shard 2/2: " in rows(stray)
+    for folder in ("s1", "s2"):  # another kvconform made both
+        path = tmp_path / folder / "report.jsonl"
+        path.write_text(
+            path.read_text(encoding="utf-8").replace(suite_digest(), "0" * 12), encoding="utf-8"
+        )
+    assert "merge with the same one" in refused("s1", "s2")
+
+
+@pytest.mark.e2e
+def test_too_many_shards_and_what_is_none(tmp_path: Path) -> None:
+    settings(tmp_path, fail={})
+    done = judge(tmp_path, "s", "--shard", "1/99", cases=CASES[:1])
+    assert done.code == 2 and "too few for 99 shards" in done.err
+    done = judge(tmp_path, "s", "--shard", "3/2", cases=CASES[:1])
+    assert done.code == 2 and "a shard is i/n" in done.err

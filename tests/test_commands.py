@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of the commands that run nothing, and of the program's error messages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvconform import cli, commands
+from kvconform.contract.loader import load_spec
+
+
+def kvconform(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """(exit code, standard output, standard error)"""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(list(arguments))
+    captured = capsys.readouterr()
+    assert isinstance(ended.value.code, int)
+    assert "Traceback" not in captured.err
+    return ended.value.code, captured.out, captured.err
+
+
+@pytest.mark.parametrize("what", ["requirements", "cases", "profiles"])
+def test_list(capsys: pytest.CaptureFixture[str], what: str) -> None:
+    code, out, _ = kvconform(capsys, "list", what)
+    ids = [line.split("\t")[0] for line in out.splitlines()]
+    assert code == 0
+    spec = load_spec()
+    assert sorted(ids) == sorted(
+        [*getattr(spec, what), *(spec.scenarios if what == "cases" else ())]
+    )
+
+
+def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = kvconform(capsys, "explain", "hook.terminates")
+    assert code == 0
+    assert "A hook MUST return." in out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = kvconform(capsys, "version")
+    assert code == 0
+    assert out.startswith("kvconform ")
+
+
+def test_lint_of_broken_yaml(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "requirements").mkdir()
+    (tmp_path / "requirements" / "x.yaml").write_text("- id: a\n  id: b\n")
+    code, out, _ = kvconform(capsys, "lint", str(tmp_path))
+    assert code == 1
+    assert out.startswith("spec/requirements/x.yaml:2: L001 ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            ("explain", "hook.terminate"),
+            (
+                "there is no requirement, case or defect 'hook.terminate'; "
+                "did you mean hook.terminates"
+            ),
+        ),
+        (("list", "bugs"), "kvconform: list what? 'bugs' is none of requirements, cases, profiles"),
+        (("lint", "/no/such/directory"), "kvconform: there is no directory /no/such/directory"),
+        (
+            ("run", "--engine", "fast"),
+            (
+                "kvconform: the command line: engine: input should be 'reference', 'vllm', 'live' "
+                "or 'all' (it is"
+            ),
+        ),
+        (
+            ("run", "-n", "0"),
+            (
+                "kvconform: the command line: workers: input should be greater than or equal to 1 "
+                "(it is 0)"
+            ),
+        ),
+        (
+            ("run", "--extra-config", "@nowhere.json"),
+            "kvconform: --extra-config: nowhere.json cannot be read: No such file or directory",
+        ),
+        (
+            ("run", "mypkg.conn"),
+            "if mypkg.conn is the module, add its class: mypkg.conn:MyConnector",
+        ),
+        (("run", "mypkg.conn.MyConnector"), "did you mean mypkg.conn:MyConnector?"),
+        (("run", "not a name"), "kvconform: 'not a name' does not name a connector"),
+        (
+            ("run", "-k", "hook.terminatos"),
+            (
+                "kvconform: there is no case or requirement 'hook.terminatos'; "
+                "did you mean hook.terminates"
+            ),
+        ),
+        (
+            ("run", "-k", "identiti"),
+            "kvconform: there is no area 'identiti'; did you mean identity?",
+        ),
+        (("run", "-k", "qqqq"), "kvconform: there is no area 'qqqq'; there are "),
+        (("run", "-k", ""), "Error: Invalid value: -k names nothing"),
+        (("run", "-k", " , "), "Error: Invalid value: -k names nothing"),
+        (("run", "--profile", "cor"), "kvconform: there is no profile 'cor'; did you mean core?"),
+        (("run", "--config", "none.toml"), "kvconform: there is no settings file none.toml"),
+        (("run", "a:B", "--connector", "c:D"), "Error: Invalid value: name the connector once"),
+        (("run", "--no-such-option"), "Error: No such option: --no-such-option"),
+        (("no-such-command",), "Error: No such command 'no-such-command'."),
+        (("run", "--seed", "x"), "Error: Invalid value for '--seed': "),
+    ],
+)
+def test_mistakes(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    arguments: tuple[str, ...],
+    sentence: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = kvconform(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert sentence in err
+
+
+def test_a_bug_of_our_own(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> None:
+        raise RuntimeError("one\ntwo")
+
+    monkeypatch.setattr(commands, "versions", broken)
+    code, _, err = kvconform(capsys, "version")
+    assert (code, err) == (
+        3,
+        "kvconform: internal error, RuntimeError: one (--debug shows where)\n",
+    )
+    with pytest.raises(RuntimeError, match="one"):
+        kvconform(capsys, "version", "--debug")
+
+
+def test_a_command_that_needs_vllm_says_so_where_it_is_missing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> None:
+        raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
+
+    monkeypatch.setattr(commands, "versions", missing)
+    code, _, err = kvconform(capsys, "version")
+    assert code == 3 and err.startswith(
+        "kvconform: vLLM is not installed in this environment; install it"
+    )
+
+
+def test_no_vllm(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from kvconform.compat import installed
+
+    monkeypatch.chdir(tmp_path)
+    for version, sentence in (
+        (None, "vLLM is not installed"),
+        ("0.11.0", "vLLM 0.11.0 is too old: kvconform supports 0.11.2 to 0.33"),
+    ):
+        monkeypatch.setattr(installed, "vllm_version", lambda found=version: found)
+        code, _, err = kvconform(capsys, "run")
+        assert code == 3
+        assert sentence in err
+
+
+def test_every_option_is_a_setting() -> None:
+    import inspect
+
+    from kvconform.config.settings import Settings
+
+    own = {"connector", "option_connector", "config"}
+    assert set(inspect.signature(cli.run).parameters) - own <= set(Settings.model_fields)
