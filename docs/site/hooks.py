@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MkDocs hooks: what docs/ links to outside of itself becomes part of the site.
+"""MkDocs hooks: files outside of docs/ that its pages link to become part of the site.
 
-The Markdown is written for whoever reads it in the repository: `../CONTRIBUTING.md`, `../../spec/cases/...`. On the site the pages of
-`PAGES` have places of their own, and every other file that a page links to is copied to `source/`, as text that a browser shows.
+Links in the Markdown are those of the repository: `../CONTRIBUTING.md`, `../../spec/cases/...`. On
+the site the pages of `PAGES` have places of their own. Every other file that a page links to is
+copied to `source/`, as text that a browser shows.
 """
 
 from __future__ import annotations
@@ -19,58 +20,57 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
 }
-"""Pages of the site that lie beside docs/: path in the repository -> path in docs/ as MkDocs sees it."""
+"""Pages of the site outside of docs/: path in the repository -> path in docs/, as MkDocs has it."""
 SHOWN = (".svg", ".png", ".html")
-"""Ends of names that a browser shows as they are; all else gets `.txt` after its name."""
+"""Endings of files that a browser shows as they are; `.txt` is appended to other names."""
 LINK = re.compile(
-    r"(?P<code>^ *(?P<fence>```+).*?^ *(?P=fence) *$|(?P<tick>`+)[^`].*?(?P=tick))|(?<=\]\()(?P<target>[^)\s]+)",
+    r"(?P<code>^ *(?P<fence>```+).*?^ *(?P=fence) *$|(?P<tick>`+)[^`].*?(?P=tick))"
+    r"|(?<=\]\()(?P<target>[^)\s]+)",
     re.M | re.S,
 )
-"""Code, which is left alone, or the target of an inline link."""
+"""Code, which must stay as it is, or the target of an inline link."""
 
 
 def slug(text: str, separator: str = "-") -> str:
-    """The anchor of a heading, as GitHub makes it: a link that works in the repository works on the site."""
+    """Return the anchor of a heading as GitHub makes it, so that its links work in both."""
     return re.sub(r"[^\w\- ]", "", text.strip().lower()).replace(" ", separator)
 
 
 def copy_of(path: str, uri: str, config: Any) -> Any:
-    """MkDocs' entry for the repository's file `path`, at `uri` of docs/."""
-    from mkdocs.structure.files import (
-        File,
-    )  # here, so that what needs no MkDocs can be used without it
+    """Return MkDocs' entry for the file `path` of the repository, placed at `uri` of docs/."""
+    # Imported here, so that the functions that need no MkDocs can be used without it.
+    from mkdocs.structure.files import File
 
     return File.generated(config, uri, abs_src_path=str(ROOT / path))
 
 
 def expanded(nav: list[Any]) -> list[Any]:
-    """The navigation with every `folder/*` replaced by the folder's pages: as its README.md mentions them, then by name."""
+    """Return the navigation with every `folder/*` replaced by the folder's pages."""
     found: list[Any] = []
     for entry in nav:
         if isinstance(entry, dict):
-            found.append(
-                {
-                    title: expanded(inner) if isinstance(inner, list) else inner
-                    for title, inner in entry.items()
-                }
-            )
+            inner = {
+                title: expanded(below) if isinstance(below, list) else below
+                for title, below in entry.items()
+            }
+            found.append(inner)
         elif entry.endswith("/*"):
-            folder = DOCS / entry.removesuffix("/*")
-            index = folder / "README.md"
-            named = (
-                re.findall(r"\]\(([\w.-]+\.md)", index.read_text(encoding="utf-8"))
-                if index.exists()
-                else []
-            )
-            pages = dict.fromkeys(
-                ["README.md"] * index.exists()
-                + named
-                + sorted(page.name for page in folder.glob("*.md"))
-            )
-            found += [f"{folder.name}/{page}" for page in pages if (folder / page).exists()]
+            found += pages_of(entry.removesuffix("/*"))
         else:
             found.append(entry)
     return found
+
+
+def pages_of(name: str) -> list[str]:
+    """Return the pages of a folder of docs/: README.md, those that it links to, then by name."""
+    folder = DOCS / name
+    index = folder / "README.md"
+    names: list[str] = []
+    if index.exists():
+        names.append(index.name)
+        names += re.findall(r"\]\(([\w.-]+\.md)", index.read_text(encoding="utf-8"))
+    names += sorted(page.name for page in folder.glob("*.md"))
+    return [f"{folder.name}/{page}" for page in dict.fromkeys(names) if (folder / page).exists()]
 
 
 def on_config(config: Any) -> Any:
@@ -81,21 +81,21 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages that lie beside docs/."""
+    """Add the pages outside of docs/."""
     for path, uri in PAGES.items():
         files.append(copy_of(path, uri, config))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """The page's text with its links as MkDocs wants them; adds files that are linked to and are no pages to `files`.
+    """Return the page's text with its links as MkDocs wants them.
 
-    A link that leads nowhere is left as it is: MkDocs warns about it.
+    Adds linked files that are no pages to `files`. A link to nowhere stays as it is: MkDocs warns
+    about it.
     """
     home = Path(page.file.abs_src_path).relative_to(ROOT)
-    markdown = re.sub(
-        r"\A\s*<!--.*?-->\s*", "", markdown, flags=re.S
-    )  # before a heading it would keep MkDocs from seeing the title
+    # MkDocs does not find the title of a page that begins with a comment.
+    markdown = re.sub(r"\A\s*<!--.*?-->\s*", "", markdown, flags=re.S)
 
     def changed(found: re.Match[str]) -> str:
         target = found["target"]
@@ -111,13 +111,15 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         link = posixpath.relpath(uri, posixpath.dirname(page.file.src_uri) or ".")
         return f"{link}#{anchor}" if anchor else link
 
-    return LINK.sub(changed, markdown).replace(
-        "<details>", '<details markdown="1">'
-    )  # what is in it is Markdown, too
+    # The content of <details> is Markdown, too.
+    return LINK.sub(changed, markdown).replace("<details>", '<details markdown="1">')
 
 
 def uri_of(place: str) -> str:
-    """Where a file of the repository is on the site, as a path in docs/: a page, a picture of docs/, or a copy in `source/`."""
+    """Return the path in docs/ that a file of the repository has on the site.
+
+    It is a page, a picture of docs/, or a copy in `source/`.
+    """
     if place in PAGES:
         return PAGES[place]
     inside = place.removeprefix("docs/")
@@ -127,19 +129,19 @@ def uri_of(place: str) -> str:
 
 
 def on_post_build(config: Any) -> None:
-    """The site is read without network, also from a folder: fail if a page loads anything from elsewhere."""
+    """Prepare the site for reading without a network, and also from a folder.
+
+    PluginError if a page loads anything from elsewhere.
+    """
     from mkdocs.exceptions import PluginError
 
-    index = Path(
-        config.site_dir, "search", "search_index.json"
-    )  # from a folder, pages ask for it as a script (and hide the search)
-    index.with_suffix(".js").write_text(
-        "var __index = " + index.read_text(encoding="utf-8"), encoding="utf-8"
-    )
+    # Pages that are read from a folder load the index as a script (and hide the search).
+    index = Path(config.site_dir, "search", "search_index.json")
+    script = f"var __index = {index.read_text(encoding='utf-8')}"
+    index.with_suffix(".js").write_text(script, encoding="utf-8")
+    loading = re.compile(r"<(?:script|link|img|iframe)\b[^>]*>")
     for page in sorted(Path(config.site_dir).rglob("*.html")):
-        for tag in re.findall(
-            r"<(?:script|link|img|iframe)\b[^>]*>", page.read_text(encoding="utf-8")
-        ):
+        for tag in loading.findall(page.read_text(encoding="utf-8")):
             source = re.search(r'\b(?:src|href)="?((?:https?:)?//[^"\s>]+)', tag)
             if source is not None:
                 raise PluginError(f"{page.relative_to(config.site_dir)} loads {source[1]}")
