@@ -246,7 +246,8 @@ class Emulation:
         )
 
 
-_active: list[Emulation] = []
+EMULATIONS: list[Emulation] = []
+"""Open emulations of this process, the innermost last."""
 
 
 def active() -> Emulation:
@@ -256,14 +257,14 @@ def active() -> Emulation:
     RuntimeError outside `emulate()`.
     """
     mine = STATE.emulation
-    if mine is not None and (mine.machine.open or not _active):
+    if mine is not None and (mine.machine.open or not EMULATIONS):
         return mine
     if mine is not None:
-        STATE.emulation = _active[-1]
+        STATE.emulation = EMULATIONS[-1]
         STATE.queue = None
-    if not _active:
+    if not EMULATIONS:
         raise RuntimeError("No CUDA emulation is active in this process.")
-    return _active[-1]
+    return EMULATIONS[-1]
 
 
 # -- copies

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 # torch imports this module when it first computes a shape. It would find torch.cuda patched then.
 import torch._dynamo  # noqa: F401
 
-from kvconform.emulation.context import Emulation, _active, member
+from kvconform.emulation.context import Emulation, EMULATIONS, member
 from kvconform.emulation.cuda_patches import patch_cuda, stream_of
 from kvconform.emulation.machine import Delay
 from kvconform.emulation.patch import Patches
@@ -33,8 +33,8 @@ def emulate(delay: Delay | None = "compute", *, patience: int = 3) -> Iterator[E
         raise ValueError(f"delay is {delay!r}, not 'compute', 'transfers' or None.")
     emulation = Emulation(delay, patience)
     patches = Patches()
-    outermost = not _active
-    _active.append(emulation)
+    outermost = not EMULATIONS
+    EMULATIONS.append(emulation)
     try:
         if outermost:
             patch_cuda(patches)
@@ -51,4 +51,4 @@ def emulate(delay: Delay | None = "compute", *, patience: int = 3) -> Iterator[E
                 emulation.machine.close()
         finally:
             patches.restore()
-            _active.remove(emulation)
+            EMULATIONS.remove(emulation)
