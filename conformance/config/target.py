@@ -36,7 +36,6 @@ class Target:
     role: str | None = None
     capabilities: dict[str, Any] = field(default_factory=dict)
     stall_seconds: float = 2.0
-    hook_timeout: float = 10.0
     half: str = "both"
     device: Device = "cpu"
     adapters: tuple[str, ...] = ()

@@ -22,6 +22,7 @@ from kvconform.contract.scenario import Scenario
 from kvconform.errors import Location, UsageError
 from kvconform.judge.records import Row
 from kvconform.process.server import ServerSpec
+from kvconform.process.watchdog import DEFAULT_LIMIT
 from kvconform.refimpl.faulty import Fault
 
 REFERENCE = "kvconform.refimpl.connector:ReferenceConnector"
@@ -56,7 +57,7 @@ class Defect(Model):
     )
     emulate_cuda: bool = Field(default=False, description="run on an emulated CUDA device")
     own_process: bool = Field(default=False, description="it may end its process")
-    hook_timeout: float = Field(default=10.0, gt=0, description="seconds that a hook may take")
+    hook_timeout: float = Field(default=DEFAULT_LIMIT, gt=0, description="seconds that a hook may take")
     cases: list[Id] = Field(min_length=1)
     fails: list[Id] = Field(min_length=1)
     may: list[Id] = []

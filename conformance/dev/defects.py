@@ -241,7 +241,6 @@ def target_of(defect: Defect, block_size: int, options: Mapping[str, Any] | None
         defect.connector,
         options,
         capabilities={**expected, **defect.capabilities},
-        hook_timeout=defect.hook_timeout,
         device=device,
     )
 

@@ -22,10 +22,8 @@ from kvconform.errors import EnvironmentProblem, KvconformError, UsageError
 from kvconform.explore.outcome import DIED, Failure, Outcome, outcome
 from kvconform.explore.workload import Workload
 from kvconform.process import watchdog
-from kvconform.session.worker import settle_in
+from kvconform.session.worker import START_LIMIT, settle_in
 
-START_LIMIT = 300.0
-"""Seconds for imports and the connector's first start."""
 RESTARTS = 200
 """Deaths of workers after which a campaign gives up."""
 STOP_LIMIT = 60.0

@@ -32,7 +32,6 @@ def target_of(settings: Settings) -> Target:
         role=settings.role,
         capabilities=settings.capabilities,
         stall_seconds=settings.stall_seconds,
-        hook_timeout=settings.hook_timeout,
         half=settings.half,
         device=settings.target_device,
         adapters=tuple(settings.adapters),
