@@ -174,7 +174,7 @@ class Outcome(BaseModel):
                 verdicts[str(row.verdict)] = verdicts.get(str(row.verdict), 0) + 1
             if row.verdict in FAILED:
                 self.failed.setdefault(row.requirement, []).append(run)
-                self.found.setdefault(row.requirement, row.message or "")
+                self.found.setdefault(row.requirement, row.finding)
 
 
 class Kills(BaseModel):

@@ -111,7 +111,7 @@ def judge_one(
     bad = [row for row in report.rows if row.verdict in BAD and row.kind == "requirement"]
     bad = [row for row in bad if row.requirement != SLOW_BUT_RIGHT or name in STREAMED]
     tally.alarms += [
-        Alarm(name, seed, variant.id, row.requirement, row.message or "") for row in bad
+        Alarm(name, seed, variant.id, row.requirement, row.finding) for row in bad
     ]
 
 

@@ -174,7 +174,7 @@ def _failure(row: Row, trace: list[dict[str, Any]]) -> Failure:
     found, hook = event.get("found"), event.get("hook")
     return Failure(
         row.requirement,
-        row.message or "",
+        row.finding,
         str(found) if found is not None else None,
         row.req,
         row.step,

@@ -102,6 +102,11 @@ class Row:
             self.slow,
         )
 
+    @property
+    def finding(self) -> str:
+        """The message, and the check in brackets, if there is one."""
+        return f"{self.message or ''} [{self.check}]" if self.check else self.message or ""
+
     def to_dict(self) -> dict[str, Any]:
         """Return the row as JSON data. Defaults are left out, `type` included."""
         found: dict[str, Any] = ROW.dump_python(self, mode="json", exclude_defaults=True)

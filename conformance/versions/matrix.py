@@ -240,6 +240,5 @@ def _judge(release: Release, collector: Collector) -> None:
         release.verdicts.setdefault(row.run, {})[row.requirement] = row.verdict.value
         unexplained = row.verdict is Verdict.ERROR and row.run not in broken
         if row.verdict is Verdict.FAIL or unexplained:
-            check = f" [{row.check}]" if row.check else ""
-            message = f"{row.run}, step {row.step}: {row.message}{check}"
+            message = f"{row.run}, step {row.step}: {row.finding}"
             release.messages.setdefault(row.requirement, message)
