@@ -75,19 +75,7 @@ def measure_gate(every: int) -> Gate:
         from kvconform.run.records import Run
         from kvconform.run.runner import run_variant
     with clock("first configuration"):
-        vllm_api.build_config(
-            block_size=4,
-            num_blocks=8,
-            budget=64,
-            max_seqs=4,
-            max_model_len=256,
-            prefix_caching=True,
-            spec_tokens=0,
-            scheduling="sync",
-            runner="v1",
-            policy="fcfs",
-            transfer=None,
-        )
+        vllm_api.build_config(block_size=4, num_blocks=8)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         target = Target(CONNECTOR, {"store": "{tmp}"})
@@ -190,9 +178,10 @@ def explore(count: int = 100) -> dict[str, float]:
 
 
 def _workloads(count: int) -> list[Workload]:
-    from kvconform.explore.draw import small
+    from kvconform.explore.draw import drawn
 
-    return list(small(["reference"], ["sync", "async"], None, first_seed=0, count=count))
+    modes = ["sync", "async"]
+    return list(drawn(["reference"], modes, None, first_seed=0, count=count, simple=True))
 
 
 class _Rounds:

@@ -57,7 +57,9 @@ class Defect(Model):
     )
     emulate_cuda: bool = Field(default=False, description="run on an emulated CUDA device")
     own_process: bool = Field(default=False, description="it may end its process")
-    hook_timeout: float = Field(default=DEFAULT_LIMIT, gt=0, description="seconds that a hook may take")
+    hook_timeout: float = Field(
+        default=DEFAULT_LIMIT, gt=0, description="seconds that a hook may take"
+    )
     cases: list[Id] = Field(min_length=1)
     fails: list[Id] = Field(min_length=1)
     may: list[Id] = []

@@ -36,6 +36,7 @@ from kvconform.contract.yaml12 import parse
 from kvconform.dev import coverage, example, lint
 from kvconform.errors import Location, Problem, UsageError
 from kvconform.report.explain import cases_about, check_lines
+from kvconform.report.pages import render
 
 ROOT = Path(kvconform.__file__).resolve().parent.parent
 VLLM = "https://github.com/vllm-project/vllm/blob/v{version}/vllm/{file}"
@@ -147,27 +148,12 @@ class Pages:
         return [req for req in self.spec.requirements.values() if req.area == area.area]
 
     def _render(self, name: str, **values: Any) -> str:
-        template = self._environment.get_template(f"{name}.md.jinja")
-        return template.render(version=self.version, **values).rstrip() + "\n"
-
-    @cached_property
-    def _environment(self) -> Any:
-        from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-        environment = Environment(  # Markdown, not HTML: no escaping
-            loader=FileSystemLoader(ROOT / "docs" / "templates"),
-            undefined=StrictUndefined,
-            trim_blocks=True,
-            lstrip_blocks=True,
-        )
-        environment.filters |= {
+        filters: dict[str, Callable[..., Any]] = {
             "squeeze": lambda text: " ".join(text.split()),
             "codes": _codes,
             "sentence": _sentence,
         }
-        environment.globals |= {
-            "broken": self.broken,
-            "reproduced": self.reproduced,
+        functions = {
             "check": check_lines,
             "examples": _examples,
             "cases": self._cases,
@@ -176,7 +162,16 @@ class Pages:
             "history": _history,
             "rule_cover": self._rule,
         }
-        return environment
+        return render(
+            ROOT / "docs" / "templates",
+            f"{name}.md.jinja",
+            filters,
+            version=self.version,
+            broken=self.broken,
+            reproduced=self.reproduced,
+            **functions,
+            **values,
+        )
 
     def _cases(self, req: Requirement) -> list[str]:
         """Return links to the cases that name its rules or bugs, or run its defects."""

@@ -26,7 +26,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from kvconform.dev.defects import specification
-from kvconform.explore.draw import drawn, small
+from kvconform.explore.draw import drawn
 from kvconform.explore.workload import text_of
 from kvconform.files import scratch_root
 
@@ -95,12 +95,13 @@ def run(name: str, seed: int, count: int, simple: bool) -> Batch:
 
     found = Batch(variant=name)
     target = target_of(name)
-    draw = small if simple else drawn
     guarantees: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(prefix="kvconform-", dir=scratch_root()) as tmp:
         watchdog.start(HANGS)
         try:
-            for workload in draw(ENGINES, ["sync", "async"], None, first_seed=seed, count=count):
+            for workload in drawn(
+                ENGINES, ["sync", "async"], None, first_seed=seed, count=count, simple=simple
+            ):
                 done = outcome(workload, target, specification(), Path(tmp) / "run", strict=True)
                 found.workloads += 1
                 found.unsupported += done.unsupported

@@ -18,7 +18,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -28,6 +27,10 @@ from kvconform.contract.case import Variant
 from kvconform.contract.loader import Spec, entries, load_spec
 from kvconform.contract.references import Entry
 from kvconform.contract.requirement import version_key
+from kvconform.dev.example import ROOT
+from kvconform.report.pages import render
+
+TEMPLATES = ROOT / "docs" / "templates"
 
 
 def of_release(known: list[Entry], version: str) -> list[Entry]:
@@ -68,7 +71,7 @@ def examine(entry: Entry, spec: Spec, release: str, tmp: Path) -> dict[str, str]
             found.setdefault("harness", f"{variant.id}: {last}")
         for row in report.rows:
             if row.verdict == "FAIL":
-                sentence = f"{variant.id}, step {row.step}: {row.message}"
+                sentence = f"{variant.id}, step {row.step}: {row.finding}"
                 found.setdefault(row.requirement, sentence)
     return found
 
@@ -77,71 +80,6 @@ def _variants(entry: Entry, spec: Spec) -> Iterator[Variant]:
     for name in entry.cases:
         variants = spec.cases[name].variants(["vllm"], entry.scheduling)
         yield from (variant for variant in variants if variant.runner == entry.runner)
-
-
-_HISTORY = """\
-# Real bugs, found in the releases that have them
-
-`nox -s history` installs each of these vLLM releases.
-It runs the cases named here against the connector and the scheduler as released.
-It needs no GPU, because it installs only the release's Python code, over the dependencies of the
-default release.
-It fails if one of the bugs is not found.
-Releases that `kvconform run` no longer supports are good enough for these cases.
-A release that is not named was not tried.
-To generate this page, run `nox -s history -- --json FILE`, then
-`python -m kvconform.dev.history --pages FILE`.
-
-{{ count }} bugs over {{ releases | length }} releases: {{ releases | join(", ") }}.
-{% for entry, rows in found %}
-## {{ entry.id }} ({{ entry.bug }})
-
-{{ entry.text }}
-
-Judged: {{ "`" + entry.connector + "`" }}, {{ entry.scheduling | join(" and ") }} scheduling, \
-cases {{ entry.cases | join(", ") }}.
-{% for row in rows %}
-- vLLM {{ row.release }}: **{{ row.name }}** in {{ row.said }}
-{%- endfor %}
-{% endfor %}"""
-
-_FINDINGS = """\
-# What vLLM itself does wrong
-
-Guarantees that connectors rely on, and that vLLM {{ newest }} was seen to break.
-Where vLLM promises nothing, or declares a limit, the finding says so.
-The findings do not concern a connector and do not change its verdict.
-Their cases run only when they are named, or with `kvconform run CONNECTOR --profile findings`.
-A release that is not named was not tried.
-This page is generated like [history.md](history.md).
-{% for entry, rows, requirements, case in found %}
-## {{ entry.id }}
-
-{{ entry.text }}
-{%- if entry.note %}
-
-{{ entry.note }}
-{%- endif %}
-
-| | |
-|---|---|
-{% for req in requirements -%}
-| guarantee | `{{ req.id }}`: {{ req.text }} {{ req.why }} |
-| evidence | `{{ req.source.file }}`, `{{ req.source.symbol }}` |
-{% endfor -%}
-{% if entry.also -%}
-| also breaks | {{ "`" + entry.also | join("`, `") + "`" }} |
-{% endif -%}
-| known as | {{ entry.bug }} |
-| seen in | {{ rows | map(attribute="release") | unique | join(", ") }} |
-
-```yaml
-{{ case }}```
-
-{{ rows[-1].said }}
-
-    kvconform run {{ entry.connector }} -k {{ entry.cases[0] }}
-{% endfor %}"""
 
 
 def found_in(entry: Entry, lines: Iterable[dict[str, Any]]) -> list[dict[str, str]]:
@@ -164,7 +102,9 @@ def history_page(known: Sequence[Entry], lines: Sequence[dict[str, Any]]) -> str
     found = [(entry, rows) for entry in known if (rows := found_in(entry, lines))]
     releases = sorted({row["release"] for _, rows in found for row in rows}, key=version_key)
     bugs = {entry.bug for entry, _ in found}
-    return _render(_HISTORY, found=found, releases=releases, count=len(bugs))
+    return render(
+        TEMPLATES, "history.md.jinja", {}, found=found, releases=releases, count=len(bugs)
+    )
 
 
 def findings_page(
@@ -182,12 +122,7 @@ def findings_page(
             broken = [spec.requirements[name] for name in entry.fails if name.startswith("engine.")]
             found.append((entry, rows, broken, (folder / f"{case}.yaml").read_text()))
     newest = max((rows[-1]["release"] for _, rows, _, _ in found), key=version_key, default="")
-    return _render(_FINDINGS, found=found, newest=newest)
-
-
-def _render(template: str, **values: Any) -> str:
-    environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True)
-    return environment.from_string(template).render(values).rstrip() + "\n"
+    return render(TEMPLATES, "engine-findings.md.jinja", {}, found=found, newest=newest)
 
 
 def write_pages(results: Path) -> None:

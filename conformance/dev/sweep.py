@@ -110,9 +110,7 @@ def judge_one(
         return
     bad = [row for row in report.rows if row.verdict in BAD and row.kind == "requirement"]
     bad = [row for row in bad if row.requirement != SLOW_BUT_RIGHT or name in STREAMED]
-    tally.alarms += [
-        Alarm(name, seed, variant.id, row.requirement, row.finding) for row in bad
-    ]
+    tally.alarms += [Alarm(name, seed, variant.id, row.requirement, row.finding) for row in bad]
 
 
 def sweep(

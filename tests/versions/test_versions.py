@@ -306,6 +306,40 @@ def test_the_page_has_everything_but_times() -> None:
     )
 
 
+def test_the_page_lists_what_changed_and_how_much_more() -> None:
+    def found(count: int) -> list[changes.Group]:
+        return [
+            changes.Group(EngineChange(sample(step), None), [RUN, OTHER])
+            for step in range(1, count + 1)
+        ]
+
+    change = changes.Change(
+        "0.31.0",
+        "0.32.0",
+        snapshots=2,
+        flipped={MUST[0].id: ("NOT_EXERCISED", "FAIL")},
+        runs_flipped={MUST[0].id: 3, MUST[1].id: 1, MUST[2].id: 2},
+        begin=[f"new.{i}" for i in range(2 * page.LISTED + 1)],
+        hooks_new={"come": "(self)"},
+        signatures={"get_finished": ("(self)", "(self, ids)")},
+        order=found(page.LISTED + 2),
+        order_compared=5,
+        engine={"tokens": found(page.LISTED)},
+        engine_compared=5,
+    )
+    text = page.markdown([], [change], Settings(engine="vllm"), snapshots=True, all_runs=True)
+    gone = f"- step {{}}: a output 0 = 7 is gone (`{RUN}` and 1 more)\n".format
+    assert "- new hook `come`: `(self)`\n- `get_finished` was `(self)`, is `(self, ids)`\n" in text
+    assert f"- `{MUST[0].id}` was not exercised, is FAIL\n- in force from here: `new.0`, " in text
+    assert "`new.19` and 1 more\n" in text
+    single = f"the requirement's did not: `{MUST[2].id}` (2), `{MUST[1].id}` (1)\n\nHooks of 5 runs"
+    assert single in text
+    assert f"\n{gone(10)}- and 2 more sorts of changes, in versions.json\n\nMetadata" in text
+    assert "Stored KV of 2 runs: the same.\n\nThe engine without a connector: 0 of 5" in text
+    assert f"- what is sampled: 2 runs\n    {gone(1)}" in text
+    assert text.endswith(f"    {gone(page.LISTED // 2)}")
+
+
 def test_the_committed_page_is_of_all_releases() -> None:
     text = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| (\d[\d.]*) \| ([a-z ]+) \|", text, re.M))

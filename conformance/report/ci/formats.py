@@ -11,8 +11,9 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from kvconform.report import pages
 from kvconform.report.ci.annotation import Annotation
-from kvconform.report.compare import pages
+from kvconform.report.compare import changes
 from kvconform.report.compare.changes import Comparison
 from kvconform.report.html.page import SHOWN
 from kvconform.report.jsonl import Report
@@ -86,5 +87,9 @@ def markdown(report: Report, found: Sequence[Annotation], comparison: Comparison
     numbers = [f"{counts[name]} {name.lower().replace('_', ' ')}" for name in SHOWN if counts[name]]
     lines += [", ".join(numbers), ""]
     if comparison is not None:
-        lines += ["### Since the baseline", "", pages.markdown([comparison]).replace("### ", "", 1)]
+        lines += [
+            "### Since the baseline",
+            "",
+            changes.markdown([comparison]).replace("### ", "", 1),
+        ]
     return "\n".join(lines) + "\n"

@@ -3,10 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from importlib import resources
+
+from markupsafe import Markup
 
 from kvconform.judge.records import Verdict
+from kvconform.report import pages
+from kvconform.report.html.page import stylesheet
 from kvconform.report.jsonl import Key, Report
 
 COMPARED = (
@@ -24,6 +29,8 @@ COMPARED = (
 
 SILENT = {"NOT_EXERCISED", "UNSUPPORTED", "UNOBSERVABLE", "DISABLED", "BLOCKED", "ERROR"}
 """Verdicts that say nothing about the connector."""
+SHOWN = 6
+"""Number of runs of a change that are named."""
 KINDS = (
     "fails now",
     "fails differently",
@@ -199,3 +206,24 @@ def _text(value: object) -> str:
     if isinstance(value, Iterable) and not isinstance(value, str):
         return ", ".join(map(str, value))
     return str(value)
+
+
+def markdown(comparisons: Sequence[Comparison]) -> str:
+    """Return the comparisons as Markdown, for a pull request's comment or a job's summary."""
+    return _page("compare.md.j2", comparisons)
+
+
+def html(comparisons: Sequence[Comparison]) -> str:
+    """Return the comparisons as one self-contained HTML page."""
+    return _page("compare.html.j2", comparisons)
+
+
+def _page(name: str, comparisons: Sequence[Comparison]) -> str:
+    filters = {
+        "plain": pages.plain,
+        "code": pages.code,
+        "low": lambda text: text.lower().replace("_", " "),
+    }
+    assets = resources.files("kvconform.report.compare") / "assets"
+    css = Markup(stylesheet())
+    return pages.render(assets, name, filters, comparisons=comparisons, shown=SHOWN, css=css)

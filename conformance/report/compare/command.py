@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvconform.errors import EnvironmentProblem, UsageError
-from kvconform.report.compare import pages
+from kvconform.report.compare import changes
 from kvconform.report.compare.changes import Comparison, compare
 from kvconform.report.jsonl import read
 
@@ -71,7 +71,7 @@ def command(
     console = make_console()
     for comparison in found:
         show(console, comparison)
-    for place, text in ((markdown, pages.markdown), (html, pages.html)):
+    for place, text in ((markdown, changes.markdown), (html, changes.html)):
         if place is not None:
             try:
                 Path(place).write_text(text(found), encoding="utf-8")

@@ -12,28 +12,17 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import reports_rig
 from kvconform.cli import app
 from kvconform.errors import UsageError
 from kvconform.report.ci.annotation import Annotation, in_checkout, places_of
 from kvconform.report.ci.formats import LONGEST, NAME, command
+from reports_rig import HEADER, row
 
-HEADER = {
-    "type": "header",
-    "suite": "0.1.0",
-    "vllm": "0.32.0",
-    "connector": "pkg:Conn",
-    "engines": ["vllm"],
-    "scheduling": ["sync"],
-    "seed": 0,
-    "profile": "core",
-    "capabilities": {},
-    "extra": {
-        "places": {
-            "class": "pkg/conn.py:5",
-            "get_finished": "pkg/conn.py:40",
-            "start_load_kv": "pkg/conn.py:20",
-        }
-    },
+PLACES = {
+    "class": "pkg/conn.py:5",
+    "get_finished": "pkg/conn.py:40",
+    "start_load_kv": "pkg/conn.py:20",
 }
 RAISED: dict[str, Any] = {
     "message": "start_load_kv raised KeyError: 100%, 'a'\nand more",
@@ -55,28 +44,12 @@ class Conn(Base):
 """
 
 
-def row(requirement: str, verdict: str, case: str = "a.case", **fields: Any) -> dict[str, Any]:
-    where = {"engine": "vllm", "scheduling": "sync", "runner": "v1", "depth": 1, "block_size": 4}
-    return {
-        "type": "row",
-        "requirement": requirement,
-        "case": case,
-        **where,
-        "verdict": verdict,
-        **fields,
-    }
-
-
 def report(
     folder: Path, *rows: dict[str, Any], answer: str | None = "nonconformant", **header: Any
 ) -> str:
-    folder.mkdir()
-    footer = [{"type": "footer", "counts": {}, "verdict": answer}] if answer else []
-    (folder / "report.jsonl").write_text(
-        "".join(json.dumps(line) + "\n" for line in [HEADER | header, *rows, *footer]),
-        encoding="utf-8",
+    return reports_rig.report(
+        folder, *rows, answer=answer, **{"extra": {"places": PLACES}, **header}
     )
-    return str(folder)
 
 
 def test_annotations_are_where_the_hook_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +111,7 @@ def test_a_raised_error_is_shown_at_its_line(
             "\n" * 30 + "class A:\n    def _read(self):\n        raise KeyError('a')\n",
             encoding="utf-8",
         )
-    places = HEADER["extra"]["places"] | {"get_finished": "other/base.py:40"}
+    places = PLACES | {"get_finished": "other/base.py:40"}
     folder = report(
         tmp_path / "report",
         row("hook.no-raise", "FAIL", place=raised, **RAISED),
@@ -436,9 +409,7 @@ def test_places_of_a_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_run_that_ended_before_anything_was_known_has_no_answer(tmp_path: Path) -> None:
     """Its header lacks what the first run reports."""
-    header = {
-        name: value for name, value in HEADER.items() if name not in ("capabilities", "extra")
-    }
+    header = {name: value for name, value in HEADER.items() if name != "capabilities"}
     (tmp_path / "report.jsonl").write_text(json.dumps(header) + "\n", encoding="utf-8")
     done = CliRunner().invoke(app, ["ci", str(tmp_path), "--format", "plain"])
     assert done.exit_code == 3 and "NO VERDICT" in done.output

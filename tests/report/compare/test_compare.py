@@ -5,56 +5,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from kvconform.cli import app
 from kvconform.errors import UsageError
-from kvconform.report.compare import pages
+from kvconform.report import pages
+from kvconform.report.compare import changes
 from kvconform.report.compare.changes import compare, kind_of
 from kvconform.report.jsonl import read
-
-HEADER = {
-    "type": "header",
-    "suite": "0.1.0",
-    "vllm": "0.32.0",
-    "connector": "pkg:Conn",
-    "engines": ["vllm"],
-    "scheduling": ["sync"],
-    "seed": 0,
-    "profile": "core",
-    "capabilities": {"store": True},
-}
-
-
-def row(requirement: str, verdict: str, case: str = "a.case", **fields: Any) -> dict[str, Any]:
-    where = {"engine": "vllm", "scheduling": "sync", "runner": "v1", "depth": 1, "block_size": 4}
-    return {
-        "type": "row",
-        "requirement": requirement,
-        "case": case,
-        **where,
-        "verdict": verdict,
-        **fields,
-    }
-
-
-def report(
-    folder: Path,
-    *rows: dict[str, Any],
-    whole: bool = True,
-    answer: str = "conformant",
-    **header: Any,
-) -> str:
-    folder.mkdir()
-    footer = [{"type": "footer", "counts": {}, "verdict": answer}] if whole else []
-    lines = [HEADER | header, *rows, *footer]
-    (folder / "report.jsonl").write_text(
-        "".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8"
-    )
-    return str(folder)
+from reports_rig import HEADER, report, row
 
 
 @pytest.mark.parametrize(
@@ -223,7 +184,7 @@ def test_an_error_of_the_harness_is_not_the_connectors(tmp_path: Path) -> None:
 
 
 def test_what_an_earlier_report_that_was_cut_off_lacks_hides_no_failure(tmp_path: Path) -> None:
-    old = report(tmp_path / "old", row("a.rule", "PASS"), whole=False)
+    old = report(tmp_path / "old", row("a.rule", "PASS"), answer=None)
     new = report(tmp_path / "new", row("a.rule", "PASS"), row("b.rule", "FAIL", message="bad"))
     page = tmp_path / "page"
     done = CliRunner().invoke(app, ["compare", old, new, "--markdown", str(page)])
@@ -231,11 +192,11 @@ def test_what_an_earlier_report_that_was_cut_off_lacks_hides_no_failure(tmp_path
     assert "cut off" in page.read_text(encoding="utf-8") and "not judged | fail" in page.read_text(
         encoding="utf-8"
     )
-    assert "cut off" in pages.html([compare(read(old), read(new))])
+    assert "cut off" in changes.html([compare(read(old), read(new))])
 
 
 def test_a_report_that_was_cut_off_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
-    folder = Path(report(tmp_path / "old", row("a.rule", "PASS"), whole=False))
+    folder = Path(report(tmp_path / "old", row("a.rule", "PASS"), answer=None))
     with (folder / "report.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"type": "row", "requi')
     found = read(str(folder))
@@ -267,8 +228,9 @@ def test_pages_hold_what_a_connector_says_as_text(tmp_path: Path) -> None:
         report(tmp_path / "new", row("a.rule", "FAIL", message="<b>|x|", check="`e.y` is false"))
     )
     found = [compare(old, new)]
-    assert "| `a.rule` | **fails now** | pass | fail | 1 | &lt;b>\\|x\\| |" in pages.markdown(found)
-    assert "&lt;b&gt;|x|" in pages.html(found) and "<b>|x|" not in pages.html(found)
+    shown = changes.markdown(found)
+    assert "| `a.rule` | **fails now** | pass | fail | 1 | &lt;b>\\|x\\| |" in shown
+    assert "&lt;b&gt;|x|" in changes.html(found) and "<b>|x|" not in changes.html(found)
 
 
 def test_markdown_shows_what_a_connector_says_as_it_is(tmp_path: Path) -> None:
@@ -286,7 +248,7 @@ def test_markdown_shows_what_a_connector_says_as_it_is(tmp_path: Path) -> None:
             ),
         )
     )
-    text = pages.markdown([compare(old, new)])
+    text = changes.markdown([compare(old, new)])
     assert (
         "### pkg:Conn &lt;img src=x> \\# pwned, vLLM" in text
         and "\n#" not in text.partition("###")[2]
@@ -319,7 +281,7 @@ def test_a_later_report_that_says_nothing_is_no_success(tmp_path: Path, later: s
     old = report(tmp_path / "old", row("a.rule", "PASS"))
     new = Path(
         report(
-            tmp_path / "new", *([] if later == "empty" else [row("a.rule", "PASS")]), whole=False
+            tmp_path / "new", *([] if later == "empty" else [row("a.rule", "PASS")]), answer=None
         )
     )
     if later == "error":

@@ -101,36 +101,13 @@ def test_an_asynchronous_load_lasts_until_it_is_due() -> None:
 
 
 def test_wrong_bytes_point_to_the_step_that_computed_them() -> None:
+    wrong = {"req": "b", "pos": 3, "count": 2, "found": "other_request"}
+    wrong |= {"origin": "token 3 of a", "origin_req": "a", "origin_pos": 3}
     events = trace(
         scheduled(1, "a", 0, 5, 5),
         ("kv.computed", 1, {"req": "a", "start": 0, "end": 5}),
-        (
-            "kv.wrong",
-            3,
-            {
-                "req": "b",
-                "pos": 3,
-                "count": 2,
-                "found": "other_request",
-                "origin": "token 3 of a",
-                "origin_req": "a",
-                "origin_pos": 3,
-            },
-        ),
-        (
-            "kv.wrong",
-            3,
-            {
-                "req": "b",
-                "pos": 3,
-                "count": 2,
-                "found": "other_request",
-                "origin": "token 3 of a",
-                "origin_req": "a",
-                "origin_pos": 3,
-                "layer": 1,
-            },
-        ),
+        ("kv.wrong", 3, wrong),
+        ("kv.wrong", 3, wrong | {"layer": 1}),
     )
     assert build(events, {})["wrong"] == [[1, 3, 2, 3, 2, "other_request", "token 3 of a", 0, 1]], (
         "layers are told once"
