@@ -103,8 +103,8 @@ def test_the_marks_of_an_area(tmp_path: Path) -> None:
     found = digest.digests(report(tmp_path / "r", ROWS), "example", [], "2026-01-01", load_spec())
     lines = page.pages(found, [], load_spec(), tmp_path)["example.md"].splitlines()
     assert (
-        "| save | `✓✗ ` |" in lines
-        and "| load | `·✓ ` |" in lines
+        "| save | `✓✗-` |" in lines
+        and "| load | `·✓-` |" in lines
         and "| identity | `·· ` |" in lines
     )
 
