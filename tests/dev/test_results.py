@@ -105,7 +105,7 @@ def test_the_marks_of_an_area(tmp_path: Path) -> None:
     assert (
         "| save | `✓✗-` |" in lines
         and "| load | `·✓-` |" in lines
-        and "| identity | `·· ` |" in lines
+        and "| identity | `··-` |" in lines
     )
 
 
