@@ -12,8 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -90,9 +89,8 @@ def on(device: torch.device) -> Any:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-@dataclass(frozen=True)
-class Cut:
-    """Division of a launch into programs.
+class Cut(NamedTuple):
+    """Division of a launch into programs; kernels take its fields as arguments, in this order.
 
     A program handles `tile` rows of a head's K or V, in `chunks` chunks of `lanes` elements.
     `even`: no row ends inside a chunk.

@@ -80,18 +80,13 @@ def digest_triton(paged: Paged, blocks: torch.Tensor, out: torch.Tensor) -> None
             lanes = min(lanes, 512 // wide.element_size())
             slots = 1 << (paged.size - 1).bit_length()
             tile = max(1, min(slots, 8192 // (lanes * wide.element_size())))
-            block, head, slot, side, lane = strides_of(wide)
             digest_kernel[(len(blocks) * paged.sides, len(launch.where))](
                 wide,
                 launch.where,
                 blocks,
                 out,
                 paged.blocks,
-                block,
-                head,
-                slot,
-                side,
-                lane,
+                *strides_of(wide),
                 paged.heads,
                 wide.shape[-1],
                 words,

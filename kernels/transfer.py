@@ -120,7 +120,6 @@ def _transfer(paged: Paged, slots: torch.Tensor, rows: torch.Tensor, into: bool)
     row = paged.heads * paged.sides * paged.dim
     with on(paged.device):
         for launch in paged.launches:
-            block, head, slot, side, lane = launch.strides
             sides, dim = merged(paged, launch.strides)
             cut = Cut.of(count, dim, paged.itemsize)
             transfer_kernel[(cut.programs(count, paged.heads, sides), len(launch.where))](
@@ -130,11 +129,7 @@ def _transfer(paged: Paged, slots: torch.Tensor, rows: torch.Tensor, into: bool)
                 rows[launch.start :],
                 count,
                 paged.slots,
-                block,
-                head,
-                slot,
-                side,
-                lane,
+                *launch.strides,
                 row,
                 sides * dim,
                 paged.heads,
@@ -142,10 +137,7 @@ def _transfer(paged: Paged, slots: torch.Tensor, rows: torch.Tensor, into: bool)
                 sides,
                 paged.size,
                 launch.align,
-                cut.tile,
-                cut.lanes,
-                cut.chunks,
-                cut.even,
+                *cut,
                 into,
             )
 

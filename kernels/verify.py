@@ -213,7 +213,6 @@ def verify_triton(
     with on(paged.device):
         for launch in paged.launches:
             grid = (cut.programs(count, paged.heads, paged.sides), len(launch.where))
-            block, head, slot, side, lane = launch.strides
             verify_kernel[grid](
                 launch.base,
                 launch.where,
@@ -222,11 +221,7 @@ def verify_triton(
                 found,
                 count,
                 paged.slots,
-                block,
-                head,
-                slot,
-                side,
-                lane,
+                *launch.strides,
                 paged.heads,
                 paged.dim,
                 len(paged.numbers),
@@ -235,10 +230,7 @@ def verify_triton(
                 paged.sides,
                 paged.size,
                 launch.align,
-                cut.tile,
-                cut.lanes,
-                cut.chunks,
-                cut.even,
+                *cut,
                 EACH[paged.itemsize],
                 LAST,
             )

@@ -69,7 +69,6 @@ def write_triton(
     with on(paged.device):
         for launch in paged.launches:
             grid = (cut.programs(count, paged.heads, paged.sides), len(launch.where))
-            block, head, slot, side, lane = launch.strides
             write_kernel[grid](
                 launch.base,
                 launch.where,
@@ -77,11 +76,7 @@ def write_triton(
                 content,
                 count,
                 paged.slots,
-                block,
-                head,
-                slot,
-                side,
-                lane,
+                *launch.strides,
                 paged.heads,
                 paged.dim,
                 nonce & 0xFFFF,
@@ -90,10 +85,7 @@ def write_triton(
                 paged.size,
                 blocks,
                 launch.align,
-                cut.tile,
-                cut.lanes,
-                cut.chunks,
-                cut.even,
+                *cut,
                 EACH[paged.itemsize],
             )
 

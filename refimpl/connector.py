@@ -36,6 +36,11 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+Lookup = tuple[int | None, bool]
+"""Answer of get_num_new_matched_tokens: tokens (None: ask again), whether they load async."""
+Finish = tuple[bool, dict[str, Any] | None]
+"""Answer of request_finished: whether the blocks stay allocated, and the kv_transfer_params."""
+
 
 class ReferenceConnector(SuiteHooks, Telemetry, Copying):
     """A best-effort KV cache for models with one group of attention layers.
@@ -99,9 +104,7 @@ class ReferenceConnector(SuiteHooks, Telemetry, Copying):
 
     # -- Scheduler half: lookup and grant
 
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Lookup:
         """Return how many more tokens can be loaded, and whether asynchronously.
 
         The engine asks at every attempt to admit the request, and an allocation may never follow.
@@ -266,9 +269,7 @@ class ReferenceConnector(SuiteHooks, Telemetry, Copying):
 
     # -- Scheduler half: the end of a request, reports, reset
 
-    def request_finished(
-        self, request: Request, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Request, block_ids: list[int]) -> Finish:
         """Return whether the engine must keep the request's blocks until the worker reports it.
 
         Called once for every request, whatever its state, even if it never got any blocks.

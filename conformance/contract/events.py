@@ -490,6 +490,16 @@ _kind(
     "KV tensors: the layout that the class requires, the possible layouts (None: all), the "
     "layout in the KVCacheConfig (told); own = by vLLM's own code.",
 )
+WRITES = (
+    "tail",
+    "shared",
+    "over_computed",
+    "null_block",
+    "unallocated",
+    "other_request",
+    "not_transferred",
+)
+"""Kinds of writes to KV memory outside of loads: lists of slots in `kv.changed`."""
 _kind(
     "kv.changed",
     "kv",

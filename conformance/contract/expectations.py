@@ -169,6 +169,12 @@ Counted = Annotated[
 ]
 
 
+def _key_of(kind: type[BaseExpectation]) -> tuple[str, str]:
+    """Return the name of the field of a kind of expectation, and the key of the map."""
+    name = next(name for name in kind.model_fields if name not in GUARDS)
+    return name, kind.model_fields[name].alias or name
+
+
 class BaseExpectation(Model):
     """A map with one key, and optional guards: `when`, over cap and cfg, and `since`."""
 
@@ -180,14 +186,12 @@ class BaseExpectation(Model):
     @property
     def what(self) -> str:
         """The key of the map."""
-        return next(
-            f.alias or name for name, f in type(self).model_fields.items() if name not in GUARDS
-        )
+        return _key_of(type(self))[1]
 
     @property
     def arg(self) -> Any:
         """The value of that key."""
-        return getattr(self, next(name for name in type(self).model_fields if name not in GUARDS))
+        return getattr(self, _key_of(type(self))[0])
 
     @field_validator("when")
     @classmethod
@@ -317,21 +321,9 @@ class FreeBlocksE(BaseExpectation):
 
 
 EXPECTATIONS: dict[str, type[BaseExpectation]] = {
-    "state": StateE,
-    "rows": RowsE,
-    "outputs": OutputsE,
-    "preempted": PreemptedE,
-    "resumed": ResumedE,
-    "aborted": AbortedE,
-    "chunks": ChunksE,
-    "loads": LoadsE,
-    "rejected": RejectedE,
-    "external": ExternalE,
-    "failed-loads": FailedLoadsE,
-    "repeated-lookups": RepeatedLookupsE,
-    "local-hits": LocalHitsE,
-    "free_blocks": FreeBlocksE,
+    _key_of(kind)[1]: kind for kind in BaseExpectation.__subclasses__()
 }
+"""The kinds of expectation by key, in the order of their definition."""
 
 
 def _what(value: Any) -> str | None:

@@ -246,6 +246,12 @@ class AddStep(BaseStep):
         return [self.add] if isinstance(self.add, Add) else self.add.each()
 
 
+class OnStep(BaseStep):
+    """Drive this one of two engines from here on."""
+
+    on: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
+
+
 class StepStep(BaseStep):
     """Do n engine iterations: schedule, execute, update.
 
@@ -263,12 +269,6 @@ class RunStep(BaseStep):
     def mentions(self) -> set[str]:
         """Return the request that ends the step, if one does."""
         return {self.run.until} if self.run.until else set()
-
-
-class OnStep(BaseStep):
-    """Drive this one of two engines from here on."""
-
-    on: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 
 
 class ScheduleStep(BaseStep):
@@ -396,28 +396,8 @@ class ExpectStep(BaseStep):
         return self.expect.mentions()
 
 
-STEPS: dict[str, type[BaseStep]] = {
-    "add": AddStep,
-    "on": OnStep,
-    "step": StepStep,
-    "run": RunStep,
-    "schedule": ScheduleStep,
-    "land": LandStep,
-    "abort": AbortStep,
-    "grammar": GrammarStep,
-    "preempt": PreemptStep,
-    "drop-local": DropLocalStep,
-    "reset": ResetStep,
-    "idle": IdleStep,
-    "restart": RestartStep,
-    "shutdown": ShutdownStep,
-    "fail-load": FailLoadStep,
-    "lookup-only": LookupOnlyStep,
-    "reorder": ReorderStep,
-    "pause": PauseStep,
-    "resume": ResumeStep,
-    "expect": ExpectStep,
-}
+STEPS: dict[str, type[BaseStep]] = {_key_of(kind)[1]: kind for kind in BaseStep.__subclasses__()}
+"""The kinds of step by key, in the order of their definition."""
 
 
 def _op(value: Any) -> str | None:

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 # torch imports this module when it first computes a shape. It would find torch.cuda patched then.
 import torch._dynamo  # noqa: F401
 
-from kvconform.emulation.context import Emulation, EMULATIONS, member
+from kvconform.emulation.context import EMULATIONS, Emulation, member
 from kvconform.emulation.cuda_patches import patch_cuda, stream_of
 from kvconform.emulation.machine import Delay
 from kvconform.emulation.patch import Patches

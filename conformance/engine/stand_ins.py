@@ -30,7 +30,25 @@ class RemoteError(RuntimeError):
     """An exception of the worker half in its process; the text is that of the original."""
 
 
-class RemoteHalf(KVConnectorBase_V1):
+class _WorkerHalf(KVConnectorBase_V1):
+    """Base of worker halves: scheduler hooks are never called, but KVConnectorBase_V1 has them."""
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Raise NotImplementedError."""
+        raise NotImplementedError("a scheduler hook was called on the worker half")
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Raise NotImplementedError."""
+        raise NotImplementedError("a scheduler hook was called on the worker half")
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        """Raise NotImplementedError."""
+        raise NotImplementedError("a scheduler hook was called on the worker half")
+
+
+class RemoteHalf(_WorkerHalf):
     """Stand-in, in the engine's process, for a worker half in a child process.
 
     Every hook is one round trip. `shutdown` also ends the child.
@@ -117,21 +135,6 @@ class RemoteHalf(KVConnectorBase_V1):
             if self._child.is_alive():
                 self._pipe.send_bytes(pickle.dumps((None, (), {})))
                 self._child.join(10)
-
-    # Scheduler hooks are never called on the worker half, but the base class requires them.
-    def get_num_new_matched_tokens(
-        self, request: Any, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        """Raise NotImplementedError."""
-        raise NotImplementedError("a scheduler hook was called on the worker half")
-
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Raise NotImplementedError."""
-        raise NotImplementedError("a scheduler hook was called on the worker half")
-
-    def build_connector_meta(self, scheduler_output: Any) -> Any:
-        """Raise NotImplementedError."""
-        raise NotImplementedError("a scheduler hook was called on the worker half")
 
 
 def _forward(hook: str) -> Callable[..., Any]:
@@ -223,7 +226,7 @@ def judged_alone(requirement_id: str, area: str) -> bool:
     return area in SCHEDULER_AREAS and requirement_id not in NEEDS_REPORTS
 
 
-class NoWorkerHalf(KVConnectorBase_V1):
+class NoWorkerHalf(_WorkerHalf):
     """Accepts every worker hook, transfers nothing and reports nothing."""
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
@@ -242,17 +245,3 @@ class NoWorkerHalf(KVConnectorBase_V1):
 
     def wait_for_save(self) -> None:
         """Wait for nothing."""
-
-    def get_num_new_matched_tokens(
-        self, request: Any, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        """Raise NotImplementedError."""
-        raise NotImplementedError("a scheduler hook was called on the worker half")
-
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Raise NotImplementedError."""
-        raise NotImplementedError("a scheduler hook was called on the worker half")
-
-    def build_connector_meta(self, scheduler_output: Any) -> Any:
-        """Raise NotImplementedError."""
-        raise NotImplementedError("a scheduler hook was called on the worker half")

@@ -163,11 +163,15 @@ def _workloads(
     engines = [engine for engine in settings.engines if engine != "live"]
     if chosen.systematic:
         return races(engines, settings.schedulings, settings.slows, seed)
-    from kvconform.explore.draw import drawn, small
+    from kvconform.explore.draw import drawn
 
-    draw = small if chosen.small else drawn
-    fresh = draw(
-        engines, settings.schedulings, settings.slows, first_seed=seed, count=count + corpus.drawn
+    fresh = drawn(
+        engines,
+        settings.schedulings,
+        settings.slows,
+        first_seed=seed,
+        count=count + corpus.drawn,
+        simple=chosen.small,
     )
     if not chosen.guided:
         return fresh

@@ -171,30 +171,17 @@ def drawn(
     *,
     first_seed: int,
     count: int,
+    simple: bool = False,
 ) -> Iterator[Workload]:
-    """Yield `count` workloads, deterministically: the same arguments yield the same workloads."""
-    for number in range(count):
-        yield Workload(one(f"{first_seed}/{number}", engines, schedulings, slows), first_seed)
+    """Yield `count` workloads, deterministically: the same arguments yield the same workloads.
 
-
-def small(
-    engines: list[str],
-    schedulings: list[str],
-    slows: list[str] | None,
-    *,
-    first_seed: int,
-    count: int,
-) -> Iterator[Workload]:
-    """Yield small workloads, deterministically like `drawn`.
-
-    They have two or three requests of at most two blocks, with at most four tokens of output and no
-    special properties.
+    `simple`: small ones, with two or three requests of at most two blocks, with at most four tokens
+    of output and no special properties.
     """
+    prefix = "small/" if simple else ""
     for number in range(count):
-        yield Workload(
-            one(f"small/{first_seed}/{number}", engines, schedulings, slows, simple=True),
-            first_seed,
-        )
+        seed = f"{prefix}{first_seed}/{number}"
+        yield Workload(one(seed, engines, schedulings, slows, simple=simple), first_seed)
 
 
 def one(

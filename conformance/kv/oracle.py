@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from kvconform.contract.events import WRITES
 from kvconform.contract.trace import Trace
 from kvconform.kv import device
 from kvconform.kv.cache import Group, PagedCache
@@ -166,15 +167,6 @@ def slots_of(
 
 
 OWN, EXTERNAL = 1, 2
-_KINDS = (
-    "tail",
-    "shared",
-    "over_computed",
-    "null_block",
-    "unallocated",
-    "other_request",
-    "not_transferred",
-)
 Tables = Callable[[], dict[str, list[int]]]
 """Blocks of all groups that each request holds."""
 
@@ -323,7 +315,7 @@ class Oracle(Loads):
         for req, table in self.tables().items():
             for block in table:
                 owners.setdefault(block, []).append(req)
-        kinds: dict[str, list[int]] = {k: [] for k in _KINDS}
+        kinds: dict[str, list[int]] = {k: [] for k in WRITES}
         reqs: set[str] = set()
         transfers: set[str] = set()
         for slot in slots.tolist():

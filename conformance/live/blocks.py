@@ -12,21 +12,13 @@ from typing import Any
 
 import torch
 
+from kvconform.contract.events import WRITES
 from kvconform.contract.trace import Event, Trace
 from kvconform.live.book import Book, Finding, poison_value
 from kvconform.live.state import Granted, Named, StepNote
 
 WATCHED = 64 << 20
 """Bytes of KV cache up to which all of it is compared with a copy, several times per step."""
-_KINDS = (
-    "tail",
-    "shared",
-    "over_computed",
-    "null_block",
-    "unallocated",
-    "other_request",
-    "not_transferred",
-)
 
 
 @dataclass
@@ -228,7 +220,7 @@ class BlockOracle:
 
     def _classify(self, after_hook: str, layer: int, blocks: list[int]) -> None:
         """Emit one kv.changed for the changed blocks of a layer, sorted by kind."""
-        kinds: dict[str, list[int]] = {kind: [] for kind in _KINDS}
+        kinds: dict[str, list[int]] = {kind: [] for kind in WRITES}
         reqs = set[str]()
         transfers = set[str]()
         for block in blocks:

@@ -137,14 +137,7 @@ STARTS: tuple[Start, ...] = (
 """How vLLM is started; consecutive seeds take turns."""
 REQUESTS = 100
 """Requests of a workload."""
-PAIR_STARTS: tuple[Start, ...] = (
-    Start(),
-    Start(blocks=24, scheduling="async"),
-    Start(blocks=20, budget=96),
-    Start(blocks=32, budget=40, scheduling="async", priority=True),
-    Start(blocks=24, prefix_caching=False),
-    Start(blocks=28, spec_tokens=3),
-)
+PAIR_STARTS = (Start(), *STARTS[1:6])
 """The same for pairs."""
 PAIR_REQUESTS = 40
 """Requests of a pair's workload; each is computed by one engine and answered by the other."""

@@ -6,6 +6,8 @@ from __future__ import annotations
 import atexit
 import gc
 import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +129,16 @@ def run_variant(
     channels = _channels(target) if with_connector else frozenset({"sched", "kv"})
     run = Run(variant, relation, trace.events, caps, channels)
     tmp.mkdir(parents=True, exist_ok=True)
+    create = partial(
+        PairDriver if settings.engines else Driver,
+        variant,
+        target,
+        trace,
+        seed=seed,
+        tmp=tmp,
+        relation=relation,
+        caps=caps,
+    )
     if with_connector:
         adapters.install(target.adapters)  # before the connector is imported
         with (
@@ -134,22 +146,10 @@ def run_variant(
             gpu.opened(kind, slow) as where,
             adapters.in_force(target.adapters),  # inside: their end uses the device
         ):
-            _drive(
-                run,
-                variant,
-                target,
-                trace,
-                Registry(book),
-                seed,
-                tmp,
-                relation,
-                caps,
-                promises,
-                watcher,
-            )
+            _drive(run, partial(create, promises=promises), trace, Registry(book), watcher)
             run.lacks = where.lacks
     else:
-        _drive(run, variant, target, trace, Registry(book), seed, tmp, relation, caps, None)
+        _drive(run, partial(create, promises=None), trace, Registry(book))
     _scrub(trace, str(tmp))
     return run
 
@@ -165,57 +165,30 @@ def _channels(target: Target) -> frozenset[str]:
 
 def _drive(
     run: Run,
-    variant: Variant,
-    target: Target,
+    create: Callable[..., Driver],
     trace: Trace,
     registry: Registry,
-    seed: int,
-    tmp: Path,
-    relation: str,
-    caps: dict[str, Any],
-    promises: Promises | None,
     watcher: Watcher | None = None,
 ) -> None:
+    """Create the driver and execute the case; `create` lacks only what differs between parts."""
     driver = None
     outer = Probe.active  # of the run that a calibration runs inside
-    rest = list(variant.case.steps)
+    case = run.variant.case
+    rest = list(case.steps)
     before = None
     try:
         if split := process_restart(rest):
             first = rest[:split]
             rest = rest[split + 1 :]
             before, registry = run_first_part(
-                lambda: Driver(
-                    variant,
-                    target,
-                    trace,
-                    registry,
-                    seed=seed,
-                    tmp=tmp,
-                    relation=relation,
-                    caps=caps,
-                    promises=promises,
-                ),
+                partial(create, registry=registry),
                 first,
                 trace,
                 lambda dead, error: _conclude(run, trace, dead, error),
             )
-        kind = PairDriver if variant.case.config.engines else Driver
-        driver = kind(
-            variant,
-            target,
-            trace,
-            registry,
-            seed=seed,
-            tmp=tmp,
-            relation=relation,
-            caps=caps,
-            promises=promises,
-            before=before,
-            watcher=watcher,
-        )
+        driver = create(registry=registry, before=before, watcher=watcher)
         driver.execute(rest)
-        run.unmet = driver.expectations.unmet(variant.case.provokes)
+        run.unmet = driver.expectations.unmet(case.provokes)
     except KvconformError:
         raise
     except FirstPartEnded as ended:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.connector import Finish, ReferenceConnector
 from kvconform.refimpl.plan import Load, ReferenceMetadata
 
 if TYPE_CHECKING:
@@ -52,9 +52,7 @@ class HoldsByCount(ReferenceConnector):
 class TensorParams(ReferenceConnector):
     """Puts a tensor into the parameters that are returned to the client."""
 
-    def request_finished(
-        self, request: Request, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Request, block_ids: list[int]) -> Finish:
         holds, _ = super().request_finished(request, block_ids)
         return holds, {"block_ids": torch.tensor(block_ids)}
 

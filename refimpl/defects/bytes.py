@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.connector import Lookup, ReferenceConnector
 from kvconform.refimpl.paging import write_slots
 from kvconform.refimpl.plan import Load, Piece, ReferenceMetadata, Save
 from kvconform.refimpl.tracking import Tracked
@@ -31,40 +31,33 @@ class LosesPrecision(ReferenceConnector):
         return write_slots(self._layers[layer], piece.slots, halved, piece.first)
 
 
-class SwapsHalves(ReferenceConnector):
+class _Swaps(ReferenceConnector):
+    """Reverses the middle axis of every piece that it loads, seen in the given shape."""
+
+    def _shape(self, kv: torch.Tensor) -> tuple[int, int, int]:
+        raise NotImplementedError
+
+    def _load_layer(self, piece: Piece, layer: str) -> bool:
+        data, kv = self._store.get(piece.key, layer), self._layers[layer]
+        if data is None:
+            return False
+        raw = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        rows = raw.view(kv.dtype).view(self._shape(kv)).flip(1).contiguous()
+        return write_slots(kv, piece.slots, rows.view(torch.uint8).numpy().tobytes(), piece.first)
+
+
+class SwapsHalves(_Swaps):
     """Swaps keys and values, as if the layout was not the one that it asked for (B097, B099)."""
 
-    def _load_layer(self, piece: Piece, layer: str) -> bool:
-        data, kv = self._store.get(piece.key, layer), self._layers[layer]
-        if data is None:
-            return False
-        rows = (
-            torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            .view(kv.dtype)
-            .view(-1, 2, kv.shape[3] // 2)
-            .flip(1)
-        )
-        return write_slots(
-            kv, piece.slots, rows.contiguous().view(torch.uint8).numpy().tobytes(), piece.first
-        )
+    def _shape(self, kv: torch.Tensor) -> tuple[int, int, int]:
+        return -1, 2, kv.shape[3] // 2
 
 
-class SwapsHeads(ReferenceConnector):
+class SwapsHeads(_Swaps):
     """Loads the heads in another order than they were stored in (B099, B100)."""
 
-    def _load_layer(self, piece: Piece, layer: str) -> bool:
-        data, kv = self._store.get(piece.key, layer), self._layers[layer]
-        if data is None:
-            return False
-        rows = (
-            torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            .view(kv.dtype)
-            .view(-1, kv.shape[1], kv.shape[3])
-            .flip(1)
-        )
-        return write_slots(
-            kv, piece.slots, rows.contiguous().view(torch.uint8).numpy().tobytes(), piece.first
-        )
+    def _shape(self, kv: torch.Tensor) -> tuple[int, int, int]:
+        return -1, kv.shape[1], kv.shape[3]
 
 
 class PlansLoadTwice(ReferenceConnector):
@@ -119,9 +112,7 @@ class ClaimsPlanned(ReferenceConnector):
 class AssertsLookup(ReferenceConnector):
     """Asserts that a request resumes at the local count of its first lookup (B019)."""
 
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Lookup:
         self.__dict__.setdefault("_expected", {}).setdefault(
             request.request_id, num_computed_tokens
         )

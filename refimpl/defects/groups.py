@@ -10,7 +10,7 @@ from typing import Any
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.request import Request
 
-from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.connector import Finish, ReferenceConnector
 from kvconform.refimpl.faulty import Target, returns
 from kvconform.refimpl.plan import Load, Save
 from kvconform.refimpl.tracking import Tracked
@@ -117,7 +117,7 @@ class ForgetsTheMixin(ReferenceConnector):
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    ) -> Finish:
         return self.request_finished(request, block_ids[0])
 
 

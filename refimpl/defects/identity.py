@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
-from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.connector import Finish, ReferenceConnector
 from kvconform.refimpl.keys import digest, extend_keys
 from kvconform.refimpl.plan import Piece
 from kvconform.refimpl.tracking import Tracked
@@ -130,9 +130,7 @@ class RemembersTheAborted(ReferenceConnector):
         )
         self._tracked[request.request_id].keys = list(keys)
 
-    def request_finished(
-        self, request: Request, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Request, block_ids: list[int]) -> Finish:
         result = super().request_finished(request, block_ids)
         if request.status != RequestStatus.FINISHED_ABORTED:
             self._keys_of.pop(request.request_id, None)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.connector import Finish, ReferenceConnector
 from kvconform.refimpl.telemetry import ReferenceHandshake, ReferenceMetrics, ReferenceStats
 
 if TYPE_CHECKING:
@@ -183,9 +183,7 @@ class ConsumesFinished(ReferenceConnector):
 class TrimsBlocks(ReferenceConnector):
     """Shortens the list of blocks that it is given at the end of a request."""
 
-    def request_finished(
-        self, request: Request, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Request, block_ids: list[int]) -> Finish:
         result = super().request_finished(request, block_ids)
         del block_ids[1:]
         return result

@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
-from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.connector import Finish, ReferenceConnector
 from kvconform.refimpl.plan import Save
 
 if TYPE_CHECKING:
@@ -76,9 +76,7 @@ class MonotonicProgress(ReferenceConnector):
 class UnknownFinish(ReferenceConnector):
     """Fails at the end of a request that never got blocks (B112)."""
 
-    def request_finished(
-        self, request: Request, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Request, block_ids: list[int]) -> Finish:
         assert self._tracked[request.request_id] is not None
         return super().request_finished(request, block_ids)
 
@@ -86,9 +84,7 @@ class UnknownFinish(ReferenceConnector):
 class EmptyBlocks(ReferenceConnector):
     """Assumes that a finished request has blocks (B057)."""
 
-    def request_finished(
-        self, request: Request, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Request, block_ids: list[int]) -> Finish:
         assert block_ids[-1] >= 0
         return super().request_finished(request, block_ids)
 
@@ -96,9 +92,7 @@ class EmptyBlocks(ReferenceConnector):
 class LiveParams(ReferenceConnector):
     """Returns the request's own parameters, which the engine then extends."""
 
-    def request_finished(
-        self, request: Request, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Request, block_ids: list[int]) -> Finish:
         holds, _ = super().request_finished(request, block_ids)
         return holds, request.kv_transfer_params
 
@@ -123,9 +117,7 @@ class BoundTooEarly(ReferenceConnector):
 class KeepsRequests(ReferenceConnector):
     """Keeps every request that it has seen (B059)."""
 
-    def request_finished(
-        self, request: Request, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Request, block_ids: list[int]) -> Finish:
         self.__dict__.setdefault("_history", []).append(request)
         return super().request_finished(request, block_ids)
 

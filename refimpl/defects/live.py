@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.connector import Finish, ReferenceConnector
 
 
 class _Tampers(ReferenceConnector):
@@ -99,8 +99,6 @@ class NeverReports(ReferenceConnector):
 class NeverLetsGo(ReferenceConnector):
     """Keeps the blocks of every finished request as if to send them, and never reports it."""
 
-    def request_finished(
-        self, request: Any, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Any, block_ids: list[int]) -> Finish:
         _, parameters = super().request_finished(request, block_ids)
         return True, parameters

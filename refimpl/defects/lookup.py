@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.connector import Lookup, ReferenceConnector
 from kvconform.refimpl.plan import Load, Save
 from kvconform.refimpl.tracking import Tracked
 
@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 class NegativeCount(ReferenceConnector):
     """Subtracts the local hit from a stored prefix that is shorter (B044)."""
 
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Lookup:
         found = self._claim(request, self._stored_prefix(request))
         return found - num_computed_tokens if found else 0, False
 
@@ -29,9 +27,7 @@ class NegativeCount(ReferenceConnector):
 class ZeroAsync(ReferenceConnector):
     """Announces an asynchronous load of nothing."""
 
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Lookup:
         return super().get_num_new_matched_tokens(request, num_computed_tokens)[0], True
 
 
@@ -45,9 +41,7 @@ class FullHit(ReferenceConnector):
 class FloatCount(ReferenceConnector):
     """Divides with `/`, so that the count is a float."""
 
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Lookup:
         matched, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
         return (matched or 0) / self._block_size * self._block_size, is_async  # type: ignore[return-value]
 
@@ -55,9 +49,7 @@ class FloatCount(ReferenceConnector):
 class TotalCount(ReferenceConnector):
     """Returns the length of the stored prefix, instead of what it adds to the local hit (B018)."""
 
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Lookup:
         matched, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
         return (matched + num_computed_tokens if matched else 0), is_async
 
@@ -65,9 +57,7 @@ class TotalCount(ReferenceConnector):
 class PopsOnLookup(ReferenceConnector):
     """Removes a hit from its table when it is looked up: a repeated lookup finds nothing (B015)."""
 
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Lookup:
         asked: set[str] = self.__dict__.setdefault("_asked", set())
         matched, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if request.request_id in asked:
@@ -80,9 +70,7 @@ class PopsOnLookup(ReferenceConnector):
 class NeverAnswers(ReferenceConnector):
     """Asks for more time in every lookup that finds something to load."""
 
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Lookup:
         matched, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
         return (matched, is_async) if matched == 0 else (None, False)
 
@@ -90,9 +78,7 @@ class NeverAnswers(ReferenceConnector):
 class AdvancesOnLookup(ReferenceConnector):
     """Counts one more chunk as stored at every lookup: a repeated lookup leaves a gap (B061)."""
 
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Lookup:
         marks: dict[str, int] = self.__dict__.setdefault("_marks", {})
         marks[request.request_id] = marks.get(request.request_id, -1) + 1
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
@@ -106,9 +92,7 @@ class AdvancesOnLookup(ReferenceConnector):
 class ExpectsAllocation(ReferenceConnector):
     """Assumes that an allocation follows in the same step if a lookup found something (B015)."""
 
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Lookup:
         answer = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if answer[0]:
             self.__dict__.setdefault("_expected", set()).add(request.request_id)
@@ -122,9 +106,7 @@ class ExpectsAllocation(ReferenceConnector):
 class IgnoresZeroGrant(ReferenceConnector):
     """Loads what its lookup found, although the engine granted nothing (B106, B131)."""
 
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Lookup:
         answer = super().get_num_new_matched_tokens(request, num_computed_tokens)
         self.__dict__.setdefault("_claims", {})[request.request_id] = answer[0]
         return answer

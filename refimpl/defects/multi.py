@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from vllm.config import get_current_vllm_config
 from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group
 
-from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.connector import Finish, Lookup, ReferenceConnector
 from kvconform.refimpl.faulty import Target, with_arguments
 from kvconform.refimpl.plan import Save
 
@@ -31,9 +31,7 @@ class AsksForTheGroup(ReferenceConnector):
 class KnowsAllReports(ReferenceConnector):
     """Looks up every reported request among its own, including those of its siblings."""
 
-    def request_finished(
-        self, request: Any, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Any, block_ids: list[int]) -> Finish:
         held, params = super().request_finished(request, block_ids)
         if held:
             self._final_ids.add(request.request_id)
@@ -52,9 +50,7 @@ class KnowsAllReports(ReferenceConnector):
 class LoadsUnchosen(ReferenceConnector):
     """Loads what its lookup found, even if a sibling was chosen."""
 
-    def get_num_new_matched_tokens(
-        self, request: Any, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Lookup:
         found = super().get_num_new_matched_tokens(request, num_computed_tokens)
         self.__dict__.setdefault("_found", {})[request.request_id] = found[0]
         return found
@@ -75,9 +71,7 @@ class SavesWhatItIsTold(ReferenceConnector):
         self._seen: set[str] = set()
         self._twice: set[str] = set()
 
-    def get_num_new_matched_tokens(
-        self, request: Any, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Lookup:
         keys = self._keys(request, [], request.num_tokens)
         if keys[0] in self._seen:
             self._twice.add(request.request_id)

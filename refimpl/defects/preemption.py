@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.connector import Lookup, ReferenceConnector
 from kvconform.refimpl.tracking import Tracked, first_group
 
 if TYPE_CHECKING:
@@ -83,9 +83,7 @@ class ResumedIsStored(ReferenceConnector):
 class PromptOnlyLookup(ReferenceConnector):
     """Looks up only the prompt, although a resumed request may have a longer local hit (B044)."""
 
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Lookup:
         blocks_of_prompt = (request.num_prompt_tokens - 1) // self._block_size
         found = min(self._stored_prefix(request), blocks_of_prompt * self._block_size)
         return found - num_computed_tokens if found else 0, False

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.connector import Finish, ReferenceConnector
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
@@ -64,9 +64,7 @@ class NeverSent(ReferenceConnector):
 class HoldsAborted(ReferenceConnector):
     """Keeps the blocks of an aborted request, has nothing to send, and never reports it (B058)."""
 
-    def request_finished(
-        self, request: Request, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Request, block_ids: list[int]) -> Finish:
         loading = request.request_id in self._loading
         holds, params = super().request_finished(request, block_ids)
         return holds or (bool(block_ids) and not loading), params
@@ -75,9 +73,7 @@ class HoldsAborted(ReferenceConnector):
 class ForgetsAbortedLoad(ReferenceConnector):
     """Cancels the load of an aborted request, and never reports it: its blocks are lost (B049)."""
 
-    def request_finished(
-        self, request: Request, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Request, block_ids: list[int]) -> Finish:
         self._dropped.add(request.request_id)
         return super().request_finished(request, block_ids)
 
@@ -89,9 +85,7 @@ class ForgetsAbortedLoad(ReferenceConnector):
 class ReportsBoth(ReferenceConnector):
     """Reports both the load and the release of a request that is aborted while it loads (B050)."""
 
-    def request_finished(
-        self, request: Request, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Request, block_ids: list[int]) -> Finish:
         loading = request.request_id in self._loading
         holds, params = super().request_finished(request, block_ids)
         return holds or loading, params

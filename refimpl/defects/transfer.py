@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.connector import Finish, Lookup, ReferenceConnector
 from kvconform.refimpl.defects import targets
 from kvconform.refimpl.variants.peer import Offer, Peer, Pull
 
@@ -25,9 +25,7 @@ class NotesOnlyLoads(Peer):
         if num_external_tokens:
             super().update_state_after_alloc(request, blocks, num_external_tokens)
 
-    def request_finished(
-        self, request: Any, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Any, block_ids: list[int]) -> Finish:
         self._taken.add(request.request_id)
         return super().request_finished(request, block_ids)
 
@@ -35,9 +33,7 @@ class NotesOnlyLoads(Peer):
 class ForgetsAborted(Peer):
     """Does not notify the producer of a request that was aborted before it had memory."""
 
-    def request_finished(
-        self, request: Any, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Any, block_ids: list[int]) -> Finish:
         self._taken.add(request.request_id)
         return super().request_finished(request, block_ids)
 
@@ -45,9 +41,7 @@ class ForgetsAborted(Peer):
 class PromisesAgain(Peer):
     """Answers from the request's parameters alone, and promises again what it has fetched."""
 
-    def get_num_new_matched_tokens(
-        self, request: Any, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Lookup:
         self._taken.discard(request.request_id)
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
@@ -125,9 +119,7 @@ class FromTheEnd(Peer):
 class ClientsKey(Peer):
     """Files its offers under an id that clients choose: the second of two overwrites the first."""
 
-    def request_finished(
-        self, request: Any, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Any, block_ids: list[int]) -> Finish:
         held, params = super().request_finished(request, block_ids)
         chosen = (request.kv_transfer_params or {}).get("transfer_id")
         if held and params is not None and chosen is not None:
@@ -139,9 +131,7 @@ class ClientsKey(Peer):
 class NumberedKeys(Peer):
     """Returns a map with integer keys, which JSON turns into text."""
 
-    def request_finished(
-        self, request: Any, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Any, block_ids: list[int]) -> Finish:
         held, params = super().request_finished(request, block_ids)
         return held, params and {**params, "blocks_of_group": {0: list(block_ids)}}
 
@@ -149,9 +139,7 @@ class NumberedKeys(Peer):
 class Silent(Peer):
     """Finishes a request without handing it over, although its parameters ask for that."""
 
-    def request_finished(
-        self, request: Any, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Any, block_ids: list[int]) -> Finish:
         super().request_finished(request, block_ids)
         self._offers.clear()
         return False, None
@@ -160,9 +148,7 @@ class Silent(Peer):
 class LastOfThePrompt(Peer):
     """Hands over the last token of the prompt as the first token of the output."""
 
-    def request_finished(
-        self, request: Any, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Any, block_ids: list[int]) -> Finish:
         held, params = super().request_finished(request, block_ids)
         return held, params and {**params, "first_token": request.prompt_token_ids[-1]}
 

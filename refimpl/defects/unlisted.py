@@ -9,7 +9,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.connector import Finish, Lookup, ReferenceConnector
 from kvconform.refimpl.keys import extend_keys
 from kvconform.refimpl.plan import Load, Save
 from kvconform.refimpl.tracking import Tracked
@@ -50,9 +50,7 @@ class KeepsLookups(ReferenceConnector):
     A request that is aborted has no allocation.
     """
 
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Lookup:
         found = super().get_num_new_matched_tokens(request, num_computed_tokens)
         self.__dict__.setdefault("_found", {})[request.request_id] = (request, found)
         return found
@@ -67,9 +65,7 @@ class KeepsLookups(ReferenceConnector):
 class LetsGoWhileSaving(ReferenceConnector):
     """Releases the blocks of a finished request while a save still reads them."""
 
-    def request_finished(
-        self, request: Request, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Request, block_ids: list[int]) -> Finish:
         super().request_finished(request, block_ids)
         self._final = [replace(save, final=False) for save in self._final]
         return False, None

@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm.v1.request import Request
 
-from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.connector import Finish, Lookup, ReferenceConnector
 
 
 class RemembersLocalHit(ReferenceConnector):
@@ -23,15 +23,11 @@ class RemembersLocalHit(ReferenceConnector):
         super().__init__(*args, **kwargs)
         self._local: dict[str, int] = {}
 
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Lookup:
         self._local[request.request_id] = num_computed_tokens
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
-    def request_finished(
-        self, request: Request, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Request, block_ids: list[int]) -> Finish:
         self._local.pop(request.request_id, None)
         return super().request_finished(request, block_ids)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 
-from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.connector import Finish, ReferenceConnector
 from kvconform.refimpl.plan import ReferenceMetadata, Save
 from kvconform.refimpl.tracking import Tracked
 
@@ -89,9 +89,7 @@ class Fenced(ReferenceConnector):
         self._handed_out |= set(tracked.table) - seen
         seen |= set(tracked.table)
 
-    def request_finished(
-        self, request: Request, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Request, block_ids: list[int]) -> Finish:
         super().request_finished(request, block_ids)
         self._seen.pop(request.request_id, None)
         self._final = [replace(save, final=False) for save in self._final]

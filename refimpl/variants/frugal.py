@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
-from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.connector import Lookup, ReferenceConnector
 from kvconform.refimpl.plan import ReferenceMetadata, Save
 from kvconform.refimpl.store import Store
 
@@ -40,9 +40,7 @@ class Undeclared(ReferenceConnector):
 class WorthLoading(Undeclared):
     """Loads at least 24 tokens beyond the local hit, or none (LMCache: min_retrieve_tokens)."""
 
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Lookup:
         tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if tokens is None or tokens < WORTH_LOADING:
             return 0, False
@@ -52,9 +50,7 @@ class WorthLoading(Undeclared):
 class OneLoadPerStep(Undeclared):
     """Loads for one request per step; the others compute."""
 
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Lookup:
         if len(self._granted) >= LOADS_PER_STEP:
             return 0, False
         return super().get_num_new_matched_tokens(request, num_computed_tokens)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.connector import Finish, ReferenceConnector
 from kvconform.refimpl.plan import ReferenceMetadata
 
 if TYPE_CHECKING:
@@ -25,9 +25,7 @@ class KeepsLast(ReferenceConnector):
 
     last: Request | None = None
 
-    def request_finished(
-        self, request: Request, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Request, block_ids: list[int]) -> Finish:
         self.last = request
         return super().request_finished(request, block_ids)
 

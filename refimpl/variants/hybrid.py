@@ -19,7 +19,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, SupportsHMA
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.connector import Finish, Lookup, ReferenceConnector
 from kvconform.refimpl.paging import NULL_BLOCK
 from kvconform.refimpl.plan import Load, Piece, Save, cut
 from kvconform.refimpl.tracking import Tracked
@@ -216,7 +216,7 @@ class HybridConnector(ReferenceConnector, SupportsHMA):
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    ) -> Finish:
         """Do what `request_finished` does; called instead of it, with one table per group."""
         tracked = self._tracked.get(request.request_id)
         if tracked is not None:
@@ -277,9 +277,7 @@ class OneGroupOnly(HybridConnector):
 
     kvconform_capabilities = None  # type: ignore[assignment]
 
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Lookup:
         if self._several:
             return 0, False
         return super().get_num_new_matched_tokens(request, num_computed_tokens)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.connector import Finish, Lookup, ReferenceConnector
 from kvconform.refimpl.plan import Load, Piece, ReferenceMetadata
 from kvconform.refimpl.tracking import Tracked
 
@@ -33,18 +33,14 @@ class Undecided(ReferenceConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         self._asked: dict[str, int] = {}
 
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Lookup:
         asked = self._asked.get(request.request_id, 0) + 1
         self._asked[request.request_id] = asked
         if asked <= PATIENCE:
             return None, False
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
-    def request_finished(
-        self, request: Request, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Request, block_ids: list[int]) -> Finish:
         self._asked.pop(request.request_id, None)
         return super().request_finished(request, block_ids)
 
@@ -55,9 +51,7 @@ class Uneven(Undecided):
     The second request gets its answer when the first one is already running.
     """
 
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Lookup:
         # Each request under way adds four lookups to the wait of a new one.
         self._asked.setdefault(request.request_id, -4 * len(self._asked))
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
@@ -66,9 +60,7 @@ class Uneven(Undecided):
 class NeverHits(ReferenceConnector):
     """Stores everything and finds nothing, like a producer for other engines."""
 
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Lookup:
         return 0, False
 
 

@@ -18,11 +18,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.v1.request import RequestStatus
+
+from kvconform.refimpl.variants.decoy import Decoy
 
 if TYPE_CHECKING:
     import torch
@@ -83,7 +82,7 @@ class Board:
         self.done: list[str] = []
 
 
-class Peer(KVConnectorBase_V1):
+class Peer(Decoy):
     """Prefill on one engine, decode on another. Read the scheduler half first."""
 
     boards: ClassVar[dict[str, Board]] = {}
@@ -270,14 +269,3 @@ class Peer(KVConnectorBase_V1):
         board = getattr(self, "board", None)
         if board is not None and self.boards.get(self.engine_id) is board:
             del self.boards[self.engine_id]
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        return
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
-    ) -> None:
-        return
-
-    def wait_for_save(self) -> None:
-        return

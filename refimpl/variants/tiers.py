@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 
-from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.connector import Finish, Lookup, ReferenceConnector
 from kvconform.refimpl.store import MemoryStore, open_store
 
 if TYPE_CHECKING:
@@ -154,9 +154,7 @@ class Tiered(ReferenceConnector):
         self._store = self._tiers
         self._faults._store = self._tiers
 
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Lookup:
         tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
         pins: set[str] = set()
         if tokens:
@@ -181,9 +179,7 @@ class Tiered(ReferenceConnector):
             if req_id not in self._loading:
                 del pins[req_id]
 
-    def request_finished(
-        self, request: Request, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Request, block_ids: list[int]) -> Finish:
         self._tiers.books.pins.pop(request.request_id, None)
         return super().request_finished(request, block_ids)
 

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+from kvconform.refimpl.variants.decoy import Decoy
 
 
 @dataclass
@@ -23,7 +22,7 @@ class Blocks(KVConnectorMetadata):
     ids: list[int] = field(default_factory=list)
 
 
-class Zeros(KVConnectorBase_V1):
+class Zeros(Decoy):
     """Claims all whole blocks before a request's last token, and fills them with zeros.
 
     Stores nothing.
@@ -64,14 +63,3 @@ class Zeros(KVConnectorBase_V1):
         assert isinstance(metadata, Blocks)
         for layer in self._layers.values():
             layer[metadata.ids] = 0
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        return
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
-    ) -> None:
-        return
-
-    def wait_for_save(self) -> None:
-        return

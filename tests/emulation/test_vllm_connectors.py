@@ -6,8 +6,6 @@ They store and load, and are detected when they do not wait.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from kvconform.emulation.stream import GenericStream
 from kvconform.emulation.vllm_on_cuda import Copies
 from kvconform.judge.records import CaseReport
 from kvconform.run.case import run_and_judge
+from program_rig import kvconform
 
 SPEC = load_spec()
 OFFLOADING = ("OffloadingConnector", {"cpu_bytes_to_use": 1_000_000})
@@ -138,30 +137,9 @@ def test_so_are_those_of_a_thread_that_does_not(
 
 @pytest.mark.e2e
 def test_the_whole_program_judges_one(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "kvconform",
-        "run",
-        "OffloadingConnector",
-        "--device",
-        "cpu",
-        "--emulate-cuda",
-        "--workers",
-        "1",
-    ]
-    options = [
-        "--extra-config",
-        '{"cpu_bytes_to_use": 1000000}',
-        "-k",
-        "chunked.boundaries",
-        "--engine",
-        "vllm",
-        "--report-dir",
-        "report",
-    ]
-    done = subprocess.run(
-        [*command, *options], cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
+    device = ("--device", "cpu", "--emulate-cuda", "--engine", "vllm", "--workers", "1")
+    extra = ("--extra-config", '{"cpu_bytes_to_use": 1000000}', "-k", "chunked.boundaries")
+    options = (*device, *extra, "--report-dir", "report")
+    done = kvconform("run", "OffloadingConnector", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "CONFORMANT in what was selected" in done.stdout

@@ -13,20 +13,9 @@ from kvconform.compat import vllm_api
 from kvconform.compat.vllm_api import SupportsHMA
 from kvconform.engine import configs
 from kvconform.refimpl import faulty
-from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.connector import Finish, ReferenceConnector
 
-SIZES: dict[str, Any] = dict(
-    block_size=4,
-    num_blocks=8,
-    budget=64,
-    max_seqs=4,
-    max_model_len=256,
-    prefix_caching=True,
-    spec_tokens=2,
-    scheduling="sync",
-    runner="v1",
-    policy="fcfs",
-)
+SIZES: dict[str, Any] = dict(block_size=4, num_blocks=8, spec_tokens=2)
 
 
 def transfer(store: str) -> Any:
@@ -131,9 +120,7 @@ class Hybrid(ReferenceConnector, SupportsHMA):
     vLLM keeps the hybrid cache manager on for it, and not for its siblings.
     """
 
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> Finish:
         return self.request_finished(request, block_ids[0])
 
 

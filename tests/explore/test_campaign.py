@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,25 +18,13 @@ from kvconform.contract.loader import load_spec
 from kvconform.explore.pool import Pool
 from kvconform.explore.races import races
 from places import BAD_CONNECTORS
+from program_rig import kvconform
 
 pytestmark = pytest.mark.e2e
 
 
 def explore(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "kvconform",
-        "explore",
-        *arguments,
-        "-n",
-        "1",
-        "--out",
-        "found",
-    ]
-    return subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
-    )
+    return kvconform("explore", *arguments, "-n", "1", "--out", "found", cwd=tmp_path)
 
 
 def test_a_defect_is_found_and_made_small(tmp_path: Path) -> None:

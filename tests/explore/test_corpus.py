@@ -11,7 +11,7 @@ from kvconform.errors import UsageError
 from kvconform.explore import command
 from kvconform.explore.campaign import Corpus
 from kvconform.explore.dice import Dice
-from kvconform.explore.draw import drawn, small
+from kvconform.explore.draw import drawn
 from kvconform.explore.mutate import mutated
 from kvconform.explore.outcome import Failure, Outcome, never, pairs_of
 from kvconform.explore.workload import Workload
@@ -40,7 +40,7 @@ def _nth(count: int) -> int:
 
 
 def test_small_workloads_are_small() -> None:
-    for workload in small(["reference"], MODES, None, first_seed=1, count=60):
+    for workload in drawn(["reference"], MODES, None, first_seed=1, count=60, simple=True):
         assert (
             workload.size[0] <= 3
             and workload.variant().engine == "reference"

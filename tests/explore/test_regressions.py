@@ -7,6 +7,7 @@ Each is attributed to its true cause, and known by name.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,14 @@ AGAIN: list[Data] = [
     {"run": {}},
     {"drop-local": {}},
 ]
+
+
+def mended(
+    steps: list[Data], engine: str = "reference", scheduling: str = "sync", **more: Any
+) -> Workload:
+    return Workload(
+        make("mended", "Found by exploration.", steps, engine=engine, scheduling=scheduling, **more)
+    )
 
 
 def failing(name: str, positions: object = "all", **more: object) -> list[Data]:
@@ -73,16 +82,10 @@ def test_what_vllm_breaks_is_known_by_name(
     steps: list[Data], config: Data, scheduling: str, broken: set[str], tmp_path: Path
 ) -> None:
     relations = ["no-connector"]
-    data = make(
-        "mended",
-        "Found by exploration.",
-        steps,
-        engine="vllm",
-        scheduling=scheduling,
-        config=config,
-        relations=relations,
+    workload = mended(
+        steps, engine="vllm", scheduling=scheduling, config=config, relations=relations
     )
-    found = outcome(Workload(data), TARGET, SPEC, tmp_path / "run")
+    found = outcome(workload, TARGET, SPEC, tmp_path / "run")
     assert found.error is None and not found.failures
     assert broken <= set(found.broken_guarantees) <= set(explained(SPEC))
 
@@ -99,9 +102,7 @@ def test_who_makes_kv_up_has_nothing_to_forget(tmp_path: Path) -> None:
         {"add": {"req": "b", "prompt": {"of": "a", "tokens": 1, "then": 5}, "max_tokens": 4}},
         {"run": {}},
     ]
-    workload = Workload(
-        make("mended", "Found by exploration.", steps, engine="reference", scheduling="sync")
-    )
+    workload = mended(steps)
     assert not outcome(workload, target_of("zeros"), SPEC, tmp_path / "run").failures
 
 
@@ -121,15 +122,8 @@ def test_what_a_load_lost_is_promised_to_nobody_while_its_failure_is_under_way(
         {"add": {"req": "c", "prompt": {"same": "a"}, "max_tokens": 7, "reloads": "a"}},
         {"run": {}},
     ]
-    data = make(
-        "mended",
-        "Found by exploration.",
-        steps,
-        engine="reference",
-        scheduling="sync",
-        config={"num_blocks": 13},
-    )
-    found = outcome(Workload(data), target_of("delayed"), SPEC, tmp_path / "run")
+    workload = mended(steps, config={"num_blocks": 13})
+    found = outcome(workload, target_of("delayed"), SPEC, tmp_path / "run")
     assert found.error is None and found.failures == [] and "load" in found.reached
 
 
@@ -147,22 +141,8 @@ def test_a_lookup_after_a_reset_may_find_less_than_before(tmp_path: Path) -> Non
         {"reset": {"running": False, "connector": True}},
         {"run": {}},
     ]
-    data = make(
-        "mended",
-        "Found by exploration.",
-        steps,
-        engine="reference",
-        scheduling="sync",
-        policies=["deny-first-alloc"],
-    )
-    report = run_and_judge(
-        Workload(data).variant(),
-        TARGET,
-        SPEC,
-        seed=0,
-        tmp=tmp_path / "run",
-        strict=True,
-    )
+    variant = mended(steps, policies=["deny-first-alloc"]).variant()
+    report = run_and_judge(variant, TARGET, SPEC, seed=0, tmp=tmp_path / "run", strict=True)
     lookups = [event for event in report.trace if event["kind"] == "lookup" and event["req"] == "b"]
     assert lookups[1]["tokens"] < lookups[0]["tokens"]
     assert (

@@ -90,7 +90,7 @@ def test_a_check_that_cannot_be_evaluated_is_an_error_and_no_pass(
 ) -> None:
     from kvconform.config.target import Target
     from kvconform.explore import outcome
-    from kvconform.explore.draw import small
+    from kvconform.explore.draw import drawn
 
     row = Row("lookup.answer-type", "c", "reference", "sync", "v1", 1, 4, Verdict.ERROR)
     row.message = "it reads x, which is not there"
@@ -103,6 +103,6 @@ def test_a_check_that_cannot_be_evaluated_is_an_error_and_no_pass(
 
     monkeypatch.setattr(outcome, "run_and_judge", judged)
     target = Target("kvconform.refimpl.connector:ReferenceConnector", {"store": "{tmp}"})
-    [workload] = small(["reference"], ["sync"], None, first_seed=0, count=1)
+    [workload] = drawn(["reference"], ["sync"], None, first_seed=0, count=1, simple=True)
     found = outcome.outcome(workload, target, defects.specification(), tmp_path / "run")
     assert found.error == "lookup.answer-type: it reads x, which is not there"

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from kvconform.errors import UsageError
 from kvconform.init import write
 from kvconform.init.find import find
 from kvconform.init.origin import Origin
-from places import RIGS
+from program_rig import FAKE, kvconform, python
 
 CONNECTOR = """from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 class Acme(KVConnectorBase_V1):
@@ -38,18 +37,8 @@ def repository(tmp_path: Path) -> Path:
 def init(
     here: Path, *arguments: str, runner: str = "fake_runner:judge", command: str = "init"
 ) -> subprocess.CompletedProcess[str]:
-    more = {
-        "PYTHONPATH": os.pathsep.join([str(RIGS), os.environ.get("PYTHONPATH", "")]),
-        "NO_COLOR": "1",
-        "KVCONFORM_RUNNER": runner,
-    }
-    env = {**os.environ, **more}
-    if not runner:
-        del env["KVCONFORM_RUNNER"]
-    words = [sys.executable, "-m", "kvconform", command, *arguments]
-    return subprocess.run(
-        words, cwd=here, env=env, capture_output=True, text=True, timeout=400, check=False
-    )
+    env = FAKE | {"KVCONFORM_RUNNER": runner} if runner else {"PYTHONPATH": FAKE["PYTHONPATH"]}
+    return kvconform(command, *arguments, cwd=here, env=env, timeout=400)
 
 
 def written(repository: Path, name: str) -> str:
@@ -148,20 +137,9 @@ def test_the_written_test_runs_the_connector(repository: Path) -> None:
         ('[extra_config]\nfail = {"hook.no-raise" = ["lifecycle.api"]}\n', 1),
     ):
         (repository / "kvconform.toml").write_text(text + bad, encoding="utf-8")
-        more = {
-            "PYTHONPATH": str(RIGS),
-            "KVCONFORM_RUNNER": "fake_runner:judge",
-            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-        }
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]
-        done = subprocess.run(
-            command,
-            cwd=repository,
-            env={**os.environ, **more},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
+        env = FAKE | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        done = python(
+            "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests", cwd=repository, env=env
         )
         assert done.returncode == code, done.stdout
         assert "1 passed" in done.stdout or "NOT CONFORMANT" in done.stdout

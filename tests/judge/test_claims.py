@@ -13,7 +13,7 @@ from kvconform.contract.expression import compile_capability
 from kvconform.contract.loader import load_spec
 from kvconform.judge.aggregate import claimed, mismatches, reasons, unasked, void
 from kvconform.judge.records import Row, Verdict
-from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.connector import Lookup, ReferenceConnector
 from kvconform.run.calibration import profile_of
 
 SPEC = load_spec()
@@ -150,9 +150,7 @@ def test_what_a_run_that_broke_off_says_is_not_taken_for_silence(tmp_path: Path)
 class NeverComes(Undeclared):
     """Announces asynchronous loads, and never says that one is over."""
 
-    def get_num_new_matched_tokens(
-        self, request: Any, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Lookup:
         tokens, _ = super().get_num_new_matched_tokens(request, num_computed_tokens)
         return tokens, bool(tokens)
 

@@ -14,7 +14,7 @@ import pytest
 from kvconform.config.target import Target
 from kvconform.contract.loader import load_spec
 from kvconform.judge.backtrace import EXCERPT, LEAST, excerpt
-from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.connector import Finish, ReferenceConnector
 from kvconform.report.timeline import render
 from kvconform.run.case import run_and_judge
 
@@ -29,9 +29,7 @@ class PinsFirst(ReferenceConnector):
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self._pool = gpu_block_pool
 
-    def request_finished(
-        self, request: Any, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Any, block_ids: list[int]) -> Finish:
         if (pool := self.__dict__.pop("_pool", None)) is not None:
             pool.touch([pool.blocks[block] for block in block_ids])
         return super().request_finished(request, block_ids)

@@ -91,16 +91,15 @@ def test_verify_compares_every_lane_but_the_nonce(
     dim: int, dtype: torch.dtype, where: tuple[str, str]
 ) -> None:
     """In slot `i`, lane `i` of V of the second head is wrong."""
-    plain = {
-        "numbers": (3,),
-        "apart": (False,),
-        "turned": False,
-        "gaps": (0, 0, 0),
-        "step": 1,
-        "shift": 0,
-    }
     cache = Shape(
-        layout="kv-first", dtype=dtype, layers=1, blocks=dim // 2, heads=2, size=2, dim=dim, **plain
+        layout="kv-first",
+        dtype=dtype,
+        layers=1,
+        blocks=dim // 2,
+        heads=2,
+        size=2,
+        dim=dim,
+        numbers=(3,),
     ).make(where[0])
     slots, content = index(list(range(dim)), where[0]), ids(list(range(dim)), where[0])
     write(cache.paged, slots, content, 7, where[1])
@@ -140,14 +139,6 @@ def test_blocks_are_shared_out_to_threads(
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        plain = {
-            "numbers": (3, 5, 4),
-            "apart": (False, True, False),
-            "turned": False,
-            "gaps": (0, 0, 0),
-            "step": 1,
-            "shift": 0,
-        }
         heads = 1 if layout == "mla" else 2
         cache = Shape(
             layout=layout,
@@ -157,7 +148,8 @@ def test_blocks_are_shared_out_to_threads(
             heads=heads,
             size=4,
             dim=32,
-            **plain,
+            numbers=(3, 5, 4),
+            apart=(False, True, False),
         ).make("cpu")
         slots = [block * 4 + place for block in (7, 2, 9, 0, 1, 10, 4) for place in range(4)] + [
             -1,
@@ -330,15 +322,7 @@ def test_a_cache_of_more_than_2_31_elements(apart: int, last: int, where: tuple[
 def test_the_digest_does_not_depend_on_the_layout(
     where: tuple[str, str], data: st.DataObject
 ) -> None:
-    sizes = {
-        "dtype": torch.bfloat16,
-        "layers": 2,
-        "blocks": 3,
-        "heads": 2,
-        "size": 3,
-        "dim": data.draw(st.sampled_from([16, 18, 33])),
-    }
-
+    dim = data.draw(st.sampled_from([16, 18, 33]))
     names = data.draw(
         st.lists(
             st.sampled_from([name for name in every() if "mla" not in name]), min_size=2, max_size=2
@@ -346,15 +330,16 @@ def test_the_digest_does_not_depend_on_the_layout(
     )
     found = []
     for seed, name in enumerate(names):
-        plain = {
-            "numbers": (0, 1),
-            "apart": (False, False),
-            "turned": False,
-            "gaps": (0, 0, 0),
-            "step": 1,
-            "shift": 0,
-        }
-        cache = Shape(layout=name, **sizes, **plain).make(where[0], seed)
+        cache = Shape(
+            layout=name,
+            dtype=torch.bfloat16,
+            layers=2,
+            blocks=3,
+            heads=2,
+            size=3,
+            dim=dim,
+            numbers=(0, 1),
+        ).make(where[0], seed)
         write(
             cache.paged, index(list(range(9)), where[0]), ids(list(range(9)), where[0]), 9, where[1]
         )

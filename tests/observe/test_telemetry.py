@@ -126,14 +126,7 @@ def test_what_vllm_refuses() -> None:
     config = vllm_api.build_config(
         block_size=4,
         num_blocks=8,
-        budget=64,
-        max_seqs=4,
         max_model_len=64,
-        prefix_caching=True,
-        spec_tokens=0,
-        scheduling="sync",
-        runner="v1",
-        policy="fcfs",
         transfer=vllm_api.transfer_config(
             "ReferenceConnector", "kv_both", {}, "kvconform.refimpl.connector", "fail", "test"
         ),

@@ -150,15 +150,15 @@ class Shape:
     size: int
     dim: int
     numbers: tuple[int, ...]
-    apart: tuple[bool, ...]
-    """By layer: in a buffer of its own?"""
-    turned: bool
+    apart: tuple[bool, ...] = ()
+    """By layer: in a buffer of its own? Without it, none is."""
+    turned: bool = False
     """Layers lie in memory last to first."""
-    gaps: tuple[int, int, int]
+    gaps: tuple[int, int, int] = (0, 0, 0)
     """Unused places after a row's elements, a block's slots and the blocks."""
-    step: int
+    step: int = 1
     """Distance of a row's elements."""
-    shift: int
+    shift: int = 0
     """Elements before the first."""
 
     @property
@@ -197,7 +197,7 @@ class Shape:
             return len(buffers) - 1
 
         shared = buffer()
-        for layer, alone in enumerate(self.apart):
+        for layer, alone in enumerate(self.apart or (False,) * self.layers):
             mine = buffer() if alone else shared
             at = self.shift + (self.layers - 1 - layer if self.turned else layer) * stride["L"]
             shape, strides = (

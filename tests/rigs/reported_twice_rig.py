@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.connector import Finish, ReferenceConnector
 
 
 class ReportsSendToo(ReferenceConnector):
     held: ClassVar[set[str]] = set()  # of both halves
 
-    def request_finished(
-        self, request: Any, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Any, block_ids: list[int]) -> Finish:
         holds, params = super().request_finished(request, block_ids)
         if request.request_id in self._loading:
             self.held.add(request.request_id)

@@ -8,29 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import places
+import reports_rig
 from kvconform.dev.results.__main__ import ROOT
 
 HERE = places.ROOT / ROOT
-HEADER = {
-    "type": "header",
-    "suite": "0.1",
-    "vllm": "0.32.0",
-    "connector": "x",
-    "engines": ["vllm"],
-    "scheduling": ["sync"],
-    "seed": 0,
-    "profile": "core",
-    "capabilities": {},
-    "adapters": ["a stand-in"],
-}
-ROW = {
-    "type": "row",
-    "case": "chunked.abort",
-    "scheduling": "sync",
-    "runner": "v1",
-    "depth": 1,
-    "block_size": 4,
-}
+HEADER = reports_rig.HEADER | {"connector": "x", "adapters": ["a stand-in"]}
+ROW = {"type": "row", "case": "chunked.abort", **reports_rig.RUN}
 FOOTER = {"type": "footer", "counts": {}, "verdict": "nonconformant"}
 
 

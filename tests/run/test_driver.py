@@ -14,7 +14,7 @@ from core_rig import REFERENCE, RESTART, ROUND_TRIP, check_ok, make_case, run_ca
 from kvconform.config.target import Target
 from kvconform.contract.loader import load_spec
 from kvconform.engine.batch import Batch
-from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.connector import Lookup, ReferenceConnector
 from kvconform.run.case import run_and_judge
 from kvconform.run.records import Run
 
@@ -50,9 +50,7 @@ class RaisesInTorch(ReferenceConnector):
 class AnswersZeroAsync(ReferenceConnector):
     """Says that nothing is to be loaded, asynchronously."""
 
-    def get_num_new_matched_tokens(
-        self, request: Any, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Lookup:
         return 0, True
 
 
@@ -202,9 +200,7 @@ def test_a_crash_before_a_process_restart_is_the_connectors(tmp_path: Path) -> N
 class NeverReceives(ReferenceConnector):
     """Loads for ever."""
 
-    def get_num_new_matched_tokens(
-        self, request: Any, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Lookup:
         return None, False
 
 

@@ -18,7 +18,7 @@ from core_rig import ROUND_TRIP, check_ok, run_case, select
 from kvconform.config.target import Target
 from kvconform.contract.loader import load_spec
 from kvconform.contract.trace import Trace
-from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.connector import Lookup, ReferenceConnector
 from kvconform.run.driver import STALL_STEPS, StallDetector
 from kvconform.run.records import Run
 from kvconform.run.runner import run_variant
@@ -56,9 +56,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Clock]:
 class NeverAnswers(ReferenceConnector):
     """Is asked again and again."""
 
-    def get_num_new_matched_tokens(
-        self, request: Any, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Lookup:
         return None, False
 
 
@@ -67,9 +65,7 @@ class AnswersLate(ReferenceConnector):
 
     asked = 0
 
-    def get_num_new_matched_tokens(
-        self, request: Any, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Lookup:
         self.asked += 1
         return (
             super().get_num_new_matched_tokens(request, num_computed_tokens)
@@ -93,9 +89,7 @@ class TakesTurns(ReferenceConnector):
 
     asked = 0
 
-    def get_num_new_matched_tokens(
-        self, request: Any, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Lookup:
         self.asked += 1
         return None, bool(self.asked % 2)
 

@@ -14,7 +14,7 @@ import pytest
 
 from kvconform.config.target import Target
 from kvconform.errors import UsageError
-from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.connector import Lookup, ReferenceConnector
 from kvconform.run.calibration import profile_of
 from kvconform.run.promises import Crowd, Plain, Promises
 
@@ -97,9 +97,7 @@ class Undeclared(ReferenceConnector):
 class StoresNothing(Undeclared):
     """Finds nothing, ever."""
 
-    def get_num_new_matched_tokens(
-        self, request: Any, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Lookup:
         return 0, False
 
 

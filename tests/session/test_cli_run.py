@@ -7,9 +7,6 @@ fake_runner stands in for the engine, so vLLM is not imported.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -17,56 +14,20 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from kvconform.contract.loader import load_spec
+import program_rig
 from kvconform.judge.records import Verdict
 from kvconform.report.jsonl import ReportLine
 from kvconform.report.summary import Summary
-from places import RIGS
+from program_rig import FAKE, GUARANTEE, MUST, SPEC, Result
 
-SPEC = load_spec()
 CASES = [
     case.id for case in SPEC.cases.values() if len(case.variants(["reference"], ["sync"])) == 1
 ][:4]
-MUST = [
-    r.id
-    for r in SPEC.requirements.values()
-    if r.kind == "requirement" and r.level == "MUST" and r.id != "hook.terminates"
-][:3]
 SHOULD = next(
     r.id
     for r in SPEC.requirements.values()
     if r.kind == "requirement" and r.level.startswith("SHOULD")
 )
-GUARANTEE = next(r.id for r in SPEC.requirements.values() if r.kind == "guarantee")
-
-
-class Result:
-    """What a run left behind."""
-
-    def __init__(self, done: subprocess.CompletedProcess[str], folder: Path) -> None:
-        self.code, self.out, self.err, self.folder = (
-            done.returncode,
-            done.stdout,
-            done.stderr,
-            folder,
-        )
-
-    @property
-    def lines(self) -> list[dict[str, Any]]:
-        return [
-            json.loads(line)
-            for line in (self.folder / "report.jsonl").read_text(encoding="utf-8").splitlines()
-        ]
-
-    def rows(self, verdict: Verdict) -> list[dict[str, Any]]:
-        return [line for line in self.lines if line["type"] == "row" and line["verdict"] == verdict]
-
-    @property
-    def summary(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(
-            (self.folder / "summary.json").read_text(encoding="utf-8")
-        )
-        return found
 
 
 def kvconform(
@@ -76,35 +37,11 @@ def kvconform(
     cases: list[str] | None = None,
 ) -> Result:
     """Run the program in tmp_path on some cases, reference engine, sync, one worker."""
-    environment = {
-        **os.environ,
-        "KVCONFORM_RUNNER": "fake_runner:judge",
-        "PYTHONPATH": str(RIGS),
-        "PYTEST_ADDOPTS": "--no-such-option",  # the settings of others do not matter
-        "NO_COLOR": "1",
-    }
-    command = [
-        sys.executable,
-        "-m",
-        "kvconform",
-        "run",
-        "--engine",
-        "reference",
-        "--scheduling",
-        "sync",
-        "--workers",
-        "1",
-    ]
+    command = ["run", "--engine", "reference", "--scheduling", "sync", "--workers", "1"]
     command += ["--extra-config", json.dumps(orders)] if orders is not None else []
     command += ["-k", ",".join(CASES[:2] if cases is None else cases)] if cases != [] else []
-    done = subprocess.run(
-        [*command, *arguments],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=environment,
-        timeout=240,
-    )
+    others = {"PYTEST_ADDOPTS": "--no-such-option"}  # the settings of others do not matter
+    done = program_rig.kvconform(*command, *arguments, cwd=tmp_path, env=FAKE | others)
     return Result(done, tmp_path / "kvconform-report")
 
 

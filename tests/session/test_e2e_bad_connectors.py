@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
-from places import BAD_CONNECTORS
+from places import BAD_CONNECTORS, ROOT
+from program_rig import python
 
 pytestmark = [
     pytest.mark.e2e,
@@ -27,31 +26,10 @@ pytestmark = [
 
 def kvconform(folder: Path, connector: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """One worker, the reference engine, sync; the store is each case's own."""
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "kvconform",
-        "run",
-        connector,
-        "--pythonpath",
-        str(BAD_CONNECTORS),
-        "--workers",
-        "1",
-    ]
-    command += [
-        "--engine",
-        "reference",
-        "--scheduling",
-        "sync",
-        "--extra-config",
-        '{"store": "{tmp}"}',
-        *arguments,
-    ]
-    environment = {**os.environ, "NO_COLOR": "1"}
-    return subprocess.run(
-        command, capture_output=True, text=True, cwd=folder, env=environment, timeout=180
-    )
+    where = ("--pythonpath", str(BAD_CONNECTORS), "--workers", "1")
+    what = ("--engine", "reference", "--scheduling", "sync", "--extra-config", '{"store": "{tmp}"}')
+    command = ("-P", "-m", "kvconform", "run", connector, *where, *what)
+    return python(*command, *arguments, cwd=folder, timeout=180)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +113,5 @@ def test_the_controller_imports_neither_vllm_nor_torch() -> None:
         "import sys, kvconform.cli, kvconform.session.launch; "
         "print({'vllm', 'torch', 'numpy'} & set(sys.modules))"
     )
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60
-    )
+    done = python("-P", "-c", code, cwd=ROOT, timeout=60)
     assert done.stdout.strip() == "set()", done.stderr

@@ -4,19 +4,10 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
-from places import RIGS
-
-ENVIRONMENT = {
-    **os.environ,
-    "PYTHONPATH": str(RIGS),
-    "KVCONFORM_RUNNER": "fake_runner:judge",
-    "NO_COLOR": "1",
-}
+from program_rig import FAKE, python
 
 INERT = """
 import sys
@@ -32,20 +23,8 @@ set(sys.modules)
 
 
 def pytest_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:hypothesispytest",
-        *arguments,
-    ]
-    return subprocess.run(
-        command, capture_output=True, text=True, cwd=folder, env=ENVIRONMENT, timeout=240
-    )
+    plugins = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest")
+    return python("-P", "-m", "pytest", *plugins, *arguments, cwd=folder, env=FAKE)
 
 
 def test_inert_without_connector(tmp_path: Path) -> None:

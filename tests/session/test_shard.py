@@ -8,10 +8,7 @@ in for the engine, so vLLM is not needed.
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +16,10 @@ import pytest
 
 from kvconform.config.selection import cost, part, select, suite_digest
 from kvconform.config.settings import Settings, Shard, parse
-from kvconform.contract.loader import load_spec
-from places import RIGS
+from program_rig import FAKE, GUARANTEE, MUST, SPEC, Result, kvconform
 
-SPEC = load_spec()
 CASES = [v.case.id for v in select(SPEC, Settings(profile="smoke"), "0.32.0").variants]
 CASES = list(dict.fromkeys(CASES))[:4]
-MUST = [
-    r.id
-    for r in SPEC.requirements.values()
-    if r.kind == "requirement" and r.level == "MUST" and r.id != "hook.terminates"
-][:3]
-GUARANTEE = next(r.id for r in SPEC.requirements.values() if r.kind == "guarantee")
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
@@ -62,46 +51,13 @@ def test_the_suite_is_known_by_its_content() -> None:
     assert suite_digest() == suite_digest() and len(suite_digest()) == 12
 
 
-class Result:
-    """What the program said and left."""
-
-    def __init__(self, done: subprocess.CompletedProcess[str], folder: Path) -> None:
-        self.code, self.out, self.err, self.folder = (
-            done.returncode,
-            done.stdout,
-            done.stderr,
-            folder,
-        )
-
-    @property
-    def report(self) -> str:
-        return (self.folder / "report.jsonl").read_text(encoding="utf-8")
-
-    def verdicts(self, requirement: str) -> set[str]:
-        rows = [json.loads(line) for line in self.report.splitlines()]
-        return {row["verdict"] for row in rows if row.get("requirement") == requirement}
-
-    @property
-    def summary(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(
-            (self.folder / "summary.json").read_text(encoding="utf-8")
-        )
-        return found
+def verdicts(result: Result, requirement: str) -> set[str]:
+    return {row["verdict"] for row in result.rows() if row["requirement"] == requirement}
 
 
 def program(tmp_path: Path, folder: str, *arguments: str) -> Result:
     """`kvconform ARGUMENTS... --report-dir FOLDER` in tmp_path."""
-    modules = os.pathsep.join([str(RIGS), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
-    environment = {
-        **os.environ,
-        "KVCONFORM_RUNNER": "fake_runner:judge",
-        "PYTHONPATH": modules,
-        "NO_COLOR": "1",
-    }
-    command = [sys.executable, "-m", "kvconform", *arguments, "--report-dir", folder]
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=240
-    )
+    done = kvconform(*arguments, "--report-dir", folder, cwd=tmp_path, env=FAKE)
     return Result(done, tmp_path / folder)
 
 
@@ -154,7 +110,7 @@ def test_the_joint_report_is_that_of_the_unsplit_run(tmp_path: Path) -> None:
     joint = program(tmp_path, "joint", "merge", "s2", "s1")
     assert joint.report == whole.report
     assert joint.code == whole.code == 1
-    assert joint.verdicts(MUST[2]) >= {"XPASS"} and joint.verdicts(MUST[0]) >= {"XFAIL"}
+    assert verdicts(joint, MUST[2]) >= {"XPASS"} and verdicts(joint, MUST[0]) >= {"XFAIL"}
     for key in ("verdict", "counts", "requirements", "cases"):
         assert joint.summary[key] == whole.summary[key]
     answer = next(

@@ -4,28 +4,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from program_rig import kvconform, python
+
 CASES = ("-k", "placeholders.prompt-boundary,chunked.partial-tail")
 
 
-def ran(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-
-
 def snapshot(action: str, *more: str, cwd: Path) -> tuple[int, str]:
-    done = ran("-m", "kvconform", "snapshot", action, "--dir", "kept", *more, cwd=cwd)
+    done = kvconform("snapshot", action, "--dir", "kept", *more, cwd=cwd)
     return done.returncode, " ".join((done.stdout + done.stderr).split())
 
 
@@ -97,6 +86,6 @@ def test_an_update_by_several_processes_is_refused(tmp_path: Path) -> None:
         "--kv-snapshots",
         "kept",
     )
-    done = ran(*plugin, "--snapshot-update", "-n", "2", cwd=tmp_path)
+    done = python(*plugin, "--snapshot-update", "-n", "2", cwd=tmp_path)
     assert done.returncode == 4 and "snapshots are updated by one process" in done.stderr
     assert not (tmp_path / "kept").exists()
