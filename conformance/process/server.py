@@ -6,16 +6,14 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import signal
 import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
 
-import psutil
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from kvconform.errors import EnvironmentProblem
@@ -211,23 +209,23 @@ class Server:
 
         No error if it does not run.
         """
-        for process in self._processes():
-            with contextlib.suppress(psutil.Error):
-                process.suspend()
+        self._signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
         """Resume the server's suspended processes. No error if there are none."""
-        for process in self._processes():
-            with contextlib.suppress(psutil.Error):
-                process.resume()
+        self._signal(signal.SIGCONT)
 
-    def _processes(self) -> list[psutil.Process]:
-        """Return the server's processes without the supervisor, which must keep running."""
+    def _signal(self, number: int) -> None:
+        """Send a signal to the server's processes, not to the supervisor: it must keep running."""
+        # Imported here because the command line loads this module for its settings.
+        import psutil
+
         if self._guard is None or not self.running:
-            return []
+            return
         with contextlib.suppress(psutil.Error):
-            return psutil.Process(self._guard.pid).children(recursive=True)
-        return []
+            for process in psutil.Process(self._guard.pid).children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    process.send_signal(number)
 
     def kill(self) -> None:
         """Kill the server at once, as a crash would. No error if it does not run."""
@@ -276,6 +274,10 @@ class Server:
             ):
                 return True
             return False
+        # Imported here because the command line loads this module for its settings.
+        import urllib.error
+        import urllib.request
+
         assert call.http is not None
         body = None if call.body is None else json.dumps(call.body).encode()
         request = urllib.request.Request(
