@@ -349,7 +349,7 @@ _kind(
     "placeholders:int known:int in_flight:int drafts:int new_blocks:list? table:list "
     "num_output_tokens:int final_before:int final_after:int? prefill:bool all_ids:int? "
     "prefill_ids:int? told:int",
-    "One request's share of a step. computed = C before it advances; final_before, final_after "
+    "One request's share of a step. computed: before it advances; final_before, final_after "
     "= tokens whose KV is final; told = blocks at the table's start that earlier outputs "
     "included.",
 )
@@ -365,7 +365,7 @@ _kind(
     "sched",
     "req:str generation:int of_step:int computed:int placeholders:int known:int in_flight:int "
     "cached_blocks:int real:int status:str",
-    "A step's output was processed for a request; real = C - P.",
+    "A step's output was processed for a request; real = computed - placeholders.",
 )
 _kind(
     "req.finished",

@@ -90,7 +90,7 @@ class _Body(Model):
 class State(_Body):
     """The scheduler's view of a request now.
 
-    computed = C, placeholders = P, tokens = N, real = C - P.
+    `tokens` are its known tokens; `real` is `computed` - `placeholders`.
     """
 
     req: Name

@@ -316,7 +316,7 @@ class _Blame:
         row.req = first.req
         row.event = first.event
         row.message = first.message
-        row.check = first.check if own is not None else None
+        row.check = first.check
 
     def explanation(self, req: Requirement, violation: Violation) -> str | None:
         """Return the requirement, or CRASH, that explains a violation, or None.

@@ -42,7 +42,7 @@ VIEWS = (
     ("requests", "req.finished", ("req", "status", "computed", "known")),
     ("requests", "cache.reset", ("phase", "returned")),
     ("requests", "engine.crash", ("error",)),
-    ("requests", "engine.stall", ("error",)),
+    ("requests", "engine.stall", ("waiting_on",)),
     ("tokens", "sample", ("req", "index", "token")),
 )
 """Views of the engine: name, kind of event, the fields that are compared."""

@@ -31,7 +31,10 @@ def spans(page: str) -> list[str]:
 def exists(path: str) -> bool:
     """Whether there is such a file or folder; `<id>` and `*` stand for any name."""
     pattern = re.sub(r"<\w+>", "*", path).rstrip("/")
-    return any((ROOT / folder).glob(pattern) for folder in (".", "conformance"))
+    found = [*ROOT.glob(pattern), *(ROOT / "conformance").glob(pattern)]
+    if "/" not in pattern:  # a file of the folder that the sentence names
+        found += [*(ROOT / "conformance").glob(f"*/{pattern}"), *(ROOT / "refimpl").glob(pattern)]
+    return bool(found)
 
 
 def names_in(body: list[ast.stmt]) -> dict[str, ast.stmt]:

@@ -15,6 +15,7 @@ from kvconform.explore.draw import drawn
 from kvconform.explore.mutate import mutated
 from kvconform.explore.outcome import Failure, Outcome, never, pairs_of
 from kvconform.explore.workload import Workload
+from kvconform.judge.records import Row, Verdict
 
 BOTH = ["reference", "vllm"]
 MODES = ["sync", "async"]
@@ -90,7 +91,10 @@ def test_a_corpus_is_found_again_and_goes_on_where_it_was(tmp_path: Path) -> Non
 
 def test_pairs_tell_what_was_put_to_the_test_where() -> None:
     [workload] = [each for each in some(40) if each.data["engines"] == ["vllm"]][:1]
-    rows = [{"requirement": "save.x", "exercised": 2}, {"requirement": "load.y", "exercised": 0}]
+    rows = [
+        Row(name, "c", "vllm", "sync", "v1", 1, 4, Verdict.PASS, exercised=exercised)
+        for name, exercised in (("save.x", 2), ("load.y", 0))
+    ]
     trace = [
         {"kind": "lookup", "req": "a"},
         {"kind": "req.state", "req": "a", "from": "WAITING", "to": "RUNNING", "by": "admit"},
