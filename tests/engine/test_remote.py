@@ -19,6 +19,13 @@ from core_rig import REFERENCE, ROUND_TRIP, check_ok, run_case, select
 from kvconform.compat.vllm_api import KVConnectorMetadata
 from kvconform.process import watchdog
 from kvconform.refimpl.connector import ReferenceConnector
+from places import ROOT
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fresh interpreter imports this module's connectors by their name, from the checkout."""
+    monkeypatch.syspath_prepend(str(ROOT))
 
 
 class SharesByModule(ReferenceConnector):
