@@ -153,7 +153,7 @@ _kind(
 _kind(
     "engine.stall",
     "harness",
-    "steps:int waiting_on:list seconds:int",
+    "steps:int waiting_on:list",
     "No progress for the stall limit.",
 )
 _kind(
@@ -236,7 +236,7 @@ _kind(
 _kind(
     "hook.returned",
     "hooks",
-    "hook:str half:str rank:int depth:int error:str? error_text:str? error_at:list? value:str? "
+    "hook:str depth:int error:str? error_text:str? error_at:list? value:str? "
     "value_ok:bool "
     "mutated_args:bool params_msgpack_ok:bool params_aliased:bool called_seq:int layer:str? "
     "timed_out:bool",
@@ -245,20 +245,20 @@ _kind(
 _kind(
     "meta.built",
     "hooks",
-    "ok:bool pickles:bool pickle_error:str? digest:str? output_mutated:bool none:bool "
+    "ok:bool pickles:bool pickle_error:str? output_mutated:bool none:bool "
     "block_state_kept:bool of_step:int",
     "build_connector_meta returned.",
 )
 _kind(
     "meta.bound",
     "hooks",
-    "digest:str? same_as_built:bool",
+    "same_as_built:bool",
     "The worker half received the metadata of its step.",
 )
 _kind(
     "meta.cleared",
     "hooks",
-    "digest:str? same_as_built:bool",
+    "",
     "The metadata was removed again.",
 )
 _kind(
@@ -320,7 +320,7 @@ _kind(
     "lookup",
     "sched",
     "req:str generation:int local:int tokens:int? is_async:bool type_ok:bool known:int "
-    "status:str repeat:bool prev_tokens:int? store_may_have_shrunk:bool same_claim_failed:int "
+    "repeat:bool prev_tokens:int? store_may_have_shrunk:bool same_claim_failed:int "
     "ever_computed:int ever_plain:int computed_before_reset:int after_reset:bool computed:int "
     "starved:bool",
     "get_num_new_matched_tokens returned. starved = it offered a load that would fit if the "
@@ -339,7 +339,7 @@ _kind(
     "step.scheduled",
     "sched",
     "total:int new:list cached:list resumed:list preempted:list finished:list "
-    "has_sync_loads:bool empty:bool drafts:dict new_ids:int?",
+    "has_sync_loads:bool empty:bool new_ids:int?",
     "schedule() returned: one step's output.",
 )
 _kind(
@@ -347,7 +347,7 @@ _kind(
     "sched",
     "req:str generation:int listed_as:str output_computed:int computed:int scheduled:int "
     "placeholders:int known:int in_flight:int drafts:int new_blocks:list? table:list "
-    "num_output_tokens:int final_before:int final_after:int? prefill:bool all_ids:int? "
+    "final_before:int final_after:int? prefill:bool all_ids:int? "
     "prefill_ids:int? told:int",
     "One request's share of a step. computed: before it advances; final_before, final_after "
     "= tokens whose KV is final; told = blocks at the table's start that earlier outputs "
@@ -363,7 +363,7 @@ _kind(
 _kind(
     "req.updated",
     "sched",
-    "req:str generation:int of_step:int computed:int placeholders:int known:int in_flight:int "
+    "req:str generation:int of_step:int computed:int placeholders:int known:int "
     "cached_blocks:int real:int status:str",
     "A step's output was processed for a request; real = computed - placeholders.",
 )
@@ -377,7 +377,7 @@ _kind(
 _kind(
     "block",
     "sched",
-    "op:str id:int group:int owner:str? ref:int in_flight:bool",
+    "op:str id:int owner:str? ref:int in_flight:bool",
     "An operation of the block pool on one block; in_flight = a step that has not landed "
     "writes to it.",
 )
@@ -459,13 +459,13 @@ _kind(
 _kind(
     "worker.step_begin",
     "kv",
-    "forward:bool tokens:int",
+    "",
     "The worker begins a step.",
 )
 _kind(
     "worker.step_end",
     "kv",
-    "forward:bool tokens:int ranks:list",
+    "forward:bool ranks:list",
     "The worker ends a step; ranks = those of several on which the connector was bound to "
     "its metadata.",
 )
@@ -487,11 +487,10 @@ _kind(
     "harness",
     "required:str? possible:list? layout:str told:str? shape:list strides:list "
     "own_shape:list? own_strides:list?",
-    "KV tensors: the layout that the class requires, the possible layouts (None: all), the "
-    "layout in the KVCacheConfig (told); own = by vLLM's own code.",
+    "KV tensors: the layout that the class requires, the possible layouts (None: all), "
+    "the layout in the KVCacheConfig (told); own = by vLLM's own code.",
 )
 WRITES = (
-    "tail",
     "shared",
     "over_computed",
     "null_block",
@@ -499,11 +498,14 @@ WRITES = (
     "other_request",
     "not_transferred",
 )
-"""Kinds of writes to KV memory outside of loads: lists of slots in `kv.changed`."""
+"""Kinds of writes to KV memory outside of loads that may be wrong: lists of slots in `kv.changed`.
+
+Writes behind the granted tokens of a block that a load fills are none of these.
+"""
 _kind(
     "kv.changed",
     "kv",
-    "after_hook:str layer:int req:list transfer:list tail:list shared:list over_computed:list "
+    "after_hook:str layer:int req:list shared:list over_computed:list "
     "null_block:list unallocated:list other_request:list not_transferred:list group:int?",
     "KV memory changed during a hook; the lists hold slots. not_transferred = slots of a group "
     "that is not part of the transferred KV. group = the layer's, if there are several.",
@@ -696,7 +698,7 @@ def crash(where: str, error: BaseException | str, hook: str | None) -> dict[str,
 def never_returned(called: Mapping[str, Any], text: str) -> dict[str, Any]:
     """Return the fields of `hook.returned` for a hook that hung: `called` is its event. Pure."""
     return {
-        **{name: called[name] for name in ("hook", "half", "rank", "depth")},
+        **{name: called[name] for name in ("hook", "depth")},
         "error": "HookTimeout",
         "error_text": text,
         "error_at": None,

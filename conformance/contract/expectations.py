@@ -70,7 +70,6 @@ ROW_FIELDS = (
     "known",
     "in_flight",
     "drafts",
-    "num_output_tokens",
     "final_before",
     "final_after",
     "all_ids",

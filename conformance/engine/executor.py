@@ -133,7 +133,7 @@ class Executor:
         leader.begin(output, fresh)
         tokens = output.total_num_scheduled_tokens
         first = len(self.trace.events)
-        self.trace.emit("worker.step_begin", forward=tokens > 0, tokens=tokens)
+        self.trace.emit("worker.step_begin")
         self._begin_reports()
         if tokens:
             self.observer.activity += 1
@@ -145,7 +145,7 @@ class Executor:
         for row in leader.rows:
             self._note_final(row, failed)
         bound = self._bound_since(first) if len(self.ranks.members) > 1 else []
-        self.trace.emit("worker.step_end", forward=tokens > 0, tokens=tokens, ranks=bound)
+        self.trace.emit("worker.step_end", forward=tokens > 0, ranks=bound)
         if tokens or self._received:
             self.progress += 1
         return result

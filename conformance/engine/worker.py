@@ -187,7 +187,6 @@ class Worker:
                 "block",
                 op="poison",
                 id=block,
-                group=int(self.cache.group_of[block]),
                 owner=owner,
                 ref=1,
                 in_flight=False,

@@ -405,7 +405,8 @@ def _offered(e: Event) -> str:
 
 def _registered(e: Event) -> str:
     return (
-        f"layout {e['layout']} (required: {e['required']}, possible: {e['possible'] or 'any'});"
+        f"layout {e['layout']} (required: {e['required']}, possible: {e['possible'] or 'any'},"
+        f" in the KVCacheConfig: {e['told'] or 'none'});"
         f" the first tensor has shape {e['shape']} and strides {e['strides']},"
         f" by vLLM's own code {e['own_shape']} and {e['own_strides']}"
     )

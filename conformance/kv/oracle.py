@@ -317,7 +317,6 @@ class Oracle(Loads):
                 owners.setdefault(block, []).append(req)
         kinds: dict[str, list[int]] = {k: [] for k in WRITES}
         reqs: set[str] = set()
-        transfers: set[str] = set()
         for slot in slots.tolist():
             block = slot // size
             if block == 0:
@@ -334,11 +333,11 @@ class Oracle(Loads):
             if not inside:
                 mine = [grant for grant in grants if block in grant.table]
                 mine = mine or self._past(block, owners)
-                kinds[self._outside(slot, block, mine, owners)].append(slot)
+                if (kind := self._outside(slot, block, mine, owners)) is not None:
+                    kinds[kind].append(slot)
             reqs.update(grant.req for grant in mine)
-            transfers.update(grant.transfer for grant in mine)
         self.version[layer, slots] += 1
-        whose = {"req": sorted(reqs), "transfer": sorted(transfers), "group": self._group(layer)}
+        whose = {"req": sorted(reqs), "group": self._group(layer)}
         self.trace.emit("kv.changed", after_hook=after_hook, layer=layer, **whose, **kinds)
 
     def _group(self, layer: int) -> int | None:
@@ -354,7 +353,11 @@ class Oracle(Loads):
 
     def _outside(
         self, slot: int, block: int, mine: list[Grant], owners: dict[int, list[str]]
-    ) -> str:
+    ) -> str | None:
+        """Return the kind of a write outside of loads; None for the tail of a block being loaded.
+
+        `mine`: loads whose table contains the block.
+        """
         if block not in owners and not mine:
             return "unallocated"
         for grant in mine:
@@ -366,7 +369,7 @@ class Oracle(Loads):
             return "other_request"
         if self.fill_kind[slot] or not any(grant.open for grant in mine):
             return "over_computed"
-        return "tail"
+        return None
 
     def _granted(self, grant: Grant, layer: int, slot: int, after_hook: str) -> None:
         pos = grant.position(layer, slot)

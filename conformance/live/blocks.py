@@ -222,7 +222,6 @@ class BlockOracle:
         """Emit one kv.changed for the changed blocks of a layer, sorted by kind."""
         kinds: dict[str, list[int]] = {kind: [] for kind in WRITES}
         reqs = set[str]()
-        transfers = set[str]()
         for block in blocks:
             mine = [load for load in self.loads if block in load.grant.table]
             inside = [
@@ -232,14 +231,17 @@ class BlockOracle:
             ]
             for load in inside or mine:
                 reqs.add(load.grant.req)
-                transfers.add(load.grant.transfer)
-            if not inside or block == 0:
-                kinds[self._outside(block, mine)].append(block * self.blocks.size)
-        whose = {"req": sorted(reqs), "transfer": sorted(transfers), "group": None}
+            kind = self._outside(block, mine) if not inside or block == 0 else None
+            if kind is not None:
+                kinds[kind].append(block * self.blocks.size)
+        whose = {"req": sorted(reqs), "group": None}
         self.trace.emit("kv.changed", after_hook=after_hook, layer=layer, **whose, **kinds)
 
-    def _outside(self, block: int, mine: list[Load]) -> str:
-        """Return the kind of a block outside of loads; `mine`: loads whose table contains it."""
+    def _outside(self, block: int, mine: list[Load]) -> str | None:
+        """Return the kind of a block outside of loads; None for one that is being loaded.
+
+        `mine`: loads whose table contains it.
+        """
         if block == 0:
             return "null_block"
         held = [req for req, table in self.note.tables.items() if block in table]
@@ -250,7 +252,7 @@ class BlockOracle:
             if block in load.grant.table[: load.grant.start // self.blocks.size]:
                 return "shared"
         if loading:
-            return "tail"
+            return None
         return "over_computed" if any(load.grant.req in held for load in mine) else "other_request"
 
     # -- loads

@@ -53,7 +53,7 @@ class WorkerProbe:
             probe.on(hook, after=self._layer_hook)
         self._listen()
         self.note: StepNote | None = None
-        self.fields: dict[str, Any] = {}
+        self.forward = False
 
     def _oracle(self, worker: Any, book: Book, wishes: Wishes) -> BlockOracle | None:
         """Return the oracle of the worker's KV, and emit live.kv.
@@ -123,12 +123,11 @@ class WorkerProbe:
         self.note = note_of(output)
         if self.note is None:
             return
-        total = output.total_num_scheduled_tokens
         self.trace.step = self.note.step
         if self.metadata is not None:
             self.metadata.current_digest = self.note.digest
-        self.fields = {"forward": total > 0, "tokens": total}
-        self.trace.emit("worker.step_begin", **self.fields)
+        self.forward = output.total_num_scheduled_tokens > 0
+        self.trace.emit("worker.step_begin")
         self.first = len(self.trace.events)
         if self.oracle is not None:
             self.oracle.begin(self.note)
@@ -141,7 +140,7 @@ class WorkerProbe:
         if self.oracle is not None and not failed:
             self.oracle.end()
         ranks = [self.rank] if self.ranks > 1 and self._bound() else []
-        self.trace.emit("worker.step_end", **self.fields, ranks=ranks)
+        self.trace.emit("worker.step_end", forward=self.forward, ranks=ranks)
 
     def _bound(self) -> bool:
         """Return whether the connector's metadata was bound in this step."""

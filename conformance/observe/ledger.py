@@ -142,7 +142,6 @@ class Ledger:
     def _wrap_pool(self) -> None:
         get_new_blocks = self.pool.get_new_blocks
         free_blocks = self.pool.free_blocks
-        groups = self.view.loads.shape.group_of
 
         def take(count: int) -> list[Any]:
             blocks = get_new_blocks(count)
@@ -159,7 +158,6 @@ class Ledger:
                     "block",
                     op="free",
                     id=block.block_id,
-                    group=int(groups[block.block_id]),
                     owner=None,
                     ref=block.ref_cnt,
                     in_flight=block.block_id in written,
@@ -183,9 +181,7 @@ class Ledger:
         fresh = [(block, owners.get(block, ("nobody", 0))) for block in self._fresh if block != 0]
         for block, (owner, group) in fresh:
             self.view.loads.shape.group_of[block] = group
-            self.trace.emit(
-                "block", op="alloc", id=block, group=group, owner=owner, ref=1, in_flight=False
-            )
+            self.trace.emit("block", op="alloc", id=block, owner=owner, ref=1, in_flight=False)
         self._fresh = []
         return [(block, owner) for block, (owner, _) in fresh]
 
@@ -233,6 +229,7 @@ class Ledger:
                 reason=why,
                 by=reason,
                 **_counters(request),
+                in_flight=request.num_in_flight_tokens,
             )
         self._objects = {}  # a reference from here would make a request look leaked
 
@@ -244,7 +241,6 @@ class Ledger:
         """
         cached = output.scheduled_cached_reqs
         resumed = set(getattr(cached, "resumed_req_ids", ()) or ())
-        drafts = {req: len(ids) for req, ids in output.scheduled_spec_decode_tokens.items()}
         self.state_changes("admit")
         self.trace.emit(
             "step.scheduled",
@@ -256,7 +252,6 @@ class Ledger:
             finished=sorted(output.finished_req_ids),
             has_sync_loads=has_sync_loads(output),
             empty=output.total_num_scheduled_tokens == 0,
-            drafts=drafts,
             new_ids=sum(map(len, getattr(cached, "new_token_ids", ()))),
         )
         self._current = {}
@@ -274,7 +269,6 @@ class Ledger:
                 listed_as="resumed_as_new" if request.num_preemptions else "new",
                 output_computed=new.num_computed_tokens,
                 new_blocks=list(new.block_ids[0]),
-                num_output_tokens=0,
                 all_ids=None,
                 prefill_ids=None if prefill is None else len(prefill),
             )
@@ -288,7 +282,6 @@ class Ledger:
                 listed_as="resumed" if req in resumed else "cached",
                 output_computed=cached.num_computed_tokens[index],
                 new_blocks=None if blocks is None else list(blocks[0]),
-                num_output_tokens=cached.num_output_tokens[index],
                 all_ids=None if ids is None else len(ids),
                 prefill_ids=None,
             )
@@ -438,7 +431,6 @@ def _counters(request: Any) -> dict[str, int]:
         "computed": request.num_computed_tokens,
         "placeholders": request.num_output_placeholders,
         "known": request.num_tokens,
-        "in_flight": request.num_in_flight_tokens,
     }
 
 

@@ -107,7 +107,6 @@ class MetadataObserver:
             ok=isinstance(metadata, KVConnectorMetadata),
             pickles=metadata is not None and reason is None,
             pickle_error=reason,
-            digest=built,
             output_mutated=mutated,
             none=metadata is None,
             block_state_kept=_keeps_block_state(metadata, output),
@@ -131,12 +130,12 @@ class MetadataObserver:
         built = self.current_digest
         arrived = self._arrived
         same = built is None or arrived is None or built == arrived
-        self.trace.emit("meta.bound", digest=arrived, same_as_built=same and not self._refilled)
+        self.trace.emit("meta.bound", same_as_built=same and not self._refilled)
         self._refilled = False
 
     def _cleared(self, call: Call) -> None:
         self._handed = self._latest, self._digest(self._latest)
-        self.trace.emit("meta.cleared", digest=None, same_as_built=True)
+        self.trace.emit("meta.cleared")
 
 
 def _keeps_block_state(metadata: Any, output: Any) -> bool:

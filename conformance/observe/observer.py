@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvconform.compat.vllm_api import RequestStatus
 from kvconform.contract.trace import Event, Trace
 from kvconform.kv.oracle import Grant, Loads
 from kvconform.kv.provenance import ROOT, Memory, extend
@@ -16,7 +15,6 @@ from kvconform.observe.metadata import MetadataObserver
 from kvconform.observe.probe import Probe
 from kvconform.observe.view import SchedulerView
 
-_WAITING = {RequestStatus.WAITING: "waiting", RequestStatus.PREEMPTED: "preempted"}
 Incarnation = tuple[str, int]
 """A request id, and how many earlier requests had the same id."""
 
@@ -130,7 +128,6 @@ class Observer:
             is_async=is_async,
             type_ok=type_ok,
             known=request.num_tokens,
-            status=_WAITING.get(request.status, request.status.name.lower()),
             repeat=previous is not None and not previous.allocated,
             prev_tokens=None if previous is None else previous.tokens,
             store_may_have_shrunk=self._may_have_shrunk(previous, local),

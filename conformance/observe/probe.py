@@ -106,7 +106,7 @@ class Probe:
             raise
         finally:
             self.depth -= 1
-            self._returned(item, rank, timed_out, outermost)
+            self._returned(item, timed_out, outermost)
         return item.result
 
     def half_of(self, connector: Any) -> str | None:
@@ -126,7 +126,7 @@ class Probe:
             known = _halves[id(role)] = role, half
         return known[1]
 
-    def _returned(self, item: Call, rank: int, timed_out: bool, outermost: bool) -> None:
+    def _returned(self, item: Call, timed_out: bool, outermost: bool) -> None:
         check = check_value(item) if outermost and item.error is None else NOTHING
         text = place = None
         if item.error is not None:
@@ -141,8 +141,6 @@ class Probe:
         item.result_event = self.trace.emit(
             "hook.returned",
             hook=item.hook,
-            half=item.half,
-            rank=rank,
             depth=item.depth,
             error=None if item.error is None else type(item.error).__name__,
             error_text=text,

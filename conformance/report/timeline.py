@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from kvconform.contract.events import WRITES
 from kvconform.contract.trace import Event
 
 WIDTH = 118
@@ -147,7 +148,8 @@ def ranges(numbers: Sequence[int]) -> str:
 def _start(e: Event) -> tuple[str, str]:
     axes = f"{e['engine']} {e['scheduling']} {e['runner']}"
     sizes = f"depth={e['depth']} block_size={e['block_size']}"
-    return "start", f"{e['case']} {axes} {sizes} seed={e['seed']}"
+    device = "" if e["device"] == "cpu" else f" device={e['device']}"
+    return "start", f"{e['case']} {axes} {sizes} seed={e['seed']}{device}"
 
 
 def _step(e: Event) -> tuple[str, str]:
@@ -228,15 +230,7 @@ def _returned(e: Event) -> tuple[str, str] | None:
 
 
 def _changed(e: Event) -> tuple[str, str] | None:
-    kinds = (
-        "shared",
-        "over_computed",
-        "null_block",
-        "unallocated",
-        "other_request",
-        "not_transferred",
-    )
-    bad = [f"{name}={ranges(e[name])}" for name in kinds if e.get(name)]
+    bad = [f"{name}={ranges(e[name])}" for name in WRITES if e.get(name)]
     if not bad:
         return None
     return "kv changed", f"after {e['after_hook']} in {_of(e)}: {' '.join(bad)} (slots)"

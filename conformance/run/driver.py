@@ -352,7 +352,7 @@ class Driver:
         idle.forget()
         requests = sorted(self.engine.scheduler.requests.items())
         waiting = [f"{req}: {request.status.name}" for req, request in requests]
-        self.trace.emit("engine.stall", steps=STALL_STEPS, waiting_on=waiting, seconds=0)
+        self.trace.emit("engine.stall", steps=STALL_STEPS, waiting_on=waiting)
         raise Stalled
 
     def _land(self, count: int) -> None:

@@ -19,7 +19,6 @@ LOOKUP = {
     "is_async": False,
     "req": "a",
     "type_ok": True,
-    "status": "waiting",
 }
 
 
@@ -34,7 +33,7 @@ def value(text: str, e: dict[str, Any] = LOOKUP, **scope: str | None) -> Any:
     [
         ("e.tokens", 8),
         ("e.local + e.tokens <= e.known - (0 if e.is_async else 1)", True),
-        ("e.status in ('waiting', 'preempted') and not e.is_async", True),
+        ("e.req in ('a', 'b') and not e.is_async", True),
         ("max(e.tokens, e.local) - min(3, abs(-2)) * 2 // 1 % 5", 4),
         ("sorted(x * 2 for x in [3, 1] if x != 9)[0]", 2),
         ("len({e.req, 'b'}) == 2 and any(y for x, y in [(0, e.local)])", True),

@@ -11,7 +11,7 @@ from kvconform.kv.oracle import slots_of
 from kvconform.kv.provenance import Chain, Identity, Origin
 
 TOKENS = list(range(100, 112))
-OUTSIDE = ("tail", "shared", "over_computed", "null_block", "unallocated", "other_request")
+OUTSIDE = ("shared", "over_computed", "null_block", "unallocated", "other_request")
 
 
 # -- where a connector writes
@@ -40,7 +40,7 @@ def machine() -> Machine:
         (7, "shared", ["a"]),
         (8, None, ["a"]),
         (12, None, ["a"]),
-        (13, "tail", ["a"]),
+        (13, None, ["a"]),
         (36, "other_request", []),
         (41, "other_request", []),
         (44, "unallocated", []),
@@ -53,7 +53,6 @@ def test_a_write_is_classified_by_where_it_goes(
     machine.oracle.check_writes("start_load_kv")
     (event,) = machine.events("kv.changed")
     assert (event["layer"], event["after_hook"], event["req"]) == (1, "start_load_kv", req)
-    assert event["transfer"] == [f"{r}#0.1" for r in req]
     assert {name: event[name] for name in OUTSIDE} == {
         name: [slot] if name == kind else [] for name in OUTSIDE
     }

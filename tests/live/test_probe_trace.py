@@ -49,7 +49,6 @@ SCHEDULED = dict(
     finished=[],
     has_sync_loads=False,
     empty=False,
-    drafts={},
     new_ids=0,
 )
 END = dict(
@@ -66,7 +65,7 @@ END = dict(
 
 def returned(called: dict[str, Any]) -> dict[str, Any]:
     """The fields of the return of a hook."""
-    fields = {name: called[name] for name in ("hook", "half", "rank", "depth")}
+    fields = {name: called[name] for name in ("hook", "depth")}
     return {
         **fields,
         "error": None,

@@ -203,7 +203,7 @@ def test_an_exception_is_recorded_and_passed_on(trace: Trace) -> None:
     with Patch(Plain), pytest.raises(LookupError):
         Plain(KVConnectorRole.WORKER).save_kv_layer("l0", None, None)
     (event,) = select(trace.events, "hook.returned")
-    assert (event["error"], event["layer"], event["half"]) == ("LookupError", "l0", "worker")
+    assert (event["error"], event["layer"]) == ("LookupError", "l0")
     assert event["error_text"].startswith("LookupError: no l0 (plain_connector.py:") and event[
         "error_text"
     ].endswith(", in save_kv_layer)")
