@@ -18,7 +18,7 @@ from kvconform.contract.trace import Trace
 from kvconform.engine.batch import Batch, Row
 from kvconform.kv import device
 from kvconform.kv.cache import Group, PagedCache
-from kvconform.kv.oracle import OWN, Oracle, slots_of
+from kvconform.kv.oracle import OWN, Fill, Oracle, slots_of
 from kvconform.kv.provenance import Origin, Registry
 
 
@@ -299,7 +299,7 @@ class Worker:
         if layer == self.cache.groups[number].layers[0]:
             for row in self.rows:
                 chain = row.state.chain
-                self.oracle.filled(row.by_group[number], OWN, f"{chain.req}#{chain.generation}")
+                self.oracle.filled(row.by_group[number], OWN, Fill((chain.req, chain.generation)))
 
     def read_layer(self, layer: int) -> None:
         """Run the attention of one layer: read known positions through the block tables.

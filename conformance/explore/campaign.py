@@ -24,7 +24,7 @@ from pathlib import Path
 from kvconform.errors import UsageError, one_line
 from kvconform.explore.dice import Dice
 from kvconform.explore.mutate import mutated
-from kvconform.explore.outcome import DIED, Failure, Outcome
+from kvconform.explore.outcome import DIED, Failure, Outcome, Pair
 from kvconform.explore.pool import Pool
 from kvconform.explore.shrink import shrink
 from kvconform.explore.workload import WIDTH, Workload, text_of
@@ -54,7 +54,7 @@ class Corpus:
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder
         self.seeds: list[Workload] = []
-        self.pairs: set[str] = set()
+        self.pairs: set[Pair] = set()
         self.drawn = 0
         if folder is not None and (folder / "seeds.jsonl").exists():
             self._read(folder / "seeds.jsonl")
@@ -73,7 +73,7 @@ class Corpus:
                 workload = Workload(kept["data"], kept["seed"])
                 workload.variant()
                 self.seeds.append(workload)
-                self.pairs.update(kept["first"])
+                self.pairs.update((what, axis) for what, axis in kept["first"])
 
     def add(self, workload: Workload, outcome: Outcome) -> int:
         """Add a workload that reached new pairs; return how many.

@@ -48,28 +48,31 @@ def axes_of(data: Data) -> list[str]:
         found.append(f"{name} {value}" if isinstance(value, (str, bool)) else name)
     if "block_size" in config:
         found.append(f"block_size {config['block_size']}")
-    return found + [f"beside {each}" for each in data.get("relations", [])]
+    return found + [f"relation {each}" for each in data.get("relations", [])]
 
 
-def pairs_of(data: Data, rows: Iterable[Row], trace: Iterable[Mapping[str, Any]]) -> list[str]:
+Pair = tuple[str, str]
+"""A requirement or an event in a state, and the value of an axis."""
+
+
+def pairs_of(data: Data, rows: Iterable[Row], trace: Iterable[Mapping[str, Any]]) -> list[Pair]:
     """Return the sorted pairs that a workload reached; `rows` and `trace` are those of its run."""
     axes = axes_of(data)
-    found = {f"{row.requirement} | {axis}" for row in rows if row.exercised for axis in axes}
+    found = {(row.requirement, axis) for row in rows if row.exercised for axis in axes}
     states: dict[str, str] = {}
     for event in trace:
         kind = event["kind"]
         if kind == "req.state":
-            found.add(f"{event['from']} > {event['to']}, {event['by']} | {axes[0]}")
+            found.add((f"{event['from']} > {event['to']}, {event['by']}", axes[0]))
             states[event["req"]] = event["to"]
         elif kind in NOTED and isinstance(event.get("req"), str):
-            found.add(f"{kind} in {states.get(event['req'], 'WAITING')} | {axes[0]}")
+            found.add((f"{kind} in {states.get(event['req'], 'WAITING')}", axes[0]))
     return sorted(found)
 
 
-def never(requirements: Iterable[str], reached: Iterable[str]) -> list[str]:
+def never(requirements: Iterable[str], reached: Iterable[Pair]) -> list[str]:
     """Return the requirements that no workload exercised, from the pairs `reached`."""
-    seen = {pair.partition(" | ")[0] for pair in reached}
-    return sorted(set(requirements) - seen)
+    return sorted(set(requirements) - {what for what, _ in reached})
 
 
 _numbers = itertools.count()
@@ -104,7 +107,7 @@ class Outcome:
     failures: list[Failure] = field(default_factory=list)
     broken_guarantees: list[str] = field(default_factory=list)
     reached: list[str] = field(default_factory=list)
-    pairs: list[str] = field(default_factory=list)
+    pairs: list[Pair] = field(default_factory=list)
     error: str | None = None
     unsupported: bool = False
 
@@ -115,7 +118,9 @@ class Outcome:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Outcome:
         """Return the outcome that `to_dict` turned into `data`."""
-        return cls(**{**data, "failures": [Failure(**each) for each in data["failures"]]})
+        failures = [Failure(**each) for each in data["failures"]]
+        pairs = [(what, axis) for what, axis in data["pairs"]]
+        return cls(**{**data, "failures": failures, "pairs": pairs})
 
 
 def outcome(

@@ -499,7 +499,7 @@ _CAUSE: dict[str, tuple[str | Callable[[Event], str], ...]] = {
     "hook.returned": ("hook", "error", "error_at"),
     "hook.called": ("hook", "half"),
     "engine.lifecycle": ("op", "error_type", "error_at"),
-    "engine.crash": ("where", "hook", "error_type"),
+    "engine.crash": ("where", "hook", "error_type", "error_at"),
     "cache.reset": ("phase",),
     "profile.expectation": ("what",),
     "case.expectation": ("what",),
@@ -552,6 +552,11 @@ def cause(event: Event) -> tuple[str, ...]:
         elif value:
             found.append(name)
     return tuple(found)
+
+
+def hook_of(event: Event) -> str | None:
+    """Return the hook that an event is about, or None."""
+    return event.get("hook") or event.get("after_hook")
 
 
 def place(event: Event) -> Place | None:

@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from kvconform.contract.requirement import Requirement
 from kvconform.contract.trace import Event
 from kvconform.judge.backtrace import excerpt, tell
-from kvconform.judge.describe import cause, describe, place
+from kvconform.judge.describe import cause, describe, hook_of, place
 from kvconform.judge.records import Row, Verdict
 
 
 def narrate(
     rows: Sequence[Row], trace: Sequence[Event], requirements: Mapping[str, Requirement]
 ) -> None:
-    """Fill in message, cause, place and evidence of the rows that failed. Changes the rows.
+    """Fill in message, cause, place, hook and evidence of the rows that failed. Changes the rows.
 
     The new message begins with a sentence about the event, and one about where wrong bytes came
     from. What the row's message says about another run comes last; a message that only repeats the
@@ -23,11 +23,14 @@ def narrate(
     """
     for row in rows:
         if row.verdict is not Verdict.FAIL or row.event is None:
+            if row.check == row.message:
+                row.check = None
             continue
         event = trace[row.event]
         relate = requirements[row.requirement].relate
         row.cause = cause(event)
         row.place = place(event)
+        row.hook = hook_of(event)
         parts: list[str | None] = []
         if relate is None or event["kind"] == relate.event:
             sentence = describe(event)

@@ -78,6 +78,7 @@ class Row:
         tuple[str, ...],
         Field(description="the kind of fault: equal for failures that differ only in particulars"),
     ] = ()
+    hook: Annotated[str | None, Field(description="the hook that the failure is about")] = None
     place: Annotated[
         Place | None, Field(description="the connector's line that raised, if one did")
     ] = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -20,6 +20,19 @@ from kvconform.contract.trace import Trace
 from kvconform.kv import device
 from kvconform.kv.cache import Group, PagedCache
 from kvconform.kv.provenance import Chain, Diagnosis, Registry, diagnose
+
+
+class Fill(NamedTuple):
+    """The origin of a slot's content: a request's own forward pass, or a transfer.
+
+    `key`: the request (id, generation); None for what another connector wrote.
+    """
+
+    key: tuple[str, int] | None
+    transfer: str | None = None
+
+
+SIBLING = Fill(None, "a sibling")
 
 
 @dataclass
@@ -239,24 +252,21 @@ class Oracle(Loads):
         self.fill_kind: np.ndarray = np.zeros(slots, dtype=np.int8)
         self.fill_ref: np.ndarray = np.full(slots, -1, dtype=np.int64)
         self.version: np.ndarray = np.zeros((len(cache.tensors), slots), dtype=np.int64)
-        self.refs: list[str] = []
+        self.refs: list[Fill] = []
         self.overdue: list[Grant] = []
         self.pending: list[Wrong] = []
         self.reported: dict[tuple[int, int], int] = {}
 
     # -- content of slots
-    def _ref(self, name: str) -> int:
-        self.refs.append(name)
+    def _ref(self, fill: Fill) -> int:
+        self.refs.append(fill)
         return len(self.refs) - 1
 
-    def filled(self, slots: np.ndarray, kind: int, name: str) -> None:
-        """Note that `slots` were filled.
-
-        `kind` is OWN (by the engine for request `name`) or EXTERNAL (by transfer `name`).
-        """
+    def filled(self, slots: np.ndarray, kind: int, fill: Fill) -> None:
+        """Note that `slots` were filled: OWN (by the engine) or EXTERNAL (by a transfer)."""
         self._refilled(slots)
         self.fill_kind[slots] = kind
-        self.fill_ref[slots] = self._ref(name)
+        self.fill_ref[slots] = self._ref(fill)
         self.version[:, slots] += 1
 
     def emptied(self, slots: np.ndarray) -> None:
@@ -306,7 +316,7 @@ class Oracle(Loads):
             if own.any():
                 self._classify(before_hook, layer, slots[own])
             if not own.all():
-                self.filled(slots[~own], EXTERNAL, "a sibling")
+                self.filled(slots[~own], EXTERNAL, SIBLING)
 
     def _classify(self, after_hook: str, layer: int, slots: np.ndarray) -> None:
         size = self.cache.stride
@@ -402,7 +412,7 @@ class Oracle(Loads):
             missing = [other for other in grant.due["missing"] if other != pos]
             self.trace.amend(grant.due, missing=missing)
         self.fill_kind[slot] = EXTERNAL
-        self.fill_ref[slot] = self._ref(grant.transfer)
+        self.fill_ref[slot] = self._ref(Fill(grant.key, grant.transfer))
 
     # -- reads by the engine
     def wrong_read(self, layer: int, chain: Chain, pos: int, slot: int) -> None:
@@ -469,15 +479,15 @@ class Oracle(Loads):
     def _via(self, item: Wrong) -> tuple[str, str | None, bool | None]:
         """Return the fields `via`, `transfer` and `transfer_sync` of a kv.wrong."""
         kind, ref = int(self.fill_kind[item.slot]), int(self.fill_ref[item.slot])
-        name = self.refs[ref] if ref >= 0 else None
-        mine = f"{item.chain.req}#{item.chain.generation}"
-        if kind == EXTERNAL and name is not None:
-            grant = next((g for g in self.grants if g.transfer == name), None)
+        fill = self.refs[ref] if ref >= 0 else None
+        mine = (item.chain.req, item.chain.generation)
+        if kind == EXTERNAL and fill is not None:
+            grant = next((g for g in self.grants if g.transfer == fill.transfer), None)
             sync = None if grant is None else not grant.is_async
-            return ("external" if name.startswith(mine + ".") else "local"), name, sync
-        if item.grant is not None and item.grant.key == (item.chain.req, item.chain.generation):
+            return ("external" if fill.key == mine else "local"), fill.transfer, sync
+        if item.grant is not None and item.grant.key == mine:
             return "external", item.grant.transfer, not item.grant.is_async
-        return ("own" if name == mine else "local"), None, None
+        return ("own" if fill is not None and fill.key == mine else "local"), None, None
 
     # -- due grants
     def due(self, grant: Grant, chain: Chain) -> None:

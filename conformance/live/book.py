@@ -10,6 +10,7 @@ and a block that is close to one of them is distinguished from a wrong one.
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -168,7 +169,7 @@ class Book:
         for content, record in self.records.items():
             for number, version in enumerate(record.versions):
                 tensors[f"{content:016x}.{number}"] = version
-            about[f"{content:016x}"] = f"{record.plain:016x} {record.index} {record.req}"
+            about[f"{content:016x}"] = json.dumps([record.plain, record.index, record.req])
         save_file(tensors, path, metadata=about)
 
     def load(self, path: Path) -> None:
@@ -182,9 +183,9 @@ class Book:
                 self.computed[name == "plain."].update(number & _MASK for number in block.tolist())
                 continue
             content = name.partition(".")[0]
-            plain, index, req = about[content].split(" ", 2)
+            plain, index, req = json.loads(about[content])
             owner = f"{req} of the baseline run"
-            self.enter(int(content, 16), int(plain, 16), owner, int(index), block)
+            self.enter(int(content, 16), plain, owner, index, block)
 
 
 def _packed(ids: set[int]) -> torch.Tensor:

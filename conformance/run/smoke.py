@@ -14,7 +14,7 @@ from kvconform.adapters import registry as adapters
 from kvconform.config.settings import Settings
 from kvconform.config.target import Target
 from kvconform.contract.case import Variant
-from kvconform.errors import EnvironmentProblem, UsageError, one_line
+from kvconform.errors import EnvironmentProblem, KvconformError, UsageError, one_line
 from kvconform.process import watchdog
 
 WANTS_CUDA = ("cuda", "dummy base class")
@@ -44,7 +44,7 @@ def check(target: Target, tmp: Path, limit: float, *, engine: str = "all") -> No
     Importing each of them may take `limit` seconds. EnvironmentProblem for a fault of vLLM or the
     environment, UsageError for one of the connector.
     """
-    with _in_time("import of vLLM", limit):
+    with _in_time("import of vLLM", limit, EnvironmentProblem):
         try:
             # Prepares the environment for vLLM, and imports it.
             import kvconform.compat.vllm_api  # noqa: F401
@@ -95,12 +95,12 @@ def _advice(target: Target, error: str) -> str:
 
 
 @contextlib.contextmanager
-def _in_time(what: str, limit: float) -> Iterator[None]:
+def _in_time(what: str, limit: float, problem: type[KvconformError] = UsageError) -> Iterator[None]:
+    """Raise `problem` if the body takes more than `limit` seconds."""
     try:
         with watchdog.hook(what, limit=limit):
             yield
     except watchdog.HookTimeout:
         advice = f"{watchdog.START_SECONDS} in the environment sets another limit"
         sentence = f"the {what} did not end within {limit:g} s; {advice}"
-        problem = EnvironmentProblem if what.endswith("vLLM") else UsageError
         raise problem(sentence) from None

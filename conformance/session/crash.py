@@ -86,6 +86,7 @@ def rows_of(
         own.message = sentence(note)
         own.check = None
         own.cause = (culprit, hook) if hook else (culprit,)
+        own.hook = hook
         own.count = 1
         own.exercised = 1
         own.step = step or None

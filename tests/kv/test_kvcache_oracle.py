@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from core_rig import BLOCK, Machine, output
-from kvconform.kv.oracle import slots_of
+from kvconform.kv.oracle import Fill, slots_of
 from kvconform.kv.provenance import Chain, Identity, Origin
 
 TOKENS = list(range(100, 112))
@@ -59,7 +59,7 @@ def test_a_write_is_classified_by_where_it_goes(
 
 
 def test_a_tail_that_was_computed_is_not_free_to_write(machine: Machine) -> None:
-    machine.oracle.filled(np.array([13]), 1, "a#0")
+    machine.oracle.filled(np.array([13]), 1, Fill(("a", 0)))
     machine.put(13, 3)
     machine.oracle.check_writes("wait_for_save")
     assert [e["over_computed"] for e in machine.events("kv.changed")] == [[13], [13]]
@@ -101,7 +101,7 @@ def shared(machine: Machine) -> Machine:
     rows = machine.book.rows(chain.array(0, 4))
     for layer in (0, 1):
         machine.cache.write(layer, np.arange(4, 8), rows[:, layer])
-    machine.oracle.filled(np.arange(4, 8), 1, "first#0")
+    machine.oracle.filled(np.arange(4, 8), 1, Fill(("first", 0)))
     return machine
 
 

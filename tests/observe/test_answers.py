@@ -16,16 +16,6 @@ from kvconform.observe.call import short
 from kvconform.observe.probe import Patch, Probe, wrap_instance_hooks
 from plain_connector import Plain
 
-
-@pytest.fixture
-def trace() -> Any:
-    """A trace that the active probe writes."""
-    made, before = Trace(), Probe.active
-    Probe.active = Probe(made)
-    yield made
-    Probe.active = before
-
-
 ONE = KVConnectorRole.WORKER
 RESULTS = SimpleNamespace(
     finished_sending=set(), finished_recving={"a"}, failed_recving=frozenset()

@@ -27,15 +27,6 @@ class Child(Plain):
     """Inherits every hook."""
 
 
-@pytest.fixture
-def trace() -> Any:
-    """A trace that the active probe writes."""
-    made, before = Trace(), Probe.active
-    Probe.active = Probe(made)
-    yield made
-    Probe.active = before
-
-
 def attributes(cls: type) -> dict[str, Any]:
     return dict(vars(cls))
 

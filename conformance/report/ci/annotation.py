@@ -166,8 +166,7 @@ def _place(row: Row, names: Sequence[str], places: Mapping[str, str]) -> tuple[s
     This is the line that raised, else the hook that the failure is about, else the first of
     `names` that has a place.
     """
-    hooks = [part for part in row.cause if part in places]
-    known = (places[name] for name in (*hooks, *names) if name in places)
+    known = (places[name] for name in (row.hook, *names) if name and name in places)
     found = _raised(row.place, places) or next(known, "")
     path, _, line = found.rpartition(":")
     return (path, int(line)) if path else (None, 0)

@@ -28,6 +28,7 @@ RAISED: dict[str, Any] = {
     "message": "start_load_kv raised KeyError: 100%, 'a'\nand more",
     "check": "`e.error is None` is false",
     "cause": ["hook.returned", "start_load_kv", "KeyError"],
+    "hook": "start_load_kv",
 }
 
 
