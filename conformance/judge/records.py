@@ -39,11 +39,15 @@ Overall = Literal["conformant", "partial", "nonconformant", "error"]
 """The overall verdict on a connector."""
 
 
+STRICT = ConfigDict(extra="forbid", defer_build=True)
+"""No field may be unknown. Validators are built on first use, because most commands need none."""
+
+
 @dataclass(slots=True)
 class Row:
     """The verdict of one requirement on one run of a case."""
 
-    __pydantic_config__ = ConfigDict(extra="forbid")
+    __pydantic_config__ = STRICT
 
     requirement: str
     case: str
@@ -134,7 +138,7 @@ class CaseReport:
     session cannot continue: an exit code and a sentence.
     """
 
-    __pydantic_config__ = ConfigDict(extra="forbid")
+    __pydantic_config__ = STRICT
 
     variant: str
     unmet: Annotated[list[str], Field(description="stimuli that did not happen")] = field(

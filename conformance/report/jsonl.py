@@ -48,7 +48,7 @@ Counts = dict[Verdict, int]
 class Part(BaseModel):
     """A part of a report file; no field may be unknown."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
 
 class HeaderLine(Part):
@@ -204,7 +204,9 @@ def rewrite(
 
 Key = tuple[str, str]
 """A requirement and a run."""
-_LINES: TypeAdapter[HeaderLine | Row | CaseReport | FooterLine] = TypeAdapter(ReportLine)
+_LINES: TypeAdapter[HeaderLine | Row | CaseReport | FooterLine] = TypeAdapter(
+    ReportLine, config=ConfigDict(defer_build=True)
+)
 
 
 @dataclass

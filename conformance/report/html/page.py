@@ -10,18 +10,19 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from kvconform import files
 from kvconform.judge.aggregate import called
 from kvconform.judge.records import Row, Verdict
+from kvconform.report import pages
 from kvconform.report.collector import Collector
 from kvconform.report.html.failure import Failure, failures
 from kvconform.report.html.matrix import Area, areas
 from kvconform.report.jsonl import HeaderLine
 from kvconform.report.summary import Summary
 
+ASSETS = resources.files("kvconform.report.html") / "assets"
 NAME = "report.html"
 SHOWN = (
     Verdict.PASS,
@@ -112,8 +113,8 @@ def _errors(rows: Sequence[Row]) -> list[tuple[str, list[str]]]:
 
 def render(page: Page) -> str:
     """Return the page as HTML. It is self-contained: it makes no network requests."""
-    template = _environment().from_string(_text("report.html.j2"))
-    return template.render(page=page, css=Markup(_text("report.css")), js=Markup(_scripts()))
+    styles = {"css": Markup(_text("report.css")), "js": Markup(_scripts())}
+    return pages.render(ASSETS, "report.html.j2", {}, page=page, **styles)
 
 
 def write(folder: Path, page: Page) -> Path:
@@ -134,10 +135,4 @@ def _scripts() -> str:
 
 @cache
 def _text(name: str) -> str:
-    return (resources.files("kvconform.report.html") / "assets" / name).read_text(encoding="utf-8")
-
-
-def _environment() -> Environment:
-    return Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+    return (ASSETS / name).read_text(encoding="utf-8")
