@@ -184,7 +184,7 @@ class Own(_WithConnector):
                 arguments = self._load_arguments(output, metadata)
                 if has_sync_loads(output):
                     self._load(arguments)
-                worker.forward(self._attention)
+                worker.forward(self.attention)
                 if self.runner == "v2":
                     connector.finish_forward()
                 if not has_sync_loads(output):
@@ -206,7 +206,8 @@ class Own(_WithConnector):
     def _load(self, arguments: dict[str, Any]) -> None:
         self.connector.start_load_kv(get_forward_context(), **arguments)
 
-    def _attention(self, name: str) -> None:
+    def attention(self, name: str) -> None:
+        """Run one layer: load, attend, save. Changes the KV cache."""
         cache = self.worker.cache
         metadata = get_forward_context().attn_metadata[name]
         self.connector.wait_for_layer_load(name)

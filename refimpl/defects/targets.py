@@ -41,5 +41,5 @@ GET_NEW_BLOCKS = Target("kvconform.refimpl.pool:BlockPool.get_new_blocks")
 # The worker, and the life cycles that drive the connector's worker half: ours, and vLLM's.
 WRITE_LAYER = Target("kvconform.engine.worker:Worker.write_layer")
 STEP = Target("kvconform.engine.lifecycle:Own.step")
-ATTENTION = Target("kvconform.engine.lifecycle:Own._attention")
+ATTENTION = Target("kvconform.engine.lifecycle:Own.attention")
 VLLM_V1_STEP = Target("kvconform.engine.lifecycle:VllmV1.step")
