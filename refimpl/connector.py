@@ -2,8 +2,7 @@
 """The reference connector: a correct KV cache behind vLLM, short enough to start your own from.
 
 The scheduler half decides, the worker half copies. They share only the metadata of each step and
-the store. In the comments, C, S and N are a request's computed tokens, the tokens scheduled for it
-in this step, and its known tokens.
+the store.
 """
 
 from __future__ import annotations
@@ -215,7 +214,7 @@ class ReferenceConnector(SuiteHooks, Telemetry, Copying):
             if tracked.fresh and self._was_reset:
                 # The engine's own cache may have survived the reset: do not store its KV again.
                 tracked.first = -(-computed // chunk)
-            # C falls back after a failed load.
+            # The computed tokens fall back after a failed load.
             tracked.saved = min(tracked.saved, computed // chunk)
             count = scheduler_output.num_scheduled_tokens[req_id]
             end = self._save_bound(tracked.request, computed, count)
@@ -230,7 +229,7 @@ class ReferenceConnector(SuiteHooks, Telemetry, Copying):
             tracked.table += first_group(new_blocks)
 
     def _save_bound(self, request: Request, computed: int, scheduled: int) -> int:
-        """Return the end of the KV that is final after the step: min(C + S, N).
+        """Return the end of the KV that is final after the step: min(computed + scheduled, known).
 
         Beyond it there are only placeholders, drafts and lookahead slots.
         """
@@ -294,9 +293,9 @@ class ReferenceConnector(SuiteHooks, Telemetry, Copying):
         return holds, None
 
     def _finish_bound(self, request: Request) -> int:
-        """Return the end of the KV that a finished request has: min(C, N - 1).
+        """Return the end of the KV that a finished request has: min(computed, known - 1).
 
-        The last token was sampled but never computed, and C may count drafts.
+        The last token was sampled but never computed, and the computed tokens may count drafts.
         """
         return self._worth_saving(request, min(request.num_computed_tokens, request.num_tokens - 1))
 

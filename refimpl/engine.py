@@ -2,9 +2,9 @@
 """State of the reference engine: the lives of its requests, their blocks, and its invariants.
 
 A request is vLLM's own `Request`. It is added, preempted, finished, perhaps held for a transfer,
-and forgotten. In the comments, C = num_computed_tokens (it counts every scheduled step, landed or
-not), P = num_output_placeholders (tokens sampled but not known yet, asynchronous scheduling only)
-and N = num_tokens (known token ids).
+and forgotten. Its counters: num_computed_tokens counts every scheduled step, landed or not;
+num_output_placeholders counts tokens sampled but not known yet, with asynchronous scheduling only;
+num_tokens counts the known token ids.
 """
 
 from __future__ import annotations

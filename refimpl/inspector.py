@@ -19,8 +19,8 @@ class Inspector:
         """Return one entry per load and per save of a step's metadata.
 
         Fields: `op`; `req`; `start` and `end`, in token positions; `timing`; `key`, of the last
-        chunk; and for saves C, S, N and P (`computed`, `scheduled`, `known`, `placeholders`) as
-        they were when the save was planned.
+        chunk; and for saves `computed`, `scheduled`, `known` and `placeholders`, as they were when
+        the save was planned.
         """
         if not isinstance(metadata, ReferenceMetadata):
             return []

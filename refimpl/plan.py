@@ -60,8 +60,8 @@ class Save:
     """A save of the whole chunks in the positions `[start, end)`, after the step's forward pass.
 
     `table`: the blocks that the saved KV depends on. `final`: the request is finished, its blocks
-    are kept only for this save, and the completion must be reported. `counters`: the request's C,
-    S, N and P when the save was planned, for diagnosis.
+    are kept only for this save, and the completion must be reported. `counters`: the request's
+    computed, scheduled, known and placeholder tokens when the save was planned, for diagnosis.
     """
 
     req: str

@@ -23,12 +23,11 @@ class ReferenceScheduler(Engine):
 
     It calls the connector where vLLM 0.32 does, in the same order and with the same arguments.
     `schedule` decides a step, `update_from_output` lands it. With asynchronous scheduling, any
-    number of steps may be in flight between the two; they land in order. C, P and N are explained
-    in engine.py.
+    number of steps may be in flight between the two; they land in order.
     """
 
     def schedule(self) -> SchedulerOutput:
-        """Decide the next step, and advance C of the requests in it.
+        """Decide the next step, and advance the computed tokens of its requests.
 
         Running requests come first. Waiting requests are admitted unless a request was preempted.
         """

@@ -214,7 +214,7 @@ def _busy(length: int, back: int, block: int) -> Crowd:
     """
     return Crowd(
         before=(length,),
-        beside=(length, length),
+        alongside=(length, length),
         after=(length,),
         loads=(length - 1,),
         local=(back - 1) // block * block,

@@ -23,14 +23,14 @@ LONGEST = 256
 class Crowd:
     """Other requests around a request, the source, whose content is looked up again.
 
-    `before`, `beside` and `after` have a length in tokens for each request that ran before the
+    `before`, `alongside` and `after` have a length in tokens for each request that ran before the
     source, in steps of the source, or after it. `loads` has the tokens of each load in progress at
     the lookup. `local` is the number of tokens of the content that the engine's own cache had.
     `steps` counts the steps from the source's first one to the lookup: stored KV may have expired.
     """
 
     before: tuple[int, ...] = ()
-    beside: tuple[int, ...] = ()
+    alongside: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
     loads: tuple[int, ...] = ()
     local: int = 0
@@ -39,7 +39,7 @@ class Crowd:
     @property
     def tokens(self) -> int:
         """Sum of all tokens, and one for each step."""
-        others = (*self.before, *self.beside, *self.after, *self.loads)
+        others = (*self.before, *self.alongside, *self.after, *self.loads)
         return sum(others) + self.local + self.steps
 
 
@@ -56,18 +56,20 @@ def crowd_of(
     steps = {(e.get("on"), e["step"]) for e in mine}
     lengths: dict[tuple[str, int], int] = {}
     first: dict[tuple[str, int], int] = {}
-    beside: set[tuple[str, int]] = set()
+    alongside: set[tuple[str, int]] = set()
     for key, e in rows:
         length = min(e["computed"] + e["scheduled"], e["known"], LONGEST)
         lengths[key] = max(lengths.get(key, 0), length)
         first.setdefault(key, e["seq"])
         if (e.get("on"), e["step"]) in steps:
-            beside.add(key)
+            alongside.add(key)
     start = mine[0]["seq"] if mine else 0
-    alone = [key for key in lengths if key != source and key not in beside]
+    alone = [key for key in lengths if key != source and key not in alongside]
     return Crowd(
         before=tuple(lengths[key] for key in alone if first[key] < start)[-MOST:],
-        beside=tuple(lengths[key] for key in lengths if key != source and key in beside)[-MOST:],
+        alongside=tuple(lengths[key] for key in lengths if key != source and key in alongside)[
+            -MOST:
+        ],
         after=tuple(lengths[key] for key in alone if first[key] > start)[-MOST:],
         loads=tuple(_loads(events, lookup))[-MOST:],
         local=lookup["local"],
@@ -128,17 +130,17 @@ def plain_case(plain: Plain, block_size: int) -> Case:
     """
     crowd = plain.crowd
     total = max(plain.prompt + plain.outputs, plain.wanted) + 8
-    ends = (plain.outputs + block_size) * (len(crowd.beside) + 2 * len(crowd.loads))
+    ends = (plain.outputs + block_size) * (len(crowd.alongside) + 2 * len(crowd.loads))
     needed = total + 3 * crowd.tokens + ends
     steps: Steps = []
     for number, tokens in enumerate((*crowd.before, *crowd.loads)):
         steps += [_add(f"p{number}", tokens, 1), {"run": {}}]
     steps += [
-        _add(f"q{number}", tokens, plain.outputs) for number, tokens in enumerate(crowd.beside)
+        _add(f"q{number}", tokens, plain.outputs) for number, tokens in enumerate(crowd.alongside)
     ]
     steps += [_add("a", plain.prompt, plain.outputs), {"run": {}}]
-    # Those beside the source may also have been saved after it.
-    for number, tokens in enumerate((*crowd.after, *crowd.beside)):
+    # Those alongside the source may also have been saved after it.
+    for number, tokens in enumerate((*crowd.after, *crowd.alongside)):
         steps += [_add(f"r{number}", tokens, 1), {"run": {}}]
     if crowd.steps:
         steps += [_add("t", 1, crowd.steps), {"run": {}}]
@@ -161,7 +163,7 @@ def plain_case(plain: Plain, block_size: int) -> Case:
         "budget": max(64, needed),
         "num_blocks": plain.room * (needed // block_size + 3),
         "max_model_len": 2 * max(total, LONGEST if crowd.tokens else 128),
-        "max_seqs": 8 + len(crowd.beside) + len(crowd.loads),
+        "max_seqs": 8 + len(crowd.alongside) + len(crowd.loads),
         "groups": list(plain.groups),
         "window": plain.window,
         "prefix_caching": plain.caching,

@@ -21,8 +21,9 @@ from kvconform.contract.loader import load_spec
 from kvconform.contract.profile import Expected, Waiver
 from kvconform.judge.records import CaseReport, Verdict
 from kvconform.judge.verdict import rows_for
-from kvconform.report import causes, jsonl, terminal, timeline
+from kvconform.report import causes, jsonl, statement, summary, terminal, timeline
 from kvconform.report.collector import Collector
+from kvconform.report.html import page
 from kvconform.report.jsonl import FooterLine, HeaderLine
 
 SPEC = load_spec()
@@ -248,6 +249,41 @@ def shown(collector: Collector, *, end: bool = True) -> str:
         rows, found = collector.finish(date(2026, 1, 1), complete=True)
         terminal.report(console, collector, rows, found, where="x", seconds=1.0)
     return out.getvalue()
+
+
+def test_a_panel_shows_the_check_below_the_message(collector: Collector) -> None:
+    told = judged(collector, 0, MUST)
+    failing = next(row for row in told.rows if row.verdict is Verdict.FAIL)
+    collector.add(told)
+    assert "check " not in shown(collector)
+    failing.check = "`e.good` is false: e.good=False"
+    found, check = (
+        line.strip("│ ").split(maxsplit=1)
+        for line in shown(collector).splitlines()
+        if line.strip("│ ").startswith(("found ", "check "))
+    )
+    assert found == ["found", "it broke"] and check == ["check", failing.check]
+
+
+def test_a_doubt_about_a_capability_is_in_every_report(
+    tmp_path: Path, collector: Collector
+) -> None:
+    told = judged(collector, 0)
+    told.capabilities = {"store": True, "hma": False}
+    told.sources = {"store": "declared", "hma": "declared"}
+    told.doubts = {"store": "but seen to be no and not yes"}
+    collector.add(CaseReport.from_dict(json.loads(json.dumps(told.to_dict()))))
+    rows, found = collector.finish(date(2026, 1, 1), complete=True)
+    header = jsonl.header_of(collector, [])
+    assert json.loads(jsonl.line_of(header))["capability_doubts"] == told.doubts
+    capabilities = statement.make(collector, found, judged=date(2026, 1, 1)).capabilities
+    assert (capabilities["store"].doubt, capabilities["hma"].doubt) == (told.doubts["store"], None)
+    totals = summary.write(tmp_path, collector, found, seconds=1.0, started="", exit_code=0)
+    assert page.make(collector, header, totals, rows).capabilities == [
+        ("hma", False, "declared"),
+        ("store", True, f"declared, {told.doubts['store']}"),
+    ]
+    assert f"store is declared, {told.doubts['store']}" in shown(collector)
 
 
 def test_what_the_engine_broke_is_told_from_what_the_connector_did(collector: Collector) -> None:

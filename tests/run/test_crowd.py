@@ -48,7 +48,9 @@ def alloc(req: str, external: int, step: int, is_async: bool = False) -> Event:
 
 def test_requests_stand_before_beside_or_after_the_source() -> None:
     events = rows({"p": 8}, {"a": 4, "q": 5}, {"a": 9, "q": 6}, {"r": 7, "b": 3})
-    assert crowd(events, local=4) == Crowd(before=(8,), beside=(6,), after=(7,), local=4, steps=8)
+    assert crowd(events, local=4) == Crowd(
+        before=(8,), alongside=(6,), after=(7,), local=4, steps=8
+    )
     assert crowd(rows({"a": 4}, {"b": 3}), step=0) == NOBODY
     assert crowd(rows(*({f"r{i}": 999} for i in range(80)), {"a": 4})).before == (LONGEST,) * MOST
 

@@ -169,10 +169,10 @@ def test_who_does_less_in_a_crowd_does_its_best(name: str, tmp_path: Path) -> No
     assert (profile.caps["best_effort"], profile.sources["best_effort"]) == (True, "inferred")
     full = learned(Undeclared, tmp_path / "full")
     assert (full.caps["best_effort"], full.sources["best_effort"]) == (False, "inferred")
-    alone, beside = Plain(41, 1, 41, 41), Plain(41, 1, 41, 41, Crowd(beside=(41,)))
-    assert [full.promises.calibrate(plain, 4) for plain in (alone, beside)] == [40, 40]
+    alone, alongside = Plain(41, 1, 41, 41), Plain(41, 1, 41, 41, Crowd(alongside=(41,)))
+    assert [full.promises.calibrate(plain, 4) for plain in (alone, alongside)] == [40, 40]
     if name == "SaveBudget":
-        assert [profile.promises.calibrate(plain, 4) for plain in (alone, beside)] == [8, 0]
+        assert [profile.promises.calibrate(plain, 4) for plain in (alone, alongside)] == [8, 0]
 
 
 def test_what_expires_is_not_promised_after_many_steps(tmp_path: Path) -> None:

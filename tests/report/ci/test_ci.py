@@ -85,6 +85,19 @@ def test_annotations_are_where_the_hook_is(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
+    ("hook", "line"),
+    [("start_load_kv", 20), ("get_finished", 40), ("shutdown", 40), (None, 40)],
+)
+def test_the_hook_of_the_failure_comes_before_those_of_the_requirement(
+    tmp_path: Path, hook: str | None, line: int
+) -> None:
+    """The requirement `send.released` is about get_finished."""
+    failed = row("send.released", "FAIL", message="bad", **({"hook": hook} if hook else {}))
+    done = CliRunner().invoke(app, ["ci", report(tmp_path / "r", failed), "--format", "github"])
+    assert done.output.startswith(f"::error file=pkg/conn.py,line={line},")
+
+
+@pytest.mark.parametrize(
     "raised, place",
     [
         (["conn.py", 33, "_read"], "pkg/conn.py,line=33"),

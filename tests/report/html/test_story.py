@@ -110,7 +110,7 @@ def test_wrong_bytes_point_to_the_step_that_computed_them() -> None:
         ("kv.wrong", 3, wrong | {"layer": 1}),
     )
     assert build(events, {})["wrong"] == [[1, 3, 2, 3, 2, "other_request", "token 3 of a", 0, 1]], (
-        "layers are told once"
+        "the same byte of several layers is one entry"
     )
     events[2]["origin_pos"] = None  # it was taken before request a had computed the token
     assert build(events[:3], {})["wrong"][0][-2:] == [0, 1]
