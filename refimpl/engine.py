@@ -126,7 +126,7 @@ class Engine:
     """Requests, queues and blocks of one engine, and what its owner does to them between steps.
 
     `connector` is the scheduler half, already constructed; it is bound here. `policies` are names
-    from settings.POLICIES. ValueError for a configuration that is not supported.
+    from spec/situations.yaml. ValueError for a configuration that is not supported.
     """
 
     def __init__(

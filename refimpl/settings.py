@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of the reference scheduler: what it takes from vLLM's configuration, and its policies.
 
-A policy is a liberty that the engine legally has, and that vLLM does not always take.
+A policy is a liberty of the engine, which vLLM does not always take (spec/situations.yaml).
 """
 
 from __future__ import annotations
@@ -10,31 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvconform.compat.vllm_api import later
-
-POLICIES = {
-    "reuse-freed-first": (
-        "Freed blocks, hashed or not, are allocated again first: "
-        "a connector that still reads them reads another request's KV."
-    ),
-    "permute-blocks": (
-        "Blocks that are allocated together come in reverse order: "
-        "a table is not an ascending sequence."
-    ),
-    "deny-first-alloc": (
-        "The first admission of every request fails for lack of room, after its lookup: "
-        "lookups repeat without an allocation."
-    ),
-    "ignore-hits": (
-        "External hits are looked up and not used (R033): "
-        "only the count in update_state_after_alloc is binding."
-    ),
-    "reverse-batch": (
-        "The requests of one step are listed in reverse order: "
-        "the order within a step has no meaning."
-    ),
-    "split-prefill": "Prefill chunks are shorter than a block: they end within blocks.",
-}
-"""The policies by name, each with its effect."""
+from kvconform.contract.situation import policies as known_policies
 
 
 class Settings:
@@ -121,7 +97,7 @@ def _unsupported(
 ) -> Iterator[str]:
     """Yield what the reference engine does not support of a configuration."""
     spec = vllm_config.speculative_config
-    unknown = policies - POLICIES.keys()
+    unknown = policies - set(known_policies())
     if unknown:
         yield f"unknown policies {sorted(unknown)}"
     if runner not in ("v1", "v2"):

@@ -7,11 +7,13 @@ Importing this module imports vLLM (6-10 s), so the controller process never imp
 from __future__ import annotations
 
 import atexit
+import contextlib
 import inspect
 import math
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -303,7 +305,8 @@ def transfer_config(
 def force_preemption(scheduler: Any, request: Request) -> bool:
     """Preempt a running request between two steps, as the scheduler does when memory runs out.
 
-    Returns False if the scheduler would not preempt it now.
+    The next step must run under `no_admission`: after a preemption, a scheduler admits no waiting
+    request in the same step. Returns False if the scheduler would not preempt it now.
     """
     if hasattr(scheduler, "preempt"):
         return bool(scheduler.preempt(request.request_id))
@@ -321,13 +324,24 @@ def force_preemption(scheduler: Any, request: Request) -> bool:
         scheduler._preempt_request(request, 0.0)
     else:  # until 0.11
         backports.preempt(scheduler, request)
-    if not hasattr(scheduler, "reset_preempted_req_ids") and not hasattr(
-        scheduler, "preempted_req_ids"
-    ):
-        # Until 0.25 a victim could not resume in the next step, unless a reset had preempted it.
-        # The reset did this:
-        scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
     return True
+
+
+@contextlib.contextmanager
+def no_admission(scheduler: Any) -> Iterator[None]:
+    """Admit no waiting request within: as in a step in which the scheduler itself preempts."""
+    if hasattr(scheduler, "preempt"):  # the reference scheduler sees to it itself
+        yield
+        return
+    # Newer releases have two limits, and only the first is about admission.
+    new = hasattr(scheduler, "max_num_active_reqs")
+    limit = "max_num_active_reqs" if new else "max_num_running_reqs"
+    before = getattr(scheduler, limit)
+    setattr(scheduler, limit, len(scheduler.running))
+    try:
+        yield
+    finally:
+        setattr(scheduler, limit, before)
 
 
 def reset_caches(scheduler: Any, *, running: bool, connector: bool) -> bool:

@@ -18,8 +18,9 @@ from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_
 from kvconform.contract.expectations import Expectation
 from kvconform.contract.expression import Expression, compile_capability
 from kvconform.contract.requirement import CapabilityExpr, Id, Model, Relation, Version, in_force
+from kvconform.contract.situation import policies, situations
 from kvconform.contract.steps import Step, one_by_one
-from kvconform.errors import WrongPart
+from kvconform.errors import WrongPart, did_you_mean
 
 Device = Literal["cpu", "cuda", "emulated"]
 """Where a KV cache is."""
@@ -169,6 +170,15 @@ class Case(Model):
                     raise WrongPart(problem, (index,))
         return one_by_one(steps)
 
+    @field_validator("policies")
+    @classmethod
+    def _policies_exist(cls, names: list[str]) -> list[str]:
+        for index, name in enumerate(names):
+            if name not in policies():
+                close = did_you_mean(name, policies())
+                raise WrongPart(f"there is no policy {name!r}{close}", (index,))
+        return names
+
     @model_validator(mode="after")
     def _requests_exist(self) -> Case:
         added = {step.arg.req for step in self.steps if step.op == "add"}
@@ -228,6 +238,16 @@ class Case(Model):
         roles = sorted(set(self.config.engines.values()) - {"kv_both"})
         implied += [f"'{role}' in cap.roles" for role in roles]
         return compile_capability([self.needs, *implied])
+
+    @property
+    def situations(self) -> list[str]:
+        """The situations (spec/situations.yaml) that requests, steps and policies make."""
+        found = list(self.policies)
+        ids = [add.arg.id or add.arg.req for add in self.steps if add.op == "add"]
+        if len(set(ids)) < len(ids):
+            found.append("reused-id")
+        found.extend(step.op for step in self.steps if step.op in situations())
+        return list(dict.fromkeys(found))
 
     def in_force(self, vllm: str) -> bool:
         """Return whether the case is run with this vLLM version."""
@@ -339,6 +359,13 @@ class Variant:
             for name in ("engine", "scheduling", "runner", "depth", "block_size")
         }
         return found | ({"slow": self.slow} if self.slow else {})
+
+    @property
+    def beyond(self) -> tuple[str, ...]:
+        """The situations of the run that the contract allows and vLLM does not bring about."""
+        if not isinstance(self.case, Case):
+            return ()
+        return tuple(name for name in self.case.situations if not situations()[name].vllm)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Variant) and self.id == other.id

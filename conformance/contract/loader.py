@@ -26,6 +26,7 @@ from kvconform.contract.profile import Profile, Waiver
 from kvconform.contract.references import Entry, Evidence, Rule, RuleWaiver, key
 from kvconform.contract.requirement import Model, Requirement
 from kvconform.contract.scenario import Scenario, Workload
+from kvconform.contract.situation import Situation
 from kvconform.contract.yaml12 import Lines, line_of, parse
 from kvconform.errors import (
     BrokenFile,
@@ -143,6 +144,7 @@ class Spec:
     rules: dict[str, Rule] = field(default_factory=dict)
     rule_waivers: dict[str, RuleWaiver] = field(default_factory=dict)
     sources: dict[str, Evidence] = field(default_factory=dict)
+    situations: dict[str, Situation] = field(default_factory=dict)
     defects: dict[str, dict[str, Any]] = field(default_factory=dict)
     places: dict[str, Location] = field(default_factory=dict)
     line_counts: dict[str, int] = field(default_factory=dict)
@@ -177,7 +179,14 @@ def load_spec(
     loader.spec.own_cases = [
         name for name in own if loader.spec.places[f"case:{name}"].file in cases
     ]
-    for take in (loader.profiles, loader.rules, loader.waivers, loader.sources, loader.defects):
+    for take in (
+        loader.profiles,
+        loader.rules,
+        loader.waivers,
+        loader.sources,
+        loader.situations,
+        loader.defects,
+    ):
         name = f"{take.__name__}.yaml"
         if (base / name).is_file():
             take(f"spec/{name}", (base / name).read_text(encoding="utf-8"))
@@ -361,6 +370,12 @@ class _Loader:
         for found, file, index in self.entries(Evidence, name, text):
             if self.place(f"source:{key(found)}", file, index):
                 self.spec.sources[key(found)] = found
+
+    def situations(self, name: str, text: str) -> None:
+        """Take spec/situations.yaml."""
+        for found, file, index in self.entries(Situation, name, text):
+            if self.place(f"situation:{found.id}", file, index):
+                self.spec.situations[found.id] = found
 
     def defects(self, name: str, text: str) -> None:
         """Take the ids of spec/defects.yaml; kvconform.dev.defects reads the rest."""

@@ -184,6 +184,12 @@ class Reset(Model):
     connector: bool = True
 
 
+class Shutdown(Model):
+    """How the engine is shut down: once, or twice (`again`)."""
+
+    again: bool = False
+
+
 class FailLoad(Model):
     """The request whose next load fails, and the token positions at which it fails."""
 
@@ -338,9 +344,9 @@ class RestartStep(BaseStep):
 
 
 class ShutdownStep(BaseStep):
-    """Shut the engine down, twice."""
+    """Shut the engine down."""
 
-    shutdown: Empty
+    shutdown: Shutdown
 
 
 class FailLoadStep(BaseStep):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lint: mistakes in a specification that loads.
 
-This file checks cases, profiles, waivers, capabilities, planted defects and the coverage of rules;
+This file checks cases, situations, profiles, waivers, capabilities, defects and coverage of rules;
 kvconform.dev.lint_requirements checks requirements. Lint rules are numbered and never renumbered
 (L016 was removed); `RULES` lists them. The loader (kvconform.contract.loader) reports what does not
 load: unknown keys, steps, events and fields, duplicate keys and ids, broken expressions. Those
@@ -24,9 +24,11 @@ from pydantic import ValidationError
 
 from kvconform.compat import installed
 from kvconform.contract.capabilities import CAPABILITIES
+from kvconform.contract.case import Matrix
 from kvconform.contract.expression import compile_capability, compile_expr
 from kvconform.contract.loader import Spec, SpecError, load_spec, words
 from kvconform.contract.profile import select
+from kvconform.contract.steps import STEPS
 from kvconform.dev import lint_requirements
 from kvconform.dev.defect import Defect
 from kvconform.dev.lint_requirements import Finding, numbers, place_of
@@ -64,9 +66,13 @@ RULES: dict[str, str] = {
     "L030": "a source without a digest in spec/sources.yaml, or a digest that nothing cites",
     "L031": "`touches` names something that vLLM does not have",
     "L032": "a waiver that has expired, or soon will (a warning)",
+    "L033": "a step or axis without a situation, or a situation that is neither",
 }
 
 CASE_LINES = 40
+
+_PLAIN = {"add", "on", "step", "run", "expect"}
+"""Steps that every engine does: no situations."""
 
 SOON = 30
 """Days before the end of a waiver from which on lint warns."""
@@ -86,6 +92,7 @@ def lint(
     checks: list[Callable[[Spec], Iterable[Finding]]] = [
         lint_requirements.check,
         check_cases,
+        check_situations,
         check_defects,
         check_rules,
     ]
@@ -201,6 +208,27 @@ def _capabilities(spec: Spec) -> Iterator[Finding]:
     for name in CAPABILITIES.keys() - used - _READ_BY_THE_SUITE:
         where = Location("conformance/contract/capabilities.py", 1)
         yield Finding(where, "L020", f"no requirement and no case reads capability {name}")
+
+
+# -- situations
+
+
+def check_situations(spec: Spec) -> Iterator[Finding]:
+    """Yield the findings about spec/situations.yaml; L033 for what it lacks, or has too much."""
+    if not spec.situations:
+        return
+    for name, found in spec.situations.items():
+        where = place_of(spec, "situation", name)
+        for code, message in lint_requirements.cited(found.source, spec, installed_has_it=True):
+            yield Finding(where, code, f"situation {name}: {message}")
+    for kind, known in (("step", STEPS.keys() - _PLAIN), ("axis", Matrix.model_fields.keys())):
+        entries = {name for name, found in spec.situations.items() if found.of == kind}
+        for name in known - entries:
+            sentence = f"no situation says whether vLLM does {kind} {name}, too"
+            yield Finding(Location("spec/situations.yaml", 1), "L033", sentence)
+        for name in entries - known:
+            sentence = f"situation {name}: there is no such {kind}{did_you_mean(name, known)}"
+            yield Finding(place_of(spec, "situation", name), "L033", sentence)
 
 
 # -- planted defects

@@ -17,7 +17,7 @@ from kvconform.contract import references
 from kvconform.contract.capabilities import complete
 from kvconform.contract.events import COMMON_FIELDS, EVENTS
 from kvconform.contract.loader import Spec
-from kvconform.contract.requirement import KEYWORDS, Requirement, version_key
+from kvconform.contract.requirement import KEYWORDS, Requirement, Source, version_key
 from kvconform.dev import coverage, drift
 from kvconform.errors import Location, did_you_mean
 from kvconform.judge.evaluate import evaluate
@@ -183,7 +183,7 @@ def check(spec: Spec) -> Iterator[Finding]:
         if other != req.id:
             yield Finding(where, "L024", f"{req.id}: has the text of {other}")
     for place in sorted(spec.sources.keys() - drift.cited(spec).keys()):
-        sentence = f"no requirement rests on {place} any more; {UPDATE}"
+        sentence = f"no requirement and no situation rests on {place} any more; {UPDATE}"
         yield Finding(place_of(spec, "source", place), "L030", sentence)
 
 
@@ -239,12 +239,19 @@ def _source(req: Requirement, spec: Spec) -> Iterator[tuple[str, str]]:
     version = installed.vllm_version()
     if req.source is None:
         yield "L018", "names no source (file and symbol)"
-    elif version is None or version == installed.UNKNOWN or req.in_force(version):
-        problem = installed.missing(req.source.file, req.source.symbol)
+        return
+    unknown = version is None or version == installed.UNKNOWN
+    yield from cited(req.source, spec, installed_has_it=unknown or req.in_force(str(version)))
+
+
+def cited(source: Source, spec: Spec, *, installed_has_it: bool) -> Iterator[tuple[str, str]]:
+    """Yield L019 and L030 for a place in vLLM's source."""
+    if installed_has_it:
+        problem = installed.missing(source.file, source.symbol)
         if problem is not None:
             yield "L019", problem
-    if spec.sources and req.source is not None and references.key(req.source) not in spec.sources:
-        yield "L030", f"{references.key(req.source)} has no digest in spec/sources.yaml; {UPDATE}"
+    if spec.sources and references.key(source) not in spec.sources:
+        yield "L030", f"{references.key(source)} has no digest in spec/sources.yaml; {UPDATE}"
 
 
 def _examples(req: Requirement) -> Iterator[tuple[str, str]]:

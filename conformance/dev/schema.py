@@ -19,6 +19,7 @@ from kvconform.contract.case import Case
 from kvconform.contract.profile import Profile, Waiver
 from kvconform.contract.references import Evidence, Rule, RuleWaiver
 from kvconform.contract.requirement import Requirement
+from kvconform.contract.situation import Situation
 from kvconform.dev.defect import Defect, KillMatrix
 from kvconform.report.jsonl import ReportLine
 from kvconform.report.statement import Statement
@@ -31,6 +32,7 @@ FORMATS: dict[str, tuple[Any, str]] = {
     "waivers": (list[Waiver | RuleWaiver], "spec/waivers.yaml: a list of waivers"),
     "defects": (list[Defect], "spec/defects.yaml: a list of defects"),
     "rules": (list[Rule], "spec/rules.yaml: a list of rules"),
+    "situations": (list[Situation], "spec/situations.yaml: a list of situations"),
     "sources": (
         list[Evidence],
         "spec/sources.yaml: a list of places in vLLM's source, and what they said",

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +61,8 @@ class Engine:
         self.pool = parts.scheduler.kv_cache_manager.block_pool
         self.blocks_at_start = self.pool.get_num_free_blocks()
         self.depth = parts.variant.depth if parts.variant.scheduling == "async" else 1
+        self.preempted = False
+        """Whether a request was preempted since the last step was scheduled."""
 
     @property
     def worker(self) -> Any:
@@ -104,7 +107,7 @@ class Engine:
         self.ledger.state_changes("abort")
 
     def preempt(self, req_id: str) -> bool:
-        """Preempt a running request between two steps.
+        """Preempt a running request; the next step admits no waiting one, as in vLLM.
 
         Returns False if it does not run, or if the engine would not preempt it now (R160).
         """
@@ -114,6 +117,7 @@ class Engine:
         Probe.active = self.probe
         self.ledger.before_update()
         done = vllm_api.force_preemption(self.scheduler, request)
+        self.preempted = self.preempted or done
         self.ledger.state_changes("preempt")
         return done
 
@@ -146,7 +150,9 @@ class Engine:
         self.trace.step += 1
         Probe.active = self.probe
         self.ledger.before_schedule()
-        with counted(self.trace, self.scheduler):
+        admission = vllm_api.no_admission(self.scheduler) if self.preempted else nullcontext()
+        self.preempted = False
+        with admission, counted(self.trace, self.scheduler):
             output = self.scheduler.schedule()
         self.ledger.after_schedule(output, self.view.tables())
         fresh = self.ledger.take_fresh(self.view.tables())

@@ -123,7 +123,7 @@ class Corpus:
                 yield mutated(f"like/{name}", dice.pick(choice), engines, schedulings)
 
 
-Key = tuple[str, str | None]
+Key = tuple[str, str | None, bool]
 
 
 @dataclass
@@ -238,7 +238,8 @@ def _still_fails(pool: Pool, found: Found, workload: Workload) -> bool:
 
 def _keep(found: Found, folder: Path, again: str) -> None:
     failure, workload = found.failure, found.workload
-    key = "-".join(part for part in failure.key if part)
+    requirement, detail, risk = failure.key
+    key = "-".join(part for part in (requirement, detail, risk and "risk") if part)
     name = re.sub(r"[^a-z0-9]+", "-", key.lower()).strip("-")
     data = {
         **workload.data,

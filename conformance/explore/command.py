@@ -92,7 +92,8 @@ def run(
 ) -> int:
     """Run a campaign, shrink its failures and print the result; return the exit code.
 
-    0: no failure; 1: failures; 3: the harness failed. `folder`: of the corpus, which is extended.
+    0: no failure, or only risks; 1: failures; 3: the harness failed. `folder`: of the corpus, which
+    is extended.
     """
     if profile not in PROFILES:
         raise UsageError(
@@ -141,7 +142,7 @@ def run(
             reduce(pool, campaign, out, again, tries=tries, limit=LIMIT)
         deaths = pool.deaths
     _print(console, campaign, deaths)
-    if campaign.found:
+    if any(not found.failure.risk for found in campaign.found.values()):
         return 1
     return 3 if campaign.errors or not campaign.runs else 0
 
@@ -260,10 +261,15 @@ def _print(console: Console, campaign: Campaign, deaths: int) -> None:
                 found.failure.requirement,
                 str(found.count),
                 shrunk,
-                " ".join(found.failure.message.split())[:300],
+                ("risk: " if found.failure.risk else "")
+                + " ".join(found.failure.message.split())[:300],
             )
         console.print(table)
-    verdict = f"{len(campaign.found)} failures" if campaign.found else "nothing failed"
+    risks = sum(found.failure.risk for found in campaign.found.values())
+    failures = len(campaign.found) - risks
+    verdict = f"{failures} failures" if failures else "nothing failed"
+    if risks:
+        verdict += f", {risks} risks (situations that vLLM does not bring about)"
     if campaign.errors:
         verdict += f", {len(campaign.errors)} errors of the harness"
     speed = campaign.runs / max(campaign.seconds, 1e-9)

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from kvconform.contract.situation import policies as known_policies
 from kvconform.explore.dice import Dice
 from kvconform.explore.requests import Requests
 from kvconform.explore.schedule import NAMES, Schedule
 from kvconform.explore.workload import Data, Workload, make
-from kvconform.refimpl.settings import POLICIES
 
 ENGINES = {"p": "kv_producer", "d": "kv_consumer"}
 ALTERED: list[Data] = [
@@ -236,7 +236,7 @@ def one(
         config["num_blocks"] = 64 if "groups" in extra else dice.pick(sizes)
     policies: list[str] = []
     if engine == "reference" and not simple and dice.one_in(2):
-        policies = [dice.pick(sorted(POLICIES))]
+        policies = [dice.pick(known_policies())]
     # vLLM does not support context parallelism with drafts (50391).
     if "tensor_parallel" in extra and not drafts and dice.one_in(4):
         extra |= {"groups": ["latent"], "context_parallel": 2}

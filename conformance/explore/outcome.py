@@ -82,7 +82,10 @@ DIED = "process.died"
 
 @dataclass
 class Failure:
-    """A violated requirement; `found`: the kind of wrong byte, if it is about one."""
+    """A violated requirement; `found`: the kind of wrong byte, if it is about one.
+
+    `risk`: only in a situation that no vLLM brings about.
+    """
 
     requirement: str
     message: str
@@ -90,14 +93,15 @@ class Failure:
     req: str | None = None
     step: int | None = None
     hook: str | None = None
+    risk: bool = False
 
     @property
-    def key(self) -> tuple[str, str | None]:
-        """Requirement, and kind of wrong byte or hook.
+    def key(self) -> tuple[str, str | None, bool]:
+        """Requirement, kind of wrong byte or hook, and whether it is a risk.
 
         Failures with the same key count as one. Shrinking keeps the key.
         """
-        return self.requirement, self.found or self.hook
+        return self.requirement, self.found or self.hook, self.risk
 
 
 @dataclass
@@ -162,7 +166,7 @@ def outcome(
             continue
         if row.kind != "requirement":
             broken_guarantees.append(row.requirement)
-        elif row.gating:
+        elif row.gating or row.risk:
             failures.append(_failure(row, trace))
     return Outcome(
         failures=failures,
@@ -184,6 +188,7 @@ def _failure(row: Row, trace: list[dict[str, Any]]) -> Failure:
         row.req,
         row.step,
         str(hook) if hook is not None else None,
+        row.risk,
     )
 
 

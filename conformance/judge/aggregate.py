@@ -58,14 +58,16 @@ class Aggregate:
 
     `status` is per requirement id. `counts` has the number of rows of each verdict, also if zero.
     `failed` holds the ids whose FAIL counts against the connector, `engine_failed` the guarantees
-    that the engine broke, `advisory` the violated requirements that do not count (SHOULD and MAY
-    without --strict). `reasons` are sentences about why `verdict` is not `conformant`.
+    that the engine broke. What does not count without --strict: `risks` holds the ids that fail
+    only in situations that no vLLM brings about, `advisory` violated SHOULD and MAY. `reasons` are
+    sentences about why `verdict` is not `conformant`.
     """
 
     status: dict[str, Verdict] = field(default_factory=dict)
     counts: dict[Verdict, int] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)
     engine_failed: list[str] = field(default_factory=list)
+    risks: list[str] = field(default_factory=list)
     advisory: list[str] = field(default_factory=list)
     exercised: int = 0
     cases: int = 0
@@ -114,7 +116,11 @@ def aggregate(rows: Iterable[Row], *, problems: Iterable[str] = ()) -> Aggregate
     failing = [row for row in rows if row.verdict is Verdict.FAIL]
     found.failed = _ids(row for row in failing if row.gating)
     found.engine_failed = _ids(row for row in failing if row.kind == "guarantee")
-    found.advisory = _ids(row for row in failing if not row.gating and row.kind == "requirement")
+    risks = _ids(row for row in failing if row.risk)
+    found.risks = [name for name in risks if name not in found.failed]
+    found.advisory = _ids(
+        row for row in failing if not row.gating and row.kind == "requirement" and not row.risk
+    )
     found.exercised = sum(bool(seen & EXERCISED) for seen in verdicts.values())
     found.cases = len({row.case for row in rows})
     found.verdict, found.reasons = _overall(rows, found, list(problems))

@@ -35,6 +35,9 @@ class Verdict(StrEnum):
     DISABLED = "DISABLED"  # switched off by the operator
 
 
+MUST = ("MUST", "MUST NOT")
+"""Levels of requirements whose violations count."""
+
 Overall = Literal["conformant", "partial", "nonconformant", "error"]
 """The overall verdict on a connector."""
 
@@ -67,6 +70,13 @@ class Row:
     gating: Annotated[
         bool, Field(description="whether a FAIL of this row makes the connector nonconformant")
     ] = True
+    beyond: Annotated[
+        tuple[str, ...],
+        Field(
+            description="situations of the run (spec/situations.yaml) that the contract allows and"
+            " vLLM does not bring about: a FAIL is a risk"
+        ),
+    ] = ()
     exercised: Annotated[int, Field(description="how often the trigger matched")] = 0
     count: Annotated[int, Field(description="violations in this run")] = 0
     step: Annotated[int | None, Field(description="schedule() call of the first violation")] = None
@@ -105,6 +115,16 @@ class Row:
             self.depth,
             self.block_size,
             self.slow,
+        )
+
+    @property
+    def risk(self) -> bool:
+        """Whether a FAIL of this row is a risk: no vLLM brings its situation about."""
+        return (
+            self.kind == "requirement"
+            and not self.gating
+            and self.level in MUST
+            and bool(self.beyond)
         )
 
     @property

@@ -17,7 +17,7 @@ from kvconform.contract.trace import Event
 from kvconform.judge.engine_bugs import lost
 from kvconform.judge.evaluate import evaluate
 from kvconform.judge.monitor import Monitor, Violation
-from kvconform.judge.records import Row, Verdict
+from kvconform.judge.records import MUST, Row, Verdict
 from kvconform.judge.relation import relate_runs
 
 SHARED = ("engine.crash", "engine.stall")
@@ -84,6 +84,10 @@ class VariantLike(Protocol):
     def axes(self) -> dict[str, Any]:
         """The fields of a Row that name the run of the case."""
 
+    @property
+    def beyond(self) -> tuple[str, ...]:
+        """Situations of the run that the contract allows and vLLM does not bring about."""
+
 
 class RunLike(Protocol):
     """The part of kvconform.run.records.Run that is needed here."""
@@ -107,9 +111,6 @@ class RunLike(Protocol):
 
 CRASH = "engine.crash"
 """`blocked_by` of a row that is blocked by a crash which no requirement explains."""
-
-MUST = ("MUST", "MUST NOT")
-"""Levels of requirements whose violations always count."""
 
 
 def judge(
@@ -137,18 +138,18 @@ def judge(
     A violation detected after a crash of the engine is explained by the crash. A violation of a
     `consequence` requirement is also explained by any MUST that failed at the same event or
     earlier. What follows after the engine lost track of a request (kvconform.judge.engine_bugs) is
-    UNSUPPORTED. SHOULD and MAY get the same verdicts, but count (`gating`) only with `strict`. A
-    guarantee never counts.
+    UNSUPPORTED. SHOULD and MAY get the same verdicts, and so do requirements in a situation
+    that no vLLM brings about (`beyond`), but these count (`gating`) only with `strict`. A guarantee
+    never counts.
     """
     main = runs["connector"]
     rows: list[Row] = []
     watched: list[tuple[Requirement, Row]] = []
-    about = {"case": main.variant.case.id, **main.variant.axes}
     errors = (run.harness_error for run in runs.values() if run.harness_error is not None)
     broken = next(errors, None) or _harness_crash(main.trace)
     channels = {*main.channels, "harness"}
     for req in requirements:
-        row = _row(req, about, strict)
+        row = new_row(req, main.variant, strict=strict)
         rows.append(row)
         if broken is not None:
             row.verdict = Verdict.ERROR
@@ -203,15 +204,17 @@ def new_row(
     req: Requirement, variant: VariantLike, *, strict: bool = False, verdict: Verdict = Verdict.PASS
 ) -> Row:
     """Return a row with everything but the findings filled in."""
-    return _row(req, {"case": variant.case.id, **variant.axes}, strict, verdict)
-
-
-def _row(
-    req: Requirement, about: Mapping[str, Any], strict: bool, verdict: Verdict = Verdict.PASS
-) -> Row:
-    gating = req.kind == "requirement" and (req.level in MUST or strict)
+    beyond = variant.beyond
+    counts = strict or (req.level in MUST and not beyond)
     return Row(
-        requirement=req.id, verdict=verdict, kind=req.kind, level=req.level, gating=gating, **about
+        requirement=req.id,
+        case=variant.case.id,
+        verdict=verdict,
+        kind=req.kind,
+        level=req.level,
+        gating=req.kind == "requirement" and counts,
+        beyond=beyond,
+        **variant.axes,
     )
 
 

@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 
 from kvconform.config.settings import Settings
+from kvconform.contract.situation import situations
 from kvconform.judge.records import Row
 from kvconform.report.collector import Collector
 
@@ -38,10 +39,10 @@ def by_cause(rows: Sequence[Row]) -> list[list[Row]]:
     The requirements are ordered as `_earlier_first` has it; the causes of one requirement by first
     appearance.
     """
-    groups: dict[tuple[str, tuple[str, ...]], list[Row]] = {}
-    per_requirement: dict[str, list[tuple[str, tuple[str, ...]]]] = {}
+    groups: dict[tuple[str, bool, tuple[str, ...]], list[Row]] = {}
+    per_requirement: dict[str, list[tuple[str, bool, tuple[str, ...]]]] = {}
     for row in rows:
-        key = (row.requirement, row.cause)
+        key = (row.requirement, row.gating, row.cause)
         known = per_requirement.setdefault(row.requirement, [])
         if key not in groups and len(known) >= SHOWN:
             key = known[-1]
@@ -79,6 +80,16 @@ def _earlier_first(requirements: Iterable[str], rows: Sequence[Row]) -> list[str
         )
         order.insert(next(preceded, len(order)), name)
     return sorted(order, key=rank)
+
+
+def beyond(row: Row) -> list[str]:
+    """Return a sentence per situation of the row's run that no vLLM brings about."""
+    known = [situations()[name] for name in row.beyond if name in situations()]
+    return [
+        f"{each.id}, which the contract allows and vLLM does not do: {each.why}"
+        f" ({each.source.file}: {each.source.symbol})"
+        for each in known
+    ]
 
 
 THROUGH = "KVCONFORM_THROUGH"

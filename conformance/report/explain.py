@@ -13,6 +13,7 @@ from kvconform.contract.loader import Spec
 from kvconform.contract.references import key
 from kvconform.contract.requirement import Match, Requirement
 from kvconform.contract.scenario import Scenario
+from kvconform.contract.situation import situations
 from kvconform.errors import UsageError, did_you_mean
 
 WIDTH = 100
@@ -214,6 +215,12 @@ def case(spec: Spec, case: Case) -> str:
         "config": plain(changed) if changed else "the default",
         "runs": f"{len(axes)}: {', '.join(axes)}",
         "needs": case.needs_expr.source if case.needs_expr.reads else "",
+        "situations": ", ".join(case.situations),
+        "risk only": "; ".join(
+            f"{name}: {situations()[name].why}"
+            for name in case.situations
+            if not situations()[name].vllm
+        ),
         "rules": ", ".join(case.rules),
         "bugs": ", ".join(case.bugs),
         "defined": spec.places.get(f"case:{case.id}", ""),

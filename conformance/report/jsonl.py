@@ -269,6 +269,8 @@ class Report:
         }
 
     def _accuses(self, row: Row) -> bool:
+        if row.beyond and not row.gating:
+            return False
         if row.verdict is Verdict.BLOCKED:
             return not self._explained(row)
         return row.verdict in (Verdict.FAIL, Verdict.XPASS)

@@ -76,6 +76,11 @@ class Statement(_Part):
     capabilities: dict[str, Capability]
     requirements: dict[str, Verdict] = Field(description="verdict per requirement that counts")
     failed: list[str]
+    risks: list[str] = Field(
+        default=[],
+        description="requirements that fail only in situations that the contract allows and this"
+        " vLLM does not bring about",
+    )
 
 
 def make(collector: Collector, found: Aggregate, *, judged: date) -> Statement:
@@ -117,6 +122,7 @@ def make(collector: Collector, found: Aggregate, *, judged: date) -> Statement:
         capabilities=capabilities,
         requirements=dict(sorted(counting.items())),
         failed=found.failed,
+        risks=found.risks,
     )
 
 
@@ -140,6 +146,8 @@ def badge(statement: Statement) -> dict[str, Any]:
         colour = "yellowgreen"
     vllm = statement.vllm.partition("+")[0]
     message = f"{word} · {statement.passed}/{statement.core} · vLLM {vllm}"
+    if statement.risks:
+        message += f" · {len(statement.risks)} risks"
     return {"schemaVersion": 1, "label": "KV connector", "message": message, "color": colour}
 
 

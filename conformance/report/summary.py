@@ -80,6 +80,7 @@ def write(
             "exit_code": exit_code,
             "reasons": found.reasons,
             "guarantees_broken": found.engine_failed,
+            "risks": found.risks,
             "advisory": found.advisory,
             "runs": len(collector.reports),
             "runs_missing": collector.missing(),

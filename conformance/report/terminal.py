@@ -27,7 +27,7 @@ from kvconform.compat.installed import RUNNER_V2
 from kvconform.contract.requirement import Requirement
 from kvconform.judge.aggregate import Aggregate, mismatches, unasked
 from kvconform.judge.records import CaseReport, Row, Verdict
-from kvconform.report.causes import PROCESS_RULE, by_cause, reproduction
+from kvconform.report.causes import PROCESS_RULE, beyond, by_cause, reproduction
 from kvconform.report.collector import Collector
 from kvconform.report.explain import cases_about, defects_of
 
@@ -246,8 +246,15 @@ def report(
     _section(
         console,
         collector,
+        "Risks, where the contract allows what this vLLM never does (they count with --strict)",
+        [row for row in mine if row.risk],
+        reports,
+    )
+    _section(
+        console,
+        collector,
         "Recommendations not followed (they count with --strict)",
-        [row for row in mine if not row.gating],
+        [row for row in mine if not row.gating and not row.risk],
         reports,
     )
     _section(
@@ -415,6 +422,8 @@ def _failure(
     if first.req:
         where.append(f"request {first.req}")
     line("where", ", ".join(where))
+    for sentence in beyond(first):
+        line("situation", sentence)
     line("evidence", first.evidence)
     line("why", why)
     line("usual cause", wrong)
@@ -497,6 +506,8 @@ def _answer(console: Console, found: Aggregate, where: str, seconds: float, *, p
     console.print(f"[{style}]{found.title}[/]{part}  in {seconds:.1f} s")
     for reason in found.reasons:
         console.print(f"  {escape(reason)}")
+    if found.risks:
+        console.print(f"  risks, where vLLM does not go today: {', '.join(found.risks)}")
 
 
 def _status(name: str, found: Aggregate) -> str:
@@ -504,7 +515,9 @@ def _status(name: str, found: Aggregate) -> str:
     status = found.status[name]
     if status is Verdict.FAIL and name in found.engine_failed:
         return "fail (engine's)"
-    if status is Verdict.FAIL and name in found.advisory:
+    if status is Verdict.FAIL and name in found.risks:
+        return "fail (risk)"
+    if status is Verdict.FAIL and name in found.advisory and name not in found.failed:
         return "fail (recommended only)"
     return _words(status)
 

@@ -17,7 +17,7 @@ from kvconform.contract.capabilities import tolerance
 from kvconform.contract.case import Variant
 from kvconform.contract.events import lifecycle, run_end
 from kvconform.contract.scenario import HAND_OVER
-from kvconform.contract.steps import Add, FailLoad, OfPrompt, Reset, SamePrompt, Step
+from kvconform.contract.steps import Add, FailLoad, OfPrompt, Reset, SamePrompt, Shutdown, Step
 from kvconform.contract.steps import Run as RunArgument
 from kvconform.contract.trace import Event, Place, Trace
 from kvconform.engine.batch import FIRST_TOKEN, VOCABULARY, Info, Script
@@ -176,7 +176,7 @@ class Driver:
             "reset": self._reset,
             "idle": self._idle,
             "restart": self._restart,
-            "shutdown": self._shut_down_twice,
+            "shutdown": self._shut_down,
             "fail-load": self._fail_load,
             "lookup-only": self._lookup_only,
             "reorder": self._reorder,
@@ -258,10 +258,11 @@ class Driver:
             self._operations[step.op](step.arg)
 
     def add(self, add: Add) -> None:
-        """Add a request."""
+        """Add a request, after the release of its id."""
+        req_id = add.id or add.req
+        self._release(req_id)
         tokens = self._prompt(add)
         state = self.state
-        req_id = add.id or add.req
         generation = state.generations.get(req_id, -1) + 1
         state.generations[req_id] = generation
         items = [item.model_dump() for item in add.mm]
@@ -295,6 +296,20 @@ class Driver:
         )
         state.requests[add.req] = Snapshot(request)
         self.engine.add(request)
+
+    def _release(self, req_id: str) -> None:
+        """Run the engine until it has forgotten the bearer of an id that is used again.
+
+        It knows an ended request as long as the connector holds its blocks. Raises Stalled.
+        """
+        idle = StallDetector(self.trace, self.target)
+        while req_id in self.engine.scheduler.requests:
+            before = self.engine.progress
+            self.engine.iterate()
+            if self.engine.progress != before:
+                idle.over()
+            elif idle.stalled():
+                self._stall(idle)
 
     def _params(self, add: Add) -> dict[str, Any] | None:
         """Return the kv_transfer_params of a request that is added."""
@@ -391,9 +406,10 @@ class Driver:
         self.engine = self._start()
         self.trace.emit("engine.lifecycle", **lifecycle("restart"))
 
-    def _shut_down_twice(self, _: Any) -> None:
+    def _shut_down(self, how: Shutdown) -> None:
         self.engine.shutdown()
-        self.engine.shutdown(again=True)
+        if how.again:
+            self.engine.shutdown(again=True)
 
     def _fail_load(self, fail: FailLoad) -> None:
         if self.engine.connector is None:

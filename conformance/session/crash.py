@@ -78,7 +78,15 @@ def rows_of(
     if own is None and culprit in spec.requirements:
         own = new_row(spec.requirements[culprit], variant, strict=strict)
     elif own is None:
-        own = Row(culprit, variant.case.id, verdict=Verdict.FAIL, level="MUST NOT", **variant.axes)  # type: ignore[arg-type]
+        own = Row(
+            culprit,
+            variant.case.id,
+            verdict=Verdict.FAIL,
+            level="MUST NOT",
+            beyond=variant.beyond,
+            gating=strict or not variant.beyond,
+            **variant.axes,
+        )  # type: ignore[arg-type]
     if own not in rows:
         rows.append(own)
     if own.verdict is not Verdict.DISABLED:

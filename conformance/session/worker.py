@@ -178,6 +178,10 @@ class Worker:
         item.stash[PAYLOAD] = normalised(text, tmp)
         if report.abort is not None:
             pytest.fail(f"{details or ''}{report.abort[1]}", pytrace=False)  # --debug shows it
+        for row in report.rows:  # junit.xml shows what does not fail the test
+            if row.verdict is Verdict.FAIL and not row.gating and row.kind == "requirement":
+                kind = "risk" if row.risk else "recommendation"
+                item.user_properties.append((kind, f"{row.requirement}: {row.message}"))
         bad = [
             row
             for row in report.rows

@@ -144,6 +144,14 @@ class ShutdownOnce(ReferenceConnector):
         del self._bad
 
 
+class ShutdownWhenDone(ReferenceConnector):
+    """Takes for granted that every request has ended when the engine does (B112)."""
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        assert not self._tracked
+
+
 class SavesTooEarly(ReferenceConnector):
     """Reads the blocks when the metadata is bound, before the forward pass writes them (B007)."""
 

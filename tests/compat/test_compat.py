@@ -93,11 +93,7 @@ class Scheduler16:
     num_spec_tokens = 0
 
     def __init__(self, request: Any) -> None:
-        self.running, self.preempted, self.prev_step_scheduled_req_ids = (
-            [request],
-            list[Any](),
-            {"a"},
-        )
+        self.running, self.preempted = [request], list[Any]()
 
     def _preempt_request(self, request: Any, timestamp: float) -> None:
         self.preempted.append(request)
@@ -123,7 +119,6 @@ def test_until_0_26_output_in_flight_is_dropped_as_a_reset_drops_it() -> None:
     assert scheduler.preempted == [request]
     assert not scheduler.running
     assert (request.discard_latest_async_tokens, request.num_output_placeholders) == (True, 0)
-    assert not scheduler.prev_step_scheduled_req_ids
 
 
 def test_a_victim_whose_output_cannot_be_dropped_is_left_alone() -> None:

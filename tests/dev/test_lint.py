@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from kvconform.compat import installed, interface
+from kvconform.contract.case import Matrix
 from kvconform.contract.loader import load_spec
+from kvconform.contract.steps import STEPS
 from kvconform.dev.lint import RULES, lint, lint_root
 from kvconform.dev.lint_requirements import Finding
 
@@ -200,7 +202,7 @@ def test_sources_without_digest_and_digests_without_source(tmp_path: Path) -> No
     )
     assert lacking.code == unused.code == "L030"
     assert "v1/core.py: Scheduler.schedule has no digest" in lacking.message
-    assert "no requirement rests on v1/core.py: Scheduler.land" in unused.message
+    assert "no requirement and no situation rests on v1/core.py: Scheduler.land" in unused.message
 
 
 def test_two_requirements_with_one_text(tmp_path: Path) -> None:
@@ -391,6 +393,34 @@ def test_what_no_case_exercises(tmp_path: Path) -> None:
         assert "L005" in codes(lint(spec, exercised))
 
 
+def test_what_the_engines_do_needs_a_situation(tmp_path: Path) -> None:
+    source = {"file": "v1/core.py", "symbol": "Scheduler.schedule"}
+    entry = {"text": "It does.", "vllm": True, "why": "So does vLLM.", "source": source}
+    known = [
+        {"id": name, "of": kind, **entry}
+        for kind, names in (("step", STEPS), ("axis", Matrix.model_fields))
+        for name in names
+        if name not in ("add", "on", "step", "run", "expect")
+    ]
+
+    def found(entries: list[dict[str, Any]]) -> list[str]:
+        return [
+            f"{each.code} {each.message}"
+            for each in findings(tmp_path, **{"situations__yaml": entries})
+        ]
+
+    assert found(known) == []
+    assert found([each for each in known if each["id"] != "preempt"]) == [
+        "L033 no situation says whether vLLM does step preempt, too"
+    ]
+    assert found([*known, {"id": "prempt", "of": "step", **entry}]) == [
+        "L033 situation prempt: there is no such step; did you mean preempt or reset or resume?"
+    ]
+    nowhere = {**source, "symbol": "Scheduler.shedule"}
+    (wrong,) = found([*known, {"id": "odd", "of": "policy", **entry, "source": nowhere}])
+    assert wrong.startswith("L019 situation odd: ")
+
+
 def test_every_rule_is_tested() -> None:
     text = Path(__file__).read_text(encoding="utf-8")
-    assert {code for code in RULES if f'"{code}"' not in text} == set()
+    assert {code for code in RULES if f'"{code}' not in text} == set()

@@ -71,7 +71,7 @@ def failed(trace: list[dict[str, Any]], **capabilities: Any) -> tuple[set[str], 
     """(requirements and guarantees that the trace fails, those that it passes)."""
     start = trace[0]
     axes = {name: start[name] for name in ("engine", "scheduling", "runner", "depth", "block_size")}
-    variant = SimpleNamespace(case=SimpleNamespace(id="live"), axes=axes)
+    variant = SimpleNamespace(case=SimpleNamespace(id="live"), axes=axes, beyond=())
     run = SimpleNamespace(
         variant=variant, trace=trace, channels=channels(trace), harness_error=None
     )

@@ -29,6 +29,7 @@ class FakeCase:
 class FakeVariant:
     case: FakeCase = field(default_factory=FakeCase)
     axes: dict[str, Any] = field(default_factory=lambda: dict(AXES))
+    beyond: tuple[str, ...] = ()
 
 
 @dataclass

@@ -93,6 +93,39 @@ def test_a_recommendation_counts_only_when_strict(tmp_path: Path) -> None:
     assert kvconform(tmp_path, "json:Fake", "--strict", orders=orders).code == 1
 
 
+def test_a_failure_where_vllm_does_not_go_is_a_risk(tmp_path: Path) -> None:
+    orders = {"fail": {MUST[0]: ["lifecycle.id-again"]}}
+    cases = ["lifecycle.id-again", CASES[0]]
+    result = kvconform(tmp_path, "json:Fake", orders=orders, cases=cases)
+    assert result.code == 0
+    assert "Risks, where the contract allows what this vLLM never does" in result.out
+    assert "reused-id, which the contract allows and vLLM does not do" in result.out
+    assert "InputProcessor.assign_request_id" in result.out
+    assert f"risks, where vLLM does not go today: {MUST[0]}" in result.out
+    assert result.out.rstrip().splitlines()[-2].startswith("CONFORMANT")
+    assert (result.summary["verdict"], result.summary["extra"]["exit_code"]) == ("conformant", 0)
+    extra = result.summary["extra"]
+    assert (extra["risks"], extra["advisory"]) == ([MUST[0]], [])
+    (row,) = result.rows(Verdict.FAIL)
+    assert (row["beyond"], row["gating"]) == (["reused-id"], False)
+    suite = ElementTree.parse(result.folder / "junit.xml").getroot()[0]
+    assert suite.get("failures") == "0"
+    assert [each.get("name") for each in suite.iter("property")] == ["risk"]
+    page = (result.folder / "report.html").read_text(encoding="utf-8")
+    assert "never does" in page
+    strict = kvconform(tmp_path, "json:Fake", "--strict", orders=orders, cases=cases)
+    assert strict.code == 1
+    assert "Risks" not in strict.out
+
+
+def test_a_requirement_that_also_fails_where_vllm_goes_is_no_risk(tmp_path: Path) -> None:
+    orders = {"fail": {MUST[0]: ["lifecycle.id-again", CASES[0]]}}
+    result = kvconform(tmp_path, "json:Fake", orders=orders, cases=["lifecycle.id-again", CASES[0]])
+    assert result.code == 1
+    assert result.summary["requirements"]["failed"] == [MUST[0]]
+    assert result.summary["extra"]["risks"] == []
+
+
 def test_dead_workers_cost_one_run_each(tmp_path: Path) -> None:
     orders = {"exit": [CASES[0]], "hang": [CASES[2]], "fail": {MUST[0]: [CASES[3]]}}
     result = kvconform(

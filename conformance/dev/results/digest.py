@@ -34,6 +34,9 @@ class Area(BaseModel):
     failed: list[str] = Field(
         default=[], description="ids of what failed and counts: FAIL, XFAIL, ERROR or XPASS"
     )
+    risks: list[str] = Field(
+        default=[], description="ids of what fails only in situations that no vLLM brings about"
+    )
     advice: list[str] = Field(default=[], description="ids of SHOULD and MAY that were not met")
     blocked: list[str] = Field(
         default=[], description="ids of failures that another failure explains"
@@ -129,8 +132,12 @@ def _digest(
         if requirement is None or name in found.engine_failed:
             continue
         area = areas.get(requirement.area, Area())
-        advice = name in found.advisory or name not in found.failed
-        areas[requirement.area] = _counted(area, name, status, advice=advice)
+        failure = "advice"
+        if name in found.failed:
+            failure = "failed"
+        elif name in found.risks:
+            failure = "risks"
+        areas[requirement.area] = _counted(area, name, status, failure)
     drawn = {row.case for row in rows if row.verdict not in UNMADE}
     return Digest(
         seeds=len(drawn) if drawn and all(map(RANDOM.fullmatch, drawn)) else 0,
@@ -158,11 +165,12 @@ def _run(row: Row) -> tuple[object, ...]:
     return row.case, row.scheduling, row.runner, row.depth, row.block_size, row.slow
 
 
-def _counted(area: Area, name: str, status: Verdict, *, advice: bool) -> Area:
+def _counted(area: Area, name: str, status: Verdict, failure: str) -> Area:
+    """Return `area` with a requirement more; a FAIL is added to the list `failure`."""
     if status is Verdict.PASS:
         return area.model_copy(update={"passed": area.passed + 1})
     if status in (Verdict.FAIL, Verdict.XFAIL, Verdict.ERROR, Verdict.XPASS):
-        which = "advice" if advice and status is Verdict.FAIL else "failed"
+        which = failure if status is Verdict.FAIL else "failed"
         return area.model_copy(update={which: [*getattr(area, which), name]})
     if status is Verdict.BLOCKED:
         return area.model_copy(update={"blocked": [*area.blocked, name]})

@@ -152,7 +152,7 @@ def _mark(digest: Digest | None, name: str) -> str:
     area = digest.areas.get(name, Area())
     if area.failed:
         return "✗"
-    if area.advice:
+    if area.advice or area.risks:
         return "!"
     if area.blocked:
         return "b"
@@ -167,7 +167,8 @@ def _loads(digest: Digest) -> str:
 
 def _verdict(digest: Digest) -> str:
     exercised = bool(digest.guarantees) or any(
-        area.passed or area.failed or area.advice or area.blocked for area in digest.areas.values()
+        area.passed or area.failed or area.risks or area.advice or area.blocked
+        for area in digest.areas.values()
     )
     return called(digest.verdict, exercised) + ("" if digest.complete else " (cut short)")
 

@@ -104,7 +104,7 @@ def compare(old: Report, new: Report) -> Comparison:
     """
     runs_old = {run for _, run in old.rows}
     runs_new = {run for _, run in new.rows}
-    flips: dict[tuple[str, str, str, str], Flip] = {}
+    flips: dict[tuple[str, str, str, str, bool], Flip] = {}
     for key, row in sorted(new.rows.items()):
         before = old.rows.get(key)
         kind = _change(old, new, key)
@@ -113,9 +113,10 @@ def compare(old: Report, new: Report) -> Comparison:
         was = before.verdict.value if before is not None else ABSENT
         now = row.verdict.value
         requirement, run = key
+        counts = new.counts(requirement) and not row.risk
         flip = flips.setdefault(
-            (requirement, kind, was, now),
-            Flip(requirement, kind, was, now, counts=new.counts(requirement)),
+            (requirement, kind, was, now, counts),
+            Flip(requirement, kind, was, now, counts=counts),
         )
         flip.runs.append(run)
         failed_before = before is not None and was == "FAIL" and now != "FAIL"

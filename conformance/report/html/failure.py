@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvconform.judge.records import Row, Verdict
-from kvconform.report.causes import PROCESS_RULE, by_cause, reproduction
+from kvconform.report.causes import PROCESS_RULE, beyond, by_cause, reproduction
 from kvconform.report.collector import Collector
 
 VLLM = "https://github.com/vllm-project/vllm/blob"
@@ -42,6 +42,8 @@ class Failure:
     req: str | None
     seq: int | None
     evidence: str
+    beyond: tuple[str, ...]
+    risk: bool
     link: str | None
     bugs: tuple[str, ...]
     case: str
@@ -81,6 +83,8 @@ def failures(rows: Sequence[Row], collector: Collector) -> list[Failure]:
                 req=first.req,
                 seq=first.event,
                 evidence=first.evidence or "",
+                beyond=tuple(beyond(first)),
+                risk=first.risk,
                 link=_link(first.evidence, collector.vllm),
                 bugs=tuple(requirement.bugs) if requirement else (),
                 case=first.case,

@@ -43,8 +43,8 @@ SHOWN = (
 class Page:
     """Content of the page.
 
-    - `failures` count against the connector; `advice` are violated recommendations; `engine` are
-      guarantees that the engine broke.
+    - `failures` count against the connector; `risks` fail in situations that no vLLM brings about;
+      `advice` are violated recommendations; `engine` are guarantees that the engine broke.
     - `stories`: packed story (kvconform.report.html.story) by run, for the runs that are shown.
     - `errors`: errors of the harness, each with the runs in which they occurred.
     """
@@ -53,6 +53,7 @@ class Page:
     summary: Summary
     areas: list[Area]
     failures: list[Failure]
+    risks: list[Failure]
     advice: list[Failure]
     engine: list[Failure]
     stories: dict[str, str]
@@ -93,7 +94,10 @@ def make(collector: Collector, header: HeaderLine, summary: Summary, rows: Seque
         summary=summary,
         areas=areas(rows, collector.spec),
         failures=[one for one in shown if one.kind == "requirement" and one.gating],
-        advice=[one for one in shown if one.kind == "requirement" and not one.gating],
+        risks=[one for one in shown if one.risk],
+        advice=[
+            one for one in shown if one.kind == "requirement" and not one.gating and not one.risk
+        ],
         engine=[one for one in shown if one.kind != "requirement"],
         stories={one.run: stories[one.run] for one in shown if one.run in stories},
         errors=_errors(rows),
