@@ -73,6 +73,11 @@ CAPABILITIES: dict[str, Capability] = {
         _YES_NO,
         "works where the tokens of a block are split over ranks (decode context parallelism)",
     ),
+    "pipeline_parallel": Capability(
+        True,
+        _YES_NO,
+        "takes the handshake metadata of every pipeline stage, if it has any",
+    ),
     "fault_injection": Capability(False, _YES_NO, "lets the harness make loads fail"),
     "kv_events": Capability(False, _YES_NO, "publishes KV events for all that it stores"),
     "transfer": Capability(

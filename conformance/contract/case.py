@@ -235,9 +235,12 @@ class Case(Model):
             implied.append("!transfer")
         if self.config.context_parallel > 1:
             implied.append("context_parallel")
+        if self.config.pipeline_parallel > 1:
+            implied.append("pipeline_parallel")
         roles = sorted(set(self.config.engines.values()) - {"kv_both"})
         implied += [f"'{role}' in cap.roles" for role in roles]
-        return compile_capability([self.needs, *implied])
+        needs = [] if self.needs == "core" and implied else [self.needs]
+        return compile_capability([*needs, *implied])
 
     @property
     def situations(self) -> list[str]:
@@ -246,6 +249,9 @@ class Case(Model):
         ids = [add.arg.id or add.arg.req for add in self.steps if add.op == "add"]
         if len(set(ids)) < len(ids):
             found.append("reused-id")
+        asked = [add.arg.params for add in self.steps if add.op == "add" and add.arg.hand_over]
+        if any(params and asked.count(params) > 1 for params in asked):
+            found.append("shared-params")
         found.extend(step.op for step in self.steps if step.op in situations())
         return list(dict.fromkeys(found))
 

@@ -153,8 +153,16 @@ _kind(
 _kind(
     "engine.stall",
     "harness",
-    "steps:int waiting_on:list",
-    "No progress for the stall limit.",
+    "steps:int limit:float threads:int waiting_on:list",
+    "No progress for these steps and for the stall limit (stall_seconds); threads = how many the "
+    "connector had.",
+)
+_kind(
+    "clock.advanced",
+    "harness",
+    "seconds:float why:str",
+    "The clock of the process was set forward: by the case (idle), or because nothing but held "
+    "blocks was left (stall).",
 )
 _kind(
     "cache.reset",
@@ -165,9 +173,9 @@ _kind(
 _kind(
     "profile.expectation",
     "harness",
-    "what:str req:str of:str? promised:int reloadable:int",
-    "A request repeats earlier content: how much of it the declared capabilities promise, and "
-    "how much can be loaded.",
+    "what:str req:str of:str? declared:bool promised:int reloadable:int",
+    "A request repeats earlier content: how much of it the capabilities promise (declared), or the "
+    "connector brings back of a plain prompt of that length, and how much can be loaded.",
 )
 _kind(
     "case.expectation",

@@ -331,10 +331,21 @@ class ResetStep(BaseStep):
     reset: Reset
 
 
-class IdleStep(BaseStep):
-    """Do n steps without work."""
+class Idle(Model):
+    """A number of steps, over which `seconds` pass on the virtual clock."""
 
-    idle: PositiveInt
+    steps: PositiveInt
+    seconds: Annotated[float, Field(ge=0)] = 0
+
+
+def _idle(value: Any) -> Any:
+    return {"steps": value} if isinstance(value, int) else value
+
+
+class IdleStep(BaseStep):
+    """Do n steps without work; `{steps, seconds}`: meanwhile, time passes."""
+
+    idle: Annotated[Idle, BeforeValidator(_idle, json_schema_input_type=PositiveInt | Idle)]
 
 
 class RestartStep(BaseStep):

@@ -61,6 +61,7 @@ class Engine:
         self.pool = parts.scheduler.kv_cache_manager.block_pool
         self.blocks_at_start = self.pool.get_num_free_blocks()
         self.depth = parts.variant.depth if parts.variant.scheduling == "async" else 1
+        self.is_down = False
         self.preempted = False
         """Whether a request was preempted since the last step was scheduled."""
 
@@ -203,9 +204,10 @@ class Engine:
             self.land()
 
     def shutdown(self, again: bool = False) -> None:
-        """Shut both connector halves down, the worker's first."""
-        if self.ranks.leader.half is None:
+        """Shut both connector halves down, the worker's first; once, unless `again`."""
+        if self.ranks.leader.half is None or (self.is_down and not again):
             return
+        self.is_down = True
         Probe.active = self.probe
         if not again and (used := device.current.used()):
             self.trace.emit("device.used", **used)

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import ast
+import linecache
 import sys
+from types import TracebackType
 from typing import Any
 
 from kvconform.engine.stand_ins import RemoteError
@@ -58,3 +61,42 @@ def blame(error: BaseException) -> str:
     planted = culprit.startswith("kvconform.refimpl.defects.")  # stands for a connector's code
     ours = culprit.startswith("kvconform.") and not refused and not planted
     return "harness" if ours else "engine"
+
+
+_REFUSES = (NotImplementedError, ValueError, RuntimeError, AssertionError)
+_NOT_THE_CONNECTOR = ("kvconform.", "vllm.")
+_CONNECTORS = ("kvconform.refimpl.", "vllm.distributed.kv_transfer.kv_connector.v1.")
+"""Packages below those that hold connectors."""
+
+
+def refusal(error: BaseException) -> str | None:
+    """Return the sentence with which a connector's own code refuses to start, or None.
+
+    A refusal is raised on purpose, by a `raise` or `assert` statement, and has words; an error that
+    a call or an operation raises is a bug.
+    """
+    sentence = " ".join(str(error).split())
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    if at is None or not isinstance(error, _REFUSES) or len(sentence.split()) < 3:
+        return None
+    module = at.tb_frame.f_globals.get("__name__", "")
+    if module.startswith(_NOT_THE_CONNECTOR) and not module.startswith(_CONNECTORS):
+        return None
+    library = module.partition(".")[0] in _LIBRARIES
+    return sentence if not library and _on_purpose(at) else None
+
+
+def _on_purpose(at: TracebackType) -> bool:
+    """Return whether a `raise` or `assert` statement of that frame is being executed."""
+    lines = linecache.getlines(at.tb_frame.f_code.co_filename, at.tb_frame.f_globals)
+    try:
+        tree = ast.parse("".join(lines))
+    except SyntaxError:
+        return False
+    return any(
+        isinstance(node, (ast.Raise, ast.Assert))
+        and node.lineno <= at.tb_lineno <= (node.end_lineno or node.lineno)
+        for node in ast.walk(tree)
+    )

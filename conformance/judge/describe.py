@@ -154,6 +154,15 @@ def _hook(e: Event) -> str:
     return f"{e['hook']}{layer} returned {e['value']}"
 
 
+def _stall(e: Event) -> str:
+    """Say how long the harness waited, and which setting changes that."""
+    threads = f", though {e['threads']} threads of the connector were alive" if e["threads"] else ""
+    return (
+        f"no progress in {e['steps']} steps and {e['limit']:g} s (setting stall_seconds){threads};"
+        f" waiting: {', '.join(e['waiting_on']) or 'no request'}"
+    )
+
+
 def _promise(e: Event) -> str:
     return (
         f"{e['req']} repeats {e['of']}: {e['promised']} tokens should have come back,"
@@ -440,7 +449,7 @@ _TEXT: dict[str, Callable[[Event], str]] = {
         f"the engine has been holding {e['req']} ({e['direction']}) since {e['cause']}"
     ),
     "case.expectation": lambda e: f"the case expected {e['what']}: {e['detail']}",
-    "engine.stall": lambda e: f"no progress; waiting: {', '.join(e['waiting_on']) or 'no request'}",
+    "engine.stall": _stall,
     "engine.lifecycle": lambda e: f"{e['op']} raised {e['error']}" if e["error"] else e["op"],
     "cache.reset": _reset,
     "api": lambda e: f"{e['item']}: {e['detail']}",

@@ -258,7 +258,7 @@ def _crash_time(trace: Sequence[Event]) -> int | None:
     if last["kind"] != "run.end" or not last.get("crashed"):
         return None
     shut_down = any(
-        event["kind"] == "engine.lifecycle" and event["op"] == "shutdown_again" for event in trace
+        event["kind"] == "engine.lifecycle" and event["op"] == "shutdown" for event in trace
     )
     return None if shut_down else int(last["seq"]) - 1
 

@@ -431,7 +431,17 @@ class Oracle(Loads):
         row = self.cache.read(layer, np.array([slot]))[0].numpy()
         group = self._group(layer)
         kin = None if group is None else self.cache.groups[group].layers
-        held = diagnose(self.registry, row, layer, chain, pos, loading=loading, kin=kin)
+        loaded = self.fill_kind[slot] == EXTERNAL
+        held = diagnose(
+            self.registry,
+            row,
+            layer,
+            chain,
+            pos,
+            loading=loading,
+            kin=kin,
+            block=slot // self.cache.stride if loaded else None,
+        )
         if loading and grant is not None:
             grant.late.add((layer, pos))
         self.pending.append(Wrong(layer, chain, pos, slot, held, grant))

@@ -198,6 +198,7 @@ class Registry:
         self._indexed = 0
         self._order: list[int] = []
         self._poisons = 0
+        self._latest: dict[tuple[str, int | None], int] = {}
 
     def note(self, content: int, origin: Origin) -> None:
         """Note the origin of a content id. The first one stays, but a draft may become a token."""
@@ -213,7 +214,12 @@ class Registry:
         self._poisons += 1
         content = mix64(0xDEAD0000 + self._poisons)
         self.note(content, Origin("poison", owner, 0, block))
+        self._latest[owner, block] = content
         return content
+
+    def poison_of(self, owner: str, block: int | None) -> int:
+        """Return the latest poison of a block that was handed out to `owner`; -1 without one."""
+        return self._latest.get((owner, block), -1)
 
     def decode(self, fingerprint: int) -> tuple[int, int, int, int] | None:
         """Return (content id, layer, kv, head) of a fingerprint; None if it was never written.
@@ -256,11 +262,14 @@ def diagnose(
     *,
     loading: bool,
     kin: Collection[int] | None = None,
+    block: int | None = None,
 ) -> Diagnosis:
     """Return what a slot holds that does not hold what position `pos` of `reader` must.
 
     `row` is [heads, 2 * head_dim] as read. `loading` says that the slot belongs to a load that has
-    not written it. `kin` are the layers that share a block table with this one (None: all).
+    not written it. `kin` are the layers that share a block table with this one (None: all). `block`
+    is the slot's block, for a slot that a load should have filled: poison that was put there when
+    the reader got the block is no KV of anybody else, but what the load has not overwritten.
     """
     book = registry.book
     expected = reader.ids[pos]
@@ -281,6 +290,11 @@ def diagnose(
     if any(hit is None for hit in hits):
         return Diagnosis("unknown", side, "bytes that no engine of this run ever wrote")
     found = {hit[0] for hit in hits if hit is not None}
+    unwritten = registry.poison_of(reader.req, block)
+    if unwritten in found and not loading:
+        part = "a part of the slot" if len(found) > 1 else "the slot"
+        words = f"{registry.origins[unwritten]}: the load has not written {part}"
+        return Diagnosis("not_yet_loaded", side, words)
     if len(found) > 1:
         mixed = [registry.origins[each] for each in sorted(found)[:3]]
         words = f"a mixture of {'; '.join(map(str, mixed))}"

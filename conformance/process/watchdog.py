@@ -31,6 +31,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+from kvconform.process import clock
+
 EXIT_HANG = 86
 DEFAULT_LIMIT = 10.0
 CASE_LIMIT = 300.0
@@ -107,7 +109,7 @@ class _Watch:
     def enter(self, name: str, limit: float) -> None:
         self.serial += 1
         self.name, self.allowed = name, limit
-        began = time.monotonic()
+        began = clock.monotonic()
         self.write(began, limit, name)
         self.deadline = began + limit
 
@@ -136,7 +138,7 @@ class _Watch:
             time.sleep(0.1)
             if not self.running:
                 return
-            deadline, serial, now = self.deadline, self.serial, time.monotonic()
+            deadline, serial, now = self.deadline, self.serial, clock.monotonic()
             self.push_back(deadline, now)
             if self.case_deadline is not None and now > self.case_deadline:
                 self.die(now)
@@ -222,7 +224,7 @@ def case(case_id: str, limit: float | None = None) -> Iterator[None]:
     """
     _watch.case, _watch.step = case_id, 0
     _watch.write_case()
-    _watch.case_deadline = None if limit is None else time.monotonic() + limit
+    _watch.case_deadline = None if limit is None else clock.monotonic() + limit
     try:
         yield
     finally:
@@ -278,7 +280,7 @@ def die_like(last: Note) -> None:
             last.step,
             0.0,
         )
-    _watch.die(time.monotonic())
+    _watch.die(clock.monotonic())
 
 
 def _open_note(note: Path) -> None:
@@ -329,5 +331,5 @@ def read_note(note: Path) -> Note | None:
     began, limit, step, killed, hook_length, case_length = _HEAD.unpack_from(data)
     name = data[_HEAD.size : _HEAD.size + hook_length].decode(errors="replace")
     where = data[_HEAD.size + _HOOK : _HEAD.size + _HOOK + case_length].decode(errors="replace")
-    hung = bool(killed) or (bool(name) and limit > 0 and time.monotonic() - began >= limit)
+    hung = bool(killed) or (bool(name) and limit > 0 and clock.monotonic() - began >= limit)
     return Note(where or None, name or None, step, limit, hung)

@@ -288,7 +288,13 @@ def _crash(e: Event) -> tuple[str, str]:
 
 
 def _stall(e: Event) -> tuple[str, str]:
-    return "STALL", f"no progress in {e['steps']} steps; waiting: {_listed(e['waiting_on'])}"
+    said = f"no progress in {e['steps']} steps and {e['limit']:g} s (stall_seconds)"
+    alive = f"; {e['threads']} threads of the connector are alive" if e["threads"] else ""
+    return "STALL", f"{said}{alive}; waiting: {_listed(e['waiting_on'])}"
+
+
+def _clock(e: Event) -> tuple[str, str]:
+    return "clock", f"set forward by {e['seconds']:g} s ({e['why']})"
 
 
 def _reported(e: Event) -> tuple[str, str]:
@@ -325,6 +331,7 @@ _SPECIAL: dict[str, Callable[[Event], tuple[str, str] | None]] = {
     "run.end": _end,
     "engine.crash": _crash,
     "engine.stall": _stall,
+    "clock.advanced": _clock,
     "transfer.reported": _reported,
     "plan": _plan,
     "api": _api,

@@ -112,6 +112,7 @@ def profile_of(target: Target, tmp: Path) -> Profile:
     if "transfer" not in caps:
         learn("transfer", {"kv_producer", "kv_consumer"} <= roles and "kv_both" not in roles)
     learn("fault_injection", hasattr(cls, "kvconform_fail_load"))
+    learn("pipeline_parallel", takes_every_stage(cls))
     if not {"store", "saves", "async_load"} <= set(caps):
         block, length, prompt, is_async = _first_hit(calibration)
         # Tokens that were announced and did not come are for the cases to judge.
@@ -149,6 +150,23 @@ def profile_of(target: Target, tmp: Path) -> Profile:
         and not full["best_effort"]
     )
     return Profile(full, sources, doubts, _promises(calibration, full, has_declared))
+
+
+def takes_every_stage(cls: type[Any]) -> bool:
+    """Return whether vLLM's base class lets this one run with several pipeline stages.
+
+    It refuses the handshake metadata of other stages than the first, unless that is overridden.
+    """
+    from kvconform.compat.vllm_api import KVConnectorBase_V1
+
+    return _own(cls, "set_xfer_handshake_metadata_pp_aware", KVConnectorBase_V1) or not _own(
+        cls, "get_handshake_metadata", KVConnectorBase_V1
+    )
+
+
+def _own(cls: type[Any], method: str, base: type[Any]) -> bool:
+    """Return whether `cls` overrides a method of `base`, or `base` does not have it."""
+    return getattr(cls, method, None) is not getattr(base, method, len)
 
 
 def promises_of(target: Target, tmp: Path, caps: dict[str, Any], *, declared: bool) -> Promises:

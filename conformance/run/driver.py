@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -17,94 +15,35 @@ from kvconform.contract.capabilities import tolerance
 from kvconform.contract.case import Variant
 from kvconform.contract.events import lifecycle, run_end
 from kvconform.contract.scenario import HAND_OVER
-from kvconform.contract.steps import Add, FailLoad, OfPrompt, Reset, SamePrompt, Shutdown, Step
+from kvconform.contract.steps import (
+    Add,
+    FailLoad,
+    Idle,
+    OfPrompt,
+    Reset,
+    SamePrompt,
+    Shutdown,
+    Step,
+)
 from kvconform.contract.steps import Run as RunArgument
-from kvconform.contract.trace import Event, Place, Trace
+from kvconform.contract.trace import Trace
 from kvconform.engine.batch import FIRST_TOKEN, VOCABULARY, Info, Script
 from kvconform.engine.engine import Engine
 from kvconform.engine.setup import build
 from kvconform.kernels.codes import mix64
 from kvconform.kv.provenance import Identity, Registry, text_id
+from kvconform.process import clock
 from kvconform.run.expectations import Expectations, Reloads
 from kvconform.run.promises import Promises
 from kvconform.run.records import Progress, RunState, Snapshot
+from kvconform.run.stall import StallDetector
 
-STALL_STEPS = 60
-"""Smallest number of steps without progress that make a stall."""
-COUNTERS = frozenset({"seq", "step", "called_seq", "of_step", "digest"})
-"""Fields that change from step to step without progress; metadata may contain such a number."""
-PERIODS = 4
-"""Longest period of a stall, in steps: a connector may handle its requests in turn."""
 PATIENCE = 8
 """How often a step is repeated in which the connector only answered lookups with None."""
 RUN_LIMIT = 20_000
 """Largest number of steps of a `run` step without a limit of its own."""
 IMAGE_TOKEN = 7
 """Placeholder token of every image, as in a real tokenised prompt."""
-
-
-class StallDetector:
-    """Counter of the steps since the latest progress.
-
-    A connector may work in threads or in a server, so such steps are a stall only when they have
-    taken the target's stall time. The number of these steps depends on the machine's speed. The
-    trace must not depend on it: `forget` cuts them off.
-    """
-
-    def __init__(self, trace: Trace, target: Target) -> None:
-        self.trace = trace
-        self.target = target
-        self.over()
-
-    def over(self) -> None:
-        """Count from zero, after progress."""
-        self.since = time.monotonic()
-        self.ends: list[Place] = []
-
-    def stalled(self) -> bool:
-        """Count one more step, and return whether it makes a stall. Waits after STALL_STEPS."""
-        self.ends.append(self.trace.place())
-        if len(self.ends) < STALL_STEPS:
-            return False
-        if self.target.half != "both":
-            return True
-        if time.monotonic() - self.since > self.target.stall_seconds:
-            return True
-        time.sleep(0.002)
-        return False
-
-    def forget(self) -> None:
-        """Cut the steps after STALL_STEPS off the trace if they only repeat earlier ones.
-
-        The steps may repeat with a period of up to PERIODS. The run must end afterwards, because
-        watchers do not undo what they have counted.
-        """
-        if any(map(self._repeats, range(1, PERIODS + 1))):
-            self.trace.back_to(self.ends[STALL_STEPS - 1])
-
-    def _repeats(self, period: int) -> bool:
-        ends = self.ends[STALL_STEPS - period - 1 :]
-        steps = [self.trace.events[a:b] for (a, _), (b, _) in itertools.pairwise(ends)]
-        # A crash at the shutdown may name the latest error.
-        if any(event.get("error") for step in steps[:period] for event in step):
-            return False
-        later = zip(steps, steps[period:], strict=False)
-        return len(steps) >= period and all(_alike(one, other) for one, other in later)
-
-
-def _alike(one: list[Event], other: list[Event]) -> bool:
-    """Return whether two steps have the same events."""
-    return len(one) == len(other) and all(map(_same, one, other))
-
-
-def _same(one: Event, other: Event) -> bool:
-    if one.keys() != other.keys():
-        return False
-    return all(value == other[name] for name, value in one.items() if name not in COUNTERS)
-
-
-class Stalled(Exception):
-    """Absence of progress for STALL_STEPS steps and the target's stall time."""
 
 
 class Watcher(Protocol):
@@ -156,7 +95,7 @@ class Driver:
         self.state = RunState.resume(
             before, variant=variant, trace=trace, caps=caps, promises=promises
         )
-        self.threads = threading.active_count()
+        self._others = set(threading.enumerate())
         self.expectations = Expectations(self.state, self._free_blocks)
         self.engine = self._start()
         self._operations = self._table()
@@ -302,7 +241,7 @@ class Driver:
 
         It knows an ended request as long as the connector holds its blocks. Raises Stalled.
         """
-        idle = StallDetector(self.trace, self.target)
+        idle = StallDetector(self)
         while req_id in self.engine.scheduler.requests:
             before = self.engine.progress
             self.engine.iterate()
@@ -339,12 +278,17 @@ class Driver:
     def _run_step(self, run: RunArgument) -> None:
         self.run_dry(run.max)
 
+    @property
+    def all_engines(self) -> Sequence[Engine]:
+        """The engines that are driven."""
+        return [self.engine]
+
     def run_dry(self, limit: int | None = None) -> None:
         """Iterate until nothing is left to do, at most `limit` times.
 
         Raises Stalled without progress, and if the requests do not end in spite of progress.
         """
-        idle = StallDetector(self.trace, self.target)
+        idle = StallDetector(self)
         progress = self.engine.progress
         # Limits the steps with progress, because a load can be repeated without end.
         left = 2_000 + 50 * len(self.engine.scheduler.requests)
@@ -364,11 +308,8 @@ class Driver:
             self._stall(idle)
 
     def _stall(self, idle: StallDetector) -> NoReturn:
-        idle.forget()
-        requests = sorted(self.engine.scheduler.requests.items())
-        waiting = [f"{req}: {request.status.name}" for req, request in requests]
-        self.trace.emit("engine.stall", steps=STALL_STEPS, waiting_on=waiting)
-        raise Stalled
+        requests = self.engine.scheduler.requests.items()
+        idle.give_up((req, request.status.name) for req, request in requests)
 
     def _land(self, count: int) -> None:
         for _ in range(count):
@@ -395,10 +336,14 @@ class Driver:
         if reset.connector:
             self.state.reloads.clear()
 
-    def _idle(self, count: int) -> None:
-        for _ in range(count):
+    def _idle(self, idle: Idle) -> None:
+        for _ in range(idle.steps):
+            if idle.seconds:
+                clock.advance(idle.seconds / idle.steps)
             self.engine.schedule()
             self.engine.land()
+        if idle.seconds:
+            self.trace.emit("clock.advanced", seconds=idle.seconds, why="idle")
 
     def _restart(self, _: Any) -> None:
         self.run_dry()
@@ -440,7 +385,7 @@ class Driver:
         if shut_down:
             self.shutdown()
             # A thread may live until the shutdown.
-            self.trace.amend(end, threads=self._threads())
+            self.trace.amend(end, threads=self.live_threads())
 
     def _end_of(self, engine: Engine, *, crashed: bool) -> dict[str, Any]:
         """Return the fields of run.end for one engine."""
@@ -451,13 +396,13 @@ class Driver:
             free_blocks=engine.pool.get_num_free_blocks(),
             free_blocks_at_start=engine.blocks_at_start,
             request_objects_alive=engine.ledger.leaked(),
-            threads=self._threads(),
+            threads=self.live_threads(),
             crashed=crashed,
         )
 
-    def _threads(self) -> int:
+    def live_threads(self) -> int:
         """Count the threads that were started since the run began."""
-        return max(0, threading.active_count() - self.threads)
+        return len(set(threading.enumerate()) - self._others)
 
     def shutdown(self) -> None:
         """Shut the connector down."""

@@ -231,7 +231,7 @@ class Reloads:
         if source is None or event["tokens"] is None or state.promises is None:
             return
         del state.reloads[request.request_id]
-        if not self._is_promised(source):
+        if not self._is_promised(source, request):
             return
         promised, found = self._promised(source, request, event)
         state.trace.emit(
@@ -239,12 +239,19 @@ class Reloads:
             what=state.caps["saves"],
             req=request.request_id,
             of=source,
+            declared=state.promises.declared,
             promised=promised,
             reloadable=found,
         )
 
-    def _is_promised(self, source: str) -> bool:
-        """Return whether the connector can promise anything about the content of `source`."""
+    def _is_promised(self, source: str, request: Any) -> bool:
+        """Return whether the connector can promise `request` anything of the content of `source`.
+
+        Nothing is promised to a request whose hits vLLM drops (skip_reading_prefix_cache), and
+        nothing in a run that does what no vLLM does.
+        """
+        if getattr(request, "skip_reading_prefix_cache", False) or self.state.variant.beyond:
+            return False
         if self._broke(source) or self._outlived(source):
             return False
         add, promises = self.state.adds[source], self.state.promises

@@ -11,7 +11,8 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,8 @@ from kvconform.contract.trace import Event, PairTrace, Trace
 from kvconform.engine.engine import Engine
 from kvconform.kv.provenance import ROOT, PartMemory, extend
 from kvconform.observe.call import Call
-from kvconform.run.driver import Driver, StallDetector
+from kvconform.run.driver import Driver
+from kvconform.run.stall import StallDetector
 
 FINISHED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 FIRST_TOKEN = ("first_tok", "first_token", "first_token_id")
@@ -200,7 +202,11 @@ class Handovers:
         aborted = any(e["kind"] == "req.finished" and e["status"] not in FINISHED for e in mine)
         grants = [e for e in mine if e["kind"] == "alloc" and not e["second_call"]]
         sends = [e for e in events if e.get("req") == handed.of and e.get("direction") == "send"]
-        released = [e["seq"] for e in sends if e["kind"] == "transfer.reported"]
+        # What a lease released because the clock was set forward does not count.
+        leaps = (e for e in events if e["kind"] == "clock.advanced" and e["why"] == "stall")
+        until = next((e["seq"] for e in leaps), math.inf)
+        reports = [e["seq"] for e in sends if e["kind"] == "transfer.reported"]
+        released = [seq for seq in reports if seq < until]
         lookups = [e for e in mine if e["kind"] == "lookup" and e["tokens"] is not None]
         wrong = [e for e in dues if (e["missing"] and not e["reported_failed"]) or e["wrong"]]
         self.trace.emit(
@@ -318,6 +324,11 @@ class PairDriver(Driver):
     def _run_step(self, run: RunArgument) -> None:
         self.run_dry(run.max, until=run.until)
 
+    @property
+    def all_engines(self) -> Sequence[Engine]:
+        """The engines that are driven."""
+        return list(self.engines.values())
+
     def run_dry(self, limit: int | None = None, until: str | None = None) -> None:
         """Iterate all engines in turn, until nothing is left to do or request `until` has finished.
 
@@ -325,7 +336,7 @@ class PairDriver(Driver):
         progress if there is no limit.
         """
         here = self.trace.on or ""
-        idle = StallDetector(self.trace, self.target)
+        idle = StallDetector(self)
         left = limit or RUN_LIMIT
         while left:
             busy = [name for name, engine in self.engines.items() if engine.busy]
@@ -376,7 +387,7 @@ class PairDriver(Driver):
             self.shutdown()
             # A thread may live until the shutdown.
             for end in ends:
-                self.trace.amend(end, threads=self._threads())
+                self.trace.amend(end, threads=self.live_threads())
 
     def shutdown(self) -> None:
         """Shut down the connectors of every engine."""

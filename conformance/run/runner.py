@@ -7,6 +7,7 @@ import atexit
 import gc
 import traceback
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,11 @@ from kvconform.adapters import registry as adapters
 from kvconform.compat import vllm_api
 from kvconform.config.target import Target, inside
 from kvconform.contract.capabilities import complete
-from kvconform.contract.case import Device, Variant
+from kvconform.contract.case import Case, Device, Variant
 from kvconform.contract.events import EVENTS, crash, lifecycle, run_cut_short, run_start
 from kvconform.contract.trace import PairTrace, Trace
 from kvconform.engine.configs import HEAD_DIM, HEADS, LAYERS
-from kvconform.engine.fault import blame
+from kvconform.engine.fault import blame, refusal
 from kvconform.engine.halves import stand_ins
 from kvconform.errors import KvconformError
 from kvconform.judge.engine_bugs import lost, note_unfilled
@@ -27,9 +28,10 @@ from kvconform.kernels.codes import CodeBook
 from kvconform.kv import gpu
 from kvconform.kv.provenance import Registry
 from kvconform.observe.probe import Patch, Probe
+from kvconform.process import clock
 from kvconform.process.servers import clear_all
 from kvconform.process.watchdog import HookTimeout
-from kvconform.run.driver import Driver, Stalled, Watcher
+from kvconform.run.driver import Driver, Watcher
 from kvconform.run.isolation import (
     FirstPartEnded,
     cannot_fork,
@@ -40,6 +42,7 @@ from kvconform.run.isolation import (
 from kvconform.run.pair import PairDriver
 from kvconform.run.promises import Promises
 from kvconform.run.records import Run
+from kvconform.run.stall import Stalled
 
 BOOK = CodeBook(LAYERS, HEADS, HEAD_DIM)
 _MAY_NAME_FILES = {"error", "error_text", "value", "detail", "pickle_error"}
@@ -147,7 +150,7 @@ def run_variant(
             adapters.in_force(target.adapters),  # inside: their end uses the device
         ):
             _drive(run, partial(create, promises=promises), trace, Registry(book), watcher)
-            run.lacks = where.lacks
+            run.lacks = run.lacks or where.lacks
     else:
         _drive(run, partial(create, promises=None), trace, Registry(book))
     _scrub(trace, str(tmp))
@@ -173,6 +176,8 @@ def _drive(
     """Create the driver and execute the case; `create` lacks only what differs between parts."""
     driver = None
     outer = Probe.active  # of the run that a calibration runs inside
+    clocks = ExitStack()
+    clocks.enter_context(clock.of_run())
     case = run.variant.case
     rest = list(case.steps)
     before = None
@@ -194,13 +199,36 @@ def _drive(
     except FirstPartEnded as ended:
         run.harness_error = ended.harness_error
     except (Exception, HookTimeout, SystemExit) as error:
+        if driver is None and settings_of(case) and (sentence := refusal(error)):
+            run.lacks = f"the connector refuses {settings_of(case)}: {sentence}"
         # An error of the connector or the engine is a finding; `_culprit` separates ours from them.
         _conclude(run, trace, driver, error)
     finally:
+        clocks.close()
         note_unfilled(trace)
         if driver is not None and driver.engine.inspector is not None:
             run.channels |= {"plan"}
         Probe.active = outer
+
+
+_REFUSABLE = (
+    "groups",
+    "layout",
+    "tensor_parallel",
+    "pipeline_parallel",
+    "context_parallel",
+    "spec_tokens",
+    "prefix_caching",
+    "load_failure_policy",
+    "multi",
+)
+"""Settings that a connector may refuse at its start, in a sentence: it does not support them."""
+
+
+def settings_of(case: Case) -> str:
+    """Return the settings of a case that a connector may refuse, in words; "" if it has none."""
+    changed = case.config.model_dump(exclude_defaults=True)
+    return ", ".join(f"{name} {changed[name]}" for name in _REFUSABLE if name in changed)
 
 
 def _scrub(trace: Trace, tmp: str) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from kvconform.contract.steps import Add, OfPrompt
 from kvconform.kernels.codes import FINGERPRINT_LANES, MIN_HEAD_DIM
 from kvconform.kv.provenance import diagnose
-from kvconform.run.driver import Stalled
+from kvconform.run.stall import Stalled
 
 if TYPE_CHECKING:
     from kvconform.kv.oracle import Grant, Oracle

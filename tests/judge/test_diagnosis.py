@@ -18,6 +18,8 @@ from kvconform.judge.describe import _CAUSE, cause, describe, place, spans
 
 Event = dict[str, Any]
 
+STALL: Event = {"kind": "engine.stall", "steps": 60, "limit": 2.0, "threads": 0}
+
 
 @pytest.mark.parametrize(
     ("numbers", "text"),
@@ -211,7 +213,11 @@ PLAN = {
             {"kind": "engine.crash", "error": "AssertionError: x", "hook": "shutdown"},
             ["AssertionError: x (in shutdown)"],
         ),
-        ({"kind": "engine.stall", "waiting_on": []}, ["waiting: no request"]),
+        (
+            {**STALL, "waiting_on": []},
+            ["60 steps and 2 s (setting stall_seconds)"],
+        ),
+        ({**STALL, "threads": 3, "waiting_on": []}, ["3 threads of the connector were alive"]),
         (
             {"kind": "hold", "req": "a", "direction": "recv", "cause": "async load"},
             ["holding a (recv) since async load"],
@@ -247,8 +253,8 @@ RAISED = {**HOOK, "error_at": ["conn.py", 12, "_grow", "raise KeyError(req)"]}
         (WRONG, {**WRONG, "kv": "both", "pos": 3, "layer": 0, "group": 1, "origin": "something"}),
         (END, {**END, "unfinished": ["b", "c"], "request_objects_alive": ["b"], "free_blocks": 1}),
         (
-            {"kind": "engine.stall", "waiting_on": ["a"]},
-            {"kind": "engine.stall", "waiting_on": []},
+            {**STALL, "waiting_on": ["a"]},
+            {**STALL, "threads": 2, "waiting_on": []},
         ),
         (
             RAISED,

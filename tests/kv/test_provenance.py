@@ -111,6 +111,22 @@ def test_every_name_of_the_closed_list_has_a_case() -> None:
     assert set(CASES) == set(PROVENANCE)
 
 
+def test_poison_of_the_destination_is_what_the_load_has_not_written() -> None:
+    """Whole or in part; older poison of the block, and that of others, came from elsewhere."""
+    world = World()
+    old = world.registry.poison(9, "a")
+    new = world.registry.poison(9, "a")
+    half = world.right.copy()
+    half[1] = world.row(new)[1]
+
+    def found(row: np.ndarray, block: int | None) -> str:
+        return diagnose(world.registry, row, 0, world.reader, 3, loading=False, block=block).found
+
+    assert [found(world.row(new), 9), found(half, 9)] == ["not_yet_loaded"] * 2
+    assert [found(world.row(new), None), found(half, None)] == ["never_computed", "torn"]
+    assert [found(world.row(old), 9), found(world.row(new), 8)] == ["never_computed"] * 2
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_get_their_name_and_their_origin_told(name: str) -> None:
     world = World()

@@ -57,7 +57,9 @@ def judge(
             row.message = f"wrong bytes in {tmp}/store by <object at 0x7f00deadbeef>"
             row.evidence = "v1/core.py: Scheduler.schedule"
             stall = {"kind": "engine.stall", "seq": 5, "step": 2}
-            excerpts[row.requirement] = [{**stall, "steps": 60, "waiting_on": ["a"], "seconds": 0}]
+            excerpts[row.requirement] = [
+                {**stall, "steps": 60, "limit": 2.0, "threads": 0, "waiting_on": ["a"]}
+            ]
     return CaseReport(
         variant.id,
         rows=rows,

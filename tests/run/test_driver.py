@@ -207,7 +207,7 @@ class NeverReceives(ReferenceConnector):
 def test_a_stall_before_a_process_restart_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvconform.run.driver.STALL_STEPS", 5)
+    monkeypatch.setattr("kvconform.run.stall.STALL_STEPS", 5)
     run = case_of(NeverReceives, tmp_path, RESTART)
     assert run.harness_error is None and not select(run.trace, "engine.crash")
     (stall,) = select(run.trace, "engine.stall")

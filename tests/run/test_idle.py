@@ -8,7 +8,7 @@ that was discovered.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,9 @@ from kvconform.config.target import Target
 from kvconform.contract.loader import load_spec
 from kvconform.contract.trace import Trace
 from kvconform.refimpl.connector import Lookup, ReferenceConnector
-from kvconform.run.driver import STALL_STEPS, StallDetector
 from kvconform.run.records import Run
 from kvconform.run.runner import run_variant
+from kvconform.run.stall import STALL_STEPS, StallDetector
 
 FAST, SLOW = 0.002, 0.03
 LATE = STALL_STEPS + 8
@@ -40,6 +40,9 @@ class Clock:
         self.now += self.seconds
         self.naps += 1
 
+    def advance(self, seconds: float) -> None:
+        """Do nothing: no connector here has a lease."""
+
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Clock]:
@@ -47,7 +50,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Clock]:
 
     def make(seconds: float) -> Clock:
         clock = Clock(seconds)
-        monkeypatch.setattr("kvconform.run.driver.time", clock)
+        monkeypatch.setattr("kvconform.run.stall.time", clock)
+        monkeypatch.setattr("kvconform.run.stall.clock", clock)
         return clock
 
     return make
@@ -158,6 +162,19 @@ def test_what_only_a_late_step_says_is_kept(
     assert [number for number, e in enumerate(lookups, 1) if not e["type_ok"]] == [LATE]
 
 
+class Alone:
+    """A driver of nothing but the scheduler half."""
+
+    target = Target(None, half="scheduler")
+    all_engines: Sequence[Any] = ()
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+
+    def live_threads(self) -> int:
+        return 0
+
+
 @pytest.mark.parametrize(
     ("says", "kept"),
     [
@@ -191,7 +208,7 @@ def test_only_steps_that_say_nothing_new_are_forgotten(
     says: Callable[[int], dict[str, Any]], kept: int
 ) -> None:
     trace = Trace()
-    idle = StallDetector(trace, Target(None, half="scheduler"))
+    idle = StallDetector(Alone(trace))
     for step in range(1, 101):
         trace.step += 1
         trace.emit("hook.called")
@@ -203,7 +220,7 @@ def test_only_steps_that_say_nothing_new_are_forgotten(
 
 def test_steps_before_there_was_progress_do_not_count() -> None:
     trace = Trace()
-    idle = StallDetector(trace, Target(None, half="scheduler"))
+    idle = StallDetector(Alone(trace))
     for step in range(1, 101):
         if step == 50:
             idle.over()

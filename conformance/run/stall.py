@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stalls: steps without progress, and how long to wait before they are one.
+
+A connector may work in threads or in a server, and hold blocks until a lease runs out. So a run
+waits in real time, longer while the connector has threads, and then sets the clock forward.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable, Sequence
+from typing import NoReturn, Protocol
+
+from kvconform.config.target import Target
+from kvconform.contract.trace import Event, Place, Trace
+from kvconform.engine.engine import Engine
+from kvconform.process import clock
+
+STALL_STEPS = 60
+"""Steps without progress after which the harness waits."""
+COUNTERS = frozenset({"seq", "step", "called_seq", "of_step", "digest"})
+"""Fields that differ from step to step."""
+PERIODS = 4
+"""Longest period of a stall, in steps: a connector may handle its requests in turn."""
+LEASE = 1200.0
+"""Longest lease, in seconds of the virtual clock, that can run out before the end of a run."""
+LEAP = 30.0
+"""Seconds by which a step sets the clock forward, when only held blocks are left."""
+MORE = 5.0
+"""How many times the stall time is waited while the connector has threads that may be at work."""
+PATIENCE = 60.0
+"""Seconds that one process waits beyond the stall time, in all: threads may be idle for ever."""
+
+
+class Stalled(Exception):
+    """Absence of progress for STALL_STEPS steps and the target's stall time."""
+
+
+class _Spent:
+    seconds = 0.0
+
+
+class Waiting(Protocol):
+    """The part of a driver that is needed here."""
+
+    @property
+    def trace(self) -> Trace:
+        """The trace of the run."""
+
+    @property
+    def target(self) -> Target:
+        """The connector under test."""
+
+    @property
+    def all_engines(self) -> Sequence[Engine]:
+        """The engines that are driven."""
+
+    def live_threads(self) -> int:
+        """Return the number of threads that the connector has."""
+
+
+class StallDetector:
+    """Counter of the steps since the latest progress.
+
+    The number of these steps depends on the machine's speed. The trace must not depend on it:
+    `forget` cuts them off.
+    """
+
+    def __init__(self, driver: Waiting) -> None:
+        self.trace = driver.trace
+        self.driver = driver
+        self.over()
+
+    def over(self) -> None:
+        """Count from zero, after progress."""
+        self.since = self.alive = clock.monotonic()
+        self.ends: list[Place] = []
+        self.leapt = 0.0
+
+    def stalled(self) -> bool:
+        """Count one more step, and return whether it makes a stall. Waits after STALL_STEPS."""
+        self.ends.append(self.trace.place())
+        target = self.driver.target
+        if len(self.ends) < STALL_STEPS:
+            return False
+        if target.half != "both":
+            return True
+        if self._waits(target.stall_seconds):
+            time.sleep(0.002)
+            return False
+        if self.leapt < LEASE and self._only_held():
+            self.leapt += LEAP
+            clock.advance(LEAP)
+            self.trace.emit("clock.advanced", seconds=LEAP, why="stall")
+            return False
+        _Spent.seconds += self.alive - self.since
+        return True
+
+    def _waits(self, stall: float) -> bool:
+        """Return whether to wait on: the stall time, also after the last sign of a thread."""
+        now = clock.monotonic()
+        most = min(MORE * stall, PATIENCE - _Spent.seconds)
+        if now - self.since < most and self.driver.live_threads() > 0:
+            self.alive = now
+        return now - self.alive <= stall
+
+    def _only_held(self) -> bool:
+        """Return whether all requests have ended, and only their blocks are held."""
+        return not any(
+            engine.queue or engine.scheduler.has_unfinished_requests()
+            for engine in self.driver.all_engines
+        )
+
+    def give_up(self, requests: Iterable[tuple[str, str]]) -> NoReturn:
+        """Emit engine.stall and raise Stalled; `requests` are (id, status) of those that wait."""
+        self.forget()
+        self.trace.emit(
+            "engine.stall",
+            steps=STALL_STEPS,
+            limit=self.driver.target.stall_seconds,
+            threads=self.driver.live_threads(),
+            waiting_on=[f"{req}: {status}" for req, status in sorted(requests)],
+        )
+        raise Stalled
+
+    def forget(self) -> None:
+        """Cut the steps after STALL_STEPS off the trace if they only repeat earlier ones.
+
+        The steps may repeat with a period of up to PERIODS. The run must end afterwards, because
+        watchers do not undo what they have counted.
+        """
+        if any(map(self._repeats, range(1, PERIODS + 1))):
+            self.trace.back_to(self.ends[STALL_STEPS - 1])
+
+    def _repeats(self, period: int) -> bool:
+        ends = self.ends[STALL_STEPS - period - 1 :]
+        steps = [self.trace.events[a:b] for (a, _), (b, _) in itertools.pairwise(ends)]
+        # A crash at the shutdown may name the latest error.
+        if any(event.get("error") for step in steps[:period] for event in step):
+            return False
+        later = zip(steps, steps[period:], strict=False)
+        return len(steps) >= period and all(_alike(one, other) for one, other in later)
+
+
+def _alike(one: list[Event], other: list[Event]) -> bool:
+    """Return whether two steps have the same events."""
+    one, other = _of_engine(one), _of_engine(other)
+    return len(one) == len(other) and all(map(_same, one, other))
+
+
+def _of_engine(events: list[Event]) -> list[Event]:
+    return [event for event in events if event["kind"] != "clock.advanced"]
+
+
+def _same(one: Event, other: Event) -> bool:
+    if one.keys() != other.keys():
+        return False
+    return all(value == other[name] for name, value in one.items() if name not in COUNTERS)

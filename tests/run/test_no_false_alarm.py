@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests that what vLLM would not mind is no failure: connectors that were wrongly judged once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+from core_rig import REFERENCE, make_case, select
+from kvconform.config.target import Target
+from kvconform.contract.case import Case, Variant
+from kvconform.contract.loader import load_spec
+from kvconform.judge.records import CaseReport, Row, Verdict
+from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.run.calibration import takes_every_stage
+from kvconform.run.case import run_and_judge
+
+SPEC = load_spec()
+Steps = list[dict[str, Any]]
+RUN: dict[str, Any] = {"run": {}}
+
+
+class Held(ReferenceConnector):
+    """Holds the blocks of every request that has ended for some steps."""
+
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, Any]:
+        super().request_finished(request, block_ids)
+        return bool(block_ids), None
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[Any, Any]:
+        held = {req: left - 1 for req, left in getattr(self, "_held", {}).items()}
+        self._held = {req: left for req, left in held.items() if left} | dict.fromkeys(
+            finished_req_ids, 3
+        )
+        _, received = super().get_finished(finished_req_ids)
+        return {req for req, left in held.items() if not left}, received
+
+
+class OneStage(ReferenceConnector):
+    """Has handshake metadata, and leaves those of other stages to vLLM's base class."""
+
+    set_xfer_handshake_metadata_pp_aware = KVConnectorBase_V1.set_xfer_handshake_metadata_pp_aware
+
+
+class RefusesLayout(ReferenceConnector):
+    """Says at its start which layout it does not support."""
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        for cache in kv_caches.values():
+            if not cache.is_contiguous():
+                raise NotImplementedError("only contiguous KV caches are supported")
+        super().register_kv_caches(kv_caches)
+
+
+class BreaksOnLayout(ReferenceConnector):
+    """Has a bug that shows with the same layout."""
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        for cache in kv_caches.values():
+            cache.view(-1)
+        super().register_kv_caches(kv_caches)
+
+
+class Counts(ReferenceConnector):
+    """Has statistics in every step."""
+
+    def get_kv_connector_stats(self) -> Any:
+        self._count("calls")
+        return super().get_kv_connector_stats()
+
+
+def judged(cls: type, case: Case, tmp_path: Path, *, engine: str = "vllm") -> CaseReport:
+    target = Target(f"{__name__}:{cls.__name__}", {"store": "{tmp}"}, stall_seconds=0.1)
+    variant = Variant(case, engine, "sync", "v1", 1, case.config.block_size)
+    return run_and_judge(variant, target, SPEC, seed=0, tmp=tmp_path / "run")
+
+
+def failed(report: CaseReport) -> list[str]:
+    bad = (Verdict.FAIL, Verdict.BLOCKED, Verdict.ERROR)
+    return [row.requirement for row in report.rows if row.verdict in bad]
+
+
+def promises(steps: Steps, tmp_path: Path, **more: Any) -> list[int]:
+    report = run_and_judge(
+        Variant(make_case(steps, **more), "vllm", "sync", "v1", 1, 4),
+        Target(REFERENCE, {"store": "{tmp}"}, stall_seconds=0.1),
+        SPEC,
+        seed=0,
+        tmp=tmp_path / "run",
+    )
+    return [e["promised"] for e in select(report.trace, "profile.expectation")]
+
+
+ASK: dict[str, Any] = {"req": "b", "prompt": {"same": "a"}, "reloads": "a"}
+STORED: Steps = [{"add": {"req": "a", "prompt": 13}}, RUN, {"drop-local": {}}]
+
+
+def test_nothing_is_promised_to_a_request_whose_hits_are_dropped(tmp_path: Path) -> None:
+    assert promises([*STORED, {"add": ASK}, RUN], tmp_path) == [12]
+    skips = {**ASK, "skip_reading_prefix_cache": True}
+    assert promises([*STORED, {"add": skips}, RUN], tmp_path) == []
+
+
+def test_nothing_is_promised_in_a_run_that_does_what_no_vllm_does(tmp_path: Path) -> None:
+    steps = [*STORED, {"add": {**ASK, "id": "a"}}, RUN]
+    assert promises(steps, tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["lifecycle.id-reuse", "lifecycle.id-after-abort"])
+@pytest.mark.parametrize("engine", ["reference", "vllm"])
+def test_an_id_is_used_again_only_after_its_release(name: str, engine: str, tmp_path: Path) -> None:
+    report = judged(Held, SPEC.cases[name], tmp_path, engine=engine)
+    assert select(report.trace, "hold")
+    assert failed(report) == []
+    assert not any(row.gating for row in report.rows)
+
+
+def test_a_connector_for_one_stage_is_not_run_with_two(tmp_path: Path) -> None:
+    assert takes_every_stage(ReferenceConnector)
+    assert not takes_every_stage(OneStage)
+    report = judged(OneStage, SPEC.cases["ranks.pipeline"], tmp_path)
+    assert {(row.verdict, row.message) for row in report.rows} == {
+        (Verdict.UNSUPPORTED, "the case needs (pipeline_parallel)")
+    }
+
+
+LAYOUT = next(case for case in SPEC.cases.values() if case.id == "layout.heads-outside")
+
+
+def test_a_refusal_in_a_sentence_is_no_failure(tmp_path: Path) -> None:
+    report = judged(RefusesLayout, LAYOUT, tmp_path)
+    ((verdict, message),) = {(row.verdict, row.message) for row in report.rows}
+    assert verdict is Verdict.UNSUPPORTED
+    assert message is not None
+    assert message.startswith("the connector refuses layout ")
+    assert message.endswith(": only contiguous KV caches are supported")
+
+
+def test_an_error_at_the_start_that_nobody_raised_on_purpose_is_a_failure(tmp_path: Path) -> None:
+    assert "hook.no-raise" in failed(judged(BreaksOnLayout, LAYOUT, tmp_path))
+
+
+class RefusesAll(ReferenceConnector):
+    """Refuses the plainest configuration."""
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        raise NotImplementedError("this connector is not finished yet")
+
+
+def test_a_refusal_of_the_plain_configuration_is_a_failure(tmp_path: Path) -> None:
+    assert "hook.no-raise" in failed(judged(RefusesAll, make_case(STORED), tmp_path))
+
+
+def test_statistics_of_a_child_that_vllm_does_not_find_are_not_its_fault(tmp_path: Path) -> None:
+    report = judged(Counts, SPEC.cases["multi.beside-idle"], tmp_path)
+    rows: dict[str, Row] = {row.requirement: row for row in report.rows}
+    assert select(report.trace, "stats.taken")
+    assert rows["stats.rebuilt"].verdict is Verdict.PASS
+
+
+def test_a_second_shutdown_is_a_recommendation(tmp_path: Path) -> None:
+    report = judged(Once, SPEC.cases["lifecycle.shutdown-twice"], tmp_path)
+    assert failed(report) == ["lifecycle.shutdown-again"]
+    assert not any(row.gating for row in report.rows if row.verdict is Verdict.FAIL)
+
+
+class Once(ReferenceConnector):
+    """Can be shut down once."""
+
+    _down = False
+
+    def shutdown(self) -> None:
+        if self._down:
+            raise RuntimeError("already shut down")
+        self._down = True
+        super().shutdown()

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of time: leases that run out on the virtual clock, slow threads, and what a stall says."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from core_rig import check_ok, run_case, select
+from kvconform.judge.describe import describe
+from kvconform.process import clock
+from kvconform.refimpl.connector import ReferenceConnector
+
+RUN: dict[str, Any] = {"run": {}}
+ONE = [{"add": {"req": "a", "prompt": 9, "max_tokens": 2}}, RUN]
+
+
+class Leases(ReferenceConnector):
+    """Holds the blocks of a request that has ended for a lease of a minute."""
+
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, Any]:
+        super().request_finished(request, block_ids)
+        return True, None
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[Any, Any]:
+        ends = self.__dict__.setdefault("_ends", {})
+        ends.update(dict.fromkeys(finished_req_ids, time.monotonic() + 60))
+        over = {req for req, end in ends.items() if time.monotonic() > end}
+        self._ends = {req: end for req, end in ends.items() if req not in over}
+        return over, super().get_finished(finished_req_ids)[1]
+
+
+class Slow(Leases):
+    """Releases them from a thread, after twice the stall time."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[Any, Any]:
+        done = self.__dict__.setdefault("_done", set())
+        if finished_req_ids:
+            threading.Timer(0.2, done.update, [set(finished_req_ids)]).start()
+        over = set(done)
+        done -= over
+        return over, super(Leases, self).get_finished(finished_req_ids)[1]
+
+
+class Never(Leases):
+    """Holds them for ever."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[Any, Any]:
+        return set(), super(Leases, self).get_finished(finished_req_ids)[1]
+
+
+@pytest.mark.parametrize("engine", ["reference", "vllm"])
+def test_a_lease_runs_out_in_a_moment(engine: str, tmp_path: Path) -> None:
+    before = clock.monotonic()
+    run = run_case(f"{__name__}:Leases", ONE, tmp_path, engine=engine)
+    assert clock.monotonic() - before < 30
+    check_ok(run)
+    assert select(run.trace, "transfer.reported", direction="send")
+    assert {e["why"] for e in select(run.trace, "clock.advanced")} == {"stall"}
+
+
+def test_a_slow_thread_is_waited_for_in_real_time(tmp_path: Path) -> None:
+    run = run_case(f"{__name__}:Slow", ONE, tmp_path)
+    check_ok(run)
+    assert select(run.trace, "transfer.reported", direction="send")
+    assert not select(run.trace, "clock.advanced")
+
+
+def test_time_passes_in_idle_steps(tmp_path: Path) -> None:
+    ten = [*ONE[:1], {"step": 4}, {"idle": {"steps": 3, "seconds": 10}}]
+    run = run_case(f"{__name__}:Leases", ten, tmp_path / "ten")
+    (passed,) = select(run.trace, "clock.advanced", why="idle")
+    assert passed["seconds"] == 10
+    idle = passed["seq"]
+    sent = select(run.trace, "transfer.reported", direction="send")
+    assert all(e["seq"] > idle for e in sent)
+    ninety = [*ONE[:1], {"step": 4}, {"idle": {"steps": 3, "seconds": 90}}]
+    run = run_case(f"{__name__}:Leases", ninety, tmp_path / "ninety")
+    idle = select(run.trace, "clock.advanced", why="idle")[0]["seq"]
+    assert all(e["seq"] < idle for e in select(run.trace, "transfer.reported", direction="send"))
+
+
+def test_a_stall_says_how_long_and_which_setting_changes_it(tmp_path: Path) -> None:
+    run = run_case(f"{__name__}:Never", ONE, tmp_path)
+    (stall,) = select(run.trace, "engine.stall")
+    assert (stall["limit"], stall["threads"]) == (0.1, 0)
+    said = describe(stall)
+    assert "60 steps and 0.1 s (setting stall_seconds)" in said
+    assert "a: FINISHED_LENGTH_CAPPED" in said
+    again = run_case(f"{__name__}:Never", ONE, tmp_path / "again")
+    assert again.trace == run.trace
+
+
+def test_the_wall_clock_is_right_again_after_a_run(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    with clock.of_run():
+        monotonic, wall = time.monotonic(), time.time()
+        clock.advance(500)
+        assert time.monotonic() - monotonic > 499
+        assert time.time() - wall > 499
+        assert time.time_ns() / 1e9 - wall > 499
+        after = time.monotonic()
+    file.touch()
+    assert abs(time.time() - file.stat().st_mtime) < 60
+    assert time.monotonic() >= after, "a monotonic clock does not go back"
