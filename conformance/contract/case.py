@@ -233,6 +233,8 @@ class Case(Model):
         if "greeter" in self.config.multi:
             # MultiConnector hands peers the greeter's handshake metadata, not the connector's
             implied.append("!transfer")
+        if any(step.op == "fail-load" for step in self.steps) and not self.config.engines:
+            implied.append("store or synthesises_kv")  # else there is no load to fail
         if self.config.context_parallel > 1:
             implied.append("context_parallel")
         if self.config.pipeline_parallel > 1:
@@ -249,6 +251,8 @@ class Case(Model):
         ids = [add.arg.id or add.arg.req for add in self.steps if add.op == "add"]
         if len(set(ids)) < len(ids):
             found.append("reused-id")
+        if "private" in self.config.groups:
+            found.append("private-group")
         asked = [add.arg.params for add in self.steps if add.op == "add" and add.arg.hand_over]
         if any(params and asked.count(params) > 1 for params in asked):
             found.append("shared-params")

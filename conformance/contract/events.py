@@ -356,10 +356,11 @@ _kind(
     "req:str generation:int listed_as:str output_computed:int computed:int scheduled:int "
     "placeholders:int known:int in_flight:int drafts:int new_blocks:list? table:list "
     "final_before:int final_after:int? prefill:bool all_ids:int? "
-    "prefill_ids:int? told:int",
+    "prefill_ids:int? told:int unfilled:list?",
     "One request's share of a step. computed: before it advances; final_before, final_after "
     "= tokens whose KV is final; told = blocks at the table's start that earlier outputs "
-    "included.",
+    "included; unfilled = blocks before its first position whose load failed and that have not "
+    "been computed since.",
 )
 _kind(
     "req.state",

@@ -227,7 +227,7 @@ def target_of(defect: Defect, block_size: int, options: Mapping[str, Any] | None
     from kvconform.config.target import Target
 
     # Declare what the reference connector does: a defect must not evade a requirement by declaring
-    # less.
+    # less, unless it says so (null).
     expected = {
         "store": True,
         "saves": "all",
@@ -237,10 +237,11 @@ def target_of(defect: Defect, block_size: int, options: Mapping[str, Any] | None
     own = defect.extra_config if options is None else options
     options = dict(own) if _has_own_options(defect) else {"store": "{tmp}/store", **own}
     device: Device = "emulated" if defect.emulate_cuda else "cpu"
+    declared = {**expected, **defect.capabilities}
     return Target(
         defect.connector,
         options,
-        capabilities={**expected, **defect.capabilities},
+        capabilities={name: value for name, value in declared.items() if value is not None},
         device=device,
     )
 

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs by which vLLM loses track of a request; what follows is not the connector's fault.
 
-It happens to a request whose load failed, in three ways:
+It happens around a load that failed, in four ways:
 
 - Under asynchronous scheduling, vLLM takes back the computed tokens of a synchronous load that
   failed, but not the tokens in flight (bug B004). From then on it computes from the wrong position.
 - It leaves the blocks of a failed load in its own prefix cache, to be computed again. If their
   request is preempted first, the cache serves them as they are.
+- It takes back the computed tokens of the request whose load failed, but not those of another one
+  that shares the blocks. If they are computed again in more than one step (by a token budget or
+  long_prefill_token_threshold), the other request reads blocks that are filled in part.
 - It goes on keeping blocks free for an asynchronous load that failed. If the pool cannot hold the
   request twice, its retry is never admitted, and neither are the requests that wait behind it.
 
@@ -27,6 +30,10 @@ OVERRUN = "the engine added output to request {req}, which had finished (engine.
 SERVED = (
     "the engine served blocks whose load had failed to request {req} (engine.failed-not-served)"
 )
+READ = (
+    "the engine let request {req} read shared blocks whose load had failed and that were not"
+    " computed again"
+)
 STARVED = (
     "the engine kept blocks from request {req} for the load of its own that had failed"
     " (engine.retry-admitted)"
@@ -34,14 +41,16 @@ STARVED = (
 
 
 def note_unfilled(trace: Trace) -> None:
-    """Fill in `unfilled` of the alloc events: shared blocks whose synchronous load failed.
+    """Fill in `unfilled` of alloc and req.scheduled events: blocks whose synchronous load failed.
 
-    Blocks that have been computed to their end since are left out; the step under way counts.
-    Changes the alloc events.
+    Of an alloc, these are shared blocks; of a request that is scheduled, blocks before its first
+    position of the step. Blocks that have been computed to their end since are left out; the step
+    under way counts. Changes these events.
     """
     # (engine, block) -> slots of the block that are still to be computed again
     failed: dict[tuple[str | None, int], set[int]] = {}
     open_allocs: list[Event] = []
+    open_rows: list[Event] = []
     size = 1
     for e in trace.events:
         kind = e["kind"]
@@ -65,7 +74,13 @@ def note_unfilled(trace: Trace) -> None:
                     failed[key].discard(position % size)
                     if not failed[key]:
                         del failed[key]
-        elif kind == "worker.step_begin" and open_allocs:
+            open_rows.append(e)
+        elif kind == "worker.step_begin" and (open_allocs or open_rows):
+            for row in open_rows:
+                before = row["table"][: row["output_computed"] // size]
+                unfilled = [block for block in before if (row.get("on"), block) in failed]
+                trace.amend(row, unfilled=unfilled)
+            open_rows = []
             for alloc in open_allocs:
                 shared = alloc["shared_blocks"]
                 unfilled = [block for block in shared if (alloc.get("on"), block) in failed]
@@ -99,4 +114,6 @@ def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
                 return e["seq"], MISCOUNTED.format(req=e["req"])
         elif failed and kind == "alloc" and e.get("unfilled"):
             return e["seq"], SERVED.format(req=e["req"])
+        elif failed and kind == "req.scheduled" and e.get("unfilled"):
+            return e["seq"], READ.format(req=e["req"])
     return None

@@ -323,6 +323,7 @@ class Ledger:
             final_after=None,
             prefill=computed - placeholders < request.num_tokens - 1,
             told=self._told.get(key, 0) if listed_as == "cached" else 0,
+            unfilled=None,
             **of_output,
         )
         self._told[key] = len(table)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import os
@@ -100,13 +101,22 @@ ReportLine = Annotated[HeaderLine | Row | CaseReport | FooterLine, Field(discrim
 class Stream:
     """The report while it grows.
 
-    `write` flushes, so that an aborted run leaves all verdicts reached until then.
+    `write` flushes, so that an aborted run leaves all verdicts reached until then. UsageError if
+    another process is writing a report in the same folder.
     """
 
     def __init__(self, folder: Path, header: HeaderLine) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / NAME
-        self._file: IO[str] = self.path.open("w", encoding="utf-8")
+        self._file: IO[str] = self.path.open("a", encoding="utf-8")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise UsageError(
+                f"another run is writing to {folder}: wait for it, or name another --report-dir"
+            ) from None
+        self._file.truncate(0)
         self.write([line_of(header)])
 
     def write(self, lines: Iterable[str]) -> None:

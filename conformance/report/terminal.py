@@ -475,12 +475,10 @@ def _unmet(console: Console, reports: Iterable[CaseReport]) -> None:
         return
     first = f"{unmet[0].variant}: {unmet[0].unmet[0]}"
     if len(unmet) == 1:
-        text = "1 run did not reach the situation it tests; treat its results as incomplete"
+        text = "1 run did not reach the situation it tests"
     else:
-        text = (
-            f"{len(unmet)} runs did not reach the situation they test;"
-            " treat their results as incomplete"
-        )
+        text = f"{len(unmet)} runs did not reach the situation they test"
+    text += "; a store that is small, not persistent or written late is one reason"
     console.print(Text(f"\n{text} (first: {first})", style="dim"), soft_wrap=True)
 
 
@@ -508,6 +506,9 @@ def _answer(console: Console, found: Aggregate, where: str, seconds: float, *, p
         console.print(f"  {escape(reason)}")
     if found.risks:
         console.print(f"  risks, where vLLM does not go today: {', '.join(found.risks)}")
+    if found.engine_failed:
+        broken = ", ".join(found.engine_failed)
+        console.print(f"  guarantees that the engine broke, known by no waiver: {broken}")
 
 
 def _status(name: str, found: Aggregate) -> str:

@@ -112,7 +112,8 @@ def profile_of(target: Target, tmp: Path) -> Profile:
     if "transfer" not in caps:
         learn("transfer", {"kv_producer", "kv_consumer"} <= roles and "kv_both" not in roles)
     learn("fault_injection", hasattr(cls, "kvconform_fail_load"))
-    learn("pipeline_parallel", takes_every_stage(cls))
+    if not takes_every_stage(cls):
+        learn("pipeline_parallel", False)
     if not {"store", "saves", "async_load"} <= set(caps):
         block, length, prompt, is_async = _first_hit(calibration)
         # Tokens that were announced and did not come are for the cases to judge.
@@ -144,11 +145,7 @@ def profile_of(target: Target, tmp: Path) -> Profile:
         if evidence:
             doubts["chunk_tokens"] = f"but {evidence}"
     full = complete(caps)
-    has_declared = (
-        sources["saves"] == "declared"
-        and sources["chunk_tokens"] == "declared"
-        and not full["best_effort"]
-    )
+    has_declared = sources["saves"] == "declared" and not full["best_effort"]
     return Profile(full, sources, doubts, _promises(calibration, full, has_declared))
 
 

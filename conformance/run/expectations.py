@@ -70,9 +70,20 @@ class Expectations:
 
     def unmet(self, provokes: Iterable[Expectation]) -> list[str]:
         """Return the stimuli that did not happen, one sentence each."""
-        applicable = (expectation for expectation in provokes if self._applies(expectation))
+        applicable = (
+            expectation
+            for expectation in provokes
+            if self._applies(expectation) and self._can_happen(expectation)
+        )
         problems = ((each.what, self._problem(each)) for each in applicable)
         return [f"{what}: {problem}" for what, problem in problems if problem is not None]
+
+    def _can_happen(self, expectation: Expectation) -> bool:
+        """Return whether the connector can bring it about: one engine loads only what it stored."""
+        if expectation.what not in ("loads", "external", "failed-loads"):
+            return True
+        caps, engines = self.state.caps, self.state.variant.case.config.engines
+        return bool(caps["store"] or caps["synthesises_kv"] or engines)
 
     def _applies(self, expectation: Expectation) -> bool:
         # A lookup that is not decided yet legitimately shifts every step after it.
@@ -247,10 +258,9 @@ class Reloads:
     def _is_promised(self, source: str, request: Any) -> bool:
         """Return whether the connector can promise `request` anything of the content of `source`.
 
-        Nothing is promised to a request whose hits vLLM drops (skip_reading_prefix_cache), and
-        nothing in a run that does what no vLLM does.
+        Nothing is promised to a request whose hits vLLM drops (skip_reading_prefix_cache).
         """
-        if getattr(request, "skip_reading_prefix_cache", False) or self.state.variant.beyond:
+        if getattr(request, "skip_reading_prefix_cache", False):
             return False
         if self._broke(source) or self._outlived(source):
             return False

@@ -86,9 +86,10 @@ class Handovers:
             stale = "altered"
         elif any(earlier.of == of for earlier in self.handed.values()):
             stale = "replayed"
-        self.handed[req] = Handover(on, add.req, req, handed.of, of, stale)
         params, problem = _through_json(self.returned.get(of))
         ended = self._ended(of)
+        if params is not None or ended is not None:
+            self.handed[req] = Handover(on, add.req, req, handed.of, of, stale)
         tokens = [params[name] for name in FIRST_TOKEN if params and name in params]
         self.trace.emit(
             "pair.params",

@@ -188,7 +188,8 @@ def _add(req: str, prompt: Any, outputs: int) -> dict[str, Any]:
 class Promises:
     """Numbers of tokens that a connector promises to load again.
 
-    Declared capabilities give a formula. Inferred ones are calibrated: of a prompt that was
+    Declared capabilities give a formula: whole chunks, or whole blocks. What is inferred is
+    calibrated, and so is what several KV cache groups bring back: of a prompt that was
     chunked, preempted or speculated on, as many tokens must come back as of a plain prompt of the
     same length. That may depend on the crowd: a connector may decline a small load, or save only so
     much per step.
@@ -234,9 +235,10 @@ class Promises:
         limit = min(final, len(known) - 1, common, len(wanted) - 1)
         if saves == "prompt":
             limit = min(limit, len(prompt))
-        if self.declared:
-            chunk = max(1, int(self.caps["chunk_tokens"]))
-            return limit // chunk * chunk
+        chunk = self.caps["chunk_tokens"] or block_size
+        declared = limit // chunk * chunk
+        if self.declared and not groups:
+            return declared
         # In the plain run, too, share only what was final: a connector that stores whole chunks
         # stores nothing of an incomplete one.
         shared = common if limit >= min(common, len(wanted) - 1) else limit
@@ -251,4 +253,7 @@ class Promises:
             caching,
             room,
         )
-        return min(limit, self.calibrate(plain, block_size)) if limit > 0 else 0
+        if limit <= 0:
+            return 0
+        # Of several groups, what comes back also depends on what each of them still holds.
+        return min(declared if self.declared else limit, self.calibrate(plain, block_size))

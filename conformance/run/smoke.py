@@ -38,10 +38,11 @@ def target_of(settings: Settings) -> Target:
     )
 
 
-def check(target: Target, tmp: Path, limit: float, *, engine: str = "all") -> None:
+def check(target: Target, tmp: Path, limit: float, *, engine: str = "all") -> str | None:
     """Check that vLLM and the connector can be imported, and that the connector can run.
 
-    Importing each of them may take `limit` seconds. EnvironmentProblem for a fault of vLLM or the
+    Importing each of them may take `limit` seconds. Returns a sentence if vLLM refuses to construct
+    the class: then only its interface can be judged. EnvironmentProblem for a fault of vLLM or the
     environment, UsageError for one of the connector.
     """
     with _in_time("import of vLLM", limit, EnvironmentProblem):
@@ -61,7 +62,7 @@ def check(target: Target, tmp: Path, limit: float, *, engine: str = "all") -> No
         adapters.install(target.adapters)
         target.resolve()
     if engine == "live":
-        return  # the run itself shows whether vLLM starts with it
+        return None  # the run itself shows whether vLLM starts with it
     variant = Variant(plain_case(Plain(9, 1, 9, 9), 4), "reference", "sync", "v1", 1, 4)
     run = run_variant(variant, target, seed=0, tmp=tmp / "smoke")
     if run.lacks is not None:
@@ -72,7 +73,7 @@ def check(target: Target, tmp: Path, limit: float, *, engine: str = "all") -> No
     if crash is not None and crash["hook"] == "__init__":
         _, right_signature, _ = next(inspect_class(target.resolve(), {}, None))
         if not right_signature:
-            return  # api.constructor and lifecycle.constructs report that in every case
+            return f"vLLM refuses to construct {target.connector} (requirement api.constructor)"
         advice = "is its --extra-config right, or [extra_config] in its settings?"
         reason = crash["error"].rstrip(".")
         sentence = f"the constructor of {target.connector} raised {reason} ({advice})"
@@ -82,6 +83,7 @@ def check(target: Target, tmp: Path, limit: float, *, engine: str = "all") -> No
         advice = _advice(target, str(crash["error"]))
         sentence = f"{hook} raised {crash['error']} before the first request: {advice}"
         raise EnvironmentProblem(sentence, run.traceback)
+    return None
 
 
 def _advice(target: Target, error: str) -> str:

@@ -27,6 +27,8 @@ LEASE = 1200.0
 """Longest lease, in seconds of the virtual clock, that can run out before the end of a run."""
 LEAP = 30.0
 """Seconds by which a step sets the clock forward, when only held blocks are left."""
+HELD = 0.25
+"""Part of the stall time that is waited before that: the blocks may be held for a thread."""
 MORE = 5.0
 """How many times the stall time is waited while the connector has threads that may be at work."""
 PATIENCE = 60.0
@@ -86,13 +88,16 @@ class StallDetector:
             return False
         if target.half != "both":
             return True
+        if self.leapt < LEASE and self._only_held():
+            if clock.monotonic() - self.since > HELD * target.stall_seconds:
+                self.leapt += LEAP
+                clock.advance(LEAP)
+                self.trace.emit("clock.advanced", seconds=LEAP, why="stall")
+            else:
+                time.sleep(0.002)
+            return False
         if self._waits(target.stall_seconds):
             time.sleep(0.002)
-            return False
-        if self.leapt < LEASE and self._only_held():
-            self.leapt += LEAP
-            clock.advance(LEAP)
-            self.trace.emit("clock.advanced", seconds=LEAP, why="stall")
             return False
         _Spent.seconds += self.alive - self.since
         return True

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Sequence
@@ -40,6 +41,8 @@ from kvconform.session.worker import SPENT, START
 
 STARTS = 3
 """The run is aborted at this number of worker deaths before any case, or of worker failures."""
+
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Controller:
@@ -82,6 +85,8 @@ class Controller:
         terminal.header(self.console, self.collector, self.warnings)
         try:
             self._stream = jsonl.Stream(self.folder, self.header())
+        except UsageError as error:
+            self.stop(error)
         except OSError as error:
             why = error.strerror or error
             if self.folder.is_file():
@@ -249,6 +254,15 @@ class Controller:
 
     def finish(self) -> int:
         """Tear down, write the reports, print the result, and return the exit code."""
+        # All that could be judged is judged: a signal now would only part reports and exit code.
+        before = {each: signal.signal(each, signal.SIG_IGN) for each in INTERRUPTS}
+        try:
+            return self._finish()
+        finally:
+            for each, handler in before.items():
+                signal.signal(each, handler)
+
+    def _finish(self) -> int:
         self.progress.stop()
         self.tear_down()
         code = self._report() if self.collector.reports and self._stream is not None else 3
@@ -277,7 +291,7 @@ class Controller:
         rows, found = self.collector.finish(date.today(), complete=complete)
         if self.problem is not None:
             found.reasons.append(self.problem.message)
-        code = self.collector.exit_code(found)
+        code = self.collector.exit_code(found) if self.problem is None else self.problem.code
         seconds = time.monotonic() - self.began
         assert self._stream is not None
         self._stream.close()

@@ -118,6 +118,7 @@ class Worker:
         self.spec = spec_for(settings)
         self.selection: Selection = select(self.spec, settings, vllm)
         self._judge: Any = None
+        self._refused: str | None = None
         self._target: Any = None
         self._places: dict[str, str] = {}
         self._number = 0
@@ -218,7 +219,7 @@ class Worker:
             from kvconform.run import smoke
 
             self._target = smoke.target_of(self.settings)
-            smoke.check(self._target, tmp, limit, engine=self.settings.engine)
+            self._refused = smoke.check(self._target, tmp, limit, engine=self.settings.engine)
             if self._target.connector is not None:
                 self._places = places_of(self._target.resolve(), Path.cwd())
         from kvconform.run.case import run_and_judge
@@ -227,6 +228,16 @@ class Worker:
 
     def _run(self, variant: Any, tmp: Path) -> CaseReport:
         """Run and judge a variant, and render its timelines and its story."""
+        if self._refused is not None and variant.case.inspect is None:
+            wanted = [self.spec.requirements[name] for name in self.selection.judged]
+            rows = rows_for(
+                wanted,
+                variant,
+                Verdict.UNSUPPORTED,
+                self._refused,
+                strict=self.settings.strict,
+            )
+            return CaseReport(variant.id, rows=rows)
         limit = LIVE_LIMIT
         if variant.engine != "live":
             limit = watchdog.case_limit(self.settings.hook_timeout)

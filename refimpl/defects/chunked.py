@@ -7,7 +7,7 @@ Blocks then fill up long after they were allocated.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvconform.refimpl.connector import ReferenceConnector
 from kvconform.refimpl.plan import Save
@@ -37,6 +37,14 @@ class NeedsNewBlocks(ReferenceConnector):
             req_id for req_id, _, blocks, _ in scheduled(scheduler_output) if blocks is not None
         }
         return (save for save in super()._plan_saves(scheduler_output) if save.req in growing)
+
+
+class NeedsNewBlocksUndeclared(NeedsNewBlocks):
+    """The same in a connector that promises nothing (B003)."""
+
+    @classmethod
+    def kvconform_capabilities(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        return {"store": True}
 
 
 class AllHashes(ReferenceConnector):

@@ -104,11 +104,6 @@ def test_nothing_is_promised_to_a_request_whose_hits_are_dropped(tmp_path: Path)
     assert promises([*STORED, {"add": skips}, RUN], tmp_path) == []
 
 
-def test_nothing_is_promised_in_a_run_that_does_what_no_vllm_does(tmp_path: Path) -> None:
-    steps = [*STORED, {"add": {**ASK, "id": "a"}}, RUN]
-    assert promises(steps, tmp_path) == []
-
-
 @pytest.mark.parametrize("name", ["lifecycle.id-reuse", "lifecycle.id-after-abort"])
 @pytest.mark.parametrize("engine", ["reference", "vllm"])
 def test_an_id_is_used_again_only_after_its_release(name: str, engine: str, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ fake_runner stands in for the engine, so vLLM is not imported.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -124,6 +125,27 @@ def test_a_requirement_that_also_fails_where_vllm_goes_is_no_risk(tmp_path: Path
     assert result.code == 1
     assert result.summary["requirements"]["failed"] == [MUST[0]]
     assert result.summary["extra"]["risks"] == []
+
+
+def test_two_runs_do_not_write_into_one_directory(tmp_path: Path) -> None:
+    folder = tmp_path / "kvconform-report"
+    folder.mkdir()
+    with (folder / "report.jsonl").open("a", encoding="utf-8") as file:
+        file.write("the first run's\n")
+        file.flush()
+        fcntl.flock(file, fcntl.LOCK_EX)
+        done = kvconform(tmp_path, "json:Fake")
+    assert done.code == 2
+    assert "kvconform-report: wait for it, or name another --report-dir" in done.err
+    assert (folder / "report.jsonl").read_text(encoding="utf-8") == "the first run's\n"
+    assert kvconform(tmp_path, "json:Fake").code == 0
+
+
+def test_broken_guarantees_stand_in_the_last_lines(tmp_path: Path) -> None:
+    result = kvconform(tmp_path, "json:Fake", orders={"fail": {GUARANTEE: CASES[:1]}})
+    assert result.code == 0
+    last = result.out.rstrip().splitlines()[-1].strip()
+    assert last == f"guarantees that the engine broke, known by no waiver: {GUARANTEE}"
 
 
 def test_dead_workers_cost_one_run_each(tmp_path: Path) -> None:
