@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from kvconform.contract.case import Case
+from kvconform.contract.events import EVENTS
 from kvconform.contract.profile import Profile, Waiver
 from kvconform.contract.references import Entry, Evidence, Rule, RuleWaiver, key
 from kvconform.contract.requirement import Model, Requirement
@@ -428,6 +429,7 @@ def entries(spec: Spec) -> list[Entry]:
         raise SpecError([Problem(Location(name), sentence)]) from None
     for entry in found:
         unknown = [case for case in entry.cases if case not in spec.cases]
+        unknown += [entry.mark] if entry.mark and entry.mark not in EVENTS else []
         unknown += [req for req in (*entry.fails, *entry.also) if req not in spec.requirements]
         if unknown:
             sentence = f"{entry.id} names {', '.join(unknown)}, which does not exist"
@@ -435,7 +437,7 @@ def entries(spec: Spec) -> list[Entry]:
     return found
 
 
-def explained(spec: Spec) -> dict[str, str]:
+def explained(spec: Spec) -> dict[str, Entry]:
     """Map guarantees to the known bug of the engine that breaks them (docs/engine-findings.md)."""
     found = [entry for entry in entries(spec) if spec.cases[entry.cases[0]].area == "findings"]
-    return {name: entry.id for entry in found for name in (*entry.fails, *entry.also)}
+    return {name: entry for entry in found for name in (*entry.fails, *entry.also)}

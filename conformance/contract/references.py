@@ -94,6 +94,10 @@ class Entry(Model):
         description="guarantees that fail with it in other workloads; "
         "`kvconform explore` names the bug with them",
     )
+    mark: str | None = Field(
+        None,
+        description="kind of event without which a broken guarantee is another bug",
+    )
 
 
 Thread = Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+#\d+$")]

@@ -148,6 +148,7 @@ class Campaign:
     unsupported: int = 0
     reached: Counter[str] = field(default_factory=Counter)
     guarantees: Counter[str] = field(default_factory=Counter)
+    unmarked: Counter[str] = field(default_factory=Counter)
     found: dict[Key, Found] = field(default_factory=dict)
     errors: list[tuple[Workload, str]] = field(default_factory=list)
     seconds: float = 0.0
@@ -161,6 +162,7 @@ class Campaign:
         self.reached.update(outcome.reached)
         self.new += self.corpus.add(workload, outcome)
         self.guarantees.update(outcome.broken_guarantees)
+        self.unmarked.update(outcome.unmarked)
         if outcome.error is not None:
             self.errors.append((workload, outcome.error))
         for failure in root_causes(outcome.failures):

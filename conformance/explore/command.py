@@ -235,11 +235,14 @@ def _print(console: Console, campaign: Campaign, deaths: int) -> None:
         )
     known = explained(load_spec())
     for name, count in campaign.guarantees.most_common():
-        why = (
-            f"known: {known[name]}, docs/engine-findings.md"
-            if name in known
-            else "NOT KNOWN: a fault of the engine or of this suite"
-        )
+        why = "NOT KNOWN: a fault of the engine or of this suite"
+        if name in known:
+            why = f"known: {known[name].id}, docs/engine-findings.md"
+        if unlike := campaign.unmarked[name]:
+            why = (
+                f"{unlike} of them NOT KNOWN: without {known[name].mark}, the mark of"
+                f" {known[name].id}"
+            )
         console.print(
             f"vLLM         guarantee {name} was broken in {count} workloads ({why});"
             " not the connector's fault"

@@ -10,11 +10,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from kvconform.config.target import Target
-from kvconform.contract.loader import Spec
+from kvconform.contract.loader import Spec, explained, load_spec
 from kvconform.explore.workload import Data, Workload
 from kvconform.judge.records import Row
 from kvconform.run.case import run_and_judge
@@ -106,10 +107,15 @@ class Failure:
 
 @dataclass
 class Outcome:
-    """Outcome of one workload; `error`: what prevented a verdict. JSON-able by `to_dict`."""
+    """Outcome of one workload; `error`: what prevented a verdict. JSON-able by `to_dict`.
+
+    `unmarked` are the broken guarantees that a known bug of vLLM breaks, too, but without the mark
+    of that bug: another one broke them.
+    """
 
     failures: list[Failure] = field(default_factory=list)
     broken_guarantees: list[str] = field(default_factory=list)
+    unmarked: list[str] = field(default_factory=list)
     reached: list[str] = field(default_factory=list)
     pairs: list[Pair] = field(default_factory=list)
     error: str | None = None
@@ -161,6 +167,7 @@ def outcome(
         return Outcome(error=f"{unclear.requirement}: {unclear.message}", reached=reached(trace))
     failures: list[Failure] = []
     broken_guarantees: list[str] = []
+    kinds = {event["kind"] for event in trace}
     for row in report.rows:
         if row.verdict != "FAIL":
             continue
@@ -171,10 +178,19 @@ def outcome(
     return Outcome(
         failures=failures,
         broken_guarantees=broken_guarantees,
+        unmarked=[
+            name for name in broken_guarantees if _marks().get(name, "run.start") not in kinds
+        ],
         reached=reached(trace),
         pairs=pairs_of(workload.data, report.rows, trace),
         unsupported=not trace,
     )
+
+
+@cache
+def _marks() -> dict[str, str]:
+    """Map guarantees that a known bug of vLLM breaks to the kind of event that marks that bug."""
+    return {name: bug.mark for name, bug in explained(load_spec()).items() if bug.mark}
 
 
 def _failure(row: Row, trace: list[dict[str, Any]]) -> Failure:
