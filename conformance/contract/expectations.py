@@ -313,6 +313,12 @@ class LocalHitsE(BaseExpectation):
     local_hits: Counted = Field(alias="local-hits")
 
 
+class GivenUpE(BaseExpectation):
+    """Producers' requests whose blocks were released before a consumer looked anything up."""
+
+    given_up: Counted = Field(alias="given-up")
+
+
 class FreeBlocksE(BaseExpectation):
     """Free blocks of the pool now."""
 

@@ -81,6 +81,7 @@ def run_and_judge(
             wanted = at_stake(wanted, main.trace)
         rows = judge_runs(made, wanted, variant, target, strict=strict, disabled=set(disabled))
         drop_flaky(rows, made, spec.requirements)
+        say_unreached(rows, made.unmet, variant, spec.requirements)
         narrate(rows, main.trace, spec.requirements)
         if made.reduce is not None:
             made.reduce(rows)
@@ -121,6 +122,25 @@ def judge_runs(
     rest = [each for each in wanted if each.id not in judged_ids]
     rows += rows_for(rest, variant, Verdict.UNOBSERVABLE, "needs the worker half", strict=strict)
     return rows
+
+
+def say_unreached(
+    rows: Sequence[Row],
+    unmet: Sequence[str],
+    variant: Variant,
+    requirements: Mapping[str, Requirement],
+) -> None:
+    """Say why requirements were not exercised that the case is about. Changes the rows.
+
+    The case is about those with which it shares a rule or a bug.
+    """
+    if not unmet or variant.engine == "live":
+        return
+    about = {*variant.case.rules, *variant.case.bugs}
+    for row in rows:
+        req = requirements[row.requirement]
+        if row.verdict is Verdict.NOT_EXERCISED and about & {*req.rules, *req.bugs}:
+            row.message = f"the case did not reach its situation: {unmet[0]}"
 
 
 def drop_flaky(rows: Sequence[Row], made: Runs, requirements: Mapping[str, Requirement]) -> None:

@@ -49,6 +49,7 @@ class Expectations:
             "failed-loads": self._failed_loads,
             "repeated-lookups": self._repeated_lookups,
             "local-hits": self._local_hits,
+            "given-up": self._given_up,
             "free_blocks": self._free_blocks,
         }
 
@@ -223,6 +224,12 @@ class Expectations:
     def _local_hits(self, arg: Any) -> str | None:
         events = self._of("alloc", arg.req, second_call=False)
         return self._bounded(arg, sum(e["local"] for e in events), "local hits")
+
+    def _given_up(self, arg: Any) -> str | None:
+        sent = self._of("transfer.reported", arg.req, direction="send")
+        asked = [e["seq"] for e in self._of("pair.lookup", None) if e["of"] is not None]
+        early = [e for e in sent if not asked or e["seq"] < asked[0]]
+        return self._bounded(arg, len(early), "releases before a consumer came")
 
     def _free_blocks(self, arg: Any) -> str | None:
         have = self._count_free_blocks()

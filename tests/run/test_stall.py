@@ -11,9 +11,13 @@ from typing import Any
 import pytest
 
 from core_rig import check_ok, run_case, select
+from kvconform.config.target import Target
+from kvconform.contract.loader import load_spec
 from kvconform.judge.describe import describe
+from kvconform.judge.records import Verdict
 from kvconform.process import clock
 from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.run.case import run_and_judge
 
 RUN: dict[str, Any] = {"run": {}}
 ONE = [{"add": {"req": "a", "prompt": 9, "max_tokens": 2}}, RUN]
@@ -106,3 +110,16 @@ def test_the_wall_clock_is_right_again_after_a_run(tmp_path: Path) -> None:
     file.touch()
     assert abs(time.time() - file.stat().st_mtime) < 60
     assert time.monotonic() >= after, "a monotonic clock does not go back"
+
+
+def test_a_case_whose_point_was_not_reached_says_so(tmp_path: Path) -> None:
+    """Of the producer without a lease, nothing can be said about what comes after it."""
+    spec = load_spec()
+    variant = spec.cases["transfer.late"].variants(["reference"])[0]
+    target = Target("kvconform.refimpl.variants.peer:Peer", {})
+    report = run_and_judge(variant, target, spec, seed=0, tmp=tmp_path / "run")
+    (row,) = (row for row in report.rows if row.requirement == "transfer.fail-closed")
+    assert report.unmet
+    assert row.verdict is Verdict.NOT_EXERCISED
+    assert row.message is not None
+    assert row.message.startswith("the case did not reach its situation: given-up: releases")
