@@ -11,7 +11,7 @@ from typing import Any
 
 from kvconform.config.target import Target
 from kvconform.contract.capabilities import CAPABILITIES, complete
-from kvconform.contract.case import Variant
+from kvconform.contract.case import Case, Variant
 from kvconform.judge.aggregate import contradicted
 from kvconform.run.promises import ROOM, Crowd, Plain, Promises, plain_case
 from kvconform.run.runner import run_variant
@@ -108,9 +108,12 @@ def profile_of(target: Target, tmp: Path) -> Profile:
     learn("composite", composite)
     hybrid = issubclass(cls, SupportsHMA) and (not composite or _children_keep_hybrid(target, tmp))
     learn("hma", hybrid)
-    roles = set(caps.get("roles", ()))
     if "transfer" not in caps:
-        learn("transfer", {"kv_producer", "kv_consumer"} <= roles and "kv_both" not in roles)
+        roles = set(caps.get("roles", PAIR))
+        hands_over = roles >= PAIR and not composite and hands_kv_over(target, tmp)
+        learn("transfer", hands_over)
+        if hands_over:
+            learn("roles", ["kv_both", *sorted(PAIR)])
     learn("fault_injection", hasattr(cls, "kvconform_fail_load"))
     if not takes_every_stage(cls):
         learn("pipeline_parallel", False)
@@ -147,6 +150,40 @@ def profile_of(target: Target, tmp: Path) -> Profile:
     full = complete(caps)
     has_declared = sources["saves"] == "declared" and not full["best_effort"]
     return Profile(full, sources, doubts, _promises(calibration, full, has_declared))
+
+
+PAIR = {"kv_producer", "kv_consumer"}
+"""Roles of two engines of which one hands KV to the other."""
+
+
+def hands_kv_over(target: Target, tmp: Path) -> bool:
+    """Return whether a producer returns parameters for a consumer, when a proxy asks for them."""
+    from kvconform.compat.vllm_api import KVConnectorBase_V1
+
+    cls = target.resolve()
+    hooks = ("request_finished", "request_finished_all_groups")
+    if target.role is not None or not any(_own(cls, hook, KVConnectorBase_V1) for hook in hooks):
+        return False
+    case = Case.model_validate(
+        {
+            "id": "internal.hand-over",
+            "area": "internal",
+            "text": "A producer computes a prompt, and a consumer asks for its KV.",
+            "config": {"engines": {"p": "kv_producer", "d": "kv_consumer"}},
+            "engines": ["reference"],
+            "steps": [
+                {"add": {"req": "p1", "prompt": 13, "max_tokens": 1, "hand_over": True}},
+                {"run": {"until": "p1"}},
+                {"on": "d"},
+                {"add": {"req": "d1", "prompt": {"same": "p1"}, "handed": "p1"}},
+                {"run": {}},
+            ],
+        },
+        strict=False,
+    )
+    variant = Variant(case, "reference", "sync", "v1", 1, case.config.block_size)
+    run = run_variant(variant, target, seed=0, tmp=tmp / "hand-over")
+    return any(e["kind"] == "pair.params" and not e["none"] for e in run.trace)
 
 
 def takes_every_stage(cls: type[Any]) -> bool:

@@ -15,6 +15,7 @@ import pytest
 from kvconform.config.target import Target
 from kvconform.errors import UsageError
 from kvconform.refimpl.connector import Lookup, ReferenceConnector
+from kvconform.refimpl.variants.peer import Peer
 from kvconform.run.calibration import profile_of
 from kvconform.run.promises import Crowd, Plain, Promises
 
@@ -227,8 +228,8 @@ def test_declared_capabilities_override_what_would_be_learned(tmp_path: Path) ->
     )
     assert (profile.caps["saves"], profile.sources["saves"]) == ("prompt", "declared")
     assert profile.promises.declared
-    # nothing was left to find out but whether chunks are as large as that
-    assert len(list(tmp_path.iterdir())) == 1
+    # nothing was left to find out but how large chunks are, and whether it hands over
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["calibration-0", "hand-over"]
     only = learned(Undeclared, tmp_path, saves="none")
     assert (only.caps["saves"], only.caps["store"], only.sources["store"]) == (
         "none",
@@ -243,3 +244,21 @@ def test_impossible_declarations_are_refused(tmp_path: Path) -> None:
         learned(Undeclared, tmp_path, saves="everything")
     with pytest.raises(UsageError):
         learned(Undeclared, tmp_path, no_such_capability=True)
+
+
+class UndeclaredPeer(Peer):
+    """Hands KV over, and says nothing about itself."""
+
+    kvconform_capabilities = None  # type: ignore[assignment]
+
+
+def test_a_hand_over_is_found(tmp_path: Path) -> None:
+    """Whoever returns parameters to a proxy is judged as a producer and consumer."""
+    found = learned(UndeclaredPeer, tmp_path / "peer", {})
+    assert (found.caps["transfer"], found.sources["transfer"]) == (True, "inferred")
+    assert set(found.caps["roles"]) == {"kv_both", "kv_producer", "kv_consumer"}
+    store = learned(Undeclared, tmp_path / "store")
+    assert not store.caps["transfer"]
+    assert tuple(store.caps["roles"]) == ("kv_both",)
+    only = learned(UndeclaredPeer, tmp_path / "only", {}, roles=["kv_both"])
+    assert not only.caps["transfer"]
