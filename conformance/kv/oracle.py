@@ -186,10 +186,7 @@ Tables = Callable[[], dict[str, list[int]]]
 
 @dataclass
 class Wrong:
-    """A wrong slot that was read; it is kept until the step's load failures are known.
-
-    `loading`: it belongs to a load that has written nothing there.
-    """
+    """A wrong slot that was read; it is kept until the step's load failures are known."""
 
     layer: int
     chain: Chain
@@ -197,7 +194,6 @@ class Wrong:
     slot: int
     held: Diagnosis
     grant: Grant | None
-    loading: bool
 
     @property
     def kin(self) -> tuple[object, ...]:
@@ -448,7 +444,7 @@ class Oracle(Loads):
         )
         if loading and grant is not None:
             grant.late.add((layer, pos))
-        self.pending.append(Wrong(layer, chain, pos, slot, held, grant, loading))
+        self.pending.append(Wrong(layer, chain, pos, slot, held, grant))
 
     def settle_reads(self) -> None:
         """Emit kv.wrong for the wrong slots that were read since the last call.
@@ -460,7 +456,7 @@ class Oracle(Loads):
             block = item.slot // self.cache.stride
             if block in self.failed_blocks or item.chain.req in self.failed_reqs:
                 continue
-            if item.loading and item.held.found == "not_yet_loaded":
+            if item.held.found == "not_yet_loaded" and not item.held.in_part:
                 # If it never arrived, load.due.missing has it. If it was late, `_granted` emits.
                 continue
             last = runs[-1] if runs else None

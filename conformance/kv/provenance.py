@@ -243,7 +243,8 @@ class Diagnosis(NamedTuple):
 
     `found` is one of `contract.events.PROVENANCE`, `side` is k, v or both, `origin` says in words
     where the bytes came from. `req` and `pos` are the request and the position that they were first
-    computed for, as far as that is known; of `never_computed` only the request.
+    computed for, as far as that is known; of `never_computed` only the request. `in_part`: only a
+    part of the slot is not loaded.
     """
 
     found: str
@@ -251,6 +252,7 @@ class Diagnosis(NamedTuple):
     origin: str
     req: str | None = None
     pos: int | None = None
+    in_part: bool = False
 
 
 def diagnose(
@@ -294,7 +296,7 @@ def diagnose(
     if unwritten in found and not loading:
         part = "a part of the slot" if len(found) > 1 else "the slot"
         words = f"{registry.origins[unwritten]}: the load has not written {part}"
-        return Diagnosis("not_yet_loaded", side, words)
+        return Diagnosis("not_yet_loaded", side, words, in_part=len(found) > 1)
     if len(found) > 1:
         mixed = [registry.origins[each] for each in sorted(found)[:3]]
         words = f"a mixture of {'; '.join(map(str, mixed))}"

@@ -84,7 +84,8 @@ class Expectations:
         if expectation.what not in ("loads", "external", "failed-loads"):
             return True
         caps, engines = self.state.caps, self.state.variant.case.config.engines
-        return bool(caps["store"] or caps["synthesises_kv"] or engines)
+        loaded = any(e["kind"] == "alloc" and e["external"] > 0 for e in self._events)
+        return bool(loaded or caps["store"] or caps["synthesises_kv"] or engines)
 
     def _applies(self, expectation: Expectation) -> bool:
         # A lookup that is not decided yet legitimately shifts every step after it.
