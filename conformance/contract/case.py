@@ -259,6 +259,11 @@ class Case(Model):
         found.extend(step.op for step in self.steps if step.op in situations())
         return list(dict.fromkeys(found))
 
+    @cached_property
+    def beyond(self) -> tuple[str, ...]:
+        """The situations of the case that the contract allows and vLLM does not bring about."""
+        return tuple(name for name in self.situations if not situations()[name].vllm)
+
     def in_force(self, vllm: str) -> bool:
         """Return whether the case is run with this vLLM version."""
         return in_force(self.since, None, vllm)
@@ -373,9 +378,7 @@ class Variant:
     @property
     def beyond(self) -> tuple[str, ...]:
         """The situations of the run that the contract allows and vLLM does not bring about."""
-        if not isinstance(self.case, Case):
-            return ()
-        return tuple(name for name in self.case.situations if not situations()[name].vllm)
+        return self.case.beyond if isinstance(self.case, Case) else ()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Variant) and self.id == other.id

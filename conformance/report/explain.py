@@ -216,11 +216,7 @@ def case(spec: Spec, case: Case) -> str:
         "runs": f"{len(axes)}: {', '.join(axes)}",
         "needs": case.needs_expr.source if case.needs_expr.reads else "",
         "situations": ", ".join(case.situations),
-        "risk only": "; ".join(
-            f"{name}: {situations()[name].why}"
-            for name in case.situations
-            if not situations()[name].vllm
-        ),
+        "risk only": "; ".join(f"{name}: {situations()[name].why}" for name in case.beyond),
         "rules": ", ".join(case.rules),
         "bugs": ", ".join(case.bugs),
         "defined": spec.places.get(f"case:{case.id}", ""),

@@ -7,7 +7,6 @@ import atexit
 import gc
 import traceback
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -166,6 +165,7 @@ def _channels(target: Target) -> frozenset[str]:
     return frozenset(channels)
 
 
+@clock.of_run()
 def _drive(
     run: Run,
     create: Callable[..., Driver],
@@ -176,8 +176,6 @@ def _drive(
     """Create the driver and execute the case; `create` lacks only what differs between parts."""
     driver = None
     outer = Probe.active  # of the run that a calibration runs inside
-    clocks = ExitStack()
-    clocks.enter_context(clock.of_run())
     case = run.variant.case
     rest = list(case.steps)
     before = None
@@ -199,12 +197,11 @@ def _drive(
     except FirstPartEnded as ended:
         run.harness_error = ended.harness_error
     except (Exception, HookTimeout, SystemExit) as error:
-        if driver is None and settings_of(case) and (sentence := refusal(error)):
-            run.lacks = f"the connector refuses {settings_of(case)}: {sentence}"
+        if driver is None and (refused := settings_of(case)) and (sentence := refusal(error)):
+            run.lacks = f"the connector refuses {refused}: {sentence}"
         # An error of the connector or the engine is a finding; `_culprit` separates ours from them.
         _conclude(run, trace, driver, error)
     finally:
-        clocks.close()
         note_unfilled(trace)
         if driver is not None and driver.engine.inspector is not None:
             run.channels |= {"plan"}

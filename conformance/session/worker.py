@@ -23,7 +23,7 @@ import pytest
 from kvconform.config.selection import Selection, select
 from kvconform.config.settings import Settings
 from kvconform.errors import KvconformError
-from kvconform.judge.records import CaseReport, Verdict
+from kvconform.judge.records import CaseReport, Row, Verdict
 from kvconform.judge.verdict import rows_for
 from kvconform.live.baseline import FOLDER as PLAINS
 from kvconform.live.random import CLAIMS, REDUCED, spec_for
@@ -197,10 +197,14 @@ class Worker:
     def _error(self, variant: Any, error: BaseException) -> CaseReport:
         """Return a report with ERROR for all requirements."""
         message = f"the harness failed: {type(error).__name__}: {error}".splitlines()[0]
-        requirements = [self.spec.requirements[name] for name in self.selection.judged]
-        rows = rows_for(requirements, variant, Verdict.ERROR, message, strict=self.settings.strict)
         text = "".join(traceback.format_exception(error))
+        rows = self._same_rows(variant, Verdict.ERROR, message)
         return CaseReport(variant.id, rows=rows, harness_error=text)
+
+    def _same_rows(self, variant: Any, verdict: Verdict, message: str) -> list[Row]:
+        """Return a row with this verdict for every requirement that was selected."""
+        wanted = [self.spec.requirements[name] for name in self.selection.judged]
+        return rows_for(wanted, variant, verdict, message, strict=self.settings.strict)
 
     def _prepare(self, tmp: Path) -> None:
         """Import vLLM and the connector, and construct the connector once.
@@ -229,14 +233,7 @@ class Worker:
     def _run(self, variant: Any, tmp: Path) -> CaseReport:
         """Run and judge a variant, and render its timelines and its story."""
         if self._refused is not None and variant.case.inspect is None:
-            wanted = [self.spec.requirements[name] for name in self.selection.judged]
-            rows = rows_for(
-                wanted,
-                variant,
-                Verdict.UNSUPPORTED,
-                self._refused,
-                strict=self.settings.strict,
-            )
+            rows = self._same_rows(variant, Verdict.UNSUPPORTED, self._refused)
             return CaseReport(variant.id, rows=rows)
         limit = LIVE_LIMIT
         if variant.engine != "live":

@@ -159,7 +159,7 @@ class LayerFuturesConnector(KVConnectorBase_V1):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """Begin anew with an admitted request, and plan the load that was granted."""
+        """Start over with an admitted request, and plan the load that was granted."""
         table = blocks.get_block_ids()[0]
         doubtful = not self._suspects.isdisjoint(table)
         self._progress[request.request_id] = Progress(request, table, doubtful=doubtful)

@@ -2,10 +2,10 @@
 """A KV connector that keeps blocks in a memory-mapped file of slots, one file per rank.
 
 The scheduler half owns the index: which slot holds which block, and which slots are free. The
-workers read and write slots as they are told, loads before the forward pass and saves on a thread
-of their own, straight from the KV cache. So the engine keeps the blocks of a finished request
-until the saves from them are written, and workers wait for their writes before they run a step
-that follows a preemption, since the victim's blocks may change hands in it.
+workers read and write the slots that the metadata names, loads before the forward pass and saves
+on a thread of their own, straight from the KV cache. So the engine keeps the blocks of a finished
+request until the saves from them are written, and workers wait for their writes before they run a
+step that follows a preemption, since the victim's blocks may change hands in it.
 
 Only blocks of steps whose outcome the scheduler has seen are saved. A block can be loaded when all
 ranks have written it. When no slot is free, the oldest one goes that was not promised in this
@@ -290,7 +290,7 @@ class MmapFilesConnector(KVConnectorBase_V1):
         """Count the leading blocks that steps have computed whose outcome is known.
 
         Blocks whose load failed end the count for requests that share them, until the step in
-        which one of these requests has computed them anew.
+        which one of these requests has computed them again.
         """
         request = state.request
         computed = max(0, request.num_computed_tokens - request.num_in_flight_tokens)

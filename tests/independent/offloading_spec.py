@@ -161,7 +161,7 @@ class SwapManager(OffloadingManager):
         self._free = list(range(self._num_slots))
 
     def _oldest_idle(self, number: int, keep: set[OffloadKey]) -> list[OffloadKey]:
-        """Return at most this many chunks that nobody needs, the oldest first."""
+        """Return at most this many chunks that no request needs, the oldest first."""
         idle: list[OffloadKey] = []
         for key, chunk in self._chunks.items():
             if len(idle) == number:
@@ -171,7 +171,7 @@ class SwapManager(OffloadingManager):
         return idle
 
     def _report(self, keys: list[OffloadKey], removed: bool) -> None:
-        """Tell whoever listens which chunks came or went."""
+        """Publish which chunks were stored and which were removed."""
         if keys and self._with_events:
             self._events.append(OffloadingEvent(keys, Medium.STORAGE, removed, Locality.LOCAL))
 

@@ -152,7 +152,7 @@ class SeveralGroupsConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A save that is lost is a later miss, and nobody waits for it."""
+        """A lost save is a later miss, and the engine does not wait for it."""
         return False
 
     # ---- The scheduler half ----
@@ -229,7 +229,7 @@ class SeveralGroupsConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Do the same for one group, beside connectors that do not support several."""
+        """Do the same for one group: MultiConnector calls this if a child has no group support."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def reset_cache(self) -> bool | None:

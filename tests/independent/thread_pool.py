@@ -250,7 +250,7 @@ class ThreadPoolConnector(KVConnectorBase_V1):
         self._caches = [kv_caches[name] for name in sorted(kv_caches)]
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Wait for the saves of requests whose blocks may be somebody else's from now on."""
+        """Wait for the saves of requests whose blocks may now go to other requests."""
         assert isinstance(kv_connector_metadata, PoolMetadata)
         for req_id in kv_connector_metadata.preempted:
             wait(self._save_jobs.pop(req_id, []))
@@ -312,7 +312,7 @@ class ThreadPoolConnector(KVConnectorBase_V1):
             self._pool.shutdown(wait=True)
 
     def _save(self, stem: str, block_id: int) -> None:
-        """Write a block under a name of its own first, so that nobody sees half of it."""
+        """Write a block under a temporary name first, so that no reader sees half of it."""
         body = b"".join(
             cache[block_id].contiguous().flatten().view(torch.uint8).numpy().tobytes()
             for cache in self._caches
