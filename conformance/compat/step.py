@@ -6,8 +6,9 @@ The worker's part is the order and the arguments of a step's hooks in both model
 
 from __future__ import annotations
 
+import hashlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import lru_cache
 from typing import Any
@@ -32,7 +33,8 @@ from kvconform.compat.vllm_api import (
     VllmConfig,
     torch,
 )
-from kvconform.kv.provenance import adapter_number
+from kvconform.kernels.codes import mix64
+from kvconform.kv.provenance import Adapter, text_id
 
 try:
     from vllm.v1.core.sched.output import KVConnectorBlockState
@@ -264,9 +266,35 @@ LATER_REQUEST_FIELDS: dict[str, Any] = {
 """State of the reference scheduler that Request lacks until 0.15, 0.25 and 0.28."""
 
 
+EMBEDDING_WIDTH = 8
+
+
 @lru_cache(maxsize=64)
 def _hasher(block_size: int) -> Any:
     return get_request_block_hasher(block_size, sha256)
+
+
+def item_identifier(name: str, alike: Mapping[str, Any] | None = None) -> str:
+    """Return the identifier of a multi-modal item: 64 hexadecimal digits, like vLLM's hashes.
+
+    `alike` (kvconform.contract.steps.Alike): digits that another item's identifier has, too.
+    """
+    own = hashlib.sha256(name.encode()).hexdigest()
+    if not alike:
+        return own
+    other = hashlib.sha256(alike["id"].encode()).hexdigest()
+    first, last = alike["first"], len(own) - alike["last"]
+    between = own[first:last]
+    if between == other[first:last]:
+        between = f"{(int(between[0], 16) + 1) % 16:x}{between[1:]}"
+    return other[:first] + between + other[last:]
+
+
+def prompt_embeddings(content: str, length: int) -> torch.Tensor:
+    """Return embeddings [length, 8] in float32: rows that depend on `content` and position."""
+    base = text_id(f"embeds:{content}")
+    values = [mix64(base + index) % 2048 / 1024 - 1 for index in range(length * EMBEDDING_WIDTH)]
+    return torch.tensor(values, dtype=torch.float32).view(length, EMBEDDING_WIDTH)
 
 
 def build_request(
@@ -277,8 +305,9 @@ def build_request(
     block_size: int,
     stop: bool,
     salt: str | None,
-    lora: str | None,
+    lora: Adapter | None,
     items: list[dict[str, Any]],
+    embeds: str | None = None,
     priority: int,
     params: dict[str, Any] | None,
     skip_reading_prefix_cache: bool,
@@ -287,7 +316,8 @@ def build_request(
 ) -> Request:
     """Return vLLM's own Request, as the engine core would make it.
 
-    `structured`: with a grammar that is still being compiled.
+    `structured`: with a grammar that is still being compiled. `embeds`: the prompt is given as
+    embeddings of this content, and `tokens` only has its length.
     """
     sampling = SamplingParams(
         max_tokens=max_tokens,
@@ -302,19 +332,20 @@ def build_request(
         MultiModalFeatureSpec(
             data=None,
             modality="image",
-            identifier=str(item["id"]),
+            identifier=item_identifier(item["id"], item.get("alike")),
             mm_position=PlaceholderRange(offset=int(item["at"]), length=int(item["length"])),
         )
         for item in items
     ]
     request = Request(
         request_id=req_id,
-        prompt_token_ids=list(tokens),
+        prompt_token_ids=list(tokens) if embeds is None else None,
+        prompt_embeds=None if embeds is None else prompt_embeddings(embeds, len(tokens)),
         sampling_params=sampling,
         pooling_params=None,
         arrival_time=arrival,
         mm_features=features or None,
-        lora_request=LoRARequest(lora, adapter_number(lora), f"/adapters/{lora}") if lora else None,
+        lora_request=LoRARequest(lora.name, lora.number, lora.path) if lora else None,
         cache_salt=salt,
         priority=priority,
         block_hasher=_hasher(block_size),

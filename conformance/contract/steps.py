@@ -39,29 +39,98 @@ class OfPrompt(Model):
     then: Natural = 0
 
 
+class TakenPart(Model):
+    """`tokens` tokens of another request's prompt, from token `start` (`from` in YAML)."""
+
+    of: Req
+    start: Natural = Field(default=0, alias="from")
+    tokens: PositiveInt
+
+
+class NewPart(Model):
+    """New tokens."""
+
+    new: PositiveInt
+
+
+def _part_form(value: Any) -> str:
+    is_new = isinstance(value, NewPart) or (isinstance(value, dict) and "new" in value)
+    return "new" if is_new else "taken"
+
+
+Part = Annotated[
+    Annotated[NewPart, Tag("new")] | Annotated[TakenPart, Tag("taken")], Discriminator(_part_form)
+]
+
+
+class PartsPrompt(Model):
+    """Parts of other prompts and new tokens, in this order, followed by `then` new tokens.
+
+    For example, a prompt that differs from another one at its start and agrees with it later.
+    """
+
+    parts: list[Part] = Field(min_length=1)
+    then: Natural = 0
+
+
 def _prompt_form(value: Any) -> str:
-    if isinstance(value, SamePrompt) or (isinstance(value, dict) and "same" in value):
-        return "same"
+    for form, kind in (("same", SamePrompt), ("parts", PartsPrompt)):
+        if isinstance(value, kind) or (isinstance(value, dict) and form in value):
+            return form
     return "of" if isinstance(value, (OfPrompt, dict)) else "length"
 
 
 Prompt = Annotated[
     Annotated[PositiveInt, Tag("length")]
     | Annotated[SamePrompt, Tag("same")]
-    | Annotated[OfPrompt, Tag("of")],
+    | Annotated[OfPrompt, Tag("of")]
+    | Annotated[PartsPrompt, Tag("parts")],
     Discriminator(_prompt_form),
 ]
+
+
+class Lora(Model):
+    """A LoRA adapter. Adapters with another name or path have other weights.
+
+    `number` is the engine's own; it differs between engines and may be used again after a restart.
+    """
+
+    name: str
+    path: str | None = Field(default=None, description="default: /adapters/NAME")
+    number: PositiveInt | None = Field(
+        default=None, description="default: computed from the letters of the name"
+    )
+
+
+def _lora(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
+
+
+LoraOrName = Annotated[Lora, BeforeValidator(_lora, json_schema_input_type=str | Lora)]
+
+
+class Alike(Model):
+    """Digits of the identifier of item `id` that another item's identifier has, too.
+
+    Identifiers are 64 hexadecimal digits. `first` and `last` count from both ends.
+    """
+
+    id: str
+    first: Annotated[int, Field(ge=0, le=63)] = 0
+    last: Annotated[int, Field(ge=0, le=63)] = 0
 
 
 class MultiModal(Model):
     """An image or the like at token `at` of the prompt, `length` tokens long.
 
-    Two with the same `id` have the same content.
+    Two with the same `id` have the same content. The identifier that the connector sees is made of
+    `id`, like the hash of an image; `alike` gives it some digits of another one.
     """
 
     at: Natural
     length: PositiveInt
     id: str
+    alike: Alike | None = None
 
 
 class Handed(Model):
@@ -84,16 +153,20 @@ HandedFrom = Annotated[Handed, BeforeValidator(_handed, json_schema_input_type=R
 class Add(Model):
     """A new request.
 
-    `prompt`: its length in tokens, or another request. `drafts`: the drafts that each verify step
-    accepts; the last number repeats.
+    `prompt`: its length in tokens, another request, or parts of others. `drafts`: the drafts that
+    each verify step accepts; the last number repeats.
     """
 
     req: Req
     prompt: Prompt
     max_tokens: PositiveInt = 4
     salt: str | None = None
-    lora: str | None = None
+    lora: LoraOrName | None = None
     mm: list[MultiModal] = []
+    embeds: str | None = Field(
+        default=None,
+        description="the prompt is given as embeddings: of this content, and without token ids",
+    )
     priority: int = 0
     params: dict[str, Any] = Field(default={}, description="kv_transfer_params")
     hand_over: bool = Field(
@@ -128,6 +201,8 @@ class Add(Model):
             found.add(self.prompt.same)
         elif isinstance(self.prompt, OfPrompt):
             found.add(self.prompt.of)
+        elif isinstance(self.prompt, PartsPrompt):
+            found.update(part.of for part in self.prompt.parts if isinstance(part, TakenPart))
         if self.handed is not None:
             found.add(self.handed.of)
         return found

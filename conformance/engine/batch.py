@@ -183,7 +183,11 @@ class Batch:
 
     def _start(self, new: Any) -> None:
         generation, identity, script = self.lookup(new.req_id)
-        tokens = getattr(new, "prefill_token_ids", None) or new.prompt_token_ids
+        prompt = new.prompt_token_ids
+        if prompt is None:
+            # Embeddings instead of token ids; vLLM's Request has zeros in their place.
+            prompt = [0] * len(new.prompt_embeds)
+        tokens = getattr(new, "prefill_token_ids", None) or prompt
         known = self.requests.get(new.req_id)
         # Under the V2 runner's protocol, a resumed request is listed as a new one.
         if known is not None and known.chain.generation == generation:
@@ -191,9 +195,7 @@ class Batch:
             known.tables = _copied(new.block_ids)
             known.valid_end = new.num_computed_tokens
             return
-        state = WorkerRequest(
-            Chain(new.req_id, generation, identity), len(new.prompt_token_ids), script
-        )
+        state = WorkerRequest(Chain(new.req_id, generation, identity), len(prompt), script)
         for token in tokens:
             state.chain.append(token)
         state.tables = _copied(new.block_ids)

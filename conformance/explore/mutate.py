@@ -11,7 +11,7 @@ import copy
 
 from kvconform.explore.dice import Dice
 from kvconform.explore.workload import Data, Workload
-from kvconform.kv.provenance import adapter_number
+from kvconform.kv.provenance import Adapter
 
 
 def is_legal(data: Data) -> bool:
@@ -21,12 +21,15 @@ def is_legal(data: Data) -> bool:
 
 def numbers_are_free(data: Data) -> bool:
     """Return whether no two adapters with the same number are used between two engine restarts."""
-    names: dict[int, str] = {}
+    adapters: dict[int, Adapter] = {}
     for step in data["steps"]:
         if "restart" in step:
-            names.clear()
-        name = step.get("add", {}).get("lora")
-        if name is not None and names.setdefault(adapter_number(name), name) != name:
+            adapters.clear()
+        lora = step.get("add", {}).get("lora")
+        if lora is None:
+            continue
+        adapter = Adapter.of(lora) if isinstance(lora, str) else Adapter.of(**lora)
+        if adapters.setdefault(adapter.number, adapter) != adapter:
             return False
     return True
 

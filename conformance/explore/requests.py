@@ -9,10 +9,17 @@ from typing import Any
 from kvconform.explore.dice import Dice
 from kvconform.explore.workload import Data
 
-IDENTITY = ("salt", "lora", "mm")
+IDENTITY = ("salt", "lora", "mm", "embeds")
 """Options that belong to the identity of a prompt's KV."""
-ADAPTERS = ("one", "two")
-SAME_NUMBER = ("l12", "l21")
+Adapter = str | Data
+ADAPTERS: tuple[Adapter, ...] = ("one", "two", {"name": "one", "path": "/adapters/1b", "number": 9})
+"""The last one has the name of the first, and other weights."""
+ALIKE: dict[str, Data] = {
+    "dog": {"alike": {"id": "cat", "first": 32}},
+    "cow": {"alike": {"id": "cat", "last": 32}},
+}
+"""Images whose identifiers agree in part with that of `cat`."""
+SAME_NUMBER: tuple[Adapter, ...] = ("l12", "l21")
 """Adapters with the same number, which is free again after a restart of the engine."""
 
 
@@ -68,8 +75,10 @@ class Requests:
         elif again or dice.one_in(2):
             add["prompt"], length = {"same": earlier}, self.lengths[earlier]
             self._alike(add, earlier)
-        else:
+        elif dice.one_in(2):
             add["prompt"], length = self._extended(earlier)
+        else:
+            add["prompt"], length = self._joined(earlier)
         if self.drafts and dice.one_in(2):
             add["drafts"] = [dice.number(0, self.drafts) for _ in range(dice.number(1, 3))]
         if not self.simple:
@@ -86,12 +95,40 @@ class Requests:
         prompt["then"] = dice.pick([1, 2, self.block, self.block + 1])
         return prompt, length + prompt["then"]
 
+    def _joined(self, earlier: str) -> tuple[Data, int]:
+        """Draw a prompt that agrees with `earlier` in later blocks, and not before these.
+
+        At the same place, behind the start of another prompt or new tokens; or at the very start.
+        """
+        dice, block, length = self.dice, self.block, self.lengths[earlier]
+        others = sorted(
+            name for name, known in self.lengths.items() if name != earlier and known >= block
+        )
+        later = max(1, (length - 1) // block)  # blocks of `earlier` behind its first one
+        start = dice.number(1, later) * block if length > block else 0
+        parts: list[Data] = []
+        if others and dice.one_in(2):
+            other = dice.pick(others)
+            start = min(start, self.lengths[other] // block * block)
+            parts = [{"of": other, "tokens": start}] if start else []
+        elif start and dice.one_in(4):
+            parts = [{"new": start}]
+        before = start if parts else 0
+        shared = length - start
+        if dice.one_in(2):
+            shared = min(shared, dice.number(1, 2) * block)
+        parts.append({"of": earlier, "from": start, "tokens": shared})
+        prompt: Data = {"parts": parts, "then": dice.pick([1, 1, 2, block + 1])}
+        return prompt, before + shared + int(prompt["then"])
+
     def _alike(self, add: Data, earlier: str) -> None:
         """Give most repetitions the identity of the earlier request, which makes a reload due."""
         source = self.adds[earlier]
         if self.dice.one_in(2 if "mm" in source else 5):
             if "mm" in source and not self.simple:
                 self._moved(add, source["mm"][0])
+            if "embeds" in source and not self.simple and self.dice.one_in(2):
+                add["embeds"] = "other"
             return
         add.update({name: source[name] for name in IDENTITY if name in source})
         if add.get("lora", self.adapters[0]) not in self.adapters:
@@ -108,6 +145,8 @@ class Requests:
                 add["lora"] = dice.pick(self.adapters)
             if dice.one_in(7) and length > 2:
                 self._image(add, length)
+            if dice.one_in(16) and not {"mm", "embeds"} & set(add):
+                add["embeds"] = dice.pick(["speech", "song"])
         if dice.one_in(12):
             add["stop_at"] = dice.number(0, add["max_tokens"] - 1)
         if dice.one_in(12 if isinstance(add["prompt"], int) else 6):
@@ -122,11 +161,11 @@ class Requests:
         name with another number.
         """
         dice = self.dice
-        at, name = dice.number(0, length - 2), dice.pick(["cat", "dog"])
+        at, name = dice.number(0, length - 2), dice.pick(["cat", "dog", "cow"])
         tokens = dice.number(1, min(length - at, self.block + 1))
         tokens = self.images.setdefault(name, tokens)
         if at + tokens <= length:
-            add["mm"] = [{"at": at, "length": tokens, "id": name}]
+            add["mm"] = [{"at": at, "length": tokens, "id": name} | ALIKE.get(name, {})]
 
     def _moved(self, add: Data, image: Data) -> None:
         """Add another, smaller image somewhere within the placeholders of `image`.
@@ -138,10 +177,11 @@ class Requests:
         room = image["length"] - self.images.setdefault(name, smaller)
         if room > 0:
             place = image["at"] + self.dice.number(0, room)
-            add["mm"] = [{"at": place, "length": self.images[name], "id": name}]
+            item = {"at": place, "length": self.images[name], "id": name}
+            add["mm"] = [item | ALIKE.get(name, {})]
 
     @property
-    def adapters(self) -> tuple[str, ...]:
+    def adapters(self) -> tuple[Adapter, ...]:
         """The adapters that the engine has loaded."""
         return ADAPTERS if self.restarts is None else SAME_NUMBER[self.restarts % 2 :][:1]
 

@@ -88,6 +88,7 @@ def _mentions(step: Data, name: str) -> bool:
             argument.get("reloads"),
             prompt.get("same"),
             prompt.get("of"),
+            *(part.get("of") for part in prompt.get("parts", ())),
             given,
         )
     return bool(argument == name or (isinstance(argument, dict) and name in argument.values()))
@@ -139,9 +140,26 @@ def _smaller(data: Data) -> Iterator[Data]:
                     for length in _below(prompt.get(name, 0)):
                         shorter = {**prompt, name: length}
                         yield _changed(data, index, {**argument, "prompt": shorter})
+            elif "parts" in prompt:
+                for shorter in _shorter_parts(prompt):
+                    yield _changed(data, index, {**argument, "prompt": shorter})
         elif op in ("step", "idle", "schedule", "land") and argument > 1:
             steps = data["steps"]
             yield {**data, "steps": [*steps[:index], {op: argument - 1}, *steps[index + 1 :]]}
+
+
+def _shorter_parts(prompt: Data) -> Iterator[Data]:
+    """Yield the prompt without one of its parts, or with a smaller one."""
+    parts = prompt["parts"]
+    if "then" in prompt:
+        yield {"parts": parts}
+    for place, part in enumerate(parts):
+        before, after = parts[:place], parts[place + 1 :]
+        if before or after:
+            yield {**prompt, "parts": [*before, *after]}
+        for name in ("new", "tokens"):
+            for length in _below(part.get(name, 0)):
+                yield {**prompt, "parts": [*before, {**part, name: length}, *after]}
 
 
 def _below(value: int) -> list[int]:

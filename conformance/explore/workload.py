@@ -51,7 +51,9 @@ class Workload:
 def _length(prompt: int | Data) -> int:
     if isinstance(prompt, int):
         return prompt
-    return int(1 + prompt.get("then", 0) + prompt.get("tokens", 0))
+    parts = prompt.get("parts", ())
+    tokens = sum(part.get("tokens", 0) + part.get("new", 0) + part.get("from", 0) for part in parts)
+    return int(1 + len(parts) + tokens + prompt.get("then", 0) + prompt.get("tokens", 0))
 
 
 def make(

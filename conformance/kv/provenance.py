@@ -87,11 +87,31 @@ def adapter_number(name: str) -> int:
 
 
 @dataclass(frozen=True)
+class Adapter:
+    """A LoRA adapter. Name and path identify its weights; `number` is the engine's own."""
+
+    name: str
+    path: str
+    number: int
+
+    @staticmethod
+    def of(name: str, path: str | None = None, number: int | None = None) -> Adapter:
+        """Return an adapter with the default path and number of its name where none are given."""
+        return Adapter(name, path or f"/adapters/{name}", number or adapter_number(name))
+
+    @property
+    def identity(self) -> int:
+        """Content id of the weights."""
+        plain = self.path == f"/adapters/{self.name}"
+        return text_id(f"lora:{self.name}" + ("" if plain else f"\0{self.path}"))
+
+
+@dataclass(frozen=True)
 class Identity:
     """What makes two requests' KV differ, apart from the token ids.
 
     `base` covers the whole sequence (salt, adapter). `spans` are (start, end, item id) of
-    multi-modal items.
+    multi-modal items, and of a prompt that is given as embeddings.
     """
 
     base: int = 0
@@ -99,21 +119,28 @@ class Identity:
 
     @staticmethod
     def of(
-        salt: str | None = None, lora: str | None = None, items: Sequence[Mapping[str, object]] = ()
+        salt: str | None = None,
+        adapter: Adapter | None = None,
+        items: Sequence[Mapping[str, object]] = (),
+        embeds: tuple[str, int] | None = None,
     ) -> Identity:
         """Return the identity of a request with these extras.
 
-        `items` have `at`, `length` and `id`.
+        `items` have `at`, `length` and `id`. `embeds`: content and length of a prompt that is given
+        as embeddings.
         """
         base = 0
         if salt:
             base ^= text_id("salt:" + salt)
-        if lora:
-            base ^= text_id("lora:" + lora)
+        if adapter:
+            base ^= adapter.identity
         spans = []
         for item in items:
             start, length = int(str(item["at"])), int(str(item["length"]))
             spans.append((start, start + length, text_id(f"mm:{item['id']}")))
+        if embeds:
+            content, length = embeds
+            spans.append((0, length, text_id(f"embeds:{content}")))
         return Identity(base, tuple(spans))
 
     def extra(self, position: int) -> int:

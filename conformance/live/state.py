@@ -15,7 +15,7 @@ import numpy as np
 from kvconform.contract.case import GroupKind
 from kvconform.contract.trace import Event
 from kvconform.kv.cache import Group
-from kvconform.kv.provenance import Chain, Identity
+from kvconform.kv.provenance import Adapter, Chain, Identity
 
 
 @dataclass
@@ -57,7 +57,7 @@ def identity_of(request: Any) -> Identity:
         }
         for feature in getattr(request, "mm_features", None) or ()
     ]
-    adapter = None if lora is None else lora.lora_name
+    adapter = None if lora is None else Adapter.of(lora.lora_name)
     return Identity.of(getattr(request, "cache_salt", None), adapter, items)
 
 

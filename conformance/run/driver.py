@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -19,7 +20,9 @@ from kvconform.contract.steps import (
     Add,
     FailLoad,
     Idle,
+    NewPart,
     OfPrompt,
+    PartsPrompt,
     Reset,
     SamePrompt,
     Shutdown,
@@ -31,7 +34,7 @@ from kvconform.engine.batch import FIRST_TOKEN, VOCABULARY, Info, Script
 from kvconform.engine.engine import Engine
 from kvconform.engine.setup import build
 from kvconform.kernels.codes import mix64
-from kvconform.kv.provenance import Identity, Registry, text_id
+from kvconform.kv.provenance import Adapter, Identity, Registry, text_id
 from kvconform.process import clock
 from kvconform.run.expectations import Expectations, Reloads
 from kvconform.run.promises import Promises
@@ -169,7 +172,21 @@ class Driver:
             if prompt.outputs:
                 known = list(state.requests[prompt.of].all_token_ids)
             return known[: prompt.tokens] + self._tokens(add.req, prompt.then)
+        if isinstance(prompt, PartsPrompt):
+            return self._joined(add.req, prompt)
         return self._tokens(add.req, prompt)
+
+    def _joined(self, name: str, prompt: PartsPrompt) -> list[int]:
+        """Return the tokens of a prompt of parts; no two of its new parts are alike."""
+        lengths = [part.new for part in prompt.parts if isinstance(part, NewPart)]
+        fresh = iter(self._tokens(name, sum(lengths) + prompt.then))
+        tokens: list[int] = []
+        for part in prompt.parts:
+            if isinstance(part, NewPart):
+                tokens += islice(fresh, part.new)
+            else:
+                tokens += self.state.prompts[part.of][part.start : part.start + part.tokens]
+        return tokens + list(fresh)
 
     # -- steps
 
@@ -205,6 +222,11 @@ class Driver:
         generation = state.generations.get(req_id, -1) + 1
         state.generations[req_id] = generation
         items = [item.model_dump() for item in add.mm]
+        lora = Adapter.of(**add.lora.model_dump()) if add.lora else None
+        embeds = None
+        if add.embeds:
+            tokens = [0] * len(tokens)  # vLLM's Request has zeros in place of the token ids
+            embeds = (add.embeds, len(tokens))
         for item in items:
             tokens[item["at"] : item["at"] + item["length"]] = [IMAGE_TOKEN] * item["length"]
         state.adds[add.req] = add
@@ -213,7 +235,7 @@ class Driver:
         state.infos[req_id] = Info(
             add.req,
             generation,
-            Identity.of(add.salt, add.lora, items),
+            Identity.of(add.salt, lora, items, embeds),
             Script(list(add.drafts or []), add.stop_at),
         )
         if add.reloads:
@@ -225,8 +247,9 @@ class Driver:
             block_size=self.variant.block_size,
             stop=add.stop_at is not None,
             salt=add.salt,
-            lora=add.lora,
+            lora=lora,
             items=items,
+            embeds=add.embeds,
             priority=add.priority,
             params=self._params(add),
             skip_reading_prefix_cache=add.skip_reading_prefix_cache,

@@ -66,7 +66,9 @@ def read_back(driver: Driver) -> list[Stored]:
         add, tokens = driver.state.adds[name], len(driver.state.requests[name].all_token_ids)
         item = Stored(name, tokens)
         found.append(item)
-        if tokens + 2 > driver.variant.case.config.max_model_len or add.skip_reading_prefix_cache:
+        too_long = tokens + 2 > driver.variant.case.config.max_model_len
+        # Output cannot be appended to a prompt that is given as embeddings.
+        if too_long or add.skip_reading_prefix_cache or add.embeds:
             continue
         driver.engine.reset(running=False, connector=False)
         reader = Add(

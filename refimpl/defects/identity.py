@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.request import RequestStatus
 
 from kvconform.refimpl.connector import Finish, ReferenceConnector
-from kvconform.refimpl.keys import digest, extend_keys
+from kvconform.refimpl.keys import chunk_extras, digest, extend_keys, request_key
 from kvconform.refimpl.plan import Piece
 from kvconform.refimpl.tracking import Tracked
 
@@ -82,6 +83,82 @@ class Unchained(ReferenceConnector):
             tokens = list(request.all_token_ids[start : start + size])
             keys.append(digest(self._root, str(tokens)).hex())
         return keys
+
+
+class UnchainedWithIdentity(ReferenceConnector):
+    """Makes a chunk's key of its own tokens and the request's identity, not of what is before it.
+
+    The oldest bug of prefix caches.
+    """
+
+    def _keys(self, request: Request, keys: list[str], end: int) -> Sequence[str]:
+        size = self.options.chunk_tokens
+        start_of_chain = request_key(self._root, request)
+        for start in range(len(keys) * size, end - size + 1, size):
+            tokens = array("q", request.all_token_ids[start : start + size]).tobytes()
+            extras = chunk_extras(request, start, start + size)
+            keys.append(digest(start_of_chain, tokens, *extras).hex())
+        return keys
+
+
+class UnchainedAtPlace(ReferenceConnector):
+    """Makes a chunk's key of its own tokens, its place and the request's identity."""
+
+    def _keys(self, request: Request, keys: list[str], end: int) -> Sequence[str]:
+        size = self.options.chunk_tokens
+        start_of_chain = request_key(self._root, request)
+        for start in range(len(keys) * size, end - size + 1, size):
+            tokens = array("q", request.all_token_ids[start : start + size]).tobytes()
+            extras = chunk_extras(request, start, start + size)
+            keys.append(digest(start_of_chain, str(start), tokens, *extras).hex())
+        return keys
+
+
+class _ShortImages(_PartialIdentity):
+    """Puts part of an image's identifier into the key."""
+
+    def _identity(self, request: Request) -> dict[str, Any]:
+        return {
+            "mm_features": [
+                SimpleNamespace(
+                    identifier=self._shortened(feature.identifier),
+                    mm_position=feature.mm_position,
+                )
+                for feature in request.mm_features
+            ]
+        }
+
+    def _shortened(self, identifier: str) -> str:
+        raise NotImplementedError
+
+
+class ImagesByStart(_ShortImages):
+    """Puts the first 64 bits of an image's identifier into the key."""
+
+    def _shortened(self, identifier: str) -> str:
+        return identifier[:16]
+
+
+class ImagesByEnd(_ShortImages):
+    """Puts the last 64 bits of an image's identifier into the key."""
+
+    def _shortened(self, identifier: str) -> str:
+        return identifier[-16:]
+
+
+class AdapterByName(_PartialIdentity):
+    """Puts an adapter's name into the key, and not its path."""
+
+    def _identity(self, request: Request) -> dict[str, Any]:
+        lora = request.lora_request
+        return {"lora_request": lora and SimpleNamespace(lora_name=lora.lora_name, lora_path="")}
+
+
+class NoEmbeddings(_PartialIdentity):
+    """Omits prompt embeddings from the key; the token ids of such prompts are all zero."""
+
+    def _identity(self, request: Request) -> dict[str, Any]:
+        return {"prompt_embeds": None}
 
 
 class ProcessHash(ReferenceConnector):

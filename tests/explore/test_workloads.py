@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -103,19 +104,38 @@ def test_few_have_a_second_run_in_a_process_of_its_own() -> None:
     assert 2 < restarts["process"] < restarts["engine"] / 3
 
 
+def length_of(prompt: int | dict[str, Any], lengths: dict[str, int]) -> int:
+    """Return the tokens of a prompt, given those of the prompts before it."""
+    if isinstance(prompt, int):
+        return prompt
+    then = int(prompt.get("then", 0))
+    if "parts" in prompt:
+        return then + sum(part.get("new") or part["tokens"] for part in prompt["parts"])
+    return then + int(prompt.get("tokens") or lengths[prompt.get("same") or prompt["of"]])
+
+
+def test_prompts_agree_with_others_in_their_middle() -> None:
+    parts = [
+        step["add"]["prompt"]["parts"]
+        for workload in some(1500)
+        for step in workload.data["steps"]
+        if "add" in step
+        and isinstance(step["add"]["prompt"], dict)
+        and "parts" in step["add"]["prompt"]
+    ]
+    moved = [each for each in parts if each[0].get("from")]
+    behind_another = [each for each in parts if len(each) == 2 and "of" in each[0]]
+    behind_new = [each for each in parts if "new" in each[0]]
+    assert min(len(moved), len(behind_another), len(behind_new)) > 40
+
+
 def test_a_request_alone_fits_into_the_memory_that_is_drawn() -> None:
     for workload in some():
         lengths: dict[str, int] = {}
         for step in workload.data["steps"]:
             if "add" in step:
                 add, prompt = step["add"], step["add"]["prompt"]
-                base = (
-                    prompt
-                    if isinstance(prompt, int)
-                    else lengths[prompt.get("same") or prompt["of"]]
-                )
-                if isinstance(prompt, dict) and "of" in prompt:
-                    base = prompt.get("tokens", base) + prompt.get("then", 0)
+                base = length_of(prompt, lengths)
                 lengths[add["req"]] = base
                 config = workload.data["config"]
                 blocks = -(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvconform.contract.events import PROVENANCE
 from kvconform.kernels.codes import CodeBook
-from kvconform.kv.provenance import Chain, Diagnosis, Identity, Origin, Registry, diagnose
+from kvconform.kv.provenance import Adapter, Chain, Diagnosis, Identity, Origin, Registry, diagnose
 
 BOOK = CodeBook(2, 2, 16)
 TOKENS = [11, 12, 13, 14, 15, 16]
@@ -230,11 +230,12 @@ IMAGE = {"at": 2, "length": 2, "id": "img"}
     ("extras", "first"),
     [
         ({"salt": "s"}, 0),
-        ({"lora": "s"}, 0),
-        ({"salt": "s", "lora": "s"}, 0),
+        ({"adapter": Adapter.of("s")}, 0),
+        ({"salt": "s", "adapter": Adapter.of("s")}, 0),
         ({"items": [IMAGE]}, 2),
         ({"items": [{**IMAGE, "at": 3}]}, 3),
         ({"items": [{**IMAGE, "id": "other"}]}, 2),
+        ({"embeds": ("speech", len(TOKENS))}, 0),
     ],
 )
 def test_identity_changes_the_ids_from_where_it_begins_on(
@@ -253,8 +254,11 @@ def test_identities_differ_from_each_other() -> None:
             {},
             {"salt": "x"},
             {"salt": "y"},
-            {"lora": "x"},
-            {"salt": "x", "lora": "x"},
+            {"adapter": Adapter.of("x")},
+            {"adapter": Adapter.of("x", "/elsewhere")},
+            {"salt": "x", "adapter": Adapter.of("x")},
+            {"embeds": ("x", len(TOKENS))},
+            {"embeds": ("y", len(TOKENS))},
             {"items": [IMAGE]},
             {"items": [{**IMAGE, "at": 3}]},
             {"items": [{**IMAGE, "id": "other"}]},
