@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import date
 from typing import Any
 
@@ -15,6 +16,8 @@ from kvconform.judge.aggregate import Aggregate, aggregate, apply_expected, appl
 from kvconform.judge.records import CaseReport, Row, Verdict
 from kvconform.judge.verdict import rows_for
 
+LOADED = "load.complete-or-failed"
+"""Requirement that is exercised whenever the engine relies on loaded KV."""
 EXIT_CODES = {"conformant": 0, "partial": 0, "nonconformant": 1, "error": 3}
 """Exit code per overall verdict."""
 
@@ -118,6 +121,9 @@ class Collector:
         if self.settings.half != "both" and found.verdict == "conformant":
             found.verdict = "partial"
             found.reasons.append("only the scheduler half was judged")
+        if everything and found.verdict == "conformant" and not _loaded(rows):
+            found.verdict = "partial"
+            found.reasons.append("it loaded no KV, so what it stores and loads was not judged")
         void: list[str] = []
         if everything:
             void = claims.void(self.capabilities, self.sources, rows, self.spec, self.vllm)
@@ -143,6 +149,11 @@ class Collector:
         if found.verdict == "partial" and not found.exercised and self.selection.shard is None:
             return 1
         return EXIT_CODES[found.verdict]
+
+
+def _loaded(rows: Sequence[Row]) -> bool:
+    """Return whether the engine relied on loaded KV in any run."""
+    return any(row.requirement == LOADED and row.exercised for row in rows)
 
 
 def _axes(row: Row) -> tuple[str, str, str, int, int, str]:

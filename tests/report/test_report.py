@@ -22,7 +22,7 @@ from kvconform.contract.profile import Expected, Waiver
 from kvconform.judge.records import CaseReport, Verdict
 from kvconform.judge.verdict import rows_for
 from kvconform.report import causes, jsonl, statement, summary, terminal, timeline
-from kvconform.report.collector import Collector
+from kvconform.report.collector import LOADED, Collector
 from kvconform.report.html import page
 from kvconform.report.jsonl import FooterLine, HeaderLine
 
@@ -328,3 +328,21 @@ def test_the_terminal_survives_markup_in_messages(collector: Collector) -> None:
     terminal.header(console, collector, ["[/bold] warning"])
     terminal.report(console, collector, rows, found, where="x", seconds=1.0)
     assert "list [/] of [red] things" in out.getvalue()
+
+
+@pytest.mark.parametrize(("loaded", "verdict"), [(1, "conformant"), (0, "partial")])
+def test_a_connector_that_loads_nothing_is_only_partly_judged(loaded: int, verdict: str) -> None:
+    settings = Settings(connector="pkg.mod:Conn")
+    selection = select(SPEC, settings, "0.32.0")
+    assert not selection.partial
+    collector = Collector(SPEC, settings, selection, "0.32.0")
+    report = judged(collector, 0)
+    for row in report.rows:
+        if row.requirement == LOADED:
+            row.exercised = loaded
+            row.verdict = Verdict.PASS if loaded else Verdict.NOT_EXERCISED
+    collector.add(report)
+    _, found = collector.finish(date(2026, 1, 1), complete=True)
+    assert found.verdict == verdict
+    assert any("loaded no KV" in reason for reason in found.reasons) is not loaded
+    assert collector.exit_code(found) == 0

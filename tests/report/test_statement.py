@@ -18,15 +18,12 @@ from kvconform.dev.schema import folder
 from kvconform.judge.records import CaseReport, Verdict
 from kvconform.judge.verdict import rows_for
 from kvconform.report import statement
-from kvconform.report.collector import Collector
+from kvconform.report.collector import LOADED, Collector
 
 SPEC = load_spec()
-MUST = [r.id for r in SPEC.requirements.values() if r.kind == "requirement" and r.level == "MUST"][
-    :3
-]
-SHOULD = next(
-    r.id for r in SPEC.requirements.values() if r.kind == "requirement" and r.level == "SHOULD"
-)
+REQUIREMENTS = [each for each in SPEC.requirements.values() if each.kind == "requirement"]
+MUST = [LOADED, *[each.id for each in REQUIREMENTS if each.level == "MUST"][:2]]
+SHOULD = next(each.id for each in REQUIREMENTS if each.level == "SHOULD")
 GUARANTEE = next(r.id for r in SPEC.requirements.values() if r.kind == "guarantee")
 
 OWN = """id: lifecycle.mine-one
