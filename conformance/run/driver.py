@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -41,8 +42,10 @@ from kvconform.run.promises import Promises
 from kvconform.run.records import Progress, RunState, Snapshot
 from kvconform.run.stall import StallDetector
 
-PATIENCE = 8
+PATIENCE = 12
 """How often a step is repeated in which the connector only answered lookups with None."""
+PAUSES = (0.0, 0.0, 0.001, 0.004, 0.016, 0.06, 0.1)
+"""Seconds to wait before each repetition; the last one repeats. A busy server needs some time."""
 RUN_LIMIT = 20_000
 """Largest number of steps of a `run` step without a limit of its own."""
 IMAGE_TOKEN = 7
@@ -288,7 +291,9 @@ class Driver:
 
     def _patiently(self, iterate: Callable[[], object]) -> None:
         """Repeat a step in which the connector only answered lookups with None, PATIENCE times."""
-        for _ in range(PATIENCE):
+        for attempt in range(PATIENCE):
+            if attempt:
+                time.sleep(PAUSES[min(attempt, len(PAUSES)) - 1])
             before = len(self.trace.events)
             iterate()
             done = self.trace.events[before:]
