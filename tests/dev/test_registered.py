@@ -10,8 +10,9 @@ import pytest
 
 from kvconform.compat import installed
 from kvconform.config import catalogue
+from kvconform.contract.loader import Spec
 from kvconform.contract.requirement import version_key
-from kvconform.dev import registered
+from kvconform.dev import drift, registered
 from kvconform.errors import UsageError
 
 SOURCE = """
@@ -85,6 +86,13 @@ def test_an_exemption_without_need_is_reported(monkeypatch: pytest.MonkeyPatch) 
         "connectors/exempt.yaml has OffloadingConnector, which the catalogue judges",
         "connectors/exempt.yaml has GoneConnector, which no recorded release registers",
     ]
+
+
+def test_drift_reports_names_that_are_neither() -> None:
+    found = drift.Drift("99.1.0", unjudged=["BrandNewConnector"])
+    assert found
+    words = drift.report(found, Spec())
+    assert "connectors that are neither judged nor exempt (1)\n  BrandNewConnector\n" in words
 
 
 def test_what_is_no_wheel_is_told_in_a_sentence(tmp_path: Path) -> None:
