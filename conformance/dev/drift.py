@@ -177,7 +177,8 @@ class Drift:
     """How the installed vLLM differs from the source that was read.
 
     The maps lead from `file: symbol` to the requirements and situations that cite it. `untouched`
-    are the hooks and fields that no requirement is about.
+    are the hooks and fields that no requirement is about, `unjudged` the connectors that vLLM
+    registers and the catalogue neither judges nor exempts (`kvconform.dev.registered`).
     """
 
     version: str
@@ -187,10 +188,12 @@ class Drift:
     unread: dict[str, list[str]] = field(default_factory=dict)
     untouched: list[str] = field(default_factory=list)
     hooks: HookDrift = field(default_factory=HookDrift)
+    unjudged: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         """Return whether there is any difference."""
-        return bool(self.changed or self.vanished or self.unread or self.untouched or self.hooks)
+        source = self.changed or self.vanished or self.unread
+        return bool(source or self.untouched or self.hooks or self.unjudged)
 
 
 def cited(spec: Spec) -> dict[str, list[str]]:
@@ -255,7 +258,7 @@ def drift(spec: Spec) -> Drift:
     Requirements that are not in force in its version do not count. EnvironmentProblem if vLLM is
     not installed.
     """
-    from kvconform.dev import coverage
+    from kvconform.dev import coverage, registered
 
     found = Drift(_version())
     sources = _sources(spec)
@@ -277,6 +280,7 @@ def drift(spec: Spec) -> Drift:
     found.untouched = [
         row.item for row in coverage.table(spec) if not row.requirements and row.not_read is None
     ]
+    found.unjudged = registered.unjudged(registered.installed_names())
     return found
 
 
@@ -301,6 +305,9 @@ def report(found: Drift, spec: Spec) -> str:
     if found.untouched:
         lines += ["", f"hooks and fields that no requirement is about ({len(found.untouched)})"]
         lines += [f"  {item}" for item in found.untouched]
+    if found.unjudged:
+        lines += ["", f"connectors that are neither judged nor exempt ({len(found.unjudged)})"]
+        lines += [f"  {name}" for name in found.unjudged]
     return "\n".join(lines) + "\n"
 
 

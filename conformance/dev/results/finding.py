@@ -44,24 +44,70 @@ class Upstream(_Part):
         return self
 
 
+class Severity(_Part):
+    """What a user of vLLM sees of the finding, and how likely that is."""
+
+    effect: Literal[
+        "wrong-tokens",
+        "engine-ends",
+        "request-hangs",
+        "memory-leak",
+        "lost-reuse",
+        "refused",
+        "good-practice",
+        "no-effect",
+    ] = Field(
+        description="request-hangs: a request or a process waits without end; lost-reuse: KV that"
+        " was computed is computed again; good-practice: only programs that go on after the engine"
+        " see it; no-effect: a rule is broken, and nothing of it was seen"
+    )
+    likely: Literal["common", "rare", "only-if"]
+    needs: str = Field(
+        min_length=10, description="a sentence: the configuration or the order of events it needs"
+    )
+
+
+class RealWorld(_Part):
+    """Public report of the same behaviour, by a user or in a change that repairs it."""
+
+    links: list[str] = []
+    note: str = Field(
+        min_length=10, description="what the report says; without links: what was searched for"
+    )
+
+
 class Finding(_Part):
     """One finding; see docs/results/README.md.
 
     It is `confirmed` if the minimal case reproduces it in a fresh environment with stock code,
     adapter and emulation are ruled out, and vLLM's source supports the requirement.
+    It is a `risk` if only what the contract allows, and this vLLM never does, brings it about.
+    It is `withdrawn` if vLLM's source does not support it; the record says why.
+    It is an `open question` as long as evidence is missing.
     """
 
     id: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$")
     connector: str = Field(description="entry of the catalogue")
+    rows: list[str] = Field(
+        default=[],
+        description="entries of the catalogue whose failures it explains; default: `connector`",
+    )
     family: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$", description="the page that shows it")
     title: str = Field(min_length=10)
-    status: Literal["confirmed", "open question"]
+    status: Literal["confirmed", "risk", "open question", "withdrawn"]
+    reason: str = Field(
+        default="",
+        description="unless it is confirmed: what vLLM does instead, with the place in its source;"
+        " of an open question, the evidence that is missing",
+    )
     requirements: list[str] = Field(min_length=1)
     case: str = Field(
         description="id of a case or live scenario, or path of a case below docs/results/cases/"
     )
     engines: dict[str, str] = Field(min_length=1, description="engine: what was seen on it")
     wrong_tokens: bool = Field(description="a run without an error returns wrong tokens")
+    severity: Severity
+    real_world: RealWorld
     what: str = Field(min_length=20)
     diagnosis: str = Field(min_length=20)
     adapter: str = Field(
@@ -81,11 +127,38 @@ class Finding(_Part):
             )
         return self
 
+    @model_validator(mode="after")
+    def _reasoned(self) -> Finding:
+        if self.status != "confirmed" and not self.reason:
+            raise ValueError(f"a finding that is {self.status!r} must have a reason")
+        if self.status == "confirmed" and self.reason:
+            raise ValueError("a confirmed finding has no reason; `diagnosis` says why")
+        return self
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Finding:
+        if self.wrong_tokens != (self.severity.effect == "wrong-tokens"):
+            raise ValueError("wrong_tokens and severity.effect contradict each other")
+        return self
+
+    def explains(self, entry: str, requirement: str) -> bool:
+        """Return whether failures of a requirement in an entry's rows may rest on this finding."""
+        return requirement in self.requirements and entry in (self.rows or [self.connector])
+
+
+STATUSES = {
+    "confirmed": "Findings",
+    "risk": "Risks",
+    "open question": "Open questions",
+    "withdrawn": "Withdrawn",
+}
+"""Statuses of findings, with the headings of their sections in the pages."""
+
 
 def read(root: Path) -> list[Finding]:
     """Return all findings below the directory of results, by family; UsageError for a broken one.
 
-    Within a family the confirmed ones come first, then they are sorted by id.
+    Within a family they are sorted by status (as in `STATUSES`), then by id.
     """
     found = []
     for path in sorted((root / "findings").glob("*.yaml")):
@@ -101,9 +174,7 @@ def read(root: Path) -> list[Finding]:
             sentence = f"its id is {finding.id}; the file must have the same name"
             raise UsageError(f"{path.name}: {sentence}")
         found.append(finding)
-    return sorted(
-        found, key=lambda finding: (finding.family, finding.status != "confirmed", finding.id)
-    )
+    return sorted(found, key=lambda each: (each.family, list(STATUSES).index(each.status), each.id))
 
 
 def problems(finding: Finding, root: Path, spec: Spec, scenarios: set[str]) -> list[str]:
@@ -116,8 +187,11 @@ def problems(finding: Finding, root: Path, spec: Spec, scenarios: set[str]) -> l
         for name in finding.requirements
         if name not in spec.requirements
     ]
-    if finding.connector not in catalogue.names():
-        found.append(f"the catalogue has no {finding.connector}")
+    found += [
+        f"the catalogue has no {name}"
+        for name in dict.fromkeys([finding.connector, *finding.rows])
+        if name not in catalogue.names()
+    ]
     known = finding.case in spec.cases or finding.case in scenarios
     if not known and not (root / "cases" / finding.case).is_file():
         found.append(f"there is no case {finding.case}")

@@ -13,9 +13,11 @@ from typing import Any
 from kvconform.config import catalogue
 from kvconform.contract.loader import Spec
 from kvconform.contract.requirement import Source
+from kvconform.dev import registered
 from kvconform.dev.example import ROOT
+from kvconform.dev.results import basis
 from kvconform.dev.results.digest import Area, Digest
-from kvconform.dev.results.finding import Finding
+from kvconform.dev.results.finding import STATUSES, Finding
 from kvconform.judge.aggregate import called
 from kvconform.live.random import PAIR_REQUESTS
 from kvconform.report.pages import render
@@ -45,18 +47,21 @@ def pages(
         "README.md": _page(
             "results",
             spec,
+            findings,
             digests=digests,
             campaigns=campaigns,
             findings=findings,
             families=by_family,
+            registered=registered.recorded(),
+            exempt=registered.exempt(),
+            judged=registered.judged(),
             # About connectors that were tried and belong to no family that was judged.
             notes=_notes(root, "README"),
         )
     }
     for name, mine in by_family:
         drawn = [digest for digest in campaigns if family(digest.entry) == name]
-        about = [finding for finding in findings if finding.family == name]
-        found[f"{name}.md"] = _family(name, mine, drawn, about, spec, _notes(root, name))
+        found[f"{name}.md"] = _family(name, mine, drawn, findings, spec, _notes(root, name))
     return found
 
 
@@ -74,10 +79,11 @@ def _family(
     notes: str,
 ) -> str:
     both = [*digests, *campaigns]
-    headings = (("confirmed", "Findings"), ("open question", "Open questions"))
+    about = [each for each in findings if each.family == name]
     return _page(
         "results-family",
         spec,
+        findings,
         name=name,
         entries={
             each.entry: catalogue.named(each.entry).text
@@ -89,14 +95,15 @@ def _family(
         adapters=sorted({title for each in both for title in each.adapters}),
         broken=_broken(both),
         findings=[
-            (heading, [each for each in findings if each.status == status])
-            for status, heading in headings
+            (heading, [each for each in about if each.status == status])
+            for status, heading in STATUSES.items()
         ],
+        bases=basis.bases(both, findings),
         notes=notes,
     )
 
 
-def _page(template: str, spec: Spec, **values: Any) -> str:
+def _page(template: str, spec: Spec, findings: Sequence[Finding], /, **values: Any) -> str:
     filters: dict[str, Callable[..., Any]] = {
         "areas": _areas,
         "cell": _cell,
@@ -105,7 +112,10 @@ def _page(template: str, spec: Spec, **values: Any) -> str:
         "installed": _installed,
         "link": _link,
         "loads": _loads,
+        "named": _named,
         "rules": lambda finding: _rules(finding, spec),
+        "severity": _severity,
+        "unexplained": lambda digest: ", ".join(basis.unexplained(digest, findings)),
         "verdict": _verdict,
     }
     folder = ROOT / "docs" / "templates"
@@ -174,7 +184,17 @@ def _verdict(digest: Digest) -> str:
 
 
 def _failed(digest: Digest) -> str:
-    return ", ".join(name for area in digest.areas.values() for name in area.failed)
+    return ", ".join(basis.failed(digest))
+
+
+def _named(finding: Finding) -> str:
+    """Return a link to a finding."""
+    return f"[{finding.id}]({finding.family}.md#{finding.id})"
+
+
+def _severity(finding: Finding) -> str:
+    """Return the severity of a finding in two terms."""
+    return f"{finding.severity.effect}, {finding.severity.likely}"
 
 
 def _installed(digest: Digest) -> str:
