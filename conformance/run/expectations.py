@@ -291,6 +291,7 @@ class Reloads:
             groups=tuple(config.groups) if len(config.groups) > 1 else (),
             window=config.window,
             caching=config.prefix_caching,
+            layout=config.layout,
         )
         promised = promise()
         found = event["local"] + event["tokens"]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvconform.contract.case import Case
+from kvconform.contract.case import Case, Layout
 
 MOST = 64
 """Largest number of requests of each kind in a crowd."""
@@ -109,7 +109,8 @@ class Plain:
     The second prompt has `wanted` tokens and shares the first `common` ones. No request is chunked,
     preempted or speculated on, not even in the crowd. `groups` are the KV cache groups, if there
     are several, and `window` is their sliding window. `caching` says whether the engine has a
-    prefix cache. `room` is the number of blocks, as a multiple of those needed.
+    prefix cache. `room` is the number of blocks, as a multiple of those needed. `layout` is the only
+    order of a KV tensor's axes that the attention supports.
     """
 
     prompt: int
@@ -121,6 +122,7 @@ class Plain:
     window: int = 8
     caching: bool = True
     room: int = 3
+    layout: Layout | None = None
 
 
 def plain_case(plain: Plain, block_size: int) -> Case:
@@ -167,6 +169,7 @@ def plain_case(plain: Plain, block_size: int) -> Case:
         "groups": list(plain.groups),
         "window": plain.window,
         "prefix_caching": plain.caching,
+        "layout": plain.layout,
     }
     text = "A prompt is computed, the local cache dropped, the same prompt asked for again."
     engines = ["vllm"] if plain.groups else ["reference"]
@@ -189,7 +192,8 @@ class Promises:
     """Numbers of tokens that a connector promises to load again.
 
     Declared capabilities give a formula: whole chunks, or whole blocks. What is inferred is
-    calibrated, and so is what several KV cache groups bring back: of a prompt that was
+    calibrated, and so is what several KV cache groups or a prescribed layout bring back, where a
+    connector may go on without storing: of a prompt that was
     chunked, preempted or speculated on, as many tokens must come back as of a plain prompt of the
     same length. That may depend on the crowd: a connector may decline a small load, or save only so
     much per step.
@@ -216,12 +220,14 @@ class Promises:
         window: int = 8,
         caching: bool = True,
         room: int = 3,
+        layout: Layout | None = None,
     ) -> int:
         """Return how many tokens of `request` must be loadable or local.
 
         `source` has computed `final` positions of this content, from the prompt `prompt`. `groups`,
-        `window`, `caching` and `room` are as in `Plain`: a connector may behave differently with
-        several groups, need a prefix cache, or save only what is about to be evicted.
+        `window`, `caching`, `room` and `layout` are as in `Plain`: a connector may behave differently
+        with several groups or in a layout, need a prefix cache, or save only what is about to be
+        evicted.
         """
         saves = self.caps["saves"]
         if final is None or saves == "none" or not self.caps["store"]:
@@ -237,7 +243,7 @@ class Promises:
             limit = min(limit, len(prompt))
         chunk = self.caps["chunk_tokens"] or block_size
         declared = limit // chunk * chunk
-        if self.declared and not groups:
+        if self.declared and not groups and layout is None:
             return declared
         # In the plain run, too, share only what was final: a connector that stores whole chunks
         # stores nothing of an incomplete one.
@@ -252,8 +258,10 @@ class Promises:
             window,
             caching,
             room,
+            layout,
         )
         if limit <= 0:
             return 0
-        # Of several groups, what comes back also depends on what each of them still holds.
+        # Of several groups, what comes back also depends on what each of them still holds. In a
+        # layout that it does not know, a connector may store nothing.
         return min(declared if self.declared else limit, self.calibrate(plain, block_size))
