@@ -57,7 +57,6 @@ CAPS: tuple[dict[str, Any], ...] = (
         "store": True,
         "saves": "all",
         "async_load": True,
-        "layerwise": True,
         "hma": True,
         "fault_injection": True,
     },
