@@ -38,6 +38,9 @@ CAPABILITIES: dict[str, Capability] = {
     "store": Capability(
         False, _YES_NO, "keeps KV after its request is gone, for later requests to load"
     ),
+    "persistent": Capability(
+        False, _YES_NO, "its store outlives the process: a restarted engine loads what it holds"
+    ),
     "saves": Capability(
         "none",
         (Literal["none", "prompt", "all"], "one of none, prompt, all"),

@@ -173,9 +173,10 @@ _kind(
 _kind(
     "profile.expectation",
     "harness",
-    "what:str req:str of:str? declared:bool promised:int reloadable:int",
+    "what:str req:str of:str? declared:bool promised:int reloadable:int restarted:bool",
     "A request repeats earlier content: how much of it the capabilities promise (declared), or the "
-    "connector brings back of a plain prompt of that length, and how much can be loaded.",
+    "connector brings back of a plain prompt of that length, and how much can be loaded; whether "
+    "the engine was restarted in between.",
 )
 _kind(
     "case.expectation",

@@ -55,6 +55,7 @@ CFG: dict[str, Any] = {
 CAPS: tuple[dict[str, Any], ...] = (
     {
         "store": True,
+        "persistent": True,
         "saves": "all",
         "async_load": True,
         "hma": True,

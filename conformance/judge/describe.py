@@ -164,10 +164,11 @@ def _stall(e: Event) -> str:
 
 
 def _promise(e: Event) -> str:
-    return (
-        f"{e['req']} repeats {e['of']}: {e['promised']} tokens should have come back,"
-        f" {e['reloadable']} did"
-    )
+    if e["restarted"]:
+        what = f"after a restart, {e['req']} repeats {e['of']}: some of {e['promised']} tokens"
+    else:
+        what = f"{e['req']} repeats {e['of']}: {e['promised']} tokens"
+    return f"{what} should have come back, {e['reloadable']} did"
 
 
 def _alloc(e: Event) -> str:
@@ -510,7 +511,7 @@ _CAUSE: dict[str, tuple[str | Callable[[Event], str], ...]] = {
     "engine.lifecycle": ("op", "error_type", "error_at"),
     "engine.crash": ("where", "hook", "error_type", "error_at"),
     "cache.reset": ("phase",),
-    "profile.expectation": ("what",),
+    "profile.expectation": ("what", "restarted"),
     "case.expectation": ("what",),
     "engine.api": ("item",),
     "api": ("item",),

@@ -92,7 +92,7 @@ FAULTS: dict[str, Faults] = {
     "profile.expectation": Faults(
         {"what": "all", "req": "a", "promised": 8},
         {"req": "b", "of": "c", "promised": 12, "reloadable": 4},
-        [{"what": "prompt"}],
+        [{"what": "prompt"}, {"restarted": True}],
     ),
     "case.expectation": Faults({"what": "outputs"}, {"detail": "3"}, [{"what": "aborted"}]),
     "engine.api": Faults({"item": "one"}, {"detail": "why"}, [{"item": "another"}]),
