@@ -51,7 +51,8 @@ def make_runs(
     profile = target_profile(target, tmp.parent)
     missing = variant.case.unmet(profile.caps)
     if missing is not None:
-        doc = f" ({CAPABILITIES[missing].doc})" if missing in CAPABILITIES else ""
+        alone = CAPABILITIES.get(missing.strip("()"))
+        doc = "" if alone is None else f": {alone.doc}"
         return Runs(profile, refused=(Verdict.UNSUPPORTED, f"the case needs {missing}{doc}"))
 
     def run(relation: str, folder: str) -> Run:

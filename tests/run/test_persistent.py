@@ -56,7 +56,7 @@ def test_a_store_in_memory_is_not_asked_for_what_a_restart_lost(case: str, tmp_p
     variant = spec.cases[case].variants(["reference"])[0]
     report = run_and_judge(variant, Target(REFERENCE, {}), spec, seed=0, tmp=tmp_path / "run")
     assert {row.verdict for row in report.rows} == {"UNSUPPORTED"} and not report.unmet
-    assert (report.rows[0].message or "").startswith("the case needs persistent (its store")
+    assert (report.rows[0].message or "").startswith("the case needs (persistent): its store")
     kept = run_and_judge(variant, Target(REFERENCE, FILES), spec, seed=0, tmp=tmp_path / "files")
     verdicts = {row.requirement: row.verdict for row in kept.rows}
     assert verdicts["restart.keeps"] == "PASS" and "FAIL" not in verdicts.values()
