@@ -158,6 +158,13 @@ _kind(
     "connector had.",
 )
 _kind(
+    "store.damaged",
+    "harness",
+    "what:str count:int",
+    "The harness damaged what the connector has stored: what happened, and to how many files or "
+    "servers.",
+)
+_kind(
     "clock.advanced",
     "harness",
     "seconds:float why:str",
@@ -534,10 +541,11 @@ _kind(
     "kv",
     "req:str generation:int layer:int kv:str pos:int count:int block:int via:str "
     "transfer:str? transfer_sync:bool? found:str origin:str origin_req:str? origin_pos:int? "
-    "group:int?",
+    "group:int? damaged:bool",
     "A slot that is read has the wrong content. found = what it holds; origin = where that "
     "came from, in words; origin_req, origin_pos = request and position it was computed for; "
-    "for never_computed only the request that was to compute it.",
+    "for never_computed only the request that was to compute it; damaged = the harness had damaged "
+    "what the connector has stored.",
 )
 
 # -- plan: from a connector's optional Inspector

@@ -64,7 +64,8 @@ def _wrong(e: Event) -> str:
     found = e["found"].replace("_", " ")
     if e["found"] == "other_request":
         found = "KV of another request"
-    return f"{side} of {where} of request {e['req']} ({memory}) hold {found}: {e['origin']}"
+    text = f"{side} of {where} of request {e['req']} ({memory}) hold {found}: {e['origin']}"
+    return f"after damage to what was stored, {text}" if e["damaged"] else text
 
 
 def _changed(e: Event) -> str:
@@ -503,7 +504,7 @@ def _blocks_missing(e: Event) -> str:
 
 
 _CAUSE: dict[str, tuple[str | Callable[[Event], str], ...]] = {
-    "kv.wrong": ("found", "via"),
+    "kv.wrong": ("found", "via", "damaged"),
     "kv.changed": ("after_hook", *_SLOTS),
     "load.due": ("missing", "wrong"),
     "hook.returned": ("hook", "error", "error_at"),

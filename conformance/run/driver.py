@@ -17,6 +17,7 @@ from kvconform.contract.events import lifecycle, run_end
 from kvconform.contract.scenario import HAND_OVER
 from kvconform.contract.steps import (
     Add,
+    Damage,
     FailLoad,
     Idle,
     OfPrompt,
@@ -33,6 +34,7 @@ from kvconform.engine.setup import build
 from kvconform.kernels.codes import mix64
 from kvconform.kv.provenance import Identity, Registry, text_id
 from kvconform.process import clock
+from kvconform.run.damage import Damager
 from kvconform.run.expectations import Expectations, Reloads
 from kvconform.run.promises import Promises
 from kvconform.run.records import Progress, RunState, Snapshot
@@ -97,6 +99,7 @@ class Driver:
         self.state = RunState.resume(
             before, variant=variant, trace=trace, caps=caps, promises=promises
         )
+        self.damager = Damager(tmp, trace)
         self._others = set(threading.enumerate())
         self.expectations = Expectations(self.state, self._free_blocks)
         self.engine = self._start()
@@ -119,6 +122,7 @@ class Driver:
             "restart": self._restart,
             "shutdown": self._shut_down,
             "fail-load": self._fail_load,
+            "damage": self._damage,
             "lookup-only": self._lookup_only,
             "reorder": self._reorder,
             "pause": lambda _: self.engine.pause(True),
@@ -383,6 +387,10 @@ class Driver:
         positions = None if fail.positions == "all" else list(fail.positions)
         self.engine.connector.kvconform_fail_load(req_id, positions)
         self.state.failing.add(req_id)
+
+    def _damage(self, damage: Damage) -> None:
+        if self.engine.connector is not None:
+            self.damager.arm(damage, self.engine.probe)
 
     def _lookup_only(self, name: str) -> None:
         if self.engine.connector is not None:

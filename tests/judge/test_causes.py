@@ -56,7 +56,7 @@ FAULTS: dict[str, Faults] = {
     "kv.wrong": Faults(
         {"req": "a", "found": "poison", "via": "external", "pos": 4, "count": 3},
         {"req": "b", "pos": 9, "count": 1, "layer": 1, "kv": "k", "block": 7, "origin": "y"},
-        [{"found": "torn"}, {"via": "local"}],
+        [{"found": "torn"}, {"via": "local"}, {"damaged": True}],
     ),
     "kv.changed": Faults(
         {"after_hook": "start_load_kv", "not_transferred": [4]},
