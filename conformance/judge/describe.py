@@ -65,7 +65,7 @@ def _wrong(e: Event) -> str:
     if e["found"] == "other_request":
         found = "KV of another request"
     text = f"{side} of {where} of request {e['req']} ({memory}) hold {found}: {e['origin']}"
-    return f"after damage to what was stored, {text}" if e["damaged"] else text
+    return f"after damage to what was stored, {text}" if e.get("damaged") else text
 
 
 def _changed(e: Event) -> str:
@@ -165,7 +165,7 @@ def _stall(e: Event) -> str:
 
 
 def _promise(e: Event) -> str:
-    if e["restarted"]:
+    if e.get("restarted"):
         what = f"after a restart, {e['req']} repeats {e['of']}: some of {e['promised']} tokens"
     else:
         what = f"{e['req']} repeats {e['of']}: {e['promised']} tokens"

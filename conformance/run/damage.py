@@ -51,14 +51,16 @@ class Damager:
             return
         damage, self.armed = self.armed, None
         if damage.files is not None:
-            what, count = damage.files, damage_files(self.folder, damage.files)
-            self.lacks = None if count else "the connector keeps no files in {tmp} (extra_config)"
+            count = damage_files(self.folder, damage.files)
+            lacks = "the connector keeps no files in {tmp} (extra_config)"
         else:
-            what, count = "stopped", stop_servers()
-            self.lacks = None if count else "the connector's settings declare no [[servers]]"
+            count = stop_servers()
+            lacks = "the connector's settings declare no [[servers]]"
         if count:
             self.trace.damaged = True
-            self.trace.emit("store.damaged", what=what, count=count)
+            self.trace.emit("store.damaged", what=damage.files or "stopped", count=count)
+        else:
+            self.lacks = lacks
 
 
 def damage_files(folder: Path, how: str) -> int:
