@@ -48,6 +48,7 @@ class Threads(ReferenceConnector):
         failed: set[int] = set()
         for piece in load.pieces:
             if not all([self._load_layer(piece, layer) for layer in self._layers]):
+                self._store.drop(piece.key)  # else the next lookup would claim it again
                 failed |= piece.blocks(self._block_size)
         return failed
 
