@@ -109,9 +109,9 @@ class Plain:
     The second prompt has `wanted` tokens and shares the first `common` ones. No request is chunked,
     preempted or speculated on, not even in the crowd. `groups` are the KV cache groups, if there
     are several, and `window` is their sliding window. `caching` says whether the engine has a
-    prefix cache. `room` is the number of blocks, as a multiple of those needed. `layout` is the only
-    order of a KV tensor's axes that the attention supports. With `restart`,
-    the engine is restarted in between, in this process or another one.
+    prefix cache. `room` is the number of blocks, as a multiple of those needed. `layout` is the
+    only order of a KV tensor's axes that the attention supports. With `restart`, the engine is
+    restarted in between, in this process or another one.
     """
 
     prompt: int
@@ -228,9 +228,9 @@ class Promises:
         """Return how many tokens of `request` must be loadable or local.
 
         `source` has computed `final` positions of this content, from the prompt `prompt`. `groups`,
-        `window`, `caching`, `room` and `layout` are as in `Plain`: a connector may behave differently
-        with several groups or in a layout, need a prefix cache, or save only what is about to be
-        evicted.
+        `window`, `caching`, `room` and `layout` are as in `Plain`: a connector may behave
+        differently with several groups or in a layout, need a prefix cache, or save only what is
+        about to be evicted.
         """
         saves = self.caps["saves"]
         if final is None or saves == "none" or not self.caps["store"]:
