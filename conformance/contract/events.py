@@ -173,9 +173,10 @@ _kind(
 _kind(
     "profile.expectation",
     "harness",
-    "what:str req:str of:str? declared:bool promised:int reloadable:int",
-    "A request repeats earlier content: how much of it the capabilities promise (declared), or the "
-    "connector brings back of a plain prompt of that length, and how much can be loaded.",
+    "what:str req:str of:str? resumed:bool declared:bool promised:int reloadable:int",
+    "A request, new or resumed, repeats earlier content: how much of it the capabilities promise "
+    "(declared), or the connector brings back of a plain prompt of that length, and how much can "
+    "be loaded.",
 )
 _kind(
     "case.expectation",

@@ -164,8 +164,9 @@ def _stall(e: Event) -> str:
 
 
 def _promise(e: Event) -> str:
+    resumed = ", resumed after a preemption," if e["resumed"] else ""
     return (
-        f"{e['req']} repeats {e['of']}: {e['promised']} tokens should have come back,"
+        f"{e['req']}{resumed} repeats {e['of']}: {e['promised']} tokens should have come back,"
         f" {e['reloadable']} did"
     )
 
@@ -510,7 +511,7 @@ _CAUSE: dict[str, tuple[str | Callable[[Event], str], ...]] = {
     "engine.lifecycle": ("op", "error_type", "error_at"),
     "engine.crash": ("where", "hook", "error_type", "error_at"),
     "cache.reset": ("phase",),
-    "profile.expectation": ("what",),
+    "profile.expectation": ("what", "resumed"),
     "case.expectation": ("what",),
     "engine.api": ("item",),
     "api": ("item",),

@@ -35,7 +35,7 @@ from kvconform.kv.provenance import Identity, Registry, text_id
 from kvconform.process import clock
 from kvconform.run.expectations import Expectations, Reloads
 from kvconform.run.promises import Promises
-from kvconform.run.records import Progress, RunState, Snapshot
+from kvconform.run.records import Progress, Reload, RunState, Snapshot
 from kvconform.run.stall import StallDetector
 
 PATIENCE = 8
@@ -216,8 +216,9 @@ class Driver:
             Identity.of(add.salt, add.lora, items),
             Script(list(add.drafts or []), add.stop_at),
         )
+        state.reloads.pop(req_id, None)
         if add.reloads:
-            state.reloads[req_id] = add.reloads
+            state.reloads[req_id] = Reload(add.reloads)
         request = build_request(
             req_id,
             tokens,

@@ -238,18 +238,25 @@ class Expectations:
 
 
 class Reloads:
-    """Check of promises: emits profile.expectation at the first lookup of repeated content."""
+    """Check of promises: emits profile.expectation at lookups of repeated content.
+
+    That is at a request's first answered lookup, and at the first one after each preemption: a
+    resumed request gets what a new one gets.
+    """
 
     def __init__(self, state: RunState) -> None:
         self.state = state
 
     def looked_up(self, request: Any, event: Event) -> None:
-        """Handle a lookup event. Removes the request from `state.reloads`."""
+        """Handle a lookup event. Counts the lookup in `state.reloads` if it was answered."""
         state = self.state
-        source = state.reloads.get(request.request_id)
-        if source is None or event["tokens"] is None or state.promises is None:
+        reload = state.reloads.get(request.request_id)
+        if reload is None or event["tokens"] is None or state.promises is None:
             return
-        del state.reloads[request.request_id]
+        if request.num_preemptions < reload.due:
+            return
+        reload.due = request.num_preemptions + 1
+        source = reload.of
         if not self._is_promised(source, request):
             return
         promised, found = self._promised(source, request, event)
@@ -258,6 +265,7 @@ class Reloads:
             what=state.caps["saves"],
             req=request.request_id,
             of=source,
+            resumed=request.num_preemptions > 0,
             declared=state.promises.declared,
             promised=promised,
             reloadable=found,
@@ -296,7 +304,8 @@ class Reloads:
         found = event["local"] + event["tokens"]
         # A best-effort connector may save less of a request when it has much to do.
         if found < promised and not state.promises.declared:
-            crowd = crowd_of(state.trace.events, state.incarnation(source), event)
+            resumed = request.num_preemptions > 0
+            crowd = crowd_of(state.trace.events, state.incarnation(source), event, resumed)
             promised = min(promised, promise(crowd=crowd))
         # A connector may save only what is about to be evicted.
         if found < promised and not state.promises.declared:
