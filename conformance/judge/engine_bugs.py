@@ -89,8 +89,13 @@ def note_unfilled(trace: Trace) -> None:
 
 
 def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
-    """Return when the engine first lost track of a request, as a seq and a sentence, or None."""
-    failed = False  # a synchronous load has failed
+    """Return when the engine first lost track of a request, as a seq and a sentence, or None.
+
+    Each bug is told by its own mark: a request that is miscounted has a block whose synchronous load
+    failed, one that is starved has a load that failed.
+    """
+    failed: set[tuple[str | None, int]] = set()  # (engine, block) of synchronous loads that failed
+    tables: dict[tuple[str | None, str], list[int]] = {}  # blocks of requests that have run
     finished: dict[tuple[str | None, str, int], int] = {}  # (engine, request, generation) -> step
     waiting: dict[tuple[str | None, str], tuple[int, str]] = {}  # starved requests
     for e in trace:
@@ -101,6 +106,8 @@ def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
             waiting.pop((e.get("on"), e["req"]), None)  # it was only late
         elif kind == "run.end" and waiting and not e["quiesced"]:
             return min(waiting.values())
+        if kind == "req.scheduled":
+            tables[e.get("on"), e["req"]] = e["table"]
         if kind in ("req.finished", "sample"):
             who = e.get("on"), e["req"], e["generation"]
             if e["step"] > finished.get(who, e["step"]):
@@ -108,9 +115,12 @@ def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
             if kind == "req.finished":
                 finished[who] = e["step"]
         elif kind == "transfer.failed":
-            failed = failed or not e["is_async"]
+            if not e["is_async"]:
+                failed.update((e.get("on"), block) for block in e["blocks"])
         elif failed and kind == "req.state" and e["reason"] == "rollback":
-            if 0 < e["placeholders"] != e["computed"] - e["known"] + 1:
+            held = tables.get((e.get("on"), e["req"]), [])
+            touched = any((e.get("on"), block) in failed for block in held)
+            if touched and 0 < e["placeholders"] != e["computed"] - e["known"] + 1:
                 return e["seq"], MISCOUNTED.format(req=e["req"])
         elif failed and kind == "alloc" and e.get("unfilled"):
             return e["seq"], SERVED.format(req=e["req"])

@@ -403,7 +403,9 @@ class Ledger:
             reported = req in scheduler.finished_recving_kv_req_ids
             for direction in sorted(directions):
                 if reported or not _waits(request, direction):
-                    self.observer.release(req, direction, "reported")
+                    ended = request is None or request.is_finished()
+                    cause = "reported after its end" if ended else "reported"
+                    self.observer.release(req, direction, cause)
 
     def leaked(self) -> list[str]:
         """Return the ids of Request objects that are alive although the engine has dropped them.

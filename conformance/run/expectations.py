@@ -47,6 +47,7 @@ class Expectations:
             "rejected": self._rejected,
             "external": self._external,
             "failed-loads": self._failed_loads,
+            "waits-after-load": self._waits_after_load,
             "repeated-lookups": self._repeated_lookups,
             "local-hits": self._local_hits,
             "given-up": self._given_up,
@@ -218,6 +219,19 @@ class Expectations:
         if arg.req is not None:  # the event knows no generation
             events = [e for e in events if e["req"] == self.state.ids.get(arg.req)]
         return self._bounded(arg, len(events), "failed loads")
+
+    def _waits_after_load(self, arg: Any) -> str | None:
+        waiting: set[tuple[str, int]] = set()
+        steps = 0
+        for e in self._events:
+            if e["kind"] == "release" and e["direction"] == "recv" and e["cause"] == "reported":
+                waiting.add((e["req"], e["generation"]))
+            elif e["kind"] == "req.state" and e["to"] not in ("WAITING", "PREEMPTED"):
+                waiting.discard((e["req"], e["generation"]))
+            elif e["kind"] == "step.scheduled":
+                named = None if arg.req is None else self.state.incarnation(arg.req)
+                steps += len(waiting) if named is None else named in waiting
+        return self._bounded(arg, steps, "steps between a load and its use")
 
     def _repeated_lookups(self, arg: Any) -> str | None:
         return self._bounded(arg, len(self._of("lookup", arg.req, repeat=True)), "repeated lookups")
