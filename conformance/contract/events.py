@@ -318,6 +318,13 @@ _kind(
     "A step's reports reach the scheduler; changed = what was changed after it was returned.",
 )
 _kind(
+    "relay.broken",
+    "hooks",
+    "way:str what:list",
+    "The engine did not pass on what one half of the connector gave for the other: reports of the "
+    "worker half that never reached update_connector_output, or the metadata of a step.",
+)
+_kind(
     "handshake",
     "hooks",
     "none:bool pickles:bool detail:str?",
@@ -421,9 +428,10 @@ _kind(
     "ranks.joined",
     "sched",
     "expected:int sent:list received:list failed:list invalid:list all_sent:list "
-    "all_received:list errors:list failures:list early:list late:list",
+    "all_received:list errors:list failures:list early:list late:list surplus:list",
     "How vLLM joined several ranks' reports, and the expected result: all_sent, all_received, "
-    "errors, failures; early, late = the difference.",
+    "errors, failures; early, late = the difference; surplus = reported by further ranks when the "
+    "engine had taken the transfer for finished.",
 )
 _kind(
     "engine.id",

@@ -31,6 +31,7 @@ from kvconform.observe.ledger import Ledger, RankReports
 from kvconform.observe.observer import Observer
 from kvconform.observe.probe import Probe
 from kvconform.observe.static_checks import bound, inspect_class, inspect_engine, inspect_instance
+from kvconform.observe.relay import Relay
 from kvconform.observe.telemetry import HashBook, Telemetry, Watch
 
 Shard = tuple[PagedCache, Registry]
@@ -63,6 +64,9 @@ def build(
     hashes = HashBook(variant.block_size, view.identity)
     watch = Watch(trace, probe, hashes, view.generation)
     telemetry = Telemetry(trace, probe, hashes, config)
+    # MultiConnector relays what its children give; the reports of several ranks are joined.
+    alone = len(ranks.members) == 1 and not variant.case.config.multi
+    relay = Relay(trace, probe) if alone else None
     if connected:
         with noted(trace, "start", target.resolve()):
             _start_worker_halves(ranks, target, relation)
@@ -107,6 +111,7 @@ def build(
             ledger,
             watch,
             telemetry,
+            relay,
         )
     )
 

@@ -321,6 +321,13 @@ def _pair_request(e: Event) -> str:
     return f"{e['req']} on engine {e['on']} {fate}{late}; the blocks of {e['of']} were {released}"
 
 
+def _relay(e: Event) -> str:
+    what = ", ".join(e["what"])
+    if e["way"] == "metadata":
+        return f"the engine passed None for the step's metadata to {what}"
+    return f"{what} of the worker half did not reach update_connector_output"
+
+
 def _joined(e: Event) -> str:
     return (
         f"{e['expected']} ranks' reports of each were waited for;"
@@ -468,6 +475,7 @@ _TEXT: dict[str, Callable[[Event], str]] = {
     "pair.request": _pair_request,
     "engine.id": _engine_id,
     "ranks.joined": _joined,
+    "relay.broken": _relay,
     "report.landed": lambda e: (
         f"changed after they were reported: {', '.join(e['changed']) or 'nothing'}"
     ),
@@ -531,6 +539,7 @@ _CAUSE: dict[str, tuple[str | Callable[[Event], str], ...]] = {
     "hold": ("direction", "cause"),
     "plan": ("op", "timing"),
     "engine.id": ("half",),
+    "relay.broken": ("way", "what"),
     "report.landed": ("changed",),
     "state.offered": ("in_table", "again"),
     "kv.registered": ("layout", "required"),

@@ -13,6 +13,9 @@ It happens around a load that failed, in four ways:
 - It goes on keeping blocks free for an asynchronous load that failed. If the pool cannot hold the
   request twice, its retry is never admitted, and neither are the requests that wait behind it.
 
+What the engine does not pass from one half of a connector to the other is no fault of the
+connector's, either: a report of the worker half, or the metadata of a step.
+
 Until 0.15 it also happens to a finished request whose blocks are kept for the connector: output of
 a step in flight is still added to it. It may finish a second time, and the second report of its
 transfer ends the engine.
@@ -34,6 +37,7 @@ READ = (
     "the engine let request {req} read shared blocks whose load had failed and that were not"
     " computed again"
 )
+RELAYED = "the engine did not pass on {what} ({guarantee})"
 STARVED = (
     "the engine kept blocks from request {req} for the load of its own that had failed"
     " (engine.retry-admitted)"
@@ -106,6 +110,9 @@ def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
             waiting.pop((e.get("on"), e["req"]), None)  # it was only late
         elif kind == "run.end" and waiting and not e["quiesced"]:
             return min(waiting.values())
+        if kind == "relay.broken":
+            guarantee = f"engine.relays-{e['way']}"
+            return e["seq"], RELAYED.format(what=", ".join(e["what"]), guarantee=guarantee)
         if kind == "req.scheduled":
             tables[e.get("on"), e["req"]] = e["table"]
         if kind in ("req.finished", "sample"):
