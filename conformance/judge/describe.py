@@ -334,7 +334,8 @@ def _joined(e: Event) -> str:
         f" sent: {e['sent']}, of all: {e['all_sent']};"
         f" received: {e['received']}, of all: {e['all_received']};"
         f" blocks not loaded: {e['invalid']}, by any: {e['errors']};"
-        f" failed: {e['failed']}, by all: {e['failures']}"
+        f" failed: {e['failed']}, by all: {e['failures']};"
+        f" reported once more by other ranks: {e['surplus']}"
     )
 
 
