@@ -256,7 +256,9 @@ class Case(Model):
         asked = [add.arg.params for add in self.steps if add.op == "add" and add.arg.hand_over]
         if any(params and asked.count(params) > 1 for params in asked):
             found.append("shared-params")
-        if any(add.arg.max_tokens > 1 for add in self.steps if add.op == "add" and add.arg.hand_over):
+        if any(
+            add.arg.max_tokens > 1 for add in self.steps if add.op == "add" and add.arg.hand_over
+        ):
             found.append("longer-offer")
         found.extend(step.op for step in self.steps if step.op in situations())
         return list(dict.fromkeys(found))

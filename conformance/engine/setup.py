@@ -30,8 +30,8 @@ from kvconform.kv.provenance import Memory, Registry
 from kvconform.observe.ledger import Ledger, RankReports
 from kvconform.observe.observer import Observer
 from kvconform.observe.probe import Probe
-from kvconform.observe.static_checks import bound, inspect_class, inspect_engine, inspect_instance
 from kvconform.observe.relay import Relay
+from kvconform.observe.static_checks import bound, inspect_class, inspect_engine, inspect_instance
 from kvconform.observe.telemetry import HashBook, Telemetry, Watch
 
 Shard = tuple[PagedCache, Registry]

@@ -100,9 +100,8 @@ class RankReports:
         self._failing -= failures
         return due, failures, errors
 
-
     def _expects_no_more(self, key: tuple[str, str]) -> bool:
-        """Return whether all reports of a transfer have come, and the engine awaits no other one."""
+        """Return whether all reports of a transfer have come, and the engine awaits none."""
         since = self._over.get(key)
         if since is None:
             return False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine passes between the two halves of a connector: reports one way, metadata the other.
+"""What the engine passes between the two halves of a connector: reports and metadata.
 
 Observes engines with one worker half. The reports of several ranks are joined on the way
 (kvconform.observe.ledger.RankReports).

@@ -170,9 +170,7 @@ def ignores_late_reports(finished: Any, engine: Engine, connector: Any, reported
 
 
 @targets.FINISHED.replaced_by
-def _ignores_unknown_requests(
-    finished: Any, engine: Engine, connector: Any, reported: Any
-) -> None:
+def _ignores_unknown_requests(finished: Any, engine: Engine, connector: Any, reported: Any) -> None:
     unknown = {i for i in reported.finished_recving or () if i not in engine.requests}
     _ignoring(finished, engine, connector, reported, unknown)
 
