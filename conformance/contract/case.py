@@ -258,6 +258,10 @@ class Case(Model):
             found.append("shared-params")
         if any(step.op == "shutdown" and step.arg.again for step in self.steps):
             found.append("shutdown-again")
+        if any(
+            add.arg.max_tokens > 1 for add in self.steps if add.op == "add" and add.arg.hand_over
+        ):
+            found.append("longer-offer")
         found.extend(step.op for step in self.steps if step.op in situations())
         return list(dict.fromkeys(found))
 

@@ -180,10 +180,11 @@ _kind(
 _kind(
     "profile.expectation",
     "harness",
-    "what:str req:str of:str? declared:bool promised:int reloadable:int restarted:bool",
-    "A request repeats earlier content: how much of it the capabilities promise (declared), or the "
-    "connector brings back of a plain prompt of that length, and how much can be loaded; whether "
-    "the engine was restarted in between.",
+    "what:str req:str of:str? resumed:bool restarted:bool declared:bool promised:int "
+    "reloadable:int",
+    "A request, new or resumed, repeats earlier content: how much of it the capabilities promise "
+    "(declared), or the connector brings back of a plain prompt of that length, and how much can "
+    "be loaded; whether the engine was restarted in between.",
 )
 _kind(
     "case.expectation",
@@ -325,6 +326,13 @@ _kind(
     "A step's reports reach the scheduler; changed = what was changed after it was returned.",
 )
 _kind(
+    "relay.broken",
+    "hooks",
+    "way:str what:list",
+    "The engine did not pass on what one half of the connector gave for the other: reports of the "
+    "worker half that never reached update_connector_output, or the metadata of a step.",
+)
+_kind(
     "handshake",
     "hooks",
     "none:bool pickles:bool detail:str?",
@@ -338,9 +346,10 @@ _kind(
     "req:str generation:int local:int tokens:int? is_async:bool type_ok:bool known:int "
     "repeat:bool prev_tokens:int? store_may_have_shrunk:bool same_claim_failed:int "
     "ever_computed:int ever_plain:int computed_before_reset:int after_reset:bool computed:int "
-    "starved:bool",
+    "starved:bool unused:int",
     "get_num_new_matched_tokens returned. starved = it offered a load that would fit if the "
-    "engine did not keep blocks free for an earlier, failed load of this request.",
+    "engine did not keep blocks free for an earlier, failed load of this request; unused = tokens "
+    "of a finished load that the engine has not used yet.",
 )
 _kind(
     "alloc",
@@ -427,9 +436,10 @@ _kind(
     "ranks.joined",
     "sched",
     "expected:int sent:list received:list failed:list invalid:list all_sent:list "
-    "all_received:list errors:list failures:list early:list late:list",
+    "all_received:list errors:list failures:list early:list late:list surplus:list",
     "How vLLM joined several ranks' reports, and the expected result: all_sent, all_received, "
-    "errors, failures; early, late = the difference.",
+    "errors, failures; early, late = the difference; surplus = reported by further ranks when the "
+    "engine had taken the transfer for finished.",
 )
 _kind(
     "engine.id",

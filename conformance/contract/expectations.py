@@ -301,6 +301,12 @@ class FailedLoadsE(BaseExpectation):
     failed_loads: Counted = Field(alias="failed-loads")
 
 
+class WaitsAfterLoadE(BaseExpectation):
+    """Steps in which a request was not admitted although its asynchronous load was over."""
+
+    waits_after_load: Counted = Field(alias="waits-after-load")
+
+
 class RepeatedLookupsE(BaseExpectation):
     """Lookups repeated before memory was granted."""
 

@@ -435,7 +435,7 @@ def entries(spec: Spec) -> list[Entry]:
         raise SpecError([Problem(Location(name), sentence)]) from None
     for entry in found:
         unknown = [case for case in entry.cases if case not in spec.cases]
-        unknown += [entry.mark] if entry.mark and entry.mark not in EVENTS else []
+        unknown += [entry.mark.event] if entry.mark and entry.mark.event not in EVENTS else []
         unknown += [req for req in (*entry.fails, *entry.also) if req not in spec.requirements]
         if unknown:
             sentence = f"{entry.id} names {', '.join(unknown)}, which does not exist"

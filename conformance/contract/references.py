@@ -10,11 +10,14 @@ the installed vLLM. Neither imports vLLM.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from kvconform.contract.requirement import Id, Model, Source, Version
+from kvconform.contract.expression import Expression, compile_expr
+from kvconform.contract.requirement import Check, Id, Model, Source, Version
 
 
 class Evidence(Model):
@@ -62,6 +65,26 @@ class RuleWaiver(Model):
     link: str = Field(min_length=1, description="evidence: a place in vLLM's source, or an issue")
 
 
+class Mark(Model):
+    """The event by which a bug of the engine is told from others that break the same guarantee."""
+
+    event: Annotated[str, Field(description="kind of event")]
+    where: Check | None = None
+
+    @cached_property
+    def _where(self) -> Expression | None:
+        return None if self.where is None else compile_expr(self.where, {"e": self.event})
+
+    def precedes(self, trace: Iterable[Mapping[str, Any]], seq: int | None) -> bool:
+        """Return whether the trace has the mark at event `seq` or before (None: anywhere)."""
+        marked = None if self._where is None else self._where.bind({}, {})
+        return any(
+            event["kind"] == self.event and (marked is None or marked(event))
+            for event in trace
+            if seq is None or event["seq"] <= seq
+        )
+
+
 class Entry(Model):
     """One bug as it was released.
 
@@ -94,9 +117,9 @@ class Entry(Model):
         description="guarantees that fail with it in other workloads; "
         "`kvconform explore` names the bug with them",
     )
-    mark: str | None = Field(
+    mark: Mark | None = Field(
         None,
-        description="kind of event without which a broken guarantee is another bug",
+        description="event before a broken guarantee, without which another bug broke it",
     )
 
 

@@ -19,6 +19,7 @@ from kvconform.kv.oracle import Oracle
 from kvconform.observe.ledger import Ledger, counted
 from kvconform.observe.observer import Observer
 from kvconform.observe.probe import Probe
+from kvconform.observe.relay import Relay
 from kvconform.observe.telemetry import Telemetry, Watch
 
 DRAFT_TOKEN = 2
@@ -39,6 +40,7 @@ class EngineParts:
     ledger: Ledger
     watch: Watch
     telemetry: Telemetry
+    relay: Relay | None
 
 
 class Engine:
@@ -55,6 +57,7 @@ class Engine:
         self.ledger = parts.ledger
         self.watch = parts.watch
         self.telemetry = parts.telemetry
+        self.relay = parts.relay
         self.ranks = parts.view.ranks
         self.queue = parts.view.queue
         self.connector = parts.scheduler.connector
@@ -171,6 +174,8 @@ class Engine:
         self.scheduler.update_from_output(flight.output, flight.result)
         if drafts is not None:
             self.scheduler.update_draft_token_ids(drafts)
+        if self.relay is not None:
+            self.relay.landed(flight.step)
         self.ledger.after_update(flight.output, flight.step, flight.corrupt)
         if self.variant.engine == "reference":
             self.scheduler.check_integrity()

@@ -30,6 +30,7 @@ from kvconform.kv.provenance import Memory, Registry
 from kvconform.observe.ledger import Ledger, RankReports
 from kvconform.observe.observer import Observer
 from kvconform.observe.probe import Probe
+from kvconform.observe.relay import Relay
 from kvconform.observe.static_checks import (
     bound,
     constructor,
@@ -69,6 +70,9 @@ def build(
     hashes = HashBook(variant.block_size, view.identity)
     watch = Watch(trace, probe, hashes, view.generation)
     telemetry = Telemetry(trace, probe, hashes, config)
+    # MultiConnector relays what its children give; the reports of several ranks are joined.
+    alone = len(ranks.members) == 1 and not variant.case.config.multi
+    relay = Relay(trace, probe) if alone else None
     if connected:
         try:
             with noted(trace, "start", target.resolve()):
@@ -118,6 +122,7 @@ def build(
             ledger,
             watch,
             telemetry,
+            relay,
         )
     )
 

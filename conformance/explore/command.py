@@ -235,10 +235,7 @@ def _print(console: Console, campaign: Campaign, deaths: int) -> None:
         if name in known:
             why = f"known: {known[name].id}, docs/engine-findings.md"
         if unlike := campaign.unmarked[name]:
-            why = (
-                f"{unlike} of them NOT KNOWN: without {known[name].mark}, the mark of"
-                f" {known[name].id}"
-            )
+            why = f"{unlike} of them NOT KNOWN: without the mark of {known[name].id}"
         console.print(
             f"vLLM         guarantee {name} was broken in {count} workloads ({why});"
             " not the connector's fault"

@@ -12,6 +12,7 @@ from typing import Any
 from kvconform.contract.situation import policies as known_policies
 from kvconform.explore.dice import Dice
 from kvconform.explore.requests import Requests
+from kvconform.explore.scenes import SCENES, Scene
 from kvconform.explore.schedule import NAMES, Schedule
 from kvconform.explore.workload import Data, Workload, make
 
@@ -65,9 +66,11 @@ def pair_steps(dice: Dice, block: int) -> tuple[list[Data], int]:
     for number in range(1, count + 1):
         length = max(2, dice.number(1, 4) * block + dice.pick([-1, 0, 1, 2]))
         longest = max(longest, length)
-        found.append(
-            {"add": {"req": f"p{number}", "prompt": length, "max_tokens": 1, "hand_over": True}}
-        )
+        # A producer that generates more than one token offers more than the consumer wants.
+        tokens = dice.pick([1] * 7 + [block + 2])
+        longest = max(longest, length + tokens)
+        add: Data = {"req": f"p{number}", "prompt": length, "max_tokens": tokens, "hand_over": True}
+        found.append({"add": add})
         found += [{"step": dice.number(1, 2)}] * dice.number(0, 1)
         found += [{"abort": f"p{number}"}] * dice.one_in(8)
     if not dice.one_in(8):
@@ -78,7 +81,7 @@ def pair_steps(dice: Dice, block: int) -> tuple[list[Data], int]:
         handed: str | Data = source
         if dice.one_in(8):
             handed = {"of": source, "alter": dice.pick(ALTERED)}
-        add: Data = {
+        add = {
             "req": name,
             "prompt": {"same": source},
             "max_tokens": dice.pick([1, 4, 7]),
@@ -114,6 +117,7 @@ THEMES = (
     *["plain"] * 12,
     *["failing"] * 3,
     *["pair"] * 2,
+    *["scene"] * 3,
     "groups",
     "groups",
     "ranks",
@@ -206,11 +210,18 @@ def one(
     else:
         block, drafts = dice.pick([4, 4, 4, 16]), dice.pick([0, 0, 0, 2, 3])
         theme = dice.pick(THEMES)
+        if theme == "scene":
+            drafts = 0
         config = _config(dice, block, drafts)
         relations = list(dice.pick(RELATIONS))
     extra = _special(dice, theme, engine)
     needs = None
-    if theme == "pair":
+    scene: Scene | None = None
+    if theme == "scene":
+        scene = dice.pick(SCENES)(dice, block)
+        steps, longest, relations = scene.steps, scene.longest, []
+        extra |= scene.config
+    elif theme == "pair":
         needs = OVER_STORE if dice.one_in(3) else None
         steps, longest = (over_store if needs else pair_steps)(dice, block)
         relations = []
@@ -233,6 +244,8 @@ def one(
     if not simple:
         enough = -(-(longest + drafts + 1) // block) + 2  # one request alone must fit
         sizes = [64, enough, enough + 1, enough + 3, enough + 6]
+        if scene is not None:
+            sizes = [64]
         config["num_blocks"] = 64 if "groups" in extra else dice.pick(sizes)
     policies: list[str] = []
     if engine == "reference" and not simple and dice.one_in(2):

@@ -16,6 +16,7 @@ from typing import Any
 
 from kvconform.config.target import Target
 from kvconform.contract.loader import Spec, explained, load_spec
+from kvconform.contract.references import Mark
 from kvconform.contract.requirement import Requirement
 from kvconform.explore.workload import Data, Workload
 from kvconform.judge.records import Row
@@ -183,20 +184,21 @@ def outcome(
         return Outcome(error=f"{unclear.requirement}: {unclear.message}", reached=reached(trace))
     failures: list[Failure] = []
     broken_guarantees: list[str] = []
-    kinds = {event["kind"] for event in trace}
+    unmarked: list[str] = []
     for row in report.rows:
         if row.verdict != "FAIL":
             continue
         if row.kind != "requirement":
             broken_guarantees.append(row.requirement)
+            mark = _marks().get(row.requirement)
+            if mark is not None and not mark.precedes(trace, row.event):
+                unmarked.append(row.requirement)
         elif row.gating or row.risk:
             failures.append(_failure(row, trace))
     return Outcome(
         failures=failures,
         broken_guarantees=broken_guarantees,
-        unmarked=[
-            name for name in broken_guarantees if _marks().get(name, "run.start") not in kinds
-        ],
+        unmarked=unmarked,
         reached=reached(trace),
         pairs=pairs_of(workload.data, report.rows, trace),
         unsupported=not trace,
@@ -205,8 +207,8 @@ def outcome(
 
 
 @cache
-def _marks() -> dict[str, str]:
-    """Map guarantees that a known bug of vLLM breaks to the kind of event that marks that bug."""
+def _marks() -> dict[str, Mark]:
+    """Map guarantees that a known bug of vLLM breaks to the mark of that bug."""
     return {name: bug.mark for name, bug in explained(load_spec()).items() if bug.mark}
 
 

@@ -165,11 +165,14 @@ def _stall(e: Event) -> str:
 
 
 def _promise(e: Event) -> str:
-    if e.get("restarted"):
-        what = f"after a restart, {e['req']} repeats {e['of']}: some of {e['promised']} tokens"
+    again = f"{e['req']} repeats {e['of']}"
+    if e["resumed"]:
+        again = f"{e['req']}, resumed after a preemption, repeats {e['of']}"
+    if e["restarted"]:
+        again = f"after a restart, {again}: some of"
     else:
-        what = f"{e['req']} repeats {e['of']}: {e['promised']} tokens"
-    return f"{what} should have come back, {e['reloadable']} did"
+        again += ":"
+    return f"{again} {e['promised']} tokens should have come back, {e['reloadable']} did"
 
 
 def _alloc(e: Event) -> str:
@@ -322,13 +325,21 @@ def _pair_request(e: Event) -> str:
     return f"{e['req']} on engine {e['on']} {fate}{late}; the blocks of {e['of']} were {released}"
 
 
+def _relay(e: Event) -> str:
+    what = ", ".join(e["what"])
+    if e["way"] == "metadata":
+        return f"the engine passed None for the step's metadata to {what}"
+    return f"{what} of the worker half did not reach update_connector_output"
+
+
 def _joined(e: Event) -> str:
     return (
         f"{e['expected']} ranks' reports of each were waited for;"
         f" sent: {e['sent']}, of all: {e['all_sent']};"
         f" received: {e['received']}, of all: {e['all_received']};"
         f" blocks not loaded: {e['invalid']}, by any: {e['errors']};"
-        f" failed: {e['failed']}, by all: {e['failures']}"
+        f" failed: {e['failed']}, by all: {e['failures']};"
+        f" reported once more by other ranks: {e['surplus']}"
     )
 
 
@@ -469,6 +480,7 @@ _TEXT: dict[str, Callable[[Event], str]] = {
     "pair.request": _pair_request,
     "engine.id": _engine_id,
     "ranks.joined": _joined,
+    "relay.broken": _relay,
     "report.landed": lambda e: (
         f"changed after they were reported: {', '.join(e['changed']) or 'nothing'}"
     ),
@@ -512,7 +524,7 @@ _CAUSE: dict[str, tuple[str | Callable[[Event], str], ...]] = {
     "engine.lifecycle": ("op", "error_type", "error_at"),
     "engine.crash": ("where", "hook", "error_type", "error_at"),
     "cache.reset": ("phase",),
-    "profile.expectation": ("what", "restarted"),
+    "profile.expectation": ("what", "resumed", "restarted"),
     "case.expectation": ("what",),
     "engine.api": ("item",),
     "api": ("item",),
@@ -532,6 +544,7 @@ _CAUSE: dict[str, tuple[str | Callable[[Event], str], ...]] = {
     "hold": ("direction", "cause"),
     "plan": ("op", "timing"),
     "engine.id": ("half",),
+    "relay.broken": ("way", "what"),
     "report.landed": ("changed",),
     "state.offered": ("in_table", "again"),
     "kv.registered": ("layout", "required"),

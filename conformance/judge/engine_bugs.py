@@ -13,6 +13,9 @@ It happens around a load that failed, in four ways:
 - It goes on keeping blocks free for an asynchronous load that failed. If the pool cannot hold the
   request twice, its retry is never admitted, and neither are the requests that wait behind it.
 
+What the engine does not pass from one half of a connector to the other is no fault of the
+connector's, either: a report of the worker half, or the metadata of a step.
+
 Until 0.15 it also happens to a finished request whose blocks are kept for the connector: output of
 a step in flight is still added to it. It may finish a second time, and the second report of its
 transfer ends the engine.
@@ -34,6 +37,7 @@ READ = (
     "the engine let request {req} read shared blocks whose load had failed and that were not"
     " computed again"
 )
+RELAYED = "the engine did not pass on {what} ({guarantee})"
 STARVED = (
     "the engine kept blocks from request {req} for the load of its own that had failed"
     " (engine.retry-admitted)"
@@ -89,8 +93,13 @@ def note_unfilled(trace: Trace) -> None:
 
 
 def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
-    """Return when the engine first lost track of a request, as a seq and a sentence, or None."""
-    failed = False  # a synchronous load has failed
+    """Return when the engine first lost track of a request, as a seq and a sentence, or None.
+
+    Each bug is told by its own mark: a request that is miscounted has a block whose synchronous
+    load failed, one that is starved has a load that failed.
+    """
+    failed: set[tuple[str | None, int]] = set()  # (engine, block) of synchronous loads that failed
+    tables: dict[tuple[str | None, str], list[int]] = {}  # blocks of requests that have run
     finished: dict[tuple[str | None, str, int], int] = {}  # (engine, request, generation) -> step
     waiting: dict[tuple[str | None, str], tuple[int, str]] = {}  # starved requests
     for e in trace:
@@ -101,6 +110,11 @@ def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
             waiting.pop((e.get("on"), e["req"]), None)  # it was only late
         elif kind == "run.end" and waiting and not e["quiesced"]:
             return min(waiting.values())
+        if kind == "relay.broken":
+            guarantee = f"engine.relays-{e['way']}"
+            return e["seq"], RELAYED.format(what=", ".join(e["what"]), guarantee=guarantee)
+        if kind == "req.scheduled":
+            tables[e.get("on"), e["req"]] = e["table"]
         if kind in ("req.finished", "sample"):
             who = e.get("on"), e["req"], e["generation"]
             if e["step"] > finished.get(who, e["step"]):
@@ -108,9 +122,12 @@ def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
             if kind == "req.finished":
                 finished[who] = e["step"]
         elif kind == "transfer.failed":
-            failed = failed or not e["is_async"]
+            if not e["is_async"]:
+                failed.update((e.get("on"), block) for block in e["blocks"])
         elif failed and kind == "req.state" and e["reason"] == "rollback":
-            if 0 < e["placeholders"] != e["computed"] - e["known"] + 1:
+            held = tables.get((e.get("on"), e["req"]), [])
+            touched = any((e.get("on"), block) in failed for block in held)
+            if touched and 0 < e["placeholders"] != e["computed"] - e["known"] + 1:
                 return e["seq"], MISCOUNTED.format(req=e["req"])
         elif failed and kind == "alloc" and e.get("unfilled"):
             return e["seq"], SERVED.format(req=e["req"])

@@ -36,6 +36,9 @@ class RankReports:
         self._aggregator = aggregator or KVOutputAggregator.from_connector(connector, ranks)
         # Reports still to come, by direction and request id.
         self._left: dict[tuple[str, str], int] = {}
+        # Transfers that all reports have come for; the number of events at that time.
+        self._over: dict[tuple[str, str], int] = {}
+        self._surplus: set[tuple[str, str]] = set()
         self._failing: set[str] = set()
 
     def join(self, results: list[Any], rank: int = -1) -> Any:
@@ -51,7 +54,8 @@ class RankReports:
         found = {(way, req) for way in _FIELDS for req in ids[way]}
         failed = set(getattr(joined, "failed_recving", None) or ())
         invalid = set(getattr(joined, "invalid_block_ids", None) or ())
-        if found or due or failed or failures or invalid or errors:
+        surplus, self._surplus = self._surplus, set()
+        if found or due or failed or failures or invalid or errors or surplus:
             self._trace.emit(
                 "ranks.joined",
                 expected=self._expected,
@@ -65,6 +69,7 @@ class RankReports:
                 failures=sorted(failures),
                 early=_names(found - due),
                 late=_names(due - found),
+                surplus=_names(surplus),
             )
         return result
 
@@ -80,16 +85,31 @@ class RankReports:
             self._expected = getattr(report, "expected_finished_count", 0) or self._expected
             for way, name in _FIELDS.items():
                 for req in getattr(report, name) or ():
-                    left = self._left.pop((way, req), self._expected) - 1
+                    key = way, req
+                    left = self._left.pop(key, self._expected) - 1
+                    if self._expects_no_more(key):
+                        self._surplus.add(key)
                     if left:
-                        self._left[way, req] = left
+                        self._left[key] = left
                     else:
-                        due.add((way, req))
+                        due.add(key)
+                        self._over[key] = len(self._trace.events)
             errors |= set(report.invalid_block_ids or ())
             self._failing |= set(getattr(report, "failed_recving", None) or ())
         failures = {req for req in self._failing if ("recv", req) in due}
         self._failing -= failures
         return due, failures, errors
+
+    def _expects_no_more(self, key: tuple[str, str]) -> bool:
+        """Return whether all reports of a transfer have come, and the engine awaits none."""
+        since = self._over.get(key)
+        if since is None:
+            return False
+        way, req = key
+        return not any(
+            e["kind"] == "hold" and e["req"] == req and e["direction"] == way
+            for e in self._trace.events[since:]
+        )
 
 
 _FIELDS = {"send": "finished_sending", "recv": "finished_recving"}
@@ -403,7 +423,9 @@ class Ledger:
             reported = req in scheduler.finished_recving_kv_req_ids
             for direction in sorted(directions):
                 if reported or not _waits(request, direction):
-                    self.observer.release(req, direction, "reported")
+                    ended = request is None or request.is_finished()
+                    cause = "reported after its end" if ended else "reported"
+                    self.observer.release(req, direction, cause)
 
     def leaked(self) -> list[str]:
         """Return the ids of Request objects that are alive although the engine has dropped them.

@@ -70,6 +70,7 @@ class Observer:
         """Directions of the transfers that the engine waits for, by request id."""
         self._lookups: dict[Incarnation, Lookup] = {}
         self._failed_claims: dict[tuple[str, int, int], int] = {}  # by incarnation and tokens
+        self._unused: dict[Incarnation, int] = {}  # tokens of loads that the engine has not used
         self._transfers = 0
         self._reported: dict[str, set[str]] = {}  # directions, since the engine began to wait
         self._both: set[str] = set()  # load and send awaited at once, or when one was reported
@@ -137,7 +138,8 @@ class Observer:
             computed_before_reset=self._stale(prefix, local, end),
             after_reset=self._reset_seen,
             computed=request.num_computed_tokens,
-            starved=is_async and end > local and self._starved(request, int(end)),
+            starved=is_async and end > local and self._starved(key, request, int(end)),
+            unused=min(self._unused.get(key, 0), request.num_tokens - 1),
         )
         self._lookups[key] = Lookup(tokens, local, is_async, self.activity)
         if self.on_lookup:
@@ -159,8 +161,10 @@ class Observer:
             return 0
         return max(0, min(end, prefix.ever) - max(prefix.since_reset, local))
 
-    def _starved(self, request: Any, end: int) -> bool:
-        return starved(self.view.scheduler, request, end, self._loads.shape.block_size)
+    def _starved(self, key: Incarnation, request: Any, end: int) -> bool:
+        failed = any(claim[:2] == key for claim in self._failed_claims)
+        size = self._loads.shape.block_size
+        return failed and starved(self.view.scheduler, request, end, size)
 
     # -- grants
     def _alloc(self, call: Call) -> None:
@@ -172,6 +176,7 @@ class Observer:
         req, generation = self._incarnation(request)
         known = self._lookups.get((req, generation))
         second_call = known is None or known.allocated
+        self._unused.pop((req, generation), None)
         lookup = None if second_call else known
         local = request.num_computed_tokens if lookup is None else lookup.local
         is_async = known is not None and known.is_async and external > 0
@@ -337,6 +342,8 @@ class Observer:
 
     def _report(self, req: str, direction: str, grant: Grant | None) -> None:
         seen = self._reported.setdefault(req, set())
+        if direction == "recv" and grant and not grant.failed and not grant.given_up:
+            self._unused[grant.key] = grant.end
         self.trace.emit(
             "transfer.reported",
             req=req,
@@ -389,6 +396,10 @@ class Observer:
             is_async=bool(grant and grant.is_async),
         )
         self.activity += 1  # content that a load did not find is gone for other requests too
+        if grant is None:
+            self._unused.clear()
+        else:
+            self._unused.pop(grant.key, None)
         if grant and not grant.failed and not grant.given_up:  # its first report
             key = (grant.req, grant.generation, grant.end - grant.start)
             self._failed_claims[key] = self._failed_claims.get(key, 0) + 1

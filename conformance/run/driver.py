@@ -41,7 +41,7 @@ from kvconform.process import clock
 from kvconform.run.damage import Damager
 from kvconform.run.expectations import Expectations, Reloads
 from kvconform.run.promises import Promises
-from kvconform.run.records import Progress, RunState, Snapshot
+from kvconform.run.records import Progress, Reload, RunState, Snapshot
 from kvconform.run.stall import StallDetector
 
 PATIENCE = 12
@@ -250,8 +250,9 @@ class Driver:
             Identity.of(add.salt, lora, items, embeds),
             Script(list(add.drafts or []), add.stop_at),
         )
+        state.reloads.pop(req_id, None)
         if add.reloads:
-            state.reloads[req_id] = add.reloads
+            state.reloads[req_id] = Reload(add.reloads)
         request = build_request(
             req_id,
             tokens,

@@ -47,6 +47,7 @@ class Expectations:
             "rejected": self._rejected,
             "external": self._external,
             "failed-loads": self._failed_loads,
+            "waits-after-load": self._waits_after_load,
             "repeated-lookups": self._repeated_lookups,
             "local-hits": self._local_hits,
             "given-up": self._given_up,
@@ -219,6 +220,19 @@ class Expectations:
             events = [e for e in events if e["req"] == self.state.ids.get(arg.req)]
         return self._bounded(arg, len(events), "failed loads")
 
+    def _waits_after_load(self, arg: Any) -> str | None:
+        waiting: set[tuple[str, int]] = set()
+        steps = 0
+        for e in self._events:
+            if e["kind"] == "release" and e["direction"] == "recv" and e["cause"] == "reported":
+                waiting.add((e["req"], e["generation"]))
+            elif e["kind"] == "req.state" and e["to"] not in ("WAITING", "PREEMPTED"):
+                waiting.discard((e["req"], e["generation"]))
+            elif e["kind"] == "step.scheduled":
+                named = None if arg.req is None else self.state.incarnation(arg.req)
+                steps += len(waiting) if named is None else named in waiting
+        return self._bounded(arg, steps, "steps between a load and its use")
+
     def _repeated_lookups(self, arg: Any) -> str | None:
         return self._bounded(arg, len(self._of("lookup", arg.req, repeat=True)), "repeated lookups")
 
@@ -238,18 +252,25 @@ class Expectations:
 
 
 class Reloads:
-    """Check of promises: emits profile.expectation at the first lookup of repeated content."""
+    """Check of promises: emits profile.expectation at lookups of repeated content.
+
+    That is at a request's first answered lookup, and at the first one after each preemption: a
+    resumed request gets what a new one gets.
+    """
 
     def __init__(self, state: RunState) -> None:
         self.state = state
 
     def looked_up(self, request: Any, event: Event) -> None:
-        """Handle a lookup event. Removes the request from `state.reloads`."""
+        """Handle a lookup event. Counts the lookup in `state.reloads` if it was answered."""
         state = self.state
-        source = state.reloads.get(request.request_id)
-        if source is None or event["tokens"] is None or state.promises is None:
+        reload = state.reloads.get(request.request_id)
+        if reload is None or event["tokens"] is None or state.promises is None:
             return
-        del state.reloads[request.request_id]
+        if request.num_preemptions < reload.due:
+            return
+        reload.due = request.num_preemptions + 1
+        source = reload.of
         if not self._is_promised(source, request):
             return
         promised, found = self._promised(source, request, event)
@@ -258,6 +279,7 @@ class Reloads:
             what=state.caps["saves"],
             req=request.request_id,
             of=source,
+            resumed=request.num_preemptions > 0,
             declared=state.promises.declared,
             promised=promised,
             reloadable=found,
@@ -298,7 +320,8 @@ class Reloads:
         found = event["local"] + event["tokens"]
         # A best-effort connector may save less of a request when it has much to do.
         if found < promised and not state.promises.declared:
-            crowd = crowd_of(state.trace.events, state.incarnation(source), event)
+            resumed = request.num_preemptions > 0
+            crowd = crowd_of(state.trace.events, state.incarnation(source), event, resumed)
             promised = min(promised, promise(crowd=crowd))
         # A connector may save only what is about to be evicted.
         if found < promised and not state.promises.declared:

@@ -47,10 +47,16 @@ NOBODY = Crowd()
 
 
 def crowd_of(
-    events: Sequence[dict[str, Any]], source: tuple[str, int], lookup: dict[str, Any]
+    events: Sequence[dict[str, Any]],
+    source: tuple[str, int],
+    lookup: dict[str, Any],
+    resumed: bool = False,
 ) -> Crowd:
-    """Return the crowd of `source` (request id, generation) at a `lookup` event."""
-    asker = (lookup["req"], lookup["generation"])
+    """Return the crowd of `source` (request id, generation) at a `lookup` event.
+
+    A `resumed` request is one of the crowd: it was computed before.
+    """
+    asker = None if resumed else (lookup["req"], lookup["generation"])
     rows = [(_of(e), e) for e in events if e["kind"] == "req.scheduled" and _of(e) != asker]
     mine = [e for key, e in rows if key == source]
     steps = {(e.get("on"), e["step"]) for e in mine}

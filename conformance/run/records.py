@@ -40,12 +40,22 @@ class Snapshot:
 
 
 @dataclass
+class Reload:
+    """A request that repeats the content of request `of`.
+
+    Its next lookup is compared with the promise if it was preempted `due` times or more.
+    """
+
+    of: str
+    due: int = 0
+
+
+@dataclass
 class Progress:
     """State that a process hands to the next one, when the case restarts in a new process.
 
     `infos`, `generations` and `reloads` are keyed by request id, the other maps by the case's name
-    of a request. `reloads` has the requests that repeat the content of another one, until their
-    first lookup.
+    of a request. `reloads` has the requests that repeat the content of another one.
     """
 
     memory: Memory = field(default_factory=Memory)
@@ -55,7 +65,7 @@ class Progress:
     ids: dict[str, str] = field(default_factory=dict)
     requests: dict[str, Snapshot] = field(default_factory=dict)
     generations: dict[str, int] = field(default_factory=dict)
-    reloads: dict[str, str] = field(default_factory=dict)
+    reloads: dict[str, Reload] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)

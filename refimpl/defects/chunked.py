@@ -7,6 +7,7 @@ Blocks then fill up long after they were allocated.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvconform.refimpl.connector import ReferenceConnector
@@ -71,3 +72,19 @@ class DropsPartialChunk(ReferenceConnector):
         if in_prefill and end % self.options.chunk_tokens:
             tracked.outdated = True
         return save
+
+
+class OneTokenIsDecode(ReferenceConnector):
+    """Takes a step with one token of every request for a step of decoding.
+
+    It stores prompts only, so it stores nothing then, and nothing at the end. Beside decoding
+    requests, the budget may leave one token for a prefill.
+    """
+
+    def _plan_saves(self, scheduler_output: SchedulerOutput) -> Iterator[Save]:
+        decodes = max(scheduler_output.num_scheduled_tokens.values(), default=0) == 1
+        for save in super()._plan_saves(scheduler_output):
+            yield replace(save, pieces=()) if decodes else save
+
+    def _finish_bound(self, request: Request) -> int:
+        return 0

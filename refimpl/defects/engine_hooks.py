@@ -3,13 +3,22 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from vllm.v1.request import Request, RequestStatus
 
 from kvconform.refimpl.defects import targets
 from kvconform.refimpl.engine import Engine
-from kvconform.refimpl.faulty import connector_of, returns, twice, with_arguments, with_keywords
+from kvconform.refimpl.faulty import (
+    Altered,
+    connector_of,
+    returns,
+    skipped,
+    twice,
+    with_arguments,
+    with_keywords,
+)
 from kvconform.refimpl.plan import ReferenceMetadata
 
 LOADING = RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -140,23 +149,30 @@ def knows_every_request(engine: Engine, step: Any, result: Any) -> None:
         engine.requests[request_id]
 
 
-@targets.FINISHED.before
-def ignores_late_reports(engine: Engine, connector: Any, reported: Any) -> None:
+def _ignoring(finished: Any, engine: Engine, connector: Any, reported: Any, ids: set[str]) -> None:
+    """Pass the report to the connector, and act on it as if loads of `ids` were not in it."""
+    connector.update_connector_output(reported)
+    left = copy.copy(reported)
+    left.finished_recving = set(reported.finished_recving or ()) - ids
+    finished(engine, Altered(connector, update_connector_output=skipped), left)
+
+
+@targets.FINISHED.replaced_by
+def ignores_late_reports(finished: Any, engine: Engine, connector: Any, reported: Any) -> None:
     """Ignore the load report of an aborted request: its blocks are never freed.
 
     This is the opposite of B045.
     """
-    received = reported.finished_recving or ()
     requests = engine.requests
-    gone = {i for i in received if i in requests and requests[i].is_finished()}
-    if gone:
-        reported.finished_recving = set(received) - gone
-
-
-@targets.FINISHED.before
-def _ignores_unknown_requests(engine: Engine, connector: Any, reported: Any) -> None:
     received = reported.finished_recving or ()
-    reported.finished_recving = {i for i in received if i in engine.requests}
+    gone = {i for i in received if i in requests and requests[i].is_finished()}
+    _ignoring(finished, engine, connector, reported, gone)
+
+
+@targets.FINISHED.replaced_by
+def _ignores_unknown_requests(finished: Any, engine: Engine, connector: Any, reported: Any) -> None:
+    unknown = {i for i in reported.finished_recving or () if i not in engine.requests}
+    _ignoring(finished, engine, connector, reported, unknown)
 
 
 frees_under_a_load = (

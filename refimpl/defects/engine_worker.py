@@ -112,6 +112,25 @@ def collects_before_saving(step: Any, life: Any, output: Any) -> Any:
         return step(life, output)
 
 
+@targets.STEP.replaced_by
+def loses_reports_without_tokens(step: Any, life: Any, output: Any) -> Any:
+    """Drop what the worker half reports in a step without tokens, as an idle engine's output."""
+    result = step(life, output)
+    if _without_tokens(life, output):
+        result = copy.copy(result)
+        result.kv_connector_output = None
+    return result
+
+
+@targets.STEP.replaced_by
+def binds_nothing_without_tokens(step: Any, life: Any, output: Any) -> Any:
+    """Pass None for the metadata of a step without tokens, as a dummy step's."""
+    if _without_tokens(life, output):
+        output = copy.copy(output)
+        output.kv_connector_metadata = None
+    return step(life, output)
+
+
 @targets.ATTENTION.after
 def takes_another_path(_: None, life: Any, name: str) -> None:
     """Run the model on another path if there is a connector, and read the wrong state (B031)."""

@@ -12,7 +12,7 @@ import torch
 
 from kvconform.refimpl.connector import ReferenceConnector
 from kvconform.refimpl.paging import write_slots
-from kvconform.refimpl.plan import Load, Piece
+from kvconform.refimpl.plan import Load, Piece, Save
 from kvconform.refimpl.tracking import Tracked
 
 
@@ -171,3 +171,33 @@ class WholeChunksOnly(ReferenceConnector):
     def _plan_load(self, tracked: Tracked, granted: int, is_async: bool) -> Load:
         assert (tracked.request.num_computed_tokens - granted) % self.options.chunk_tokens == 0
         return super()._plan_load(tracked, granted, is_async)
+
+
+class OverwritesWhatIsRead(ReferenceConnector):
+    """Has a store of SLOTS chunks, and overwrites the oldest one although a load is to read it.
+
+    A chunk's slot is resolved when its load is planned; the load then reads another chunk.
+    """
+
+    SLOTS = 6
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._stored: dict[str, None] = {}
+        self._now_in_slot_of: dict[str, str] = {}
+
+    def _save(self, epoch: int, save: Save, layers: Iterable[str]) -> None:
+        super()._save(epoch, save, layers)
+        for piece in save.pieces:
+            self._stored[piece.key] = None
+            self._now_in_slot_of.pop(piece.key, None)
+            if len(self._stored) > self.SLOTS:
+                oldest = next(iter(self._stored))
+                del self._stored[oldest]
+                self._store.drop(oldest)
+                self._now_in_slot_of[oldest] = piece.key
+
+    def _load(self, load: Load, layers: Iterable[str]) -> None:
+        moved = self._now_in_slot_of
+        pieces = tuple(replace(each, key=moved.get(each.key, each.key)) for each in load.pieces)
+        super()._load(replace(load, pieces=pieces), layers)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.config import get_current_vllm_config
@@ -87,6 +88,33 @@ class SavesWhatItIsTold(ReferenceConnector):
             if req_id not in scheduler_output.num_scheduled_tokens:
                 computed = tracked.request.num_computed_tokens
                 yield self._plan_save(tracked, self._worth_saving(tracked.request, computed), 0)
+
+
+class CopiesFreedBlocks(ReferenceConnector):
+    """Stores what a sibling has loaded, and copies it when the blocks have been freed.
+
+    Keeps nothing else. It returns False from request_finished, because it computed nothing.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._fetched: set[str] = set()
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if request.num_computed_tokens and not num_external_tokens:
+            self._fetched.add(request.request_id)
+
+    def _save_bound(self, request: Any, computed: int, scheduled: int) -> int:
+        return 0
+
+    def _finish_bound(self, request: Any) -> int:
+        return super()._finish_bound(request) if request.request_id in self._fetched else 0
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> Finish:
+        super().request_finished(request, block_ids)
+        self._final = [replace(save, final=False) for save in self._final]
+        return False, None
 
 
 class KnowsItsPeers(ReferenceConnector):

@@ -10,6 +10,7 @@ from kvconform.refimpl.connector import Lookup, ReferenceConnector
 from kvconform.refimpl.tracking import Tracked, first_group
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.request import Request
@@ -54,6 +55,30 @@ class KnownIsOld(_RemembersPreempted):
             super()._extend_table(tracked, new_blocks, replaces)
 
 
+class KeepsStaleTail(_RemembersPreempted):
+    """Overwrites the beginning of a table that the engine replaces, and keeps its old tail.
+
+    The tail shows only if the request resumes with fewer blocks than it had: nothing is reused of
+    it, and its prompt is computed in chunks.
+    """
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        new = first_group(blocks.get_block_ids())
+        self._tracked[request.request_id].table[: len(new)] = new
+
+    def _extend_table(
+        self, tracked: Tracked, new_blocks: Sequence[Sequence[int]] | None, replaces: bool
+    ) -> None:
+        if replaces:
+            new = first_group(new_blocks or ())
+            tracked.table[: len(new)] = new
+        else:
+            super()._extend_table(tracked, new_blocks, replaces)
+
+
 class CancelsNewLoad(ReferenceConnector):
     """Drops the load of a request that was preempted and resumed within the same step."""
 
@@ -87,3 +112,18 @@ class PromptOnlyLookup(ReferenceConnector):
         blocks_of_prompt = (request.num_prompt_tokens - 1) // self._block_size
         found = min(self._stored_prefix(request), blocks_of_prompt * self._block_size)
         return found - num_computed_tokens if found else 0, False
+
+
+class NothingForResumed(ReferenceConnector):
+    """Finds nothing for a request that was preempted, and lets the engine compute it again.
+
+    It announces no KV events, which would show that the KV is stored.
+    """
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return ()
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Lookup:
+        if request.num_preemptions:
+            return 0, False
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)

@@ -185,3 +185,14 @@ def lookahead_while_loading(
     if not num_new_tokens:
         kwargs["num_lookahead_tokens"] = manager.settings.block_size
     return allocate(manager, request, num_new_tokens, *args, **kwargs)
+
+
+class MatchesTheEnds(Peer):
+    """Takes the last of the producer's blocks, as if it lacked only a local hit at the beginning.
+
+    That is right as long as the producer has no more blocks than the consumer wants.
+    """
+
+    def _copy(self, pull: Pull, offer: Offer) -> None:
+        blocks = offer.blocks[-len(pull.blocks) :] if pull.blocks else []
+        super()._copy(dataclasses.replace(pull, first=0), dataclasses.replace(offer, blocks=blocks))

@@ -13,6 +13,7 @@ import pytest
 
 from kvconform.config.target import Target
 from kvconform.contract.loader import explained, load_spec
+from kvconform.contract.references import Mark
 from kvconform.dev.sweep import target_of
 from kvconform.explore.outcome import outcome
 from kvconform.explore.workload import Data, Workload, make
@@ -93,8 +94,10 @@ def test_what_vllm_breaks_is_known_by_name(
 
 def test_a_known_bug_is_known_by_its_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by its symptom alone: without the event that begins it, another bug broke it."""
-    assert explained(SPEC)["engine.reset-returns"].mark == "cache.reset"
-    marks = {"engine.reset-returns": "transfer.failed"}
+    known = explained(SPEC)["engine.reset-returns"].mark
+    assert known is not None
+    assert known.event == "cache.reset"
+    marks = {"engine.reset-returns": Mark(event="transfer.failed")}
     monkeypatch.setattr("kvconform.explore.outcome._marks", lambda: marks)
     workload = mended(
         RESET, engine="vllm", scheduling="async", config={}, relations=["no-connector"]

@@ -173,6 +173,11 @@ FAULTS: dict[str, Faults] = {
     "report.landed": Faults(
         {"changed": ["finished_sending"]}, {"changed": ["invalid_block_ids"]}, [{"changed": []}]
     ),
+    "relay.broken": Faults(
+        {"way": "reports", "what": ["finished_recving"]},
+        {"what": ["invalid_block_ids"]},
+        [{"way": "metadata"}],
+    ),
     "state.offered": Faults(
         {"req": "a", "block": 3},
         {"req": "b", "block": 4, "group": 1, "tokens": 8},

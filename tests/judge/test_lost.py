@@ -63,10 +63,12 @@ def row(start: int, tokens: int) -> dict[str, Any]:
     ],
 )
 def test_tokens_in_flight_that_are_not_taken_back(event: dict[str, Any], at: int | None) -> None:
-    found = lost(numbered(FAILED, event))
-    assert (None if found is None else found[0]) == at
-    assert lost(numbered({**FAILED, "is_async": True}, event)) is None
-    assert lost(numbered(event, FAILED)) is None
+    ran = row(0, 12)
+    found = lost(numbered(ran, FAILED, event))
+    assert (None if found is None else found[0] - 1) == at
+    assert lost(numbered(ran, {**FAILED, "is_async": True}, event)) is None
+    assert lost(numbered(ran, event, FAILED)) is None
+    assert lost(numbered(ran, {**FAILED, "blocks": [9]}, event)) is None  # another request's load
 
 
 @pytest.mark.parametrize(

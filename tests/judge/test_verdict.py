@@ -264,6 +264,7 @@ def test_rows_survive_json_and_match_the_report() -> None:
 
 
 LOST = (
+    {"kind": "req.scheduled", "req": "a", "table": [4, 5]},
     {"kind": "transfer.failed", "req": "a", "is_async": False, "blocks": [5]},
     {
         "kind": "req.state",

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random workloads around one situation that a random schedule hardly ever reaches.
+
+Each scene draws lengths and times around what brings its situation about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvconform.explore.dice import Dice
+from kvconform.explore.workload import Data
+
+
+@dataclass
+class Scene:
+    """The steps of a workload, its longest request with output, and the configuration it needs."""
+
+    steps: list[Data]
+    longest: int
+    config: Data = field(default_factory=dict)
+
+
+def _add(name: str, prompt: int | Data, max_tokens: int, **more: object) -> Data:
+    return {"add": {"req": name, "prompt": prompt, "max_tokens": max_tokens, **more}}
+
+
+RUN: Data = {"run": {}}
+DROP: list[Data] = [{"run": {}}, {"drop-local": {}}]
+LAND: Data = {"land": 3}
+"""Lands all steps in flight: there are at most three."""
+
+
+def shorter_table(dice: Dice, block: int) -> Scene:
+    """Preempt a request that reads no cache between two chunks: it resumes with fewer blocks."""
+    chunk = dice.number(1, 2) * block + dice.pick([-1, 0, 0, 1])
+    length = dice.number(2, 4) * chunk + dice.pick([0, 1])
+    first = _add("a", length, 2, skip_reading_prefix_cache=True)
+    steps = [first, {"step": dice.number(2, 3)}, LAND, {"preempt": "a"}]
+    if dice.one_in(2):
+        steps.append(_add("c", dice.number(1, 2 * block), 3))
+    steps += [*DROP, _add("b", {"same": "a"}, 2, reloads="a"), RUN]
+    return Scene(steps, length + 2, {"budget": max(1, chunk)})
+
+
+def resumed(dice: Dice, block: int) -> Scene:
+    """Preempt a request that repeats a stored prompt, and let it ask for the prompt again."""
+    length = dice.number(1, 4) * block + dice.pick([0, 1, 2])
+    steps = [_add("a", length, 1), *DROP, _add("b", {"same": "a"}, 9, reloads="a")]
+    steps += [{"step": dice.number(2, 8)}, LAND, {"preempt": "b"}]
+    steps += [{"drop-local": {}}] * dice.number(0, 1)
+    if dice.one_in(2):
+        steps.append(_add("c", dice.number(1, 2 * block), 4))
+    return Scene([*steps, RUN], length + 9)
+
+
+def beside_decodes(dice: Dice, block: int) -> Scene:
+    """Compute a prompt with what decoding requests leave of the budget: one token, or two."""
+    count = dice.number(2, 4)
+    length = dice.number(1, 2) * block + dice.pick([0, 1])
+    steps = [_add(f"d{number}", 1, length + 5) for number in range(count)]
+    steps += [{"step": 2}, _add("a", length, 2), *DROP]
+    steps += [_add("b", {"same": "a"}, 2, reloads="a"), RUN]
+    budget = count + dice.pick([1, 1, 2])
+    return Scene(steps, length + 7, {"budget": budget, "max_seqs": budget})
+
+
+def no_room(dice: Dice, block: int) -> Scene:
+    """Let a load end when a decoding neighbour has taken the rest of the pool."""
+    blocks = dice.number(2, 4)
+    more = block + dice.number(1, block)
+    steps = [_add("a", blocks * block, 1), *DROP]
+    steps += [_add("d", 2 * block - dice.number(1, 2), block + 5), {"step": dice.number(1, 2)}]
+    steps.append(_add("b", {"of": "a", "then": more}, 2, priority=dice.pick([0, 0, 1])))
+    if dice.one_in(2):
+        steps.append(_add("c", dice.number(1, block), 1))
+    pool = blocks + 4 + dice.pick([0, 0, 1])
+    config = {"budget": 64, "max_seqs": dice.pick([2, 8]), "num_blocks": pool + 1}
+    return Scene([*steps, RUN], blocks * block + more + 2, config)
+
+
+def freed_at_once(dice: Dice, block: int) -> Scene:
+    """Hand the blocks of a request that a sibling has loaded to the next one in the same step."""
+    length = dice.number(2, 4) * block + 1
+    other = length + dice.number(0, 2)
+    steps = [_add("a", length, 1), RUN, _add("c", {"same": "a"}, dice.number(1, 4))]
+    steps += [_add("e", other, 6), RUN, _add("d", {"same": "a"}, 2), RUN]
+    config = {
+        "budget": 64,
+        "multi": dice.pick([["fetcher", "self"], ["self", "fetcher"]]),
+        "num_blocks": -(-(other + 6) // block) + dice.number(2, 3),
+        "prefix_caching": False,
+    }
+    return Scene(steps, other + 6, config)
+
+
+def third_request(dice: Dice, block: int) -> Scene:
+    """Store another prompt between the lookup of a prompt and the end of its load."""
+    length = dice.number(2, 4) * block
+    other = dice.number(4, 8) * block + dice.pick([0, 2])
+    steps = [_add("a", length, 2), *DROP, _add("b", {"of": "a", "then": 1}, 2)]
+    steps += [{"lookup-only": "b"}] * dice.number(0, 1)
+    steps += [_add("e", other, 2), RUN]
+    return Scene(steps, other + 2, {"budget": 256})
+
+
+SCENES: tuple[Callable[[Dice, int], Scene], ...] = (
+    shorter_table,
+    resumed,
+    beside_decodes,
+    no_room,
+    freed_at_once,
+    third_request,
+)
