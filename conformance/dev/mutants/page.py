@@ -1,0 +1,3 @@
+from pathlib import Path
+RESULTS = Path("docs/mutants")
+def main(root, check): return 0
