@@ -28,7 +28,7 @@ def shown(result: Result) -> str:
     found = f"{result.outcome:9} {result.seconds:6.1f} s  {result.site}"
     if result.outcome == "killed":
         by = ", ".join(result.requirements[:3]) or result.note
-        return f"{found}\n{'':20} {result.means}: {by} in {result.run or 'the import'}"
+        return f"{found}\n{'':20} {result.means}: {by} in {result.run or 'the start'}"
     lines = [f"{'':20} {line}" for line in (result.note, *result.diff) if line]
     counts = f"{'':20} {result.runs} runs, {result.reached} reach the line"
     return "\n".join([found, counts, *lines])
@@ -42,19 +42,26 @@ def main(
         int | None, typer.Option(min=1, help="so many mutants of each subject, at random")
     ] = None,
     seed: Annotated[int, typer.Option(help="of the sample")] = 0,
-    shard: Annotated[str | None, typer.Option(help="i/n: the i-th of n parts of the sample")] = None,
+    shard: Annotated[
+        str | None, typer.Option(help="i/n: the i-th of n parts of the sample")
+    ] = None,
     minutes: Annotated[
         float | None, typer.Option(help="start no further mutant of a subject after this time")
     ] = None,
     explore: Annotated[
         float, typer.Option(help="seconds of random workloads for a mutant that no case kills")
     ] = 20.0,
-    only: Annotated[str, typer.Option(help="only mutants whose site contains this text")] = "",
+    only: Annotated[
+        list[str] | None, typer.Option(help="only mutants whose site contains one of these texts")
+    ] = None,
+    case: Annotated[
+        list[str] | None, typer.Option("--case", "-k", help="only these cases, areas or globs")
+    ] = None,
     again: Annotated[bool, typer.Option(help="judge recorded survivors again")] = False,
     results: Annotated[Path, typer.Option(help="folder of the results")] = page.RESULTS,
-    cache: Annotated[
-        Path, typer.Option(help="folder for what the originals do")
-    ] = Path("build/mutants"),
+    cache: Annotated[Path, typer.Option(help="folder for what the originals do")] = Path(
+        "build/mutants"
+    ),
     listed: Annotated[bool, typer.Option("--list", help="list the mutants, and run none")] = False,
     pages: Annotated[bool, typer.Option(help="write docs/mutants.md, and run none")] = False,
     check: Annotated[
@@ -65,27 +72,37 @@ def main(
     try:
         if pages:
             sys.exit(page.main(ROOT, check=check))
-        choice = Choice(sample, seed, parse(shard) if shard else None, minutes, only, again)
+        choice = Choice(
+            sample, seed, parse(shard) if shard else None, minutes, tuple(only or ()), again
+        )
         for each in [subject(one) for one in name] if name else subjects().values():
             problem = lacks(each, ROOT)
             if problem is not None:
                 print(f"{each.id}: UNSUPPORTED: {problem}", flush=True)
                 continue
-            _run(each.id, choice, results, cache, explore, listed=listed)
+            _run(each.id, choice, results, cache, explore, tuple(case or ()), listed=listed)
     except (KvconformError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 
 
 def _run(
-    name: str, choice: Choice, folder: Path, cache: Path, explore: float, *, listed: bool
+    name: str,
+    choice: Choice,
+    folder: Path,
+    cache: Path,
+    explore: float,
+    cases: tuple[str, ...],
+    *,
+    listed: bool,
 ) -> None:
     from kvconform.compat.installed import check_vllm
     from kvconform.contract.loader import load_spec
     from kvconform.dev.mutants.campaign import all_of, chosen
     from kvconform.dev.mutants.server import Server
 
-    with Server(subject(name), load_spec(), check_vllm()[0], ROOT, explore=explore) as server:
+    vllm, _ = check_vllm()
+    with Server(subject(name), load_spec(), vllm, ROOT, explore=explore, cases=cases) as server:
         mutations = all_of(server)
         mine = chosen(mutations, choice)
         print(f"{name}: {len(mine)} of {len(mutations)} mutants", flush=True)
@@ -105,7 +122,10 @@ def _run(
             flush=True,
         )
         for _ in judge(
-            server, choice, folder / f"{name}.jsonl", lambda result: print(shown(result), flush=True)
+            server,
+            choice,
+            folder / f"{name}.jsonl",
+            lambda result: print(shown(result), flush=True),
         ):
             pass
 

@@ -22,7 +22,7 @@ class Choice:
 
     - `sample`: how many of all, at random; None: all. A larger sample contains a smaller one.
     - `shard`: the part of the sample. `minutes`: start no further one after this time.
-    - `only`: text that a site must contain.
+    - `only`: texts of which a site must contain one.
     - `again`: judge those again that are recorded as survivors.
     """
 
@@ -30,13 +30,17 @@ class Choice:
     seed: int = 0
     shard: Shard | None = None
     minutes: float | None = None
-    only: str = ""
+    only: tuple[str, ...] = ()
     again: bool = False
 
 
 def chosen(mutations: Sequence[Mutation], choice: Choice) -> list[Mutation]:
     """Return the mutants of a sample and shard, in random order."""
-    wanted = [each for each in mutations if choice.only in str(each.site)]
+    wanted = [
+        each
+        for each in mutations
+        if not choice.only or any(text in str(each.site) for text in choice.only)
+    ]
     ranked = sorted(wanted, key=lambda each: each.site.rank(choice.seed))[: choice.sample]
     if choice.shard is None:
         return ranked

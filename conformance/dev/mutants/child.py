@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -23,11 +23,12 @@ from kvconform.dev.mutants.lines import Recorder
 from kvconform.dev.mutants.loading import forget, install_everywhere
 from kvconform.dev.mutants.mutation import Mutation
 from kvconform.dev.mutants.subject import Run
+from kvconform.errors import UsageError
 from kvconform.judge.records import CaseReport, Verdict
 from kvconform.process import watchdog
 from kvconform.process.supervisor import dies_with_parent
 from kvconform.run.runs import PlainRuns
-from kvconform.session.worker import settle_in
+from kvconform.session.worker import START_LIMIT, settle_in
 
 EXPLORING = "(exploration)"
 RUN_LIMIT = 90.0
@@ -67,8 +68,10 @@ class Job:
 ELSEWHERE = ("hash-seed", "second-process")
 """Relations of workloads that start processes."""
 Message = dict[str, Any]
-"""`run` and `seconds`; `failed`: requirements; `import`: an error; `done`; for the original also
-`lines`, `skipped` and `error`."""
+"""`run`, `seconds`, `failed` (requirements) and `error` (of the harness), about one run.
+
+For the original also `lines` and `skipped`. Or `start`: why the connector did not start; or `done`.
+"""
 
 
 def serve(connection: Connection, job: Job, spec: Spec) -> None:
@@ -84,11 +87,11 @@ def serve(connection: Connection, job: Job, spec: Spec) -> None:
         with ExitStack() as stack:
             targets: dict[str, Target] = {}
             try:
-                with watchdog.case("(import)", 120.0):
+                with watchdog.case("(start)", START_LIMIT):
                     for name, settings in job.settings.items():
                         targets[name] = stack.enter_context(_ready(name, settings, job.scratch))
             except BaseException as error:
-                connection.send({"import": f"{type(error).__name__}: {error}".splitlines()[0]})
+                connection.send({"start": f"{type(error).__name__}: {error}".splitlines()[0]})
                 return
             if job.mutation is None:
                 _original(connection, job, spec, targets)
@@ -110,24 +113,25 @@ def _prepare(job: Job) -> None:
 
 @contextmanager
 def _ready(name: str, settings: Settings, scratch: Path) -> Iterator[Target]:
-    """Prepare the process for one configuration: output, import path, servers, the class."""
-    from kvconform.adapters import registry as adapters
+    """Prepare the process for one configuration: output, import path, servers.
+
+    Constructs the connector once, as a session does. KvconformError if that fails.
+    """
     from kvconform.run import smoke
 
     servers, settings = settle_in(settings, scratch, name, scratch)
     try:
         servers.up()
         target = smoke.target_of(settings)
-        adapters.install(target.adapters)
-        target.resolve()
+        refused = smoke.check(target, scratch / name, START_LIMIT, engine=settings.engine)
+        if refused is not None:
+            raise UsageError(refused)
         yield target
     finally:
         servers.down()
 
 
-def _mutant(
-    connection: Connection, job: Job, spec: Spec, targets: Mapping[str, Target]
-) -> None:
+def _mutant(connection: Connection, job: Job, spec: Spec, targets: Mapping[str, Target]) -> None:
     for number, run in enumerate(job.runs):
         limit = max(RUN_LIMIT, 20 * job.seconds.get(run.id, 0.0))
         start = time.perf_counter()
@@ -135,16 +139,18 @@ def _mutant(
             report = _judge(run, targets[run.setup], spec, job, job.scratch / str(number))
         failed = [each for each in failures(report) if f"{run.id} {each}" not in job.excused]
         seconds = round(time.perf_counter() - start, 3)
-        connection.send({"run": run.id, "seconds": seconds, "failed": failed})
-        if failed:
+        message: Message = {"run": run.id, "seconds": seconds, "failed": failed}
+        if report.harness_error:
+            # The harness takes errors of its own connectors for its own.
+            message["error"] = report.harness_error.strip().splitlines()[-1]
+        connection.send(message)
+        if failed or report.harness_error:
             return
     if job.explore > 0:
         _explore(connection, job, spec, targets[job.explore_setup])
 
 
-def _original(
-    connection: Connection, job: Job, spec: Spec, targets: Mapping[str, Target]
-) -> None:
+def _original(connection: Connection, job: Job, spec: Spec, targets: Mapping[str, Target]) -> None:
     modules = {file: module for module, file in job.files.items()}
     recorder = Recorder(modules)
     for number, run in enumerate(job.runs):
@@ -223,9 +229,16 @@ def _explore(connection: Connection, job: Job, spec: Spec, target: Target) -> No
         causes = {str(each.key) for each in found.failures if not each.risk} - known
         seconds = round(time.perf_counter() - start, 3)
         failed = sorted({each.requirement for each in found.failures if str(each.key) in causes})
-        message = {"run": EXPLORING, "seconds": seconds, "failed": failed, "causes": sorted(causes)}
+        message: Message = {
+            "run": EXPLORING,
+            "seconds": seconds,
+            "failed": failed,
+            "causes": sorted(causes),
+        }
+        if found.error:
+            message["error"] = found.error
         connection.send(message)
-        if failed and job.mutation is not None:
+        if (failed or found.error) and job.mutation is not None:
             return
         known |= causes
 

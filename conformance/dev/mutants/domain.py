@@ -154,9 +154,12 @@ def _changed(node: ast.stmt) -> set[str]:
             receiver = each.func.value
             if isinstance(receiver, ast.Attribute):
                 found.add(receiver.attr)
-        elif isinstance(each, ast.Subscript) and not isinstance(each.ctx, ast.Load):
-            if isinstance(each.value, ast.Attribute):
-                found.add(each.value.attr)
+        elif (
+            isinstance(each, ast.Subscript)
+            and isinstance(each.value, ast.Attribute)
+            and not isinstance(each.ctx, ast.Load)
+        ):
+            found.add(each.value.attr)
     return found
 
 

@@ -90,7 +90,9 @@ def numbers(node: ast.AST, text: Text, scope: Scope) -> Found:
     if isinstance(node, ast.Slice):
         bounds = [node.lower, node.upper]
     elif isinstance(node, ast.Call) and _name(node.func) in ("range", "min", "max"):
-        bounds = [each for each in node.args if not isinstance(each, (ast.Starred, ast.GeneratorExp))]
+        bounds = [
+            each for each in node.args if not isinstance(each, (ast.Starred, ast.GeneratorExp))
+        ]
         if len(bounds) == 1 and _name(node.func) != "range":
             bounds = []  # the argument is a collection
     for bound in bounds:

@@ -14,9 +14,12 @@ from pydantic import ConfigDict, TypeAdapter
 from kvconform.dev.mutants.mutation import Site
 
 Outcome = Literal["killed", "survived", "undecided"]
-Means = Literal["", "requirement", "raise", "hang", "death", "import"]
-"""What a kill shows itself by: a requirement other than `hook.no-raise`; an exception; a hook or
-case that does not end; the death of the process; an import that fails."""
+Means = Literal["", "requirement", "raise", "hang", "death", "start"]
+"""What a kill shows itself by.
+
+A requirement other than `hook.no-raise`; an exception; a hook or case that does not end; the death
+of the process; a connector that cannot be imported or constructed, which `kvconform run` refuses.
+"""
 
 
 @dataclass
@@ -73,7 +76,7 @@ def read(path: Path) -> list[Result]:
         # The last line may be cut off: the process was ended while it wrote.
         if not line.endswith("}"):
             continue
-        result = _RESULT.validate_python({"function": "", **json.loads(line)})
+        result = _RESULT.validate_python({"function": "", "occurrence": 0, **json.loads(line)})
         found[result.subject, result.site] = result
     return list(found.values())
 
@@ -81,8 +84,9 @@ def read(path: Path) -> list[Result]:
 def append(path: Path, result: Result) -> None:
     """Add a result to a file, which is created if it does not exist."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    cut_off = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
     with path.open("a", encoding="utf-8") as file:
-        file.write(result.to_json() + "\n")
+        file.write("\n" * cut_off + result.to_json() + "\n")
 
 
 def rewrite(path: Path, results: Iterable[Result]) -> None:

@@ -31,9 +31,9 @@ class Scope:
         """Return the node that contains this one."""
         return self._parents.get(node)
 
-    def functions(self, node: ast.AST) -> list[ast.AST]:
+    def functions(self, node: ast.AST) -> list[Function | ast.ClassDef]:
         """Return the functions and classes around a node, the innermost first."""
-        found = []
+        found: list[Function | ast.ClassDef] = []
         parent = self.parent(node)
         while parent is not None:
             if isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -49,7 +49,7 @@ class Scope:
 
     def qualified_name(self, node: ast.AST) -> str:
         """Return the names of the functions and classes around a node, with dots."""
-        names = [each.name for each in self.functions(node)]  # type: ignore[attr-defined]
+        names = [each.name for each in self.functions(node)]
         return ".".join(reversed(names))
 
     def statement(self, node: ast.AST) -> ast.stmt | None:

@@ -40,20 +40,34 @@ SPARE = 120.0
 
 
 class Server:
-    """Judges the mutants of one subject, one at a time. A context manager."""
+    """Judges the mutants of one subject, one at a time. A context manager.
+
+    `explore`: seconds of random workloads for a mutant that no case kills. `cases`: the only ones
+    to run; default: all of the suite. `hook_timeout`: seconds that a mutant's hook may take.
+    """
 
     def __init__(
-        self, subject: Subject, spec: Spec, vllm: str, root: Path, *, explore: float
+        self,
+        subject: Subject,
+        spec: Spec,
+        vllm: str,
+        root: Path,
+        *,
+        explore: float,
+        cases: Sequence[str] = (),
+        hook_timeout: float = HOOK_TIMEOUT,
     ) -> None:
         self.subject = subject
         self.explore = explore
+        self._cases = tuple(cases)
+        self._hook_timeout = hook_timeout
         self.killers = Killers()
         self.suite = suite_digest()
         self._spec = spec
         self._settings: dict[str, Settings] = {
-            setup.id: settings_of(subject, setup, root) for setup in subject.setups
+            setup.id: settings_of(subject, setup, root, cases) for setup in subject.setups
         }
-        self._runs = {run.id: run for run in runs_of(subject, spec, vllm, root)}
+        self._runs = {run.id: run for run in runs_of(self._settings, spec, vllm)}
         first = self._settings[subject.setups[0].id]
         self._judged = select(spec, first, vllm).judged
         self._paths = {name: path_of(name, subject, root) for name in subject.modules}
@@ -75,7 +89,9 @@ class Server:
     def start(self, cache: Path) -> None:
         """Import vLLM, make the baseline runs, and run the original, or read it from `cache`."""
         warm()
-        key = "-".join([self.suite, f"{self.explore:g}", self.subject.model_dump_json()])
+        key = "-".join(
+            [self.suite, f"{self.explore:g}", *self._cases, self.subject.model_dump_json()]
+        )
         key += "".join(digest(self.source(module)) for module in self.subject.modules)
         known = recorded.read(cache, digest(key.encode()))
         self._make_plain()
@@ -88,8 +104,8 @@ class Server:
 
     def _make_plain(self) -> None:
         """Make the run without a connector of every variant, which all mutants share."""
-        from kvconform.run.runner import run_variant
         from kvconform.run import smoke
+        from kvconform.run.runner import run_variant
 
         for run in self._runs.values():
             target = smoke.target_of(self._settings[run.setup])
@@ -156,8 +172,8 @@ class Server:
 
     def _take(self, made: Result, message: Message) -> None:
         """Add a message of the child to the result."""
-        if "import" in message:
-            made.outcome, made.means, made.note = "killed", "import", message["import"]
+        if "start" in message:
+            made.outcome, made.means, made.note = "killed", "start", message["start"]
         elif "late" in message:
             made.outcome, made.note = "undecided", message["late"]
         elif "died" in message:
@@ -167,15 +183,16 @@ class Server:
             self._killed_by(made, "hang" if message["hung"] else "death")
         elif "run" in message:
             made.runs += 1
-            if message["failed"]:
+            if message["failed"] or "error" in message:
                 made.run, made.requirements = message["run"], message["failed"]
                 made.explored = made.run == EXPLORING
+                made.note = message.get("error", "")
                 self._killed_by(made, _means(message["failed"]))
 
     def _killed_by(self, made: Result, means: results.Means) -> None:
         made.outcome, made.means = "killed", means
         usual = self.original.seconds.get(made.run, 0.0)
-        if means == "hang" and usual * FAR_LESS > HOOK_TIMEOUT:
+        if means == "hang" and usual * FAR_LESS > self._hook_timeout:
             made.outcome = "undecided"
             made.note = f"did not end in time, and the original takes {usual:g} s"
 
@@ -189,7 +206,7 @@ class Server:
             self._settings,
             self._scratch / str(self._number),
             self._judged,
-            HOOK_TIMEOUT if mutation else 60.0,
+            self._hook_timeout if mutation else 60.0,
             self.explore * (1 if mutation else 2),
             first,
             plain=self._plain,
@@ -220,7 +237,7 @@ class Server:
                     process.join(10)
                     yield _death(job.scratch / "note", process.exitcode)
                     return
-                ended = "done" in message or "import" in message
+                ended = "done" in message or "start" in message
                 yield message
         finally:
             _end(process)
@@ -249,6 +266,4 @@ def _means(failed: Sequence[str]) -> results.Means:
     """Return what a kill by these requirements shows itself by."""
     if "hook.terminates" in failed:
         return "hang"
-    return "raise" if "hook.no-raise" in failed else "requirement"
-
-
+    return "raise" if "hook.no-raise" in failed or not failed else "requirement"

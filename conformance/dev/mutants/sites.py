@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """All mutations of a module.
 
-Left out are docstrings, annotations, imports, assertions, decorators, code for type checking only,
-and changes that Python does not compile or that make the same program as an earlier one.
+Left out are docstrings, annotations, names of types, imports, assertions, decorators, code for type
+checking only, and changes that Python does not compile or that make the same program as an earlier
+one.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 
@@ -18,6 +20,8 @@ from kvconform.dev.mutants.scope import Scope
 from kvconform.dev.mutants.text import Text
 
 Operator = Callable[[ast.AST, Text, Scope], Found]
+TYPE_NAME = re.compile(r"_?[A-Z][a-z]")
+"""Beginning of names that stand for types."""
 
 OPERATORS: tuple[Operator, ...] = (
     domain.state,
@@ -71,6 +75,9 @@ def _walk(node: ast.AST) -> Iterator[ast.AST]:
 def _is_left_out(node: ast.AST) -> bool:
     if isinstance(node, (ast.Import, ast.ImportFrom, ast.Assert, ast.JoinedStr)):
         return True
+    if isinstance(node, ast.Assign) and isinstance(node.value, (ast.Subscript, ast.BinOp)):
+        names = [each.id for each in node.targets if isinstance(each, ast.Name)]
+        return bool(names) and all(TYPE_NAME.match(name) for name in names)
     if isinstance(node, ast.If):
         return "TYPE_CHECKING" in ast.dump(node.test)
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)

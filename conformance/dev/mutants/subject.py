@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -96,14 +97,18 @@ def subject(name: str) -> Subject:
     return subjects()[name]
 
 
-def settings_of(subject: Subject, setup: Setup, root: Path) -> Settings:
-    """Return the settings of one configuration. `root`: the repository."""
+def settings_of(subject: Subject, setup: Setup, root: Path, cases: Sequence[str] = ()) -> Settings:
+    """Return the settings of one configuration.
+
+    `root`: the repository. `cases`: ids, areas or globs of the only cases to run.
+    """
     given: dict[str, Any] = {
         "connector": subject.connector if setup.catalogue is None else setup.catalogue,
         "engine": setup.engine,
         "scheduling": setup.scheduling,
         "workers": 1,
         "half": setup.half,
+        "select": list(cases),
     }
     if setup.slow != "all":
         given["slow"] = setup.slow
@@ -151,15 +156,14 @@ def path_of(module: str, subject: Subject, root: Path) -> Path:
     return Path(found.origin)
 
 
-def runs_of(subject: Subject, spec: Spec, vllm: str, root: Path) -> list[Run]:
-    """Return all runs of the suite on all configurations of a subject."""
+def runs_of(settings: Mapping[str, Settings], spec: Spec, vllm: str) -> list[Run]:
+    """Return all runs of the suite on all configurations, whose settings are given by name."""
     found = []
-    for setup in subject.setups:
-        selection = select(spec, settings_of(subject, setup, root), vllm)
+    for name, each in settings.items():
+        selection = select(spec, each, vllm)
         found += [
-            Run(setup.id, variant)
+            Run(name, variant)
             for variant in selection.variants
             if HASH_SEED not in variant.case.relations
         ]
     return found
-

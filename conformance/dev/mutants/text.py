@@ -45,9 +45,7 @@ class Text:
     def swapped(self, one: SpannedNode, other: SpannedNode) -> Edit:
         """Return the edit that exchanges two nodes, of which `one` comes first."""
         between = self.source[self.end(one) : self.start(other)].decode()
-        return Edit(
-            self.start(one), self.end(other), f"{self.of(other)}{between}{self.of(one)}"
-        )
+        return Edit(self.start(one), self.end(other), f"{self.of(other)}{between}{self.of(one)}")
 
     def between(self, left: SpannedNode, right: SpannedNode, old: str, new: str) -> Edit | None:
         """Return the edit of the operator `old` between two nodes; None if it is not plain."""
