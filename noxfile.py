@@ -192,6 +192,16 @@ def defects(session: nox.Session) -> None:
 
 
 @nox.session
+def mutants(session: nox.Session) -> None:
+    """Judge mutants of correct connectors, and list those that the suite does not find.
+
+    For example: `-- --subject reference --sample 60`. All of one subject take hours.
+    """
+    env, rest = prepare(session)
+    env.run("-m", "kvconform.dev.mutants", *rest)
+
+
+@nox.session
 def independent(session: nox.Session) -> None:
     """Judge correct connectors that share no code with the suite: none may fail.
 
@@ -281,6 +291,7 @@ def lint(session: nox.Session) -> None:
     env.run("-m", "kvconform", "lint", "--strict")
     env.run("-m", "kvconform.dev.results", "pages", "--check")
     env.run("-m", "kvconform.dev.docs", "--check")
+    env.run("-m", "kvconform.dev.mutants", "--pages", "--check")
     env.site("--quiet")
 
 

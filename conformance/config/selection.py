@@ -66,7 +66,8 @@ def part(variants: Sequence[Variant], shard: Shard) -> list[Variant]:
 def suite_digest() -> str:
     """Return 12 hexadecimal digits for the specification and the code that drives and judges.
 
-    They identify this kvconform; its version does not change from commit to commit.
+    They identify this kvconform; its version does not change from commit to commit. The tools of
+    development and their data do not count.
     """
     found = hashlib.sha256()
     packages = {
@@ -94,6 +95,8 @@ def _digest(folder: Traversable, suffix: str, name: str, found: hashlib._Hash) -
             "kernels",
             "connectors",
             "fixtures",
+            "dev",
+            "mutants",
         ):
             _digest(entry, suffix, f"{name}/{entry.name}", found)
         elif entry.name.endswith(suffix) and entry.is_file():

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mutate correct connectors, and print what the suite does not find: `nox -s mutants`.
+
+A mutant takes seconds if it is killed, and about a minute if it survives. Results are added to
+docs/mutants/SUBJECT.jsonl; a later run continues there. `--pages` writes docs/mutants.md from them.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvconform.config.settings import parse
+from kvconform.dev.mutants import page
+from kvconform.dev.mutants.campaign import Choice, judge
+from kvconform.dev.mutants.result import Result
+from kvconform.dev.mutants.subject import lacks, subject, subjects
+from kvconform.errors import KvconformError
+
+ROOT = Path.cwd()
+
+
+def shown(result: Result) -> str:
+    """Return a result as lines for a terminal."""
+    found = f"{result.outcome:9} {result.seconds:6.1f} s  {result.site}"
+    if result.outcome == "killed":
+        by = ", ".join(result.requirements[:3]) or result.note
+        return f"{found}\n{'':20} {result.means}: {by} in {result.run or 'the start'}"
+    lines = [f"{'':20} {line}" for line in (result.note, *result.diff) if line]
+    counts = f"{'':20} {result.runs} runs, {result.reached} reach the line"
+    return "\n".join([found, counts, *lines])
+
+
+def main(
+    name: Annotated[
+        list[str] | None, typer.Option("--subject", help="only these subjects; default: all")
+    ] = None,
+    sample: Annotated[
+        int | None, typer.Option(min=1, help="so many mutants of each subject, at random")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="of the sample")] = 0,
+    shard: Annotated[
+        str | None, typer.Option(help="i/n: the i-th of n parts of the sample")
+    ] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="start no further mutant of a subject after this time")
+    ] = None,
+    explore: Annotated[
+        float, typer.Option(help="seconds of random workloads for a mutant that no case kills")
+    ] = 20.0,
+    only: Annotated[
+        list[str] | None, typer.Option(help="only mutants whose site contains one of these texts")
+    ] = None,
+    case: Annotated[
+        list[str] | None, typer.Option("--case", "-k", help="only these cases, areas or globs")
+    ] = None,
+    again: Annotated[bool, typer.Option(help="judge recorded survivors again")] = False,
+    results: Annotated[Path, typer.Option(help="folder of the results")] = page.RESULTS,
+    cache: Annotated[Path, typer.Option(help="folder for what the originals do")] = Path(
+        "build/mutants"
+    ),
+    listed: Annotated[bool, typer.Option("--list", help="list the mutants, and run none")] = False,
+    pages: Annotated[bool, typer.Option(help="write docs/mutants.md, and run none")] = False,
+    check: Annotated[
+        bool, typer.Option(help="with --pages: only report whether the pages are stale")
+    ] = False,
+) -> None:
+    """Judge mutants of correct connectors."""
+    try:
+        if pages:
+            sys.exit(page.main(ROOT, check=check))
+        choice = Choice(
+            sample, seed, parse(shard) if shard else None, minutes, tuple(only or ()), again
+        )
+        for each in [subject(one) for one in name] if name else subjects().values():
+            problem = lacks(each, ROOT)
+            if problem is not None:
+                print(f"{each.id}: UNSUPPORTED: {problem}", flush=True)
+                continue
+            _run(each.id, choice, results, cache, explore, tuple(case or ()), listed=listed)
+    except (KvconformError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _run(
+    name: str,
+    choice: Choice,
+    folder: Path,
+    cache: Path,
+    explore: float,
+    cases: tuple[str, ...],
+    *,
+    listed: bool,
+) -> None:
+    from kvconform.compat.installed import check_vllm
+    from kvconform.contract.loader import load_spec
+    from kvconform.dev.mutants.campaign import all_of, chosen
+    from kvconform.dev.mutants.server import Server
+
+    vllm, _ = check_vllm()
+    with Server(subject(name), load_spec(), vllm, ROOT, explore=explore, cases=cases) as server:
+        mutations = all_of(server)
+        mine = chosen(mutations, choice)
+        print(f"{name}: {len(mine)} of {len(mutations)} mutants", flush=True)
+        if listed:
+            for each in mine:
+                print("", each.site, *each.diff(), sep="\n")
+            return
+        server.start(cache / f"{name}.json")
+        original = server.original
+        seconds = sum(original.seconds.values())
+        print(
+            f"{name}: the original fails {len(original.failed)} in {len(original.seconds)} runs"
+            f" ({seconds:.0f} s), {len(original.skipped)} runs judge nothing",
+            *original.failed,
+            *original.errors,
+            sep="\n  ",
+            flush=True,
+        )
+        for _ in judge(
+            server,
+            choice,
+            folder / f"{name}.jsonl",
+            lambda result: print(shown(result), flush=True),
+        ):
+            pass
+
+
+if __name__ == "__main__":
+    typer.run(main)

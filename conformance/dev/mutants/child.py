@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The body of a forked process that judges one mutant, or the original.
+
+It imports the connector, makes the runs one by one and sends messages: what it failed, if anything.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from kvconform.config.settings import Settings
+from kvconform.config.target import Target
+from kvconform.contract.loader import Spec
+from kvconform.dev.mutants.lines import Recorder
+from kvconform.dev.mutants.loading import forget, install_everywhere
+from kvconform.dev.mutants.mutation import Mutation
+from kvconform.dev.mutants.subject import Run
+from kvconform.errors import UsageError
+from kvconform.judge.records import CaseReport, Verdict
+from kvconform.process import watchdog
+from kvconform.process.supervisor import dies_with_parent
+from kvconform.run.runs import PlainRuns
+from kvconform.session.worker import START_LIMIT, settle_in
+
+EXPLORING = "(exploration)"
+RUN_LIMIT = 90.0
+"""Least seconds that a run may take; more if the original takes long. Hooks have a limit, too."""
+FAR_LESS = 3.0
+"""A hang counts if the original takes less than the limit divided by this."""
+
+
+@dataclass
+class Job:
+    """What a child does.
+
+    - `mutation`: None for the original. `path`: the file of the mutated module.
+    - `runs`: in this order. `plain`: their baseline runs, by the suite's id of the run.
+    - `seconds`: those of the original, by run.
+    - `excused`: `run requirement` that kills nothing. `known`: causes that exploration may find.
+    - `files`: files of the subject's modules, by module.
+    """
+
+    mutation: Mutation | None
+    path: Path
+    runs: Sequence[Run]
+    settings: Mapping[str, Settings]
+    scratch: Path
+    judged: Sequence[str]
+    hook_timeout: float
+    explore: float
+    explore_setup: str
+    explore_seed: int = 0
+    plain: Mapping[str, PlainRuns] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    excused: frozenset[str] = frozenset()
+    known: frozenset[str] = frozenset()
+    files: Mapping[str, str] = field(default_factory=dict)
+
+
+ELSEWHERE = ("hash-seed", "second-process")
+"""Relations of workloads that start processes."""
+Message = dict[str, Any]
+"""`run`, `seconds`, `failed` (requirements) and `error` (of the harness), about one run.
+
+For the original also `lines` and `skipped`. Or `start`: why the connector did not start; or `done`.
+"""
+
+
+def serve(connection: Connection, job: Job, spec: Spec) -> None:
+    """Judge the mutant, or the original; the body of the child.
+
+    A mutant ends with its first failure; the original makes all runs.
+    """
+    os.setsid()
+    dies_with_parent()
+    watchdog.start(job.hook_timeout, job.scratch / "note")
+    try:
+        _prepare(job)
+        with ExitStack() as stack:
+            targets: dict[str, Target] = {}
+            try:
+                with watchdog.case("(start)", START_LIMIT):
+                    for name, settings in job.settings.items():
+                        targets[name] = stack.enter_context(_ready(name, settings, job.scratch))
+            except BaseException as error:
+                connection.send({"start": f"{type(error).__name__}: {error}".splitlines()[0]})
+                return
+            if job.mutation is None:
+                _original(connection, job, spec, targets)
+            else:
+                _mutant(connection, job, spec, targets)
+        connection.send({"done": True})
+    finally:
+        watchdog.stop()
+
+
+def _prepare(job: Job) -> None:
+    """Install the mutated module, and forget those that this process has imported already."""
+    forget(job.files)
+    if job.mutation is not None:
+        install_everywhere(
+            job.mutation.site.module, str(job.path), job.mutation.mutated, job.scratch / "site"
+        )
+
+
+@contextmanager
+def _ready(name: str, settings: Settings, scratch: Path) -> Iterator[Target]:
+    """Prepare the process for one configuration: output, import path, servers.
+
+    Constructs the connector once, as a session does. KvconformError if that fails.
+    """
+    from kvconform.run import smoke
+
+    servers, settings = settle_in(settings, scratch, name, scratch)
+    try:
+        servers.up()
+        target = smoke.target_of(settings)
+        refused = smoke.check(target, scratch / name, START_LIMIT, engine=settings.engine)
+        if refused is not None:
+            raise UsageError(refused)
+        yield target
+    finally:
+        servers.down()
+
+
+def _mutant(connection: Connection, job: Job, spec: Spec, targets: Mapping[str, Target]) -> None:
+    for number, run in enumerate(job.runs):
+        limit = max(RUN_LIMIT, 20 * job.seconds.get(run.id, 0.0))
+        start = time.perf_counter()
+        with watchdog.case(run.id, limit):
+            report = _judge(run, targets[run.setup], spec, job, job.scratch / str(number))
+        failed = [each for each in failures(report) if f"{run.id} {each}" not in job.excused]
+        seconds = round(time.perf_counter() - start, 3)
+        message: Message = {"run": run.id, "seconds": seconds, "failed": failed}
+        if report.harness_error:
+            # The harness takes errors of its own connectors for its own.
+            message["error"] = report.harness_error.strip().splitlines()[-1]
+        connection.send(message)
+        if failed or report.harness_error:
+            return
+    if job.explore > 0:
+        _explore(connection, job, spec, targets[job.explore_setup])
+
+
+def _original(connection: Connection, job: Job, spec: Spec, targets: Mapping[str, Target]) -> None:
+    modules = {file: module for module, file in job.files.items()}
+    recorder = Recorder(modules)
+    for number, run in enumerate(job.runs):
+        start = time.perf_counter()
+        with watchdog.case(run.id, 600.0), recorder.recording():
+            report = _judge(run, targets[run.setup], spec, job, job.scratch / str(number))
+        lines: dict[str, list[int]] = {}
+        for file, line in sorted(recorder.taken()):
+            lines.setdefault(modules[file], []).append(line)
+        message: Message = {
+            "run": run.id,
+            "seconds": round(time.perf_counter() - start, 3),
+            "failed": failures(report),
+            "lines": lines,
+            "skipped": not any(row.exercised for row in report.rows),
+        }
+        if report.harness_error:
+            message["error"] = report.harness_error.strip().splitlines()[-1]
+        connection.send(message)
+    if job.explore > 0:
+        _explore(connection, job, spec, targets[job.explore_setup])
+
+
+def _judge(run: Run, target: Target, spec: Spec, job: Job, tmp: Path) -> CaseReport:
+    from kvconform.run.case import run_and_judge
+
+    # Copied: a run may add to it.
+    plain = dict(job.plain.get(run.variant.id, {}))
+    return run_and_judge(
+        run.variant,
+        target,
+        spec,
+        seed=0,
+        tmp=tmp,
+        requirements=job.judged,
+        plain=plain,
+        brief=True,
+    )
+
+
+def failures(report: CaseReport) -> list[str]:
+    """Return the requirements whose failure makes a connector NOT CONFORMANT."""
+    return [
+        row.requirement
+        for row in report.rows
+        if row.verdict is Verdict.FAIL and row.gating and row.kind == "requirement"
+    ]
+
+
+def _explore(connection: Connection, job: Job, spec: Spec, target: Target) -> None:
+    """Run random workloads for a time; send the first failure that the original does not have.
+
+    The original runs for the whole time, and sends all causes.
+    """
+    from kvconform.explore.draw import drawn
+    from kvconform.explore.outcome import outcome
+
+    settings = job.settings[job.explore_setup]
+    workloads = drawn(
+        settings.engines,
+        settings.schedulings,
+        settings.slows,
+        first_seed=job.explore_seed,
+        count=1_000_000,
+    )
+    end = time.monotonic() + job.explore
+    known = set(job.known)
+    for workload in workloads:
+        if time.monotonic() > end:
+            return
+        if not set(workload.data.get("relations", [])).isdisjoint(ELSEWHERE):
+            continue  # it takes as long as many others
+        start = time.perf_counter()
+        with watchdog.case(EXPLORING, RUN_LIMIT):
+            found = outcome(workload, target, spec, job.scratch / "explored")
+        causes = {str(each.key) for each in found.failures if not each.risk} - known
+        seconds = round(time.perf_counter() - start, 3)
+        failed = sorted({each.requirement for each in found.failures if str(each.key) in causes})
+        message: Message = {
+            "run": EXPLORING,
+            "seconds": seconds,
+            "failed": failed,
+            "causes": sorted(causes),
+        }
+        if found.error:
+            message["error"] = found.error
+        connection.send(message)
+        if (failed or found.error) and job.mutation is not None:
+            return
+        known |= causes
+
+
+def warm() -> None:
+    """Import what every child needs, but no connector."""
+    for name in (
+        "compat.vllm_api",
+        "run.case",
+        "run.smoke",
+        "explore.draw",
+        "explore.outcome",
+        "refimpl.scheduler",
+    ):
+        importlib.import_module(f"kvconform.{name}")

@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The warm process: it has vLLM and kvconform imported, and forks once per mutant.
+
+The connector is imported in the fork only. The baseline runs, which no mutant changes, are made
+here once.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from kvconform.config.selection import select, suite_digest
+from kvconform.config.settings import Settings
+from kvconform.contract.loader import Spec
+from kvconform.dev.mutants import original as recorded
+from kvconform.dev.mutants import result as results
+from kvconform.dev.mutants.child import EXPLORING, FAR_LESS, Job, Message, serve, warm
+from kvconform.dev.mutants.mutation import Mutation, digest
+from kvconform.dev.mutants.order import Killers
+from kvconform.dev.mutants.original import Original
+from kvconform.dev.mutants.result import Result
+from kvconform.dev.mutants.subject import Run, Subject, path_of, runs_of, settings_of
+from kvconform.files import scratch_root
+from kvconform.process import watchdog
+from kvconform.run.runs import PlainRuns
+
+HOOK_TIMEOUT = 10.0
+SPARE = 120.0
+"""Seconds that a mutant may take in addition to five times the original's runs."""
+
+
+class Server:
+    """Judges the mutants of one subject, one at a time. A context manager.
+
+    `explore`: seconds of random workloads for a mutant that no case kills. `cases`: the only ones
+    to run; default: all of the suite. `hook_timeout`: seconds that a mutant's hook may take.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        spec: Spec,
+        vllm: str,
+        root: Path,
+        *,
+        explore: float,
+        cases: Sequence[str] = (),
+        hook_timeout: float = HOOK_TIMEOUT,
+    ) -> None:
+        self.subject = subject
+        self.explore = explore
+        self._cases = tuple(cases)
+        self._hook_timeout = hook_timeout
+        self.killers = Killers()
+        self.suite = suite_digest()
+        self._spec = spec
+        self._settings: dict[str, Settings] = {
+            setup.id: settings_of(subject, setup, root, cases) for setup in subject.setups
+        }
+        self._runs = {run.id: run for run in runs_of(self._settings, spec, vllm)}
+        first = self._settings[subject.setups[0].id]
+        self._judged = select(spec, first, vllm).judged
+        self._paths = {name: path_of(name, subject, root) for name in subject.modules}
+        self._plain: dict[str, PlainRuns] = {}
+        self._scratch = Path(tempfile.mkdtemp(prefix="kvconform-mutants-", dir=scratch_root()))
+        self._number = 0
+        self.original = Original("")
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def source(self, module: str) -> bytes:
+        """Return the original source of one of the subject's modules."""
+        return self._paths[module].read_bytes()
+
+    def start(self, cache: Path) -> None:
+        """Import vLLM, make the baseline runs, and run the original, or read it from `cache`."""
+        warm()
+        key = "-".join(
+            [self.suite, f"{self.explore:g}", *self._cases, self.subject.model_dump_json()]
+        )
+        key += "".join(digest(self.source(module)) for module in self.subject.modules)
+        known = recorded.read(cache, digest(key.encode()))
+        self._make_plain()
+        gc.collect()
+        gc.freeze()
+        if known is None:
+            known = self._examine(digest(key.encode()))
+            known.save(cache)
+        self.original = known
+
+    def _make_plain(self) -> None:
+        """Make the run without a connector of every variant, which all mutants share."""
+        from kvconform.run import smoke
+        from kvconform.run.runner import run_variant
+
+        for run in self._runs.values():
+            target = smoke.target_of(self._settings[run.setup])
+            name = run.variant.id
+            plain = self._plain.setdefault(name, {})
+            if "no-connector" not in run.variant.case.relations or target.role in plain:
+                continue
+            plain[target.role] = run_variant(
+                run.variant,
+                target,
+                seed=0,
+                tmp=self._scratch / "plain" / str(len(self._plain)),
+                relation="no-connector",
+            )
+        shutil.rmtree(self._scratch / "plain", ignore_errors=True)
+
+    def _examine(self, key: str) -> Original:
+        found = Original(key)
+        job = self._job(None, list(self._runs.values()))
+        for message in self._messages(job, 6 * 3600.0):
+            run = str(message.get("run", ""))
+            if run == EXPLORING:
+                found.found += message["causes"]
+            elif run:
+                found.seconds[run] = message["seconds"]
+                found.failed += [f"{run} {each}" for each in message["failed"]]
+                found.skipped += [run] if message["skipped"] else []
+                found.errors += [f"{run}: {message['error']}"] if "error" in message else []
+                for module, lines in message["lines"].items():
+                    found.add_lines(run, module, set(lines))
+            elif "done" not in message:
+                found.errors.append(str(message))
+        return found
+
+    def judge(self, mutation: Mutation) -> Result:
+        """Judge one mutant."""
+        site = mutation.site
+        reached = self.original.reaching(site.module, mutation.lines)
+        apart = {name for name, run in self._runs.items() if run.has_processes}
+        chosen = (reached | apart) - set(self.original.skipped)
+        order = self.killers.order(site, chosen, self.original.seconds)
+        job = self._job(mutation, [self._runs[name] for name in order])
+        made = Result(
+            self.subject.id,
+            site.module,
+            site.function,
+            site.operator,
+            site.line,
+            site.occurrence,
+            digest(mutation.source),
+            self.suite,
+            "survived",
+            reached=len(reached),
+            diff=mutation.diff(),
+        )
+        start = time.perf_counter()
+        limit = SPARE + self.explore + 5 * sum(self.original.seconds.get(each, 0) for each in order)
+        for message in self._messages(job, limit):
+            self._take(made, message)
+        made.seconds = round(time.perf_counter() - start, 2)
+        if made.outcome == "killed" and made.run and not made.explored:
+            self.killers.add(site, made.run)
+        return made
+
+    def _take(self, made: Result, message: Message) -> None:
+        """Add a message of the child to the result."""
+        if "start" in message:
+            made.outcome, made.means, made.note = "killed", "start", message["start"]
+        elif "late" in message:
+            made.outcome, made.note = "undecided", message["late"]
+        elif "died" in message:
+            made.run = str(message["run"])
+            made.note = message["died"]
+            made.explored = made.run == EXPLORING
+            self._killed_by(made, "hang" if message["hung"] else "death")
+        elif "run" in message:
+            made.runs += 1
+            if message["failed"] or "error" in message:
+                made.run, made.requirements = message["run"], message["failed"]
+                made.explored = made.run == EXPLORING
+                made.note = message.get("error", "")
+                self._killed_by(made, _means(message["failed"]))
+
+    def _killed_by(self, made: Result, means: results.Means) -> None:
+        made.outcome, made.means = "killed", means
+        usual = self.original.seconds.get(made.run, 0.0)
+        if means == "hang" and usual * FAR_LESS > self._hook_timeout:
+            made.outcome = "undecided"
+            made.note = f"did not end in time, and the original takes {usual:g} s"
+
+    def _job(self, mutation: Mutation | None, runs: Sequence[Run]) -> Job:
+        self._number += 1
+        first = self.subject.setups[0].id
+        return Job(
+            mutation,
+            self._paths[mutation.site.module] if mutation else Path(),
+            runs,
+            self._settings,
+            self._scratch / str(self._number),
+            self._judged,
+            self._hook_timeout if mutation else 60.0,
+            self.explore * (1 if mutation else 2),
+            first,
+            plain=self._plain,
+            seconds=self.original.seconds,
+            excused=frozenset(self.original.failed),
+            known=frozenset(self.original.found),
+            files={module: str(path) for module, path in self._paths.items()},
+        )
+
+    def _messages(self, job: Job, limit: float) -> Iterator[Message]:
+        """Fork a child for a job and yield its messages, the last of which may be its death."""
+        job.scratch.mkdir(parents=True)
+        context = multiprocessing.get_context("fork")
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=serve, args=(theirs, job, self._spec))
+        process.start()
+        theirs.close()
+        end = time.monotonic() + limit
+        ended = False
+        try:
+            while not ended:
+                if not ours.poll(max(0.0, end - time.monotonic())):
+                    yield {"late": f"did not end within {limit:.0f} s"}
+                    return
+                try:
+                    message = ours.recv()
+                except EOFError:
+                    process.join(10)
+                    yield _death(job.scratch / "note", process.exitcode)
+                    return
+                ended = "done" in message or "start" in message
+                yield message
+        finally:
+            _end(process)
+            ours.close()
+            shutil.rmtree(job.scratch, ignore_errors=True)
+
+
+def _death(note: Path, code: int | None) -> Message:
+    """Return the message about a child that ended before it was done."""
+    left = watchdog.read_note(note)
+    hung = code == watchdog.EXIT_HANG or (left is not None and left.hung)
+    where = (left.hook if left is not None else None) or "outside of any hook"
+    run = (left.case if left is not None else None) or ""
+    return {"died": f"exit code {code}, {where}", "hung": hung, "run": run}
+
+
+def _end(process: Any) -> None:
+    """End a child and what it has started."""
+    process.join(5)
+    with suppress(OSError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.join(10)
+
+
+def _means(failed: Sequence[str]) -> results.Means:
+    """Return what a kill by these requirements shows itself by."""
+    if "hook.terminates" in failed:
+        return "hang"
+    return "raise" if "hook.no-raise" in failed or not failed else "requirement"
