@@ -541,10 +541,11 @@ _kind(
     "load.due",
     "kv",
     "req:str generation:int transfer:str? granted:int missing:list wrong:list "
-    "reported_failed:bool is_async:bool local:int by_group:list early_reads:list",
-    "The engine is about to rely on a grant. by_group = those of several groups that lack "
-    "something: number, tokens per block, positions, block table. early_reads = where work on "
-    "other streams was queued that read too early, so far.",
+    "reported_failed:bool promised:bool is_async:bool local:int by_group:list early_reads:list",
+    "The engine is about to rely on a grant. promised = the connector has declared that it keeps "
+    "this content, has found it, and nothing in the case makes a load fail. by_group = those of "
+    "several groups that lack something: number, tokens per block, positions, block table. "
+    "early_reads = where work on other streams was queued that read too early, so far.",
 )
 _kind(
     "kv.wrong",

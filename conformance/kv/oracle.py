@@ -232,6 +232,7 @@ class Loads:
         self.grants: list[Grant] = []
         self.failed_blocks: set[int] = set()
         self.failed_reqs: set[str] = set()
+        self.promised: set[str] = set()
 
     def open_grants(self) -> list[Grant]:
         """Return the grants that the engine has not relied on yet."""
@@ -527,6 +528,7 @@ class Oracle(Loads):
             missing=missing,
             wrong=sorted(wrong),
             reported_failed=reported,
+            promised=grant.req in self.promised,
             is_async=grant.is_async,
             local=grant.start,
             by_group=grant.missing_by_group(),

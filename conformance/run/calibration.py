@@ -48,6 +48,8 @@ class Calibration:
         self.broke: str | None = None
         self._broken: set[tuple[Plain, int]] = set()
         self.announced: tuple[int, bool] | None = None
+        self.failed = False
+        """Whether a load of a plain run was reported as failed."""
 
     def came_back(self, plain: Plain, block_size: int) -> tuple[int, bool]:
         """Return what the second lookup of the plain workload found.
@@ -77,6 +79,8 @@ class Calibration:
             for event in run.trace
             if event["kind"] == "lookup" and event["req"] == "b" and event["tokens"] is not None
         ]
+        if any(e["kind"] == "load.due" and e["reported_failed"] for e in run.trace):
+            self.failed = True
         if answers:
             last = answers[-1]
             claim = (max(0, last["local"] + int(last["tokens"])), last["is_async"])
@@ -140,6 +144,8 @@ def profile_of(target: Target, tmp: Path) -> Profile:
         learn("store", stores)
         if prompt == 0 and calibration.broke and sources["store"] == "inferred":
             doubts["store"] = f"from a plain run that broke off: {calibration.broke}"
+        if calibration.failed:
+            doubts["store"] = "but a load of a plain prompt was reported as failed"
         if not stores:
             learn("saves", "none")
         else:

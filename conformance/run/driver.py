@@ -154,7 +154,7 @@ class Driver:
             self.tmp,
             relation=self.relation,
         )
-        engine.observer.on_lookup = Reloads(state).looked_up
+        engine.observer.on_lookup = Reloads(state, engine.oracle.promised).looked_up
         for rank in engine.ranks.members:
             rank.cache.tolerance = tolerance(state.caps["lossy"])
         if self.watcher is not None:

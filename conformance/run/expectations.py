@@ -255,11 +255,15 @@ class Reloads:
     """Check of promises: emits profile.expectation at lookups of repeated content.
 
     That is at a request's first answered lookup, and at the first one after each preemption: a
-    resumed request gets what a new one gets.
+    resumed request gets what a new one gets. The ids of requests whose load must arrive, as nothing
+    excuses it, are added to `to_arrive`.
     """
 
-    def __init__(self, state: RunState) -> None:
+    def __init__(self, state: RunState, to_arrive: set[str]) -> None:
         self.state = state
+        self.to_arrive = to_arrive
+        steps = state.variant.case.steps
+        self._undisturbed = not any(step.op in ("fail-load", "damage") for step in steps)
 
     def looked_up(self, request: Any, event: Event) -> None:
         """Handle a lookup event. Counts the lookup in `state.reloads` if it was answered."""
@@ -271,9 +275,12 @@ class Reloads:
             return
         reload.due = request.num_preemptions + 1
         source = reload.of
+        self.to_arrive.discard(request.request_id)
         if not self._is_promised(source, request):
             return
         promised, found = self._promised(source, request, event)
+        if self._undisturbed and state.promises.declared and found >= promised > 0:
+            self.to_arrive.add(request.request_id)
         state.trace.emit(
             "profile.expectation",
             what=state.caps["saves"],

@@ -201,3 +201,10 @@ class OverwritesWhatIsRead(ReferenceConnector):
         moved = self._now_in_slot_of
         pieces = tuple(replace(each, key=moved.get(each.key, each.key)) for each in load.pieces)
         super()._load(replace(load, pieces=pieces), layers)
+
+
+class SavesAllLayersButOne(ReferenceConnector):
+    """Stores no chunk completely, so that every load is reported as failed."""
+
+    def _save(self, epoch: int, save: Save, layers: Iterable[str]) -> None:
+        super()._save(epoch, save, list(layers)[:-1])
