@@ -128,7 +128,7 @@ def _placed(cache: PagedCache, group: Group, region: int) -> KVCacheTensor:
         size=region * len(layers),
         layers=layers,
         layer_stride=apart,
-        block_stride=first.stride(0) * item,
+        block_stride=first.stride(0) * cache.kernel_blocks * item,
     )
 
 
@@ -144,6 +144,7 @@ def registered(
         told=getattr(cache_config, "kv_cache_layout", None),
         shape=list(first.shape),
         strides=list(first.stride()),
+        context_ranks=cache.share[1],
         own_shape=None,
         own_strides=None,
     )
@@ -158,7 +159,7 @@ def registered(
         layout = config.cache_config.get_resolved_kv_cache_layout()
         raw = torch.zeros(tensor.size, dtype=torch.int8)
         views = kv_cache_interface.create_kv_cache_views(
-            raw, group.kv_cache_spec, cache.num_blocks, layout, tensor
+            raw, group.kv_cache_spec, cache.num_blocks, layout, tensor, cache.kernel_block_size
         )
         found["own_shape"] = list(views[0].shape)
         found["own_strides"] = list(views[0].stride())

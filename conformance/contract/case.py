@@ -53,15 +53,16 @@ class Config(Model):
     load_failure_policy: Literal["recompute", "fail"] = "recompute"
     role: Role = "kv_both"
     max_model_len: PositiveInt = 256
-    tensor_parallel: Literal[1, 2] = Field(
-        default=1, description="ranks that the heads are split over"
+    tensor_parallel: Literal[1, 2, 3, 4] = Field(
+        default=1,
+        description="ranks that the heads are split over (two heads); latent KV is on all of them",
     )
     pipeline_parallel: Literal[1, 2] = Field(
         default=1, description="ranks that the layers are split over"
     )
-    context_parallel: Literal[1, 2] = Field(
+    context_parallel: Literal[1, 2, 3, 4] = Field(
         default=1,
-        description="ranks, the tensor parallel ones, that a block's tokens are split over",
+        description="neighbouring tensor parallel ranks that a block's tokens are split over",
     )
     delivery: str | None = None
     long_prefill_threshold: Annotated[int, Field(ge=0)] = Field(
@@ -79,6 +80,10 @@ class Config(Model):
         default=8, description="tokens that layers with a sliding window attend to"
     )
     stats: bool = Field(default=False, description="the engine keeps statistics (log_stats)")
+    kernel_block_size: PositiveInt | None = Field(
+        default=None,
+        description="tokens per block of the KV tensors, if the attention needs smaller blocks",
+    )
     layout: Layout | None = Field(
         default=None,
         description="the only order of a KV tensor's axes that the attention supports",
@@ -194,6 +199,38 @@ class Case(Model):
         return self
 
     @model_validator(mode="after")
+    def _ranks_fit(self) -> Case:
+        config = self.config
+        latent = config.groups == ["latent"]
+        degrees = self.context_degrees
+        if max(degrees) > 1 and (
+            not latent or any(config.tensor_parallel % degree for degree in degrees)
+        ):
+            raise ValueError(
+                "config: context_parallel needs groups [latent], and must divide tensor_parallel"
+            )
+        sizes = self.matrix.block_size or [config.block_size]
+        if any(size % degree for size in sizes for degree in degrees):
+            raise ValueError("config: context_parallel must divide the block size")
+        if config.tensor_parallel > 2 and not latent:
+            raise ValueError("config: more than two tensor parallel ranks need groups [latent]")
+        return self
+
+    @model_validator(mode="after")
+    def _kernel_blocks(self) -> Case:
+        size = self.config.kernel_block_size
+        if size is None:
+            return self
+        if len(self.config.groups) > 1 or self.config.layout not in (None, "LBHNC", "LBNHC"):
+            raise ValueError(
+                "config: kernel_block_size needs one group, and layout LBHNC or LBNHC, if any"
+            )
+        sizes = self.matrix.block_size or [self.config.block_size]
+        if any(each % (size * degree) for each in sizes for degree in self.context_degrees):
+            raise ValueError("config: kernel_block_size must divide the blocks of a rank's memory")
+        return self
+
+    @model_validator(mode="after")
     def _two_engines(self) -> Case:
         names = self.config.engines
         ids = [add.arg.id or add.arg.req for add in self.steps if add.op == "add"]
@@ -209,18 +246,24 @@ class Case(Model):
             )
         if len(groups) == 1 and groups[0] not in ("full", "latent"):
             raise ValueError("config: a single group must be full or latent")
-        if self.config.context_parallel > 1 and (
-            groups != ["latent"] or self.config.tensor_parallel != self.config.context_parallel
-        ):
-            raise ValueError(
-                "config: context_parallel needs groups [latent] and an equal tensor_parallel"
-            )
         structured = any(add.structured for step in self.steps for add in step.adds())
         if structured and self.engines != ["vllm"]:
             raise ValueError("structured output: only engine vllm has it")
         if len(names) == 1 or (self.config.multi and "self" not in self.config.multi):
             raise ValueError("config: engines are two or none; multi has `self` among its children")
         return self
+
+    @property
+    def context_degrees(self) -> list[int]:
+        """The degrees of context parallelism of the engines, one after the other."""
+        return [
+            self.config.context_parallel,
+            *(
+                step.arg.context_parallel
+                for step in self.steps
+                if step.op == "restart" and not isinstance(step.arg, str)
+            ),
+        ]
 
     @cached_property
     def needs_expr(self) -> Expression:
@@ -235,7 +278,7 @@ class Case(Model):
             implied.append("!transfer")
         if any(step.op == "fail-load" for step in self.steps) and not self.config.engines:
             implied.append("store or synthesises_kv")  # else there is no load to fail
-        if self.config.context_parallel > 1:
+        if max(self.context_degrees) > 1:
             implied.append("context_parallel")
         if self.config.pipeline_parallel > 1:
             implied.append("pipeline_parallel")

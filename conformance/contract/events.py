@@ -495,9 +495,10 @@ _kind(
     "kv.registered",
     "harness",
     "required:str? possible:list? layout:str told:str? shape:list strides:list "
-    "own_shape:list? own_strides:list?",
+    "context_ranks:int own_shape:list? own_strides:list?",
     "KV tensors: the layout that the class requires, the possible layouts (None: all), "
-    "the layout in the KVCacheConfig (told); own = by vLLM's own code.",
+    "the layout in the KVCacheConfig (told), the ranks that a block's tokens are split over; "
+    "own = by vLLM's own code.",
 )
 WRITES = (
     "shared",

@@ -127,7 +127,8 @@ class _WithConnector:
         self.speculative = speculative
         layers = self.config.compilation_config.static_forward_context
         for name, tensor in zip(worker.cache.names, worker.cache.tensors, strict=True):
-            layers[name] = SimpleNamespace(kv_cache=layer_cache(tensor), layer_name=name)
+            layer = layers.setdefault(name, SimpleNamespace(layer_name=name))
+            layer.kv_cache = layer_cache(tensor)
 
     def register(self) -> None:
         self.connector.register_kv_caches(

@@ -11,6 +11,7 @@ from typing import Any
 from vllm.config import set_current_vllm_config
 
 from kvconform.compat.groups import registered, resolve_layout
+from kvconform.compat.kernel_blocks import add_layers
 from kvconform.config.target import Target
 from kvconform.contract.case import Inspection, Variant
 from kvconform.contract.trace import Trace
@@ -139,7 +140,7 @@ def _configure(
     )
     size = (settings.num_blocks, variant.block_size)
     found = [
-        (place, shard(registry, place, *size, layout, groups))
+        (place, shard(registry, place, *size, layout, groups, settings.kernel_block_size))
         for place in places(settings, with_connector=connected)
     ]
     return config, found
@@ -154,7 +155,10 @@ def _ranks(config: Any, shards: list[tuple[Place, Shard]]) -> list[Rank]:
     ranks = []
     for place, (cache, registry) in shards:
         cache_config = leading_config if cache.names == layers else build_cache_config(cache)
-        ranks.append(Rank(place, cache, registry, config_of(config, place), cache_config))
+        own = config_of(config, place)
+        if cache.kernel_block_size is not None:
+            add_layers(own, cache.names, cache.kernel_block_size)
+        ranks.append(Rank(place, cache, registry, own, cache_config))
     return ranks
 
 

@@ -267,7 +267,7 @@ class Worker:
             num_actual_tokens=len(slots),
             query_start_loc=torch.from_numpy(starts),
             seq_lens=torch.from_numpy(lengths),
-            block_table=torch.from_numpy(table),
+            block_table=torch.from_numpy(self.cache.kernel_table(table)),
         )
 
     def write_layer(self, layer: int) -> None:

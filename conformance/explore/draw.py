@@ -131,6 +131,8 @@ GROUPS = (
     ["full", "sliding", "state"],
     ["latent"],
 )
+SLICES = ((2, 2), (2, 2), (4, 4), (4, 2))
+"""Tensor parallel ranks, and the ranks that a block's tokens are split over."""
 SIBLINGS = (
     ["winner", "self"],
     ["self", "holder"],
@@ -238,9 +240,14 @@ def one(
     if engine == "reference" and not simple and dice.one_in(2):
         policies = [dice.pick(known_policies())]
     # vLLM does not support context parallelism with drafts (50391).
-    if "tensor_parallel" in extra and not drafts and dice.one_in(4):
-        extra |= {"groups": ["latent"], "context_parallel": 2}
-    restart = next((step for step in steps if "restart" in step), None)
+    if "tensor_parallel" in extra and not drafts and dice.one_in(3):
+        ranks, degree = dice.pick(SLICES)
+        extra |= {"groups": ["latent"], "tensor_parallel": ranks, "context_parallel": degree}
+        if ranks > 2 and dice.one_in(2):
+            _regroup(steps, dice.pick([1, 2, 4]))
+    elif _is_split(config, extra) and dice.one_in(8):
+        extra["kernel_block_size"] = block // dice.pick([2, 4])
+    restart = next((step for step in steps if step.get("restart") == "engine"), None)
     if restart is not None and dice.one_in(6):
         restart["restart"] = "process"
     if extra.get("multi") == ["self"]:
@@ -301,6 +308,25 @@ def _special(dice: Dice, theme: str, engine: str) -> Data:
     elif theme == "odd":
         extra.update(dice.pick(ODD))
     return extra
+
+
+def _is_split(config: Data, extra: Data) -> bool:
+    """Return whether vLLM can split blocks for the attention: one group, a layer's pages dense."""
+    return len(extra.get("groups", [])) <= 1 and "layout" not in extra
+
+
+def _regroup(steps: list[Data], degree: int) -> None:
+    """Insert a restart with another degree of context parallelism behind the first request.
+
+    What the requests after it promise is left out: it was stored with another degree.
+    """
+    place = next(
+        (index for index, step in enumerate(steps) if index and {"run", "drop-local"} & set(step)),
+        None,
+    )
+    if place is not None and "add" not in steps[place]:
+        steps.insert(place + 1, {"restart": {"context_parallel": degree}})
+        _promise_nothing(steps)
 
 
 def _prioritise(dice: Dice, steps: list[Data]) -> None:

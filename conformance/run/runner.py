@@ -123,7 +123,7 @@ def run_variant(
         groups=max(1, len(settings.groups)),
         ranks=settings.tensor_parallel * settings.pipeline_parallel,
         stages=settings.pipeline_parallel,
-        context_ranks=settings.context_parallel,
+        context_ranks=max(variant.case.context_degrees),
         device=kind,
         slow=slow,
     )
@@ -211,6 +211,7 @@ def _drive(
 _REFUSABLE = (
     "groups",
     "layout",
+    "kernel_block_size",
     "tensor_parallel",
     "pipeline_parallel",
     "context_parallel",

@@ -30,6 +30,24 @@ class AssumesContiguous(ReferenceConnector):
         super().register_kv_caches({name: assumed(layer) for name, layer in kv_caches.items()})
 
 
+class BlocksOfTheScheduler(ReferenceConnector):
+    """Takes the first axis of the tensors for the scheduler's blocks.
+
+    With smaller kernel blocks, that is wrong: block b begins several blocks further on.
+    """
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        blocks = self._kv_cache_config.num_blocks
+        super().register_kv_caches(
+            {
+                name: layer.as_strided(
+                    (blocks, layer.shape[1], self._block_size, layer.shape[3]), layer.stride()
+                )
+                for name, layer in kv_caches.items()
+            }
+        )
+
+
 class KeysOfTheLatent(ReferenceConnector):
     """Stores the first half of the latent vector with MLA, as if the rest was V (B102)."""
 
