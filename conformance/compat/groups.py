@@ -64,6 +64,15 @@ def make_latent(config: Any) -> None:
     config.model_config.model_arch_config.is_deepseek_mla = True
 
 
+def make_mtp(config: Any) -> None:
+    """Let the drafter of `config` be layers of the model that predict later tokens (MTP).
+
+    vLLM then takes the last block of a local hit for too uncertain, and recomputes it. Changes
+    `config`.
+    """
+    config.speculative_config.method = "mtp"
+
+
 def _spec(group: Group, head_dim: int, heads: int) -> Any:
     """Return the KVCacheSpec of a group; `heads`: of the model."""
     shape: dict[str, Any] = dict(
@@ -107,6 +116,8 @@ def build_cache_config(cache: PagedCache) -> KVCacheConfig:
         made = KVCacheGroupSpec(layers, spec)
         if hasattr(made, "enable_kv_transfer"):
             made.enable_kv_transfer = group.transfer
+        if hasattr(made, "is_eagle_group"):
+            made.is_eagle_group = cache.drafter in group.layers
         groups.append(made)
     config = KVCacheConfig(
         num_blocks=cache.num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups

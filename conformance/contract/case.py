@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, ValidationInfo, field_validator, model_validator
 
 from kvconform.contract.expectations import Expectation
 from kvconform.contract.expression import Expression, compile_capability
@@ -76,6 +76,14 @@ class Config(Model):
         default=[],
         description="KV cache groups of one layer each (engine vllm); a single one has all layers",
     )
+    layers: list[NonNegativeInt] = Field(
+        default=[],
+        description="numbers of the layers that have KV, if the model has others, which have none",
+    )
+    drafter: bool = Field(
+        default=False,
+        description="the last layer is the drafter's (MTP), whose number is num_hidden_layers",
+    )
     window: PositiveInt = Field(
         default=8, description="tokens that layers with a sliding window attend to"
     )
@@ -92,6 +100,16 @@ class Config(Model):
         default=[],
         description="run inside of MultiConnector with these children; `self` is the connector",
     )
+
+    @property
+    def layer_numbers(self) -> list[int]:
+        """The numbers of the layers that have KV; two by default, and the drafter's."""
+        return self.layers or list(range(max(2 + self.drafter, len(self.groups))))
+
+    @property
+    def hidden_layers(self) -> int:
+        """The model's num_hidden_layers, which a drafter's layer does not count in."""
+        return self.layer_numbers[-1] + (not self.drafter)
 
     @property
     def suffix(self) -> str:
@@ -214,6 +232,23 @@ class Case(Model):
             raise ValueError("config: context_parallel must divide the block size")
         if config.tensor_parallel > 2 and not latent:
             raise ValueError("config: more than two tensor parallel ranks need groups [latent]")
+        return self
+
+    @model_validator(mode="after")
+    def _layers_fit(self) -> Case:
+        config = self.config
+        numbers = config.layer_numbers
+        if numbers != sorted(set(numbers)) or len(numbers) < max(2, len(config.groups)):
+            raise ValueError("config: layers are at least two numbers that rise")
+        if len(config.groups) > 1 and len(numbers) != len(config.groups):
+            raise ValueError("config: layers and groups must be as many, if there are several groups")
+        alone = config.tensor_parallel == config.pipeline_parallel == 1
+        if (config.layers or config.drafter) and not alone:
+            raise ValueError("config: layers and drafter need one rank")
+        if config.drafter and (not config.spec_tokens or self.engines != ["vllm"]):
+            raise ValueError("config: drafter needs spec_tokens, and engines must be [vllm]")
+        if config.drafter and config.groups and config.groups[-1] in ("state", "private"):
+            raise ValueError("config: the last group is the drafter's, which is attention")
         return self
 
     @model_validator(mode="after")

@@ -107,6 +107,7 @@ class Plain:
         if not output.total_num_scheduled_tokens:
             return runner_output()
         worker.forward(worker.attend)
+        worker.draft(worker.attend)
         return worker.sample()
 
 
@@ -264,6 +265,8 @@ class VllmV1(_WithConnector):
                 collecting(output, defer=self.speculative) as collected,
             ):
                 worker.forward(attention)
+            with self._context(output):
+                worker.draft(attention)
             result = worker.sample()
             if self.speculative:
                 finish_deferred()
@@ -311,6 +314,7 @@ class VllmV2(_WithConnector):
                 )
                 worker.forward(attention)
                 finish_forward(self.active)
+                worker.draft(attention)
                 collected = post_forward(self.active, output, defer=self.speculative)
             result = worker.sample()
             if self.speculative:

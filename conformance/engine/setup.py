@@ -143,6 +143,10 @@ def _configure(
         (place, shard(registry, place, *size, layout, groups, settings.kernel_block_size))
         for place in places(settings, with_connector=connected)
     ]
+    for place, (cache, _) in found:
+        if place.alone and (settings.layers or settings.drafter):
+            cache.names = [f"model.layers.{n}.self_attn.attn" for n in settings.layer_numbers]
+            cache.drafter = len(cache.names) - 1 if settings.drafter else None
     return config, found
 
 

@@ -247,6 +247,10 @@ def one(
             _regroup(steps, dice.pick([1, 2, 4]))
     elif _is_split(config, extra) and dice.one_in(8):
         extra["kernel_block_size"] = block // dice.pick([2, 4])
+    if not simple and theme in ("plain", "groups"):
+        extra |= _layers(dice, engine, drafts, extra.get("groups", []))
+        if "drafter" in extra:
+            _promise_nothing(steps)
     restart = next((step for step in steps if step.get("restart") == "engine"), None)
     if restart is not None and dice.one_in(6):
         restart["restart"] = "process"
@@ -308,6 +312,16 @@ def _special(dice: Dice, theme: str, engine: str) -> Data:
     elif theme == "odd":
         extra.update(dice.pick(ODD))
     return extra
+
+
+def _layers(dice: Dice, engine: str, drafts: int, groups: list[str]) -> Data:
+    """Draw which layers have KV: the drafter's too, or not all of the model's."""
+    found: Data = {}
+    if drafts and engine == "vllm" and dice.one_in(3) and not {"state", "private"} & set(groups):
+        found["drafter"] = True
+    if len(groups) < 2 and dice.one_in(8):
+        found["layers"] = dice.pick([[0, 2, 3], [1, 4]])
+    return found
 
 
 def _is_split(config: Data, extra: Data) -> bool:

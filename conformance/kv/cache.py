@@ -123,6 +123,8 @@ class PagedCache:
 
     With a `kernel_block_size` the attention works on smaller blocks than the scheduler's, and the
     tensors have those: block b is the kernel blocks [b * kernel_blocks, (b + 1) * kernel_blocks).
+
+    `names` are those of the layers. `drafter` is the index of the drafter's layer, if it has KV.
     """
 
     def __init__(
@@ -142,6 +144,7 @@ class PagedCache:
         self.groups = tuple(groups) or (whole,)
         self.kernel_block_size = kernel_block_size if layout in SPLITTABLE else None
         self.kernel_blocks = self._kernel_blocks()
+        self.drafter: int | None = None
         self.stride = max(group.block_size for group in self.groups)
         self.names = [f"model.layers.{i}.self_attn.attn" for i in range(book.layers)]
         self.group_of: np.ndarray = np.zeros(num_blocks, dtype=np.int64)
