@@ -279,8 +279,10 @@ class Case(Model):
                 "config: with several groups the first must be full, none may be latent, "
                 "and engines must be [vllm]"
             )
-        if len(groups) == 1 and groups[0] not in ("full", "latent"):
-            raise ValueError("config: a single group must be full or latent")
+        if len(groups) == 1 and groups[0] not in ("full", "latent", "sliding"):
+            raise ValueError("config: a single group must be full, latent or sliding")
+        if groups == ["sliding"] and self.engines != ["vllm"]:
+            raise ValueError("config: sliding windows: engines must be [vllm]")
         structured = any(add.structured for step in self.steps for add in step.adds())
         if structured and self.engines != ["vllm"]:
             raise ValueError("structured output: only engine vllm has it")

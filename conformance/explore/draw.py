@@ -129,6 +129,7 @@ GROUPS = (
     ["full", "state"],
     ["full", "private"],
     ["full", "sliding", "state"],
+    ["sliding"],
     ["latent"],
 )
 SLICES = ((2, 2), (2, 2), (4, 4), (4, 2))

@@ -67,7 +67,8 @@ def groups_of(
     """
     if len(kinds) <= 1:
         kind: GroupKind = kinds[0] if kinds else "full"
-        return (Group(kind, tuple(range(layers)), block_size, 1 if kind == "latent" else heads),)
+        whole = _group_of_layer(kind, 0, block_size, 1 if kind == "latent" else heads, window)
+        return (replace(whole, layers=tuple(range(layers))),)
     if len(kinds) != layers:
         raise ValueError(f"{len(kinds)} groups of one layer each in a model of {layers} layers")
     return tuple(

@@ -75,7 +75,7 @@ class CountsLayers(ReferenceConnector):
         place = number_of(names[0]) + names.index(layer)
         data = self._store.get(piece.key, str(place))
         if data is None:
-            return False
+            return True  # as if the layer had no KV
         return write_slots(self._layers[layer], piece.slots, data, piece.first, self._share)
 
 
