@@ -13,7 +13,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from kvconform.contract.expectations import Expectation
 from kvconform.contract.expression import Expression, compile_capability
@@ -103,8 +110,9 @@ class Config(Model):
 
     @property
     def layer_numbers(self) -> list[int]:
-        """The numbers of the layers that have KV; two by default, and the drafter's."""
-        return self.layers or list(range(max(2 + self.drafter, len(self.groups))))
+        """The numbers of the layers with KV: one per group, or two by default and the drafter's."""
+        several = len(self.groups) > 1
+        return self.layers or list(range(len(self.groups) if several else 2 + self.drafter))
 
     @property
     def hidden_layers(self) -> int:
@@ -241,7 +249,9 @@ class Case(Model):
         if numbers != sorted(set(numbers)) or len(numbers) < max(2, len(config.groups)):
             raise ValueError("config: layers are at least two numbers that rise")
         if len(config.groups) > 1 and len(numbers) != len(config.groups):
-            raise ValueError("config: layers and groups must be as many, if there are several groups")
+            raise ValueError(
+                "config: layers and groups must be as many, if there are several groups"
+            )
         alone = config.tensor_parallel == config.pipeline_parallel == 1
         if (config.layers or config.drafter) and not alone:
             raise ValueError("config: layers and drafter need one rank")

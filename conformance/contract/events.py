@@ -126,7 +126,7 @@ _kind(
     "harness",
     "seed:int engine:str case:str scheduling:str runner:str depth:int vllm:str block_size:int "
     "num_blocks:int policies:list connector:str? spec_tokens:int role:str failure_policy:str "
-    "groups:int ranks:int stages:int context_ranks:int device:str slow:str?",
+    "groups:int ranks:int stages:int context_ranks:int drafter:bool device:str slow:str?",
     "The run begins; its fields are the constants `cfg`.",
 )
 _kind(
@@ -634,6 +634,7 @@ def run_start(
     ranks: int = 1,
     stages: int = 1,
     context_ranks: int = 1,
+    drafter: bool = False,
     device: str = "cpu",
     slow: str | None = None,
 ) -> dict[str, Any]:

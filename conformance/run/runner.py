@@ -125,6 +125,7 @@ def run_variant(
         ranks=settings.tensor_parallel * settings.pipeline_parallel,
         stages=settings.pipeline_parallel,
         context_ranks=max(variant.case.context_degrees),
+        drafter=settings.drafter,
         device=kind,
         slow=slow,
     )
