@@ -20,7 +20,7 @@ from kvconform.refimpl.delay import Countdown
 from kvconform.refimpl.faults import Faults
 from kvconform.refimpl.keys import extend_keys, root_key
 from kvconform.refimpl.options import Options
-from kvconform.refimpl.paging import NULL_BLOCK, Share
+from kvconform.refimpl.paging import NULL_BLOCK, Share, has_window
 from kvconform.refimpl.plan import Load, Piece, ReferenceMetadata, Save, cut
 from kvconform.refimpl.store import open_store
 from kvconform.refimpl.suite_hooks import SuiteHooks
@@ -55,6 +55,11 @@ class ReferenceConnector(SuiteHooks, Telemetry, Copying):
         super().__init__(vllm_config, role, kv_cache_config)
         if len(kv_cache_config.kv_cache_groups) > 1 and not self.several_groups:
             raise ValueError("models with more than one KV cache group are not supported")
+        if not self.several_groups and has_window(kv_cache_config):
+            raise ValueError(
+                "sliding windows are not supported: "
+                "blocks that leave the window are freed without notice to the connector"
+            )
         self.options = Options.of(vllm_config)
         self._share = Share.of(vllm_config)
         self._block_size = self._share.block_size

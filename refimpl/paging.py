@@ -17,6 +17,7 @@ import torch
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 NULL_BLOCK = 0
 
@@ -38,6 +39,15 @@ class Share(NamedTuple):
         parallel = vllm_config.parallel_config
         ranks = parallel.decode_context_parallel_size
         return cls(vllm_config.cache_config.block_size * ranks, parallel.rank % ranks, ranks)
+
+
+def has_window(kv_cache_config: KVCacheConfig) -> bool:
+    """Return whether the model's only group has a sliding window.
+
+    Its block table has null blocks where the window has passed.
+    """
+    [group] = kv_cache_config.kv_cache_groups
+    return getattr(group.kv_cache_spec, "sliding_window", None) is not None
 
 
 def slots_of(table: Sequence[int], start: int, end: int, block_size: int) -> tuple[int, ...]:

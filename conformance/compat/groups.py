@@ -64,6 +64,15 @@ def make_latent(config: Any) -> None:
     config.model_config.model_arch_config.is_deepseek_mla = True
 
 
+def make_mtp(config: Any) -> None:
+    """Let the drafter of `config` be layers of the model that predict later tokens (MTP).
+
+    vLLM then takes the last block of a local hit for too uncertain, and recomputes it. Changes
+    `config`.
+    """
+    config.speculative_config.method = "mtp"
+
+
 def _spec(group: Group, head_dim: int, heads: int) -> Any:
     """Return the KVCacheSpec of a group; `heads`: of the model."""
     shape: dict[str, Any] = dict(
@@ -107,6 +116,8 @@ def build_cache_config(cache: PagedCache) -> KVCacheConfig:
         made = KVCacheGroupSpec(layers, spec)
         if hasattr(made, "enable_kv_transfer"):
             made.enable_kv_transfer = group.transfer
+        if hasattr(made, "is_eagle_group"):
+            made.is_eagle_group = cache.drafter in group.layers
         groups.append(made)
     config = KVCacheConfig(
         num_blocks=cache.num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups
@@ -128,7 +139,7 @@ def _placed(cache: PagedCache, group: Group, region: int) -> KVCacheTensor:
         size=region * len(layers),
         layers=layers,
         layer_stride=apart,
-        block_stride=first.stride(0) * item,
+        block_stride=first.stride(0) * cache.kernel_blocks * item,
     )
 
 
@@ -144,6 +155,7 @@ def registered(
         told=getattr(cache_config, "kv_cache_layout", None),
         shape=list(first.shape),
         strides=list(first.stride()),
+        context_ranks=cache.share[1],
         own_shape=None,
         own_strides=None,
     )
@@ -158,7 +170,7 @@ def registered(
         layout = config.cache_config.get_resolved_kv_cache_layout()
         raw = torch.zeros(tensor.size, dtype=torch.int8)
         views = kv_cache_interface.create_kv_cache_views(
-            raw, group.kv_cache_spec, cache.num_blocks, layout, tensor
+            raw, group.kv_cache_spec, cache.num_blocks, layout, tensor, cache.kernel_block_size
         )
         found["own_shape"] = list(views[0].shape)
         found["own_strides"] = list(views[0].stride())

@@ -13,7 +13,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from kvconform.contract.expectations import Expectation
 from kvconform.contract.expression import Expression, compile_capability
@@ -53,15 +60,16 @@ class Config(Model):
     load_failure_policy: Literal["recompute", "fail"] = "recompute"
     role: Role = "kv_both"
     max_model_len: PositiveInt = 256
-    tensor_parallel: Literal[1, 2] = Field(
-        default=1, description="ranks that the heads are split over"
+    tensor_parallel: Literal[1, 2, 3, 4] = Field(
+        default=1,
+        description="ranks that the heads are split over (two heads); latent KV is on all of them",
     )
     pipeline_parallel: Literal[1, 2] = Field(
         default=1, description="ranks that the layers are split over"
     )
-    context_parallel: Literal[1, 2] = Field(
+    context_parallel: Literal[1, 2, 3, 4] = Field(
         default=1,
-        description="ranks, the tensor parallel ones, that a block's tokens are split over",
+        description="neighbouring tensor parallel ranks that a block's tokens are split over",
     )
     delivery: str | None = None
     long_prefill_threshold: Annotated[int, Field(ge=0)] = Field(
@@ -75,10 +83,22 @@ class Config(Model):
         default=[],
         description="KV cache groups of one layer each (engine vllm); a single one has all layers",
     )
+    layers: list[NonNegativeInt] = Field(
+        default=[],
+        description="numbers of the layers that have KV, if the model has others, which have none",
+    )
+    drafter: bool = Field(
+        default=False,
+        description="the last layer is the drafter's (MTP), whose number is num_hidden_layers",
+    )
     window: PositiveInt = Field(
         default=8, description="tokens that layers with a sliding window attend to"
     )
     stats: bool = Field(default=False, description="the engine keeps statistics (log_stats)")
+    kernel_block_size: PositiveInt | None = Field(
+        default=None,
+        description="tokens per block of the KV tensors, if the attention needs smaller blocks",
+    )
     layout: Layout | None = Field(
         default=None,
         description="the only order of a KV tensor's axes that the attention supports",
@@ -87,6 +107,17 @@ class Config(Model):
         default=[],
         description="run inside of MultiConnector with these children; `self` is the connector",
     )
+
+    @property
+    def layer_numbers(self) -> list[int]:
+        """The numbers of the layers with KV: one per group, or two by default and the drafter's."""
+        several = len(self.groups) > 1
+        return self.layers or list(range(len(self.groups) if several else 2 + self.drafter))
+
+    @property
+    def hidden_layers(self) -> int:
+        """The model's num_hidden_layers, which a drafter's layer does not count in."""
+        return self.layer_numbers[-1] + (not self.drafter)
 
     @property
     def suffix(self) -> str:
@@ -194,6 +225,57 @@ class Case(Model):
         return self
 
     @model_validator(mode="after")
+    def _ranks_fit(self) -> Case:
+        config = self.config
+        latent = config.groups == ["latent"]
+        degrees = self.context_degrees
+        if max(degrees) > 1 and (
+            not latent or any(config.tensor_parallel % degree for degree in degrees)
+        ):
+            raise ValueError(
+                "config: context_parallel needs groups [latent], and must divide tensor_parallel"
+            )
+        sizes = self.matrix.block_size or [config.block_size]
+        if any(size % degree for size in sizes for degree in degrees):
+            raise ValueError("config: context_parallel must divide the block size")
+        if config.tensor_parallel > 2 and not latent:
+            raise ValueError("config: more than two tensor parallel ranks need groups [latent]")
+        return self
+
+    @model_validator(mode="after")
+    def _layers_fit(self) -> Case:
+        config = self.config
+        numbers = config.layer_numbers
+        if numbers != sorted(set(numbers)) or len(numbers) < max(2, len(config.groups)):
+            raise ValueError("config: layers are at least two numbers that rise")
+        if len(config.groups) > 1 and len(numbers) != len(config.groups):
+            raise ValueError(
+                "config: layers and groups must be as many, if there are several groups"
+            )
+        alone = config.tensor_parallel == config.pipeline_parallel == 1
+        if (config.layers or config.drafter) and not alone:
+            raise ValueError("config: layers and drafter need one rank")
+        if config.drafter and (not config.spec_tokens or self.engines != ["vllm"]):
+            raise ValueError("config: drafter needs spec_tokens, and engines must be [vllm]")
+        if config.drafter and config.groups and config.groups[-1] in ("state", "private"):
+            raise ValueError("config: the last group is the drafter's, which is attention")
+        return self
+
+    @model_validator(mode="after")
+    def _kernel_blocks(self) -> Case:
+        size = self.config.kernel_block_size
+        if size is None:
+            return self
+        if len(self.config.groups) > 1 or self.config.layout not in (None, "LBHNC", "LBNHC"):
+            raise ValueError(
+                "config: kernel_block_size needs one group, and layout LBHNC or LBNHC, if any"
+            )
+        sizes = self.matrix.block_size or [self.config.block_size]
+        if any(each % (size * degree) for each in sizes for degree in self.context_degrees):
+            raise ValueError("config: kernel_block_size must divide the blocks of a rank's memory")
+        return self
+
+    @model_validator(mode="after")
     def _two_engines(self) -> Case:
         names = self.config.engines
         ids = [add.arg.id or add.arg.req for add in self.steps if add.op == "add"]
@@ -207,20 +289,28 @@ class Case(Model):
                 "config: with several groups the first must be full, none may be latent, "
                 "and engines must be [vllm]"
             )
-        if len(groups) == 1 and groups[0] not in ("full", "latent"):
-            raise ValueError("config: a single group must be full or latent")
-        if self.config.context_parallel > 1 and (
-            groups != ["latent"] or self.config.tensor_parallel != self.config.context_parallel
-        ):
-            raise ValueError(
-                "config: context_parallel needs groups [latent] and an equal tensor_parallel"
-            )
+        if len(groups) == 1 and groups[0] not in ("full", "latent", "sliding"):
+            raise ValueError("config: a single group must be full, latent or sliding")
+        if groups == ["sliding"] and self.engines != ["vllm"]:
+            raise ValueError("config: sliding windows: engines must be [vllm]")
         structured = any(add.structured for step in self.steps for add in step.adds())
         if structured and self.engines != ["vllm"]:
             raise ValueError("structured output: only engine vllm has it")
         if len(names) == 1 or (self.config.multi and "self" not in self.config.multi):
             raise ValueError("config: engines are two or none; multi has `self` among its children")
         return self
+
+    @property
+    def context_degrees(self) -> list[int]:
+        """The degrees of context parallelism of the engines, one after the other."""
+        return [
+            self.config.context_parallel,
+            *(
+                step.arg.context_parallel
+                for step in self.steps
+                if step.op == "restart" and not isinstance(step.arg, str)
+            ),
+        ]
 
     @cached_property
     def needs_expr(self) -> Expression:
@@ -235,7 +325,7 @@ class Case(Model):
             implied.append("!transfer")
         if any(step.op == "fail-load" for step in self.steps) and not self.config.engines:
             implied.append("store or synthesises_kv")  # else there is no load to fail
-        if self.config.context_parallel > 1:
+        if max(self.context_degrees) > 1:
             implied.append("context_parallel")
         if self.config.pipeline_parallel > 1:
             implied.append("pipeline_parallel")

@@ -126,7 +126,7 @@ _kind(
     "harness",
     "seed:int engine:str case:str scheduling:str runner:str depth:int vllm:str block_size:int "
     "num_blocks:int policies:list connector:str? spec_tokens:int role:str failure_policy:str "
-    "groups:int ranks:int stages:int context_ranks:int device:str slow:str?",
+    "groups:int ranks:int stages:int context_ranks:int drafter:bool device:str slow:str?",
     "The run begins; its fields are the constants `cfg`.",
 )
 _kind(
@@ -513,9 +513,10 @@ _kind(
     "kv.registered",
     "harness",
     "required:str? possible:list? layout:str told:str? shape:list strides:list "
-    "own_shape:list? own_strides:list?",
+    "context_ranks:int own_shape:list? own_strides:list?",
     "KV tensors: the layout that the class requires, the possible layouts (None: all), "
-    "the layout in the KVCacheConfig (told); own = by vLLM's own code.",
+    "the layout in the KVCacheConfig (told), the ranks that a block's tokens are split over; "
+    "own = by vLLM's own code.",
 )
 WRITES = (
     "shared",
@@ -653,6 +654,7 @@ def run_start(
     ranks: int = 1,
     stages: int = 1,
     context_ranks: int = 1,
+    drafter: bool = False,
     device: str = "cpu",
     slow: str | None = None,
 ) -> dict[str, Any]:

@@ -423,10 +423,19 @@ class IdleStep(BaseStep):
     idle: Annotated[Idle, BeforeValidator(_idle, json_schema_input_type=PositiveInt | Idle)]
 
 
-class RestartStep(BaseStep):
-    """Shut the connector's halves down, and build new ones over the same store."""
+class Regrouping(Model):
+    """What a new engine does otherwise than the one before it, with as many ranks."""
 
-    restart: Literal["engine", "process"]
+    context_parallel: Literal[1, 2, 3, 4]
+
+
+class RestartStep(BaseStep):
+    """Shut the connector's halves down, and build new ones over the same store.
+
+    `{context_parallel: 4}`: the new engine splits a block's tokens over so many ranks.
+    """
+
+    restart: Literal["engine", "process"] | Regrouping
 
 
 class ShutdownStep(BaseStep):

@@ -49,6 +49,7 @@ CFG: dict[str, Any] = {
     "ranks": 1,
     "stages": 1,
     "context_ranks": 1,
+    "drafter": False,
 }
 """`cfg` of an example that does not set it."""
 

@@ -154,7 +154,9 @@ def build_config(variant: Variant, target: Target, tmp: Path, *, with_connector:
     config = cached_config(
         key, transfer, lambda: vllm_api.build_config(**arguments, transfer=transfer)
     )
-    _say_sizes(config, latent=settings.groups == ["latent"])
+    _say_sizes(config, settings.hidden_layers, latent=settings.groups == ["latent"])
+    if settings.drafter:
+        groups.make_mtp(config)
     # A path would differ from machine to machine, and connectors derive keys from it.
     config.model_config.model = MODEL
     config.scheduler_config.long_prefill_token_threshold = settings.long_prefill_threshold
@@ -171,8 +173,10 @@ def build_config(variant: Variant, target: Target, tmp: Path, *, with_connector:
     return config
 
 
-def _say_sizes(config: Any, *, latent: bool) -> None:
-    """Put the cache's heads and head size into the model configuration; connectors allocate by it.
+def _say_sizes(config: Any, layers: int, *, latent: bool) -> None:
+    """Put the cache's sizes into the model configuration; connectors allocate by it.
+
+    These are its heads, their size, and the number of layers, without the drafter's.
 
     vLLM's own check of the configuration wants larger heads.
     """
@@ -180,16 +184,19 @@ def _say_sizes(config: Any, *, latent: bool) -> None:
     text = config.model_config.hf_text_config
     text.num_key_value_heads = heads
     text.head_dim = size
+    text.num_hidden_layers = layers
     if hasattr(config.model_config, "model_arch_config"):  # since 0.14 or so a copy of these
         found = config.model_config.model_arch_config
         found.total_num_kv_heads = heads
         found.head_size = size
+        found.total_num_hidden_layers = layers
 
 
 def build_cache_config(cache: PagedCache) -> Any:
     """Return the KVCacheConfig of `cache`."""
     one_full_group = len(cache.groups) == 1 and cache.groups[0].kind == "full"
-    if not one_full_group or cache.layout != vllm_api.KV_LAYOUT:
+    plain = one_full_group and cache.drafter is None
+    if not plain or cache.layout != vllm_api.KV_LAYOUT:
         return groups.build_cache_config(cache)
     return vllm_api.build_cache_config(
         cache.num_blocks, cache.block_size, cache.book.heads, cache.book.head_dim, cache.names

@@ -107,6 +107,7 @@ class Plain:
         if not output.total_num_scheduled_tokens:
             return runner_output()
         worker.forward(worker.attend)
+        worker.draft(worker.attend)
         return worker.sample()
 
 
@@ -127,7 +128,8 @@ class _WithConnector:
         self.speculative = speculative
         layers = self.config.compilation_config.static_forward_context
         for name, tensor in zip(worker.cache.names, worker.cache.tensors, strict=True):
-            layers[name] = SimpleNamespace(kv_cache=layer_cache(tensor), layer_name=name)
+            layer = layers.setdefault(name, SimpleNamespace(layer_name=name))
+            layer.kv_cache = layer_cache(tensor)
 
     def register(self) -> None:
         self.connector.register_kv_caches(
@@ -263,6 +265,8 @@ class VllmV1(_WithConnector):
                 collecting(output, defer=self.speculative) as collected,
             ):
                 worker.forward(attention)
+            with self._context(output):
+                worker.draft(attention)
             result = worker.sample()
             if self.speculative:
                 finish_deferred()
@@ -310,6 +314,7 @@ class VllmV2(_WithConnector):
                 )
                 worker.forward(attention)
                 finish_forward(self.active)
+                worker.draft(attention)
                 collected = post_forward(self.active, output, defer=self.speculative)
             result = worker.sample()
             if self.speculative:

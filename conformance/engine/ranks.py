@@ -32,8 +32,9 @@ from kvconform.kv.provenance import Registry
 class Place:
     """Where a rank stands: pipeline stage `pp` of `stages`, shard `tp` of `shards`.
 
-    `slices`: ranks that the tokens of a block are split over. If there are several, they are the
-    shards, and the heads are not split.
+    `slices`: ranks that the tokens of a block are split over, neighbours among the shards. If there
+    are several, the heads are not split; if there are fewer than shards, several ranks have the
+    same tokens.
     """
 
     pp: int
@@ -131,27 +132,43 @@ def shard(
     block_size: int,
     layout: str,
     groups: Sequence[Group] = (),
+    kernel_block_size: int | None = None,
 ) -> tuple[PagedCache, Registry]:
     """Return the cache of one rank, and the registry that its worker and oracle use.
 
     If there is one rank, they are those of the whole model. `groups` are its KV cache groups.
+    `kernel_block_size`: see PagedCache.
     """
     if place.alone:
-        whole = PagedCache(registry.book, num_blocks, block_size, layout=layout, groups=groups)
+        whole = PagedCache(
+            registry.book,
+            num_blocks,
+            block_size,
+            layout=layout,
+            groups=groups,
+            kernel_block_size=kernel_block_size,
+        )
         return whole, registry
-    if place.slices > 1:
+    if any(group.kind == "latent" for group in groups):  # one head, which cannot be split
         held = SlicedCache(
             registry.book,
             num_blocks,
             block_size,
-            place.tp,
+            place.tp % place.slices,
             place.slices,
             layout=layout,
             groups=groups,
+            kernel_block_size=kernel_block_size,
         )
         return held, registry
     book = RankBook(registry.book, place)
-    cache = PagedCache(cast(CodeBook, book), num_blocks, block_size, layout=layout)
+    cache = PagedCache(
+        cast(CodeBook, book),
+        num_blocks,
+        block_size,
+        layout=layout,
+        kernel_block_size=kernel_block_size,
+    )
     cache.names = [f"model.layers.{book.layer + i}.self_attn.attn" for i in range(book.layers)]
     return cache, cast(Registry, RankRegistry(registry, book))
 
@@ -215,7 +232,9 @@ def in_place(place: Place) -> Iterator[None]:
     state._TP = _Group(before[0], place.rank, shards, place.tp)
     state._PP = _Group(before[1], place.rank, stages, place.pp)
     if place.slices > 1:
-        state._DCP = _Group(before[2], place.rank, shards, place.tp)
+        first = place.tp - place.tp % place.slices
+        slices = shards[first : first + place.slices]
+        state._DCP = _Group(before[2], place.rank, slices, place.tp - first)
     try:
         yield
     finally:

@@ -11,6 +11,7 @@ from typing import Any
 from vllm.config import set_current_vllm_config
 
 from kvconform.compat.groups import registered, resolve_layout
+from kvconform.compat.kernel_blocks import add_layers
 from kvconform.config.target import Target
 from kvconform.contract.case import Inspection, Variant
 from kvconform.contract.trace import Trace
@@ -155,9 +156,13 @@ def _configure(
     )
     size = (settings.num_blocks, variant.block_size)
     found = [
-        (place, shard(registry, place, *size, layout, groups))
+        (place, shard(registry, place, *size, layout, groups, settings.kernel_block_size))
         for place in places(settings, with_connector=connected)
     ]
+    for place, (cache, _) in found:
+        if place.alone and (settings.layers or settings.drafter):
+            cache.names = [f"model.layers.{n}.self_attn.attn" for n in settings.layer_numbers]
+            cache.drafter = len(cache.names) - 1 if settings.drafter else None
     return config, found
 
 
@@ -170,7 +175,10 @@ def _ranks(config: Any, shards: list[tuple[Place, Shard]]) -> list[Rank]:
     ranks = []
     for place, (cache, registry) in shards:
         cache_config = leading_config if cache.names == layers else build_cache_config(cache)
-        ranks.append(Rank(place, cache, registry, config_of(config, place), cache_config))
+        own = config_of(config, place)
+        if cache.kernel_block_size is not None:
+            add_layers(own, cache.names, cache.kernel_block_size)
+        ranks.append(Rank(place, cache, registry, own, cache_config))
     return ranks
 
 

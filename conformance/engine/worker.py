@@ -267,7 +267,7 @@ class Worker:
             num_actual_tokens=len(slots),
             query_start_loc=torch.from_numpy(starts),
             seq_lens=torch.from_numpy(lengths),
-            block_table=torch.from_numpy(table),
+            block_table=torch.from_numpy(self.cache.kernel_table(table)),
         )
 
     def write_layer(self, layer: int) -> None:
@@ -327,6 +327,8 @@ class Worker:
             offset = reads.tops[number] - int(reads.ends[number])  # from an index to a position
             for index in indices:
                 self.oracle.wrong_read(layer, chain, index + offset, int(reads.slots[index]))
+            if layer == self.cache.drafter:
+                continue  # wrong drafts are rejected
             bytes_read = self.cache.read(layer, reads.slots[indices]).contiguous().numpy().tobytes()
             digest = int.from_bytes(hashlib.sha256(bytes_read).digest()[:8], "little")
             self._corruption[chain.req] = self._corruption.get(chain.req, 0) ^ digest
@@ -344,8 +346,19 @@ class Worker:
         self.overlap.begin()
         self.oracle.check_writes("start_load_kv")
         for layer, name in enumerate(self.cache.names):
+            if layer != self.cache.drafter:
+                self.write_layer(layer)
+                attention(name)
+
+    def draft(self, attention: Callable[[str], None]) -> None:
+        """Run the drafter's layer, if it has KV, on the same tokens as the model before it.
+
+        Its KV, too, is a function of the tokens up to a position; vLLM's depends on the next one.
+        """
+        layer = self.cache.drafter
+        if layer is not None:
             self.write_layer(layer)
-            attention(name)
+            attention(self.cache.names[layer])
 
     def attend(self, layer_name: str) -> None:
         """Judge the connector's writes so far, then run the attention of a layer."""

@@ -133,8 +133,11 @@ GROUPS = (
     ["full", "state"],
     ["full", "private"],
     ["full", "sliding", "state"],
+    ["sliding"],
     ["latent"],
 )
+SLICES = ((2, 2), (4, 4), (4, 2))
+"""Tensor parallel ranks, and the ranks that a block's tokens are split over."""
 SIBLINGS = (
     ["winner", "self"],
     ["self", "holder"],
@@ -215,6 +218,10 @@ def one(
         config = _config(dice, block, drafts)
         relations = list(dice.pick(RELATIONS))
     extra = _special(dice, theme, engine)
+    if drafts and "state" in extra.get("groups", ()):
+        # The tiny model keeps no states of drafts that may be rejected (num_speculative_blocks).
+        extra["groups"] = ["full", "sliding"]
+        extra.setdefault("window", 8)
     needs = None
     scene: Scene | None = None
     if theme == "scene":
@@ -251,9 +258,18 @@ def one(
     if engine == "reference" and not simple and dice.one_in(2):
         policies = [dice.pick(known_policies())]
     # vLLM does not support context parallelism with drafts (50391).
-    if "tensor_parallel" in extra and not drafts and dice.one_in(4):
-        extra |= {"groups": ["latent"], "context_parallel": 2}
-    restart = next((step for step in steps if "restart" in step), None)
+    if "tensor_parallel" in extra and not drafts and dice.one_in(2):
+        ranks, degree = dice.pick(SLICES)
+        extra |= {"groups": ["latent"], "tensor_parallel": ranks, "context_parallel": degree}
+        if ranks > 2 and dice.one_in(2):
+            _regroup(steps, dice.pick([1, 2, 4]))
+    elif _is_split(config, extra) and dice.one_in(8):
+        extra["kernel_block_size"] = block // dice.pick([2, 4])
+    if not simple and theme in ("plain", "groups"):
+        extra |= _layers(dice, engine, drafts, extra.get("groups", []))
+        if "drafter" in extra:
+            _promise_nothing(steps)
+    restart = next((step for step in steps if step.get("restart") == "engine"), None)
     if restart is not None and dice.one_in(6):
         restart["restart"] = "process"
     if extra.get("multi") == ["self"]:
@@ -314,6 +330,35 @@ def _special(dice: Dice, theme: str, engine: str) -> Data:
     elif theme == "odd":
         extra.update(dice.pick(ODD))
     return extra
+
+
+def _layers(dice: Dice, engine: str, drafts: int, groups: list[str]) -> Data:
+    """Draw which layers have KV: the drafter's too, or not all of the model's."""
+    found: Data = {}
+    if drafts and engine == "vllm" and dice.one_in(3) and not {"state", "private"} & set(groups):
+        found["drafter"] = True
+    if len(groups) < 2 and dice.one_in(8):
+        found["layers"] = dice.pick([[0, 2, 3], [1, 4]])
+    return found
+
+
+def _is_split(config: Data, extra: Data) -> bool:
+    """Return whether vLLM can split blocks for the attention: one group, a layer's pages dense."""
+    return len(extra.get("groups", [])) <= 1 and "layout" not in extra
+
+
+def _regroup(steps: list[Data], degree: int) -> None:
+    """Insert a restart with another degree of context parallelism behind the first request.
+
+    What the requests after it promise is left out: it was stored with another degree.
+    """
+    place = next(
+        (index for index, step in enumerate(steps) if index and {"run", "drop-local"} & set(step)),
+        None,
+    )
+    if place is not None and "add" not in steps[place]:
+        steps.insert(place + 1, {"restart": {"context_parallel": degree}})
+        _promise_nothing(steps)
 
 
 def _prioritise(dice: Dice, steps: list[Data]) -> None:

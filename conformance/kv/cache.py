@@ -67,7 +67,8 @@ def groups_of(
     """
     if len(kinds) <= 1:
         kind: GroupKind = kinds[0] if kinds else "full"
-        return (Group(kind, tuple(range(layers)), block_size, 1 if kind == "latent" else heads),)
+        whole = _group_of_layer(kind, 0, block_size, 1 if kind == "latent" else heads, window)
+        return (replace(whole, layers=tuple(range(layers))),)
     if len(kinds) != layers:
         raise ValueError(f"{len(kinds)} groups of one layer each in a model of {layers} layers")
     return tuple(
@@ -106,6 +107,11 @@ PACKED = "LBHNC"
 A layer is always [blocks, heads, block_size, 2 * head_dim]. The name of a layout gives the order of
 the axes in memory: L(ayer), B(lock), H(ead), N (slot in the block), C(ontent).
 """
+SPLITTABLE = ("LBHNC", "LBNHC")
+"""Layouts in which vLLM splits a block into kernel blocks: the pages of a layer are dense in them.
+
+With blocks outermost, it registers whole blocks; with heads outside of blocks, it does not start.
+"""
 
 
 class PagedCache:
@@ -115,6 +121,11 @@ class PagedCache:
     that it belongs to now. A *slot* is `block * stride + offset`, where stride is the largest block
     size of all groups. The engine writes to the tensor and to the shadow; every difference between
     the two was written by the connector.
+
+    With a `kernel_block_size` the attention works on smaller blocks than the scheduler's, and the
+    tensors have those: block b is the kernel blocks [b * kernel_blocks, (b + 1) * kernel_blocks).
+
+    `names` are those of the layers. `drafter` is the index of the drafter's layer, if it has KV.
     """
 
     def __init__(
@@ -124,6 +135,7 @@ class PagedCache:
         block_size: int,
         layout: str = PACKED,
         groups: Sequence[Group] = (),
+        kernel_block_size: int | None = None,
     ) -> None:
         self.book = book
         self.num_blocks = num_blocks
@@ -131,6 +143,9 @@ class PagedCache:
         self.layout = layout
         whole = Group("full", tuple(range(book.layers)), block_size, book.heads)
         self.groups = tuple(groups) or (whole,)
+        self.kernel_block_size = kernel_block_size if layout in SPLITTABLE else None
+        self.kernel_blocks = self._kernel_blocks()
+        self.drafter: int | None = None
         self.stride = max(group.block_size for group in self.groups)
         self.names = [f"model.layers.{i}.self_attn.attn" for i in range(book.layers)]
         self.group_of: np.ndarray = np.zeros(num_blocks, dtype=np.int64)
@@ -162,6 +177,20 @@ class PagedCache:
         self._mask = self._upload(torch.from_numpy(self._host_mask))
         self._plain = not device.current.streamed and not pages.is_cuda
         self._look()
+
+    def _kernel_blocks(self) -> int:
+        """Return the number of kernel blocks per block; ValueError if a block cannot be split."""
+        if self.kernel_block_size is None:
+            return 1
+        if len(self.groups) > 1:
+            raise ValueError("kernel blocks need a cache of one group")
+        [group] = self.registered
+        if group.recurrent or group.block_size % self.kernel_block_size:
+            raise ValueError(
+                f"blocks of {group.block_size} tokens cannot be split"
+                f" into kernel blocks of {self.kernel_block_size}"
+            )
+        return group.block_size // self.kernel_block_size
 
     def _look(self) -> None:
         """Note where the bytes are now: a connector, too, may move them (`share_memory_`).
@@ -204,9 +233,8 @@ class PagedCache:
             states = list(rows.unflatten(-1, (1, 1, self.book.width)))
             tensors = [state.view(torch.int8) for state in states]
             return tensors, [state.unflatten(-1, (2, dim)) for state in states]
-        lengths = dict(
-            zip("LBHNC", (depth, self.num_blocks, heads, size, self.book.width), strict=True)
-        )
+        blocks, size = self.num_blocks * self.kernel_blocks, size // self.kernel_blocks
+        lengths = dict(zip("LBHNC", (depth, blocks, heads, size, self.book.width), strict=True))
         in_memory = pages.view([lengths[axis] for axis in layout])
         whole = in_memory.permute([layout.index(axis) for axis in "LBHNC"])
         return list(whole), [tensor.unflatten(-1, (2, dim)) for tensor in whole]
@@ -239,8 +267,22 @@ class PagedCache:
             index: Any = np.ascontiguousarray(slots, dtype=np.int64)
             if not self._plain:
                 index = self._upload(torch.from_numpy(index))
-            self._split = slots, (index // self.stride, index % self.stride)
+            self._split = slots, self._place(index // self.stride, index % self.stride)
         return self._split[1]
+
+    def _place(self, blocks: Any, offsets: Any) -> tuple[Any, Any]:
+        """Convert blocks [n] and offsets [n] in them to those of the tensors."""
+        size = self.kernel_block_size
+        if size is None:
+            return blocks, offsets
+        return blocks * self.kernel_blocks + offsets // size, offsets % size
+
+    def kernel_table(self, table: np.ndarray) -> np.ndarray:
+        """Convert a block table [reqs, blocks] to the model runner's, which has kernel blocks."""
+        if self.kernel_blocks == 1:
+            return table
+        parts = np.arange(self.kernel_blocks, dtype=table.dtype)
+        return (table[..., None] * self.kernel_blocks + parts).reshape(len(table), -1)
 
     tolerance: float = 0.0
     """Permitted error of a lossy connector, as a part of the largest value.
@@ -349,7 +391,7 @@ class PagedCache:
             own = self._upload(torch.from_numpy(self.group_of == self._number[layer]))
             touched &= own[:, None]
         shadow.copy_(torch.where(touched[:, None, :, None, None], real, shadow))
-        return touched
+        return touched.view(self.num_blocks, -1)
 
     def changed_slots(self, touched: torch.Tensor | None) -> np.ndarray:
         """Return the slots [n] of a mask that `changes` returned."""
@@ -395,10 +437,9 @@ class SlicedCache(PagedCache):
         rank, ranks = self.share
         return np.flatnonzero(slots % self.stride % ranks == rank)
 
-    def split(self, slots: np.ndarray) -> tuple[Any, Any]:
+    def _place(self, blocks: Any, offsets: Any) -> tuple[Any, Any]:
         """See PagedCache."""
-        blocks, offsets = super().split(slots)
-        return blocks, offsets // self.share[1]
+        return super()._place(blocks, offsets // self.share[1])
 
     def mapping(self, slots: np.ndarray, group: Group) -> np.ndarray:
         """See PagedCache."""

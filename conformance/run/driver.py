@@ -7,6 +7,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -25,6 +26,7 @@ from kvconform.contract.steps import (
     NewPart,
     OfPrompt,
     PartsPrompt,
+    Regrouping,
     Reset,
     SamePrompt,
     Shutdown,
@@ -398,10 +400,13 @@ class Driver:
         if idle.seconds:
             self.trace.emit("clock.advanced", seconds=idle.seconds, why="idle")
 
-    def _restart(self, _: Any) -> None:
+    def _restart(self, how: str | Regrouping) -> None:
         self.run_dry()
         self.engine.shutdown()
-        self.engine = self._start()
+        if isinstance(how, Regrouping):
+            self.engine = self._build(_regrouped(self.variant, how), self.target)
+        else:
+            self.engine = self._start()
         self.trace.emit("engine.lifecycle", **lifecycle("restart"))
 
     def _shut_down(self, how: Shutdown) -> None:
@@ -464,3 +469,9 @@ class Driver:
     def shutdown(self) -> None:
         """Shut the connector down."""
         self.engine.shutdown()
+
+
+def _regrouped(variant: Variant, how: Regrouping) -> Variant:
+    """Return the run with another degree of context parallelism."""
+    config = variant.case.config.model_copy(update={"context_parallel": how.context_parallel})
+    return replace(variant, case=variant.case.model_copy(update={"config": config}))

@@ -318,7 +318,7 @@ class Reloads:
             request,
             state.variant.block_size,
             self._final(source),
-            groups=tuple(config.groups) if len(config.groups) > 1 else (),
+            groups=tuple(config.groups) if config.groups != ["latent"] else (),
             window=config.window,
             caching=config.prefix_caching,
             layout=config.layout,

@@ -96,8 +96,9 @@ def run_variant(
     with_connector = relation != "no-connector" and target.connector is not None
     caps = caps if caps is not None else complete(dict(target.capabilities))
     settings = variant.case.config
-    if len(settings.groups) > book.layers:  # one layer each
-        book = CodeBook(len(settings.groups), book.heads, book.head_dim)
+    count = len(settings.layer_numbers)
+    if settings.layers or count > book.layers:
+        book = CodeBook(count, book.heads, book.head_dim)
     # A run without a connector needs no device: the order of work on it concerns connectors only.
     kind: Device = target.device if with_connector else "cpu"
     slow = variant.slow if kind != "cpu" else None
@@ -123,7 +124,8 @@ def run_variant(
         groups=max(1, len(settings.groups)),
         ranks=settings.tensor_parallel * settings.pipeline_parallel,
         stages=settings.pipeline_parallel,
-        context_ranks=settings.context_parallel,
+        context_ranks=max(variant.case.context_degrees),
+        drafter=settings.drafter,
         device=kind,
         slow=slow,
     )
@@ -212,9 +214,12 @@ def _drive(
 _REFUSABLE = (
     "groups",
     "layout",
+    "kernel_block_size",
     "tensor_parallel",
     "pipeline_parallel",
     "context_parallel",
+    "layers",
+    "drafter",
     "spec_tokens",
     "prefix_caching",
     "load_failure_policy",

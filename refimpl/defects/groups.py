@@ -52,6 +52,40 @@ class LoadsIntoNullBlocks(HybridConnector):
         return all(self._store.has(part.key(key)) for key in keys[:chunks])
 
 
+class IgnoresTheWindow(ReferenceConnector):
+    """Takes a model with one group for one without a window.
+
+    Its table has null blocks where the window has passed, and its chunks are looked up from the
+    first on.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        self.several_groups = True  # skips the check
+        super().__init__(vllm_config, role, kv_cache_config)
+
+
+class TakesTheHitForAll(HybridConnector):
+    """Takes the local hit of the full attention for that of all groups.
+
+    Behind a local hit, it loads no recurrent state.
+    """
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        return True
+
+    def _plan_load(self, tracked: Tracked, granted: int, is_async: bool) -> Load:
+        load = super()._plan_load(tracked, granted, is_async)
+        if not load.start:
+            return load
+        kept = (
+            piece
+            for piece in load.pieces
+            if not (isinstance(piece, Share) and piece.part.recurrent)
+        )
+        return replace(load, pieces=tuple(kept))
+
+
 class KeepsOldTables(HybridConnector):
     """Saves a complete prompt from a table that it assembled step by step (B090).
 

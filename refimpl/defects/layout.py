@@ -9,6 +9,9 @@ import torch
 
 from kvconform.refimpl.connector import ReferenceConnector
 from kvconform.refimpl.faulty import Target, skipped
+from kvconform.refimpl.paging import write_slots
+from kvconform.refimpl.plan import Piece, Save
+from kvconform.refimpl.variants.hybrid import HybridConnector
 
 REQUIRED_LAYOUT = Target("vllm.v1.attention.backends.utils:get_kv_connector_cache_layout")
 CREATE_VIEWS = Target("vllm.v1.kv_cache_interface:create_kv_cache_views")
@@ -28,6 +31,57 @@ class AssumesContiguous(ReferenceConnector):
             return torch.as_strided(layer, layer.shape, strides) if inside else layer
 
         super().register_kv_caches({name: assumed(layer) for name, layer in kv_caches.items()})
+
+
+class BlocksOfTheScheduler(ReferenceConnector):
+    """Takes the first axis of the tensors for the scheduler's blocks.
+
+    With smaller kernel blocks, that is wrong: block b begins several blocks further on.
+    """
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        blocks = self._kv_cache_config.num_blocks
+        super().register_kv_caches(
+            {
+                name: layer.as_strided(
+                    (blocks, layer.shape[1], self._block_size, layer.shape[3]), layer.stride()
+                )
+                for name, layer in kv_caches.items()
+            }
+        )
+
+
+class ForgetsTheDrafter(HybridConnector):
+    """Registers as many layers as the model has, and none of the drafter's."""
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        hidden = self._vllm_config.model_config.hf_text_config.num_hidden_layers
+        super().register_kv_caches(
+            {name: layer for name, layer in kv_caches.items() if number_of(name) < hidden}
+        )
+
+
+class CountsLayers(ReferenceConnector):
+    """Stores a layer under the number in its name, and loads it by its place among the layers.
+
+    They are the same unless a layer of the model has no KV.
+    """
+
+    def _save_layer(self, epoch: int, save: Save, layer: str, kv_layer: torch.Tensor) -> None:
+        super()._save_layer(epoch, save, str(number_of(layer)), kv_layer)
+
+    def _load_layer(self, piece: Piece, layer: str) -> bool:
+        names = list(self._layers)
+        place = number_of(names[0]) + names.index(layer)
+        data = self._store.get(piece.key, str(place))
+        if data is None:
+            return True  # as if the layer had no KV
+        return write_slots(self._layers[layer], piece.slots, data, piece.first, self._share)
+
+
+def number_of(name: str) -> int:
+    """Return the number in the name of a layer."""
+    return int(name.split(".")[2])
 
 
 class KeysOfTheLatent(ReferenceConnector):

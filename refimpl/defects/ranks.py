@@ -6,6 +6,7 @@ The engine faults are in the aggregation of the ranks' reports, and in steps wit
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,6 +16,7 @@ from kvconform.compat.vllm_api import ModelRunnerOutput
 from kvconform.refimpl.connector import ReferenceConnector
 from kvconform.refimpl.defects import targets
 from kvconform.refimpl.faulty import Target, with_arguments
+from kvconform.refimpl.keys import root_key
 from kvconform.refimpl.plan import Load, Piece, Save
 from kvconform.refimpl.store import open_store
 from kvconform.refimpl.variants.ranks import Drifting
@@ -73,6 +75,29 @@ class UnscaledBlocks(ReferenceConnector):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._block_size = vllm_config.cache_config.block_size
+
+
+class TwoSlices(ReferenceConnector):
+    """Takes the ranks that the tokens of a block are split over for two, as they often are."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        if self._share.ranks > 1:
+            self._share = self._share._replace(rank=self._share.rank % 2, ranks=2)
+
+
+class OneRootForAllDegrees(ReferenceConnector):
+    """Has the number of ranks in its keys, and not over how many the tokens of a block are split.
+
+    Engines with as many ranks then share keys for chunks that differ.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        config = copy.copy(vllm_config)
+        config.parallel_config = copy.copy(vllm_config.parallel_config)
+        config.parallel_config.decode_context_parallel_size = 1
+        self._root = root_key(config)
 
 
 class FirstHeads(_Ranked):

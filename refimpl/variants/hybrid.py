@@ -272,6 +272,17 @@ def _copied(tables: Iterable[Sequence[int]]) -> list[list[int]]:
     return [list(table) for table in tables]
 
 
+class Divergent(HybridConnector):
+    """Completes the local hit of the full attention, where the recurrent state's is shorter.
+
+    A load always ends with the state, so nothing else is to be done.
+    """
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        return True
+
+
 class OneGroupOnly(HybridConnector):
     """Accepts a model with several groups, as it must, but loads nothing for it."""
 

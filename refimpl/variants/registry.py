@@ -60,6 +60,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "stumbles": (f"{HERE}.loading:Stumbles", {"load": "async"}),
     "hybrid": (f"{HERE}.hybrid:HybridConnector", {}),
     "hybrid-async": (f"{HERE}.hybrid:HybridConnector", {"load": "async"}),
+    "divergent": (f"{HERE}.hybrid:Divergent", {}),
     "hands-out-its-own": (f"{HERE}.habits:HandsOutItsOwn", {}),
     "keeps-last": (f"{HERE}.habits:KeepsLast", {}),
     "instance-hooks": (f"{HERE}.habits:InstanceHooks", {"load": "async"}),

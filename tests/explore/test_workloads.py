@@ -85,6 +85,9 @@ def test_draws_differ_in_everything_that_matters() -> None:
         "spec_tokens",
         "prefix_caching",
         "context_parallel",
+        "kernel_block_size",
+        "layers",
+        "drafter",
     )
     assert all(
         found[name] > 1 for name in (*wanted, *others, *(f"config {each}" for each in special))
@@ -94,14 +97,32 @@ def test_draws_differ_in_everything_that_matters() -> None:
 def test_few_have_a_second_run_in_a_process_of_its_own() -> None:
     """A process takes as long as a hundred workloads."""
     found = Counter(relation for workload in some(4000) for relation in workload.data["relations"])
-    assert 40 < found["second-process"] < 80 and 2 < found["hash-seed"] < 20
+    assert 30 < found["second-process"] < 80 and 2 < found["hash-seed"] < 20
     restarts = Counter(
-        step["restart"]
+        str(step["restart"])
         for workload in some(4000)
         for step in workload.data["steps"]
         if "restart" in step
     )
     assert 2 < restarts["process"] < restarts["engine"] / 3
+
+
+def test_layouts_ranks_and_groups_that_few_models_have() -> None:
+    drawn_ones = some(3000)
+    degrees = [
+        step["restart"]["context_parallel"]
+        for workload in drawn_ones
+        for step in workload.data["steps"]
+        if isinstance(step.get("restart"), dict)
+    ]
+    configs = [workload.data["config"] for workload in drawn_ones]
+    assert len(set(degrees)) == 3 and len(degrees) > 5
+    assert sum(config.get("context_parallel") == 4 for config in configs) > 5
+    assert sum(config.get("groups") == ["sliding"] for config in configs) > 5
+    assert any("drafter" in config and len(config.get("groups", ())) > 1 for config in configs)
+    assert not any(
+        "state" in config.get("groups", ()) and config.get("spec_tokens") for config in configs
+    )
 
 
 def length_of(prompt: int | dict[str, Any], lengths: dict[str, int]) -> int:

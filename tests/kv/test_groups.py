@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -117,6 +118,35 @@ def test_a_connector_for_one_group_is_not_judged_by_these_cases(tmp_path: Path) 
     assert "hma" in (report.rows[0].message or "")
 
 
+def test_a_connector_may_refuse_a_window(tmp_path: Path) -> None:
+    variant = SPEC.cases["groups.only-a-window"].variants()[0]
+    target = Target("kvconform.refimpl.connector:ReferenceConnector", {"store": "{tmp}/s"})
+    report = run_and_judge(variant, target, SPEC, seed=0, tmp=tmp_path)
+    assert {row.verdict for row in report.rows} == {"UNSUPPORTED"}
+    assert "sliding windows are not supported" in (report.rows[0].message or "")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"block_size": 10, "kernel_block_size": 4},
+        {"groups": ["full", "sliding"], "kernel_block_size": 2},
+        {"layout": "BLHNC", "kernel_block_size": 2},
+        {"drafter": True},
+        {"layers": [2, 0]},
+        {"layers": [0, 2], "tensor_parallel": 2},
+        {"tensor_parallel": 4},
+        {"groups": ["latent"], "tensor_parallel": 4, "context_parallel": 3, "block_size": 12},
+        {"groups": ["latent"], "tensor_parallel": 3, "context_parallel": 3, "block_size": 8},
+    ],
+    ids=str,
+)
+def test_configurations_that_vllm_does_not_start_are_no_case(config: dict[str, Any]) -> None:
+    case = SPEC.cases["groups.reload"].model_dump(exclude_unset=True, by_alias=True)
+    with pytest.raises(ValidationError, match="config: "):
+        type(SPEC.cases["groups.reload"]).model_validate(case | {"config": config})
+
+
 def test_vllm_does_not_start_one_that_claims_otherwise(tmp_path: Path) -> None:
     variant = SPEC.cases["groups.reload"].variants()[0]
     target = Target(
@@ -130,7 +160,7 @@ def test_vllm_does_not_start_one_that_claims_otherwise(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("groups", [["sliding", "full"], ["full", "latent"], ["sliding"]])
+@pytest.mark.parametrize("groups", [["sliding", "full"], ["full", "latent"], ["wide"]])
 def test_groups_that_no_engine_has_are_no_case(groups: list[str]) -> None:
     case = SPEC.cases["groups.reload"].model_dump(exclude_unset=True, by_alias=True)
     with pytest.raises(ValidationError, match="config: (with several groups|a single group)"):

@@ -30,6 +30,7 @@ CASES = (
 )
 MATTERS = {  # what is only different elsewhere
     "chunk-256": ("chunked.large-chunks",),
+    "divergent": ("groups.divergent",),
     "foresees-failures": ("chunked.boundaries",),
     "in-parts": ("chunked.boundaries",),
     "instance-hooks": ("multi.after-winner",),
