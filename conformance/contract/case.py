@@ -99,6 +99,11 @@ class Config(Model):
         default=None,
         description="tokens per block of the KV tensors, if the attention needs smaller blocks",
     )
+    graphs: bool = Field(
+        default=False,
+        description="steps of one token per request replay a graph, which calls no layer hooks,"
+        " unless the connector's class requires piecewise graphs",
+    )
     layout: Layout | None = Field(
         default=None,
         description="the only order of a KV tensor's axes that the attention supports",
@@ -343,6 +348,8 @@ class Case(Model):
             found.append("reused-id")
         if "private" in self.config.groups:
             found.append("private-group")
+        if self.config.graphs:
+            found.append("graphs")
         asked = [add.arg.params for add in self.steps if add.op == "add" and add.arg.hand_over]
         if any(params and asked.count(params) > 1 for params in asked):
             found.append("shared-params")

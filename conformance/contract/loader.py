@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from kvconform.contract.case import Case
 from kvconform.contract.events import EVENTS
 from kvconform.contract.profile import Profile, Waiver
-from kvconform.contract.references import Entry, Evidence, Rule, RuleWaiver, key
+from kvconform.contract.references import BugWaiver, Entry, Evidence, Rule, RuleWaiver, key
 from kvconform.contract.requirement import Model, Requirement
 from kvconform.contract.scenario import Scenario, Workload
 from kvconform.contract.situation import FILE as SITUATIONS
@@ -145,6 +145,7 @@ class Spec:
     waivers: list[Waiver] = field(default_factory=list)
     rules: dict[str, Rule] = field(default_factory=dict)
     rule_waivers: dict[str, RuleWaiver] = field(default_factory=dict)
+    bug_waivers: dict[str, BugWaiver] = field(default_factory=dict)
     sources: dict[str, Evidence] = field(default_factory=dict)
     situations: dict[str, Situation] = field(default_factory=dict)
     defects: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -353,13 +354,18 @@ class _Loader:
                 self.spec.profiles[found.id] = found
 
     def waivers(self, name: str, text: str) -> None:
-        """Take spec/waivers.yaml: waivers of rules, and waivers of failures."""
+        """Take spec/waivers.yaml: waivers of rules, of bugs, and of failures."""
         file = self.file(name, text, list)
         for index, raw in enumerate(file.data):
             if isinstance(raw, dict) and "rule" in raw:
                 rule = self.model(RuleWaiver, raw, file, index)
                 if rule is not None and self.place(f"waiver:{rule.rule}", file, index):
                     self.spec.rule_waivers[rule.rule] = rule
+                continue
+            if isinstance(raw, dict) and "bug" in raw:
+                bug = self.model(BugWaiver, raw, file, index)
+                if bug is not None and self.place(f"waiver:{bug.bug}", file, index):
+                    self.spec.bug_waivers[bug.bug] = bug
                 continue
             waiver = self.model(Waiver, raw, file, index)
             if waiver is not None:

@@ -85,6 +85,18 @@ class Mark(Model):
         )
 
 
+class BugWaiver(Model):
+    """A bug of the list of bugs that nothing here shows, and why.
+
+    The contract makes no promise that it breaks, or nothing here could observe it.
+    """
+
+    bug: Annotated[str, Field(pattern=r"^B\d{3}$")]
+    because: Literal["no promise", "not observable"]
+    reason: str = Field(min_length=1)
+    link: str = Field(min_length=1, description="evidence: a place in vLLM's source, or an issue")
+
+
 class Entry(Model):
     """One bug as it was released.
 

@@ -139,9 +139,13 @@ class Pages:
         return self._render("area", area=area, requirements=self._of(area), kinds=KINDS)
 
     def coverage(self) -> str:
-        """Return the page of what covers each hook, field and rule. Needs vLLM's source."""
+        """Return the page of what covers each hook, field, rule and bug. Needs vLLM's source."""
         return self._render(
-            "coverage", hooks=coverage.render(self.spec), rules=list(self.spec.rules.values())
+            "coverage",
+            hooks=coverage.render(self.spec),
+            rules=list(self.spec.rules.values()),
+            bugs=self.bugs,
+            bug_waivers=list(self.spec.bug_waivers.values()),
         )
 
     def _of(self, area: Area) -> list[Requirement]:

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 import kvconform.spec
 from kvconform.contract.case import Case
 from kvconform.contract.profile import Profile, Waiver
-from kvconform.contract.references import Evidence, Rule, RuleWaiver
+from kvconform.contract.references import BugWaiver, Evidence, Rule, RuleWaiver
 from kvconform.contract.requirement import Requirement
 from kvconform.contract.situation import Situation
 from kvconform.dev.defect import Defect, KillMatrix
@@ -29,7 +29,7 @@ FORMATS: dict[str, tuple[Any, str]] = {
     "requirement": (list[Requirement], "spec/requirements/<area>.yaml: a list of requirements"),
     "case": (Case, "spec/cases/<area>/<id>.yaml: one case"),
     "profiles": (list[Profile], "spec/profiles.yaml: a list of profiles"),
-    "waivers": (list[Waiver | RuleWaiver], "spec/waivers.yaml: a list of waivers"),
+    "waivers": (list[Waiver | RuleWaiver | BugWaiver], "spec/waivers.yaml: a list of waivers"),
     "defects": (list[Defect], "spec/defects.yaml: a list of defects"),
     "rules": (list[Rule], "spec/rules.yaml: a list of rules"),
     "situations": (list[Situation], "spec/situations.yaml: a list of situations"),

@@ -8,7 +8,7 @@ which also give the reasons.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -76,19 +76,39 @@ class Lifecycle(Protocol):
 
 
 def make_lifecycle(
-    kind: str, worker: Worker, connector: Any, config: Any, *, runner: str, speculative: bool
+    kind: str,
+    worker: Worker,
+    connector: Any,
+    config: Any,
+    *,
+    runner: str,
+    speculative: bool,
+    graphs: bool,
 ) -> Lifecycle:
     """Return the life cycle for an engine; `kind` is the engine's name.
 
-    Without a connector, every engine uses the plain step.
+    Without a connector, every engine uses the plain step. With `graphs`, steps of one token per
+    request replay a graph.
     """
     if connector is None:
         return Plain(worker)
+    replays = graphs and not _requires_pieces(connector, config)
     if kind == "reference":
-        return Own(worker, connector, config, runner=runner, speculative=speculative)
+        return Own(
+            worker, connector, config, runner=runner, speculative=speculative, replays=replays
+        )
     if runner == "v2":
-        return VllmV2(worker, connector, config, speculative=speculative)
-    return VllmV1(worker, connector, config, speculative=speculative)
+        return VllmV2(worker, connector, config, speculative=speculative, replays=replays)
+    return VllmV1(worker, connector, config, speculative=speculative, replays=replays)
+
+
+def _requires_pieces(connector: Any, config: Any) -> bool:
+    """Ask the class, as vllm/config/vllm.py does, whether graphs must leave room for layer hooks.
+
+    Releases before 0.18 do not ask.
+    """
+    ask = getattr(type(connector), "requires_piecewise_for_cudagraph", None)
+    return ask is not None and ask(config.kv_transfer_config.kv_connector_extra_config)
 
 
 class Plain:
@@ -120,12 +140,14 @@ class _WithConnector:
         *,
         runner: str = "v1",
         speculative: bool = False,
+        replays: bool = False,
     ) -> None:
         self.worker = worker
         self.connector = connector
         self.config = config
         self.runner = runner
         self.speculative = speculative
+        self.replays = replays
         layers = self.config.compilation_config.static_forward_context
         for name, tensor in zip(worker.cache.names, worker.cache.tensors, strict=True):
             layer = layers.setdefault(name, SimpleNamespace(layer_name=name))
@@ -136,6 +158,16 @@ class _WithConnector:
             dict(zip(self.worker.cache.names, self.worker.cache.tensors, strict=True))
         )
         self.connector.set_host_xfer_buffer_ops(_copy_blocks)
+
+    def _forward(self, attention: Callable[[str], None]) -> None:
+        """Run the layers, with `attention` and its hooks, or by a replay without hooks.
+
+        vLLM replays a full graph if every request has one token, be it the last of a prompt of
+        which all others were loaded.
+        """
+        one_token_each = all(row.count == 1 for row in self.worker.rows)
+        is_replay = self.replays and one_token_each and not self.speculative
+        self.worker.forward(self.worker.attend if is_replay else attention)
 
     @contextmanager
     def _agent(self) -> Any:
@@ -186,7 +218,7 @@ class Own(_WithConnector):
                 arguments = self._load_arguments(output, metadata)
                 if has_sync_loads(output):
                     self._load(arguments)
-                worker.forward(self.attention)
+                self._forward(self.attention)
                 if self.runner == "v2":
                     connector.finish_forward()
                 if not has_sync_loads(output):
@@ -264,7 +296,7 @@ class VllmV1(_WithConnector):
                 self._context(output),
                 collecting(output, defer=self.speculative) as collected,
             ):
-                worker.forward(attention)
+                self._forward(attention)
             with self._context(output):
                 worker.draft(attention)
             result = worker.sample()
@@ -312,7 +344,7 @@ class VllmV2(_WithConnector):
                 pre_forward(
                     self.active, output, batch, metadata, {**arguments, "attn_metadata": metadata}
                 )
-                worker.forward(attention)
+                self._forward(attention)
                 finish_forward(self.active)
                 worker.draft(attention)
                 collected = post_forward(self.active, output, defer=self.speculative)

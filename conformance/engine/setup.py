@@ -245,6 +245,7 @@ def _build_workers(variant: Variant, trace: Trace, view: EngineView, memory: Mem
             rank.config,
             runner=variant.runner,
             speculative=settings.spec_tokens > 0,
+            graphs=settings.graphs,
         )
         with set_current_vllm_config(rank.config), ranks.driving(rank):
             rank.lifecycle.register()

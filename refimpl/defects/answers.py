@@ -166,6 +166,14 @@ class AsksTheInstance(ReferenceConnector):
         return self.options.layerwise
 
 
+class HidesItsLayerHooks(ReferenceConnector):
+    """Moves each layer in its own hook, and lets vLLM replay graphs that call no hooks (B137)."""
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        return False
+
+
 class OldPreemptions(ReferenceConnector):
     """Expects the ids of preempted requests in handle_preemptions, before the metadata (B123)."""
 

@@ -88,3 +88,16 @@ class OneTokenIsDecode(ReferenceConnector):
 
     def _finish_bound(self, request: Request) -> int:
         return 0
+
+
+class ZipsParallelLists(ReferenceConnector):
+    """Walks through the requests of a step together with their new_token_ids (B152).
+
+    That list is empty unless there are several pipeline stages.
+    """
+
+    def _plan_saves(self, scheduler_output: SchedulerOutput) -> Iterator[Save]:
+        cached = scheduler_output.scheduled_cached_reqs
+        seen = {req_id for req_id, _ in zip(cached.req_ids, cached.new_token_ids, strict=False)}
+        seen.update(entry.req_id for entry in scheduler_output.scheduled_new_reqs)
+        return (save for save in super()._plan_saves(scheduler_output) if save.req in seen)

@@ -107,6 +107,16 @@ def _has_no_blocks(engine: Engine, request: Request, **kwargs: Any) -> bool:
 finishes_twice = targets.END.during(request_finished=_twice_if_aborted)
 """Call request_finished once more for a request that is aborted."""
 
+
+@targets.FINISH_REQUESTS.before
+def finishes_the_finished(engine: Engine, request_ids: Any, status: RequestStatus) -> None:
+    """Finish a request again that is aborted while its blocks are kept for a send (B136)."""
+    ids = [request_ids] if isinstance(request_ids, str) else list(request_ids or ())
+    for request in [engine.requests[i] for i in ids if i in engine.requests]:
+        if request.is_finished():
+            engine.end(request)
+
+
 aborts_waiting_in_silence = targets.END.during(
     when=_has_no_blocks, request_finished=returns((False, None))
 )

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
@@ -54,3 +55,18 @@ def vllm_frees_under_a_load(
         if request_id in requests:
             scheduler._free_blocks(requests[request_id])
     return found
+
+
+@Target(f"{SCHEDULER}._request_blocks_can_be_freed").replaced_by
+def vllm_frees_under_a_step(freed: Any, scheduler: Scheduler, request: Any) -> bool:
+    """Free blocks at once although a step in flight writes to them (B134)."""
+    return True
+
+
+@Target("vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots").replaced_by
+def vllm_advances_windows_early(
+    allocate: Any, manager: Any, request: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Free what has left a window although a step in flight still uses it (B154)."""
+    with patch.object(request, "num_in_flight_tokens", 0):
+        return allocate(manager, request, *args, **kwargs)

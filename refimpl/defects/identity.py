@@ -178,6 +178,19 @@ class SaveKeyDiffers(ReferenceConnector):
         return 0 if request.num_tokens % self._block_size == 1 else found
 
 
+class TwoDigests(ReferenceConnector):
+    """Makes one key of several blocks in two ways: the lookup of text, the save of bytes (B150).
+
+    A chunk of one block has the same key in both.
+    """
+
+    def _stored_prefix(self, request: Request) -> int:
+        return super()._stored_prefix(request) if self._is_one_block() else 0
+
+    def _is_one_block(self) -> bool:
+        return self.options.chunk_tokens == self._block_size
+
+
 class KeysById(ReferenceConnector):
     """Computes the keys of a request once, and caches them by its id (B012)."""
 

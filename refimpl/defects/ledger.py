@@ -33,6 +33,23 @@ class WrongParent(ReferenceConnector):
         return events
 
 
+class ParentOfBatch(ReferenceConnector):
+    """Takes the block that a step stored before for the parent, not the one before it (B151).
+
+    The first block of a step has none, then, although the request has blocks before it.
+    """
+
+    def _expect(self, tracked: Tracked, pieces: Sequence[Piece]) -> bool:
+        found = super()._expect(tracked, pieces)
+        parent = None
+        for piece in pieces:
+            chunk = self._planned.get(piece.key)
+            if chunk is not None:
+                chunk.parent = parent
+                parent = chunk.hashes[-1]
+        return found
+
+
 class KeepsEvents(ReferenceConnector):
     """Returns the events of all steps so far, again in every step."""
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.delay import Countdown
 from kvconform.refimpl.paging import write_slots
 from kvconform.refimpl.plan import Load, Piece, Save
 from kvconform.refimpl.tracking import Tracked
@@ -208,3 +209,25 @@ class SavesAllLayersButOne(ReferenceConnector):
 
     def _save(self, epoch: int, save: Save, layers: Iterable[str]) -> None:
         super()._save(epoch, save, list(layers)[:-1])
+
+
+class FailsBeforeAllHaveStopped(ReferenceConnector):
+    """Reports a load as failed when its first transfer fails; the others write later (B138)."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._still_writing: Countdown[Load] = Countdown()
+
+    def _load(self, load: Load, layers: Iterable[str]) -> None:
+        found = tuple(piece for piece in load.pieces if self._store.has(piece.key))
+        if len(found) == len(load.pieces) or not load.is_async:
+            super()._load(load, layers)
+            return
+        for piece in load.pieces:
+            self._invalid |= piece.blocks(self._block_size)
+        self._still_writing.add(replace(load, pieces=found), 3)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        for load in self._still_writing.poll():
+            super()._load(load, self._layers)
+        return super().get_finished(finished_req_ids)

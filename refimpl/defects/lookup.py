@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvconform.refimpl.connector import Lookup, ReferenceConnector
 from kvconform.refimpl.plan import Load, Save
@@ -136,3 +136,30 @@ class RepeatsFailedHit(ReferenceConnector):
         known.update(key for key in keys if self._store.has(key))
         unknown = (index for index, key in enumerate(keys) if key not in known)
         return next(unknown, len(keys)) * self.options.chunk_tokens
+
+
+class ReleasesTwice(ReferenceConnector):
+    """Releases chunks twice that a lookup found and the load does not need (B148).
+
+    They are those of the local hit. The index still has them, so the next hit asserts.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._freed: set[str] = set()
+        self._unneeded: dict[str, set[str]] = {}
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Lookup:
+        tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        chunk = self.options.chunk_tokens
+        found = self._keys(request, [], request.num_tokens)[: self._stored_prefix(request) // chunk]
+        assert not tokens or self._freed.isdisjoint(found)
+        self._unneeded[request.request_id] = set(found[: num_computed_tokens // chunk])
+        return tokens, is_async
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        if num_external_tokens:
+            self._freed |= self._unneeded.pop(request.request_id, set())
+        super().update_state_after_alloc(request, blocks, num_external_tokens)

@@ -13,9 +13,13 @@ from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group
 from kvconform.refimpl.connector import Finish, Lookup, ReferenceConnector
 from kvconform.refimpl.faulty import Target, with_arguments
 from kvconform.refimpl.plan import Save
+from kvconform.refimpl.tracking import Tracked
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
 
 MULTI = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector:MultiConnector"
 BUILD_STATS = Target(f"{MULTI}.build_kv_connector_stats")
@@ -46,6 +50,36 @@ class KnowsAllReports(ReferenceConnector):
         for req in connector_output.finished_sending or ():
             self._final_ids.remove(req)
         super().update_connector_output(connector_output)
+
+
+class SavesRejected(ReferenceConnector):
+    """Keeps the load that its lookup found when it is not chosen, and saves it instead (B142).
+
+    It has no block table for that request.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._found: dict[str, int] = {}
+        self._rejected: list[tuple[Request, int]] = []
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Lookup:
+        answer = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        self._found[request.request_id] = num_computed_tokens + (answer[0] or 0)
+        return answer
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        found = self._found.pop(request.request_id, 0)
+        if found and not num_external_tokens:
+            self._rejected.append((request, found))
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        rejected, self._rejected = self._rejected, []
+        self._final += [self._plan_save(Tracked(request, []), end, 0) for request, end in rejected]
+        return super().build_connector_meta(scheduler_output)
 
 
 class LoadsUnchosen(ReferenceConnector):

@@ -161,6 +161,39 @@ class BestEffort(Peer):
         return False
 
 
+class OffersWhatItComputed(Peer):
+    """Offers the blocks that it computed, and not those that it found in its own cache (B144)."""
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Lookup:
+        found = num_computed_tokens // self._size
+        self._found: dict[str, int] = {**getattr(self, "_found", {}), request.request_id: found}
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        self._offers = {
+            key: (req, blocks[self._found.get(req, 0) :])
+            for key, (req, blocks) in self._offers.items()
+        }
+        return super().build_connector_meta(scheduler_output)
+
+
+class DropsEarlyNotices(Peer):
+    """Drops the notice that KV is not needed if its worker does not know the offer yet (B140)."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        self._pulling = [
+            item for item in self._pulling if item[2].blocks or self._offer(item[2]) is not None
+        ]
+        return super().get_finished(finished_req_ids)
+
+
+class ExpectsOneNotice(Peer):
+    """Expects one notice per offer; n > 1 makes siblings, each of which sends one (B140)."""
+
+    def _released(self) -> set[str]:
+        return {self.board.offers.pop(self.board.done.pop()).req for _ in list(self.board.done)}
+
+
 class SavesAsConsumer(ReferenceConnector):
     """Saves in every role."""
 
