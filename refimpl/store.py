@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import struct
 import threading
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,10 +102,15 @@ class _Shelf:
     committed: dict[str, set[int]] = field(default_factory=dict)
 
 
+CHECKSUM = struct.Struct("<I")
+"""CRC-32 of the data, at the beginning of a file."""
+
+
 class DirectoryStore:
     """One file per chunk, rank and layer: `<root>/<epoch>/<key>/<rank>.<layer>.kv`.
 
-    A file `<rank>.complete` commits the rank's shard.
+    A file `<rank>.complete` commits the rank's shard. Data begin with their checksum, because files
+    may be cut short or overwritten; what does not fit its checksum is gone.
     """
 
     def __init__(self, root: Path, rank: int = 0, world: int = 1) -> None:
@@ -125,7 +132,8 @@ class DirectoryStore:
         shutil.rmtree(f"{self._root}/{old}", ignore_errors=True)
 
     def put(self, epoch: int, key: str, layer: str, data: bytes) -> None:
-        self._keep(epoch, f"{self._chunk(epoch, key)}/{self._file(layer)}", data)
+        path = f"{self._chunk(epoch, key)}/{self._file(layer)}"
+        self._keep(epoch, path, CHECKSUM.pack(zlib.crc32(data)) + data)
 
     def commit(self, epoch: int, key: str) -> None:
         self._keep(epoch, f"{self._chunk(epoch, key)}/{self._rank}.complete", b"")
@@ -137,10 +145,16 @@ class DirectoryStore:
     def get(self, key: str, layer: str) -> bytes | None:
         if not self.has(key):
             return None
+        return self._verified(Path(self._chunk(self.epoch(), key), self._file(layer)))
+
+    def _verified(self, path: Path) -> bytes | None:
+        """Return the data of a file; None if there is no file, or other data than were stored."""
         try:
-            return Path(self._chunk(self.epoch(), key), self._file(layer)).read_bytes()
+            raw = path.read_bytes()
         except FileNotFoundError:
             return None
+        checksum, data = raw[: CHECKSUM.size], raw[CHECKSUM.size :]
+        return data if checksum == CHECKSUM.pack(zlib.crc32(data)) else None
 
     def drop(self, key: str) -> None:
         chunk = self._chunk(self.epoch(), key)

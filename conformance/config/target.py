@@ -66,13 +66,13 @@ class Target:
                 )
             try:
                 return KVConnectorFactory._registry[self.name]()
-            except Exception as error:  # a registered connector may import anything
+            except (Exception, SystemExit) as error:  # a registered connector may import anything
                 raise UsageError(
                     f"Connector {self.name} cannot be imported: {_one_line(error)}."
                 ) from error
         try:
             module = importlib.import_module(self.module)
-        except Exception as error:  # the user's module may raise anything while it is imported
+        except (Exception, SystemExit) as error:  # the user's module may raise anything
             raise UsageError(
                 f"Module {self.module} of connector {self.connector} cannot be imported: "
                 f"{_one_line(error)}."
@@ -128,6 +128,8 @@ def _substitute(value: Any, given: dict[str, str]) -> Any:
 
 
 def _one_line(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"it ends the process while it is imported (sys.exit({error.code!r}))"
     text = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
     return text[:300]
 

@@ -38,6 +38,9 @@ CAPABILITIES: dict[str, Capability] = {
     "store": Capability(
         False, _YES_NO, "keeps KV after its request is gone, for later requests to load"
     ),
+    "persistent": Capability(
+        False, _YES_NO, "its store outlives the process: a restarted engine loads what it holds"
+    ),
     "saves": Capability(
         "none",
         (Literal["none", "prompt", "all"], "one of none, prompt, all"),
@@ -61,7 +64,6 @@ CAPABILITIES: dict[str, Capability] = {
         "returns KV that differs within a tolerance (false, or the tolerance)",
     ),
     "async_load": Capability(False, _YES_NO, "answers lookups with an asynchronous load"),
-    "layerwise": Capability(False, _YES_NO, "loads or saves layer by layer"),
     "hma": Capability(
         False, _YES_NO, "supports the hybrid memory allocator (several KV cache groups)"
     ),
@@ -111,7 +113,7 @@ def complete(declared: dict[str, Any]) -> dict[str, Any]:
 def has(value: Any) -> bool:
     """Return whether a capability counts as present when it is named alone.
 
-    Examples: `layerwise`, `!lossy`, `saves`.
+    Examples: `hma`, `!lossy`, `saves`.
     """
     return bool(value) and value != "none"
 

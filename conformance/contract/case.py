@@ -316,7 +316,7 @@ def _unfit(step: Step, config: Config, matrix: Matrix) -> str | None:
     names = config.engines
     if step.op == "on" and step.arg not in names:
         return f"`on` names engine {step.arg!r}; config.engines has {', '.join(names) or 'none'}"
-    affects_store = step.op in ("restart", "shutdown") or (
+    affects_store = step.op in ("restart", "shutdown", "damage") or (
         step.op == "reset" and step.arg.connector
     )
     if names and affects_store:

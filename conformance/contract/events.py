@@ -158,6 +158,13 @@ _kind(
     "connector had.",
 )
 _kind(
+    "store.damaged",
+    "harness",
+    "what:str count:int",
+    "The harness damaged what the connector has stored: what happened, and to how many files or "
+    "servers.",
+)
+_kind(
     "clock.advanced",
     "harness",
     "seconds:float why:str",
@@ -173,9 +180,10 @@ _kind(
 _kind(
     "profile.expectation",
     "harness",
-    "what:str req:str of:str? declared:bool promised:int reloadable:int",
+    "what:str req:str of:str? declared:bool promised:int reloadable:int restarted:bool",
     "A request repeats earlier content: how much of it the capabilities promise (declared), or the "
-    "connector brings back of a plain prompt of that length, and how much can be loaded.",
+    "connector brings back of a plain prompt of that length, and how much can be loaded; whether "
+    "the engine was restarted in between.",
 )
 _kind(
     "case.expectation",
@@ -533,10 +541,11 @@ _kind(
     "kv",
     "req:str generation:int layer:int kv:str pos:int count:int block:int via:str "
     "transfer:str? transfer_sync:bool? found:str origin:str origin_req:str? origin_pos:int? "
-    "group:int?",
+    "group:int? damaged:bool",
     "A slot that is read has the wrong content. found = what it holds; origin = where that "
     "came from, in words; origin_req, origin_pos = request and position it was computed for; "
-    "for never_computed only the request that was to compute it.",
+    "for never_computed only the request that was to compute it; damaged = the harness had damaged "
+    "what the connector has stored.",
 )
 
 # -- plan: from a connector's optional Inspector

@@ -27,7 +27,8 @@ from kvconform.contract.profile import Profile, Waiver
 from kvconform.contract.references import Entry, Evidence, Rule, RuleWaiver, key
 from kvconform.contract.requirement import Model, Requirement
 from kvconform.contract.scenario import Scenario, Workload
-from kvconform.contract.situation import Situation
+from kvconform.contract.situation import FILE as SITUATIONS
+from kvconform.contract.situation import Situation, hand_on
 from kvconform.contract.yaml12 import Lines, line_of, parse
 from kvconform.errors import (
     BrokenFile,
@@ -164,6 +165,12 @@ def load_spec(
     """
     base: Traversable = importlib.resources.files("kvconform.spec") if root is None else root
     loader = _Loader(Cache(enabled=cache))
+    # First, because cases name situations: a broken file would be one problem per case.
+    if (base / SITUATIONS).is_file():
+        loader.situations(f"spec/{SITUATIONS}", (base / SITUATIONS).read_text(encoding="utf-8"))
+        if loader.problems:
+            raise SpecError(loader.problems)
+        hand_on(loader.spec.situations)
     for name, text in _files(base, "requirements", "spec/"):
         loader.requirements(name, text)
     for name, text in _files(base, "cases", "spec/"):
@@ -185,7 +192,6 @@ def load_spec(
         loader.rules,
         loader.waivers,
         loader.sources,
-        loader.situations,
         loader.defects,
     ):
         name = f"{take.__name__}.yaml"
@@ -373,7 +379,7 @@ class _Loader:
                 self.spec.sources[key(found)] = found
 
     def situations(self, name: str, text: str) -> None:
-        """Take spec/situations.yaml."""
+        """Take spec/situations.yaml; cases are checked against it, so it comes first."""
         for found, file, index in self.entries(Situation, name, text):
             if self.place(f"situation:{found.id}", file, index):
                 self.spec.situations[found.id] = found

@@ -8,14 +8,14 @@ contract allows more than one vLLM release does; a failure in such a situation i
 from __future__ import annotations
 
 import importlib.resources
-from functools import cache
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
 from kvconform.contract.requirement import Model, Source
-from kvconform.contract.yaml12 import parse
-from kvconform.errors import UsageError
+from kvconform.contract.yaml12 import Lines, line_of, parse
+from kvconform.errors import BrokenFile, Location, Problem
 
 FILE = "situations.yaml"
 
@@ -34,19 +34,38 @@ class Situation(Model):
     source: Source
 
 
-_ENTRIES = TypeAdapter(list[Situation])
+class _Known:
+    entries: Mapping[str, Situation] | None = None
 
 
-@cache
-def situations() -> dict[str, Situation]:
-    """Return the situations by id. UsageError if the file is wrong (the loader says where)."""
+def hand_on(entries: Mapping[str, Situation]) -> None:
+    """Make these the situations of this process, by id. The loader does so before any case."""
+    _Known.entries = dict(entries)
+
+
+def situations() -> Mapping[str, Situation]:
+    """Return the situations by id, in the order of the file.
+
+    They are those of the specification that was loaded last. Before any is loaded, the
+    distribution's file is read; BrokenFile if it is broken.
+    """
+    if _Known.entries is None:
+        hand_on(_read())
+    assert _Known.entries is not None
+    return _Known.entries
+
+
+def _read() -> dict[str, Situation]:
+    name = f"spec/{FILE}"
     text = (importlib.resources.files("kvconform.spec") / FILE).read_text(encoding="utf-8")
+    lines: Lines = {}
     try:
-        entries = _ENTRIES.validate_python(parse(text, f"spec/{FILE}"))
+        entries = TypeAdapter(list[Situation]).validate_python(parse(text, name, lines))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        path = ".".join(map(str, first["loc"]))
-        raise UsageError(f"spec/{FILE}: entry {path}: {first['msg']}") from None
+        where = Location(name, line_of(lines, first["loc"]))
+        field = ".".join(str(part) for part in first["loc"][1:])
+        raise BrokenFile(Problem(where, f"{field}: {first['msg']}")) from None
     return {entry.id: entry for entry in entries}
 
 

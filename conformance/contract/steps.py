@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
-from pydantic import BeforeValidator, Discriminator, Field, PositiveInt, Tag
+from pydantic import BeforeValidator, Discriminator, Field, PositiveInt, Tag, model_validator
 
 from kvconform.contract.expectations import Expectation
 from kvconform.contract.requirement import Model
@@ -448,6 +448,34 @@ class FailLoadStep(BaseStep):
     def mentions(self) -> set[str]:
         """Return the request."""
         return {self.fail_load.req}
+
+
+class Damage(Model):
+    """What happens to what the connector has stored: to its files, or to its servers."""
+
+    files: Literal["removed", "truncated", "longer", "garbage"] | None = Field(
+        default=None,
+        description="of every file in the run's directory ({tmp} of extra_config); garbage has the"
+        " length of the file",
+    )
+    servers: Literal["stopped"] | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> Damage:
+        if (self.files is None) == (self.servers is None):
+            raise ValueError("damage is either `files` or `servers`")
+        return self
+
+
+class DamageStep(BaseStep):
+    """Damage what the connector has stored, once it has been granted its next load."""
+
+    damage: Damage
+
+    @property
+    def needs(self) -> str | None:
+        """The capability to store."""
+        return "store"
 
 
 class LookupOnlyStep(BaseStep):

@@ -15,13 +15,15 @@ RANKED = frozenset({"kv.changed", "kv.wrong", "load.due"})
 class Trace:
     """A list of events, numbered from 0; kinds and fields: `kvconform.contract.events`.
 
-    Only `emit`, `amend` and `back_to` change it.
+    Only `emit`, `amend` and `back_to` change it. `damaged`: the harness has damaged what the
+    connector has stored; later events say so where it matters.
     """
 
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.step = 0
         self.rank: int | None = None
+        self.damaged = False
 
     @classmethod
     def of(cls, events: list[Event]) -> Trace:

@@ -25,7 +25,7 @@ from pydantic import ValidationError
 from kvconform.compat import installed
 from kvconform.contract.capabilities import CAPABILITIES
 from kvconform.contract.case import Matrix
-from kvconform.contract.expression import compile_capability, compile_expr
+from kvconform.contract.expression import compile_expr
 from kvconform.contract.loader import Spec, SpecError, load_spec, words
 from kvconform.contract.profile import select
 from kvconform.contract.steps import STEPS
@@ -195,7 +195,6 @@ def _capabilities(spec: Spec) -> Iterator[Finding]:
         return
     expressions = [req.capability_expr for req in spec.requirements.values()]
     expressions += [case.needs_expr for case in spec.cases.values()]
-    expressions += [compile_capability(profile.capability) for profile in spec.profiles.values()]
     for req in spec.requirements.values():
         expressions.extend(req.expressions.values())
     for case in spec.cases.values():

@@ -55,9 +55,9 @@ CFG: dict[str, Any] = {
 CAPS: tuple[dict[str, Any], ...] = (
     {
         "store": True,
+        "persistent": True,
         "saves": "all",
         "async_load": True,
-        "layerwise": True,
         "hma": True,
         "fault_injection": True,
     },

@@ -30,7 +30,13 @@ from kvconform.kv.provenance import Memory, Registry
 from kvconform.observe.ledger import Ledger, RankReports
 from kvconform.observe.observer import Observer
 from kvconform.observe.probe import Probe
-from kvconform.observe.static_checks import bound, inspect_class, inspect_engine, inspect_instance
+from kvconform.observe.static_checks import (
+    bound,
+    constructor,
+    inspect_class,
+    inspect_engine,
+    inspect_instance,
+)
 from kvconform.observe.telemetry import HashBook, Telemetry, Watch
 
 Shard = tuple[PagedCache, Registry]
@@ -64,8 +70,13 @@ def build(
     watch = Watch(trace, probe, hashes, view.generation)
     telemetry = Telemetry(trace, probe, hashes, config)
     if connected:
-        with noted(trace, "start", target.resolve()):
-            _start_worker_halves(ranks, target, relation)
+        try:
+            with noted(trace, "start", target.resolve()):
+                _start_worker_halves(ranks, target, relation)
+        except Exception:
+            if inspection is not None:
+                _inspect_constructor(trace, variant, target, tmp)
+            raise
     if inspection is not None:
         _inspect_classes(trace, variant, target, ranks.leader, tmp, inspection)
     _build_workers(variant, trace, view, memory)
@@ -164,6 +175,13 @@ def _start_worker_halves(ranks: Ranks, target: Target, relation: str) -> None:
             rank.half = start_worker_half(
                 rank.config, rank.cache_config, rank.cache, target, relation=relation
             )
+
+
+def _inspect_constructor(trace: Trace, variant: Variant, target: Target, tmp: Path) -> None:
+    """Emit why vLLM cannot construct the connector's class, if that is the reason."""
+    item, ok, detail = constructor(target.resolve(), target.options(tmp, variant.block_size))
+    if not ok:
+        trace.emit("api", item=item, ok=ok, detail=detail)
 
 
 def _inspect_classes(

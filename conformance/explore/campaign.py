@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from kvconform.errors import UsageError, one_line
 from kvconform.explore.dice import Dice
@@ -150,6 +151,7 @@ class Campaign:
     guarantees: Counter[str] = field(default_factory=Counter)
     unmarked: Counter[str] = field(default_factory=Counter)
     found: dict[Key, Found] = field(default_factory=dict)
+    capabilities: dict[str, Any] = field(default_factory=dict)
     errors: list[tuple[Workload, str]] = field(default_factory=list)
     seconds: float = 0.0
     corpus: Corpus = field(default_factory=Corpus)
@@ -159,6 +161,7 @@ class Campaign:
         """Add a workload's outcome."""
         self.runs += 1
         self.unsupported += outcome.unsupported
+        self.capabilities = outcome.capabilities or self.capabilities
         self.reached.update(outcome.reached)
         self.new += self.corpus.add(workload, outcome)
         self.guarantees.update(outcome.broken_guarantees)

@@ -23,7 +23,7 @@ from kvconform.config.settings import Settings
 from kvconform.contract.loader import explained, load_spec
 from kvconform.errors import UsageError
 from kvconform.explore.campaign import Campaign, Corpus, explore, first, reduce
-from kvconform.explore.outcome import never
+from kvconform.explore.outcome import judgeable, never
 from kvconform.explore.pool import Pool
 from kvconform.explore.races import races
 from kvconform.explore.workload import Workload
@@ -217,19 +217,15 @@ def _print(console: Console, campaign: Campaign, deaths: int) -> None:
     ran = max(1, campaign.runs - campaign.unsupported)
     shares = ", ".join(f"{name} {100 * campaign.reached[name] // ran}%" for name in SITUATIONS)
     console.print(f"\nreached      {shares}")
-    engines_only = {
-        r.id
-        for r in load_spec().requirements.values()
-        if r.kind == "requirement" and r.engines != ["live"]
-    }
-    unseen = never(engines_only, campaign.corpus.pairs)
+    asked = judgeable(load_spec().requirements.values(), campaign.capabilities)
+    unseen = never(asked, campaign.corpus.pairs)
     console.print(
         f"coverage     {len(campaign.corpus.pairs)} pairs, {campaign.new} of them new;"
         f" {len(campaign.corpus.seeds)} workloads in the corpus"
     )
     if unseen:
         console.print(
-            f"gaps         {len(unseen)} of {len(engines_only)} requirements were never exercised:"
+            f"gaps         {len(unseen)} of {len(asked)} requirements were never exercised:"
             f" {', '.join(unseen)}",
             soft_wrap=True,
         )

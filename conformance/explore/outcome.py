@@ -16,6 +16,7 @@ from typing import Any
 
 from kvconform.config.target import Target
 from kvconform.contract.loader import Spec, explained, load_spec
+from kvconform.contract.requirement import Requirement
 from kvconform.explore.workload import Data, Workload
 from kvconform.judge.records import Row
 from kvconform.run.case import run_and_judge
@@ -71,6 +72,20 @@ def pairs_of(data: Data, rows: Iterable[Row], trace: Iterable[Mapping[str, Any]]
     return sorted(found)
 
 
+def judgeable(requirements: Iterable[Requirement], caps: Mapping[str, Any]) -> set[str]:
+    """Return the ids of the requirements that workloads can exercise with these capabilities.
+
+    Without capabilities (nothing ran), all that the engines can be judged by.
+    """
+    return {
+        req.id
+        for req in requirements
+        if req.kind == "requirement"
+        and req.engines != ["live"]
+        and (not caps or req.capability_expr.bind(caps)({}))
+    }
+
+
 def never(requirements: Iterable[str], reached: Iterable[Pair]) -> list[str]:
     """Return the requirements that no workload exercised, from the pairs `reached`."""
     return sorted(set(requirements) - {what for what, _ in reached})
@@ -110,7 +125,7 @@ class Outcome:
     """Outcome of one workload; `error`: what prevented a verdict. JSON-able by `to_dict`.
 
     `unmarked` are the broken guarantees that a known bug of vLLM breaks, too, but without the mark
-    of that bug: another one broke them.
+    of that bug: another one broke them. `capabilities` are those of the connector.
     """
 
     failures: list[Failure] = field(default_factory=list)
@@ -120,6 +135,7 @@ class Outcome:
     pairs: list[Pair] = field(default_factory=list)
     error: str | None = None
     unsupported: bool = False
+    capabilities: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the outcome as JSON-able data."""
@@ -184,6 +200,7 @@ def outcome(
         reached=reached(trace),
         pairs=pairs_of(workload.data, report.rows, trace),
         unsupported=not trace,
+        capabilities=report.capabilities,
     )
 
 

@@ -172,6 +172,7 @@ SHOWN = {
     "plan",
     "run.end",
     "profile.expectation",
+    "store.damaged",
     "case.expectation",
 }
 """Kinds of events that an excerpt shows, if they concern its request or no request."""

@@ -64,7 +64,8 @@ def _wrong(e: Event) -> str:
     found = e["found"].replace("_", " ")
     if e["found"] == "other_request":
         found = "KV of another request"
-    return f"{side} of {where} of request {e['req']} ({memory}) hold {found}: {e['origin']}"
+    text = f"{side} of {where} of request {e['req']} ({memory}) hold {found}: {e['origin']}"
+    return f"after damage to what was stored, {text}" if e["damaged"] else text
 
 
 def _changed(e: Event) -> str:
@@ -164,10 +165,11 @@ def _stall(e: Event) -> str:
 
 
 def _promise(e: Event) -> str:
-    return (
-        f"{e['req']} repeats {e['of']}: {e['promised']} tokens should have come back,"
-        f" {e['reloadable']} did"
-    )
+    if e["restarted"]:
+        what = f"after a restart, {e['req']} repeats {e['of']}: some of {e['promised']} tokens"
+    else:
+        what = f"{e['req']} repeats {e['of']}: {e['promised']} tokens"
+    return f"{what} should have come back, {e['reloadable']} did"
 
 
 def _alloc(e: Event) -> str:
@@ -502,7 +504,7 @@ def _blocks_missing(e: Event) -> str:
 
 
 _CAUSE: dict[str, tuple[str | Callable[[Event], str], ...]] = {
-    "kv.wrong": ("found", "via"),
+    "kv.wrong": ("found", "via", "damaged"),
     "kv.changed": ("after_hook", *_SLOTS),
     "load.due": ("missing", "wrong"),
     "hook.returned": ("hook", "error", "error_at"),
@@ -510,7 +512,7 @@ _CAUSE: dict[str, tuple[str | Callable[[Event], str], ...]] = {
     "engine.lifecycle": ("op", "error_type", "error_at"),
     "engine.crash": ("where", "hook", "error_type", "error_at"),
     "cache.reset": ("phase",),
-    "profile.expectation": ("what",),
+    "profile.expectation": ("what", "restarted"),
     "case.expectation": ("what",),
     "engine.api": ("item",),
     "api": ("item",),

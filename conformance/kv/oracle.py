@@ -405,6 +405,7 @@ class Oracle(Loads):
                 origin_req=None,
                 origin_pos=None,
                 group=self._group(layer),
+                damaged=self.trace.damaged,
             )
         grant.written[layer, pos - grant.start] = True
         if grant.due is not None and grant.written[:, pos - grant.start].all():
@@ -483,6 +484,7 @@ class Oracle(Loads):
                 origin_req=item.held.req,
                 origin_pos=item.held.pos,
                 group=self._group(item.layer),
+                damaged=self.trace.damaged,
             )
         self.pending.clear()
 

@@ -352,6 +352,7 @@ class BlockOracle:
             origin_req=None,
             origin_pos=None,
             group=None,
+            damaged=False,
         )
 
     def _overdue(self) -> None:

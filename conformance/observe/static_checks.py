@@ -8,6 +8,7 @@ check is made once, on the classes and a configuration.
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
 import os
 from collections.abc import Callable, Iterator
@@ -39,7 +40,7 @@ def inspect_class(cls: type, extra_config: dict[str, Any], config: Any) -> Itera
 
     Calls the class methods that vLLM calls without an instance; changes nothing else.
     """
-    yield _constructor(cls)
+    yield constructor(cls, extra_config)
     missing = sorted(getattr(cls, "__abstractmethods__", ()))
     detail = f"not implemented: {', '.join(missing)}" if missing else ""
     yield "abstract-methods", not missing, detail
@@ -144,18 +145,63 @@ def _plain(function: Any) -> Any:
     return getattr(function, "_kvconform_original", function)
 
 
-def _constructor(cls: type) -> Finding:
+def constructor(cls: type, extra_config: dict[str, Any]) -> Finding:
+    """Check that vLLM can construct a connector's class and, if there is one, its OffloadingSpec.
+
+    Constructs neither.
+    """
+    problem = _refused_class(cls)
+    if problem is None and "spec_module_path" in extra_config:
+        problem = _refused_spec(cls, extra_config)
+    return "constructor", problem is None, problem or ""
+
+
+def _refused_spec(cls: type, extra_config: dict[str, Any]) -> str | None:
+    """Return why vLLM refuses the OffloadingSpec that the configuration names, or None.
+
+    None also if the configuration is wrong: if there is no such module or class.
+    """
+    try:
+        from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
+            OffloadingConnector,
+        )
+        from vllm.v1.kv_offload.base import OffloadingSpec
+    except ImportError:  # before vLLM has specs, or where it keeps them elsewhere
+        return None
+    if not issubclass(cls, OffloadingConnector):
+        return None
+    try:
+        module = importlib.import_module(str(extra_config["spec_module_path"]))
+    except Exception:  # the user's module may raise anything while it is imported
+        return None
+    name = extra_config.get("spec_name")
+    spec = getattr(module, str(name), None)
+    if spec is None:
+        return None
+    if not (isinstance(spec, type) and issubclass(spec, OffloadingSpec)):
+        return f"{name} is no subclass of vLLM's OffloadingSpec"
+    missing = sorted(getattr(spec, "__abstractmethods__", ()))
+    if missing:
+        return f"the OffloadingSpec {name} does not implement {', '.join(missing)}"
+    passed = list(inspect.signature(OffloadingSpec).parameters)
+    try:
+        inspect.signature(spec).bind(*(object() for _ in passed))
+    except TypeError as error:
+        return f"the OffloadingSpec {name} cannot be called with ({', '.join(passed)}): {error}"
+    return None
+
+
+def _refused_class(cls: type) -> str | None:
+    """Return why vLLM refuses the connector's class, or None."""
     names = list(inspect.signature(cls.__init__).parameters.values())[1:]  # type: ignore[misc]
     takes_any = any(p.kind == p.VAR_KEYWORD for p in names)
     if not takes_any and not any(p.name == "kv_cache_config" for p in names):
-        detail = "has no parameter named kv_cache_config: vLLM refuses the two-argument form"
-        return "constructor", False, detail
+        return "has no parameter named kv_cache_config: vLLM refuses the two-argument form"
     try:
         inspect.signature(cls).bind(object(), object(), object())
     except TypeError as error:
-        detail = f"cannot be called with (vllm_config, role, kv_cache_config): {error}"
-        return "constructor", False, detail
-    return "constructor", True, ""
+        return f"cannot be called with (vllm_config, role, kv_cache_config): {error}"
+    return None
 
 
 def _class_methods(cls: type, extra_config: dict[str, Any], config: Any) -> Finding:

@@ -17,6 +17,9 @@ SHOWN = 4
 PROCESS_RULE = "A connector MUST NOT end the process that it runs in."
 """The rule of a failure about a dead process whose requirement the specification does not have."""
 
+NO_VLLM = "the contract allows and vLLM does not bring about"
+"""Words for the runs of a risk."""
+
 
 def rank(requirement: str) -> int:
     """Return the rank of a requirement; a failure of a lower rank can explain one of a higher rank.
@@ -33,25 +36,43 @@ def rank(requirement: str) -> int:
     return 1
 
 
-def by_cause(rows: Sequence[Row]) -> list[list[Row]]:
-    """Return failed rows grouped by requirement and cause; at most SHOWN groups per requirement.
+_Cause = tuple[str, bool, tuple[str, ...]]
+"""A requirement, whether the failure counts, and its cause."""
 
-    The requirements are ordered as `_earlier_first` has it; the causes of one requirement by first
-    appearance.
+
+def by_cause(rows: Sequence[Row]) -> list[list[Row]]:
+    """Return failed rows grouped by requirement and cause; at most SHOWN groups of each kind.
+
+    The first row of a group says what kind of failure it is. A risk whose cause also fails where it
+    counts joins that group, behind the rows that count. The requirements are ordered as
+    `_earlier_first` has it; the causes of one requirement by first appearance.
     """
-    groups: dict[tuple[str, bool, tuple[str, ...]], list[Row]] = {}
-    per_requirement: dict[str, list[tuple[str, bool, tuple[str, ...]]]] = {}
-    for row in rows:
+    groups: dict[_Cause, list[Row]] = {}
+    home: dict[_Cause, list[Row]] = {}
+    shown: dict[tuple[str, bool], list[list[Row]]] = {}
+    for row in sorted(rows, key=lambda row: not row.gating):
         key = (row.requirement, row.gating, row.cause)
-        known = per_requirement.setdefault(row.requirement, [])
-        if key not in groups and len(known) >= SHOWN:
-            key = known[-1]
-        if key not in groups:
-            known.append(key)
-        groups.setdefault(key, []).append(row)
-    ordered = _earlier_first(per_requirement, rows)
+        if row.risk and (row.requirement, True, row.cause) in home:
+            key = (row.requirement, True, row.cause)
+        if key not in home:
+            known = shown.setdefault(key[:2], [])
+            if len(known) < SHOWN:
+                groups[key] = []
+                known.append(groups[key])
+            home[key] = known[-1]
+        home[key].append(row)
+    ordered = _earlier_first(dict.fromkeys(row.requirement for row in rows), rows)
     position = {requirement: index for index, requirement in enumerate(ordered)}
     return [group for key, group in sorted(groups.items(), key=lambda item: position[item[0][0]])]
+
+
+def other_runs(group: Sequence[Row]) -> tuple[list[str], list[str]]:
+    """Return the further runs of a group: those of the kind of its first row, and the risks."""
+    first = group[0]
+    rest = [row for row in group[1:] if row.run != first.run]
+    alike = dict.fromkeys(row.run for row in rest if row.risk == first.risk)
+    risks = dict.fromkeys(row.run for row in rest if row.risk and not first.risk)
+    return list(alike), [run for run in risks if run not in alike]
 
 
 def _earlier_first(requirements: Iterable[str], rows: Sequence[Row]) -> list[str]:

@@ -27,7 +27,14 @@ from kvconform.compat.installed import RUNNER_V2
 from kvconform.contract.requirement import Requirement
 from kvconform.judge.aggregate import Aggregate, mismatches, unasked
 from kvconform.judge.records import CaseReport, Row, Verdict
-from kvconform.report.causes import PROCESS_RULE, beyond, by_cause, reproduction
+from kvconform.report.causes import (
+    NO_VLLM,
+    PROCESS_RULE,
+    beyond,
+    by_cause,
+    other_runs,
+    reproduction,
+)
 from kvconform.report.collector import Collector
 from kvconform.report.explain import cases_about, defects_of
 
@@ -240,28 +247,28 @@ def report(
     _traces(console, reports.values())
     _capabilities(console, collector)
     _tables(console, collector, rows, found)
-    failures = [row for row in rows if row.verdict is Verdict.FAIL]
-    mine = [row for row in failures if row.kind == "requirement"]
-    _section(console, collector, "Failures", [row for row in mine if row.gating], reports)
+    groups = by_cause([row for row in rows if row.verdict is Verdict.FAIL])
+    mine = [group for group in groups if group[0].kind == "requirement"]
+    _section(console, collector, "Failures", [one for one in mine if one[0].gating], reports)
     _section(
         console,
         collector,
         "Risks, where the contract allows what this vLLM never does (they count with --strict)",
-        [row for row in mine if row.risk],
+        [one for one in mine if one[0].risk],
         reports,
     )
     _section(
         console,
         collector,
         "Recommendations not followed (they count with --strict)",
-        [row for row in mine if not row.gating and not row.risk],
+        [one for one in mine if not one[0].gating and not one[0].risk],
         reports,
     )
     _section(
         console,
         collector,
         "Guarantees that the engine broke (not the connector's fault)",
-        [row for row in failures if row.kind == "guarantee"],
+        [one for one in groups if one[0].kind == "guarantee"],
         reports,
     )
     _errors(console, rows, reports, collector.settings.debug)
@@ -373,11 +380,10 @@ def _section(
     console: Console,
     collector: Collector,
     title: str,
-    rows: Sequence[Row],
+    groups: Sequence[Sequence[Row]],
     reports: dict[str, CaseReport],
 ) -> None:
     """Print a panel per requirement and cause: its first failing run, and the names of others."""
-    groups = by_cause(rows)
     if groups:
         console.print()
         console.rule(f"[bold]{title}", align="left")
@@ -427,11 +433,9 @@ def _failure(
     line("evidence", first.evidence)
     line("why", why)
     line("usual cause", wrong)
-    if len(group) > 1:
-        others = list(dict.fromkeys(row.run for row in group[1:]))
-        runs = f"{len(others)} more run{'s' if len(others) > 1 else ''}"
-        more = f" and {len(others) - LISTED} more" if len(others) > LISTED else ""
-        line("also in", f"{runs}: {', '.join(others[:LISTED])}{more}")
+    alike, risks = other_runs(group)
+    line("also in", _listed(alike, "more run"))
+    line("also in", _listed(risks, "run", f" that {NO_VLLM}"))
     parts: list[RenderableType] = [grid]
     lines = reports[first.run].timelines.get(first.requirement, [])
     if lines:
@@ -441,6 +445,15 @@ def _failure(
         ]
     parts.append(Text.assemble(("\nreproduce: ", "dim"), (reproduction(collector, first), "cyan")))
     return Group(*parts)
+
+
+def _listed(runs: Sequence[str], what: str, which: str = "") -> str:
+    """Return the number of runs, and the first LISTED of them; empty if there are none."""
+    if not runs:
+        return ""
+    more = f" and {len(runs) - LISTED} more" if len(runs) > LISTED else ""
+    plural = "s" if len(runs) > 1 else ""
+    return f"{len(runs)} {what}{plural}{which}: {', '.join(runs[:LISTED])}{more}"
 
 
 def _errors(

@@ -297,6 +297,10 @@ def _clock(e: Event) -> tuple[str, str]:
     return "clock", f"set forward by {e['seconds']:g} s ({e['why']})"
 
 
+def _damaged(e: Event) -> tuple[str, str]:
+    return "damage", f"{e['count']} of the connector's files or servers: {e['what']}"
+
+
 def _reported(e: Event) -> tuple[str, str]:
     unexpected = "" if e["held"] else " (the engine did not wait for it)"
     return "transfer", f"{e['req']} {e['direction']} finished{unexpected}"
@@ -332,6 +336,7 @@ _SPECIAL: dict[str, Callable[[Event], tuple[str, str] | None]] = {
     "engine.crash": _crash,
     "engine.stall": _stall,
     "clock.advanced": _clock,
+    "store.damaged": _damaged,
     "transfer.reported": _reported,
     "plan": _plan,
     "api": _api,

@@ -7,12 +7,13 @@ import hashlib
 import itertools
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from kvconform.config.target import Target
 from kvconform.contract.capabilities import CAPABILITIES, complete
 from kvconform.contract.case import Case, Variant
 from kvconform.judge.aggregate import contradicted
+from kvconform.run.isolation import ElsewhereError
 from kvconform.run.promises import ROOM, Crowd, Plain, Promises, plain_case
 from kvconform.run.runner import run_variant
 
@@ -45,6 +46,7 @@ class Calibration:
         self._counter = itertools.count()
         self._known: dict[tuple[Plain, int], tuple[int, bool]] = {}
         self.broke: str | None = None
+        self._broken: set[tuple[Plain, int]] = set()
         self.announced: tuple[int, bool] | None = None
 
     def came_back(self, plain: Plain, block_size: int) -> tuple[int, bool]:
@@ -56,6 +58,11 @@ class Calibration:
         if key not in self._known:
             self._known[key] = self._measure(plain, block_size)
         return self._known[key]
+
+    def broke_off(self, plain: Plain, block_size: int) -> bool:
+        """Return whether the run of a plain workload broke off."""
+        self.came_back(plain, block_size)
+        return (plain, block_size) in self._broken
 
     def _measure(self, plain: Plain, block_size: int) -> tuple[int, bool]:
         case = plain_case(plain, block_size)
@@ -77,6 +84,7 @@ class Calibration:
         crash = next(crashes, None)
         if crash is None:
             return claim
+        self._broken.add((plain, block_size))
         self.broke = self.broke or str(crash.get("error") or "nothing went on")
         if claim[0] > 0:
             self.announced = self.announced or claim
@@ -141,6 +149,11 @@ def profile_of(target: Target, tmp: Path) -> Profile:
             roomy = Plain(length, 1, length, length, room=ROOM)
             less = (calibration.came_back(plain, block)[0] < prompt for plain in (busy, roomy))
             learn("best_effort", any(less))
+    if "persistent" not in caps and caps.get("store"):
+        persistent, doubt = _outlives_process(calibration, target)
+        learn("persistent", persistent)
+        if doubt:
+            doubts["persistent"] = doubt
     for name in CAPABILITIES:
         sources.setdefault(name, "default")
     if sources["chunk_tokens"] == "declared":
@@ -243,6 +256,32 @@ def _first_hit(calibration: Calibration) -> tuple[int, int, int, bool]:
         if back > 0:
             return block, length, back, is_async
     return 4, 0, 0, False
+
+
+def _outlives_process(calibration: Calibration, target: Target) -> tuple[bool, str]:
+    """Return whether KV comes back after a restart, and the doubt about that, or "".
+
+    The engine is restarted first: what is lost then is lost with the process, too. A restart that
+    breaks off is for the cases to judge.
+    """
+    block, length, prompt, _ = _first_hit(calibration)
+    if prompt == 0:
+        return False, ""
+    for restart in RESTARTS if target.device != "cuda" else RESTARTS[:1]:
+        plain = Plain(length, 1, length, length, restart=restart)
+        try:
+            back, _ = calibration.came_back(plain, block)
+        except ElsewhereError as error:
+            return True, f"from a restart that broke off: {error}"
+        if calibration.broke_off(plain, block):
+            return True, "from a restart that broke off"
+        if back == 0:
+            return False, ""
+    return True, ""
+
+
+RESTARTS: tuple[Literal["engine", "process"], ...] = ("engine", "process")
+"""Kinds of restart, the cheaper one first."""
 
 
 def _finer(calibration: Calibration, chunk: int) -> str:

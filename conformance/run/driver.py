@@ -19,6 +19,7 @@ from kvconform.contract.events import lifecycle, run_end
 from kvconform.contract.scenario import HAND_OVER
 from kvconform.contract.steps import (
     Add,
+    Damage,
     FailLoad,
     Idle,
     NewPart,
@@ -37,6 +38,7 @@ from kvconform.engine.setup import build
 from kvconform.kernels.codes import mix64
 from kvconform.kv.provenance import Adapter, Identity, Registry, text_id
 from kvconform.process import clock
+from kvconform.run.damage import Damager
 from kvconform.run.expectations import Expectations, Reloads
 from kvconform.run.promises import Promises
 from kvconform.run.records import Progress, RunState, Snapshot
@@ -46,8 +48,10 @@ PATIENCE = 12
 """How often a step is repeated in which the connector only answered lookups with None."""
 PAUSES = (0.0, 0.0, 0.001, 0.004, 0.016, 0.06, 0.1)
 """Seconds to wait before each repetition; the last one repeats. A busy server needs some time."""
-RUN_LIMIT = 20_000
-"""Largest number of steps of a `run` step without a limit of its own."""
+MOST_STEPS = 2_000
+"""Steps with progress after which a run without a limit has stalled: a load can repeat for ever."""
+MOST_PER_REQUEST = 50
+"""How many more of these steps each request may take."""
 IMAGE_TOKEN = 7
 """Placeholder token of every image, as in a real tokenised prompt."""
 
@@ -101,6 +105,7 @@ class Driver:
         self.state = RunState.resume(
             before, variant=variant, trace=trace, caps=caps, promises=promises
         )
+        self.damager = Damager(tmp, trace)
         self._others = set(threading.enumerate())
         self.expectations = Expectations(self.state, self._free_blocks)
         self.engine = self._start()
@@ -123,6 +128,7 @@ class Driver:
             "restart": self._restart,
             "shutdown": self._shut_down,
             "fail-load": self._fail_load,
+            "damage": self._damage,
             "lookup-only": self._lookup_only,
             "reorder": self._reorder,
             "pause": lambda _: self.engine.pause(True),
@@ -217,9 +223,12 @@ class Driver:
             self._operations[step.op](step.arg)
 
     def add(self, add: Add) -> None:
-        """Add a request, after the release of its id."""
+        """Add a request, after the release of its id.
+
+        The engine knows an ended request as long as the connector holds its blocks.
+        """
         req_id = add.id or add.req
-        self._release(req_id)
+        self._iterate_until(lambda: req_id not in self.engine.scheduler.requests)
         tokens = self._prompt(add)
         state = self.state
         generation = state.generations.get(req_id, -1) + 1
@@ -262,20 +271,6 @@ class Driver:
         state.requests[add.req] = Snapshot(request)
         self.engine.add(request)
 
-    def _release(self, req_id: str) -> None:
-        """Run the engine until it has forgotten the bearer of an id that is used again.
-
-        It knows an ended request as long as the connector holds its blocks. Raises Stalled.
-        """
-        idle = StallDetector(self)
-        while req_id in self.engine.scheduler.requests:
-            before = self.engine.progress
-            self.engine.iterate()
-            if self.engine.progress != before:
-                idle.over()
-            elif idle.stalled():
-                self._stall(idle)
-
     def _params(self, add: Add) -> dict[str, Any] | None:
         """Return the kv_transfer_params of a request that is added."""
         handing_over = HAND_OVER if add.hand_over else {}
@@ -304,36 +299,65 @@ class Driver:
                 self.engine.land()
 
     def _run_step(self, run: RunArgument) -> None:
-        self.run_dry(run.max)
+        self.run_dry(run.max, until=run.until)
 
     @property
     def all_engines(self) -> Sequence[Engine]:
         """The engines that are driven."""
         return [self.engine]
 
-    def run_dry(self, limit: int | None = None) -> None:
-        """Iterate until nothing is left to do, at most `limit` times.
+    def run_dry(self, limit: int | None = None, until: str | None = None) -> None:
+        """Iterate until nothing is left to do or request `until` has finished.
 
-        Raises Stalled without progress, and if the requests do not end in spite of progress.
+        At most `limit` times. Raises Stalled as `_iterate_until` does.
+        """
+
+        def over() -> bool:
+            ended = until is not None and self._ended(self.state.ids[until])
+            return ended or not any(engine.busy for engine in self.all_engines)
+
+        self._iterate_until(over, limit)
+
+    def _ended(self, req_id: str) -> bool:
+        """Return whether no engine has the request, or it has finished."""
+        for engine in self.all_engines:
+            request = engine.scheduler.requests.get(req_id)
+            if request is not None:
+                return bool(request.is_finished())
+        return True
+
+    def _iterate_until(self, over: Callable[[], bool], limit: int | None = None) -> None:
+        """Iterate until `over()`, at most `limit` times.
+
+        Raises Stalled without progress, and if there is no end and no `limit` in spite of progress.
         """
         idle = StallDetector(self)
-        progress = self.engine.progress
-        # Limits the steps with progress, because a load can be repeated without end.
-        left = 2_000 + 50 * len(self.engine.scheduler.requests)
-        for _ in range(limit or RUN_LIMIT):
-            if not self.engine.busy:
-                return
-            self.engine.iterate()
-            if self.engine.progress != progress:
+        requests = sum(len(engine.scheduler.requests) for engine in self.all_engines)
+        left = limit or MOST_STEPS + MOST_PER_REQUEST * requests
+        while left and not over():
+            before = self._progress()
+            self._iterate()
+            if self._progress() != before:
                 idle.over()
-                progress = self.engine.progress
                 left -= 1
-                if not left:
-                    break
-            elif idle.stalled():
+                continue
+            # Without `limit`, the stall time limits the steps without progress: how many of them
+            # there are depends on the machine's speed.
+            if limit is not None:
+                left -= 1
+            if idle.stalled():
                 self._stall(idle)
-        if limit is None or not left:
+        if not left and limit is None:
             self._stall(idle)
+
+    def _iterate(self) -> None:
+        """Do one iteration of every engine that has something to do."""
+        self.engine.iterate()
+
+    def _progress(self) -> list[tuple[int, int]]:
+        """Return a value that changes when a step computes, loads or releases something."""
+        engines = self.all_engines
+        return [(engine.progress, len(engine.scheduler.requests)) for engine in engines]
 
     def _stall(self, idle: StallDetector) -> NoReturn:
         requests = self.engine.scheduler.requests.items()
@@ -391,6 +415,10 @@ class Driver:
         positions = None if fail.positions == "all" else list(fail.positions)
         self.engine.connector.kvconform_fail_load(req_id, positions)
         self.state.failing.add(req_id)
+
+    def _damage(self, damage: Damage) -> None:
+        if self.engine.connector is not None:
+            self.damager.arm(damage, self.engine.probe)
 
     def _lookup_only(self, name: str) -> None:
         if self.engine.connector is not None:

@@ -261,6 +261,7 @@ class Reloads:
             declared=state.promises.declared,
             promised=promised,
             reloadable=found,
+            restarted=self._restarted(source),
         )
 
     def _is_promised(self, source: str, request: Any) -> bool:
@@ -302,6 +303,16 @@ class Reloads:
         if found < promised and not state.promises.declared:
             promised = min(promised, promise(room=ROOM))
         return promised, found
+
+    def _restarted(self, source: str) -> bool:
+        """Return whether the engine was restarted after `source` had ended."""
+        ended = False
+        for e in self.state.trace.events:
+            if e["kind"] == "req.finished":
+                ended = ended or (e["req"], e["generation"]) == self.state.incarnation(source)
+            elif ended and e["kind"] == "engine.lifecycle" and e["op"] == "restart":
+                return True
+        return False
 
     def _broke(self, source: str) -> bool:
         """Return whether a load of content that begins like that of `source` has failed.

@@ -20,13 +20,11 @@ import msgspec
 
 from kvconform.contract.case import Config
 from kvconform.contract.steps import Add, Handed
-from kvconform.contract.steps import Run as RunArgument
 from kvconform.contract.trace import Event, PairTrace, Trace
 from kvconform.engine.engine import Engine
 from kvconform.kv.provenance import ROOT, PartMemory, extend
 from kvconform.observe.call import Call
 from kvconform.run.driver import Driver
-from kvconform.run.stall import StallDetector
 
 FINISHED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 FIRST_TOKEN = ("first_tok", "first_token", "first_token_id")
@@ -251,10 +249,6 @@ def _through_json(params: dict[str, Any] | None) -> tuple[dict[str, Any] | None,
     return arrived, f"{', '.join(changed)} arrived changed" if changed else None
 
 
-RUN_LIMIT = 1_000
-"""Largest number of steps with progress, in a `run` step without a limit of its own."""
-
-
 class EngineConfig(Config):
     """Configuration of one of several engines, with a role of its own."""
 
@@ -322,56 +316,20 @@ class PairDriver(Driver):
             return super()._params(add)
         return self.handovers.take(add.handed, self.trace.on or "", add)
 
-    def _run_step(self, run: RunArgument) -> None:
-        self.run_dry(run.max, until=run.until)
-
     @property
     def all_engines(self) -> Sequence[Engine]:
         """The engines that are driven."""
         return list(self.engines.values())
 
-    def run_dry(self, limit: int | None = None, until: str | None = None) -> None:
-        """Iterate all engines in turn, until nothing is left to do or request `until` has finished.
-
-        At most `limit` times. Raises Stalled without progress, and after RUN_LIMIT steps with
-        progress if there is no limit.
-        """
+    def _iterate_until(self, over: Callable[[], bool], limit: int | None = None) -> None:
         here = self.trace.on or ""
-        idle = StallDetector(self)
-        left = limit or RUN_LIMIT
-        while left:
-            busy = [name for name, engine in self.engines.items() if engine.busy]
-            if not busy or (until is not None and self._over(self.state.ids[until])):
-                break
-            before = self._progress()
-            for name in busy:
-                self._turn_to(name)
-                self.engine.iterate()
-            if self._progress() != before:
-                idle.over()
-                left -= 1
-                continue
-            # Without `limit`, the stall time limits the steps without progress: how many of them
-            # there are depends on the machine's speed.
-            if limit is not None:
-                left -= 1
-            if idle.stalled():
-                self._stall(idle)
-        if not left and limit is None:
-            self._stall(idle)
+        super()._iterate_until(over, limit)
         self._turn_to(here)
 
-    def _over(self, req: str) -> bool:
-        """Return whether no engine has the request, or it has finished."""
-        for engine in self.engines.values():
-            request = engine.scheduler.requests.get(req)
-            if request is not None:
-                return bool(request.is_finished())
-        return True
-
-    def _progress(self) -> list[tuple[int, int]]:
-        engines = self.engines.values()
-        return [(engine.progress, len(engine.scheduler.requests)) for engine in engines]
+    def _iterate(self) -> None:
+        for name in [name for name, engine in self.engines.items() if engine.busy]:
+            self._turn_to(name)
+            self.engine.iterate()
 
     # -- end
 

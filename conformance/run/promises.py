@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from kvconform.contract.case import Case
 
@@ -109,7 +109,8 @@ class Plain:
     The second prompt has `wanted` tokens and shares the first `common` ones. No request is chunked,
     preempted or speculated on, not even in the crowd. `groups` are the KV cache groups, if there
     are several, and `window` is their sliding window. `caching` says whether the engine has a
-    prefix cache. `room` is the number of blocks, as a multiple of those needed.
+    prefix cache. `room` is the number of blocks, as a multiple of those needed. With `restart`, the
+    engine is restarted in between, in this process or another one.
     """
 
     prompt: int
@@ -121,12 +122,14 @@ class Plain:
     window: int = 8
     caching: bool = True
     room: int = 3
+    restart: Literal["engine", "process"] | None = None
 
 
 def plain_case(plain: Plain, block_size: int) -> Case:
     """Return the case of a plain workload.
 
-    It computes a prompt (request `a`), drops the local cache, and asks again (request `b`).
+    It computes a prompt (request `a`), drops the local cache or restarts, and asks again (request
+    `b`).
     """
     crowd = plain.crowd
     total = max(plain.prompt + plain.outputs, plain.wanted) + 8
@@ -144,7 +147,7 @@ def plain_case(plain: Plain, block_size: int) -> Case:
         steps += [_add(f"r{number}", tokens, 1), {"run": {}}]
     if crowd.steps:
         steps += [_add("t", 1, crowd.steps), {"run": {}}]
-    steps.append({"drop-local": {}})
+    steps.append({"restart": plain.restart} if plain.restart else {"drop-local": {}})
     if crowd.local:
         local = {"of": "a", "outputs": True, "tokens": crowd.local, "then": 0}
         steps += [_add("w", local, 1), {"run": {}}]

@@ -192,6 +192,7 @@ def _drive(
         driver = create(registry=registry, before=before, watcher=watcher)
         driver.execute(rest)
         run.unmet = driver.expectations.unmet(case.provokes)
+        run.lacks = driver.damager.lacks
     except KvconformError:
         raise
     except FirstPartEnded as ended:

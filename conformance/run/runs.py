@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvconform.config.target import Target
+from kvconform.contract.capabilities import CAPABILITIES
 from kvconform.contract.case import Variant
 from kvconform.judge.records import Row, Verdict
 from kvconform.judge.verdict import RunLike
@@ -50,7 +51,9 @@ def make_runs(
     profile = target_profile(target, tmp.parent)
     missing = variant.case.unmet(profile.caps)
     if missing is not None:
-        return Runs(profile, refused=(Verdict.UNSUPPORTED, f"the case needs {missing}"))
+        alone = CAPABILITIES.get(missing.strip("()"))
+        doc = "" if alone is None else f": {alone.doc}"
+        return Runs(profile, refused=(Verdict.UNSUPPORTED, f"the case needs {missing}{doc}"))
 
     def run(relation: str, folder: str) -> Run:
         return run_variant(

@@ -54,7 +54,7 @@ def check(target: Target, tmp: Path, limit: float, *, engine: str = "all") -> st
             raise EnvironmentProblem(
                 f"vLLM cannot be imported, or lacks what kvconform needs: {reason}"
             ) from error
-    from kvconform.observe.static_checks import inspect_class
+    from kvconform.observe.static_checks import constructor
     from kvconform.run.promises import Plain, plain_case
     from kvconform.run.runner import run_variant
 
@@ -71,9 +71,10 @@ def check(target: Target, tmp: Path, limit: float, *, engine: str = "all") -> st
         raise EnvironmentProblem(f"{target.connector} cannot run on {where}: {reason}")
     crash = next((e for e in run.trace if e["kind"] == "engine.crash"), None)
     if crash is not None and crash["hook"] == "__init__":
-        _, right_signature, _ = next(inspect_class(target.resolve(), {}, None))
-        if not right_signature:
-            return f"vLLM refuses to construct {target.connector} (requirement api.constructor)"
+        _, ok, detail = constructor(target.resolve(), target.options(tmp, variant.block_size))
+        if not ok:
+            refused = f"vLLM refuses to construct {target.connector} (requirement api.constructor)"
+            return f"{refused}: {crash['error'].rstrip('.: ')} ({detail})"
         advice = "is its --extra-config right, or [extra_config] in its settings?"
         reason = crash["error"].rstrip(".")
         sentence = f"the constructor of {target.connector} raised {reason} ({advice})"

@@ -173,6 +173,18 @@ class OldPreemptions(ReferenceConnector):
         super().handle_preemptions(kv_connector_metadata)
 
 
+class EmptiesAtStart(ReferenceConnector):
+    """Declares that its store outlives the process, and empties it whenever it starts."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._store.reset()
+
+    @classmethod
+    def kvconform_capabilities(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        return {**super().kvconform_capabilities(extra_config), "persistent": True}
+
+
 class NoRestart(ReferenceConnector):
     """Refuses to start with a store that an earlier process has filled.
 

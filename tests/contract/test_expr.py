@@ -145,7 +145,7 @@ def test_the_part_that_decides_is_named() -> None:
         ("saves", {"saves": "prompt"}, True),
         ("cap.saves in ('prompt', 'all')", {"saves": "all"}, True),
         ("cap.saves != 'all'", {"saves": "all"}, False),
-        ("store and (layerwise or async_load)", {"store": True, "async_load": True}, True),
+        ("store and (hma or async_load)", {"store": True, "async_load": True}, True),
     ],
 )
 def test_capability_conditions(source: str | list[str], caps: dict[str, Any], wanted: bool) -> None:

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from kvconform.contract import situation
 from kvconform.contract.case import Case
+from kvconform.contract.loader import SpecError, load_spec
 from kvconform.errors import UsageError
 
 ADD: dict[str, Any] = {"add": {"req": "a", "prompt": 13}}
@@ -51,8 +52,53 @@ def test_an_unknown_policy_is_a_mistake_of_the_case() -> None:
         case(ADD, policies=["reverse-bach"])
 
 
-def test_a_broken_file_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / situation.FILE).write_text("- {id: one, of: step, text: t, vllm: maybe}\n")
-    monkeypatch.setattr("importlib.resources.files", lambda _: tmp_path)
-    with pytest.raises(UsageError, match=r"^spec/situations\.yaml: entry 0\.vllm: "):
-        situation.situations.__wrapped__()
+BROKEN = "# a comment\n- {id: one, of: step, text: t, vllm: maybe}\n"
+CASE = "id: test.case\narea: test\ntext: A test.\npolicies: [reverse-batch]\nsteps: [{run: {}}]\n"
+OWN = """- id: mine
+  of: policy
+  text: A policy of this specification only.
+  vllm: true
+  why: It is a test.
+  source: {file: v1/core/block_pool.py, symbol: BlockPool}
+"""
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(situation._Known, "entries", None)
+    (tmp_path / "cases" / "test").mkdir(parents=True)
+    (tmp_path / "cases" / "test" / "test.case.yaml").write_text(CASE)
+    return tmp_path
+
+
+def test_a_broken_file_is_one_sentence(root: Path) -> None:
+    (root / situation.FILE).write_text(OWN.replace("vllm: true", "vllm: maybe"))
+    with pytest.raises(SpecError, match=r"^spec/situations\.yaml:4: vllm: [^\n]+$"):
+        load_spec(root, cache=False)
+    (root / situation.FILE).write_text("- {id: [\n")
+    with pytest.raises(SpecError, match=r"^spec/situations\.yaml:2: [^\n]+$"):
+        load_spec(root, cache=False)
+
+
+def test_without_a_loaded_specification_a_broken_file_has_its_line(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (root / situation.FILE).write_text(BROKEN)
+    monkeypatch.setattr("importlib.resources.files", lambda _: root)
+    with pytest.raises(UsageError, match=r"^spec/situations\.yaml:2: vllm: "):
+        situation.situations()
+
+
+def test_the_loader_reads_the_file_once_and_before_the_cases(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_again() -> None:
+        raise AssertionError("spec/situations.yaml is read a second time")
+
+    monkeypatch.setattr(situation, "_read", read_again)
+    (root / situation.FILE).write_text(OWN)
+    with pytest.raises(SpecError, match="there is no policy 'reverse-batch'"):
+        load_spec(root, cache=False)
+    (root / "cases" / "test" / "test.case.yaml").write_text(CASE.replace("reverse-batch", "mine"))
+    assert load_spec(root, cache=False).cases["test.case"].beyond == ()
+    assert situation.policies() == ["mine"]

@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from kvconform.contract.capabilities import complete
+from kvconform.contract.loader import load_spec
 from kvconform.errors import UsageError
 from kvconform.explore import command
 from kvconform.explore.campaign import Corpus
 from kvconform.explore.dice import Dice
 from kvconform.explore.draw import drawn
 from kvconform.explore.mutate import mutated
-from kvconform.explore.outcome import Failure, Outcome, never, pairs_of
+from kvconform.explore.outcome import Failure, Outcome, judgeable, never, pairs_of
 from kvconform.explore.workload import Workload
 from kvconform.judge.records import Row, Verdict
 
@@ -128,3 +130,14 @@ def test_a_folder_that_cannot_be_made_is_told_before_anything_runs(
     with pytest.raises(UsageError, match="--out .*a-file is not a directory"):
         command._writable("--out", tmp_path / name)
     command._writable("--out", tmp_path / "new" / "folder")
+
+
+def test_what_the_connector_does_not_support_is_no_gap() -> None:
+    requirements = load_spec().requirements.values()
+    everything = judgeable(requirements, {})
+    caps = complete({"store": True})
+    some = judgeable(requirements, caps)
+    assert "restart.keeps" in everything
+    assert "restart.keeps" not in some < everything
+    assert "restart.keeps" in judgeable(requirements, {**caps, "persistent": True})
+    assert all(req.id not in everything for req in requirements if req.engines == ["live"])

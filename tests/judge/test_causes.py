@@ -56,7 +56,7 @@ FAULTS: dict[str, Faults] = {
     "kv.wrong": Faults(
         {"req": "a", "found": "poison", "via": "external", "pos": 4, "count": 3},
         {"req": "b", "pos": 9, "count": 1, "layer": 1, "kv": "k", "block": 7, "origin": "y"},
-        [{"found": "torn"}, {"via": "local"}],
+        [{"found": "torn"}, {"via": "local"}, {"damaged": True}],
     ),
     "kv.changed": Faults(
         {"after_hook": "start_load_kv", "not_transferred": [4]},
@@ -92,7 +92,7 @@ FAULTS: dict[str, Faults] = {
     "profile.expectation": Faults(
         {"what": "all", "req": "a", "promised": 8},
         {"req": "b", "of": "c", "promised": 12, "reloadable": 4},
-        [{"what": "prompt"}],
+        [{"what": "prompt"}, {"restarted": True}],
     ),
     "case.expectation": Faults({"what": "outputs"}, {"detail": "3"}, [{"what": "aborted"}]),
     "engine.api": Faults({"item": "one"}, {"detail": "why"}, [{"item": "another"}]),

@@ -17,9 +17,7 @@ from kvconform.refimpl.connector import Lookup, ReferenceConnector
 from kvconform.run.calibration import profile_of
 
 SPEC = load_spec()
-DECLARED = {
-    name: "declared" for name in ("store", "saves", "async_load", "kv_events", "layerwise", "lossy")
-}
+DECLARED = {name: "declared" for name in ("store", "saves", "async_load", "kv_events", "lossy")}
 
 
 class Undeclared(ReferenceConnector):

@@ -4,7 +4,13 @@
 from __future__ import annotations
 
 from kvconform.judge.records import Row, Verdict
-from kvconform.report.causes import SHOWN, by_cause
+from kvconform.report.causes import SHOWN, by_cause, other_runs
+
+
+def risk(requirement: str, cause: str, case: str) -> Row:
+    found = row(requirement, cause, case)
+    found.gating, found.beyond = False, ("reuse-freed-first",)
+    return found
 
 
 def row(requirement: str, cause: str, case: str = "c") -> Row:
@@ -60,3 +66,30 @@ def test_what_happened_first_in_a_run_comes_first() -> None:
         "hook.no-raise",
         "meta.returned",
     ]
+
+
+def test_a_risk_with_the_cause_of_a_failure_is_shown_with_the_failure() -> None:
+    rows = [
+        risk("save.owned", "a", "risk-1"),
+        row("save.owned", "a", "one"),
+        risk("save.owned", "b", "risk-2"),
+        row("save.owned", "a", "two"),
+        risk("save.owned", "a", "risk-3"),
+    ]
+    groups = by_cause(rows)
+    assert [[each.case for each in group] for group in groups] == [
+        ["one", "two", "risk-1", "risk-3"],
+        ["risk-2"],
+    ]
+    alike, risks = other_runs(groups[0])
+    assert (alike, risks) == ([rows[3].run], [rows[0].run, rows[4].run])
+    assert other_runs(groups[1]) == ([], [])
+    assert other_runs([rows[0], rows[4]]) == ([rows[4].run], []), "a risk's own runs"
+
+
+def test_a_failure_is_never_shown_as_a_risk() -> None:
+    rows = [risk("r.one", f"cause {number}", f"risk-{number}") for number in range(SHOWN + 1)]
+    rows += [row("r.one", f"cause {number}", f"f-{number}") for number in range(SHOWN + 2)]
+    groups = by_cause(rows)
+    assert [group[0].gating for group in groups] == [True] * SHOWN
+    assert sum(map(len, groups)) == len(rows)

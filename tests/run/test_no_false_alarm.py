@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from core_rig import REFERENCE, make_case, select
 from kvconform.config.target import Target
+from kvconform.contract.capabilities import CAPABILITIES
 from kvconform.contract.case import Case, Variant
 from kvconform.contract.loader import load_spec
 from kvconform.judge.records import CaseReport, Row, Verdict
@@ -117,8 +118,9 @@ def test_a_connector_for_one_stage_is_not_run_with_two(tmp_path: Path) -> None:
     assert takes_every_stage(ReferenceConnector)
     assert not takes_every_stage(OneStage)
     report = judged(OneStage, SPEC.cases["ranks.pipeline"], tmp_path)
+    doc = CAPABILITIES["pipeline_parallel"].doc
     assert {(row.verdict, row.message) for row in report.rows} == {
-        (Verdict.UNSUPPORTED, "the case needs (pipeline_parallel)")
+        (Verdict.UNSUPPORTED, f"the case needs (pipeline_parallel): {doc}")
     }
 
 

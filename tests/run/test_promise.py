@@ -224,7 +224,13 @@ def test_a_store_that_outlives_its_run_is_not_taken_for_a_better_one(tmp_path: P
 
 def test_declared_capabilities_override_what_would_be_learned(tmp_path: Path) -> None:
     profile = learned(
-        Undeclared, tmp_path, saves="prompt", chunk_tokens=8, store=True, async_load=False
+        Undeclared,
+        tmp_path,
+        saves="prompt",
+        chunk_tokens=8,
+        store=True,
+        persistent=True,
+        async_load=False,
     )
     assert (profile.caps["saves"], profile.sources["saves"]) == ("prompt", "declared")
     assert profile.promises.declared

@@ -12,6 +12,7 @@ from places import BAD_CONNECTORS
 
 pytest.importorskip("vllm")
 from pydantic import BaseModel, ValidationError, field_validator
+from vllm.v1.kv_offload.base import OffloadingSpec
 
 from kvconform.config.target import Target
 from kvconform.contract.loader import load_spec
@@ -61,6 +62,11 @@ class WantsMore(ReferenceConnector):
             "broken_import:C",
             "cannot be imported: ModuleNotFoundError: No module named 'a_package_that_nobody_has'",
         ),
+        (
+            "exits_on_import:C",
+            "Module exits_on_import of connector exits_on_import:C cannot be imported:"
+            " it ends the process while it is imported (sys.exit(0)).",
+        ),
         ("no_connector:Plain", "no_connector:Plain is not a KV connector"),
         ("no_connector:Nope", "Module no_connector has no attribute 'Nope'"),
         ("NobodyKnowsThis", "vLLM knows no connector named 'NobodyKnowsThis'"),
@@ -86,9 +92,58 @@ def test_a_constructor_of_the_wrong_shape_is_nonconformant(
     failed = {row.requirement: row.message for row in report.rows if row.verdict == "FAIL"}
     assert report.harness_error is None
     assert "lifecycle.constructs" in failed
-    assert (
-        "api.constructor" in failed and "2-argument constructor" in failed["lifecycle.constructs"]
-    ) == (target is TWO)
+    assert "api.constructor" in failed
+    assert ("2-argument constructor" in failed["lifecycle.constructs"]) == (target is TWO)
+
+
+SPECS = {
+    "NotASpec": "NotASpec is no subclass of vLLM's OffloadingSpec",
+    "Unfinished": "the OffloadingSpec Unfinished does not implement get_worker",
+    "WantsMoreOfIt": "the OffloadingSpec WantsMoreOfIt cannot be called with (config): ",
+}
+
+
+class NotASpec:
+    """Has nothing to do with vLLM."""
+
+
+class Unfinished(OffloadingSpec):
+    """Leaves a method out."""
+
+    def get_manager(self) -> None:  # type: ignore[override]
+        """Return nothing: vLLM does not get here."""
+
+
+class WantsMoreOfIt(Unfinished):
+    """Takes an argument that vLLM does not have."""
+
+    def __init__(self, config: object, address: str) -> None:
+        super().__init__(config)  # type: ignore[arg-type]
+
+    def get_worker(self, kv_caches: object) -> None:  # type: ignore[override]
+        """Return nothing: vLLM does not get here."""
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_spec_that_vllm_refuses_is_nonconformant(name: str, tmp_path: Path) -> None:
+    options = {"spec_name": name, "spec_module_path": __name__}
+    target = Target("OffloadingConnector", options)
+    refused = check(target, tmp_path, 120.0)
+    assert refused is not None
+    assert refused.startswith("vLLM refuses to construct OffloadingConnector")
+    assert SPECS[name] in refused and "Error" in refused
+    spec = load_spec()
+    variant = next(v for v in spec.cases["lifecycle.api"].variants(["reference"]))
+    report = run_and_judge(variant, target, spec, seed=0, tmp=tmp_path)
+    failed = {row.requirement: row.message or "" for row in report.rows if row.verdict == "FAIL"}
+    assert report.harness_error is None
+    assert SPECS[name] in failed["api.constructor"]
+
+
+def test_a_spec_that_does_not_exist_is_a_mistake_of_the_settings(tmp_path: Path) -> None:
+    options = {"spec_name": "Nowhere", "spec_module_path": __name__}
+    with pytest.raises(UsageError, match="has no attribute 'Nowhere'.*is its --extra-config right"):
+        check(Target("OffloadingConnector", options), tmp_path, 120.0)
 
 
 def test_another_error_keeps_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,7 @@ def kvconform(folder: Path, connector: str, *arguments: str) -> subprocess.Compl
             "dies_on_import:C",
             "dies_on_import:C cannot be used: the process ended in import of dies_on_import:C",
         ),
+        ("exits_on_import:C", "it ends the process while it is imported (sys.exit(0))"),
         ("raises:Connector", "the constructor of raises:Connector raised KeyError: 'server'"),
     ],
 )

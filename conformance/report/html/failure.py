@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvconform.judge.records import Row, Verdict
-from kvconform.report.causes import PROCESS_RULE, beyond, by_cause, reproduction
+from kvconform.report.causes import PROCESS_RULE, beyond, by_cause, other_runs, reproduction
 from kvconform.report.collector import Collector
 
 VLLM = "https://github.com/vllm-project/vllm/blob"
@@ -21,7 +21,8 @@ class Failure:
 
     - `found`: what was seen; `check`: the expression that was false.
     - `run`: the first run that failed; `others`: further ones, at most OTHERS; `more`: the number
-      of those that are not named.
+      of those that are not named. `risky` and `more_risky`: the same for runs of a failure that
+      counts in which it would only be a risk.
     - `link`: URL of the evidence in vLLM's source, if it has one.
     - `lines`: excerpt of the trace.
     """
@@ -50,6 +51,8 @@ class Failure:
     case_text: str
     others: tuple[str, ...]
     more: int
+    risky: tuple[str, ...]
+    more_risky: int
     lines: tuple[str, ...]
     reproduce: str
 
@@ -63,7 +66,7 @@ def failures(rows: Sequence[Row], collector: Collector) -> list[Failure]:
         first = group[0]
         requirement = spec.requirements.get(first.requirement)
         case = spec.cases.get(first.case)
-        others = list(dict.fromkeys(row.run for row in group[1:] if row.run != first.run))
+        others, risks = other_runs(group)
         lines = collector.reports[first.run].timelines.get(first.requirement, ())
         found.append(
             Failure(
@@ -91,6 +94,8 @@ def failures(rows: Sequence[Row], collector: Collector) -> list[Failure]:
                 case_text=_one_line(case.text) if case else "",
                 others=tuple(others[:OTHERS]),
                 more=max(0, len(others) - OTHERS),
+                risky=tuple(risks[:OTHERS]),
+                more_risky=max(0, len(risks) - OTHERS),
                 lines=tuple(lines),
                 reproduce=reproduction(collector, first),
             )

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Damage to what a connector has stored: its files in the run's directory, or its servers.
+
+The damage is done when the connector has been granted a load, so it has answered the lookup from a
+store that was whole. A file is replaced by a damaged one: who has the old one open, keeps it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvconform.contract.steps import Damage
+from kvconform.contract.trace import Trace
+from kvconform.observe.call import Call
+from kvconform.observe.probe import Probe
+from kvconform.process.servers import Servers
+
+_FLIP = bytes(255 - byte for byte in range(256))
+
+DAMAGED: dict[str, Callable[[bytes], bytes | None]] = {
+    "removed": lambda data: None,
+    "truncated": lambda data: data[: len(data) // 2],
+    "longer": lambda data: data + b"\xa5" * 64,
+    "garbage": lambda data: data.translate(_FLIP),
+}
+"""What becomes of a file's content, by kind of damage; None: the file is removed."""
+
+
+@dataclass
+class Damager:
+    """Damage that is armed, and strikes once.
+
+    `folder` is the run's directory. `lacks` is a sentence if there was nothing to damage.
+    """
+
+    folder: Path
+    trace: Trace
+    armed: Damage | None = None
+    lacks: str | None = None
+
+    def arm(self, damage: Damage, probe: Probe) -> None:
+        """Damage the store after the next grant of a load that `probe` sees."""
+        self.armed = damage
+        probe.on("update_state_after_alloc", after=self._granted)
+
+    def _granted(self, call: Call) -> None:
+        if self.armed is None or not call.arg(2, "num_external_tokens", 0):
+            return
+        damage, self.armed = self.armed, None
+        if damage.files is not None:
+            what, count = damage.files, damage_files(self.folder, damage.files)
+            self.lacks = None if count else "the connector keeps no files in {tmp} (extra_config)"
+        else:
+            what, count = "stopped", stop_servers()
+            self.lacks = None if count else "the connector's settings declare no [[servers]]"
+        if count:
+            self.trace.damaged = True
+            self.trace.emit("store.damaged", what=what, count=count)
+
+
+def damage_files(folder: Path, how: str) -> int:
+    """Damage every regular file below `folder` that is not empty; return their number."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink()]
+    count = 0
+    for path in files:
+        data = path.read_bytes()
+        damaged = DAMAGED[how](data)
+        if not data and how != "removed":
+            continue
+        count += 1
+        if damaged is None:
+            path.unlink()
+            continue
+        other = path.with_name(f"{path.name}.damaged")
+        other.write_bytes(damaged)
+        os.chmod(other, path.stat().st_mode & 0o7777)
+        os.replace(other, path)
+    return count
+
+
+def stop_servers() -> int:
+    """Kill every server of this process; return their number. The next run starts them again."""
+    names = [(servers, name) for servers in Servers.active for name in servers.all]
+    for servers, name in names:
+        servers.kill(name)
+    return len(names)

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of damage to what a connector has stored, and of connectors that have nothing to damage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from pydantic import ValidationError
+
+from kvconform.config.target import Target
+from kvconform.contract.loader import load_spec
+from kvconform.contract.steps import Damage
+from kvconform.judge.records import CaseReport
+from kvconform.run.case import run_and_judge
+from kvconform.run.damage import DAMAGED, damage_files
+
+REFERENCE = "kvconform.refimpl.connector:ReferenceConnector"
+CONTENT = bytes(range(200))
+
+
+@pytest.mark.parametrize(
+    ("how", "length"), [("removed", None), ("truncated", 100), ("longer", 264), ("garbage", 200)]
+)
+def test_every_file_is_replaced(how: str, length: int | None, tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    for name in ("one", "a/b/two"):
+        (tmp_path / name).write_bytes(CONTENT)
+    (tmp_path / "empty").touch()
+    with (tmp_path / "one").open("rb") as file:
+        assert damage_files(tmp_path, how) == (3 if how == "removed" else 2)
+        assert file.read() == CONTENT, "an open file stays as it was"
+    for name in ("one", "a/b/two"):
+        path = tmp_path / name
+        data = path.read_bytes() if path.exists() else None
+        assert (None if data is None else len(data)) == length and data != CONTENT
+    assert (tmp_path / "empty").exists() == (how != "removed")
+    assert not list(tmp_path.rglob("*.damaged"))
+
+
+def test_damage_is_of_one_kind() -> None:
+    for wrong in ({}, {"files": "removed", "servers": "stopped"}):
+        with pytest.raises(ValidationError, match="either `files` or `servers`"):
+            Damage.model_validate(wrong)
+
+
+def judged(name: str, options: dict[str, str], folder: Path) -> CaseReport:
+    spec = load_spec()
+    variant = spec.cases[f"lifecycle.damage-{name}"].variants(["reference"])[0]
+    return run_and_judge(variant, Target(REFERENCE, options), spec, seed=0, tmp=folder / name)
+
+
+@pytest.mark.parametrize("how", DAMAGED)
+def test_a_load_from_damaged_files_is_reported_as_failed(how: str, tmp_path: Path) -> None:
+    report = judged(how, {"store": "{tmp}/store"}, tmp_path)
+    assert not [row for row in report.rows if row.verdict in ("FAIL", "ERROR")]
+    assert not report.unmet
+    kinds = [event["kind"] for event in report.trace]
+    assert kinds.index("store.damaged") < kinds.index("transfer.failed")
+    assert all(row.beyond == ("damage",) and not row.gating for row in report.rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("garbage", "the connector keeps no files in {tmp} (extra_config)"),
+        ("servers", "the connector's settings declare no [[servers]]"),
+    ],
+)
+def test_without_anything_to_damage_nothing_is_judged(
+    name: str, sentence: str, tmp_path: Path
+) -> None:
+    report = judged(name, {}, tmp_path)
+    assert {(row.verdict, row.message) for row in report.rows} == {("UNSUPPORTED", sentence)}
