@@ -424,9 +424,14 @@ class IdleStep(BaseStep):
 
 
 class RestartStep(BaseStep):
-    """Shut the connector's halves down, and build new ones over the same store."""
+    """Shut the connector's halves down, and build new ones over the same store.
 
-    restart: Literal["engine", "process"]
+    `engine`: in the same process. `process`: in another one, which is forked and so has the same
+    hash seed and addresses. `interpreter`: the first part runs in a fresh interpreter with another
+    hash seed; vLLM's block hashes stay the same.
+    """
+
+    restart: Literal["engine", "process", "interpreter"]
 
 
 class ShutdownStep(BaseStep):

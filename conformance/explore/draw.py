@@ -164,6 +164,10 @@ PROCESSES: tuple[list[str], ...] = (*[["second-process"]] * 9, ["hash-seed"])
 """Second runs in a process of their own, which take half a second and eight seconds."""
 
 
+RESTARTS = (*["process"] * 9, "interpreter")
+"""Restarts that end the process; a fresh interpreter takes eight seconds."""
+
+
 def drawn(
     engines: list[str],
     schedulings: list[str],
@@ -242,7 +246,7 @@ def one(
         extra |= {"groups": ["latent"], "context_parallel": 2}
     restart = next((step for step in steps if "restart" in step), None)
     if restart is not None and dice.one_in(6):
-        restart["restart"] = "process"
+        restart["restart"] = dice.pick(RESTARTS)
     if extra.get("multi") == ["self"]:
         relations = ["alone"]
     elif theme == "failing" and dice.one_in(4):
