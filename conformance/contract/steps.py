@@ -259,6 +259,12 @@ class Reset(Model):
     connector: bool = True
 
 
+class Soak(Model):
+    """Rounds that are repeated, in each of three thirds."""
+
+    rounds: PositiveInt = 6
+
+
 class Shutdown(Model):
     """How the engine is shut down: once, or twice (`again`)."""
 
@@ -511,6 +517,15 @@ class ResumeStep(BaseStep):
     resume: Empty
 
 
+class SoakStep(BaseStep):
+    """Repeat all steps so far in identical rounds, and compare what the connector holds.
+
+    A round has the prompts of the first one, under other request ids.
+    """
+
+    soak: Soak
+
+
 class ExpectStep(BaseStep):
     """Check an expectation at this point."""
 
@@ -543,6 +558,34 @@ else:
             custom_error_message="a step is a map with one key, one of: " + ", ".join(STEPS),
         ),
     ]
+
+
+UNREPEATABLE = ("soak", "restart", "shutdown", "on", "damage")
+"""Steps that cannot come before `soak`."""
+
+
+def repeated(step: Step, number: int) -> Step:
+    """Return a step as it is in round `number`: with other names, and the same prompts."""
+
+    def named(req: str) -> str:
+        return f"{req}_{number}"
+
+    if isinstance(step, AddStep) and isinstance(step.add, Add):
+        add = step.add
+        changes = {
+            "req": named(add.req),
+            "prompt": SamePrompt(same=add.req),
+            "id": add.id and named(add.id),
+            "reloads": None,
+        }
+        return AddStep(add=add.model_copy(update=changes))
+    if isinstance(step, FailLoadStep):
+        return FailLoadStep(**{"fail-load": {**dict(step.arg), "req": named(step.arg.req)}})
+    if isinstance(step, RunStep) and step.run.until:
+        return RunStep(run=step.run.model_copy(update={"until": named(step.run.until)}))
+    if step.mentions():  # its argument is the name
+        return type(step).model_validate({step.op: named(step.arg)})
+    return step
 
 
 def one_by_one(steps: list[Step]) -> list[Step]:

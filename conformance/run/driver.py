@@ -28,6 +28,7 @@ from kvconform.contract.steps import (
     Reset,
     SamePrompt,
     Shutdown,
+    Soak,
     Step,
 )
 from kvconform.contract.steps import Run as RunArgument
@@ -42,6 +43,7 @@ from kvconform.run.damage import Damager
 from kvconform.run.expectations import Expectations, Reloads
 from kvconform.run.promises import Promises
 from kvconform.run.records import Progress, RunState, Snapshot
+from kvconform.run.soak import soak
 from kvconform.run.stall import StallDetector
 
 PATIENCE = 12
@@ -133,6 +135,7 @@ class Driver:
             "reorder": self._reorder,
             "pause": lambda _: self.engine.pause(True),
             "resume": lambda _: self.engine.pause(False),
+            "soak": self._soak,
             "expect": self.expectations.check,
         }
 
@@ -201,13 +204,13 @@ class Driver:
 
     def execute_part(self, steps: Sequence[Step]) -> None:
         """Execute some steps of the case, run until nothing is left to do, and shut down."""
-        self._execute(steps)
+        self.execute_steps(steps)
         self.run_dry()
         self.engine.shutdown()
 
     def execute(self, steps: Sequence[Step]) -> None:
         """Execute the steps, run until nothing is left, check the expectations, and shut down."""
-        self._execute(steps)
+        self.execute_steps(steps)
         down = any(step.op == "shutdown" for step in self.variant.case.steps)
         if not down:
             self.run_dry()
@@ -218,7 +221,8 @@ class Driver:
         # A case that shuts down with work left ends like a crash.
         self.close(shut_down=not down, crashed=down and self.engine.busy)
 
-    def _execute(self, steps: Sequence[Step]) -> None:
+    def execute_steps(self, steps: Sequence[Step]) -> None:
+        """Execute some steps of the case, and nothing after them."""
         for step in steps:
             self._operations[step.op](step.arg)
 
@@ -388,14 +392,23 @@ class Driver:
         if reset.connector:
             self.state.reloads.clear()
 
-    def _idle(self, idle: Idle) -> None:
-        for _ in range(idle.steps):
-            if idle.seconds:
-                clock.advance(idle.seconds / idle.steps)
+    def idle(self, steps: int, seconds: float = 0) -> None:
+        """Do steps without work, over which `seconds` pass on the virtual clock."""
+        for _ in range(steps):
+            if seconds:
+                clock.advance(seconds / steps)
             self.engine.schedule()
             self.engine.land()
+
+    def _idle(self, idle: Idle) -> None:
+        self.idle(idle.steps, idle.seconds)
         if idle.seconds:
             self.trace.emit("clock.advanced", seconds=idle.seconds, why="idle")
+
+    def _soak(self, argument: Soak) -> None:
+        steps = self.variant.case.steps
+        before = next(index for index, step in enumerate(steps) if step.arg is argument)
+        soak(self, steps[:before], argument)
 
     def _restart(self, _: Any) -> None:
         self.run_dry()
