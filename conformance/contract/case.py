@@ -220,9 +220,15 @@ class Case(Model):
             raise ValueError(
                 "config: context_parallel needs groups [latent] and an equal tensor_parallel"
             )
-        structured = any(add.structured for step in self.steps for add in step.adds())
-        if structured and self.engines != ["vllm"]:
-            raise ValueError("structured output: only engine vllm has it")
+        own = [
+            what
+            for step in self.steps
+            for add in step.adds()
+            for what, has in (("structured output", add.structured), ("sessions", add.session))
+            if has
+        ]
+        if own and self.engines != ["vllm"]:
+            raise ValueError(f"{own[0]}: only engine vllm has it")
         if len(names) == 1 or (self.config.multi and "self" not in self.config.multi):
             raise ValueError("config: engines are two or none; multi has `self` among its children")
         return self

@@ -186,6 +186,10 @@ class Add(Model):
         default=False,
         description="has a grammar, whose compilation ends at step `grammar`; engine vllm only",
     )
+    session: bool = Field(
+        default=False,
+        description="gets more input at step `continue`, until that ends it; engine vllm only",
+    )
     reloads: Req | None = Field(
         default=None,
         description="repeats this request's content, so that its lookup shows how much is reused",
@@ -257,6 +261,18 @@ class Reset(Model):
 
     running: bool = False
     connector: bool = True
+
+
+class Continue(Model):
+    """More input of a session: `then` new tokens; 0 ends the session.
+
+    vLLM drops the tokens whose KV is not computed, that is the last one that it sampled, and makes
+    all other output a part of the prompt.
+    """
+
+    req: Req
+    then: Natural
+    max_tokens: PositiveInt = 4
 
 
 class Soak(Model):
@@ -388,6 +404,16 @@ class GrammarStep(BaseStep):
     def mentions(self) -> set[str]:
         """Return the request."""
         return {self.grammar}
+
+
+class ContinueStep(BaseStep):
+    """Give a session more input, as a client that streams its input does."""
+
+    continue_: Continue = Field(alias="continue")
+
+    def mentions(self) -> set[str]:
+        """Return the request."""
+        return {self.continue_.req}
 
 
 class PreemptStep(BaseStep):
@@ -560,7 +586,7 @@ else:
     ]
 
 
-UNREPEATABLE = ("soak", "restart", "shutdown", "on", "damage")
+UNREPEATABLE = ("soak", "restart", "shutdown", "on", "damage", "continue")
 """Steps that cannot come before `soak`."""
 
 

@@ -19,6 +19,7 @@ from kvconform.contract.events import lifecycle, run_end
 from kvconform.contract.scenario import HAND_OVER
 from kvconform.contract.steps import (
     Add,
+    Continue,
     Damage,
     FailLoad,
     Idle,
@@ -108,6 +109,8 @@ class Driver:
             before, variant=variant, trace=trace, caps=caps, promises=promises
         )
         self.damager = Damager(tmp, trace)
+        self.inputs = 0
+        """How often a session got more input, or was ended."""
         self._others = set(threading.enumerate())
         self.expectations = Expectations(self.state, self._free_blocks)
         self.engine = self._start()
@@ -123,6 +126,7 @@ class Driver:
             "land": self._land,
             "grammar": self._grammar,
             "abort": self._abort,
+            "continue": self._continue,
             "preempt": self._preempt,
             "drop-local": self._drop_local,
             "reset": self._reset,
@@ -270,6 +274,7 @@ class Driver:
             params=self._params(add),
             skip_reading_prefix_cache=add.skip_reading_prefix_cache,
             structured=add.structured,
+            session=add.session,
             arrival=float(len(state.adds)),
         )
         state.requests[add.req] = Snapshot(request)
@@ -378,6 +383,28 @@ class Driver:
 
     def _abort(self, name: str) -> None:
         self.engine.abort(self.state.ids[name])
+
+    def _continue(self, more: Continue) -> None:
+        """Give a session more input, or end it with the empty request that vLLM's client sends."""
+        add, req_id = self.state.adds[more.req], self.state.ids[more.req]
+        self.inputs += 1
+        tokens = self._tokens(f"{more.req}/{self.inputs}", more.then) or [0]
+        request = build_request(
+            req_id,
+            tokens,
+            max_tokens=more.max_tokens,
+            block_size=self.variant.block_size,
+            stop=False,
+            salt=add.salt,
+            lora=None,
+            items=[],
+            priority=add.priority,
+            params=None,
+            skip_reading_prefix_cache=False,
+            session=more.then > 0,
+            arrival=float(len(self.state.adds)),
+        )
+        self.engine.proceed(request)
 
     def _preempt(self, name: str) -> None:
         # A victim with a step in flight is not preempted before that step has landed (R160).
