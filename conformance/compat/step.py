@@ -312,12 +312,13 @@ def build_request(
     params: dict[str, Any] | None,
     skip_reading_prefix_cache: bool,
     structured: bool = False,
+    session: bool = False,
     arrival: float,
 ) -> Request:
     """Return vLLM's own Request, as the engine core would make it.
 
     `structured`: with a grammar that is still being compiled. `embeds`: the prompt is given as
-    embeddings of this content, and `tokens` only has its length.
+    embeddings of this content, and `tokens` only has its length. `session`: it can be continued.
     """
     sampling = SamplingParams(
         max_tokens=max_tokens,
@@ -350,6 +351,7 @@ def build_request(
         priority=priority,
         block_hasher=_hasher(block_size),
         **({"eos_token_id": None} if _WANTS_EOS else {}),
+        **({"resumable": True} if session else {}),
     )
     if request.structured_output_request is not None:
         request.structured_output_request.grammar = Future()

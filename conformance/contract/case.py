@@ -26,7 +26,7 @@ from kvconform.contract.expectations import Expectation
 from kvconform.contract.expression import Expression, compile_capability
 from kvconform.contract.requirement import CapabilityExpr, Id, Model, Relation, Version, in_force
 from kvconform.contract.situation import policies, situations
-from kvconform.contract.steps import Step, one_by_one
+from kvconform.contract.steps import UNREPEATABLE, Step, one_by_one
 from kvconform.errors import WrongPart, did_you_mean
 
 Device = Literal["cpu", "cuda", "emulated"]
@@ -204,6 +204,11 @@ class Case(Model):
                 problem = _unfit(step, info.data["config"], info.data["matrix"])
                 if problem:
                     raise WrongPart(problem, (index,))
+            if step.op == "soak":
+                earlier = {each.op for each in steps[:index]}
+                if not added or (bad := sorted(earlier & set(UNREPEATABLE))):
+                    what = f"`{bad[0]}`" if added else "no request"
+                    raise WrongPart(f"`soak` repeats the steps before it, with {what}", (index,))
         return one_by_one(steps)
 
     @field_validator("policies")
@@ -298,9 +303,15 @@ class Case(Model):
             raise ValueError("config: a single group must be full, latent or sliding")
         if groups == ["sliding"] and self.engines != ["vllm"]:
             raise ValueError("config: sliding windows: engines must be [vllm]")
-        structured = any(add.structured for step in self.steps for add in step.adds())
-        if structured and self.engines != ["vllm"]:
-            raise ValueError("structured output: only engine vllm has it")
+        own = [
+            what
+            for step in self.steps
+            for add in step.adds()
+            for what, has in (("structured output", add.structured), ("sessions", add.session))
+            if has
+        ]
+        if own and self.engines != ["vllm"]:
+            raise ValueError(f"{own[0]}: only engine vllm has it")
         if len(names) == 1 or (self.config.multi and "self" not in self.config.multi):
             raise ValueError("config: engines are two or none; multi has `self` among its children")
         return self
@@ -417,6 +428,8 @@ def _unfit(step: Step, config: Config, matrix: Matrix) -> str | None:
     names = config.engines
     if step.op == "on" and step.arg not in names:
         return f"`on` names engine {step.arg!r}; config.engines has {', '.join(names) or 'none'}"
+    if names and step.op == "soak":
+        return "`soak` is not possible with two engines"
     affects_store = step.op in ("restart", "shutdown", "damage") or (
         step.op == "reset" and step.arg.connector
     )

@@ -187,6 +187,19 @@ _kind(
     "be loaded; whether the engine was restarted in between.",
 )
 _kind(
+    "soak.grown",
+    "harness",
+    "holder:str place:str numbers:list",
+    "What the connector holds there has grown by at least one per identical round: holder = half "
+    "or process; numbers = lengths, bytes or objects after each third of the rounds.",
+)
+_kind(
+    "soak.ended",
+    "harness",
+    "rounds:int holders:list",
+    "Identical rounds have ended, and what the holders hold was compared.",
+)
+_kind(
     "case.expectation",
     "harness",
     "what:str holds:bool detail:str?",

@@ -186,6 +186,10 @@ class Add(Model):
         default=False,
         description="has a grammar, whose compilation ends at step `grammar`; engine vllm only",
     )
+    session: bool = Field(
+        default=False,
+        description="gets more input at step `continue`, until that ends it; engine vllm only",
+    )
     reloads: Req | None = Field(
         default=None,
         description="repeats this request's content, so that its lookup shows how much is reused",
@@ -257,6 +261,24 @@ class Reset(Model):
 
     running: bool = False
     connector: bool = True
+
+
+class Continue(Model):
+    """More input of a session: `then` new tokens; 0 ends the session.
+
+    vLLM drops the tokens whose KV is not computed, that is the last one that it sampled, and makes
+    all other output a part of the prompt.
+    """
+
+    req: Req
+    then: Natural
+    max_tokens: PositiveInt = 4
+
+
+class Soak(Model):
+    """Rounds that are repeated, in each of three thirds."""
+
+    rounds: PositiveInt = 6
 
 
 class Shutdown(Model):
@@ -384,6 +406,16 @@ class GrammarStep(BaseStep):
         return {self.grammar}
 
 
+class ContinueStep(BaseStep):
+    """Give a session more input, as a client that streams its input does."""
+
+    continue_: Continue = Field(alias="continue")
+
+    def mentions(self) -> set[str]:
+        """Return the request."""
+        return {self.continue_.req}
+
+
 class PreemptStep(BaseStep):
     """Preempt a request, between steps."""
 
@@ -432,10 +464,13 @@ class Regrouping(Model):
 class RestartStep(BaseStep):
     """Shut the connector's halves down, and build new ones over the same store.
 
-    `{context_parallel: 4}`: the new engine splits a block's tokens over so many ranks.
+    `engine`: in the same process. `process`: in another one, which is forked and so has the same
+    hash seed and addresses. `interpreter`: the first part runs in a fresh interpreter with another
+    hash seed; vLLM's block hashes stay the same. `{context_parallel: 4}`: the new engine splits a
+    block's tokens over so many ranks.
     """
 
-    restart: Literal["engine", "process"] | Regrouping
+    restart: Literal["engine", "process", "interpreter"] | Regrouping
 
 
 class ShutdownStep(BaseStep):
@@ -515,6 +550,15 @@ class ResumeStep(BaseStep):
     resume: Empty
 
 
+class SoakStep(BaseStep):
+    """Repeat all steps so far in identical rounds, and compare what the connector holds.
+
+    A round has the prompts of the first one, under other request ids.
+    """
+
+    soak: Soak
+
+
 class ExpectStep(BaseStep):
     """Check an expectation at this point."""
 
@@ -547,6 +591,35 @@ else:
             custom_error_message="a step is a map with one key, one of: " + ", ".join(STEPS),
         ),
     ]
+
+
+UNREPEATABLE = ("soak", "restart", "shutdown", "on", "damage", "continue")
+"""Steps that cannot come before `soak`."""
+
+
+def repeated(step: Step, number: int) -> Step:
+    """Return a step as it is in round `number`: with other names, and the same prompts."""
+
+    def named(req: str) -> str:
+        return f"{req}_{number}"
+
+    if isinstance(step, AddStep) and isinstance(step.add, Add):
+        add = step.add
+        changes = {
+            "req": named(add.req),
+            "prompt": SamePrompt(same=add.req),
+            "id": add.id and named(add.id),
+            "reloads": None,
+        }
+        return AddStep(add=add.model_copy(update=changes))
+    if isinstance(step, FailLoadStep):
+        failing = {**dict(step.arg), "req": named(step.arg.req)}
+        return FailLoadStep.model_validate({"fail-load": failing})
+    if isinstance(step, RunStep) and step.run.until:
+        return RunStep(run=step.run.model_copy(update={"until": named(step.run.until)}))
+    if step.mentions():  # its argument is the name
+        return type(step).model_validate({step.op: named(step.arg)})
+    return step
 
 
 def one_by_one(steps: list[Step]) -> list[Step]:

@@ -192,6 +192,7 @@ class Batch:
         # Under the V2 runner's protocol, a resumed request is listed as a new one.
         if known is not None and known.chain.generation == generation:
             self._align(known, list(tokens))
+            known.prompt_len = len(prompt)  # a session's output becomes a part of its prompt
             known.tables = _copied(new.block_ids)
             known.valid_end = new.num_computed_tokens
             return

@@ -103,6 +103,13 @@ class Engine:
         self.ledger.added(request)
         self.scheduler.add_request(request)
 
+    def proceed(self, request: Any) -> None:
+        """Hand the next input of a session to the scheduler, which has a request of the same id."""
+        Probe.active = self.probe
+        self.ledger.before_update()
+        self.scheduler.add_request(request)
+        self.ledger.state_changes("continue")
+
     def abort(self, req_id: str) -> None:
         """Abort a request, as a client that goes away does."""
         Probe.active = self.probe

@@ -171,6 +171,10 @@ PROCESSES: tuple[list[str], ...] = (*[["second-process"]] * 9, ["hash-seed"])
 """Second runs in a process of their own, which take half a second and eight seconds."""
 
 
+RESTARTS = (*["process"] * 9, "interpreter")
+"""Restarts that end the process; a fresh interpreter takes eight seconds."""
+
+
 def drawn(
     engines: list[str],
     schedulings: list[str],
@@ -271,7 +275,7 @@ def one(
             _promise_nothing(steps)
     restart = next((step for step in steps if step.get("restart") == "engine"), None)
     if restart is not None and dice.one_in(6):
-        restart["restart"] = "process"
+        restart["restart"] = dice.pick(RESTARTS)
     if extra.get("multi") == ["self"]:
         relations = ["alone"]
     elif theme == "failing" and dice.one_in(4):

@@ -173,6 +173,7 @@ SHOWN = {
     "run.end",
     "profile.expectation",
     "store.damaged",
+    "soak.grown",
     "case.expectation",
 }
 """Kinds of events that an excerpt shows, if they concern its request or no request."""

@@ -175,6 +175,12 @@ def _promise(e: Event) -> str:
     return f"{again} {e['promised']} tokens should have come back, {e['reloadable']} did"
 
 
+def _grown(e: Event) -> str:
+    numbers = ", ".join(map(str, e["numbers"]))
+    where = "holds more" if e["holder"] == "process" else "holds more in"
+    return f"the {e['holder']} {where} {e['place']} after each third of identical rounds: {numbers}"
+
+
 def _alloc(e: Event) -> str:
     tables = e.get("tables", ())
     if len(tables) < 2:
@@ -443,6 +449,7 @@ _TEXT: dict[str, Callable[[Event], str]] = {
     "lookup": _lookup,
     "hook.returned": _hook,
     "profile.expectation": _promise,
+    "soak.grown": _grown,
     "alloc": _alloc,
     "run.end": _end,
     "live.tokens": _tokens,
@@ -525,6 +532,7 @@ _CAUSE: dict[str, tuple[str | Callable[[Event], str], ...]] = {
     "engine.crash": ("where", "hook", "error_type", "error_at"),
     "cache.reset": ("phase",),
     "profile.expectation": ("what", "resumed", "restarted"),
+    "soak.grown": ("holder", "place"),
     "case.expectation": ("what",),
     "engine.api": ("item",),
     "api": ("item",),

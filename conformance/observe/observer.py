@@ -28,6 +28,7 @@ class Lookup:
     is_async: bool
     activity: int
     allocated: bool = False
+    loading: bool = False
 
 
 @dataclass(frozen=True)
@@ -175,9 +176,11 @@ class Observer:
         external = call.arg(2, "num_external_tokens")
         req, generation = self._incarnation(request)
         known = self._lookups.get((req, generation))
-        second_call = known is None or known.allocated
+        # A session that got more input is admitted again, with what it had computed.
+        continued = getattr(request, "resumable", False) and known is not None and not known.loading
+        second_call = known is None or (known.allocated and not continued)
         self._unused.pop((req, generation), None)
-        lookup = None if second_call else known
+        lookup = None if known is None or known.allocated else known
         local = request.num_computed_tokens if lookup is None else lookup.local
         is_async = known is not None and known.is_async and external > 0
         transfer = None
@@ -186,6 +189,7 @@ class Observer:
             transfer = f"{req}#{generation}.{self._transfers}"
         if known is not None:
             known.allocated = True
+            known.loading = is_async
         self.metadata.forget_offers(req)
         if self._reset_seen and lookup is not None:
             self._still_local(request, local)

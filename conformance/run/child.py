@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import sys
 from pathlib import Path
 
@@ -17,17 +18,21 @@ from kvconform.process.supervisor import dies_with_parent
 
 
 def main(folder: Path) -> None:
-    """Make the run that `job.json` in `folder` describes, and write it to `answer.json`.
+    """Make the run that `job.json` in `folder` describes, and write it to the file `answer`.
 
-    Ends the process at once, even if threads of the connector are left.
+    Of a first part: what the second one needs. Ends the process at once, even if threads of the
+    connector are left.
     """
     dies_with_parent()
     job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
     # The parent's path, which has the connector's package, comes first.
     sys.path[:] = [*job["path"], *(each for each in sys.path if each not in job["path"])]
+    if "hash_seed" in job:  # vLLM seeds its block hashes with it; Python's own hashes are seeded
+        os.environ["PYTHONHASHSEED"] = job["hash_seed"]
     from kvconform.config.target import Target
     from kvconform.contract.case import Case, Variant
     from kvconform.run.calibration import promises_of
+    from kvconform.run.isolation import FirstPart
     from kvconform.run.runner import run_variant
 
     variant = Variant(Case.model_validate(job["case"], strict=False), **job["axes"])
@@ -37,6 +42,7 @@ def main(folder: Path) -> None:
     if job["declared"] is not None:
         calibration = tmp / "calibration"
         promises = promises_of(target, calibration, job["caps"], declared=job["declared"])
+    part = FirstPart() if job["first_part"] else None
     watchdog.start(job["limit"], folder / "note")
     run = run_variant(
         variant,
@@ -47,9 +53,15 @@ def main(folder: Path) -> None:
         caps=job["caps"],
         promises=promises,
         may_fork=True,
+        first_part=part,
     )
     watchdog.stop()
-    replace(folder / "answer.json", json.dumps(run.to_dict()))
+    if part is None:
+        answer = json.dumps(run.to_dict()).encode()
+    else:
+        step = max(event["step"] for event in run.trace)
+        answer = pickle.dumps((run.trace, step, run.harness_error, part))
+    replace(folder / "answer", answer)
     os._exit(0)
 
 

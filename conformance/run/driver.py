@@ -20,6 +20,7 @@ from kvconform.contract.events import lifecycle, run_end
 from kvconform.contract.scenario import HAND_OVER
 from kvconform.contract.steps import (
     Add,
+    Continue,
     Damage,
     FailLoad,
     Idle,
@@ -30,6 +31,7 @@ from kvconform.contract.steps import (
     Reset,
     SamePrompt,
     Shutdown,
+    Soak,
     Step,
 )
 from kvconform.contract.steps import Run as RunArgument
@@ -44,6 +46,7 @@ from kvconform.run.damage import Damager
 from kvconform.run.expectations import Expectations, Reloads
 from kvconform.run.promises import Promises
 from kvconform.run.records import Progress, Reload, RunState, Snapshot
+from kvconform.run.soak import soak
 from kvconform.run.stall import StallDetector
 
 PATIENCE = 12
@@ -108,6 +111,8 @@ class Driver:
             before, variant=variant, trace=trace, caps=caps, promises=promises
         )
         self.damager = Damager(tmp, trace)
+        self.inputs = 0
+        """How often a session got more input, or was ended."""
         self._others = set(threading.enumerate())
         self.expectations = Expectations(self.state, self._free_blocks)
         self.engine = self._start()
@@ -123,6 +128,7 @@ class Driver:
             "land": self._land,
             "grammar": self._grammar,
             "abort": self._abort,
+            "continue": self._continue,
             "preempt": self._preempt,
             "drop-local": self._drop_local,
             "reset": self._reset,
@@ -135,6 +141,7 @@ class Driver:
             "reorder": self._reorder,
             "pause": lambda _: self.engine.pause(True),
             "resume": lambda _: self.engine.pause(False),
+            "soak": self._soak,
             "expect": self.expectations.check,
         }
 
@@ -203,13 +210,13 @@ class Driver:
 
     def execute_part(self, steps: Sequence[Step]) -> None:
         """Execute some steps of the case, run until nothing is left to do, and shut down."""
-        self._execute(steps)
+        self.execute_steps(steps)
         self.run_dry()
         self.engine.shutdown()
 
     def execute(self, steps: Sequence[Step]) -> None:
         """Execute the steps, run until nothing is left, check the expectations, and shut down."""
-        self._execute(steps)
+        self.execute_steps(steps)
         down = any(step.op == "shutdown" for step in self.variant.case.steps)
         if not down:
             self.run_dry()
@@ -220,7 +227,8 @@ class Driver:
         # A case that shuts down with work left ends like a crash.
         self.close(shut_down=not down, crashed=down and self.engine.busy)
 
-    def _execute(self, steps: Sequence[Step]) -> None:
+    def execute_steps(self, steps: Sequence[Step]) -> None:
+        """Execute some steps of the case, and nothing after them."""
         for step in steps:
             self._operations[step.op](step.arg)
 
@@ -269,6 +277,7 @@ class Driver:
             params=self._params(add),
             skip_reading_prefix_cache=add.skip_reading_prefix_cache,
             structured=add.structured,
+            session=add.session,
             arrival=float(len(state.adds)),
         )
         state.requests[add.req] = Snapshot(request)
@@ -378,6 +387,28 @@ class Driver:
     def _abort(self, name: str) -> None:
         self.engine.abort(self.state.ids[name])
 
+    def _continue(self, more: Continue) -> None:
+        """Give a session more input, or end it with the empty request that vLLM's client sends."""
+        add, req_id = self.state.adds[more.req], self.state.ids[more.req]
+        self.inputs += 1
+        tokens = self._tokens(f"{more.req}/{self.inputs}", more.then) or [0]
+        request = build_request(
+            req_id,
+            tokens,
+            max_tokens=more.max_tokens,
+            block_size=self.variant.block_size,
+            stop=False,
+            salt=add.salt,
+            lora=None,
+            items=[],
+            priority=add.priority,
+            params=None,
+            skip_reading_prefix_cache=False,
+            session=more.then > 0,
+            arrival=float(len(self.state.adds)),
+        )
+        self.engine.proceed(request)
+
     def _preempt(self, name: str) -> None:
         # A victim with a step in flight is not preempted before that step has landed (R160).
         while not self.engine.preempt(self.state.ids[name]) and self.engine.queue:
@@ -391,14 +422,23 @@ class Driver:
         if reset.connector:
             self.state.reloads.clear()
 
-    def _idle(self, idle: Idle) -> None:
-        for _ in range(idle.steps):
-            if idle.seconds:
-                clock.advance(idle.seconds / idle.steps)
+    def idle(self, steps: int, seconds: float = 0) -> None:
+        """Do steps without work, over which `seconds` pass on the virtual clock."""
+        for _ in range(steps):
+            if seconds:
+                clock.advance(seconds / steps)
             self.engine.schedule()
             self.engine.land()
+
+    def _idle(self, idle: Idle) -> None:
+        self.idle(idle.steps, idle.seconds)
         if idle.seconds:
             self.trace.emit("clock.advanced", seconds=idle.seconds, why="idle")
+
+    def _soak(self, argument: Soak) -> None:
+        steps = self.variant.case.steps
+        before = next(index for index, step in enumerate(steps) if step.arg is argument)
+        soak(self, steps[:before], argument)
 
     def _restart(self, how: str | Regrouping) -> None:
         self.run_dry()

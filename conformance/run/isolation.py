@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs, or the first part of a case, in another process.
 
-There are three reasons: the case restarts in a new process, the run must have another hash seed, or
-the run forks and this process has threads that make forking unsafe.
+There are four reasons: the case restarts in a new process, or in a new interpreter, the run must
+have another hash seed, or the run forks and this process has threads that make forking unsafe.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,16 +73,24 @@ def cannot_fork(steps: Sequence[Any], relation: str) -> bool:
 
     Such a run must begin in a fresh interpreter.
     """
-    forks = relation == "second-process" or process_restart(steps) is not None
-    return forks and bool(left_behind())
+    restart = process_restart(steps)
+    forks = restart is not None and steps[restart].arg == "process"
+    return (forks or relation == "second-process") and bool(left_behind())
 
 
 def process_restart(steps: Sequence[Any]) -> int | None:
-    """Return the index of the `restart: process` step, or None."""
+    """Return the index of the step that restarts in another process or interpreter, or None."""
     for index, step in enumerate(steps):
-        if step.op == "restart" and step.arg == "process":
+        if step.op == "restart" and step.arg != "engine":
             return index
     return None
+
+
+@dataclass
+class FirstPart:
+    """What the first part of a case leaves for the second one: `left` is set when it has ended."""
+
+    left: tuple[Progress, Registry] | None = None
 
 
 class FirstPartEnded(Exception):
@@ -152,6 +160,35 @@ def run_first_part(
     return progress, registry
 
 
+def run_first_part_afresh(
+    variant: Variant,
+    target: Target,
+    trace: Trace,
+    *,
+    seed: int,
+    tmp: Path,
+    relation: str,
+    caps: dict[str, Any],
+    promises: Promises | None,
+) -> tuple[Progress, Registry]:
+    """Run the steps before the restart in a fresh interpreter, as `run_first_part` does in a fork.
+
+    Its hash seed is random. vLLM's block hashes are those of this process.
+    """
+    job = _job(variant, target, seed, tmp, caps, relation, promises) | {"first_part": True}
+    hash_seed = os.environ.get("PYTHONHASHSEED")
+    if hash_seed is not None:
+        job["hash_seed"] = hash_seed
+    left = _answer(
+        job, "before the restart, in the first interpreter,", {}, without=("PYTHONHASHSEED",)
+    )
+    trace.events[:], trace.step, harness_error, part = pickle.loads(left)
+    if part.left is None:
+        raise FirstPartEnded(harness_error)
+    trace.emit("engine.lifecycle", **lifecycle("restart", pid=1))
+    return part.left  # type: ignore[no-any-return]
+
+
 def run_elsewhere(
     variant: Variant,
     target: Target,
@@ -168,7 +205,24 @@ def run_elsewhere(
     """
     from kvconform.run.records import Run
 
-    job = {
+    reseeded = relation == "hash-seed"
+    job = _job(variant, target, seed, tmp, caps, "connector" if reseeded else relation, promises)
+    named = "under another hash seed" if reseeded else "in a fresh interpreter"
+    answer = _answer(job, named, {"PYTHONHASHSEED": HASH_SEED} if reseeded else {})
+    return Run.from_dict(json.loads(answer), variant, relation, caps or {})
+
+
+def _job(
+    variant: Variant,
+    target: Target,
+    seed: int,
+    tmp: Path,
+    caps: dict[str, Any] | None,
+    relation: str,
+    promises: Promises | None,
+) -> dict[str, Any]:
+    """Return the description of a run that kvconform.run.child reads."""
+    return {
         "case": variant.case.model_dump(mode="json", by_alias=True, exclude_defaults=True),
         "axes": variant.axes,
         "target": asdict(target),
@@ -176,19 +230,27 @@ def run_elsewhere(
         "tmp": str(tmp),
         "caps": caps,
         "path": sys.path,
-        "relation": "connector" if relation == "hash-seed" else relation,
+        "relation": relation,
         "declared": None if promises is None else promises.declared,
         "limit": watchdog.limit(),
+        "first_part": False,
     }
-    named = "under another hash seed" if relation == "hash-seed" else "in a fresh interpreter"
-    seeded = {"PYTHONHASHSEED": HASH_SEED} if relation == "hash-seed" else {}
-    answer: dict[str, Any] | None = None
+
+
+def _answer(
+    job: dict[str, Any], named: str, environment: dict[str, str], without: Sequence[str] = ()
+) -> bytes:
+    """Do a job in another interpreter and return what it wrote; ElsewhereError without an answer.
+
+    `named` says in an error which run it is.
+    """
+    answer: bytes | None = None
     with tempfile.TemporaryDirectory(prefix="kvconform-", dir=scratch_root()) as name:
         folder = Path(name)
-        said, status = _interpreter(job, folder, seeded)
+        said, status = _interpreter(job, folder, environment, without)
         last = watchdog.read_note(folder / "note") if status == watchdog.EXIT_HANG else None
-        with contextlib.suppress(OSError, ValueError):
-            answer = json.loads((folder / "answer.json").read_text(encoding="utf-8"))
+        with contextlib.suppress(OSError):
+            answer = (folder / "answer").read_bytes()
     if last is not None:
         watchdog.die_like(last)
     if answer is None:
@@ -196,18 +258,20 @@ def run_elsewhere(
             raise ElsewhereError(f"the run {named} did not end in time")
         lines = said.strip().splitlines()
         raise ElsewhereError(f"the run {named} failed: {lines[-1] if lines else status}")
-    return Run.from_dict(answer, variant, relation, caps or {})
+    return answer
 
 
 def _interpreter(
-    job: dict[str, Any], folder: Path, environment: dict[str, str]
+    job: dict[str, Any], folder: Path, environment: dict[str, str], without: Sequence[str]
 ) -> tuple[str, int | None]:
-    """Do a job in another interpreter, which writes `answer.json` to `folder`.
+    """Do a job in another interpreter, which writes the file `answer` to `folder`.
 
-    Returns its standard error and its exit status, which is None if it did not end in time. Ends
-    all processes that it started. Its temporary files are in `folder`. Once `answer.json` is there,
-    the exit status does not matter.
+    Its environment has `environment` in addition, and not the variables `without`. Returns its
+    standard error and its exit status, which is None if it did not end in time. Ends all processes
+    that it started. Its temporary files are in `folder`. Once `answer` is there, the exit status
+    does not matter.
     """
+    inherited = {name: value for name, value in os.environ.items() if name not in without}
     (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
     limit = max(LIMIT, HOOKS * watchdog.limit())
     with (folder / "errors").open("w+", encoding="utf-8", errors="replace") as errors:
@@ -216,7 +280,7 @@ def _interpreter(
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=errors,
-            env={**os.environ, **environment, "TMPDIR": str(folder)},
+            env={**inherited, **environment, "TMPDIR": str(folder)},
             start_new_session=True,
         )
         try:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import atexit
 import gc
 import traceback
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,15 +32,17 @@ from kvconform.process.servers import clear_all
 from kvconform.process.watchdog import HookTimeout
 from kvconform.run.driver import Driver, Watcher
 from kvconform.run.isolation import (
+    FirstPart,
     FirstPartEnded,
     cannot_fork,
     process_restart,
     run_elsewhere,
     run_first_part,
+    run_first_part_afresh,
 )
 from kvconform.run.pair import PairDriver
 from kvconform.run.promises import Promises
-from kvconform.run.records import Run
+from kvconform.run.records import Progress, Run
 from kvconform.run.stall import Stalled
 
 BOOK = CodeBook(LAYERS, HEADS, HEAD_DIM)
@@ -72,12 +74,14 @@ def run_variant(
     book: CodeBook = BOOK,
     watcher: Watcher | None = None,
     may_fork: bool = False,
+    first_part: FirstPart | None = None,
 ) -> Run:
     """Make one run of a variant. Writes only below `tmp`.
 
     `relation` says how the run differs from the one with relation `connector`: for example
     `no-connector`, `pickled-metadata` or `repeat`. With `may_fork` a run that forks does so in this
-    process; without, it gets a fresh interpreter if connectors have left threads here.
+    process; without, it gets a fresh interpreter if connectors have left threads here. With
+    `first_part`, the run ends at the restart of the case, and leaves there what the rest needs.
     """
     _freeze()
     # A calibration runs inside another run, whose store must keep its content.
@@ -150,10 +154,11 @@ def run_variant(
             gpu.opened(kind, slow) as where,
             adapters.in_force(target.adapters),  # inside: their end uses the device
         ):
-            _drive(run, partial(create, promises=promises), trace, Registry(book), watcher)
+            create = partial(create, promises=promises)
+            _drive(run, create, trace, Registry(book), watcher, first_part)
             run.lacks = run.lacks or where.lacks
     else:
-        _drive(run, partial(create, promises=None), trace, Registry(book))
+        _drive(run, partial(create, promises=None), trace, Registry(book), None, first_part)
     _scrub(trace, str(tmp))
     return run
 
@@ -170,12 +175,16 @@ def _channels(target: Target) -> frozenset[str]:
 @clock.of_run()
 def _drive(
     run: Run,
-    create: Callable[..., Driver],
+    create: partial[Driver],
     trace: Trace,
     registry: Registry,
     watcher: Watcher | None = None,
+    first_part: FirstPart | None = None,
 ) -> None:
-    """Create the driver and execute the case; `create` lacks only what differs between parts."""
+    """Create the driver and execute the case; `create` lacks only what differs between parts.
+
+    With `first_part`, execute the steps before the restart only.
+    """
     driver = None
     outer = Probe.active  # of the run that a calibration runs inside
     case = run.variant.case
@@ -185,11 +194,13 @@ def _drive(
         if split := process_restart(rest):
             first = rest[:split]
             rest = rest[split + 1 :]
-            before, registry = run_first_part(
-                partial(create, registry=registry),
-                first,
-                trace,
-                lambda dead, error: _conclude(run, trace, dead, error),
+            if first_part is not None:
+                driver = create(registry=registry)
+                driver.execute_part(first)
+                first_part.left = driver.state.progress, driver.registry
+                return
+            before, registry = _before_restart(
+                run, create, case.steps[split].arg, first, trace, registry
             )
         driver = create(registry=registry, before=before, watcher=watcher)
         driver.execute(rest)
@@ -209,6 +220,29 @@ def _drive(
         if driver is not None and driver.engine.inspector is not None:
             run.channels |= {"plan"}
         Probe.active = outer
+
+
+def _before_restart(
+    run: Run,
+    create: partial[Driver],
+    kind: str,
+    steps: Sequence[Any],
+    trace: Trace,
+    registry: Registry,
+) -> tuple[Progress, Registry]:
+    """Run the steps before a restart in another process, of this `kind`; complete the trace."""
+    if kind == "interpreter" and run.relation != "no-connector":
+        variant, target, _ = create.args
+        known = {
+            name: create.keywords[name] for name in ("seed", "tmp", "relation", "caps", "promises")
+        }
+        return run_first_part_afresh(variant, target, trace, **known)
+    return run_first_part(
+        partial(create, registry=registry),
+        steps,
+        trace,
+        lambda dead, error: _conclude(run, trace, dead, error),
+    )
 
 
 _REFUSABLE = (

@@ -225,3 +225,10 @@ class RemembersTheAborted(ReferenceConnector):
         if request.status != RequestStatus.FINISHED_ABORTED:
             self._keys_of.pop(request.request_id, None)
         return result
+
+
+class UnseenProcessHash(ProcessHash):
+    """Makes keys with hash(), and does not show its plans to the suite (B087)."""
+
+    def kvconform_inspector(self) -> Any:
+        return None

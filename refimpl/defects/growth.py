@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Planted defects: what every request leaves behind, in either half or in the process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvconform.refimpl.connector import Lookup, ReferenceConnector
+from kvconform.refimpl.plan import Load
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.request import Request
+
+
+class KeepsPins(ReferenceConnector):
+    """Pins the chunks that a lookup found, and never unpins those of a request that is over."""
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Lookup:
+        answer = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        pins: list[tuple[str, int]] = self.__dict__.setdefault("_pins", [])
+        pins.append((request.request_id, num_computed_tokens))
+        return answer
+
+
+class KeepsTables(ReferenceConnector):
+    """Keeps the block table of every request that it has seen."""
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        tables: dict[str, Sequence[int]] = self.__dict__.setdefault("_tables", {})
+        tables[request.request_id] = self._tracked[request.request_id].table
+
+
+class _Kept(ReferenceConnector):
+    """Leaves something behind for every load of the worker half."""
+
+    def _leave(self) -> None:
+        raise NotImplementedError
+
+    def _load(self, load: Load, *args: Any) -> None:
+        self._leave()
+        super()._load(load, *args)
+
+
+class KeepsFutures(_Kept):
+    """Keeps the future of every load in the worker half."""
+
+    def _leave(self) -> None:
+        self.__dict__.setdefault("_futures", []).append(Future())
+
+
+_BUFFERS: list[torch.Tensor] = []
+
+
+class KeepsBuffers(_Kept):
+    """Keeps a buffer for every load in a module, where no half refers to it."""
+
+    def _leave(self) -> None:
+        _BUFFERS.append(torch.zeros(4))
+
+
+class KeepsFiles(_Kept):
+    """Opens a file for every load, and never closes it."""
+
+    def _leave(self) -> None:
+        os.open("/dev/null", os.O_RDONLY)
