@@ -6,7 +6,7 @@ from __future__ import annotations
 import atexit
 import gc
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -173,7 +173,7 @@ def _channels(target: Target) -> frozenset[str]:
 @clock.of_run()
 def _drive(
     run: Run,
-    create: Callable[..., Driver],
+    create: partial[Driver],
     trace: Trace,
     registry: Registry,
     watcher: Watcher | None = None,

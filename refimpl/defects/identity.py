@@ -217,5 +217,4 @@ class RemembersTheAborted(ReferenceConnector):
 class UnseenProcessHash(ProcessHash):
     """Makes keys with hash(), and does not show its plans to the suite (B087)."""
 
-    def kvconform_inspector(self) -> None:
-        return None
+    kvconform_inspector = None  # type: ignore[assignment]
