@@ -613,8 +613,8 @@ def repeated(step: Step, number: int) -> Step:
         }
         return AddStep(add=add.model_copy(update=changes))
     if isinstance(step, FailLoadStep):
-        failing = {**dict(step.arg), "req": named(step.arg.req)}
-        return FailLoadStep.model_validate({"fail-load": failing})
+        moved = step.fail_load.model_copy(update={"req": named(step.fail_load.req)})
+        return FailLoadStep.model_validate({"fail-load": moved})
     if isinstance(step, RunStep) and step.run.until:
         return RunStep(run=step.run.model_copy(update={"until": named(step.run.until)}))
     if step.mentions():  # its argument is the name

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, Protocol
 
 from kvconform.contract.steps import Soak, Step, repeated
+from kvconform.contract.trace import Trace
+from kvconform.engine.engine import Engine
 from kvconform.run.census import Census, grown, held_by, held_by_process
-
-if TYPE_CHECKING:
-    from kvconform.run.driver import Driver
 
 THIRDS = 3
 """Censuses: a place has grown if it did so between the first and the second, and after that."""
@@ -21,7 +21,24 @@ IDLE = 3
 """Steps without work before a census, in which transfers end."""
 
 
-def soak(driver: Driver, steps: Sequence[Step], argument: Soak) -> None:
+class Driven(Protocol):
+    """The part of a driver that `soak` uses."""
+
+    engine: Engine
+    trace: Trace
+    tmp: Path
+
+    def execute_steps(self, steps: Sequence[Step]) -> None:
+        """Execute some steps of the case."""
+
+    def run_dry(self) -> None:
+        """Iterate until nothing is left to do."""
+
+    def idle(self, steps: int) -> None:
+        """Do steps without work."""
+
+
+def soak(driver: Driven, steps: Sequence[Step], argument: Soak) -> None:
     """Repeat `steps` in rounds, and emit what grew in each of them."""
     censuses: list[dict[str, Census]] = []
     number = 0
@@ -39,7 +56,7 @@ def soak(driver: Driver, steps: Sequence[Step], argument: Soak) -> None:
     driver.trace.emit("soak.ended", rounds=THIRDS * argument.rounds, holders=list(censuses[-1]))
 
 
-def _censuses(driver: Driver) -> dict[str, Census]:
+def _censuses(driver: Driven) -> dict[str, Census]:
     """Return a census of each holder: the halves of the connector, and the process."""
     engine = driver.engine
     if engine.connector is None:
