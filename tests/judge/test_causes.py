@@ -198,6 +198,11 @@ FAULTS: dict[str, Faults] = {
             {"threads": 2},
         ],
     ),
+    "soak.grown": Faults(
+        {"holder": "worker half", "place": "futures", "numbers": [5, 10, 15]},
+        {"numbers": [6, 18, 30]},
+        [{"holder": "scheduler half"}, {"place": "tables"}],
+    ),
     "live.tokens": Faults(
         {"req": "a", "phase": "one"},
         {"req": "b", "phase": "two", "prompt": 9, "count": 4, "plain": 5},
