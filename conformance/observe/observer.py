@@ -72,6 +72,7 @@ class Observer:
         self._lookups: dict[Incarnation, Lookup] = {}
         self._failed_claims: dict[tuple[str, int, int], int] = {}  # by incarnation and tokens
         self._unused: dict[Incarnation, int] = {}  # tokens of loads that the engine has not used
+        self._failed_loads: set[Incarnation] = set()  # on any rank, since the blocks were granted
         self._transfers = 0
         self._reported: dict[str, set[str]] = {}  # directions, since the engine began to wait
         self._both: set[str] = set()  # load and send awaited at once, or when one was reported
@@ -180,6 +181,7 @@ class Observer:
         continued = getattr(request, "resumable", False) and known is not None and not known.loading
         second_call = known is None or (known.allocated and not continued)
         self._unused.pop((req, generation), None)
+        self._failed_loads.discard((req, generation))
         lookup = None if known is None or known.allocated else known
         local = request.num_computed_tokens if lookup is None else lookup.local
         is_async = known is not None and known.is_async and external > 0
@@ -346,7 +348,7 @@ class Observer:
 
     def _report(self, req: str, direction: str, grant: Grant | None) -> None:
         seen = self._reported.setdefault(req, set())
-        if direction == "recv" and grant and not grant.failed and not grant.given_up:
+        if direction == "recv" and grant and grant.key not in self._failed_loads:
             self._unused[grant.key] = grant.end
         self.trace.emit(
             "transfer.reported",
@@ -404,6 +406,7 @@ class Observer:
             self._unused.clear()
         else:
             self._unused.pop(grant.key, None)
+            self._failed_loads.add(grant.key)
         if grant and not grant.failed and not grant.given_up:  # its first report
             key = (grant.req, grant.generation, grant.end - grant.start)
             self._failed_claims[key] = self._failed_claims.get(key, 0) + 1

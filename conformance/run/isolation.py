@@ -81,7 +81,7 @@ def cannot_fork(steps: Sequence[Any], relation: str) -> bool:
 def process_restart(steps: Sequence[Any]) -> int | None:
     """Return the index of the step that restarts in another process or interpreter, or None."""
     for index, step in enumerate(steps):
-        if step.op == "restart" and step.arg != "engine":
+        if step.op == "restart" and step.arg in ("process", "interpreter"):
             return index
     return None
 

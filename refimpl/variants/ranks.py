@@ -28,6 +28,11 @@ class LosesShards(ReferenceConnector):
 
     loser = -1
 
+    @classmethod
+    def kvconform_capabilities(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        """Declare that less may arrive than was found."""
+        return {**super().kvconform_capabilities(extra_config), "best_effort": True}
+
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         parallel = vllm_config.parallel_config
