@@ -599,6 +599,15 @@ _kind(
     "that.",
 )
 _kind(
+    "live.entered",
+    "live",
+    "req:str sent:str entrypoint:str salt:str? sent_salt:str? adapter:str? sent_adapter:str? "
+    "weights:str? sent_weights:str? prompt:str sent_prompt:str",
+    "A request that was sent to the API server has reached the scheduler. sent = the client's "
+    "name of it; of cache salt, adapter, the adapter's weights and the prompt: what the engine "
+    "has, and (sent_) what the client asked for.",
+)
+_kind(
     "live.fault",
     "live",
     "phase:str number:int do:str still:float before:str? running:int loading:int",

@@ -14,6 +14,7 @@ from kvconform.contract.scenario import Scenario, spared
 from kvconform.contract.trace import Event
 from kvconform.live import trace as traces
 from kvconform.live.baseline import Plains
+from kvconform.live.entry import is_altered
 from kvconform.live.engine import Made, make_run, resolved
 from kvconform.live.events import bare, missing, own_events, thin
 from kvconform.live.job import Outcome, Play, plays
@@ -138,7 +139,10 @@ def _trace(
     how: dict[str, Any] = {"killed": made.ended.how == "timeout", "ended": made.outcome.ended}
     found = traces.collect(made.traces, **how, **start) or bare(variant, start, made)
     hits = {play.name for play in wanted if play.hits}
-    own = own_events(scenario, made.outcome, made.ended, plain.answers, _failed_loads(found), hits)
+    altered = {e["sent"] for e in found if e["kind"] == "live.entered" and is_altered(e)}
+    own = own_events(
+        scenario, made.outcome, made.ended, plain.answers, _failed_loads(found), hits, altered
+    )
     last = found.pop() if found[-1]["kind"] == "run.end" else None
     step = found[-1]["step"]
     for event in [*own, *([last] if last else [])]:
