@@ -607,6 +607,14 @@ _kind(
     "name of it; of cache salt, adapter, the adapter's weights and the prompt: what the engine "
     "has, and (sent_) what the client asked for.",
 )
+
+
+def altered_in_entry(event: Mapping[str, Any]) -> list[str]:
+    """Return the fields of a live.entered event in which the engine has not what was sent."""
+    names = ("salt", "adapter", "weights", "prompt")
+    return [name for name in names if event[name] != event[f"sent_{name}"]]
+
+
 _kind(
     "live.fault",
     "live",

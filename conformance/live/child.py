@@ -269,18 +269,13 @@ def answer_of(
     )
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str], kind: type[Child] = Child) -> int:
     """Run the job; return exit code 0 if all phases reached their end."""
     job = Job.read(Path(arguments[0]))
     for folder in job.pythonpath:
         sys.path.append(folder)
     with Path(arguments[1]).open("a", encoding="utf-8") as out:
-        if job.served:
-            from kvconform.live.served import Served
-
-            Served(job, out).run()
-        else:
-            Child(job, out).run()
+        kind(job, out).run()
     return 0
 
 

@@ -13,9 +13,9 @@ from typing import Any
 from kvconform.adapters.registry import ENVIRONMENT as ADAPTERS
 from kvconform.config.target import Target
 from kvconform.contract.scenario import BLOCK_SIZE, Start
-from kvconform.live.job import Ask, Job, Outcome, Play
+from kvconform.live.job import JOB, Ask, Job, Outcome, Play
 from kvconform.live.outage import Attendant, seconds
-from kvconform.live.plugin import FAULT, JOB, TRACE
+from kvconform.live.plugin import FAULT, TRACE
 from kvconform.live.process import Ended, python, run
 from kvconform.live.start import CPU_ASYNC, EMULATE, ENVIRONMENT
 from kvconform.process.servers import Servers
@@ -109,7 +109,8 @@ def make_run(
     attendant = Attendant(tmp / "desk", servers)
     faults = [fault for play in plays for fault in play.faults]
     limit = max(float(os.environ.get(LIMIT, SECONDS)), SLOWER * pace) + seconds(faults, servers)
-    command = python("kvconform.live.child", str(tmp / "job.json"), str(tmp / "out.jsonl"))
+    module = "kvconform.live.served" if job.served else "kvconform.live.child"
+    command = python(module, str(tmp / "job.json"), str(tmp / "out.jsonl"))
 
     def over() -> bool:
         """Carry out the faults that are due, and return whether the child has finished."""

@@ -131,10 +131,3 @@ class Entries:
             "prompt": prompt_of(prompt, embeds),
             "sent_prompt": prompt_of(ask.tokens, sent),
         }
-
-
-def is_altered(event: dict[str, Any]) -> bool:
-    """Return whether the engine got another request than the client sent (live.entered)."""
-    return any(
-        event[name] != event[f"sent_{name}"] for name in ("salt", "adapter", "weights", "prompt")
-    )

@@ -15,7 +15,18 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from kvconform.contract.scenario import Entrypoint, Fault, Phase, Prompt, Request, Scenario, Workload
+from kvconform.contract.scenario import (
+    Entrypoint,
+    Fault,
+    Phase,
+    Prompt,
+    Request,
+    Scenario,
+    Workload,
+)
+
+JOB = "KVCONFORM_LIVE_JOB"
+"""Environment variable: the file of the job, if its requests enter at the API server."""
 
 
 class _Part(BaseModel):
@@ -257,9 +268,7 @@ def _phase(phase: Phase, workload: Workload, made: dict[str, list[int]], seed: i
     )
 
 
-def _requests(
-    requests: Sequence[Request], seed: int, entrypoint: Entrypoint | None
-) -> list[Play]:
+def _requests(requests: Sequence[Request], seed: int, entrypoint: Entrypoint | None) -> list[Play]:
     """Return the phases of requests without a workload; every reset begins a new one."""
     parts: list[list[Ask]] = []
     began = 0

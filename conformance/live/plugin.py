@@ -11,8 +11,6 @@ import os
 
 TRACE = "KVCONFORM_LIVE_TRACE"
 """Environment variable: the directory into which every process writes its events, `<pid>.jsonl`."""
-JOB = "KVCONFORM_LIVE_JOB"
-"""Environment variable: the file of the job, if its requests enter at the API server."""
 FAULT = "KVCONFORM_LIVE_FAULT"
 """Environment variable: a planted fault of the engine (package.module:name); never in a baseline
 run."""

@@ -9,12 +9,12 @@ from typing import Any
 
 from kvconform.config.target import Target
 from kvconform.contract.case import Variant
+from kvconform.contract.events import altered_in_entry
 from kvconform.contract.loader import Spec
 from kvconform.contract.scenario import Scenario, spared
 from kvconform.contract.trace import Event
 from kvconform.live import trace as traces
 from kvconform.live.baseline import Plains
-from kvconform.live.entry import is_altered
 from kvconform.live.engine import Made, make_run, resolved
 from kvconform.live.events import bare, missing, own_events, thin
 from kvconform.live.job import Outcome, Play, plays
@@ -139,7 +139,7 @@ def _trace(
     how: dict[str, Any] = {"killed": made.ended.how == "timeout", "ended": made.outcome.ended}
     found = traces.collect(made.traces, **how, **start) or bare(variant, start, made)
     hits = {play.name for play in wanted if play.hits}
-    altered = {e["sent"] for e in found if e["kind"] == "live.entered" and is_altered(e)}
+    altered = {e["sent"] for e in found if e["kind"] == "live.entered" and altered_in_entry(e)}
     own = own_events(
         scenario, made.outcome, made.ended, plain.answers, _failed_loads(found), hits, altered
     )

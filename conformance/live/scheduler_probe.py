@@ -17,7 +17,7 @@ from kvconform.contract.trace import Event, Trace
 from kvconform.kv.oracle import Loads
 from kvconform.kv.provenance import Identity, Memory
 from kvconform.live.entry import Entries
-from kvconform.live.plugin import JOB
+from kvconform.live.job import JOB
 from kvconform.live.state import (
     ATTRIBUTE,
     Flight,

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The child process of a run whose requests enter at vLLM's OpenAI-compatible server.
 
+Usage: `python -m kvconform.live.served JOB OUT`.
+
 The server is vLLM's own, from `run_server` on, and listens on a free port of 127.0.0.1. The client
 in the same event loop sends its requests over that socket. The engine has a process of its own.
 """
@@ -8,9 +10,11 @@ in the same event loop sends its requests over that socket. The engine has a pro
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Coroutine, Iterable
 from itertools import groupby
@@ -21,7 +25,7 @@ import aiohttp
 
 from kvconform.contract.scenario import BLOCK_SIZE, MAX_MODEL_LEN
 from kvconform.fixtures import tiny_lora, tiny_tokenizer
-from kvconform.live.child import Child, Stalled
+from kvconform.live.child import Child, Stalled, main
 from kvconform.live.entry import BASE, PATHS, body, name_of
 from kvconform.live.job import Answer, Ask, Job, PhaseDone, Play
 
@@ -207,8 +211,6 @@ def arguments(job: Job, port: int) -> list[str]:
         found["max-loras"] = max(2, len({name_of(lora) for lora in adapters}))
         found["max-lora-rank"] = tiny_lora.RANK
     if job.transfer is not None:
-        import json
-
         found["kv-transfer-config"] = json.dumps(job.transfer)
     words = [f"--{name}={value}" for name, value in found.items()]
     return words + [f"--{'' if on else 'no-'}{name}" for name, on in switches.items()]
@@ -236,7 +238,9 @@ def answer_of(ask: Ask, said: dict[str, Any]) -> Answer:
         why=choice["finish_reason"],
     )
     for token, found in zip(tokens, options, strict=True):
-        others = sorted(((value, key) for key, value in found.items() if key != token), reverse=True)
+        others = sorted(
+            ((value, key) for key, value in found.items() if key != token), reverse=True
+        )
         own = found[token]
         answer.logprobs.append(round(own, 6))
         answer.seconds.append(others[0][1] if others else -1)
@@ -261,3 +265,7 @@ def likely_chat(choice: dict[str, Any]) -> list[dict[int, float]]:
 def token_of(word: str) -> int:
     """Return the token id of `token_id:17`."""
     return int(word.removeprefix("token_id:"))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], Served))
