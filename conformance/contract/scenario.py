@@ -152,7 +152,7 @@ class Request(Model):
 
     Its prompt is the first `shared` tokens of family `family`, and `tail` tokens of its own.
     At an entrypoint, requests with the same `at` run concurrently, and the next ones are sent when
-    these are answered; `salt`, `lora` and `embeds` need an entrypoint.
+    these are answered; `salt`, `lora`, `embeds` and `image` need an entrypoint.
     `abort`: it is aborted this many steps after its arrival. In a pair, requests with the same `at`
     run concurrently, steps are the consumer's, and a request with `early` never reaches the
     consumer.
@@ -186,11 +186,16 @@ class Request(Model):
         default=None,
         description="content of a prompt that is sent as embeddings, `tail` tokens long",
     )
+    image: Label | None = Field(
+        default=None,
+        description="content of an image in front of the prompt; the model of engine live takes "
+        "none, so the scenario is UNSUPPORTED",
+    )
 
     @property
     def tenant(self) -> tuple[str, ...]:
         """What tells it apart from a request with the same tokens, in words."""
-        named = {"salt": self.salt, "lora": self.lora, "embeds": self.embeds}
+        named = {"salt": self.salt, "lora": self.lora, "embeds": self.embeds, "image": self.image}
         return tuple(f"{kind}-{value}" for kind, value in named.items() if value is not None)
 
 
@@ -282,7 +287,9 @@ class Scenario(Model):
             raise ValueError("faults of servers need a workload, and start.processes false")
         if self.entrypoint is None:
             if any(request.tenant for request in self.requests):
-                raise ValueError("`salt`, `lora` and `embeds` of a request need an `entrypoint`")
+                raise ValueError(
+                    "`salt`, `lora`, `embeds` and `image` of a request need an `entrypoint`"
+                )
         else:
             self._enters()
         if self.start.spec_tokens and self.start.scheduling == "async":
@@ -325,6 +332,13 @@ class Scenario(Model):
     def unmet(self, caps: dict[str, Any]) -> str | None:
         """Return the condition that these capabilities do not meet; None if they suit it."""
         return None if self.needs_expr.bind(caps)({}) else self.needs_expr.source
+
+    @property
+    def other_model(self) -> str | None:
+        """What kind of model it needs instead of the engine's; None if the tiny Llama will do."""
+        if any(request.image for request in self.requests):
+            return "a model that takes images; the tiny Llama of engine live reads text only"
+        return None
 
     def variants(
         self,
