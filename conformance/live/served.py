@@ -208,7 +208,9 @@ def arguments(job: Job, port: int) -> list[str]:
     if start["priority"]:
         found["scheduling-policy"] = "priority"
     if adapters:
-        found["max-loras"] = max(2, len({name_of(lora) for lora in adapters}))
+        # One slot stays empty. In a batch with adapters, vLLM 0.32 computes requests without one
+        # with the last slot's weights on a CPU (vllm-project/vllm#48421).
+        found["max-loras"] = len({name_of(lora) for lora in adapters}) + 1
         found["max-lora-rank"] = tiny_lora.RANK
     if job.transfer is not None:
         found["kv-transfer-config"] = json.dumps(job.transfer)
