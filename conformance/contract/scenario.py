@@ -306,7 +306,15 @@ class Scenario(Model):
             raise ValueError("an entrypoint needs start.processes: a server's engine has its own")
         if any(request.abort for request in self.requests):
             raise ValueError("`abort` counts steps, which a client of the server does not see")
+        versions: dict[str, str] = {}
+        at = 0
         for request in self.requests:
+            if request.reset or request.at != at:
+                versions.clear()
+            at = request.at
+            name = (request.lora or "").partition("@")[0]
+            if name and versions.setdefault(name, str(request.lora)) != request.lora:
+                raise ValueError(f"two versions of adapter {name!r} at the same time")
             if request.embeds and (request.shared or self.entrypoint != "completions"):
                 raise ValueError("`embeds` needs entrypoint completions, and no `shared` tokens")
 

@@ -92,7 +92,7 @@ class Served(Child):
         try:
             async with self.session.get(f"{self.url}/health") as response:
                 return bool(response.status == 200)
-        except aiohttp.ClientConnectionError:
+        except (aiohttp.ClientConnectionError, TimeoutError):
             return False
 
     def settle(self) -> None:
@@ -127,12 +127,9 @@ class Served(Child):
         return PhaseDone(name=play.name, reset_done=done, counts=self.take_counts(), answers=found)
 
     async def _ask(self, ask: Ask) -> Answer:
-        """Send a request, and return the result. Stalled if it is not answered in time."""
+        """Send a request, and return the result."""
         assert ask.entrypoint is not None
-        try:
-            said = await self._post(PATHS[ask.entrypoint], body(ask), {"X-Request-Id": ask.id})
-        except TimeoutError:
-            raise Stalled(f"request {ask.id} got no answer in {self.patience:g} s") from None
+        said = await self._post(PATHS[ask.entrypoint], body(ask), {"X-Request-Id": ask.id})
         return answer_of(ask, said)
 
     async def _load_adapter(self, lora: str | None) -> None:
@@ -159,13 +156,16 @@ class Served(Child):
     async def _post(
         self, path: str, order: dict[str, Any], headers: dict[str, str] | None = None
     ) -> Any:
-        """Return what the server answers. Refused if that is an error."""
-        async with self.session.post(self.url + path, json=order, headers=headers) as response:
-            if response.status != 200:
-                raise Refused(f"{path}: {response.status} {(await response.text())[:200]}")
-            if response.content_type != "application/json":
-                return await response.text()
-            return await response.json()
+        """Return what the server answers. Refused if that is an error, Stalled if it is late."""
+        try:
+            async with self.session.post(self.url + path, json=order, headers=headers) as response:
+                if response.status != 200:
+                    raise Refused(f"{path}: {response.status} {(await response.text())[:200]}")
+                if response.content_type != "application/json":
+                    return await response.text()
+                return await response.json()
+        except TimeoutError:
+            raise Stalled(f"{path} got no answer in {self.patience:g} s") from None
 
     def metrics(self) -> Iterable[Any]:
         """Return vLLM's metrics."""

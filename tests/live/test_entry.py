@@ -87,6 +87,7 @@ SERVED = {"entrypoint": "completions", "start": {"processes": True}, "requests":
         ({"requests": [{"shared": 9, "embeds": "song"}]}, "shared"),
         ({"entrypoint": "chat", "requests": [{"tail": 9, "embeds": "song"}]}, "completions"),
         ({"requests": [{"tail": 40, "lora": "a/b"}]}, "lora"),
+        ({"requests": [{"tail": 9, "lora": x} for x in ("ode", "ode@2")]}, "two versions"),
         ({"requests": [], "workload": "conversation"}, "needs `requests`"),
     ],
 )
