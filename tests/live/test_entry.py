@@ -123,7 +123,7 @@ def test_what_tells_requests_apart_is_sent() -> None:
     sent = torch.load(io.BytesIO(base64.b64decode(embedded["prompt_embeds"])), weights_only=True)
     assert torch.equal(sent, embeddings("song", 40)) and "prompt" not in embedded
     assert chatted["cache_salt"] == "red"
-    assert chatted["messages"] == [{"role": "user", "content": "t5 t6 t7"}]
+    assert chatted["messages"] == [{"role": "user", "content": "<t5> <t6> <t7>"}]
 
 
 def test_contents_differ_and_share_nothing() -> None:
@@ -135,9 +135,10 @@ def test_the_tokenizer_and_its_template_give_back_the_token_ids(tmp_path: Path) 
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(tiny_tokenizer.make(tmp_path / "tokenizer")))
-    message = {"role": "user", "content": tiny_tokenizer.text([5, 511, 6])}
+    ids = list(range(512))
+    message = {"role": "user", "content": tiny_tokenizer.text(ids)}
     text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
-    assert tokenizer(text)["input_ids"] == [5, 511, 6]
+    assert tokenizer(text)["input_ids"] == ids
 
 
 def test_adapters_differ_by_name_and_are_the_same_every_time(tmp_path: Path) -> None:
