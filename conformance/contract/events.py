@@ -624,6 +624,23 @@ _kind(
     "that.",
 )
 _kind(
+    "live.entered",
+    "live",
+    "req:str sent:str entrypoint:str salt:str? sent_salt:str? adapter:str? sent_adapter:str? "
+    "weights:str? sent_weights:str? prompt:str sent_prompt:str",
+    "A request that was sent to the API server has reached the scheduler. sent = the client's "
+    "name of it; of cache salt, adapter, the adapter's weights and the prompt: what the engine "
+    "has, and (sent_) what the client asked for.",
+)
+
+
+def altered_in_entry(event: Mapping[str, Any]) -> list[str]:
+    """Return the fields of a live.entered event in which the engine has not what was sent."""
+    names = ("salt", "adapter", "weights", "prompt")
+    return [name for name in names if event[name] != event[f"sent_{name}"]]
+
+
+_kind(
     "live.fault",
     "live",
     "phase:str number:int do:str still:float before:str? running:int loading:int",

@@ -84,6 +84,8 @@ def numbered(faults: Sequence[Fault]) -> list[tuple[int, Fault]]:
 
 
 Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")]
+Label = Annotated[str, Field(pattern=r"^[a-z][a-z0-9]*$")]
+Adapter = Annotated[str, Field(pattern=r"^[a-z][a-z0-9]*(@[0-9]+)?$")]
 Count = Annotated[int, Field(ge=0)]
 Due = Literal["loads", "preemptions", "drafts", "failed_loads"]
 Take = Literal["same", "halves", "continued"]
@@ -142,10 +144,15 @@ class Phase(Model):
     )
 
 
+Entrypoint = Literal["completions", "chat"]
+
+
 class Request(Model):
     """One request of a workload without phases, which arrives before step `at`.
 
     Its prompt is the first `shared` tokens of family `family`, and `tail` tokens of its own.
+    At an entrypoint, requests with the same `at` run concurrently, and the next ones are sent when
+    these are answered; `salt`, `lora`, `embeds` and `image` need an entrypoint.
     `abort`: it is aborted this many steps after its arrival. In a pair, requests with the same `at`
     run concurrently, steps are the consumer's, and a request with `early` never reaches the
     consumer.
@@ -170,6 +177,26 @@ class Request(Model):
         description="before it, once nothing runs, empty vLLM's local prefix cache "
         "(in a pair: the consumer's)",
     )
+    salt: Label | None = Field(default=None, description="cache_salt of the HTTP request")
+    lora: Adapter | None = Field(
+        default=None,
+        description="name of a LoRA adapter; NAME@VERSION is loaded in place of another version",
+    )
+    embeds: Label | None = Field(
+        default=None,
+        description="content of a prompt that is sent as embeddings, `tail` tokens long",
+    )
+    image: Label | None = Field(
+        default=None,
+        description="content of an image in front of the prompt; the model of engine live takes "
+        "none, so the scenario is UNSUPPORTED",
+    )
+
+    @property
+    def tenant(self) -> tuple[str, ...]:
+        """What tells it apart from a request with the same tokens, in words."""
+        named = {"salt": self.salt, "lora": self.lora, "embeds": self.embeds, "image": self.image}
+        return tuple(f"{kind}-{value}" for kind, value in named.items() if value is not None)
 
 
 class Workload(Model):
@@ -221,6 +248,11 @@ class Scenario(Model):
     families: int | None = Field(
         default=None, description="seed of the tokens of `requests`; default: the run's seed"
     )
+    entrypoint: Entrypoint | None = Field(
+        default=None,
+        description="requests enter by HTTP at vLLM's OpenAI-compatible server: "
+        "/v1/completions or /v1/chat/completions",
+    )
     fail: bool = Field(default=False, description="the connector is asked to make loads fail")
     faults: list[Fault] = Field(
         default=[],
@@ -253,11 +285,38 @@ class Scenario(Model):
             raise ValueError("accepted drafts are due, but spec_tokens is 0")
         if self.faults and (self.workload is None or self.start.processes):
             raise ValueError("faults of servers need a workload, and start.processes false")
+        if self.entrypoint is None:
+            if any(request.tenant for request in self.requests):
+                raise ValueError(
+                    "`salt`, `lora`, `embeds` and `image` of a request need an `entrypoint`"
+                )
+        else:
+            self._enters()
         if self.start.spec_tokens and self.start.scheduling == "async":
             raise ValueError(
                 "vLLM does not do n-gram speculation on a CPU with asynchronous scheduling"
             )
         return self
+
+    def _enters(self) -> None:
+        """Raise ValueError for what a scenario with an entrypoint cannot have."""
+        if not self.requests or self.pair is not None or self.fail:
+            raise ValueError("an entrypoint needs `requests`, and no pair and no `fail`")
+        if not self.start.processes:
+            raise ValueError("an entrypoint needs start.processes: a server's engine has its own")
+        if any(request.abort for request in self.requests):
+            raise ValueError("`abort` counts steps, which a client of the server does not see")
+        versions: dict[str, str] = {}
+        at = 0
+        for request in self.requests:
+            if request.reset or request.at != at:
+                versions.clear()
+            at = request.at
+            name = (request.lora or "").partition("@")[0]
+            if name and versions.setdefault(name, str(request.lora)) != request.lora:
+                raise ValueError(f"two versions of adapter {name!r} at the same time")
+            if request.embeds and (request.shared or self.entrypoint != "completions"):
+                raise ValueError("`embeds` needs entrypoint completions, and no `shared` tokens")
 
     @cached_property
     def needs_expr(self) -> Expression:
@@ -281,6 +340,13 @@ class Scenario(Model):
     def unmet(self, caps: dict[str, Any]) -> str | None:
         """Return the condition that these capabilities do not meet; None if they suit it."""
         return None if self.needs_expr.bind(caps)({}) else self.needs_expr.source
+
+    @property
+    def other_model(self) -> str | None:
+        """What kind of model it needs instead of the engine's; None if the tiny Llama will do."""
+        if any(request.image for request in self.requests):
+            return "a model that takes images; the tiny Llama of engine live reads text only"
+        return None
 
     def variants(
         self,

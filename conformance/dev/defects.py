@@ -16,12 +16,13 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from kvconform.config.selection import Selection
 from kvconform.contract.case import SLOW, Device
@@ -44,6 +45,7 @@ from kvconform.process.server import ServerSpec
 
 if TYPE_CHECKING:
     from kvconform.config.target import Target
+    from kvconform.refimpl.faulty import Fault
 
 PLANTED = "kvconform.refimpl.defects."
 AT_ONCE = 12
@@ -178,7 +180,7 @@ def examine(defect: Defect, spec: Spec, tmp: Path, note: Path | None = None) -> 
         for _, target in variants:
             # Fills the cache: the profile must come from an engine without the fault.
             target_profile(target, tmp)
-        with stack, fault.active() if fault is not None else nullcontext():
+        with stack, in_force_for(defect, fault):
             for number, (variant, target) in enumerate(variants):
                 with watchdog.case(variant.id):
                     report = run_and_judge(variant, target, spec, seed=0, tmp=tmp / str(number))
@@ -191,6 +193,21 @@ def examine(defect: Defect, spec: Spec, tmp: Path, note: Path | None = None) -> 
         watchdog.stop()
         outcome.seconds = round(time.perf_counter() - start, 2)
     return settled(outcome, defect)
+
+
+def in_force_for(defect: Defect, fault: Fault | None) -> AbstractContextManager[Any]:
+    """Return a context in which an engine's fault is in force; None: none.
+
+    On engine live it is in force in the processes of vLLM, except those of baseline runs.
+    """
+    from kvconform.live.plugin import FAULT
+
+    if fault is None:
+        return nullcontext()
+    if not defect.live:
+        return fault.active()
+    assert defect.engine_fault is not None
+    return patch.dict(os.environ, {FAULT: defect.engine_fault})
 
 
 def settled(outcome: Outcome, defect: Defect) -> Outcome:

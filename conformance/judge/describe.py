@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 
+from kvconform.contract.events import altered_in_entry
 from kvconform.contract.trace import Event
 from kvconform.errors import Place
 
@@ -396,6 +397,28 @@ def _live_end(e: Event) -> str:
     return f"left behind: {'; '.join(left)}"
 
 
+_ASKED = {
+    "salt": "cache salt",
+    "adapter": "LoRA adapter",
+    "weights": "adapter's weights",
+    "prompt": "prompt",
+}
+"""What the fields of a live.entered event are, in words."""
+
+
+def _entered(e: Event) -> str:
+    lost = [
+        f"its {_ASKED[name]} is {e[name] or 'none'} in the engine, and was"
+        f" {e[f'sent_{name}'] or 'none'}"
+        for name in altered_in_entry(e)
+    ]
+    return f"request {e['sent']} entered at {e['entrypoint']}: " + ("; ".join(lost) or "as sent")
+
+
+def _lost(e: Event) -> str:
+    return " ".join(altered_in_entry(e))
+
+
 def _hook_called(e: Event) -> str:
     if e["bound"] is None:
         return f"{e['hook']} of the {e['half']} half was called"
@@ -455,6 +478,7 @@ _TEXT: dict[str, Callable[[Event], str]] = {
     "live.tokens": _tokens,
     "live.load": _live_load,
     "live.end": _live_end,
+    "live.entered": _entered,
     "live.phase": lambda e: (
         f"before phase {e['phase']}, when all requests had long finished, vLLM could not empty"
         " its prefix cache: blocks are held"
@@ -559,6 +583,7 @@ _CAUSE: dict[str, tuple[str | Callable[[Event], str], ...]] = {
     "run.end": ("unfinished", _blocks_missing, "request_objects_alive", "threads"),
     "live.tokens": ("same",),
     "live.load": ("wrong", "missing"),
+    "live.entered": (_lost,),
     "live.end": ("how", "processes", "ports", "files"),
 }
 """What distinguishes faults, by kind of event: names of fields, or functions of the event.

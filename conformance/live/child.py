@@ -12,6 +12,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
@@ -76,16 +77,16 @@ class Child:
         where = "start"
         try:
             start.surroundings()
-            self.llm = start.engine(self.job)
+            self.open()
             self.write("note", pid=os.getpid(), started=True)
             for play in self.job.plays:
                 where = play.name
                 self.write("begin", name=play.name)
                 self.write("phase", **self.play(play).model_dump())
-            self._settle(self.llm.llm_engine)
+            self.settle()
             where = "shutdown"
             self.write("begin", name=where)
-            self.llm.llm_engine.engine_core.shutdown()
+            self.close()
         except BaseException as error:
             text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
             self.write(
@@ -97,6 +98,14 @@ class Child:
             )
             raise
         self.write("end")
+
+    def open(self) -> None:
+        """Start vLLM."""
+        self.llm = start.engine(self.job)
+
+    def close(self) -> None:
+        """Shut vLLM down."""
+        self.llm.llm_engine.engine_core.shutdown()
 
     # -- a phase
     def play(self, play: Play) -> PhaseDone:
@@ -160,11 +169,12 @@ class Child:
         before = self.answers[ask.after]
         return [*before.prompt, *before.tokens, *ask.tokens]
 
-    def _settle(self, engine: Any) -> None:
+    def settle(self) -> None:
         """Let the engine make the steps that a server's engine makes after its last request.
 
         In them the connector hears which requests have finished, and completes what it still sends.
         """
+        engine = self.llm.llm_engine
         limit = time.monotonic() + RESET_LIMIT
         if not self.job.start["processes"]:
             scheduler = engine.engine_core.engine_core.scheduler
@@ -191,10 +201,14 @@ class Child:
             time.sleep(0.01)
         return True
 
+    def metrics(self) -> Iterable[Any]:
+        """Return vLLM's metrics."""
+        return self.llm.get_metrics()
+
     def take_counts(self) -> Counts:
         """Return by how much vLLM's counters have grown since the last call."""
         now: dict[str, int] = {}
-        for metric in self.llm.get_metrics():
+        for metric in self.metrics():
             name = METRICS.get(metric.name)
             if name is not None:
                 now[name] = now.get(name, 0) + int(metric.value)
@@ -255,13 +269,13 @@ def answer_of(
     )
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str], kind: type[Child] = Child) -> int:
     """Run the job; return exit code 0 if all phases reached their end."""
     job = Job.read(Path(arguments[0]))
     for folder in job.pythonpath:
         sys.path.append(folder)
     with Path(arguments[1]).open("a", encoding="utf-8") as out:
-        Child(job, out).run()
+        kind(job, out).run()
     return 0
 
 

@@ -13,9 +13,9 @@ from typing import Any
 from kvconform.adapters.registry import ENVIRONMENT as ADAPTERS
 from kvconform.config.target import Target
 from kvconform.contract.scenario import BLOCK_SIZE, Start
-from kvconform.live.job import Ask, Job, Outcome, Play
+from kvconform.live.job import JOB, Ask, Job, Outcome, Play
 from kvconform.live.outage import Attendant, seconds
-from kvconform.live.plugin import TRACE
+from kvconform.live.plugin import FAULT, TRACE
 from kvconform.live.process import Ended, python, run
 from kvconform.live.start import CPU_ASYNC, EMULATE, ENVIRONMENT
 from kvconform.process.servers import Servers
@@ -89,6 +89,7 @@ def make_run(
     environment = {
         **ENVIRONMENT,
         **os.environ,
+        **({JOB: str(tmp / "job.json")} if job.served else {}),
         "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(start.processes)),
         "TMPDIR": str(tmp / "tmp"),
         TRACE: str(tmp / "trace"),
@@ -97,6 +98,8 @@ def make_run(
     }
     if target is not None and target.adapters:
         environment[ADAPTERS] = ",".join(target.adapters)
+    if target is None:
+        environment.pop(FAULT, None)
     if book is not None:
         environment[BOOK] = str(book)
     if start.scheduling == "async":
@@ -106,7 +109,8 @@ def make_run(
     attendant = Attendant(tmp / "desk", servers)
     faults = [fault for play in plays for fault in play.faults]
     limit = max(float(os.environ.get(LIMIT, SECONDS)), SLOWER * pace) + seconds(faults, servers)
-    command = python("kvconform.live.child", str(tmp / "job.json"), str(tmp / "out.jsonl"))
+    module = "kvconform.live.served" if job.served else "kvconform.live.child"
+    command = python(module, str(tmp / "job.json"), str(tmp / "out.jsonl"))
 
     def over() -> bool:
         """Carry out the faults that are due, and return whether the child has finished."""

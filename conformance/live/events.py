@@ -28,8 +28,12 @@ probabilities by less than 0.00001.
 """
 
 
-def compare(plain: Mapping[str, Answer], outcome: Outcome) -> list[Event]:
+def compare(
+    plain: Mapping[str, Answer], outcome: Outcome, altered: Collection[str] = ()
+) -> list[Event]:
     """Return one `live.tokens` event per request that both runs have answered.
+
+    `altered`: requests of which the engine got something else than was sent; they are left out.
 
     Greedy tokens are equal unless KV was wrong or rounding decided. A run that computes prompts in
     other pieces adds in another order; where two logits are nearly equal, the other token may win.
@@ -41,7 +45,7 @@ def compare(plain: Mapping[str, Answer], outcome: Outcome) -> list[Event]:
         found += [
             {"kind": "live.tokens", "phase": phase.name, **_one(plain[a.id], a)}
             for a in phase.answers
-            if a.id in plain
+            if a.id in plain and a.id not in altered
         ]
     return found
 
@@ -89,10 +93,12 @@ def own_events(
     plain: Mapping[str, Answer],
     failed_loads: int,
     hits: Collection[str],
+    altered: Collection[str] = (),
 ) -> list[Event]:
     """Return all of these events, without `seq` and `step`.
 
-    `plain`: the answers of the baseline run. `hits`: the phases in which loads are due.
+    `plain`: the answers of the baseline run. `hits`: the phases in which loads are due. `altered`:
+    see `compare`.
     """
     found: list[Event] = []
     for phase in outcome.phases:
@@ -112,7 +118,7 @@ def own_events(
                 "accepted": counts.accepted,
             }
         )
-    found += compare(plain, outcome)
+    found += compare(plain, outcome, altered)
     totals = happened(outcome, failed_loads)
     found += [
         {"kind": "live.happened", "what": what, "count": count, "due": what in scenario.due}

@@ -15,7 +15,18 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from kvconform.contract.scenario import Fault, Phase, Prompt, Request, Scenario, Workload
+from kvconform.contract.scenario import (
+    Entrypoint,
+    Fault,
+    Phase,
+    Prompt,
+    Request,
+    Scenario,
+    Workload,
+)
+
+JOB = "KVCONFORM_LIVE_JOB"
+"""Environment variable: the file of the job, if its requests enter at the API server."""
 
 
 class _Part(BaseModel):
@@ -27,7 +38,9 @@ class Ask(_Part):
 
     `tokens`: token ids of the prompt. With `after`, the prompt is the prompt and answer of that
     earlier request, followed by `tokens`. `out`: tokens wanted. `at`: step of arrival. `abort`:
-    steps from its arrival until it is aborted.
+    steps from its arrival until it is aborted. `entrypoint`: it is sent by HTTP, with its cache
+    `salt`, to the adapter `lora`. `embeds`: the content of a prompt that is sent as embeddings;
+    `tokens` are zeros then, as in vLLM's requests.
     """
 
     id: str
@@ -37,6 +50,10 @@ class Ask(_Part):
     at: int = 0
     abort: int | None = None
     priority: int = 0
+    entrypoint: Entrypoint | None = None
+    salt: str | None = None
+    lora: str | None = None
+    embeds: str | None = None
 
 
 class Play(_Part):
@@ -68,6 +85,11 @@ class Job(_Part):
     pace: float = 0.0
     book: bool = True
     scale_loads: float | None = None
+
+    @property
+    def served(self) -> bool:
+        """Whether its requests enter at the API server."""
+        return any(ask.entrypoint for play in self.plays for ask in play.asks)
 
     def write(self, path: Path) -> None:
         """Write the job to a file as JSON."""
@@ -214,7 +236,7 @@ def plays(scenario: Scenario, workload: Workload | None, seed: int) -> list[Play
     """
     if workload is None:
         families = seed if scenario.families is None else scenario.families
-        return _requests(scenario.requests, families)
+        return _requests(scenario.requests, families, scenario.entrypoint)
     made = prompts(workload.prompts, seed)
     found = [_phase(phase, workload, made, seed) for phase in workload.phases]
     return [
@@ -246,7 +268,7 @@ def _phase(phase: Phase, workload: Workload, made: dict[str, list[int]], seed: i
     )
 
 
-def _requests(requests: Sequence[Request], seed: int) -> list[Play]:
+def _requests(requests: Sequence[Request], seed: int, entrypoint: Entrypoint | None) -> list[Play]:
     """Return the phases of requests without a workload; every reset begins a new one."""
     parts: list[list[Ask]] = []
     began = 0
@@ -257,14 +279,20 @@ def _requests(requests: Sequence[Request], seed: int) -> list[Play]:
         own = number if request.own is None else request.own
         family = tokens(FAMILY, seed, "family", request.family)
         ids = family[: request.shared] + tokens(request.tail, seed, "own", own)
+        if request.embeds is not None:
+            ids = [0] * len(ids)
         parts[-1].append(
             Ask(
-                id=f"r{own}",
+                id=".".join((f"r{own}", *request.tenant)),
                 tokens=ids or [FIRST],
                 out=request.out,
                 at=max(0, request.at - began),
                 abort=request.abort,
                 priority=request.priority,
+                entrypoint=entrypoint,
+                salt=request.salt,
+                lora=request.lora,
+                embeds=request.embeds,
             )
         )
     return [

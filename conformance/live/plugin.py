@@ -11,10 +11,13 @@ import os
 
 TRACE = "KVCONFORM_LIVE_TRACE"
 """Environment variable: the directory into which every process writes its events, `<pid>.jsonl`."""
+FAULT = "KVCONFORM_LIVE_FAULT"
+"""Environment variable: a planted fault of the engine (package.module:name); never in a baseline
+run."""
 
 
 def register() -> None:
-    """Install adapters, asynchronous scheduling, probe and emulated device, if they are wanted.
+    """Install adapters, asynchronous scheduling, probe, device and fault, if they are wanted.
 
     Idempotent.
     """
@@ -35,3 +38,7 @@ def register() -> None:
         from kvconform.live import start
 
         start.install_emulation()
+    if fault := wanted(FAULT):
+        from kvconform.live import start
+
+        start.install_fault(fault)

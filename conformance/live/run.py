@@ -9,6 +9,7 @@ from typing import Any
 
 from kvconform.config.target import Target
 from kvconform.contract.case import Variant
+from kvconform.contract.events import altered_in_entry
 from kvconform.contract.loader import Spec
 from kvconform.contract.scenario import Scenario, spared
 from kvconform.contract.trace import Event
@@ -138,7 +139,10 @@ def _trace(
     how: dict[str, Any] = {"killed": made.ended.how == "timeout", "ended": made.outcome.ended}
     found = traces.collect(made.traces, **how, **start) or bare(variant, start, made)
     hits = {play.name for play in wanted if play.hits}
-    own = own_events(scenario, made.outcome, made.ended, plain.answers, _failed_loads(found), hits)
+    altered = {e["sent"] for e in found if e["kind"] == "live.entered" and altered_in_entry(e)}
+    own = own_events(
+        scenario, made.outcome, made.ended, plain.answers, _failed_loads(found), hits, altered
+    )
     last = found.pop() if found[-1]["kind"] == "run.end" else None
     step = found[-1]["step"]
     for event in [*own, *([last] if last else [])]:

@@ -6,6 +6,7 @@ The events are the same as on engine `vllm`, and come from the same observer and
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +16,8 @@ from kvconform.contract.events import run_end
 from kvconform.contract.trace import Event, Trace
 from kvconform.kv.oracle import Loads
 from kvconform.kv.provenance import Identity, Memory
+from kvconform.live.entry import Entries
+from kvconform.live.job import JOB
 from kvconform.live.state import (
     ATTRIBUTE,
     Flight,
@@ -41,8 +44,8 @@ class LiveView:
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
-        self.roster = Roster()
         self.loads = Loads(shape_of(scheduler.kv_cache_config))
+        self.roster = Roster(self.loads.shape.block_size)
         self.flight: deque[Flight] = deque()
 
     def generation(self, req_id: str) -> int:
@@ -117,6 +120,7 @@ class SchedulerProbe:
         self.ledger = Ledger(trace, self.view, self.observer, is_async=is_async)
         self.blocks_at_start = self.pool.get_num_free_blocks()
         self.pending: list[Named] = []
+        self.entries = Entries.read(os.environ.get(JOB))
         self._seen_grants = 0
         self._busy = 0
         self._wrap("schedule", self._schedule)
@@ -151,6 +155,8 @@ class SchedulerProbe:
         """Wrap Scheduler.add_request."""
         self.roster.add(request)
         self.ledger.added(request)
+        if (fields := self.entries.fields(request)) is not None:
+            self.trace.emit("live.entered", **fields)
         return original(request, *args, **kwargs)
 
     def _finish_requests(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 from contextlib import ExitStack
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from kvconform.contract.scenario import BLOCK_SIZE, MAX_MODEL_LEN
@@ -17,6 +18,7 @@ from kvconform.live.job import Job
 
 if TYPE_CHECKING:
     from kvconform.observe.call import Call
+    from kvconform.refimpl.faulty import Fault
 
 CPU_ASYNC = "KVCONFORM_LIVE_ASYNC"
 """Environment variable: "1" for every process of a run with asynchronous scheduling."""
@@ -41,6 +43,7 @@ TorchDynamo is off because compiling takes longer than everything that a tiny mo
 """
 _open = ExitStack()
 _installed = False
+_faults: set[str] = set()
 
 
 def install_cpu_async() -> None:
@@ -125,6 +128,15 @@ def install_emulation() -> None:
             return original(config=config, role=role, kv_cache_config=kv_cache_config)
 
     factory.create_connector = create
+
+
+def install_fault(name: str) -> None:
+    """Enter a planted fault of the engine for the rest of this process's life. Idempotent."""
+    if name in _faults:
+        return
+    _faults.add(name)
+    fault: Fault = resolve_name(name)
+    _open.enter_context(fault.active())
 
 
 def _keep(runner: Any) -> None:

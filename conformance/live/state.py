@@ -7,10 +7,12 @@ the note about a step that travels to the workers with the SchedulerOutput.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from kvconform.contract.case import GroupKind
 from kvconform.contract.trace import Event
@@ -46,8 +48,12 @@ class Known:
         self.tainted = False
 
 
-def identity_of(request: Any) -> Identity:
-    """Return the identity of a vLLM request: cache salt, adapter, multi-modal items."""
+def identity_of(request: Any, block_size: int = 0) -> Identity:
+    """Return the identity of a vLLM request: salt, adapter, multi-modal items, embeddings.
+
+    Embeddings are told apart by block, as vLLM does, so that two prompts may share their first
+    blocks. `block_size`: tokens per block; 0 takes a prompt of embeddings as one block.
+    """
     lora = getattr(request, "lora_request", None)
     items = [
         {
@@ -57,20 +63,34 @@ def identity_of(request: Any) -> Identity:
         }
         for feature in getattr(request, "mm_features", None) or ()
     ]
-    adapter = None if lora is None else Adapter.of(lora.lora_name)
+    embeds = getattr(request, "prompt_embeds", None)
+    if embeds is not None:
+        size = block_size or len(embeds)
+        for start in range(0, len(embeds), size):
+            part = embeds[start : start + size]
+            items.append({"at": start, "length": len(part), "id": f"embeds:{digest(part)}"})
+    adapter = None if lora is None else Adapter.of(lora.lora_name, getattr(lora, "lora_path", None))
     return Identity.of(getattr(request, "cache_salt", None), adapter, items)
 
 
-class Roster:
-    """All requests so far, by id."""
+def digest(tensor: torch.Tensor) -> str:
+    """Return a hash of the bytes of a tensor."""
+    flat = tensor.detach().cpu().contiguous().view(torch.uint8)
+    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:16]
 
-    def __init__(self) -> None:
+
+class Roster:
+    """All requests so far, by id. `block_size`: tokens per block."""
+
+    def __init__(self, block_size: int = 0) -> None:
+        self.block_size = block_size
         self.known: dict[str, Known] = {}
 
     def add(self, request: Any) -> None:
         """Add a new request. Its id may have been used before."""
         before = self.known.get(request.request_id)
-        known = Known(0 if before is None else before.generation + 1, identity_of(request))
+        identity = identity_of(request, self.block_size)
+        known = Known(0 if before is None else before.generation + 1, identity)
         known.chain = Chain(request.request_id, known.generation, known.identity)
         self.known[request.request_id] = known
 

@@ -45,6 +45,8 @@ def scenario(spec: Spec, found: Scenario) -> str:
     start = found.start.model_dump(exclude_defaults=True)
     work = spec.workloads.get(found.workload or "")
     asked = work.text if work is not None else f"{len(found.requests)} requests"
+    if found.entrypoint is not None:
+        asked += f", by HTTP at the entrypoint {found.entrypoint}"
     facts = {
         "vLLM": ", ".join(f"{name} {value}" for name, value in start.items()) or "default settings",
         "asked": _one_line(asked),
