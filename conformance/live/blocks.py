@@ -314,6 +314,7 @@ class BlockOracle:
             missing=_positions(missing, size),
             wrong=_positions(wrong, size),
             reported_failed=reported,
+            promised=False,
             is_async=grant.is_async,
             local=grant.start,
             by_group=[],

@@ -213,6 +213,11 @@ FAULTS: dict[str, Faults] = {
         {"req": "b", "wrong": [3, 4], "blocks": 9, "granted": 64},
         [{"wrong": []}, {"missing": [2]}],
     ),
+    "live.entered": Faults(
+        {"req": "a", "salt": None, "sent_salt": "x"},
+        {"req": "b", "salt": None, "sent_salt": "y"},
+        [{"salt": "x", "adapter": None, "sent_adapter": "one"}],
+    ),
     "live.end": Faults(
         {"how": "ended", "processes": ["server"]},
         {"processes": ["other"]},

@@ -53,7 +53,12 @@ def test_a_tail_is_free_to_write_while_its_load_is_under_way(
 
 def test_every_failure_of_the_same_claim_counts(machine: Machine) -> None:
     seen = SimpleNamespace(
-        trace=machine.trace, _loads=machine.oracle, _failed_claims={}, activity=0
+        trace=machine.trace,
+        _loads=machine.oracle,
+        _failed_claims={},
+        _failed_loads=set(),
+        _unused={},
+        activity=0,
     )
     for attempt in (1, 2, 3):
         grant = machine.grant("a", [1, 2, 3, 4], 0, 8)

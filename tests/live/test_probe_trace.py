@@ -36,6 +36,7 @@ START = dict(
     ranks=1,
     stages=1,
     context_ranks=1,
+    drafter=False,
     device="cpu",
     slow=None,
 )

@@ -46,7 +46,7 @@ def load_hooks() -> Any:
 
 HOOKS: ModuleType | Any = load_hooks()
 CONFIG = yaml12.parse((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), "mkdocs.yml")
-LEFT_OUT = tuple(line.strip("/ ") for line in CONFIG["exclude_docs"].split() if line.endswith("/"))
+LEFT_OUT = tuple(line.lstrip("/ ") for line in CONFIG["exclude_docs"].split() if line.endswith("/"))
 PAGES = [ROOT / name for name in HOOKS.PAGES] + sorted(
     page
     for page in DOCS.rglob("*.md")

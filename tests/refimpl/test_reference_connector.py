@@ -46,7 +46,7 @@ class Rig:
             parallel_config=SimpleNamespace(rank=0, world_size=1, decode_context_parallel_size=1),
             model_config=None,
         )
-        groups: Any = SimpleNamespace(kv_cache_groups=[None])
+        groups: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=None)])
         self.scheduler = ReferenceConnector(config, KVConnectorRole.SCHEDULER, groups)
         self.worker = ReferenceConnector(config, KVConnectorRole.WORKER, groups)
         self.layers = {f"layer{index}": torch.zeros(32, 1, BLOCK, 4) for index in range(2)}
