@@ -7,13 +7,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvconform.config.settings import Shard
 from kvconform.dev.mutants import result as results
 from kvconform.dev.mutants.mutation import Mutation, digest
 from kvconform.dev.mutants.result import Result
-from kvconform.dev.mutants.server import Server
 from kvconform.dev.mutants.sites import mutations_of
+
+if TYPE_CHECKING:
+    from kvconform.dev.mutants.server import Server  # imports torch
 
 
 @dataclass(frozen=True)
