@@ -66,7 +66,7 @@ class RuleWaiver(Model):
 
 
 class Mark(Model):
-    """The event by which a bug of the engine is told from others that break the same guarantee."""
+    """The event that distinguishes a bug of the engine from others that break its guarantee."""
 
     event: Annotated[str, Field(description="kind of event")]
     where: Check | None = None

@@ -11,15 +11,19 @@ from kvconform.explore.workload import Data
 
 IDENTITY = ("salt", "lora", "mm", "embeds")
 """Options that belong to the identity of a prompt's KV."""
-Adapter = str | Data
-ADAPTERS: tuple[Adapter, ...] = ("one", "two", {"name": "one", "path": "/adapters/1b", "number": 9})
+LoraData = str | Data
+ADAPTERS: tuple[LoraData, ...] = (
+    "one",
+    "two",
+    {"name": "one", "path": "/adapters/1b", "number": 9},
+)
 """The last one has the name of the first, and other weights."""
 ALIKE: dict[str, Data] = {
     "dog": {"alike": {"id": "cat", "first": 32}},
     "cow": {"alike": {"id": "cat", "last": 32}},
 }
 """Images whose identifiers agree in part with that of `cat`."""
-SAME_NUMBER: tuple[Adapter, ...] = ("l12", "l21")
+SAME_NUMBER: tuple[LoraData, ...] = ("l12", "l21")
 """Adapters with the same number, which is free again after a restart of the engine."""
 
 
@@ -181,7 +185,7 @@ class Requests:
             add["mm"] = [item | ALIKE.get(name, {})]
 
     @property
-    def adapters(self) -> tuple[Adapter, ...]:
+    def adapters(self) -> tuple[LoraData, ...]:
         """The adapters that the engine has loaded."""
         return ADAPTERS if self.restarts is None else SAME_NUMBER[self.restarts % 2 :][:1]
 

@@ -95,7 +95,7 @@ def note_unfilled(trace: Trace) -> None:
 def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
     """Return when the engine first lost track of a request, as a seq and a sentence, or None.
 
-    Each bug is told by its own mark: a request that is miscounted has a block whose synchronous
+    Each bug has a mark of its own: a request that is miscounted has a block whose synchronous
     load failed, one that is starved has a load that failed.
     """
     failed: set[tuple[str | None, int]] = set()  # (engine, block) of synchronous loads that failed

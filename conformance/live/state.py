@@ -51,7 +51,7 @@ class Known:
 def identity_of(request: Any, block_size: int = 0) -> Identity:
     """Return the identity of a vLLM request: salt, adapter, multi-modal items, embeddings.
 
-    Embeddings are told apart by block, as vLLM does, so that two prompts may share their first
+    Embeddings are compared by block, as in vLLM's hashes, so two prompts may share their first
     blocks. `block_size`: tokens per block; 0 takes a prompt of embeddings as one block.
     """
     lora = getattr(request, "lora_request", None)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -80,38 +79,30 @@ class Unchained(ReferenceConnector):
     def _keys(self, request: Request, keys: list[str], end: int) -> Sequence[str]:
         size = self.options.chunk_tokens
         for start in range(len(keys) * size, end - size + 1, size):
-            tokens = list(request.all_token_ids[start : start + size])
-            keys.append(digest(self._root, str(tokens)).hex())
+            keys.append(digest(self._root, *self._parts(request, start, start + size)).hex())
         return keys
 
+    def _parts(self, request: Request, start: int, stop: int) -> list[bytes | str]:
+        """Return what the key of the chunk `[start, stop)` is made of."""
+        return [str(list(request.all_token_ids[start:stop]))]
 
-class UnchainedWithIdentity(ReferenceConnector):
+
+class UnchainedWithIdentity(Unchained):
     """Makes a chunk's key of its own tokens and the request's identity, not of what is before it.
 
     The oldest bug of prefix caches.
     """
 
-    def _keys(self, request: Request, keys: list[str], end: int) -> Sequence[str]:
-        size = self.options.chunk_tokens
-        start_of_chain = request_key(self._root, request)
-        for start in range(len(keys) * size, end - size + 1, size):
-            tokens = array("q", request.all_token_ids[start : start + size]).tobytes()
-            extras = chunk_extras(request, start, start + size)
-            keys.append(digest(start_of_chain, tokens, *extras).hex())
-        return keys
+    def _parts(self, request: Request, start: int, stop: int) -> list[bytes | str]:
+        identity = [request_key(self._root, request), *chunk_extras(request, start, stop)]
+        return [*super()._parts(request, start, stop), *identity]
 
 
-class UnchainedAtPlace(ReferenceConnector):
+class UnchainedAtPlace(UnchainedWithIdentity):
     """Makes a chunk's key of its own tokens, its place and the request's identity."""
 
-    def _keys(self, request: Request, keys: list[str], end: int) -> Sequence[str]:
-        size = self.options.chunk_tokens
-        start_of_chain = request_key(self._root, request)
-        for start in range(len(keys) * size, end - size + 1, size):
-            tokens = array("q", request.all_token_ids[start : start + size]).tobytes()
-            extras = chunk_extras(request, start, start + size)
-            keys.append(digest(start_of_chain, str(start), tokens, *extras).hex())
-        return keys
+    def _parts(self, request: Request, start: int, stop: int) -> list[bytes | str]:
+        return [str(start), *super()._parts(request, start, stop)]
 
 
 class _ShortImages(_PartialIdentity):

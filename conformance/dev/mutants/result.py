@@ -90,7 +90,7 @@ def append(path: Path, result: Result) -> None:
 
 
 def rewrite(path: Path, results: Iterable[Result]) -> None:
-    """Write a file anew, sorted by site."""
+    """Replace a file by these results, sorted by site."""
     lines = [each.to_json() for each in sorted(results, key=lambda each: (each.subject, each.site))]
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 

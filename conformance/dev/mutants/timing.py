@@ -25,6 +25,15 @@ def _copy_of(value: Any) -> Any:
     return type(value)(value) if isinstance(value, (set, frozenset, list, dict)) else value
 
 
+def _reports(hook: Hook, half: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Call the hook of `half`; return copies of what it returned the last time, and now."""
+    value = _copy_of(_listed(hook(half, *args, **kwargs)))
+    withheld = half.__dict__.setdefault(NAME, {})
+    before = withheld.get(hook.__name__, _nothing_like(value))
+    withheld[hook.__name__] = value
+    return before, value
+
+
 def never(hook: Hook) -> Hook:
     """Call the hook, and report nothing."""
 
@@ -40,10 +49,7 @@ def late(hook: Hook) -> Hook:
 
     @wraps(hook)
     def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        value = _copy_of(_listed(hook(self, *args, **kwargs)))
-        withheld = self.__dict__.setdefault(NAME, {})
-        before = withheld.get(hook.__name__, _nothing_like(value))
-        withheld[hook.__name__] = value
+        before, _ = _reports(hook, self, args, kwargs)
         return before
 
     return changed
@@ -54,11 +60,7 @@ def twice(hook: Hook) -> Hook:
 
     @wraps(hook)
     def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        value = _copy_of(_listed(hook(self, *args, **kwargs)))
-        withheld = self.__dict__.setdefault(NAME, {})
-        before = withheld.get(hook.__name__, _nothing_like(value))
-        withheld[hook.__name__] = value
-        return _joined(before, value)
+        return _joined(*_reports(hook, self, args, kwargs))
 
     return changed
 

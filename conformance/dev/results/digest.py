@@ -18,6 +18,7 @@ from kvconform.errors import UsageError
 from kvconform.judge.aggregate import aggregate
 from kvconform.judge.records import Row, Verdict
 from kvconform.report import jsonl
+from kvconform.report.collector import LOADED
 from kvconform.report.jsonl import HeaderLine
 
 UNMADE = (Verdict.UNSUPPORTED, Verdict.DISABLED)
@@ -78,10 +79,6 @@ class Digest(BaseModel):
     saves: int = Field(description="number of judgements about saved KV")
     guarantees: list[str] = Field(default=[], description="guarantees that the engine broke")
     areas: dict[str, Area]
-
-
-LOADED = "load.complete-or-failed"
-"""Requirement that is judged once for every load."""
 
 
 def digests(
