@@ -328,9 +328,18 @@ _kind(
 _kind(
     "stats.taken",
     "hooks",
-    "half:str empty:bool kept:bool merge:str? encode:str? rebuilt:bool rebuild:str? observe:str?",
+    "half:str empty:bool kept:bool merge:str? encode:str? rebuilt:bool rebuild:str? observe:str? "
+    "lost:str? cleared:bool",
     "Statistics were collected; merge, encode, rebuild, observe = what went wrong when they "
-    "were merged, encoded, rebuilt, and observed as metrics.",
+    "were merged, encoded, rebuilt, and observed as metrics. lost = what is less after they were "
+    "merged with a copy; cleared = empty after reset.",
+)
+_kind(
+    "stats.total",
+    "hooks",
+    "returned:int filled:int metrics:bool moved:int loaded:int",
+    "At the shutdown: statistics that were returned, those that were not empty; whether there are "
+    "metrics, and how often they were given a value; loads that wrote what was granted.",
 )
 _kind(
     "report.landed",

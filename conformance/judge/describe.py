@@ -298,10 +298,21 @@ def _stats(e: Event) -> str:
     problems = [f"{what} raised {e[name]}" for name, what in _STATS.items() if e[name]]
     if e["kept"]:
         problems.append("they are the same object as last time")
+    if e["lost"]:
+        problems.append(f"merged with a copy of themselves, {e['lost']}")
+    if not e["cleared"]:
+        problems.append("they are not empty after their reset")
     text = "; ".join(problems)
     if not problems:
         text = "empty" if e["empty"] else "fine"
     return f"the statistics of the {e['half']} half: {text}"
+
+
+def _stats_total(e: Event) -> str:
+    return (
+        f"{e['filled']} of {e['returned']} statistics were not empty, {e['loaded']} loads wrote KV,"
+        f" and metrics were given {e['moved']} values"
+    )
 
 
 def _pair_lookup(e: Event) -> str:
@@ -501,6 +512,7 @@ _TEXT: dict[str, Callable[[Event], str]] = {
     "events.lookup": _events_lookup,
     "kv.event": _kv_event,
     "stats.taken": _stats,
+    "stats.total": _stats_total,
     "handshake": _handshake,
     "pair.engine": lambda e: (
         f"engine {e['on']} is a {e['role']},"
@@ -571,7 +583,7 @@ _CAUSE: dict[str, tuple[str | Callable[[Event], str], ...]] = {
     "meta.built": ("none", "pickle_error", "output_mutated"),
     "meta.bound": ("same_as_built",),
     "kv.event": ("op", "problem", "repeated"),
-    "stats.taken": ("half", "kept", *_STATS),
+    "stats.taken": ("half", "kept", "lost", *_STATS),
     "handshake": ("none",),
     "hold": ("direction", "cause"),
     "plan": ("op", "timing"),
@@ -590,7 +602,7 @@ _CAUSE: dict[str, tuple[str | Callable[[Event], str], ...]] = {
 
 Numbers, lists and the texts in `_WHETHER` hold particulars: it only matters whether they are empty.
 """
-_WHETHER = frozenset({"json", "pickle_error", "problem", "stale", *_STATS})
+_WHETHER = frozenset({"json", "lost", "pickle_error", "problem", "stale", *_STATS})
 
 
 def cause(event: Event) -> tuple[str, ...]:

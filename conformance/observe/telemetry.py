@@ -130,12 +130,15 @@ class _Metric:
 
     names: ClassVar[set[str]] = set()
     """Names of the metrics of one front end."""
+    moved: ClassVar[list[str]] = []
+    """Names of those that were given a value, a name for each time."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         name = str(kwargs.get("name", args[0] if args else None))
         if name in self.names:
             raise ValueError(f"there is a metric {name} already")
         self.names.add(name)
+        self._name = name
         self._labels = tuple(kwargs.get("labelnames") or (args[2] if len(args) > 2 else ()))
 
     def labels(self, *values: Any, **named: Any) -> _Metric:
@@ -148,9 +151,12 @@ class _Metric:
     def inc(self, amount: float = 1, *args: Any, **kwargs: Any) -> None:
         if amount < 0:
             raise ValueError("a counter cannot fall")
+        if amount:
+            self.moved.append(self._name)
 
     def observe(self, amount: float, *args: Any, **kwargs: Any) -> None:
         float(amount)
+        self.moved.append(self._name)
 
     set = observe
 
@@ -176,6 +182,10 @@ class Telemetry:
         """The statistics that each half returned last."""
         self.metrics: Any = None
         """The connector's metrics; False if it has none, None before the first statistics."""
+        self.moved: list[str] = []
+        """Names of the metrics that were given a value."""
+        self.returned = self.filled = 0
+        """How many statistics were returned, and how many of them were not empty."""
         self.first = not any(event["kind"] == "request.new" for event in trace.events)
         """Whether this is the first engine in the trace."""
         _engines[trace] = _engines.get(trace, 0) + 1
@@ -183,6 +193,7 @@ class Telemetry:
         probe.on("get_num_new_matched_tokens", after=self._lookup)
         probe.on("reset_cache", after=lambda call: self._clear())
         probe.on("get_kv_connector_stats", after=self._stats)
+        probe.on("shutdown", before=self._total)
         probe.on("get_handshake_metadata", after=self._handshake)
 
     # -- KV events
@@ -298,7 +309,9 @@ class Telemetry:
         empty = bool(_try(stats.is_empty)[0])
         same = self.last.get(call.half) is stats and not empty
         self.last[call.half] = stats
-        _, merge_problem = _try(lambda: _merge(copy.deepcopy(stats)))
+        self.returned += 1
+        self.filled += not empty
+        merged, merge_problem = _try(lambda: _merge(copy.deepcopy(stats)))
         data, problem = _try(
             lambda: msgspec.msgpack.decode(msgspec.msgpack.encode(stats.to_dict()))
         )
@@ -316,11 +329,33 @@ class Telemetry:
             rebuilt=bool(rebuilt),
             rebuild=build_problem,
             observe=observe_problem,
+            lost=merged.lost if merged else None,
+            cleared=not merged or merged.cleared,
+        )
+
+    def _total(self, call: Call) -> None:
+        """Record once, before the worker half is shut down, what came of the statistics."""
+        if call.half != "worker" or not self.returned:
+            return
+        self.trace.emit(
+            "stats.total",
+            returned=self.returned,
+            filled=self.filled,
+            metrics=bool(self.metrics),
+            moved=len(self.moved),
+            loaded=self._loads() if self._alone() else 0,
+        )
+        self.returned = 0
+
+    def _loads(self) -> int:
+        """Return how many loads have written all that was granted."""
+        return sum(
+            event["kind"] == "load.due" and not event["missing"] for event in self.trace.events
         )
 
     def _observe(self, connector: Any, data: dict[str, Any]) -> None:
         if self.metrics is None:
-            own = type("Metric", (_Metric,), {"names": set()})
+            own = type("Metric", (_Metric,), {"names": set(), "moved": self.moved})
             kinds = dict.fromkeys((Gauge, Counter, Histogram), own)
             made = type(connector).build_prom_metrics(
                 self.config, kinds, ["model_name", "engine"], {0: ["tiny", "0"]}
@@ -376,20 +411,55 @@ def _logged(value: Any) -> bool:
     return isinstance(value, (int, float, str))
 
 
-def _merge(stats: Any) -> None:
+@dataclass(frozen=True)
+class _Merged:
+    """What became of statistics that were merged with a copy of themselves, and then reset.
+
+    - `lost`: what reduce returns less than half of, compared with what it returned before; None if
+      nothing is lost.
+    - `cleared`: whether they are empty after reset.
+    """
+
+    lost: str | None
+    cleared: bool
+
+
+def _merge(stats: Any) -> _Merged:
     """Do with statistics what vLLM does between two log lines.
 
     TypeError if a method returns another type than the next step needs; ValueError if the merged
     statistics are empty.
     """
+    before = copy.deepcopy(stats).reduce()
+    filled = not stats.is_empty()
     merged = stats.aggregate(copy.deepcopy(stats))
     if not isinstance(merged, KVConnectorStats):
         raise TypeError(f"aggregate returns {type(merged).__name__}")
-    if not all(_logged(value) for value in dict(merged.reduce()).values()):
+    after = dict(merged.reduce())
+    if not all(_logged(value) for value in after.values()):
         raise TypeError("reduce does not return numbers")
-    if merged.is_empty() and not stats.is_empty():
+    if merged.is_empty() and filled:
         raise ValueError("what was merged is empty")
+    lost = next(_lost(before, after), None)
     merged.reset()
+    return _Merged(lost, merged.is_empty())
+
+
+def _lost(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the positive numbers that fell below half, as text.
+
+    Counts double when statistics are merged with their copy, and averages stay as they are.
+    Half leaves room for estimates such as a standard deviation.
+    """
+    for name, value in before.items():
+        now = after.get(name)
+        if isinstance(value, Mapping):
+            yield from _lost(value, now if isinstance(now, Mapping) else {})
+        elif isinstance(value, (int, float)) and value > 0:
+            if not isinstance(now, (int, float)):
+                yield f"{name} is gone"
+            elif now < value / 2:
+                yield f"{name} was {value}, and is {now}"
 
 
 def _build(connector: Any, stats: Any, data: dict[str, Any]) -> bool:

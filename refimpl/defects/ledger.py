@@ -164,6 +164,59 @@ class MetricsNamedAlike(ReferenceConnector):
         return _NamedAlike(*args)
 
 
+class _Subtracts(ReferenceStats):
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        names = {**self.data, **other.data}
+        return _Subtracts(
+            {name: self.data.get(name, 0) - other.data.get(name, 0) for name in names}
+        )
+
+
+class _NeverCleared(ReferenceStats):
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        return _NeverCleared(super().aggregate(other).data)
+
+    def reset(self) -> None:
+        pass
+
+
+class SubtractsStats(ReferenceConnector):
+    """Subtracts statistics where it should add them."""
+
+    Stats: ClassVar[type[ReferenceStats]] = _Subtracts
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        stats = super().get_kv_connector_stats()
+        return self.Stats(stats.data) if stats else None
+
+
+class NeverClearsStats(SubtractsStats):
+    """Has statistics whose reset does nothing."""
+
+    Stats = _NeverCleared
+
+
+class EmptyStats(ReferenceConnector):
+    """Returns statistics only when nothing was counted."""
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        return None if super().get_kv_connector_stats() else ReferenceStats()
+
+
+class _Renamed(ReferenceMetrics):
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for name in ("reads", "writes"):
+            super().observe({name: transfer_stats_data.get(name, 0)}, engine_idx)
+
+
+class MetricsRenamed(ReferenceConnector):
+    """Observes statistics under names that they do not have."""
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any) -> Any:
+        return _Renamed(*args)
+
+
 class LockedHandshake(ReferenceConnector):
     """Puts a lock into its handshake metadata."""
 

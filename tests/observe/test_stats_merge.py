@@ -44,3 +44,32 @@ def test_numbers_also_by_child(reduced: Any) -> None:
 def test_what_is_no_number(reduced: Any) -> None:
     with pytest.raises(TypeError, match="reduce does not return numbers"):
         _merge(Stats({"a": 1}, reduced))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "lost"),
+    [
+        ({"loads": 3}, {"loads": 6}, None),
+        ({"rate": 0.5, "idle": 0}, {"rate": 0.5, "idle": 0}, None),
+        ({"loads": 3}, {"loads": 0}, "loads was 3, and is 0"),
+        ({"loads": 3, "rate": 2.0}, {"loads": 6}, "rate is gone"),
+        ({"Child": {"loads": 4}}, {"Child": {"loads": 1}}, "loads was 4, and is 1"),
+        ({"Child": {"loads": 4}}, {}, "loads is gone"),
+        ({"drift": -2}, {"drift": -4}, None),
+    ],
+)
+def test_what_is_lost_in_the_merge(before: Any, after: Any, lost: str | None) -> None:
+    class Merging(Stats):
+        def aggregate(self, other: Any) -> Stats:
+            return Stats({"a": 1}, after)
+
+    assert _merge(Merging({"a": 1}, before)).lost == lost
+
+
+def test_whether_a_reset_clears() -> None:
+    class Keeping(Stats):
+        def reset(self) -> None:
+            pass
+
+    assert _merge(Stats({"a": 1})).cleared
+    assert not _merge(Keeping({"a": 1})).cleared

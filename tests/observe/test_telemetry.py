@@ -111,7 +111,7 @@ def test_statistics_go_through_what_the_engine_does_to_them() -> None:
 
 
 def test_the_stand_in_for_metrics_refuses_what_a_metric_refuses() -> None:
-    kind: type[_Metric] = type("Metric", (_Metric,), {"names": set()})
+    kind: type[_Metric] = type("Metric", (_Metric,), {"names": set(), "moved": []})
     metric = kind("name", "text", ["engine"])
     metric.labels("0").inc(2)
     with pytest.raises(ValueError, match="already"):
@@ -120,6 +120,10 @@ def test_the_stand_in_for_metrics_refuses_what_a_metric_refuses() -> None:
         metric.labels("0", "1")
     with pytest.raises(ValueError, match="fall"):
         metric.inc(-1)
+    metric.inc(0)
+    assert kind.moved == ["name"]
+    metric.observe(0)
+    assert kind.moved == ["name", "name"]
 
 
 def test_what_vllm_refuses() -> None:
