@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -160,6 +161,10 @@ def profile_of(target: Target, tmp: Path) -> Profile:
         learn("persistent", persistent)
         if doubt:
             doubts["persistent"] = doubt
+    if sources.get("saves") == "declared" and "chunk_tokens" not in caps:
+        chunk = _large_chunk(calibration)
+        if chunk:
+            learn("chunk_tokens", chunk)
     for name in CAPABILITIES:
         sources.setdefault(name, "default")
     if sources["chunk_tokens"] == "declared":
@@ -250,18 +255,37 @@ def _children_keep_hybrid(target: Target, tmp: Path) -> bool:
     return keeps_hybrid(config)
 
 
+LONG = (16, 500)
+"""Block size and length of the longest plain prompt."""
+
+
 def _first_hit(calibration: Calibration) -> tuple[int, int, int, bool]:
     """Return the first plain repeat that hits.
 
     That is (block size, prompt length, tokens that came back, whether asynchronously). Not every
-    length hits with every connector. The last one is for chunks of up to 256 tokens: with the
-    outputs it fills a second chunk.
+    length hits with every connector. `LONG` is for chunks of up to 256 tokens: with the outputs it
+    fills a second chunk.
     """
-    for block, length in ((4, 41), (4, 42), (4, 43), (4, 44), (16, 500)):
+    for block, length in ((4, 41), (4, 42), (4, 43), (4, 44), LONG):
         back, is_async = calibration.came_back(Plain(length, 1, length, length), block)
         if back > 0:
             return block, length, back, is_async
     return 4, 0, 0, False
+
+
+def _large_chunk(calibration: Calibration) -> int:
+    """Return the tokens per chunk of a connector that finds nothing of short prompts, or 0.
+
+    Without this, whole blocks would be promised in the name of an author who has declared that
+    prompts are saved, and not how large a chunk is. A connector that finds part of a short prompt
+    is held to whole blocks.
+    """
+    block, length, back, _ = _first_hit(calibration)
+    if back == 0 or (block, length) != LONG:
+        return 0
+    lengths = (length - 101, length - 202)
+    others = (calibration.came_back(Plain(n, 1, n, n), block)[0] for n in lengths)
+    return math.gcd(back, *others)
 
 
 def _outlives_process(calibration: Calibration, target: Target) -> tuple[bool, str]:

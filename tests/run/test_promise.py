@@ -245,6 +245,19 @@ def test_declared_capabilities_override_what_would_be_learned(tmp_path: Path) ->
     assert only.promises.declared, "nothing is promised"
 
 
+@pytest.mark.parametrize(("chunk", "learned_chunk"), [(64, 64), (256, 256), (8, 0)])
+def test_large_chunks_are_found_where_only_the_saves_are_declared(
+    chunk: int, learned_chunk: int, tmp_path: Path
+) -> None:
+    options = {"store": "{tmp}", "chunk_tokens": chunk, "whole_blocks": False}
+    profile = learned(Undeclared, tmp_path, options, store=True, saves="prompt", async_load=False)
+    source = "inferred" if learned_chunk else "default"
+    assert (profile.caps["chunk_tokens"], profile.sources["chunk_tokens"]) == (
+        learned_chunk,
+        source,
+    )
+
+
 def test_impossible_declarations_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError):
         learned(Undeclared, tmp_path, saves="everything")
