@@ -18,8 +18,14 @@ EQUALITIES = {ast.Eq: ("==", "!="), ast.NotEq: ("!=", "==")}
 MEMBERSHIPS = {ast.Is: ("is", "is not"), ast.In: ("in", "not in")}
 NEGATED = {ast.IsNot: ("not", ""), ast.NotIn: ("not", "")}
 ARITHMETIC = {ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.FloorDiv: ("//", "*")}
-KEEPS_ORDER = {"isinstance", "getattr", "hasattr", "setattr", "zip", "print", "cast"}
-"""Functions whose arguments are not swapped: that would be an error of types only."""
+KEEPS_ORDER = {
+    *("isinstance", "getattr", "hasattr", "setattr", "zip", "print", "cast"),
+    *("max", "min", "gcd", "lcm"),
+}
+"""Functions whose arguments are not swapped.
+
+That would be an error of types only, or no change.
+"""
 COLLECTING = {"list": "[]", "tuple": "()", "set": "set()", "dict": "{}", "frozenset": "frozenset()"}
 
 

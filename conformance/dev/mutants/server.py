@@ -145,7 +145,8 @@ class Server:
         site = mutation.site
         reached = self.original.reaching(site.module, mutation.lines)
         apart = {name for name, run in self._runs.items() if run.has_processes}
-        chosen = (reached | apart) - set(self.original.skipped)
+        # A run that the original refuses in its constructor may be one that the mutant accepts.
+        chosen = reached | (apart - set(self.original.skipped))
         order = self.killers.order(site, chosen, self.original.seconds)
         job = self._job(mutation, [self._runs[name] for name in order])
         made = Result(

@@ -124,8 +124,20 @@ def test_what_does_not_run_is_left_alone() -> None:
         def f(n: dict[1, 2]) -> tuple[1, 2]:
             """Docs."""
             assert n < 1, 2
+
+
+        def kvconform_fail_load(self, req, n):
+            self.failing[req] = n + 1
         '''
     assert made(source) == []
+
+
+def test_arguments_whose_order_is_free_are_not_swapped() -> None:
+    source = """
+        def f(a, b):
+            return max(a, b) + min(a, b) + pow(a, b)
+        """
+    assert added(source, "swap-arguments") == ["return max(a, b) + min(a, b) + pow(b, a)"]
 
 
 def test_every_mutant_compiles_and_no_two_are_equal() -> None:
