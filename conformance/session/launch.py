@@ -78,6 +78,9 @@ def _arguments(settings: Settings, controller: Controller) -> list[str]:
         f"--rootdir={Path.cwd()}",
         "--noconftest",
         "-pno:cacheprovider",
+        # It keeps what was logged: an exception among the arguments keeps the frames of the hook
+        # that raised it, and so the request, which would count as the connector's own reference.
+        "-pno:logging",
         "-s",
         f"--junitxml={Path(settings.report_dir) / 'junit.xml'}",
         "-ojunit_suite_name=kvconform",

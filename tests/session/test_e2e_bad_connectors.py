@@ -52,6 +52,12 @@ def test_cannot_be_judged(tmp_path: Path, connector: str, sentence: str) -> None
     assert "Traceback" not in done.stdout
 
 
+def test_what_a_connector_logs_is_not_kept_alive(tmp_path: Path) -> None:
+    """LMCache logs time-outs like this; pytest kept the records, and so the requests."""
+    done = kvconform(tmp_path, "logs_errors:Connector", "-k", "lifecycle.hook-order")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize(
     ("connector", "requirement", "message"),
     [

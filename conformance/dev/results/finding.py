@@ -80,7 +80,8 @@ class Finding(_Part):
     """One finding; see docs/results/README.md.
 
     It is `confirmed` if the minimal case reproduces it in a fresh environment with stock code,
-    adapter and emulation are ruled out, and vLLM's source supports the requirement.
+    adapter and emulation are ruled out, and vLLM's source supports the requirement. What a
+    connector promises to keep, its own documentation has to say.
     It is a `risk` if only what the contract allows, and this vLLM never does, brings it about.
     It is `withdrawn` if vLLM's source does not support it; the record says why.
     It is an `open question` as long as evidence is missing.
