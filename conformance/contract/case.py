@@ -59,6 +59,9 @@ class Config(Model):
     spec_tokens: Annotated[int, Field(ge=0)] = 0
     load_failure_policy: Literal["recompute", "fail"] = "recompute"
     role: Role = "kv_both"
+    model: str = Field(
+        default="kvconform/tiny-model", description="name; models of other names have other KV"
+    )
     max_model_len: PositiveInt = 256
     tensor_parallel: Literal[1, 2, 3, 4] = Field(
         default=1,
@@ -324,7 +327,9 @@ class Case(Model):
             *(
                 step.arg.context_parallel
                 for step in self.steps
-                if step.op == "restart" and not isinstance(step.arg, str)
+                if step.op == "restart"
+                and not isinstance(step.arg, str)
+                and step.arg.context_parallel
             ),
         ]
 

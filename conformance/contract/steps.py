@@ -455,10 +455,21 @@ class IdleStep(BaseStep):
     idle: Annotated[Idle, BeforeValidator(_idle, json_schema_input_type=PositiveInt | Idle)]
 
 
-class Regrouping(Model):
-    """What a new engine does otherwise than the one before it, with as many ranks."""
+class Otherwise(Model):
+    """What a new engine has otherwise than the one before it, with as many ranks."""
 
-    context_parallel: Literal[1, 2, 3, 4]
+    context_parallel: Literal[1, 2, 3, 4] | None = Field(
+        default=None, description="ranks that a block's tokens are split over"
+    )
+    model: str | None = Field(
+        default=None, description="name of another model of the same sizes, whose KV is another"
+    )
+
+    @model_validator(mode="after")
+    def _something(self) -> Otherwise:
+        if not self.model_fields_set:
+            raise ValueError("restart: say what the new engine has otherwise")
+        return self
 
 
 class RestartStep(BaseStep):
@@ -466,11 +477,11 @@ class RestartStep(BaseStep):
 
     `engine`: in the same process. `process`: in another one, which is forked and so has the same
     hash seed and addresses. `interpreter`: the first part runs in a fresh interpreter with another
-    hash seed; vLLM's block hashes stay the same. `{context_parallel: 4}`: the new engine splits a
-    block's tokens over so many ranks.
+    hash seed; vLLM's block hashes stay the same. `{context_parallel: 4}`, `{model: other/model}`:
+    in the same process, with another configuration.
     """
 
-    restart: Literal["engine", "process", "interpreter"] | Regrouping
+    restart: Literal["engine", "process", "interpreter"] | Otherwise
 
 
 class ShutdownStep(BaseStep):

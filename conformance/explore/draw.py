@@ -174,6 +174,9 @@ PROCESSES: tuple[list[str], ...] = (*[["second-process"]] * 9, ["hash-seed"])
 RESTARTS = (*["process"] * 9, "interpreter")
 """Restarts that end the process; a fresh interpreter takes eight seconds."""
 
+MODELS = ("kvconform/other-model", "somebody-else/tiny-model")
+"""Models of the engine after a restart; the store is the same."""
+
 
 def drawn(
     engines: list[str],
@@ -276,6 +279,8 @@ def one(
     restart = next((step for step in steps if step.get("restart") == "engine"), None)
     if restart is not None and dice.one_in(6):
         restart["restart"] = dice.pick(RESTARTS)
+    elif restart is not None and dice.one_in(3):
+        restart["restart"] = {"model": dice.pick(MODELS)}
     if extra.get("multi") == ["self"]:
         relations = ["alone"]
     elif theme == "failing" and dice.one_in(4):

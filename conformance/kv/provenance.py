@@ -110,7 +110,7 @@ class Adapter:
 class Identity:
     """What makes two requests' KV differ, apart from the token ids.
 
-    `base` covers the whole sequence (salt, adapter). `spans` are (start, end, item id) of
+    `base` covers the whole sequence (model, salt, adapter). `spans` are (start, end, item id) of
     multi-modal items, and of a prompt that is given as embeddings.
     """
 
@@ -123,13 +123,16 @@ class Identity:
         adapter: Adapter | None = None,
         items: Sequence[Mapping[str, object]] = (),
         embeds: tuple[str, int] | None = None,
+        model: str | None = None,
     ) -> Identity:
         """Return the identity of a request with these extras.
 
         `items` have `at`, `length` and `id`. `embeds`: content and length of a prompt that is given
-        as embeddings.
+        as embeddings. `model`: name of the model, if it is not the run's first one.
         """
         base = 0
+        if model:
+            base ^= text_id("model:" + model)
         if salt:
             base ^= text_id("salt:" + salt)
         if adapter:

@@ -26,8 +26,8 @@ from kvconform.contract.steps import (
     Idle,
     NewPart,
     OfPrompt,
+    Otherwise,
     PartsPrompt,
-    Regrouping,
     Reset,
     SamePrompt,
     Shutdown,
@@ -100,6 +100,8 @@ class Driver:
         watcher: Watcher | None = None,
     ) -> None:
         self.variant = variant
+        self.running = variant
+        """What the engine was built for: the variant, but for what a restart has changed."""
         self.target = target
         self.trace = trace
         self.registry = registry
@@ -148,7 +150,7 @@ class Driver:
     # -- engines
 
     def _start(self) -> Engine:
-        return self._build(self.variant, self.target)
+        return self._build(self.running, self.target)
 
     def _build(self, variant: Variant, target: Target, memory: Any = None) -> Engine:
         """Build an engine and observe it. `memory` records what it computes."""
@@ -257,7 +259,7 @@ class Driver:
         state.infos[req_id] = Info(
             add.req,
             generation,
-            Identity.of(add.salt, lora, items, embeds),
+            Identity.of(add.salt, lora, items, embeds, self._other_model()),
             Script(list(add.drafts or []), add.stop_at),
         )
         state.reloads.pop(req_id, None)
@@ -282,6 +284,11 @@ class Driver:
         )
         state.requests[add.req] = Snapshot(request)
         self.engine.add(request)
+
+    def _other_model(self) -> str | None:
+        """Return the name of the model if a restart has changed it."""
+        first, now = self.variant.case.config.model, self.running.case.config.model
+        return now if now != first else None
 
     def _params(self, add: Add) -> dict[str, Any] | None:
         """Return the kv_transfer_params of a request that is added."""
@@ -440,13 +447,12 @@ class Driver:
         before = next(index for index, step in enumerate(steps) if step.arg is argument)
         soak(self, steps[:before], argument)
 
-    def _restart(self, how: str | Regrouping) -> None:
+    def _restart(self, how: str | Otherwise) -> None:
         self.run_dry()
         self.engine.shutdown()
-        if isinstance(how, Regrouping):
-            self.engine = self._build(_regrouped(self.variant, how), self.target)
-        else:
-            self.engine = self._start()
+        if isinstance(how, Otherwise):
+            self.running = _otherwise(self.running, how)
+        self.engine = self._start()
         self.trace.emit("engine.lifecycle", **lifecycle("restart"))
 
     def _shut_down(self, how: Shutdown) -> None:
@@ -511,7 +517,7 @@ class Driver:
         self.engine.shutdown()
 
 
-def _regrouped(variant: Variant, how: Regrouping) -> Variant:
-    """Return the run with another degree of context parallelism."""
-    config = variant.case.config.model_copy(update={"context_parallel": how.context_parallel})
+def _otherwise(variant: Variant, how: Otherwise) -> Variant:
+    """Return the run with another configuration."""
+    config = variant.case.config.model_copy(update=how.model_dump(exclude_none=True))
     return replace(variant, case=variant.case.model_copy(update={"config": config}))

@@ -15,7 +15,10 @@ from kvconform.refimpl.plan import Piece
 from kvconform.refimpl.tracking import Tracked
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
 
@@ -71,6 +74,31 @@ class ImagesAnywhere(_PartialIdentity):
                 for chunk in chunks
             ]
         }
+
+
+class AnyModel(ReferenceConnector):
+    """Leaves the model out of its keys."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._root = self._root_of(vllm_config)
+
+    def _root_of(self, vllm_config: VllmConfig) -> bytes:
+        parallel = vllm_config.parallel_config
+        degrees = (parallel.world_size, parallel.decode_context_parallel_size)
+        return digest(self._name_of(str(vllm_config.model_config.model)), str(degrees))
+
+    def _name_of(self, model: str) -> str:
+        return ""
+
+
+class ModelWithoutOwner(AnyModel):
+    """Takes the last part of the model's name into its keys."""
+
+    def _name_of(self, model: str) -> str:
+        return model.rsplit("/", 1)[-1]
 
 
 class Unchained(ReferenceConnector):
