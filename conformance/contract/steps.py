@@ -478,7 +478,7 @@ class RestartStep(BaseStep):
     `engine`: in the same process. `process`: in another one, which is forked and so has the same
     hash seed and addresses. `interpreter`: the first part runs in a fresh interpreter with another
     hash seed; vLLM's block hashes stay the same. `{context_parallel: 4}`, `{model: other/model}`:
-    in the same process, with another configuration.
+    as `process`, and with another configuration.
     """
 
     restart: Literal["engine", "process", "interpreter"] | Otherwise
@@ -606,6 +606,16 @@ else:
 
 UNREPEATABLE = ("soak", "restart", "shutdown", "on", "damage", "continue")
 """Steps that cannot come before `soak`."""
+
+
+def restarts_process(step: Step) -> bool:
+    """Return whether what follows the step runs in another process than what is before it."""
+    return step.op == "restart" and step.arg != "engine"
+
+
+def forks(step: Step) -> bool:
+    """Return whether what is before the step runs in a forked process."""
+    return restarts_process(step) and step.arg != "interpreter"
 
 
 def repeated(step: Step, number: int) -> Step:

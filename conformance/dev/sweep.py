@@ -24,6 +24,7 @@ import typer
 from kvconform.config.target import Target
 from kvconform.contract.case import SLOW, Case, Device, Variant
 from kvconform.contract.loader import Spec, load_spec
+from kvconform.contract.steps import forks
 from kvconform.files import scratch_root
 from kvconform.run.calibration import target_profile
 from kvconform.run.case import run_and_judge
@@ -66,9 +67,7 @@ class Tally:
 
 def starts_processes(case: Case) -> bool:
     """Return whether a run of the case starts another Python process, which imports vLLM."""
-    return bool(PROCESSES & set(case.relations)) or any(
-        step.op == "restart" and step.arg == "process" for step in case.steps
-    )
+    return bool(PROCESSES & set(case.relations)) or any(forks(step) for step in case.steps)
 
 
 def target_of(name: str, device: Device = "cpu") -> Target:

@@ -98,10 +98,11 @@ class Driver:
         promises: Promises | None,
         before: Progress | None = None,
         watcher: Watcher | None = None,
+        changed: Otherwise | None = None,
     ) -> None:
         self.variant = variant
-        self.running = variant
-        """What the engine was built for: the variant, but for what a restart has changed."""
+        self.running = _otherwise(variant, changed) if changed else variant
+        """What the engine is built for: the variant, but for what a restart has changed."""
         self.target = target
         self.trace = trace
         self.registry = registry
@@ -447,11 +448,9 @@ class Driver:
         before = next(index for index, step in enumerate(steps) if step.arg is argument)
         soak(self, steps[:before], argument)
 
-    def _restart(self, how: str | Otherwise) -> None:
+    def _restart(self, _: Any) -> None:
         self.run_dry()
         self.engine.shutdown()
-        if isinstance(how, Otherwise):
-            self.running = _otherwise(self.running, how)
         self.engine = self._start()
         self.trace.emit("engine.lifecycle", **lifecycle("restart"))
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvconform.contract.events import lifecycle
+from kvconform.contract.steps import forks, restarts_process
 from kvconform.files import scratch_root
 from kvconform.process import watchdog
 from kvconform.process.supervisor import dies_with_parent
@@ -74,14 +75,14 @@ def cannot_fork(steps: Sequence[Any], relation: str) -> bool:
     Such a run must begin in a fresh interpreter.
     """
     restart = process_restart(steps)
-    forks = restart is not None and steps[restart].arg == "process"
-    return (forks or relation == "second-process") and bool(left_behind())
+    forked = restart is not None and forks(steps[restart])
+    return (forked or relation == "second-process") and bool(left_behind())
 
 
 def process_restart(steps: Sequence[Any]) -> int | None:
     """Return the index of the step that restarts in another process or interpreter, or None."""
     for index, step in enumerate(steps):
-        if step.op == "restart" and step.arg in ("process", "interpreter"):
+        if restarts_process(step):
             return index
     return None
 

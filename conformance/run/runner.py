@@ -17,6 +17,7 @@ from kvconform.config.target import Target, inside
 from kvconform.contract.capabilities import complete
 from kvconform.contract.case import Case, Device, Variant
 from kvconform.contract.events import EVENTS, crash, lifecycle, run_cut_short, run_start
+from kvconform.contract.steps import Otherwise
 from kvconform.contract.trace import PairTrace, Trace
 from kvconform.engine.configs import HEAD_DIM, HEADS, LAYERS
 from kvconform.engine.fault import blame, refusal
@@ -191,7 +192,10 @@ def _drive(
     rest = list(case.steps)
     before = None
     try:
+        changed = None
         if split := process_restart(rest):
+            how = rest[split].arg
+            changed = how if isinstance(how, Otherwise) else None
             first = rest[:split]
             rest = rest[split + 1 :]
             if first_part is not None:
@@ -199,10 +203,8 @@ def _drive(
                 driver.execute_part(first)
                 first_part.left = driver.state.progress, driver.registry
                 return
-            before, registry = _before_restart(
-                run, create, case.steps[split].arg, first, trace, registry
-            )
-        driver = create(registry=registry, before=before, watcher=watcher)
+            before, registry = _before_restart(run, create, how, first, trace, registry)
+        driver = create(registry=registry, before=before, watcher=watcher, changed=changed)
         driver.execute(rest)
         run.unmet = driver.expectations.unmet(case.provokes)
         run.lacks = driver.damager.lacks
@@ -225,7 +227,7 @@ def _drive(
 def _before_restart(
     run: Run,
     create: partial[Driver],
-    kind: str,
+    kind: str | Otherwise,
     steps: Sequence[Any],
     trace: Trace,
     registry: Registry,

@@ -17,6 +17,7 @@ from vllm.v1.core.kv_cache_utils import init_none_hash
 
 from kvconform.compat.vllm_api import hook_classes
 from kvconform.contract.case import Case, Variant
+from kvconform.contract.steps import forks
 from kvconform.errors import EnvironmentProblem
 from kvconform.observe.call import Call
 from kvconform.run.calibration import in_its_role, target_profile
@@ -93,7 +94,7 @@ def suits(case: Case) -> bool:
         and config.tensor_parallel == config.pipeline_parallel == 1
         and len(config.groups) < 2
     )
-    return alone and not any(step.op == "restart" and step.arg == "process" for step in case.steps)
+    return alone and not any(forks(step) for step in case.steps)
 
 
 def cells(case: Case, engine: str) -> list[Variant]:

@@ -109,14 +109,17 @@ def test_few_have_a_second_run_in_a_process_of_its_own() -> None:
 
 def test_layouts_ranks_and_groups_that_few_models_have() -> None:
     drawn_ones = some(3000)
-    degrees = [
-        step["restart"]["context_parallel"]
+    restarts = [
+        step["restart"]
         for workload in drawn_ones
         for step in workload.data["steps"]
         if isinstance(step.get("restart"), dict)
     ]
+    degrees = [how["context_parallel"] for how in restarts if "context_parallel" in how]
+    models = {how["model"] for how in restarts if "model" in how}
     configs = [workload.data["config"] for workload in drawn_ones]
     assert len(set(degrees)) == 3 and len(degrees) > 5
+    assert len(models) == 2
     assert sum(config.get("context_parallel") == 4 for config in configs) > 5
     assert sum(config.get("groups") == ["sliding"] for config in configs) > 5
     assert any("drafter" in config and len(config.get("groups", ())) > 1 for config in configs)

@@ -19,6 +19,7 @@ from kvconform.config.selection import select
 from kvconform.config.settings import Settings, load
 from kvconform.contract.case import Variant
 from kvconform.contract.loader import Spec
+from kvconform.contract.steps import forks
 from kvconform.contract.yaml12 import parse
 from kvconform.errors import UsageError, did_you_mean
 
@@ -77,9 +78,7 @@ class Run:
     def has_processes(self) -> bool:
         """Whether part of the run is in another process, whose lines are not recorded."""
         case = self.variant.case
-        return "second-process" in case.relations or any(
-            step.op == "restart" and step.arg == "process" for step in case.steps
-        )
+        return "second-process" in case.relations or any(forks(step) for step in case.steps)
 
 
 @cache
