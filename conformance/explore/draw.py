@@ -279,7 +279,7 @@ def one(
     restart = next((step for step in steps if step.get("restart") == "engine"), None)
     if restart is not None and dice.one_in(6):
         restart["restart"] = dice.pick(RESTARTS)
-    elif restart is not None and dice.one_in(3):
+    elif restart is not None and dice.one_in(12):
         restart["restart"] = {"model": dice.pick(MODELS)}
     if extra.get("multi") == ["self"]:
         relations = ["alone"]
