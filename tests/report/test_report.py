@@ -225,6 +225,27 @@ def test_reproduction(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> 
     ]
 
 
+def test_a_connector_in_the_working_directory_is_found_again(
+    collector: Collector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    row = collector.add(judged(collector, 0, MUST)).rows[0]
+    collector.settings.connector = "only_here:Conn"
+
+    def added() -> bool:
+        return "--pythonpath" in causes.command(collector.settings, row, alone=True)
+
+    assert not added(), "it is installed, or found in another way"
+    (tmp_path / "only_here.py").write_text("", encoding="utf-8")
+    assert added()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert not added()
+    monkeypatch.delenv("PYTHONPATH")
+    collector.settings.pythonpath = [str(tmp_path)]
+    assert not added(), "the settings say it"
+
+
 def test_an_expired_waiver_of_the_suite_is_a_note(collector: Collector) -> None:
     waiver = Waiver(requirement="engine.*", reason="known", expires="2025-12-31")
     collector.spec = replace(SPEC, waivers=[waiver])
